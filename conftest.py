@@ -1,0 +1,19 @@
+"""What every distribution's tests share: tests that need an accelerator skip with the reason."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked ``gpu`` where torch sees no accelerator."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return  # the tests of the tooling should not import torch
+
+    import torch
+
+    if not torch.accelerator.is_available():
+        skip = pytest.mark.skip(reason="needs an accelerator, and torch sees none")
+        for item in marked:
+            item.add_marker(skip)

@@ -1,0 +1,129 @@
+"""Every check, by the name CI uses. `nox -l` is the table of contents; `nox` runs the defaults."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2026.2"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+# The tests come last, so that pytest's closing line is the last thing above nox's summary.
+nox.options.sessions = ["lint", "typecheck", "docs", "build", "tests"]
+
+ROOT = Path(__file__).parent
+PYPROJECT = nox.project.load_toml("pyproject.toml")
+TORCH = os.environ.get("POLYSHARD_TORCH", "torch==2.13.0")
+# Ranks share the cores of one machine; without this each starts a thread for every core.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+# A folder with a pyproject.toml is a distribution. It is found, never listed.
+PACKAGES = [path.parent.name for path in sorted(ROOT.glob("packages/*/pyproject.toml"))]
+PLUGINS = [path.parent.name for path in sorted(ROOT.glob("plugins/*/pyproject.toml"))]
+FOLDERS = [f"packages/{name}" for name in PACKAGES] + [f"plugins/{name}" for name in PLUGINS]
+
+# No plugin, each one alone, all of them.
+SUBSETS = {"core": [], **{name.removeprefix("polyshard-"): [name] for name in PLUGINS}}
+if len(PLUGINS) > 1:
+    SUBSETS["all"] = PLUGINS
+
+
+# [Note: one environment with torch]
+# Installing torch costs most of a session's time and a gigabyte of disk, so every session that
+# needs it shares .nox/dev. What a session must not see is uninstalled first; sessions of this file
+# therefore cannot run in parallel. Only `build` makes a second one, because it must start empty.
+def dev_environment(session: nox.Session, plugins: list[str]) -> Path:
+    """Make the shared environment hold core and exactly ``plugins``; return its bin folder."""
+    home = ROOT / ".nox" / "dev"
+    python = home / "bin" / "python"
+    if not python.exists():
+        session.run_install(sys.executable, "-m", "virtualenv", "--quiet", str(home))
+    pip = (str(python), "-m", "pip")
+    absent = [name for name in PLUGINS if name not in plugins]
+    if absent:
+        session.run_install(*pip, "uninstall", "--yes", *absent, silent=True)
+    editable = [f"--editable=packages/{name}" for name in PACKAGES if name != "polyshard"]
+    editable += ["--editable=packages/polyshard[demo,testing]"]
+    editable += [f"--editable=plugins/{name}" for name in plugins]
+    groups = nox.project.dependency_groups(PYPROJECT, "test", "type")
+    session.run_install(*pip, "install", TORCH, *editable, *groups, silent=True)
+    return python.parent
+
+
+def existing(*paths: str) -> list[str]:
+    """Drop the paths that are not there (yet)."""
+    return [path for path in paths if (ROOT / path).exists()]
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, formatting and the layout of the repository."""
+    session.install(*nox.project.dependency_groups(PYPROJECT, "lint"))
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    session.run("python", "tools/check_layout.py")
+
+
+@nox.session(venv_backend="none")
+def typecheck(session: nox.Session) -> None:
+    """Run mypy on each distribution against the installed others, then on the tooling."""
+    mypy = str(dev_environment(session, PLUGINS) / "mypy")
+    for folder in FOLDERS:
+        session.run(mypy, *existing(f"{folder}/src", f"{folder}/tests"))
+    session.run(mypy, *existing("noxfile.py", "conftest.py", "tools", "benchmarks", "examples"))
+
+
+@nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """Run the Python blocks of the README files and of docs/."""
+    python = str(dev_environment(session, PLUGINS) / "python")
+    session.run(python, "tools/check_docs.py", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build every sdist and wheel, check what they carry, use them in an empty environment."""
+    session.install("build", "packaging")
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    for folder in FOLDERS:
+        session.run("python", "-m", "build", f"--outdir={dist}", folder, silent=True)
+    session.run("python", "tools/check_dist.py", str(dist))
+    with tempfile.TemporaryDirectory() as empty, session.chdir(empty):
+        session.run(sys.executable, "-m", "virtualenv", "--quiet", "env", external=True)
+        python = str(Path(empty, "env/bin/python"))
+        wheels = [str(wheel) for wheel in sorted(dist.glob("*.whl"))]
+        session.run(python, "-m", "pip", "install", TORCH, *wheels, external=True, silent=True)
+        session.run(python, "-I", str(ROOT / "tools/smoke.py"), external=True, env=ONE_THREAD)
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("plugins", [nox.param(names, id=key) for key, names in SUBSETS.items()])
+def tests(session: nox.Session, plugins: list[str]) -> None:
+    """Test core alone, each plugin with nothing else beside it, and everything together."""
+    python = str(dev_environment(session, plugins) / "python")
+    paths = [f"{folder}/tests" for folder in FOLDERS if Path(folder).name in plugins]
+    if plugins in ([], PLUGINS):
+        paths += [f"packages/{name}/tests" for name in PACKAGES] + ["tools/tests"]
+    if plugins == PLUGINS:
+        paths += ["integration_tests"]
+    session.run(python, "-m", "pytest", *existing(*paths), *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(venv_backend="none", default=False)
+def demo(session: nox.Session) -> None:
+    """Train the demonstration model: `nox -s demo -- OPTIONS` runs `polyshard train OPTIONS`."""
+    polyshard = str(dev_environment(session, PLUGINS) / "polyshard")
+    session.run(polyshard, "train", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(venv_backend="none", default=False)
+def bench(session: nox.Session) -> None:
+    """Measure step time and memory against FSDP2: `nox -s bench -- OPTIONS`."""
+    python = str(dev_environment(session, PLUGINS) / "python")
+    session.run(python, "benchmarks/step_time.py", *session.posargs, env=ONE_THREAD)

@@ -1,0 +1,120 @@
+"""Run the Python blocks of the documentation, as a reader would: page by page, top to bottom.
+
+Usage: python tools/check_docs.py [PAGE ...]      (default: every README.md, and docs/)
+
+A block that opens with ```python run is run. A block that opens with ```python alone is an error,
+unless the nearest line above it is a comment `<!-- not run: reason -->`. The blocks of one page
+share their names. A page that says `<!-- ranks: 2 -->` is run by torchrun with that many ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[1]
+FENCE = re.compile(
+    r"^ *(?P<fence>`{3,}|~{3,})(?P<info>[^`\n]*)\n(?P<body>.*?)(?:^ *(?P=fence) *$|\Z)",
+    re.MULTILINE | re.DOTALL,
+)
+NOT_RUN = re.compile(r"^<!-- not run: \S.*-->$")
+RANKS = re.compile(r"^<!-- ranks: (\d+) -->$", re.MULTILINE)
+TIMEOUT_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced Python block: where its code starts (from 1), its lines, and what the page says."""
+
+    line: int
+    code: tuple[str, ...]
+    runs: bool
+    excused: bool
+
+
+def python_blocks(text: str) -> Iterator[Block]:
+    """Find the Python blocks of a page in Markdown."""
+    for fence in FENCE.finditer(text):
+        words = fence["info"].split()
+        if words and words[0] in {"python", "py"}:
+            line = text.count("\n", 0, fence.start("body")) + 1
+            code = tuple(textwrap.dedent(fence["body"]).splitlines())
+            above = text[: fence.start()].rstrip().rpartition("\n")[2].strip()
+            excused = NOT_RUN.match(above) is not None
+            yield Block(line, code, runs="run" in words[1:], excused=excused)
+
+
+def script(blocks: list[Block]) -> str:
+    """Join blocks into a program whose line numbers are those of the page."""
+    lines: list[str] = []
+    for block in blocks:
+        lines += [""] * (block.line - 1 - len(lines))
+        lines += block.code
+    return "\n".join(lines) + "\n"
+
+
+def run_page(page: Path) -> str | None:
+    """Run the blocks of one page in an empty folder; what went wrong, or None."""
+    text = page.read_text("utf-8")
+    blocks = list(python_blocks(text))
+    silent = [block for block in blocks if block.runs == block.excused]
+    if silent:
+        places = ", ".join(str(block.line - 1) for block in silent)
+        return f"{page}: line {places}: say either ```python run or <!-- not run: reason -->"
+    runnable = [block for block in blocks if block.runs]
+    if not runnable:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, f"{page.stem}.py")
+        program.write_text(script(runnable), "utf-8")
+        return _execute(page, program, ranks=RANKS.search(text))
+
+
+def _execute(page: Path, program: Path, ranks: re.Match[str] | None) -> str | None:
+    command = [sys.executable]
+    if ranks:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks[1]}"]
+    try:
+        done = subprocess.run(
+            [*command, str(program)],
+            cwd=program.parent,
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"{page}: still running after {TIMEOUT_SECONDS} s"
+    if done.returncode:
+        return f"{page}: exit status {done.returncode} (line numbers are the page's)\n{done.stdout}"
+    return None
+
+
+def default_pages(root: Path) -> list[Path]:
+    """The pages a reader finds: the README files and docs/."""
+    patterns = ("README.md", "packages/*/README.md", "plugins/*/README.md", "docs/**/*.md")
+    return [page for pattern in patterns for page in sorted(root.glob(pattern))]
+
+
+def main(arguments: list[str]) -> int:
+    """Run the pages; 1 if one fails."""
+    pages = [Path(argument) for argument in arguments] or default_pages(ROOT)
+    failures = [failure for failure in map(run_page, pages) if failure]
+    print("\n".join([*failures, f"docs: {len(pages) - len(failures)} of {len(pages)} pages pass"]))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

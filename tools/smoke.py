@@ -1,0 +1,51 @@
+"""Use the installed wheels once: import, load every plugin, one step of one rank on gloo.
+
+Run as `python -I tools/smoke.py` by an environment that holds nothing but the wheels.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import polyshard
+
+
+def train_one_step() -> None:
+    """Shard a small model over one rank, run forward and backward, step the optimizer."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    polyshard.fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(3, 4)).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), name
+        assert parameter.grad is not None, name
+    optimizer.step()
+
+
+def main() -> None:
+    """Fail with a traceback, or say what was used."""
+    origin = Path(polyshard.__file__)
+    assert origin.is_relative_to(sys.prefix), f"polyshard comes from the source tree: {origin}"
+    plugins = entry_points(group="polyshard.plugins")
+    for plugin in plugins:
+        plugin.load()
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous = Path(folder, "store").as_uri()
+        dist.init_process_group("gloo", init_method=rendezvous, rank=0, world_size=1)
+        try:
+            train_one_step()
+        finally:
+            dist.destroy_process_group()
+    names = ", ".join(sorted(plugins.names)) or "none"
+    print(f"smoke: polyshard with torch {torch.__version__}, plugins: {names}: fine")
+
+
+if __name__ == "__main__":
+    main()
