@@ -1,0 +1,99 @@
+"""Every private torch name polyshard uses, in one place, so that a new torch is checked in one file.
+
+Each name is exercised by ``tests/test_torch_private.py`` on every torch version supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+__all__ = [
+    "coalescing",
+    "default_store",
+    "dtensor_spec",
+    "has_fsdp_protocol",
+    "in_backward",
+    "local_tensor",
+    "profiler_span",
+    "queue_backward_callback",
+    "set_local_tensor",
+    "tag_managed_module",
+    "wrap_local",
+]
+
+
+def dtensor_spec(
+    mesh: dist.DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
+) -> DTensorSpec:
+    """The spec of a contiguous DTensor of global ``shape``."""
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, strides, dtype))
+
+
+def wrap_local(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor around ``local`` without the checks and views of ``DTensor.from_local``."""
+    return DTensor(local, spec, requires_grad=False)
+
+
+def local_tensor(value: DTensor) -> Tensor:
+    """The local tensor itself; ``to_local()`` would return an autograd view of it."""
+    return cast("Tensor", value._local_tensor)
+
+
+def set_local_tensor(value: DTensor, local: Tensor) -> None:
+    """Point a DTensor at other local memory, keeping the object (optimizers hold on to it)."""
+    value._local_tensor = local
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward now running has ended."""
+    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def in_backward() -> bool:
+    """Whether this thread runs inside an autograd backward (activation checkpointing does)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def default_store() -> dist.Store | None:
+    """The key-value store of the default process group."""
+    return distributed_c10d._get_default_store()
+
+
+def coalescing(group: dist.ProcessGroup, device: torch.device) -> AbstractContextManager[Any]:
+    """Launch all collectives of the block as one (a single NCCL group call)."""
+    manager = getattr(distributed_c10d, "_coalescing_manager", None)
+    if manager is None:
+        return nullcontext()
+    return cast("AbstractContextManager[Any]", manager(group=group, device=device))
+
+
+def tag_managed_module(module: nn.Module) -> None:
+    """Mark ``module`` as ``torch.compile`` expects it: guards skip parameters that get swapped."""
+    module._is_fsdp_managed_module = True  # type: ignore[assignment]
+    module._fsdp_use_orig_params = True  # type: ignore[assignment]
+
+
+def has_fsdp_protocol(tensor: Tensor) -> bool:
+    """Whether a tensor subclass brings FSDP2's own all-gather protocol."""
+    return hasattr(tensor, "fsdp_pre_all_gather") or hasattr(tensor, "fsdp_post_all_gather")
+
+
+def profiler_span(phase: str, name: str) -> AbstractContextManager[Any]:
+    """A labelled range for ``torch.profiler``; nothing at all while no profiler runs."""
+    if not torch._C._autograd._profiler_enabled():
+        return _NO_SPAN
+    return torch.profiler.record_function(f"{phase} {name}")
+
+
+_NO_SPAN: AbstractContextManager[Any] = nullcontext()

@@ -1,0 +1,121 @@
+"""Memory whose aliases stay valid while it is given back and taken again.
+
+[Note: stable storage]
+Autograd saves views of unsharded parameters in forward and reads them in backward, after the memory
+was freed and gathered anew. All those views share one ``StorageImpl``, so a buffer must keep it and
+change only the memory behind it. Two ways:
+
+* :class:`HeapBuffer` uses ``untyped_storage().resize_``: the device's allocator frees and allocates.
+  On an accelerator its caching allocator makes that cheap.
+* :class:`MappedBuffer` (CPU on Linux, see :mod:`polyshard.pages`) keeps an address range for life
+  and moves physical pages in and out, because fresh pages from the C allocator cost several times
+  the transfer itself in page faults.
+
+Writes into a buffer go through its own base tensor. Parameters are built with ``set_`` and so have
+a version counter of their own: refilling never trips autograd's check on saved tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from polyshard.pages import PagePool, PageRange
+
+
+class Buffer(Protocol):
+    """A 1-D tensor whose memory comes and goes."""
+
+    tensor: Tensor
+    """``[numel]``; readable and writable only while acquired."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes while acquired."""
+        ...
+
+    def acquire(self) -> None:
+        """Back the buffer with memory; contents are undefined. A no-op when acquired."""
+        ...
+
+    def release(self) -> None:
+        """Give the memory back. A no-op when not acquired."""
+        ...
+
+
+class HeapBuffer:
+    """A buffer that allocates and frees through the device's allocator."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Reserve nothing yet; the storage starts at its full size so that views can be built."""
+        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self._storage = self.tensor.untyped_storage()
+        self.nbytes = self._storage.nbytes()
+        self._acquired = True
+
+    def acquire(self) -> None:
+        """Allocate."""
+        if not self._acquired:
+            self._storage.resize_(self.nbytes)
+            self._acquired = True
+
+    def release(self) -> None:
+        """Free."""
+        if self._acquired:
+            self._storage.resize_(0)
+            self._acquired = False
+
+
+class MappedBuffer:
+    """A buffer at a fixed address whose pages come from a pool shared by many."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, pool: PagePool) -> None:
+        """Reserve an address range; no memory is used until :meth:`acquire`."""
+        self.nbytes = numel * dtype.itemsize
+        self._pool = pool
+        self._range = PageRange(self.nbytes)
+        self.tensor = self._range.tensor(numel, dtype)
+        self._acquired = False
+
+    def acquire(self) -> None:
+        """Move pages in."""
+        if not self._acquired:
+            self._pool.fill(self._range)
+            self._acquired = True
+
+    def release(self) -> None:
+        """Leave the pages to whoever needs some next."""
+        if self._acquired:
+            self._pool.offer(self._range)
+            self._acquired = False
+
+
+class FixedBuffer:
+    """A buffer that is always there: memory somebody else owns, such as a shard at world size 1."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Wrap ``tensor`` (1-D)."""
+        self.tensor = tensor
+        self.nbytes = 0
+
+    def acquire(self) -> None:
+        """Nothing to do."""
+
+    def release(self) -> None:
+        """Nothing to do."""
+
+
+MAPPED_BYTES = 1 << 20
+"""Buffers below this many bytes come from the heap: they fit its free lists and cost no faults."""
+
+
+def new_buffer(
+    numel: int, dtype: torch.dtype, device: torch.device, pool: PagePool | None
+) -> Buffer:
+    """The kind of buffer that suits ``device``."""
+    large = numel * dtype.itemsize >= MAPPED_BYTES
+    if device.type == "cpu" and pool is not None and large:
+        return MappedBuffer(numel, dtype, pool)
+    return HeapBuffer(numel, dtype, device)

@@ -1,0 +1,51 @@
+"""Every error a user can meet, with the message formats in one place.
+
+Messages say who, what, where and how to fix it. Classes derive from what torch raises in the same
+place, so that callers who match on torch's type keep working.
+"""
+
+from __future__ import annotations
+
+
+class PolyshardError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ModuleError(PolyshardError, ValueError):
+    """A module or parameter that cannot be sharded as asked."""
+
+
+class AlreadyShardedError(ModuleError, AssertionError):
+    """``fully_shard`` was applied to one module twice (torch raises ``AssertionError`` here)."""
+
+
+class DeepcopyError(PolyshardError, AssertionError, TypeError):
+    """A sharded module was deep-copied (torch raises ``AssertionError`` here)."""
+
+
+class MeshError(PolyshardError, ValueError):
+    """A device mesh that does not fit the processes or the request."""
+
+
+class SettingError(PolyshardError, ValueError, TypeError):
+    """A keyword or setter received a value it does not take."""
+
+
+class UnsupportedError(PolyshardError, ValueError, NotImplementedError):
+    """Something FSDP can mean but this version does not do; the message says what to do instead."""
+
+
+class PlanMismatchError(PolyshardError, ValueError):
+    """Ranks planned different things; raised on every rank before the first collective."""
+
+
+class LifecycleError(PolyshardError, RuntimeError):
+    """A call at a moment when it cannot work (forward on meta, reset on a non-root, ...)."""
+
+
+class PluginError(PolyshardError, ValueError):
+    """A plugin that cannot be loaded, registered or combined."""
+
+
+class ConflictError(PluginError):
+    """Plugins of one stack that exclude each other."""

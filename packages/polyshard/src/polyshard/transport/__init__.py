@@ -1,0 +1,33 @@
+"""How bytes move between ranks. One file per way; :func:`choose_transport` picks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from polyshard.mesh import MeshRoles
+from polyshard.transport.base import Transport
+from polyshard.transport.collective import CollectiveTransport
+from polyshard.transport.gloo import GlooTransport
+from polyshard.transport.local import LocalTransport
+
+__all__ = ["Transport", "choose_transport"]
+
+
+def choose_transport(roles: MeshRoles, device: torch.device) -> Transport:
+    """The way that suits the shard axis: nothing, point-to-point on gloo, or collectives."""
+    if roles.shard_size == 1:
+        return LocalTransport()
+    group = roles.shard_group
+    if device.type == "cpu" and _backend_for(group, device) == dist.Backend.GLOO:
+        return GlooTransport(group)
+    return CollectiveTransport(group, device)
+
+
+def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Backend of ``group`` for ``device``: a group may have one per device type."""
+    config = dist.get_backend_config(group)
+    if ":" not in config:
+        return config.lower()
+    pairs = dict(part.split(":", 1) for part in config.split(","))
+    return pairs.get(device.type, "").lower()

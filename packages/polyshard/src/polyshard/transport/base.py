@@ -1,0 +1,108 @@
+"""What it means to move a group's bytes: pieces, routes and pending transfers.
+
+A *piece* is one contiguous chunk per rank: a direct parameter, the packed slice of all staged
+ones, or a codec's payload. A *route* binds the pieces of a group to memory once, so that a step
+only starts it and waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Extents:
+    """How many elements of a piece are real on each rank; the rest of a chunk is padding."""
+
+    chunk_numel: int
+    numels: tuple[int, ...]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether no rank has padding."""
+        return all(n == self.chunk_numel for n in self.numels)
+
+
+@dataclass(frozen=True)
+class GatherPiece:
+    """One piece of an all-gather.
+
+    ``source`` is this rank's chunk (``[chunk_numel]``) where it rests, ``region`` the target
+    (``[W, chunk_numel]``, contiguous). Their dtypes may differ: then the transfer casts.
+    """
+
+    source: Tensor
+    region: Tensor
+    extents: Extents
+
+
+class Pending(Protocol):
+    """A transfer in flight."""
+
+    def wait(self) -> None:
+        """Return when its results may be used on the current stream. Call exactly once."""
+        ...
+
+
+class GatherRoute(Protocol):
+    """An all-gather bound to memory."""
+
+    sent_bytes: int
+    received_bytes: int
+
+    def start(self) -> Pending:
+        """Begin; sources must not change, nor regions be read, before the wait."""
+        ...
+
+
+class ReduceRoute(Protocol):
+    """A reduce-scatter bound to a layout; gradients differ from step to step."""
+
+    def start(self, sources: Sequence[Tensor | None], outs: Sequence[Tensor]) -> Pending:
+        """Sum chunk ``rank`` of every rank's source into ``outs``.
+
+        Args:
+            sources: per piece the flat contiguous gradient in rank-chunk order, without trailing
+                padding (``[sum(numels)]``), wire dtype; ``None`` where a piece takes no part.
+            outs: per piece ``[chunk_numel]`` in the reduction's dtype; overwritten.
+        """
+        ...
+
+    def sent_bytes(self, sources: Sequence[Tensor | None]) -> int:
+        """Bytes that leave this rank for these sources."""
+        ...
+
+
+class Transport(Protocol):
+    """Moves bytes between the ranks of one shard axis."""
+
+    name: str
+    staging_bytes: int
+    """Chunks below this many bytes are packed: one more message costs more than a small copy."""
+
+    def gather_route(self, pieces: Sequence[GatherPiece], tag: int) -> GatherRoute:
+        """Bind an all-gather. ``tag`` is equal on all ranks and unique to the group."""
+        ...
+
+    def reduce_route(self, extents: Sequence[Extents], dtype: torch.dtype, tag: int) -> ReduceRoute:
+        """Bind a reduce-scatter whose sums are kept in ``dtype``."""
+        ...
+
+    def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
+        """All-to-all of equal rows: row ``r`` of ``payloads`` goes to rank ``r``."""
+        ...
+
+
+class Done:
+    """A transfer that needed no waiting."""
+
+    def wait(self) -> None:
+        """Nothing to do."""
+
+
+DONE = Done()

@@ -1,0 +1,177 @@
+"""Collectives of ``torch.distributed``, one per piece: NCCL's path, and any other backend's.
+
+[Note: lanes]
+On an accelerator transfers run on streams of their own. A gather waits for the compute stream (the
+optimizer wrote the shards there) and is waited for by event when its parameters are needed. The
+memory it writes was released on the compute stream, so the same wait orders its reuse. Buffers are
+kept alive by reference until the event has been waited for; ``record_stream`` is never used, and
+memory is therefore deterministic. On the CPU streams and events are no-ops and a collective has
+finished when it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from polyshard._torch_private import coalescing
+from polyshard.transport.base import Extents, GatherPiece, Pending
+
+STAGING_BYTES = 256 << 10
+"""A coalesced launch takes many tensors; only those too small to fill a link are packed."""
+
+
+class Lane:
+    """A stream for one direction of traffic. See [Note: lanes]."""
+
+    def __init__(self, device: torch.device) -> None:
+        """A new stream on ``device``; a no-op on the CPU."""
+        self._module: Any = torch.get_device_module(device)
+        self._stream = self._module.Stream()
+
+    def enter(self) -> AbstractContextManager[Any]:
+        """Run the block on the lane, after all the current stream was given so far."""
+        self._stream.wait_stream(self._module.current_stream())
+        context: AbstractContextManager[Any] = self._module.stream(self._stream)
+        return context
+
+    def leave(self) -> Any:
+        """An event that marks the end of what the lane was given so far."""
+        event = self._module.Event()
+        event.record(self._stream)
+        return event
+
+    def join(self, event: Any) -> None:
+        """Make the current stream wait for ``event``."""
+        self._module.current_stream().wait_event(event)
+
+
+@dataclass
+class OnLane:
+    """Collectives issued on a lane."""
+
+    lane: Lane
+    event: Any
+    keep: object
+
+    def wait(self) -> None:
+        """Order the current stream behind them; only then let go of their memory."""
+        self.lane.join(self.event)
+        self.keep = None
+
+
+class CollectiveGather:
+    """One ``all_gather_into_tensor`` per piece, coalesced where the backend can."""
+
+    def __init__(
+        self, pieces: Sequence[GatherPiece], transport: CollectiveTransport, tag: int
+    ) -> None:
+        """``tag`` is unused: collectives pair by order."""
+        del tag
+        self._transport = transport
+        rank = transport.group.rank()
+        self._casts = [p for p in pieces if p.source.dtype != p.region.dtype]
+        self._cast_targets = [p.region[rank] for p in self._casts]
+        self._cast_sources = [p.source for p in self._casts]
+        self._transfers = [
+            (p.region.view(-1), p.source if p.source.dtype == p.region.dtype else p.region[rank])
+            for p in pieces
+            if p.extents.chunk_numel
+        ]
+        self.sent_bytes = (transport.group.size() - 1) * sum(s.nbytes for _, s in self._transfers)
+        self.received_bytes = self.sent_bytes
+
+    def start(self) -> Pending:
+        """See [Note: lanes]."""
+        lane = self._transport.gather_lane
+        with lane.enter():
+            if self._casts:
+                torch._foreach_copy_(self._cast_targets, self._cast_sources)
+            with self._transport.together():
+                for region, source in self._transfers:
+                    dist.all_gather_into_tensor(region, source, group=self._transport.group)
+        return OnLane(lane, lane.leave(), None)
+
+
+class CollectiveReduce:
+    """One ``reduce_scatter_tensor`` per piece; only uneven pieces are padded first."""
+
+    def __init__(
+        self, extents: Sequence[Extents], dtype: torch.dtype, transport: CollectiveTransport
+    ) -> None:
+        """``dtype`` is the dtype on the wire and of the sums."""
+        self._extents = tuple(extents)
+        self._dtype = dtype
+        self._transport = transport
+
+    def sent_bytes(self, sources: Sequence[Tensor | None]) -> int:
+        """Every rank sends one padded chunk to each peer, in the reduction's dtype."""
+        chunks = (
+            e.chunk_numel for s, e in zip(sources, self._extents, strict=True) if s is not None
+        )
+        return (self._transport.group.size() - 1) * sum(chunks) * self._dtype.itemsize
+
+    def start(self, sources: Sequence[Tensor | None], outs: Sequence[Tensor]) -> Pending:
+        """See [Note: lanes]."""
+        lane = self._transport.reduce_lane
+        inputs: list[Tensor] = []
+        with lane.enter():
+            targets: list[Tensor] = []
+            for source, out, extents in zip(sources, outs, self._extents, strict=True):
+                if source is not None and extents.chunk_numel:
+                    inputs.append(self._padded(source, extents))
+                    targets.append(out)
+            with self._transport.together():
+                for target, padded in zip(targets, inputs, strict=True):
+                    dist.reduce_scatter_tensor(target, padded, group=self._transport.group)
+        return OnLane(lane, lane.leave(), (inputs, sources))
+
+    def _padded(self, source: Tensor, extents: Extents) -> Tensor:
+        full = extents.chunk_numel * len(extents.numels)
+        if source.numel() == full:
+            return source.to(self._dtype)
+        padded = source.new_zeros(full, dtype=self._dtype)
+        padded[: source.numel()].copy_(source)
+        return padded
+
+
+class CollectiveTransport:
+    """Standard collectives over the shard axis' group, on lanes of their own."""
+
+    staging_bytes = STAGING_BYTES
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """``device`` is where the tensors live."""
+        self.group = group
+        self.name = f"{dist.get_backend(group)}-collectives"
+        self._device = device
+        self._coalesces = dist.get_backend(group) == dist.Backend.NCCL
+        self.gather_lane = Lane(device)
+        self.reduce_lane = Lane(device)
+
+    def together(self) -> AbstractContextManager[Any]:
+        """Launch the block's collectives at once where the backend can."""
+        return coalescing(self.group, self._device) if self._coalesces else nullcontext()
+
+    def gather_route(self, pieces: Sequence[GatherPiece], tag: int) -> CollectiveGather:
+        """Bind an all-gather."""
+        return CollectiveGather(pieces, self, tag)
+
+    def reduce_route(
+        self, extents: Sequence[Extents], dtype: torch.dtype, tag: int
+    ) -> CollectiveReduce:
+        """Bind a reduce-scatter."""
+        del tag  # collectives pair by order
+        return CollectiveReduce(extents, dtype, self)
+
+    def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
+        """All-to-all of rows."""
+        with self.gather_lane.enter():
+            dist.all_to_all_single(received, payloads, group=self.group)
+        return OnLane(self.gather_lane, self.gather_lane.leave(), (payloads, received))

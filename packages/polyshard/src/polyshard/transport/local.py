@@ -1,0 +1,69 @@
+"""A world of one: nothing moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polyshard.transport.base import DONE, Extents, GatherPiece, Pending
+
+
+class LocalGather:
+    """Puts the only chunk in place, unless it rests there already."""
+
+    sent_bytes = 0
+    received_bytes = 0
+
+    def __init__(self, pieces: Sequence[GatherPiece]) -> None:
+        """Skip pieces whose region is the shard itself."""
+        apart = [p for p in pieces if p.source.data_ptr() != p.region.data_ptr()]
+        self._sources = [p.source for p in apart]
+        self._targets = [p.region[0] for p in apart]
+
+    def start(self) -> Pending:
+        """Copy (and cast) on the spot."""
+        if self._sources:
+            torch._foreach_copy_(self._targets, self._sources)
+        return DONE
+
+
+class LocalReduce:
+    """The sum over one rank is the gradient itself."""
+
+    def sent_bytes(self, sources: Sequence[Tensor | None]) -> int:
+        """Nothing."""
+        del sources
+        return 0
+
+    def start(self, sources: Sequence[Tensor | None], outs: Sequence[Tensor]) -> Pending:
+        """Copy (and cast) each gradient to where its sum belongs."""
+        for source, out in zip(sources, outs, strict=True):
+            if source is not None:
+                out[: source.numel()].copy_(source)
+        return DONE
+
+
+class LocalTransport:
+    """No communication at all: a shard axis of one rank."""
+
+    name = "local"
+    staging_bytes = 0
+
+    def gather_route(self, pieces: Sequence[GatherPiece], tag: int) -> LocalGather:
+        """Bind a copy."""
+        del tag
+        return LocalGather(pieces)
+
+    def reduce_route(
+        self, extents: Sequence[Extents], dtype: torch.dtype, tag: int
+    ) -> LocalReduce:
+        """Bind a copy."""
+        del extents, dtype, tag
+        return LocalReduce()
+
+    def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
+        """Row 0 to rank 0."""
+        received.copy_(payloads)
+        return DONE

@@ -1,0 +1,74 @@
+"""Tensors inside whatever a module takes and returns: containers, named tuples, dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """``tree`` with ``function`` applied to every tensor; rebuilt only where something changed."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, dict):
+        mapped = {k: map_tensors(function, v) for k, v in tree.items()}
+        if all(mapped[k] is v for k, v in tree.items()):
+            return tree
+        return _like_dict(tree, mapped)
+    if isinstance(tree, (list, tuple)):
+        items = [map_tensors(function, v) for v in tree]
+        if all(new is old for new, old in zip(items, tree, strict=True)):
+            return tree
+        return tree._make(items) if hasattr(tree, "_make") else type(tree)(items)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return _map_dataclass(function, tree)
+    return tree
+
+
+def _like_dict(original: dict[Any, Any], values: dict[Any, Any]) -> Any:
+    if type(original) is dict:
+        return values
+    clone = original.copy()
+    for key, value in values.items():
+        clone[key] = value
+    return clone
+
+
+def _map_dataclass(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    changed = {}
+    for field in dataclasses.fields(tree):
+        old = getattr(tree, field.name)
+        new = map_tensors(function, old)
+        if new is not old:
+            changed[field.name] = new
+    return dataclasses.replace(tree, **changed) if changed else tree
+
+
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """Every tensor of ``tree``, in the order :func:`map_tensors` visits them."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from tensors(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from tensors(value)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            yield from tensors(getattr(tree, field.name))
+
+
+def cast_floating(dtype: torch.dtype, tree: Any) -> Any:
+    """``tree`` with floating tensors in ``dtype``; others, and those already in it, untouched."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() and tensor.dtype != dtype:
+            return tensor.to(dtype)
+        return tensor
+
+    return map_tensors(cast, tree)
