@@ -1,0 +1,222 @@
+"""``fully_shard``: the one call a user makes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TypeVar, cast, overload
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from polyshard._torch_private import tag_managed_module
+from polyshard.collect import (
+    TIE,
+    Collector,
+    PlacementFunction,
+    check_modules,
+    move_to_device,
+    split_by_dtype,
+)
+from polyshard.digest import report_failure
+from polyshard.errors import AlreadyShardedError, SettingError, UnsupportedError
+from polyshard.group import GroupSetup, ParameterGroup
+from polyshard.mesh import MeshRoles, resolve_mesh
+from polyshard.module import mix_in
+from polyshard.parameter import Source
+from polyshard.policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+from polyshard.root import unit_of
+from polyshard.schedule import Unit
+from polyshard.defaults import build_stack
+from polyshard.seams import Stack
+
+logger = logging.getLogger("polyshard")
+M = TypeVar("M", bound=nn.Module)
+
+
+@overload
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFunction | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    plugins: Sequence[object | str] = ...,
+) -> M: ...
+
+
+@overload
+def fully_shard(
+    module: list[M],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFunction | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    plugins: Sequence[object | str] = ...,
+) -> list[M]: ...
+
+
+def fully_shard(
+    module: M | list[M],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFunction | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  (frozen)
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    plugins: Sequence[object | str] = (),
+) -> M | list[M]:
+    """Shard ``module``'s parameters, gradients and optimizer state over data-parallel ranks.
+
+    Takes every keyword of ``torch.distributed.fsdp.fully_shard`` with the same meaning, plus
+    ``plugins``. Works in place and bottom-up: each call makes one *unit* of the parameters that no
+    earlier call on a submodule took.
+
+    Args:
+        module: a module, or several that form one unit: gathered before the first one's forward,
+            freed after the last one's.
+        mesh: 1-D (shard) or 2-D (replicate, shard) device mesh; default: all ranks.
+        reshard_after_forward: free parameters between forward and backward; ``None`` means yes
+            except for the root.
+        shard_placement_fn: the dim to shard for each parameter, as ``Shard(dim)``; ``None`` for
+            dim 0. Any dim may be uneven.
+        mp_policy: dtypes of compute, reduction and outputs.
+        offload_policy: only the default; offloading is a plugin.
+        ignored_params: parameters to leave alone.
+        dp_mesh_dims: not supported yet.
+        plugins: plugin objects, or names from the ``polyshard.plugins`` entry points. Order does
+            not matter; being installed activates nothing.
+
+    Returns:
+        What was passed in; each module is an :class:`polyshard.FSDPModule` now.
+
+    Raises:
+        ModuleError, MeshError, SettingError, UnsupportedError, PluginError: all ``ValueError`` s
+            that say what to change. Raised before anything is communicated.
+    """
+    modules = cast("tuple[nn.Module, ...]", tuple(module) if isinstance(module, list) else (module,))
+    _check_unsharded(modules)
+    check_modules(modules)
+    _check_supported(reshard_after_forward, offload_policy, dp_mesh_dims)
+    roles = resolve_mesh(mesh)
+    try:
+        stack = build_stack(plugins)
+        for member in modules:
+            stack.prepare(member, roles.mesh)
+        unit = Unit(modules, roles, mp_policy)
+        unit.reshard_after_forward = _reshards(reshard_after_forward, roles)
+        collector = Collector(roles, ignored_params or set(), shard_placement_fn)
+        sources = collector.sources(modules)
+        move_to_device(modules, sources, roles)
+        _add_groups(unit, sources, stack)
+    except Exception as error:
+        report_failure([int(r) for r in roles.mesh.mesh.flatten()], error)
+        raise
+    for member in modules:
+        mix_in(member, unit)
+    return module
+
+
+def _check_unsharded(modules: Sequence[object]) -> None:
+    for module in modules:
+        if isinstance(module, nn.Module) and unit_of(module) is not None:
+            raise AlreadyShardedError(
+                f"fully_shard was applied to this {type(module).__name__} already; it can be "
+                "applied to a module once. Shard submodules first and each module one time."
+            )
+
+
+def _check_supported(
+    reshard_after_forward: object, offload_policy: object, dp_mesh_dims: object
+) -> None:
+    if not (reshard_after_forward is None or isinstance(reshard_after_forward, int)):
+        raise SettingError(
+            "reshard_after_forward must be None, a bool or an int, got "
+            f"{type(reshard_after_forward).__name__} {reshard_after_forward!r}."
+        )
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        raise UnsupportedError(
+            "offload_policy=CPUOffloadPolicy() needs a plugin for offload: pip install "
+            "polyshard-offload and pass plugins=[Offload(...)]."
+        )
+    if type(offload_policy) is not OffloadPolicy:
+        raise UnsupportedError(
+            f"offload_policy {offload_policy!r} is not known to polyshard; offloading is a plugin."
+        )
+    if dp_mesh_dims is not None:
+        raise UnsupportedError(
+            "dp_mesh_dims is not supported yet. Pass the data-parallel part of the mesh instead, "
+            "such as mesh['dp'], with plain parameters."
+        )
+
+
+def _reshards(reshard_after_forward: bool | int | None, roles: MeshRoles) -> bool | None:
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward
+    size = roles.shard_size
+    if reshard_after_forward < 1 or size % reshard_after_forward:
+        raise SettingError(
+            f"reshard_after_forward={reshard_after_forward} must divide the shard axis' {size} "
+            "ranks."
+        )
+    if reshard_after_forward == size:
+        return True
+    if reshard_after_forward == 1:
+        logger.warning("reshard_after_forward=1 keeps parameters unsharded; pass False to say so")
+        return False
+    raise UnsupportedError(
+        f"reshard_after_forward={reshard_after_forward} (a smaller mesh after forward) is not "
+        "supported yet; pass True or False."
+    )
+
+
+def _add_groups(unit: Unit, sources: Sequence[Source], stack: Stack) -> None:
+    label = ", ".join(type(m).__name__ for m in unit.modules)
+    kinds = split_by_dtype(sources)
+    for index, members in enumerate(kinds):
+        name = f"{label}#{index}" if len(kinds) > 1 else label
+        group = ParameterGroup(
+            members,
+            GroupSetup(name, unit.roles, unit.policy, stack, unit.reshards_in_training),
+        )
+        group.pool = unit.context.pool
+        unit.groups.append(group)
+        for source in members:
+            setattr(source.parameter, TIE, f"'{label}'")
+            for owner in source.owners:
+                tag_managed_module(owner.module)
+    _reshard_around_state_dicts(unit)
+
+
+def _reshard_around_state_dicts(unit: Unit) -> None:
+    """State dicts hold sharded parameters whenever they are taken or loaded."""
+
+    def reshard(*args: object, **kwargs: object) -> None:
+        del args, kwargs
+        unit.reshard()
+
+    def look_again(*args: object, **kwargs: object) -> None:
+        del args, kwargs
+        for group in unit.groups:
+            group.mark_stale()
+
+    owners = {o.module for g in unit.groups for p in g.shards.parameters for o in p.owners}
+    for module in owners:
+        module.register_state_dict_pre_hook(reshard)
+        module.register_load_state_dict_pre_hook(reshard)
+        module.register_load_state_dict_post_hook(look_again)

@@ -1,0 +1,171 @@
+"""Which parameters a unit takes, and how each is to be sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from polyshard._torch_private import has_fsdp_protocol
+from polyshard.errors import ModuleError, SettingError, UnsupportedError
+from polyshard.mesh import MeshRoles
+from polyshard.parameter import Owner, Source
+from polyshard.root import unit_of
+from polyshard.seams import ParamInfo
+
+PlacementFunction = Callable[[nn.Parameter], Any]
+TIE = "_polyshard_unit_name"
+"""Set on an original parameter when a unit takes it, so that a tie across units is seen at once."""
+
+
+def check_modules(modules: Sequence[nn.Module]) -> None:
+    """Refuse what cannot be a unit.
+
+    Raises:
+        SettingError: for things that are not modules, or an empty list.
+        ModuleError: for containers without a forward, and modules without any parameter.
+        AlreadyShardedError: raised by the caller for a second application.
+    """
+    if not modules:
+        raise SettingError("fully_shard was given an empty list of modules.")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise SettingError(f"fully_shard takes modules, got {type(module).__name__}.")
+        container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if container and type(module).forward is nn.Module.forward:
+            raise ModuleError(
+                f"fully_shard does not support containers without a forward, got "
+                f"{type(module).__name__}. Shard its members one by one, or pass them as a list."
+            )
+    if not any(True for m in modules for _ in m.parameters()):
+        names = ", ".join(type(m).__name__ for m in modules)
+        raise ModuleError(
+            f"fully_shard({names}): there are no parameters to shard in this module or below it."
+        )
+
+
+def managed_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules whose own parameters belong to a unit over ``roots``, with names inside the unit."""
+    seen: set[nn.Module] = set()
+    for index, root in enumerate(roots):
+        prefix = f"{index}." if len(roots) > 1 else ""
+        yield from _walk(root, prefix, seen, is_root=True)
+
+
+def _walk(
+    module: nn.Module, prefix: str, seen: set[nn.Module], *, is_root: bool
+) -> Iterator[tuple[str, nn.Module]]:
+    if not is_root and unit_of(module) is not None:
+        return
+    # A module reached by a second name is walked again: it owns its parameters under both.
+    repeated = module in seen
+    seen.add(module)
+    yield prefix, module
+    if repeated:
+        return
+    for name, child in module.named_children():
+        yield from _walk(child, f"{prefix}{name}.", seen, is_root=False)
+
+
+class Collector:
+    """Gathers the parameters of one unit into sources, tied ones into one."""
+
+    def __init__(
+        self, roles: MeshRoles, ignored: set[nn.Parameter], placement: PlacementFunction | None
+    ) -> None:
+        """``placement`` is the user's ``shard_placement_fn``."""
+        self._roles = roles
+        self._ignored = {id(p) for p in ignored}
+        self._placement = placement
+
+    def sources(self, roots: Sequence[nn.Module]) -> list[Source]:
+        """Every parameter the unit takes, in the order modules list them."""
+        owners: dict[int, list[Owner]] = {}
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for prefix, module in managed_modules(roots):
+            for name, parameter in module._parameters.items():
+                if parameter is None or id(parameter) in self._ignored:
+                    continue
+                owner = Owner(module, name)
+                if owner not in owners.setdefault(id(parameter), []):
+                    owners[id(parameter)].append(owner)
+                found.setdefault(id(parameter), (f"{prefix}{name}", parameter))
+        return [
+            self._source(fqn, parameter, tuple(owners[key]))
+            for key, (fqn, parameter) in found.items()
+        ]
+
+    def _source(self, fqn: str, parameter: nn.Parameter, owners: tuple[Owner, ...]) -> Source:
+        _check_parameter(fqn, parameter)
+        info = ParamInfo(
+            fqn=fqn,
+            shape=tuple(parameter.shape),
+            dtype=parameter.dtype,
+            requires_grad=parameter.requires_grad,
+            mesh=self._roles.mesh,
+            module_class=type(owners[0].module),
+        )
+        return Source(info, parameter, owners, self._dim(fqn, parameter))
+
+    def _dim(self, fqn: str, parameter: nn.Parameter) -> int | None:
+        if parameter.ndim == 0:
+            return None
+        wanted = self._placement(parameter) if self._placement is not None else None
+        if wanted is None:
+            return 0
+        if not isinstance(wanted, Shard):
+            raise UnsupportedError(
+                f"shard_placement_fn returned {wanted!r} for '{fqn}'. polyshard takes None or "
+                "Shard(dim) here; a mesh per parameter is not supported yet."
+            )
+        dim = wanted.dim + parameter.ndim if wanted.dim < 0 else wanted.dim
+        if not 0 <= dim < parameter.ndim:
+            raise SettingError(
+                f"shard_placement_fn returned {wanted!r} for '{fqn}', which has "
+                f"{parameter.ndim} dims {tuple(parameter.shape)}."
+            )
+        return dim
+
+
+def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, DTensor):
+        raise UnsupportedError(
+            f"'{fqn}' is a DTensor already ({parameter.placements} on {parameter.device_mesh}). "
+            "Sharding it once more over the data-parallel mesh needs a plugin for tensor "
+            "parallelism (polyshard-tensor-parallel)."
+        )
+    if has_fsdp_protocol(parameter):
+        raise UnsupportedError(
+            f"'{fqn}' is a {type(parameter).__name__} with FSDP2's fsdp_pre_all_gather protocol, "
+            "which polyshard does not take yet. Use a plugin with a gather codec."
+        )
+    if parameter.is_complex() and not parameter.is_contiguous():
+        raise UnsupportedError(f"'{fqn}' is complex and not contiguous; make it contiguous first.")
+    taken_by = getattr(parameter, TIE, None)
+    if taken_by is not None:
+        raise ModuleError(
+            f"'{fqn}' shares its values with a parameter that unit {taken_by} took already. Tied "
+            "parameters must be in one unit: pass both modules as one list to fully_shard, or "
+            "leave both to the unit that contains them."
+        )
+
+
+def move_to_device(roots: Sequence[nn.Module], sources: Sequence[Source], roles: MeshRoles) -> None:
+    """Move parameters and buffers of a unit to the mesh's device; meta tensors stay meta."""
+    device = roles.device
+    tensors = [s.parameter for s in sources]
+    buffers = [b for _, m in managed_modules(roots) for b in m.buffers(recurse=False)]
+    for tensor in (*tensors, *buffers):
+        if tensor.device != device and tensor.device.type != "meta":
+            tensor.data = tensor.to(device)
+
+
+def split_by_dtype(sources: Sequence[Source]) -> list[list[Source]]:
+    """One list per original dtype (and device): a group is one buffer."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Source]] = {}
+    for source in sources:
+        kinds.setdefault((source.info.dtype, source.parameter.device), []).append(source)
+    return list(kinds.values())

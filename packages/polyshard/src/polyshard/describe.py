@@ -1,0 +1,163 @@
+"""What a sharded model will do, before it does it; and what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from polyshard.errors import SettingError
+from polyshard.group import ParameterGroup, Traffic
+from polyshard.plan import GroupPlan
+from polyshard.root import group_names, units_below
+from polyshard.schedule import Unit
+
+_COLUMNS = ("group", "parameters", "elements", "gather", "reduce", "unsharded", "shard", "frees")
+
+
+@dataclass(frozen=True)
+class Description:
+    """The plans of all groups of a model. ``print`` it, or read its numbers.
+
+    Byte counts are this rank's, for one transfer; see :class:`polyshard.plan.GroupPlan`.
+    """
+
+    groups: tuple[GroupPlan, ...]
+
+    @property
+    def gather_bytes(self) -> int:
+        """Bytes this rank sends to gather every group once."""
+        return sum(g.gather_bytes for g in self.groups)
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes this rank sends to reduce every group once."""
+        return sum(g.reduce_bytes for g in self.groups)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes this rank sends in a training step: twice gathered if freed in between."""
+        again = sum(g.gather_bytes for g in self.groups if g.reshard_after_forward)
+        return self.gather_bytes + again + self.reduce_bytes
+
+    @property
+    def shard_bytes(self) -> int:
+        """Memory of all shards at rest on this rank."""
+        return sum(g.shard_bytes for g in self.groups)
+
+    def __str__(self) -> str:
+        """A table, one row a group, and what differs from the plain case below it."""
+        rows = [_row(g) for g in self.groups]
+        widths = [max(len(r[i]) for r in (*rows, _COLUMNS)) for i in range(len(_COLUMNS))]
+        lines = [_format(_COLUMNS, widths), *(_format(row, widths) for row in rows)]
+        lines.append(
+            f"a step sends {_size(self.step_bytes)} from this rank; shards rest in "
+            f"{_size(self.shard_bytes)}"
+        )
+        lines.extend(_notes(self.groups))
+        return "\n".join(lines)
+
+
+def _row(plan: GroupPlan) -> tuple[str, ...]:
+    return (
+        plan.name,
+        str(len(plan.parameters)),
+        f"{plan.numel:,}",
+        _size(plan.gather_bytes),
+        _size(plan.reduce_bytes),
+        _size(plan.unsharded_bytes),
+        _size(plan.shard_bytes),
+        "yes" if plan.reshard_after_forward else "no",
+    )
+
+
+def _format(cells: tuple[str, ...], widths: list[int]) -> str:
+    first, *others = zip(cells, widths, strict=True)
+    return "  ".join([first[0].ljust(first[1]), *(c.rjust(w) for c, w in others)])
+
+
+def _size(nbytes: int) -> str:
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"
+
+
+def _notes(groups: tuple[GroupPlan, ...]) -> list[str]:
+    """Facts shared by groups, each said once with the groups it holds for."""
+    facts: dict[str, list[str]] = {}
+    for plan in groups:
+        facts.setdefault(f"mesh: {plan.mesh}", []).append(plan.name)
+        facts.setdefault(f"dtypes (rest / compute / reduce): {plan.dtypes}", []).append(plan.name)
+        facts.setdefault(
+            f"transport {plan.roles.transport}, gather codec {plan.roles.gather_codec}, reduce "
+            f"codec {plan.roles.reduce_codec}, storage {plan.roles.storage}",
+            [],
+        ).append(plan.name)
+        for line in plan.roles.plugins:
+            facts.setdefault(f"plugin {line}", []).append(plan.name)
+    return [
+        fact if len(names) == len(groups) else f"{fact} [{', '.join(names)}]"
+        for fact, names in facts.items()
+    ]
+
+
+def _groups(model: nn.Module) -> list[ParameterGroup]:
+    groups = [group for _, _, unit in units_below(model) for group in unit.groups]
+    if not groups:
+        raise SettingError(
+            f"{type(model).__name__} has no parameters sharded by polyshard; call fully_shard first."
+        )
+    return groups
+
+
+def describe(model: nn.Module) -> Description:
+    """The plan of every group of ``model``: what it holds, what travels, who takes part."""
+    _groups(model)
+    plans: list[GroupPlan] = []
+    fqns = {id(p): name for name, p in model.named_parameters()}
+    for name, _, unit in units_below(model):
+        if unit.is_root is not None:
+            plans.extend(group.plan() for group in unit.groups)
+            continue
+        # Before the first forward nobody knows the root: take ``model`` for it, as it will be.
+        stays = not name and unit.reshard_after_forward is None
+        plans.extend(_preview(unit, name, not stays and unit.reshards_in_training, fqns))
+    return Description(tuple(plans))
+
+
+def _preview(
+    unit: Unit, name: str, frees: bool, fqns: Mapping[int, str]
+) -> Iterator[GroupPlan]:
+    for group, label in zip(unit.groups, group_names(unit, name), strict=True):
+        plan = group.plan()
+        parameters = tuple(
+            replace(info, fqn=fqns.get(id(sharded.parameter), info.fqn))
+            for info, sharded in zip(plan.parameters, group.shards.parameters, strict=True)
+        )
+        yield replace(plan, name=label, parameters=parameters, reshard_after_forward=frees)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What the groups of a model have moved so far on this rank."""
+
+    groups: dict[str, Traffic]
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that left this rank."""
+        return sum(t.sent_bytes for t in self.groups.values())
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes that reached this rank."""
+        return sum(t.received_bytes for t in self.groups.values())
+
+
+def stats(model: nn.Module) -> Stats:
+    """Bytes, calls and waiting time of every group of ``model`` since it was sharded."""
+    return Stats({group.name: group.traffic for group in _groups(model)})

@@ -1,0 +1,177 @@
+"""All ranks compare their plans before the first collective, so that a difference is an error.
+
+[Note: digest]
+Each rank publishes a hash of its plan lines in the process group's store and waits for those of
+the others, so nothing here is a collective that could hang half way: a rank that never comes is
+named after the store's time-out, a rank that failed while planning is quoted, and ranks that differ
+exchange their full lines and show where. The keys carry the mesh's ranks and a count, so that
+several models, on different sets of ranks, do not meet.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from polyshard.__about__ import __version__
+from polyshard._torch_private import default_store
+from polyshard.errors import PlanMismatchError
+
+if TYPE_CHECKING:
+    from polyshard.schedule import Unit
+
+POLL_SECONDS = 0.01
+GRACE_SECONDS = 2.0
+"""How long a rank that reported a failure may still turn up (its caller may have recovered)."""
+SHOWN_LINES = 20
+
+
+@dataclass(frozen=True)
+class Board:
+    """The part of the store in which one set of ranks meets once."""
+
+    store: dist.Store
+    prefix: str
+    rank: int
+    ranks: tuple[int, ...]
+
+    def key(self, kind: str, rank: int) -> str:
+        """Where ``rank`` leaves its ``kind`` of news."""
+        return f"{self.prefix}/{kind}/{rank}"
+
+    def post(self, kind: str, text: str) -> None:
+        """Publish for the others."""
+        self.store.set(self.key(kind, self.rank), text)
+
+    def read(self, kind: str, rank: int) -> str | None:
+        """What ``rank`` published, or ``None``; never waits."""
+        key = self.key(kind, rank)
+        if not self.store.check([key]):
+            return None
+        return self.store.get(key).decode()
+
+    def collect(self, kind: str) -> dict[int, str]:
+        """Everybody's news; waits.
+
+        Raises:
+            PlanMismatchError: when a rank failed meanwhile or does not come within the time-out.
+        """
+        deadline = time.monotonic() + self.store.timeout.total_seconds()
+        found: dict[int, str] = {}
+        failed_since: float | None = None
+        while True:
+            for rank in self.ranks:
+                if rank not in found and (text := self.read(kind, rank)) is not None:
+                    found[rank] = text
+            missing = [r for r in self.ranks if r not in found]
+            if not missing:
+                return found
+            failures = self._failures(missing)
+            now = time.monotonic()
+            failed_since = (failed_since or now) if failures else None
+            if failed_since is not None and now - failed_since > GRACE_SECONDS:
+                raise PlanMismatchError("; ".join(failures))
+            if now > deadline:
+                raise PlanMismatchError(self._absent(missing))
+            time.sleep(POLL_SECONDS)
+
+    def _failures(self, missing: Sequence[int]) -> list[str]:
+        texts = ((rank, self.read("failure", rank)) for rank in missing)
+        return [f"rank {rank} failed while planning: {text}" for rank, text in texts if text]
+
+    def _absent(self, missing: Sequence[int]) -> str:
+        seconds = self.store.timeout.total_seconds()
+        return (
+            f"ranks {list(missing)} of {list(self.ranks)} did not reach the first forward of their "
+            f"sharded model within {seconds:.0f} s (rank {self.rank} did). Every rank of the mesh "
+            "must shard the same model and call it; check that all were started."
+        )
+
+
+def open_board(ranks: Sequence[int]) -> Board | None:
+    """The next meeting of ``ranks``; ``None`` without a store shared by real processes."""
+    store = default_store()
+    if store is None or dist.get_backend() == "fake":
+        return None
+    rank = dist.get_rank()
+    meeting = f"polyshard/{zlib.crc32(repr(tuple(ranks)).encode()):08x}"
+    count = store.add(f"{meeting}/count/{rank}", 0)
+    return Board(store, f"{meeting}/{count}", rank, tuple(ranks))
+
+
+def _close(board: Board) -> None:
+    """Count the meeting, so that the next one has new keys."""
+    board.store.add(f"{board.prefix.rsplit('/', 1)[0]}/count/{board.rank}", 1)
+
+
+def report_failure(ranks: Sequence[int], error: BaseException) -> None:
+    """Tell the other ranks why this one will not come to compare plans."""
+    board = open_board(ranks)
+    if board is not None and len(ranks) > 1:
+        board.post("failure", f"{type(error).__name__}: {error}")
+
+
+def plan_lines(root: Unit) -> list[str]:
+    """Everything that must be equal on all ranks."""
+    lines = [
+        f"polyshard {__version__}, torch {torch.__version__}",
+    ]
+    for unit in root.context.units:
+        for group in unit.groups:
+            lines.extend(group.plan().lines())
+    return lines
+
+
+def compare_plans(root: Unit) -> None:
+    """See [Note: digest].
+
+    Raises:
+        PlanMismatchError: on every rank of the root's mesh.
+    """
+    ranks = sorted(int(r) for r in root.roles.mesh.mesh.flatten())
+    board = open_board(ranks)
+    if board is None or len(ranks) == 1:
+        return
+    compare_lines(board, plan_lines(root))
+
+
+def compare_lines(board: Board, lines: Sequence[str]) -> None:
+    """Raise on every rank unless all ranks bring the same ``lines``."""
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    board.post("digest", digest)
+    digests = board.collect("digest")
+    if len(set(digests.values())) == 1:
+        _close(board)
+        return
+    board.post("lines", "\n".join(lines))
+    texts = board.collect("lines")
+    _close(board)
+    raise PlanMismatchError(_difference(texts))
+
+
+def _difference(texts: dict[int, str]) -> str:
+    first, *others = sorted(texts)
+    by_text: dict[str, list[int]] = {}
+    for rank in others:
+        if texts[rank] != texts[first]:
+            by_text.setdefault(texts[rank], []).append(rank)
+    report = ["ranks planned different things; nothing was communicated yet."]
+    for text, ranks in by_text.items():
+        diff = difflib.unified_diff(
+            texts[first].splitlines(), text.splitlines(), lineterm="", n=0
+        )
+        changed = [d for d in diff if d[:1] in "+-" and d[:3] not in ("+++", "---")]
+        report.append(f"rank {first} (-) against ranks {ranks} (+):")
+        report.extend(changed[:SHOWN_LINES])
+        if len(changed) > SHOWN_LINES:
+            report.append(f"... and {len(changed) - SHOWN_LINES} more lines")
+    report.append("Pass the same model, mesh, policies and plugins on every rank.")
+    return "\n".join(report)

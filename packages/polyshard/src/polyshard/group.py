@@ -1,0 +1,377 @@
+"""One parameter group at run time: unshard, reshard, reduce.
+
+A group is SHARDED (only the shard buffer has memory), GATHERING (a transfer fills the unsharded
+buffer) or UNSHARDED (the modules hold the unsharded parameters). Every transition may be asked for
+at any time; one that has happened already is a no-op.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from polyshard._torch_private import profiler_span
+from polyshard.layout import plan_layout
+from polyshard.mesh import MeshRoles
+from polyshard.pages import PagePool
+from polyshard.parameter import Registry, Source
+from polyshard.plan import Dtypes, GroupPlan, Roles
+from polyshard.policies import MixedPrecisionPolicy
+from polyshard.reduction import InFlight, Reducer, ReduceSettings
+from polyshard.seams import GroupInfo, Named, Stack
+from polyshard.shards import Shards
+from polyshard.transport.base import Pending
+from polyshard.unsharded import GatherPath, Unsharded
+
+
+class State(Enum):
+    """Which form of its parameters a group holds."""
+
+    SHARDED = auto()
+    GATHERING = auto()
+    UNSHARDED = auto()
+
+
+@dataclass(frozen=True)
+class GroupSetup:
+    """What a group is made from, apart from its parameters."""
+
+    name: str
+    roles: MeshRoles
+    policy: MixedPrecisionPolicy
+    stack: Stack
+    reshard_after_forward: bool
+
+
+@dataclass
+class Traffic:
+    """What a group has moved so far on this rank, in bytes and calls."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    gathers: int = 0
+    reductions: int = 0
+    wait_seconds: float = 0.0
+
+
+@dataclass
+class _Runtime:
+    """What :meth:`ParameterGroup.prepare` makes and a conversion of dtypes remakes."""
+
+    unsharded: Unsharded
+    path: GatherPath
+    reducer: Reducer
+    registry: Registry
+    dtypes: Dtypes
+
+
+class ParameterGroup:
+    """The parameters of a unit that communicate together."""
+
+    def __init__(self, sources: Sequence[Source], setup: GroupSetup) -> None:
+        """Shard ``sources`` in place; they share one original dtype."""
+        self.setup = setup
+        self.name = setup.name
+        self.roles = setup.roles
+        self.state = State.SHARDED
+        self.traffic = Traffic()
+        self.reduces = True
+        self.reshard_after_backward = True
+        self.unshard_in_backward = True
+        self.reduce_settings = ReduceSettings()
+        self.pool: PagePool | None = None
+        self.device = setup.roles.device
+        info = self._info(sources)
+        self.contributions = setup.stack.contributions(info)
+        self.observers = self.contributions.observers
+        self._transport = self.contributions.backend.connect(setup.roles, self.device)
+        layout = plan_layout(
+            [s.shape for s in sources],
+            setup.roles.shard_size,
+            info.orig_dtype.itemsize,
+            self._transport.staging_bytes,
+        )
+        storage = self.contributions.storage.create(info, layout)
+        self.shards = Shards(sources, layout, setup.roles, storage)
+        self._runtime: _Runtime | None = None
+        self._pending: Pending | None = None
+        self._gathered_version = -1
+        self._accumulated: dict[int, Tensor] = {}
+        self._has_unreduced = False
+        self._stale = True
+
+    # --- plan ---------------------------------------------------------------------------------
+
+    def _dtypes(self, orig: torch.dtype) -> Dtypes:
+        policy = self.setup.policy
+        param = policy.param_dtype if orig.is_floating_point else None
+        compute = param or orig
+        return Dtypes(orig, compute, policy.reduce_dtype or compute)
+
+    def _info(self, sources: Sequence[Source]) -> GroupInfo:
+        dtypes = self._dtypes(sources[0].parameter.dtype)
+        return GroupInfo(
+            name=self.name,
+            parameters=tuple(s.info for s in sources),
+            mesh=self.roles.mesh,
+            rank=self.roles.shard_rank,
+            world_size=self.roles.shard_size,
+            device=self.device,
+            orig_dtype=dtypes.orig,
+            param_dtype=dtypes.param,
+            reduce_dtype=dtypes.reduce,
+        )
+
+    def info(self) -> GroupInfo:
+        """The group as plugins see it, with current names and dtypes."""
+        dtypes = self._dtypes(self.shards.dtype)
+        return GroupInfo(
+            name=self.name,
+            parameters=tuple(p.info for p in self.shards.parameters),
+            mesh=self.roles.mesh,
+            rank=self.roles.shard_rank,
+            world_size=self.roles.shard_size,
+            device=self.device,
+            orig_dtype=dtypes.orig,
+            param_dtype=dtypes.param,
+            reduce_dtype=dtypes.reduce,
+        )
+
+    def rename(self, name: str, fqns: Mapping[int, str]) -> None:
+        """Take the names that the root gives: the unit's, and each parameter's by identity."""
+        self.name = name
+        for parameter in self.shards.parameters:
+            fqn = fqns.get(id(parameter.parameter), parameter.info.fqn)
+            parameter.info = replace(parameter.info, fqn=fqn)
+        self._runtime = None  # transfers are tagged with the name, which ranks must agree on
+        self._stale = True
+
+    def plan(self) -> GroupPlan:
+        """The description that ranks compare and ``describe()`` shows."""
+        contributions = self.contributions
+        runtime = self.prepare()
+        trainable = {
+            i: torch.empty(p.info.shape, dtype=runtime.dtypes.param, device="meta")
+            for i, p in enumerate(self.shards.parameters)
+            if p.parameter.requires_grad
+        }
+        return GroupPlan(
+            name=self.name,
+            parameters=tuple(
+                replace(p.info, requires_grad=p.parameter.requires_grad)
+                for p in self.shards.parameters
+            ),
+            layout=self.shards.layout,
+            mesh=self.roles.describe(),
+            dtypes=runtime.dtypes,
+            roles=Roles(
+                self._transport.name,
+                _named(contributions.gather_codec),
+                _named(contributions.reduce_codec),
+                _named(contributions.storage),
+                contributions.plugin_lines,
+            ),
+            reshard_after_forward=self.setup.reshard_after_forward,
+            gather_bytes=runtime.path.sent_bytes,
+            reduce_bytes=runtime.reducer.predicted_bytes(trainable, self._wire_dtype()),
+        )
+
+    # --- life cycle ---------------------------------------------------------------------------
+
+    def mark_stale(self) -> None:
+        """Parameters may have been replaced or moved: look before the next use."""
+        self._stale = True
+
+    def prepare(self) -> _Runtime:
+        """Everything the step needs, made on first use and after a conversion."""
+        runtime = self._runtime
+        if runtime is not None and not (self._stale or self.shards.buffer.is_meta):
+            return runtime
+        self._stale = False
+        if self.shards.adopt_replaced() or runtime is None:
+            runtime = self._runtime = self._build()
+        return runtime
+
+    def _build(self) -> _Runtime:
+        contributions, info = self.contributions, self.info()
+        layout, rank = self.shards.layout, self.roles.shard_rank
+        dtypes = self._dtypes(self.shards.dtype)
+        tag = zlib.crc32(f"{self.roles.describe()} {self.name}".encode()) >> 2
+        unsharded = Unsharded(self.shards, dtypes.param, self.device, self.pool)
+        gather_codec = contributions.gather_codec.bind(info, layout)
+        path: GatherPath
+        if gather_codec is None:
+            path = unsharded.native_path(self._transport, tag, rank)
+        else:
+            path = unsharded.codec_path(gather_codec, self._transport, tag)
+        unsharded.buffer.release()
+        reducer = Reducer(
+            self.shards,
+            dtypes.reduce,
+            self.roles,
+            (self._transport, tag),
+            contributions.reduce_codec.bind(info, layout),
+        )
+        reducer.settings = self.reduce_settings
+        owners = (p.owners for p in self.shards.parameters)
+        registry = Registry(zip(owners, unsharded.leaves, strict=True))
+        return _Runtime(unsharded, path, reducer, registry, dtypes)
+
+    def unshard(self) -> None:
+        """Begin to gather, unless gathered or on the way."""
+        runtime = self.prepare()
+        if self.state is not State.SHARDED:
+            if self.state is State.UNSHARDED and self._shards_changed():
+                self.reshard()
+            else:
+                return
+        self.shards.check_materialized()
+        self.state = State.GATHERING
+        with profiler_span("polyshard.unshard", self.name):
+            runtime.unsharded.buffer.acquire()
+            self._gathered_version = self.shards.buffer._version
+            self.shards.storage.fetch()
+            self._pending = runtime.path.start()
+        self.traffic.gathers += 1
+        self.traffic.sent_bytes += runtime.path.sent_bytes
+        self.traffic.received_bytes += runtime.path.received_bytes
+        for observer in self.observers:
+            observer.on_unshard(self.name, runtime.path.sent_bytes)
+
+    def _shards_changed(self) -> bool:
+        """Whether an optimizer (or anybody) wrote to the shards since they were gathered.
+
+        Parameters kept unsharded across an optimizer step would otherwise be silently out of date.
+        All sharded parameters are views of one buffer and share its version counter.
+        """
+        return bool(self.shards.buffer._version != self._gathered_version)
+
+    def wait(self) -> None:
+        """Finish the gather and register the unsharded parameters."""
+        if self.state is not State.GATHERING:
+            return
+        runtime = self.prepare()
+        assert self._pending is not None
+        begin = time.perf_counter()
+        with profiler_span("polyshard.wait", self.name):
+            self._pending.wait()
+            runtime.path.finish()
+        self._pending = None
+        self.shards.storage.release()
+        self._sync_requires_grad(runtime)
+        runtime.registry.register()
+        self.state = State.UNSHARDED
+        seconds = time.perf_counter() - begin
+        self.traffic.wait_seconds += seconds
+        for observer in self.observers:
+            observer.on_unsharded(self.name, seconds)
+
+    def _sync_requires_grad(self, runtime: _Runtime) -> None:
+        """Freezing and unfreezing happens on the sharded parameter; the leaf follows."""
+        for sharded, leaf in zip(self.shards.parameters, runtime.unsharded.leaves, strict=True):
+            wanted = sharded.parameter.requires_grad
+            if leaf.requires_grad is not wanted:
+                leaf.requires_grad_(wanted)
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters and register the sharded ones."""
+        if self.state is State.GATHERING:
+            self.wait()
+        if self.state is State.SHARDED or self._runtime is None:
+            return
+        with profiler_span("polyshard.reshard", self.name):
+            self.shards.registry.register()
+            self._runtime.unsharded.buffer.release()
+        self.state = State.SHARDED
+        for observer in self.observers:
+            observer.on_reshard(self.name)
+
+    # --- gradients ----------------------------------------------------------------------------
+
+    def accumulate(self) -> None:
+        """Keep this backward's gradients unsharded, in the reduce dtype, for a later reduction."""
+        runtime = self._runtime
+        if runtime is None:
+            return
+        self._has_unreduced = True
+        for index, leaf in enumerate(runtime.unsharded.leaves):
+            if leaf.grad is not None and leaf.grad.dtype != runtime.dtypes.reduce:
+                self._accumulated[index] = self._sum(index, leaf.grad, runtime.dtypes.reduce)
+                leaf.grad = None
+
+    def _sum(self, index: int, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        held = self._accumulated.get(index)
+        return gradient.to(dtype) if held is None else held.add_(gradient)
+
+    def take_gradients(self) -> dict[int, Tensor]:
+        """Unsharded gradients by parameter index; the leaves give them up."""
+        runtime = self._runtime
+        if runtime is None:
+            return {}
+        taken: dict[int, Tensor] = {}
+        for index, leaf in enumerate(runtime.unsharded.leaves):
+            gradient = leaf.grad
+            if gradient is not None:
+                leaf.grad = None
+                if index in self._accumulated:
+                    gradient = self._sum(index, gradient, runtime.dtypes.reduce)
+                taken[index] = gradient
+            elif index in self._accumulated:
+                taken[index] = self._accumulated[index]
+            elif self.reduce_settings.reduce_unused and leaf.requires_grad:
+                taken[index] = torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.device)
+        self._accumulated.clear()
+        return taken
+
+    def _wire_dtype(self) -> torch.dtype:
+        """Dtype gradients travel in; from settings alone. See [Note: reduction]."""
+        dtypes = self._dtypes(self.shards.dtype)
+        if self._has_unreduced or dtypes.param.itemsize > dtypes.reduce.itemsize:
+            return dtypes.reduce
+        same = dtypes.param.itemsize == dtypes.reduce.itemsize
+        return dtypes.reduce if same else dtypes.param
+
+    def start_reduction(self, gradients: dict[int, Tensor]) -> InFlight:
+        """Begin to reduce what :meth:`take_gradients` returned."""
+        runtime = self.prepare()
+        wire = self._wire_dtype()
+        self._has_unreduced = False
+        with profiler_span("polyshard.reduce", self.name):
+            flight, sent_bytes = runtime.reducer.start(gradients, wire)
+        self.traffic.reductions += 1
+        self.traffic.sent_bytes += sent_bytes
+        self.traffic.received_bytes += sent_bytes
+        for observer in self.observers:
+            observer.on_reduce(self.name, sent_bytes)
+        return flight
+
+    def finish_reduction(self, flight: InFlight) -> None:
+        """Wait for a reduction and put the sharded gradients in place."""
+        runtime = self.prepare()
+        begin = time.perf_counter()
+        with profiler_span("polyshard.reduced", self.name), torch.no_grad():
+            total = runtime.reducer.finish(flight)
+            if total is not None:
+                runtime.reducer.store(total, flight.present)
+        seconds = time.perf_counter() - begin
+        self.traffic.wait_seconds += seconds
+        for observer in self.observers:
+            observer.on_reduced(self.name, seconds)
+
+    def discard(self) -> None:
+        """Forget everything a failed step left behind; end sharded."""
+        self.take_gradients()
+        self._has_unreduced = False
+        if self._runtime is not None:
+            self._runtime.reducer.discard()
+        self.reshard()
+
+
+def _named(part: Named) -> str:
+    return f"{part.name}({part.settings})" if part.settings else part.name

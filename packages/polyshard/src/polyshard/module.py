@@ -1,0 +1,296 @@
+"""The methods a sharded module gains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
+
+from polyshard.errors import DeepcopyError, LifecycleError, SettingError, UnsupportedError
+from polyshard.group import ParameterGroup
+from polyshard.root import unit_of, units_below
+from polyshard.schedule import Unit
+
+
+class UnshardHandle(TorchUnshardHandle):
+    """Waits for an asynchronous :meth:`FSDPModule.unshard`."""
+
+    def __init__(self, unit: Unit) -> None:
+        """For ``unit``, whose gather has started."""
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """Have the unsharded parameters registered when this returns. May be called again."""
+        if self._unit is not None:
+            self._unit.wait()
+            self._unit = None
+
+
+class FSDPModule(TorchFSDPModule):
+    """Mixed into the class of every module ``fully_shard`` was applied to.
+
+    A subclass of torch's class of the same name, so that ``isinstance`` checks made against torch
+    hold; every method acts on polyshard's engine.
+    """
+
+    _orig_cls_mro_index: int = 3
+
+    def _unit(self) -> Unit:
+        unit = unit_of(self)  # type: ignore[arg-type]
+        assert unit is not None
+        return unit
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        if not recurse:
+            return [self._unit()]
+        return [unit for _, _, unit in units_below(self)]  # type: ignore[arg-type]
+
+    def _groups(self, recurse: bool) -> list[ParameterGroup]:
+        return [group for unit in self._units(recurse) for group in unit.groups]
+
+    # Parameters -------------------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's own parameters (not those of units below).
+
+        Args:
+            async_op: return a handle at once; forward waits by itself if nobody did before.
+        """
+        unit = self._unit()
+        unit.unshard()
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this module's own unsharded parameters and register the sharded ones."""
+        self._unit().reshard()
+
+    def reset_iter_state(self) -> None:
+        """Make the next iteration valid after an exception in forward or backward.
+
+        Gradients of the failed iteration, accumulated ones included, are lost.
+
+        Raises:
+            LifecycleError: on a module that is not the root.
+        """
+        unit = self._unit()
+        if unit.is_root is False:
+            raise LifecycleError(
+                f"reset_iter_state() was called on '{unit.name}', which is not the root. Call it "
+                "on the outermost sharded module."
+            )
+        unit.context.reset()
+
+    # Settings ---------------------------------------------------------------------------------
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is the last of an iteration and so finishes reductions."""
+        self._unit().context.is_last_backward = is_last_backward
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether backward reduces gradients; without, they add up unsharded on each rank."""
+        for group in self._groups(recurse):
+            group.reduces = requires_gradient_sync
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication inside the block; nests.
+
+        The setting of each unit below is restored on the way out, exceptions included.
+        """
+        groups = self._groups(recurse=True)
+        before = [group.reduces for group in groups]
+        self.set_requires_gradient_sync(requires_gradient_sync=False)
+        try:
+            yield
+        finally:
+            for group, reduces in zip(groups, before, strict=True):
+                group.reduces = reduces
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces over replicas; without, partial sums add up sharded."""
+        for group in self._groups(recurse):
+            group.reduce_settings.all_reduce = requires_all_reduce
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether parameters are freed between forward and backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise SettingError(
+                "set_reshard_after_forward takes True or False, got "
+                f"{type(reshard_after_forward).__name__} {reshard_after_forward!r}. An int can be "
+                "given to fully_shard only."
+            )
+        for unit in self._units(recurse):
+            unit.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether parameters are freed after backward (off: one gather less per micro-batch)."""
+        for group in self._groups(recurse):
+            group.reshard_after_backward = reshard_after_backward
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether parameters without a gradient take part in the reduction with zeros."""
+        for group in self._groups(recurse):
+            group.reduce_settings.reduce_unused = reduce_scatter_unused_params
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide gradient sums by ``factor`` instead of the number of data-parallel ranks."""
+        for group in self._groups(recurse=False):
+            group.reduce_settings.divide_factor = factor
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward gathers (off for parameters only forward needs, as embeddings)."""
+        for group in self._groups(recurse=False):
+            group.unshard_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Units to start gathering while this one computes forward, in this order."""
+        self._unit().forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Units to start gathering while this one computes backward, in this order."""
+        self._unit().backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accepted for compatibility: reductions are plain sums with the division apart anyway."""
+        del enable
+
+    def set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted for compatibility: gathers never block the host more than needed."""
+        del async_op
+
+    # Not in this version ----------------------------------------------------------------------
+
+    def set_all_reduce_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not supported; replicas are reduced by the engine."""
+        _unsupported("set_all_reduce_hook")
+
+    def set_post_optim_event(self, event: torch.Event) -> NoReturn:
+        """Not supported yet: gathers wait for the whole compute stream."""
+        _unsupported("set_post_optim_event")
+
+    def set_custom_all_gather(self, comm: Any) -> NoReturn:
+        """Not supported; a plugin's collectives backend does this."""
+        _unsupported("set_custom_all_gather")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
+        """Not supported; a plugin's collectives backend does this."""
+        _unsupported("set_custom_reduce_scatter")
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Old name of :meth:`set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """How many reductions may be in flight at once (default 1); one value for the root."""
+        if not isinstance(max_input_buffers, int) or max_input_buffers < 1:
+            raise SettingError(f"max_input_buffers must be an int >= 1, got {max_input_buffers!r}")
+        del recurse  # reductions of a root share one queue
+        self._unit().context.max_reductions = max_input_buffers
+
+    def set_separate_reduce_scatter_group(self, enable: bool, *, recurse: bool = True) -> NoReturn:
+        """Not supported yet."""
+        _unsupported("set_separate_reduce_scatter_group")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> NoReturn:
+        """Not supported yet."""
+        _unsupported("set_allocate_memory_from_process_group_for_comm")
+
+    def set_symm_mem_for_comm(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not supported yet."""
+        _unsupported("set_symm_mem_for_comm")
+
+    # nn.Module --------------------------------------------------------------------------------
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Convert or move sharded parameters; their memory is put together again on next use."""
+        unit = self._unit()
+        unit.reshard()
+        applied = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        for group in unit.groups:
+            group.mark_stale()
+        return applied
+
+    def _get_fsdp_state(self) -> NoReturn:
+        """Torch's private way to its own engine; there is none behind this module."""
+        raise UnsupportedError(
+            "this module is sharded by polyshard, not by torch.distributed.fsdp: it has no "
+            "FSDPState. Use the public methods of FSDPModule."
+        )
+
+
+def _unsupported(name: str) -> NoReturn:
+    raise UnsupportedError(
+        f"{name}() is not supported by polyshard yet; see the support table in the documentation."
+    )
+
+
+def _units_of(modules: Sequence[FSDPModule], caller: str) -> tuple[Unit, ...]:
+    units = []
+    for module in modules:
+        unit = unit_of(module) if isinstance(module, nn.Module) else None
+        if unit is None:
+            raise SettingError(
+                f"{caller} takes modules that fully_shard was applied to, got "
+                f"{type(module).__name__}."
+            )
+        units.append(unit)
+    return tuple(units)
+
+
+def refuse_deepcopy(*args: object, **kwargs: object) -> NoReturn:
+    """Stands in for ``__deepcopy__`` of sharded classes."""
+    del args, kwargs
+    raise DeepcopyError(
+        "a sharded module cannot be deep-copied: its parameters are views of shared buffers. Build "
+        "the copy anew, shard it, and load the state dict of the first."
+    )
+
+
+def mix_in(module: nn.Module, unit: Unit) -> None:
+    """Turn ``module`` into an :class:`FSDPModule` of its own class, in place."""
+    original = type(module)
+    bases = (FSDPModule, original)
+    module.__class__ = type(f"FSDP{original.__name__}", bases, {"__deepcopy__": refuse_deepcopy})
+    module.__dict__["_polyshard_unit"] = unit
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have ``module.method_name(...)`` gather and free parameters as ``forward`` does.
+
+    A no-op on modules that are not sharded, so that model code may call it unconditionally.
+
+    Raises:
+        SettingError: when the module has no such method.
+    """
+    method: Callable[..., Any] | None = getattr(module, method_name, None)
+    if method is None:
+        raise SettingError(f"{type(module).__name__} has no method '{method_name}'.")
+    unit = unit_of(module)
+    if unit is None:
+        return
+
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = unit.pre_forward(module, args, kwargs)
+        output = method(*args, **kwargs)
+        return unit.post_forward(module, args, output)
+
+    gathered.__name__ = method_name
+    gathered.__doc__ = method.__doc__
+    setattr(module, method_name, gathered)

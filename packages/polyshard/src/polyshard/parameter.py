@@ -1,0 +1,125 @@
+"""One parameter of a group: where modules register it, and its sharded form.
+
+[Note: three forms]
+*Sharded parameter*: a ``DTensor`` parameter whose local tensor is a view of the group's shard
+buffer; what the optimizer, the state dict and the user see between steps. *Unsharded parameter*:
+a plain leaf over the group's unsharded buffer; what forward and backward compute with. *Sharded
+gradient*: a ``DTensor`` like the sharded parameter. Registering one form or the other with the
+modules is a dictionary write, prepared once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from polyshard._torch_private import dtensor_spec, wrap_local
+from polyshard.layout import ParameterShape
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    from polyshard.mesh import MeshRoles
+    from polyshard.seams import ParamInfo
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A module that registers a parameter, and the name it uses."""
+
+    module: nn.Module
+    name: str
+
+
+@dataclass(frozen=True)
+class Registration:
+    """Everything needed to put one form of a parameter where a module looks it up."""
+
+    owner: Owner
+    value: nn.Parameter
+
+    def apply(self) -> None:
+        """Through ``setattr``, for modules that watch their attributes (``nn.RNNBase``)."""
+        setattr(self.owner.module, self.owner.name, self.value)
+
+
+class Registry:
+    """One form of all parameters of a group, registered with one call."""
+
+    def __init__(self, forms: Iterable[tuple[Sequence[Owner], nn.Parameter]]) -> None:
+        """Resolve each module's way of registering once."""
+        self._slots: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        self._watched: list[Registration] = []
+        for owners, value in forms:
+            for owner in owners:
+                if type(owner.module).__setattr__ is nn.Module.__setattr__:
+                    self._slots.append((owner.module._parameters, owner.name, value))
+                else:
+                    self._watched.append(Registration(owner, value))
+
+    def register(self) -> None:
+        """Make this form the one that modules hold."""
+        for parameters, name, value in self._slots:
+            parameters[name] = value
+        for registration in self._watched:
+            registration.apply()
+
+
+@dataclass(frozen=True)
+class Source:
+    """A parameter as found on the module, before sharding.
+
+    ``dim`` is the tensor dim to shard, ``None`` to keep the parameter whole on every rank.
+    """
+
+    info: ParamInfo
+    parameter: nn.Parameter
+    owners: tuple[Owner, ...]
+    dim: int | None
+
+    @property
+    def shape(self) -> ParameterShape:
+        """What the layout needs of it."""
+        return ParameterShape(self.info.fqn, self.info.shape, self.dim)
+
+
+def placements_for(dim: int | None, roles: MeshRoles) -> tuple[Placement, ...]:
+    """Placements of a sharded parameter on the data-parallel mesh."""
+    placements: list[Placement] = [Replicate()] * roles.mesh.ndim
+    if dim is not None:
+        placements[roles.shard_axis] = Shard(dim)
+    return tuple(placements)
+
+
+class ShardedParameter:
+    """The sharded form of one parameter, and what makes more ``DTensor`` s like it."""
+
+    def __init__(self, source: Source, local: Tensor, roles: MeshRoles) -> None:
+        """``local`` is the view of the shard buffer that holds this rank's rows."""
+        self.info = source.info
+        self.owners = source.owners
+        self.dim = source.dim
+        self._roles = roles
+        self.spec = self._spec(local.dtype)
+        self.parameter = nn.Parameter(
+            wrap_local(local, self.spec), requires_grad=source.parameter.requires_grad
+        )
+        self.parameter.__dict__.update(source.parameter.__dict__)
+
+    def _spec(self, dtype: torch.dtype) -> DTensorSpec:
+        placements = placements_for(self.dim, self._roles)
+        return dtensor_spec(self._roles.mesh, placements, torch.Size(self.info.shape), dtype)
+
+    def adopt(self, parameter: nn.Parameter) -> None:
+        """Take over a parameter object that replaced ours (``to_empty``, ``assign=True``)."""
+        self.parameter = parameter
+        self.spec = self._spec(parameter.dtype)
+
+    def wrap(self, local: Tensor) -> DTensor:
+        """A gradient (or any value) with this parameter's placements."""
+        return wrap_local(local, self.spec)

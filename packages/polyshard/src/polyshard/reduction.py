@@ -1,0 +1,261 @@
+"""The gradient side of a group: from what autograd wrote to sharded gradients.
+
+[Note: reduction]
+A direct gradient is sent from the memory autograd wrote it to; staged ones are packed first. What
+arrives is summed per shard and averaged once. The wire dtype must be the same on all ranks even if
+they accumulated differently, so it follows from settings alone: the reduce dtype after backwards
+without synchronisation, else the parameter dtype. Sums are in the reduce dtype. fp16 sums are
+divided in two steps around the sum, so that neither overflows (as DDP and FSDP do).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from polyshard._torch_private import local_tensor
+from polyshard.mesh import MeshRoles
+from polyshard.seams import BoundReduceCodec
+from polyshard.shards import Shards, local_view
+from polyshard.transport.base import Pending, ReduceRoute, Transport
+from polyshard.unsharded import chunk_pairs, extents_of
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """How sums become means: divide every source by ``before``, the sum by ``after``."""
+
+    before: float
+    after: float
+
+    @classmethod
+    def of(cls, divisor: float, dtype: torch.dtype) -> Averaging:
+        """Split ``divisor`` around the sum where the sum could overflow (fp16)."""
+        if dtype is not torch.float16:
+            return cls(1.0, divisor)
+        before = 1.0
+        while divisor % before == 0 and divisor / before > before:
+            before *= 2
+        return cls(before, divisor / before)
+
+
+@dataclass
+class ReduceSettings:
+    """What a user may change about a group's reduction between steps."""
+
+    divide_factor: float | None = None
+    reduce_unused: bool = False
+    all_reduce: bool = True
+
+
+@dataclass
+class InFlight:
+    """A reduction under way: what to wait for, and what to make of the result.
+
+    ``sources`` keeps the gradients alive until they were sent.
+    """
+
+    pending: Pending
+    total: Tensor
+    present: list[int]
+    averaging: Averaging
+    sources: Sequence[Tensor | None] = field(repr=False)
+
+
+class Reducer:
+    """Reduces the gradients of one group. See [Note: reduction]."""
+
+    def __init__(
+        self,
+        shards: Shards,
+        dtype: torch.dtype,
+        roles: MeshRoles,
+        route: tuple[Transport, int],
+        codec: BoundReduceCodec | None,
+    ) -> None:
+        """Bind routes; ``dtype`` is the reduce dtype."""
+        self._shards = shards
+        self._layout = shards.layout
+        self._dtype = dtype
+        self._roles = roles
+        self._transport, tag = route
+        self._codec = codec
+        self._route: ReduceRoute = self._transport.reduce_route(
+            extents_of(self._layout), dtype, tag
+        )
+        self._partial: Tensor | None = None
+        self.settings = ReduceSettings()
+
+    def start(self, gradients: dict[int, Tensor], wire_dtype: torch.dtype) -> tuple[InFlight, int]:
+        """Begin to reduce; ``gradients`` maps parameter indices to unsharded gradients.
+
+        Returns:
+            The reduction in flight, and the bytes that leave this rank.
+        """
+        divisor = self.settings.divide_factor or float(self._roles.data_parallel_size)
+        averaging = Averaging.of(divisor, self._dtype)
+        sources = {i: self._source(g, wire_dtype, averaging) for i, g in gradients.items()}
+        total = torch.empty(
+            self._layout.shard_numel, dtype=self._dtype, device=self._first_device(sources)
+        )
+        if self._codec is not None:
+            pending, keep, sent = self._start_codec(self._codec, sources, total)
+        else:
+            keep = self._pieces(sources, wire_dtype)
+            outs = self._piece_outs(total)
+            pending = self._route.start(keep, outs)
+            sent = self._route.sent_bytes(keep)
+        return InFlight(pending, total, sorted(gradients), averaging, keep), sent
+
+    @staticmethod
+    def _first_device(sources: dict[int, Tensor]) -> torch.device:
+        return next(iter(sources.values())).device
+
+    @staticmethod
+    def _source(gradient: Tensor, dtype: torch.dtype, averaging: Averaging) -> Tensor:
+        source = gradient if gradient.dtype == dtype else gradient.to(dtype)
+        if not source.is_contiguous():
+            source = source.contiguous()
+        return source if averaging.before == 1.0 else source.div_(averaging.before)
+
+    def _pieces(self, sources: dict[int, Tensor], dtype: torch.dtype) -> list[Tensor | None]:
+        layout = self._layout
+        pieces: list[Tensor | None] = [
+            sources[i].view(-1) if i in sources else None for i in layout.direct
+        ]
+        if layout.staged:
+            staged = {i: sources[i] for i in layout.staged if i in sources}
+            pieces.append(self._packed(staged, dtype) if staged else None)
+        return pieces
+
+    def _packed(self, staged: dict[int, Tensor], dtype: torch.dtype) -> Tensor:
+        layout = self._layout
+        any_source = next(iter(staged.values()))
+        packed = torch.zeros(
+            layout.world_size, layout.staged_numel, dtype=dtype, device=any_source.device
+        )
+        targets: list[Tensor] = []
+        parts: list[Tensor] = []
+        for index, source in staged.items():
+            placed = layout.parameters[index]
+            start = placed.shard_offset - layout.staged_offset
+            rows = packed[:, start : start + placed.chunk_numel]
+            for part, target in chunk_pairs(source, rows, placed):
+                parts.append(part)
+                targets.append(target)
+        if targets:
+            torch._foreach_copy_(targets, parts)
+        return packed.view(-1)
+
+    def _piece_outs(self, total: Tensor) -> list[Tensor]:
+        layout = self._layout
+        outs = [
+            total[p.shard_offset : p.shard_offset + p.chunk_numel]
+            for p in (layout.parameters[i] for i in layout.direct)
+        ]
+        if layout.staged:
+            outs.append(total[layout.staged_offset :])
+        return outs
+
+    def _start_codec(
+        self, codec: BoundReduceCodec, sources: dict[int, Tensor], total: Tensor
+    ) -> tuple[Pending, list[Tensor | None], int]:
+        layout = self._layout
+        world = layout.world_size
+        chunks = [
+            total.new_zeros(world, p.chunk_numel) for p in layout.parameters
+        ]
+        for index, source in sources.items():
+            for part, target in chunk_pairs(source, chunks[index], layout.parameters[index]):
+                target.copy_(part)
+        payloads = total.new_empty(world, codec.payload_bytes, dtype=torch.uint8)
+        received = torch.empty_like(payloads)
+        codec.encode(chunks, payloads)
+        pending = self._transport.exchange(payloads, received)
+        outs = [
+            total[p.shard_offset : p.shard_offset + p.chunk_numel] for p in layout.parameters
+        ]
+        keep: list[Tensor | None] = [payloads]
+        sent = (world - 1) * codec.payload_bytes
+        return _Decoding(pending, codec, received, outs), keep, sent
+
+    def predicted_bytes(self, gradients: dict[int, Tensor], wire_dtype: torch.dtype) -> int:
+        """Bytes :meth:`start` would send for gradients of these shapes (meta tensors will do)."""
+        world = self._layout.world_size
+        if not gradients:
+            return 0
+        if self._codec is not None:
+            return (world - 1) * self._codec.payload_bytes
+        sources = {i: g.to(wire_dtype) for i, g in gradients.items()}
+        return self._route.sent_bytes(self._pieces(sources, wire_dtype))
+
+    def finish(self, flight: InFlight) -> Tensor | None:
+        """Wait, reduce over replicas, average, cast, and move to where gradients rest.
+
+        Returns:
+            The sharded gradients of the whole group (``[shard_numel]``, original dtype), or
+            ``None`` while replicas accumulate without all-reduce.
+        """
+        flight.pending.wait()
+        total = flight.total
+        group = self._roles.replicate_group
+        if group is not None:
+            if self._partial is not None:
+                total.add_(self._partial)
+                self._partial = None
+            if not self.settings.all_reduce:
+                self._partial = total
+                return None
+            if self._roles.replicate_size > 1:
+                dist.all_reduce(total, group=group)
+        if flight.averaging.after != 1.0:
+            total.div_(flight.averaging.after)
+        total = total.to(self._shards.dtype)
+        return self._shards.storage.place_gradient(total)
+
+    def discard(self) -> None:
+        """Forget partial sums of a step that failed."""
+        self._partial = None
+
+    def store(self, total: Tensor, present: Sequence[int]) -> None:
+        """Set or add to ``.grad`` of the sharded parameters, then run their hooks."""
+        rank = self._roles.shard_rank
+        accumulate_into: list[Tensor] = []
+        accumulate_from: list[Tensor] = []
+        for index in present:
+            sharded = self._shards.parameters[index]
+            value = local_view(total, self._layout.parameters[index], rank)
+            if sharded.parameter.grad is None:
+                sharded.parameter.grad = sharded.wrap(value)
+            else:
+                accumulate_into.append(local_tensor(cast("DTensor", sharded.parameter.grad)))
+                accumulate_from.append(value)
+        if accumulate_into:
+            torch._foreach_add_(accumulate_into, accumulate_from)
+        for index in present:
+            parameter = self._shards.parameters[index].parameter
+            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+            for hook in tuple(hooks.values()) if hooks else ():
+                hook(parameter)
+
+
+@dataclass
+class _Decoding:
+    """An exchange of payloads whose sum is decoded when they have arrived."""
+
+    pending: Pending
+    codec: BoundReduceCodec
+    received: Tensor
+    outs: list[Tensor]
+
+    def wait(self) -> None:
+        self.pending.wait()
+        self.codec.decode_sum(self.received, self.outs)
+
+

@@ -1,0 +1,363 @@
+"""When groups are gathered, freed and reduced: hooks around forward and backward.
+
+[Note: hooks]
+Four moments matter to a unit. *Pre-forward* gathers. *Post-forward* frees, and hooks the outputs
+that require grad. *Pre-backward* (the first such output receives its gradient) gathers again and
+starts to gather the unit that ran before. *Post-backward* (all inputs that require grad have
+received theirs, through an identity in the graph) reduces and frees. A unit none of whose inputs
+require grad has no such identity; the callback at the end of the whole backward reduces it.
+
+[Note: order]
+Units note the order of their forwards, with repetitions. A pre-backward takes its latest note and
+prefetches the unit noted before it. One reduction is left in flight while the next unit's backward
+computes; it is finished before another starts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from polyshard._torch_private import in_backward, queue_backward_callback
+from polyshard.errors import LifecycleError
+from polyshard.group import ParameterGroup
+from polyshard.pages import PagePool, pages_can_move
+from polyshard.trees import cast_floating, map_tensors, tensors
+
+if TYPE_CHECKING:
+    from polyshard.mesh import MeshRoles
+    from polyshard.policies import MixedPrecisionPolicy
+    from polyshard.reduction import InFlight
+
+
+class Phase(Enum):
+    """Where a unit is in the iteration."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    PRE_BACKWARD = auto()
+    POST_BACKWARD = auto()
+
+
+class RootContext:
+    """What all units below one root share."""
+
+    def __init__(self) -> None:
+        """Alone at first; :meth:`Unit.become_root` hands one context to all."""
+        self.units: list[Unit] = []
+        self.pool = PagePool() if pages_can_move() else None
+        self.forward_root: Unit | None = None
+        self.is_last_backward = True
+        self.max_reductions = 1
+        self._callback_queued = False
+        self._order: list[Unit] = []
+        self._reductions: deque[tuple[ParameterGroup, InFlight]] = deque()
+
+    # Forward order ----------------------------------------------------------------------------
+
+    def note_forward(self, unit: Unit) -> None:
+        """Remember that ``unit`` ran forward, once per forward."""
+        unit.order.append(len(self._order))
+        self._order.append(unit)
+
+    def unit_before(self, unit: Unit) -> Unit | None:
+        """The unit whose forward came before the latest forward of ``unit``; takes the note."""
+        if not unit.order:
+            return None
+        index = unit.order.pop()
+        if index == 0 or index > len(self._order):
+            return None
+        return self._order[index - 1]
+
+    # Reductions -------------------------------------------------------------------------------
+
+    def reduce(self, group: ParameterGroup, gradients: dict[int, Tensor]) -> None:
+        """Start to reduce, after earlier reductions have made room."""
+        while len(self._reductions) >= self.max_reductions:
+            self._finish_oldest()
+        self._reductions.append((group, group.start_reduction(gradients)))
+
+    def _finish_oldest(self) -> None:
+        group, flight = self._reductions.popleft()
+        group.finish_reduction(flight)
+
+    def finish_reductions(self) -> None:
+        """Put all sharded gradients in place."""
+        while self._reductions:
+            self._finish_oldest()
+
+    # End of backward --------------------------------------------------------------------------
+
+    def queue_end_of_backward(self) -> None:
+        """Have :meth:`end_backward` called once when this backward has ended."""
+        if not self._callback_queued:
+            self._callback_queued = True
+            queue_backward_callback(self.end_backward)
+
+    def end_backward(self) -> None:
+        """Reduce what no post-backward reached, finish reductions, and leave all units idle."""
+        self._callback_queued = False
+        self.forward_root = None
+        for unit in self.units:
+            unit.pending_modules.clear()
+            if unit.phase is not Phase.POST_BACKWARD:
+                unit.post_backward()
+            unit.phase = Phase.IDLE
+        if self.is_last_backward:
+            self.finish_reductions()
+            self._order.clear()
+            for unit in self.units:
+                unit.order.clear()
+                for group in unit.groups:
+                    for observer in group.observers:
+                        observer.on_step_end()
+
+    def reset(self) -> None:
+        """Make the next iteration valid after an exception in forward or backward."""
+        for _, flight in self._reductions:
+            flight.pending.wait()
+        self._reductions.clear()
+        self._order.clear()
+        self._callback_queued = False
+        self.forward_root = None
+        for unit in self.units:
+            unit.reset()
+
+
+class Unit:
+    """What one ``fully_shard`` call covers: modules that are gathered and freed together."""
+
+    def __init__(
+        self, modules: tuple[nn.Module, ...], roles: MeshRoles, policy: MixedPrecisionPolicy
+    ) -> None:
+        """Hook the modules; groups are added by the caller."""
+        self.modules = modules
+        self.roles = roles
+        self.policy = policy
+        self.name = ""
+        self.groups: list[ParameterGroup] = []
+        self.context = RootContext()
+        self.phase = Phase.IDLE
+        self.is_root: bool | None = None
+        self.reshard_after_forward: bool | None = None
+        self.forward_prefetch: tuple[Unit, ...] = ()
+        self.backward_prefetch: tuple[Unit, ...] = ()
+        self.order: list[int] = []
+        self.pending_modules: set[nn.Module] = set()
+        for module in modules:
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward)
+
+    # Gathering --------------------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Begin to gather every group."""
+        for group in self.groups:
+            group.unshard()
+
+    def wait(self) -> None:
+        """Finish gathering every group."""
+        for group in self.groups:
+            group.wait()
+
+    def reshard(self) -> None:
+        """Free every group."""
+        for group in self.groups:
+            group.reshard()
+
+    def keeps_unsharded(self) -> bool:
+        """Whether parameters stay gathered between forward and backward.
+
+        Unless told otherwise the root does: its backward follows at once. That reason is gone
+        without grad mode, where staying gathered would only let parameters fall out of date.
+        """
+        if self.reshard_after_forward is None:
+            return bool(self.is_root) and torch.is_grad_enabled()
+        return not self.reshard_after_forward
+
+    @property
+    def reshards_in_training(self) -> bool:
+        """Whether a training forward frees the parameters."""
+        if self.reshard_after_forward is None:
+            return not self.is_root
+        return self.reshard_after_forward
+
+    # Forward ----------------------------------------------------------------------------------
+
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.phase is Phase.PRE_BACKWARD:
+            # Activation checkpointing recomputes this forward inside backward: the pre-backward
+            # gathered already (or a repeated forward's post-backward freed since).
+            self.unshard()
+            self.wait()
+            return self._cast_inputs(args, kwargs)
+        entering = self.phase is not Phase.FORWARD
+        if entering:
+            args, kwargs = self._enter_forward(args, kwargs)
+        args, kwargs = self._cast_inputs(args, kwargs)
+        self.unshard()
+        if entering:
+            for unit in self.forward_prefetch:
+                unit.unshard()
+        self.wait()
+        return self._watch_inputs(args, kwargs) if entering else (args, kwargs)
+
+    def _enter_forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.is_root is None:
+            self.become_root()
+        self.phase = Phase.FORWARD
+        self.pending_modules.update(self.modules)
+        if self.context.forward_root is None:
+            self.context.forward_root = self
+            if self.roles.device.type != "cpu":
+                device = self.roles.device
+                args, kwargs = map_tensors(lambda t: t.to(device), (args, kwargs))
+        return args, kwargs
+
+    def _cast_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not (self.policy.cast_forward_inputs and self.policy.param_dtype):
+            return args, kwargs
+        cast: tuple[tuple[Any, ...], dict[str, Any]]
+        cast = cast_floating(self.policy.param_dtype, (args, kwargs))
+        return cast
+
+    def _watch_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not (self.groups and torch.is_grad_enabled()):
+            return args, kwargs
+        inputs = [t for t in tensors((args, kwargs)) if t.requires_grad]
+        if not inputs:
+            return args, kwargs
+        outputs = iter(_PostBackward.apply(self, *inputs))
+        watched: tuple[tuple[Any, ...], dict[str, Any]]
+        watched = map_tensors(lambda t: next(outputs) if t.requires_grad else t, (args, kwargs))
+        return watched
+
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        del args
+        if self.phase is Phase.PRE_BACKWARD:  # recomputation: post-backward frees
+            return self._cast_output(output)
+        self.pending_modules.discard(module)
+        if not self.pending_modules:
+            self._leave_forward()
+        self._watch_output(output)
+        if self.context.forward_root is self:
+            self._end_root_forward()
+        return self._cast_output(output)
+
+    def _leave_forward(self) -> None:
+        self.phase = Phase.IDLE
+        if in_backward():  # recomputed by an outer checkpoint: needed again in a moment
+            return
+        if not self.keeps_unsharded():
+            self.reshard()
+        self.context.note_forward(self)
+
+    def _end_root_forward(self) -> None:
+        """Close units of which only some modules ran, so that nothing stays gathered."""
+        for unit in reversed(self.context.units):
+            if unit.phase is Phase.FORWARD:
+                unit.pending_modules.clear()
+                unit._leave_forward()  # noqa: SLF001
+        self.context.forward_root = None
+
+    def _watch_output(self, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for tensor in tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._pre_backward)
+
+    def _cast_output(self, output: Any) -> Any:
+        dtype = self.policy.output_dtype
+        return output if dtype is None else cast_floating(dtype, output)
+
+    # Backward ---------------------------------------------------------------------------------
+
+    def _pre_backward(self, gradient: Tensor) -> Tensor:
+        self.context.queue_end_of_backward()
+        if self.phase is Phase.PRE_BACKWARD:
+            return gradient
+        self.phase = Phase.PRE_BACKWARD
+        for group in self.groups:
+            if group.unshard_in_backward:
+                group.unshard()
+        self._prefetch_backward()
+        self.wait()
+        return gradient
+
+    def _prefetch_backward(self) -> None:
+        before = self.context.unit_before(self)
+        targets: Sequence[Unit] = self.backward_prefetch
+        if not targets and before is not None and before is not self:
+            targets = (before,)
+        for unit in targets:
+            for group in reversed(unit.groups):
+                if group.unshard_in_backward:
+                    group.unshard()
+
+    def post_backward(self) -> None:
+        """Reduce and free, or accumulate. Harmless for a unit that took no part."""
+        self.phase = Phase.POST_BACKWARD
+        for group in reversed(self.groups):
+            if not group.reduces:
+                group.accumulate()
+                if group.reshard_after_backward:
+                    group.reshard()
+                continue
+            gradients = group.take_gradients()
+            if group.reshard_after_backward:
+                group.reshard()
+            if gradients:
+                self.context.reduce(group, gradients)
+
+    # Life cycle -------------------------------------------------------------------------------
+
+    def become_root(self) -> None:
+        """Take charge of all units below; called at the first forward of the outermost one.
+
+        Raises:
+            LifecycleError: when a unit below already ran on its own, or the root is a list.
+        """
+        from polyshard.root import initialize_root  # noqa: PLC0415  (root.py builds on units)
+
+        if len(self.modules) > 1:
+            raise LifecycleError(
+                "the first forward went to a unit made from a list of modules "
+                f"({', '.join(type(m).__name__ for m in self.modules)}), which cannot be a root. "
+                "Apply fully_shard to the module that contains them as well, and call that."
+            )
+        initialize_root(self)
+
+    def reset(self) -> None:
+        """Forget the iteration; end sharded."""
+        self.phase = Phase.IDLE
+        self.order.clear()
+        self.pending_modules.clear()
+        for group in self.groups:
+            group.discard()
+
+
+class _PostBackward(torch.autograd.Function):
+    """An identity on a unit's inputs whose backward runs after the unit's own."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.unit = unit
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.unit.post_backward()
+        return (None, *gradients)
