@@ -1,0 +1,7 @@
+"""Sharded training of a small byte-level language model on real text.
+
+Start it with ``polyshard train`` or read ``examples/train_lm.py``. The files, in the order data
+flows: `settings` (every option) · `text` (bytes and batches) · `model` · `engine` (which library
+shards) · `worker` (one rank) · `train` (the loop) · `checkpoint` · `history` · `progress` ·
+`report` · `launch` (starts the ranks).
+"""
