@@ -30,7 +30,10 @@ class _Transfer:
         """Every region's chunks to their owners, summed there."""
         rank, size = self.group.rank(), self.group.size()
         chunks = [r.chunk(size) for r in self.regions]
-        arrivals = [self.shards, *([torch.empty_like(s) for s in self.shards] for _ in range(size - 2))]
+        arrivals = [
+            self.shards,
+            *([torch.empty_like(s) for s in self.shards] for _ in range(size - 2)),
+        ]
         works = []
         for step in range(1, size):
             peer = (rank - step) % size

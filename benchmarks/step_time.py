@@ -80,9 +80,7 @@ class Sharded:
         for block in self.model.blocks:
             fully_shard(block, **kwargs)
         fully_shard(self.model, **kwargs)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=LEARNING_RATE, foreach=True
-        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, foreach=True)
 
     def step(self, batch: Tensor) -> tuple[float, dict[str, float]]:
         """One training step: loss, and seconds by phase."""
@@ -188,9 +186,7 @@ def summarize(case: Case, timed: dict[str, Any], memory: dict[str, int]) -> dict
     for other in ("torch", "floor"):
         if other in seconds:
             pairs = zip(seconds["polyshard"], seconds[other], strict=True)
-            ratios[f"step / {other}"] = (
-                medians["polyshard"]["step"] / medians[other]["step"]
-            )
+            ratios[f"step / {other}"] = medians["polyshard"]["step"] / medians[other]["step"]
             ratios[f"step / {other}, paired"] = statistics.median(
                 a["step"] / b["step"] for a, b in pairs
             )

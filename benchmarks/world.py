@@ -37,9 +37,7 @@ def run_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> Any:
     """Call ``work(*args)`` on ``ranks`` fresh processes; return what rank 0's call returned."""
     os.environ["OMP_NUM_THREADS"] = "1"
     out = mp.get_context("spawn").SimpleQueue()
-    context = mp.spawn(
-        _entry, (ranks, free_port(), work, args, out), nprocs=ranks, join=False
-    )
+    context = mp.spawn(_entry, (ranks, free_port(), work, args, out), nprocs=ranks, join=False)
     answer = out.get() if _alive_until_answer(context, out) else None
     while not context.join():
         pass

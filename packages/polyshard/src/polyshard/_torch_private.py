@@ -1,4 +1,4 @@
-"""Every private torch name polyshard uses, in one place, so that a new torch is checked in one file.
+"""Every private torch name polyshard uses, so that a new torch is checked in one file.
 
 Each name is exercised by ``tests/test_torch_private.py`` on every torch version supported.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "profiler_span",
     "queue_backward_callback",
     "set_local_tensor",
+    "store_timeout_seconds",
     "tag_managed_module",
     "wrap_local",
 ]
@@ -47,7 +49,7 @@ def wrap_local(local: Tensor, spec: DTensorSpec) -> DTensor:
 
 def local_tensor(value: DTensor) -> Tensor:
     """The local tensor itself; ``to_local()`` would return an autograd view of it."""
-    return cast("Tensor", value._local_tensor)
+    return value._local_tensor
 
 
 def set_local_tensor(value: DTensor, local: Tensor) -> None:
@@ -57,12 +59,18 @@ def set_local_tensor(value: DTensor, local: Tensor) -> None:
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward now running has ended."""
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    Variable._execution_engine.queue_callback(callback)
 
 
 def in_backward() -> bool:
     """Whether this thread runs inside an autograd backward (activation checkpointing does)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def store_timeout_seconds(store: dist.Store) -> float:
+    """How long a blocking read of ``store`` waits."""
+    timeout: timedelta = store.timeout  # type: ignore[attr-defined]
+    return timeout.total_seconds()
 
 
 def default_store() -> dist.Store | None:

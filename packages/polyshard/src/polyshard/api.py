@@ -18,6 +18,7 @@ from polyshard.collect import (
     move_to_device,
     split_by_dtype,
 )
+from polyshard.defaults import build_stack
 from polyshard.digest import report_failure
 from polyshard.errors import AlreadyShardedError, SettingError, UnsupportedError
 from polyshard.group import GroupSetup, ParameterGroup
@@ -32,7 +33,6 @@ from polyshard.policies import (
 )
 from polyshard.root import unit_of
 from polyshard.schedule import Unit
-from polyshard.defaults import build_stack
 from polyshard.seams import Stack
 
 logger = logging.getLogger("polyshard")
@@ -69,7 +69,7 @@ def fully_shard(
 ) -> list[M]: ...
 
 
-def fully_shard(
+def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
     module: M | list[M],
     *,
     mesh: DeviceMesh | None = None,
@@ -109,7 +109,9 @@ def fully_shard(
         ModuleError, MeshError, SettingError, UnsupportedError, PluginError: all ``ValueError`` s
             that say what to change. Raised before anything is communicated.
     """
-    modules = cast("tuple[nn.Module, ...]", tuple(module) if isinstance(module, list) else (module,))
+    modules = cast(
+        "tuple[nn.Module, ...]", tuple(module) if isinstance(module, list) else (module,)
+    )
     _check_unsharded(modules)
     check_modules(modules)
     _check_supported(reshard_after_forward, offload_policy, dp_mesh_dims)

@@ -5,8 +5,8 @@ Autograd saves views of unsharded parameters in forward and reads them in backwa
 was freed and gathered anew. All those views share one ``StorageImpl``, so a buffer must keep it and
 change only the memory behind it. Two ways:
 
-* :class:`HeapBuffer` uses ``untyped_storage().resize_``: the device's allocator frees and allocates.
-  On an accelerator its caching allocator makes that cheap.
+* :class:`HeapBuffer` resizes the storage: the device's allocator frees and allocates. On an
+  accelerator its caching allocator makes that cheap.
 * :class:`MappedBuffer` (CPU on Linux, see :mod:`polyshard.pages`) keeps an address range for life
   and moves physical pages in and out, because fresh pages from the C allocator cost several times
   the transfer itself in page faults.

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
+from typing_extensions import override
 
 from polyshard.errors import SettingError
 from polyshard.group import ParameterGroup, Traffic
@@ -46,6 +47,7 @@ class Description:
         """Memory of all shards at rest on this rank."""
         return sum(g.shard_bytes for g in self.groups)
 
+    @override
     def __str__(self) -> str:
         """A table, one row a group, and what differs from the plain case below it."""
         rows = [_row(g) for g in self.groups]
@@ -109,7 +111,8 @@ def _groups(model: nn.Module) -> list[ParameterGroup]:
     groups = [group for _, _, unit in units_below(model) for group in unit.groups]
     if not groups:
         raise SettingError(
-            f"{type(model).__name__} has no parameters sharded by polyshard; call fully_shard first."
+            f"{type(model).__name__} has no parameters sharded by polyshard; call "
+            "fully_shard first."
         )
     return groups
 
@@ -129,9 +132,7 @@ def describe(model: nn.Module) -> Description:
     return Description(tuple(plans))
 
 
-def _preview(
-    unit: Unit, name: str, frees: bool, fqns: Mapping[int, str]
-) -> Iterator[GroupPlan]:
+def _preview(unit: Unit, name: str, frees: bool, fqns: Mapping[int, str]) -> Iterator[GroupPlan]:
     for group, label in zip(unit.groups, group_names(unit, name), strict=True):
         plan = group.plan()
         parameters = tuple(

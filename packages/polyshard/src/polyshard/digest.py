@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from polyshard.__about__ import __version__
-from polyshard._torch_private import default_store
+from polyshard._torch_private import default_store, store_timeout_seconds
 from polyshard.errors import PlanMismatchError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Board:
         Raises:
             PlanMismatchError: when a rank failed meanwhile or does not come within the time-out.
         """
-        deadline = time.monotonic() + self.store.timeout.total_seconds()
+        deadline = time.monotonic() + store_timeout_seconds(self.store)
         found: dict[int, str] = {}
         failed_since: float | None = None
         while True:
@@ -88,7 +88,7 @@ class Board:
         return [f"rank {rank} failed while planning: {text}" for rank, text in texts if text]
 
     def _absent(self, missing: Sequence[int]) -> str:
-        seconds = self.store.timeout.total_seconds()
+        seconds = store_timeout_seconds(self.store)
         return (
             f"ranks {list(missing)} of {list(self.ranks)} did not reach the first forward of their "
             f"sharded model within {seconds:.0f} s (rank {self.rank} did). Every rank of the mesh "
@@ -165,9 +165,7 @@ def _difference(texts: dict[int, str]) -> str:
             by_text.setdefault(texts[rank], []).append(rank)
     report = ["ranks planned different things; nothing was communicated yet."]
     for text, ranks in by_text.items():
-        diff = difflib.unified_diff(
-            texts[first].splitlines(), text.splitlines(), lineterm="", n=0
-        )
+        diff = difflib.unified_diff(texts[first].splitlines(), text.splitlines(), lineterm="", n=0)
         changed = [d for d in diff if d[:1] in "+-" and d[:3] not in ("+++", "---")]
         report.append(f"rank {first} (-) against ranks {ranks} (+):")
         report.extend(changed[:SHOWN_LINES])

@@ -209,9 +209,7 @@ def plan_layout(
     )
 
 
-def _is_staged(
-    shape: ParameterShape, world_size: int, itemsize: int, staging_bytes: int
-) -> bool:
+def _is_staged(shape: ParameterShape, world_size: int, itemsize: int, staging_bytes: int) -> bool:
     if world_size == 1:  # chunk, region and parameter coincide
         return False
     if shape.dim != 0:

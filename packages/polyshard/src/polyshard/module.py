@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
+from typing_extensions import override
 
 from polyshard.errors import DeepcopyError, LifecycleError, SettingError, UnsupportedError
 from polyshard.group import ParameterGroup
@@ -24,6 +25,7 @@ class UnshardHandle(TorchUnshardHandle):
         """For ``unit``, whose gather has started."""
         self._unit: Unit | None = unit
 
+    @override
     def wait(self) -> None:
         """Have the unsharded parameters registered when this returns. May be called again."""
         if self._unit is not None:
@@ -55,6 +57,7 @@ class FSDPModule(TorchFSDPModule):
 
     # Parameters -------------------------------------------------------------------------------
 
+    @override
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own parameters (not those of units below).
 
@@ -69,10 +72,12 @@ class FSDPModule(TorchFSDPModule):
         handle.wait()
         return None
 
+    @override
     def reshard(self) -> None:
         """Free this module's own unsharded parameters and register the sharded ones."""
         self._unit().reshard()
 
+    @override
     def reset_iter_state(self) -> None:
         """Make the next iteration valid after an exception in forward or backward.
 
@@ -91,10 +96,12 @@ class FSDPModule(TorchFSDPModule):
 
     # Settings ---------------------------------------------------------------------------------
 
+    @override
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last of an iteration and so finishes reductions."""
         self._unit().context.is_last_backward = is_last_backward
 
+    @override
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
@@ -117,11 +124,13 @@ class FSDPModule(TorchFSDPModule):
             for group, reduces in zip(groups, before, strict=True):
                 group.reduces = reduces
 
+    @override
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces over replicas; without, partial sums add up sharded."""
         for group in self._groups(recurse):
             group.reduce_settings.all_reduce = requires_all_reduce
 
+    @override
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether parameters are freed between forward and backward."""
         if not isinstance(reshard_after_forward, bool):
@@ -133,6 +142,7 @@ class FSDPModule(TorchFSDPModule):
         for unit in self._units(recurse):
             unit.reshard_after_forward = reshard_after_forward
 
+    @override
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
@@ -140,6 +150,7 @@ class FSDPModule(TorchFSDPModule):
         for group in self._groups(recurse):
             group.reshard_after_backward = reshard_after_backward
 
+    @override
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
@@ -147,24 +158,29 @@ class FSDPModule(TorchFSDPModule):
         for group in self._groups(recurse):
             group.reduce_settings.reduce_unused = reduce_scatter_unused_params
 
+    @override
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide gradient sums by ``factor`` instead of the number of data-parallel ranks."""
         for group in self._groups(recurse=False):
             group.reduce_settings.divide_factor = factor
 
+    @override
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward gathers (off for parameters only forward needs, as embeddings)."""
         for group in self._groups(recurse=False):
             group.unshard_in_backward = unshard_in_backward
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+    @override
+    def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Units to start gathering while this one computes forward, in this order."""
         self._unit().forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
 
-    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+    @override
+    def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Units to start gathering while this one computes backward, in this order."""
         self._unit().backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
 
+    @override
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted for compatibility: reductions are plain sums with the division apart anyway."""
         del enable
@@ -175,58 +191,71 @@ class FSDPModule(TorchFSDPModule):
 
     # Not in this version ----------------------------------------------------------------------
 
+    @override
     def set_all_reduce_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not supported; replicas are reduced by the engine."""
         _unsupported("set_all_reduce_hook")
 
+    @override
     def set_post_optim_event(self, event: torch.Event) -> NoReturn:
         """Not supported yet: gathers wait for the whole compute stream."""
         _unsupported("set_post_optim_event")
 
+    @override
     def set_custom_all_gather(self, comm: Any) -> NoReturn:
         """Not supported; a plugin's collectives backend does this."""
         _unsupported("set_custom_all_gather")
 
+    @override
     def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
         """Not supported; a plugin's collectives backend does this."""
         _unsupported("set_custom_reduce_scatter")
 
+    @override
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Old name of :meth:`set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
+    @override
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
         """How many reductions may be in flight at once (default 1); one value for the root."""
-        if not isinstance(max_input_buffers, int) or max_input_buffers < 1:
+        if max_input_buffers < 1:
             raise SettingError(f"max_input_buffers must be an int >= 1, got {max_input_buffers!r}")
         del recurse  # reductions of a root share one queue
         self._unit().context.max_reductions = max_input_buffers
 
-    def set_separate_reduce_scatter_group(self, enable: bool, *, recurse: bool = True) -> NoReturn:
+    @override
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> NoReturn:
         """Not supported yet."""
         _unsupported("set_separate_reduce_scatter_group")
 
+    @override
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> NoReturn:
         """Not supported yet."""
         _unsupported("set_allocate_memory_from_process_group_for_comm")
 
+    @override
     def set_symm_mem_for_comm(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not supported yet."""
         _unsupported("set_symm_mem_for_comm")
 
     # nn.Module --------------------------------------------------------------------------------
 
+    @override
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Convert or move sharded parameters; their memory is put together again on next use."""
         unit = self._unit()
         unit.reshard()
-        applied = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        applied = super()._apply(*args, **kwargs)
         for group in unit.groups:
             group.mark_stale()
         return applied
 
+    @override
     def _get_fsdp_state(self) -> NoReturn:
         """Torch's private way to its own engine; there is none behind this module."""
         raise UnsupportedError(
@@ -241,7 +270,7 @@ def _unsupported(name: str) -> NoReturn:
     )
 
 
-def _units_of(modules: Sequence[FSDPModule], caller: str) -> tuple[Unit, ...]:
+def _units_of(modules: Sequence[TorchFSDPModule], caller: str) -> tuple[Unit, ...]:
     units = []
     for module in modules:
         unit = unit_of(module) if isinstance(module, nn.Module) else None

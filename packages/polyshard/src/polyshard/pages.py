@@ -87,7 +87,7 @@ class PagePool:
         self._offers.append(weakref.ref(released))
 
     def fill(self, wanted: PageRange) -> None:
-        """Back ``wanted`` with pages: its own if still there, then offered ones, else fresh ones."""
+        """Back ``wanted`` with pages: its own if still there, then offered, else fresh ones."""
         self._offers = [o for o in self._offers if o() is not wanted]
         while False in wanted.filled and (donor := self._donor()) is not None:
             _move_run(donor, wanted)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
 from polyshard.layout import GroupLayout
 from polyshard.seams import ParamInfo
@@ -22,6 +23,7 @@ class Dtypes:
     param: torch.dtype
     reduce: torch.dtype
 
+    @override
     def __str__(self) -> str:
         """Short names in that order."""
         names = (str(d).removeprefix("torch.") for d in (self.orig, self.param, self.reduce))

@@ -1,4 +1,4 @@
-"""Policies a user passes to ``fully_shard``: torch's own classes, so that both engines take them."""
+"""Policies for ``fully_shard``: torch's own classes, so that both engines take them."""
 
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,

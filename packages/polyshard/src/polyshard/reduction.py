@@ -168,9 +168,7 @@ class Reducer:
     ) -> tuple[Pending, list[Tensor | None], int]:
         layout = self._layout
         world = layout.world_size
-        chunks = [
-            total.new_zeros(world, p.chunk_numel) for p in layout.parameters
-        ]
+        chunks = [total.new_zeros(world, p.chunk_numel) for p in layout.parameters]
         for index, source in sources.items():
             for part, target in chunk_pairs(source, chunks[index], layout.parameters[index]):
                 target.copy_(part)
@@ -178,9 +176,7 @@ class Reducer:
         received = torch.empty_like(payloads)
         codec.encode(chunks, payloads)
         pending = self._transport.exchange(payloads, received)
-        outs = [
-            total[p.shard_offset : p.shard_offset + p.chunk_numel] for p in layout.parameters
-        ]
+        outs = [total[p.shard_offset : p.shard_offset + p.chunk_numel] for p in layout.parameters]
         keep: list[Tensor | None] = [payloads]
         sent = (world - 1) * codec.payload_bytes
         return _Decoding(pending, codec, received, outs), keep, sent
@@ -257,5 +253,3 @@ class _Decoding:
     def wait(self) -> None:
         self.pending.wait()
         self.codec.decode_sum(self.received, self.outs)
-
-

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from polyshard._torch_private import in_backward, queue_backward_callback
 from polyshard.errors import LifecycleError
@@ -192,6 +193,7 @@ class Unit:
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Gather before ``module`` runs; cast and watch its inputs. See [Note: hooks]."""
         if self.phase is Phase.PRE_BACKWARD:
             # Activation checkpointing recomputes this forward inside backward: the pre-backward
             # gathered already (or a repeated forward's post-backward freed since).
@@ -240,12 +242,14 @@ class Unit:
         inputs = [t for t in tensors((args, kwargs)) if t.requires_grad]
         if not inputs:
             return args, kwargs
-        outputs = iter(_PostBackward.apply(self, *inputs))
+        identities = _PostBackward.apply(self, *inputs)  # type: ignore[no-untyped-call]
+        outputs = iter(identities)
         watched: tuple[tuple[Any, ...], dict[str, Any]]
         watched = map_tensors(lambda t: next(outputs) if t.requires_grad else t, (args, kwargs))
         return watched
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Free after ``module`` has run; watch and cast its outputs. See [Note: hooks]."""
         del args
         if self.phase is Phase.PRE_BACKWARD:  # recomputation: post-backward frees
             return self._cast_output(output)
@@ -270,7 +274,7 @@ class Unit:
         for unit in reversed(self.context.units):
             if unit.phase is Phase.FORWARD:
                 unit.pending_modules.clear()
-                unit._leave_forward()  # noqa: SLF001
+                unit._leave_forward()
         self.context.forward_root = None
 
     def _watch_output(self, output: Any) -> None:
@@ -330,7 +334,7 @@ class Unit:
         Raises:
             LifecycleError: when a unit below already ran on its own, or the root is a list.
         """
-        from polyshard.root import initialize_root  # noqa: PLC0415  (root.py builds on units)
+        from polyshard.root import initialize_root
 
         if len(self.modules) > 1:
             raise LifecycleError(
@@ -352,11 +356,13 @@ class Unit:
 class _PostBackward(torch.autograd.Function):
     """An identity on a unit's inputs whose backward runs after the unit's own."""
 
+    @override
     @staticmethod
     def forward(ctx: Any, unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.unit = unit
         return inputs
 
+    @override
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.unit.post_backward()

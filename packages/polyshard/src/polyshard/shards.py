@@ -49,9 +49,7 @@ class Shards:
         self.registry.register()
 
     @torch.no_grad()
-    def _cut(
-        self, sources: Sequence[Source], dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    def _cut(self, sources: Sequence[Source], dtype: torch.dtype, device: torch.device) -> Tensor:
         shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
         for source, placed in zip(sources, self.layout.parameters, strict=True):
             value = source.parameter.detach()
@@ -112,7 +110,7 @@ class Shards:
 
     def _registered(self, parameter: ShardedParameter) -> nn.Parameter:
         owner = parameter.owners[0]
-        found = owner.module._parameters.get(owner.name)
+        found: object = owner.module._parameters.get(owner.name)
         if not isinstance(found, DTensor):
             raise ModuleError(
                 f"'{parameter.info.fqn}' was replaced by a {type(found).__name__} that is not a "
@@ -135,10 +133,12 @@ class Shards:
         locals_ = [local_tensor(cast("DTensor", p.parameter)) for p in self.parameters]
         kinds = {(t.dtype, t.device) for t in locals_ if t.numel()}
         if len(kinds) > 1:
+            found = {
+                p.info.fqn: str(t.dtype) for p, t in zip(self.parameters, locals_, strict=True)
+            }
             raise ModuleError(
                 "parameters of one group were converted to different dtypes or devices after "
-                f"fully_shard: { {p.info.fqn: (t.dtype, str(t.device)) for p, t in zip(self.parameters, locals_, strict=True)} }. "
-                "Convert before fully_shard, or convert all of them alike."
+                f"fully_shard: {found}. Convert before fully_shard, or convert all of them alike."
             )
         dtype, device = kinds.pop() if kinds else (locals_[0].dtype, locals_[0].device)
         shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)

@@ -41,9 +41,7 @@ def extents_of(layout: GroupLayout) -> list[Extents]:
     return pieces
 
 
-def chunk_pairs(
-    full: Tensor, rows: Tensor, placed: ParameterLayout
-) -> list[tuple[Tensor, Tensor]]:
+def chunk_pairs(full: Tensor, rows: Tensor, placed: ParameterLayout) -> list[tuple[Tensor, Tensor]]:
     """Views that correspond between a full parameter and its chunks.
 
     Args:
@@ -136,11 +134,13 @@ class NativeGather:
             self._sources.append(source)
 
     def start(self) -> Pending:
+        """Post the transfers of all pieces."""
         if self._staging is not None:
             self._staging.acquire()
         return self._route.start()
 
     def finish(self) -> None:
+        """Copy staged parameters home."""
         if self._staging is not None:
             torch._foreach_copy_(self._targets, self._sources)
             self._staging.release()
@@ -158,7 +158,7 @@ class CodecGather:
         route: tuple[Transport, int],
         copies: tuple[list[Tensor], list[Tensor]],
     ) -> None:
-        """``rows`` are each parameter's ``[W, chunk_numel]``; ``copies`` what is copied out after."""
+        """``rows``: each parameter's ``[W, chunk_numel]``; ``copies``: what is copied out after."""
         world = rows[0].shape[0]
         self._codec = codec
         self._shard = shard
@@ -177,11 +177,13 @@ class CodecGather:
         payloads.release()
 
     def start(self) -> Pending:
+        """Encode and send."""
         self._payloads.acquire()
         self._codec.encode(self._shard, self._payload)
         return self._route.start()
 
     def finish(self) -> None:
+        """Decode everybody's payload, the own one too."""
         self._codec.decode(self._received, self._rows)
         targets, sources = self._copies
         if targets:
@@ -255,9 +257,7 @@ class Unsharded:
             rank,
         )
 
-    def codec_path(
-        self, codec: BoundGatherCodec, transport: Transport, tag: int
-    ) -> CodecGather:
+    def codec_path(self, codec: BoundGatherCodec, transport: Transport, tag: int) -> CodecGather:
         """A plugin's codec decides what travels."""
         layout = self._shards.layout
         world = layout.world_size

@@ -153,7 +153,7 @@ class GlooReduce:
 class _Sum:
     """Adds arrivals in rank order, so that results depend neither on timing nor on the rank.
 
-    ``arrivals[0]`` is ``targets`` itself when dtypes allow: the first peer then writes into the sum.
+    ``arrivals[0]`` is ``targets`` itself when dtypes allow: the first peer writes into the sum.
     """
 
     works: list[dist.Work]

@@ -56,9 +56,7 @@ class LocalTransport:
         del tag
         return LocalGather(pieces)
 
-    def reduce_route(
-        self, extents: Sequence[Extents], dtype: torch.dtype, tag: int
-    ) -> LocalReduce:
+    def reduce_route(self, extents: Sequence[Extents], dtype: torch.dtype, tag: int) -> LocalReduce:
         """Bind a copy."""
         del extents, dtype, tag
         return LocalReduce()

@@ -1,0 +1,177 @@
+"""Real gloo ranks for tests: started once, used by many tests, honest about failures.
+
+    def check(rank: int, size: int) -> None: ...
+
+    def test_something(world2: World) -> None:
+        world2.run(check)
+
+A function is named to the ranks by file and name, so test modules need not be importable.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+COLLECTIVE_SECONDS = 30.0
+"""How long a rank waits for its peers before it raises."""
+
+
+class RankError(AssertionError):
+    """Some ranks failed; the message holds the traceback of each."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    path: str
+    name: str
+    args: tuple[Any, ...]
+
+
+class World:
+    """A set of processes in one gloo process group, reused from test to test.
+
+    After a failure the processes are replaced, because peers of a failed rank may be stuck.
+    """
+
+    def __init__(self, size: int) -> None:
+        """``size`` ranks; they start with the first :meth:`run`."""
+        self.size = size
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        """Call ``function(rank, size, *args)`` on every rank.
+
+        Args:
+            function: a module-level function.
+            args: picklable.
+            timeout: seconds after which ranks that have not answered count as hung.
+
+        Returns:
+            What each rank returned, by rank.
+
+        Raises:
+            RankError: when any rank raised or hung.
+        """
+        if not self._processes:
+            self._start()
+        call = _Call(inspect.getfile(function), function.__qualname__, args)
+        for pipe in self._pipes:
+            pipe.send(call)
+        answers = self._collect(timeout)
+        failed = {rank: text for rank, (kind, text) in answers.items() if kind == "error"}
+        hung = sorted(set(range(self.size)) - set(answers))
+        if failed or hung:
+            self.close()
+            parts = [f"--- rank {rank} ---\n{text}" for rank, text in sorted(failed.items())]
+            if hung:
+                parts.append(f"--- ranks {hung} did not answer within {timeout:.0f} s ---")
+            raise RankError("\n".join([f"{function.__name__} failed", *parts]))
+        return [answers[rank][1] for rank in range(self.size)]
+
+    def close(self) -> None:
+        """End the processes; a later :meth:`run` starts new ones."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="polyshard-world-")
+        store = str(Path(self._folder.name) / "store")
+        threads = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"  # ranks share the cores of one machine
+        try:
+            for rank in range(self.size):
+                ours, theirs = context.Pipe()
+                arguments = (rank, self.size, store, theirs)
+                process = context.Process(target=_serve, args=arguments, daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
+        finally:
+            if threads is None:
+                del os.environ["OMP_NUM_THREADS"]
+            else:
+                os.environ["OMP_NUM_THREADS"] = threads
+
+    def _collect(self, timeout: float) -> dict[int, tuple[str, Any]]:
+        import time
+
+        answers: dict[int, tuple[str, Any]] = {}
+        deadline = time.monotonic() + timeout
+        open_pipes = dict(zip(self._pipes, range(self.size), strict=True))
+        while open_pipes and (left := deadline - time.monotonic()) > 0:
+            for pipe in wait(list(open_pipes), left):
+                assert isinstance(pipe, Connection)
+                rank = open_pipes.pop(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    answers[rank] = ("error", "the process ended without an answer")
+        return answers
+
+
+def _serve(rank: int, size: int, store_path: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    store = dist.FileStore(store_path, size)
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+    )
+    modules: dict[str, ModuleType] = {}
+    while True:
+        try:
+            call: _Call = pipe.recv()
+        except EOFError:
+            return
+        try:
+            function = getattr(_load(call.path, modules), call.name)
+            torch.manual_seed(0)
+            pipe.send(("ok", function(rank, size, *call.args)))
+        except BaseException:
+            pipe.send(("error", traceback.format_exc()))
+
+
+def _load(path: str, modules: dict[str, ModuleType]) -> ModuleType:
+    if path not in modules:
+        name = f"_polyshard_world_{len(modules)}_{Path(path).stem}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        sys.path.insert(0, str(Path(path).parent))  # helpers beside the test file
+        spec.loader.exec_module(module)
+        modules[path] = module
+    return modules[path]

@@ -1,0 +1,93 @@
+"""Buffers whose memory comes and goes while their aliases stay."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from polyshard.buffers import Buffer, HeapBuffer, MappedBuffer, new_buffer
+from polyshard.pages import EXTENT_BYTES, PagePool, PageRange, pages_can_move
+
+mapped = pytest.mark.skipif(not pages_can_move(), reason="this kernel cannot move pages")
+NUMEL = 3 * EXTENT_BYTES // 4 + 5
+
+
+def make(kind: str) -> Buffer:
+    if kind == "heap":
+        return HeapBuffer(NUMEL, torch.float32, torch.device("cpu"))
+    return MappedBuffer(NUMEL, torch.float32, PagePool())
+
+
+@pytest.mark.parametrize("kind", ["heap", pytest.param("mapped", marks=mapped)])
+def test_aliases_survive_release_and_refill(kind: str) -> None:
+    buffer = make(kind)
+    buffer.acquire()
+    alias = buffer.tensor.view(-1)[1:].view(-1)
+    leaf = torch.empty(0).set_(buffer.tensor.untyped_storage(), 0, (NUMEL,), (1,))
+    version = leaf._version
+    for value in (1.0, 2.0):
+        buffer.acquire()
+        buffer.acquire()  # a no-op
+        buffer.tensor.fill_(value)
+        assert alias[0] == alias[-1] == leaf[0] == value
+        buffer.release()
+        buffer.release()  # a no-op
+    assert leaf._version == version, "refilling must not look like a change to autograd"
+
+
+@mapped
+def test_pages_wander_between_ranges_of_different_sizes() -> None:
+    pool = PagePool()
+    big = MappedBuffer(5 * EXTENT_BYTES // 4, torch.float32, pool)
+    small = [MappedBuffer(2 * EXTENT_BYTES // 4, torch.float32, pool) for _ in range(2)]
+    big.acquire()
+    big.tensor.fill_(1.0)
+    big.release()
+    for buffer in small:
+        buffer.acquire()
+        buffer.tensor.fill_(2.0)
+    big.acquire()  # one extent is its own still, the others are in use elsewhere
+    big.tensor.fill_(3.0)
+    assert all(bool((b.tensor == 2.0).all()) for b in small)
+    assert bool((big.tensor == 3.0).all())
+
+
+@mapped
+def test_a_released_range_keeps_its_pages_if_nobody_took_them() -> None:
+    pool = PagePool()
+    buffer = MappedBuffer(NUMEL, torch.float32, pool)
+    buffer.acquire()
+    buffer.tensor.fill_(4.0)
+    buffer.release()
+    buffer.acquire()
+    assert bool((buffer.tensor == 4.0).all())
+
+
+@mapped
+def test_a_dropped_range_can_be_offered_no_longer() -> None:
+    pool = PagePool()
+    gone = PageRange(EXTENT_BYTES)
+    pool.fill(gone)
+    pool.offer(gone)
+    del gone
+    gc.collect()
+    wanted = PageRange(EXTENT_BYTES)
+    pool.fill(wanted)
+    tensor = wanted.tensor(4, torch.float32)
+    tensor.fill_(1.0)
+    assert tensor.sum() == 4.0
+
+
+@mapped
+def test_a_tensor_keeps_its_range_alive() -> None:
+    tensor = PageRange(EXTENT_BYTES).tensor(EXTENT_BYTES // 4, torch.float32)
+    gc.collect()
+    tensor.fill_(5.0)
+    assert tensor[-1] == 5.0
+
+
+def test_small_buffers_come_from_the_heap() -> None:
+    assert isinstance(new_buffer(8, torch.float32, torch.device("cpu"), PagePool()), HeapBuffer)
+    assert isinstance(new_buffer(1 << 20, torch.float32, torch.device("cpu"), None), HeapBuffer)

@@ -1,0 +1,109 @@
+"""Small models and a training loop shared by the multi-rank tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class Block(nn.Module):
+    """A residual feed-forward block with a norm: large, small and uneven parameters."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Embedding, blocks, head. ``hidden`` need not divide by anything."""
+
+    def __init__(self, width: int = 192, hidden: int = 250, layers: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(101, width)
+        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(layers))
+        self.head = nn.Linear(width, 101, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def build(seed: int = 0, **kwargs: Any) -> Model:
+    """The same values everywhere."""
+    torch.manual_seed(seed)
+    return Model(**kwargs)
+
+
+def shard(model: Model, fully_shard: Callable[..., Any], **kwargs: Any) -> Model:
+    """Every block a unit, and the rest one."""
+    for block in model.blocks:
+        fully_shard(block, **kwargs)
+    fully_shard(model, **kwargs)
+    return model
+
+
+def tokens_for(step: int, rank: int, batch: int = 4, length: int = 8) -> Tensor:
+    """This rank's batch of a step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(0, 101, (batch, length), generator=generator)
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Cross entropy of reproducing the input."""
+    return F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+
+
+def full(value: Tensor) -> Tensor:
+    """The whole tensor, whatever its form."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@dataclass
+class Run:
+    """What a training run produced."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+
+def train(model: nn.Module, batches: Sequence[Tensor], clip: float | None = None) -> Run:
+    """AdamW over ``batches``."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run = Run()
+    for tokens in batches:
+        loss = loss_of(model, tokens)
+        loss.backward()
+        if clip is not None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+            run.norms.append(float(full(norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+        run.losses.append(loss.item())
+    return run
+
+
+def assert_same_parameters(ours: nn.Module, other: nn.Module, *, exact: bool) -> None:
+    """Names, order and values agree."""
+    for (name, a), (other_name, b) in zip(
+        ours.named_parameters(), other.named_parameters(), strict=True
+    ):
+        assert name == other_name
+        whole, reference = full(a.detach()), full(b.detach())
+        if exact:
+            assert torch.equal(whole, reference), name
+        else:
+            torch.testing.assert_close(whole, reference, rtol=2e-4, atol=2e-5, msg=name)
