@@ -101,7 +101,7 @@ class ParameterGroup:
         self.shards = Shards(sources, layout, setup.roles, storage)
         self._runtime: _Runtime | None = None
         self._pending: Pending | None = None
-        self._gathered_version = -1
+        self._gathered_versions: list[int] = []
         self._accumulated: dict[int, Tensor] = {}
         self._has_unreduced = False
         self._stale = True
@@ -194,8 +194,10 @@ class ParameterGroup:
         if runtime is not None and not (self._stale or self.shards.buffer.is_meta):
             return runtime
         self._stale = False
-        if self.shards.adopt_replaced() or runtime is None:
-            runtime = self._runtime = self._build()
+        # Everything made here outlives the call, which may come from a forward in inference mode.
+        with torch.inference_mode(mode=False):
+            if self.shards.adopt_replaced() or runtime is None:
+                runtime = self._runtime = self._build()
         return runtime
 
     def _build(self) -> _Runtime:
@@ -235,7 +237,7 @@ class ParameterGroup:
         self.state = State.GATHERING
         with profiler_span("polyshard.unshard", self.name):
             runtime.unsharded.buffer.acquire()
-            self._gathered_version = self.shards.buffer._version
+            self._gathered_versions = self.shards.versions()
             self.shards.storage.fetch()
             self._pending = runtime.path.start()
         self.traffic.gathers += 1
@@ -248,9 +250,8 @@ class ParameterGroup:
         """Whether an optimizer (or anybody) wrote to the shards since they were gathered.
 
         Parameters kept unsharded across an optimizer step would otherwise be silently out of date.
-        All sharded parameters are views of one buffer and share its version counter.
         """
-        return bool(self.shards.buffer._version != self._gathered_version)
+        return self.shards.versions() != self._gathered_versions
 
     def wait(self) -> None:
         """Finish the gather and register the unsharded parameters."""

@@ -250,7 +250,7 @@ class FSDPModule(TorchFSDPModule):
         """Convert or move sharded parameters; their memory is put together again on next use."""
         unit = self._unit()
         unit.reshard()
-        applied = super()._apply(*args, **kwargs)
+        applied = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         for group in unit.groups:
             group.mark_stale()
         return applied

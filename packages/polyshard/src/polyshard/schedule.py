@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from polyshard._torch_private import in_backward, queue_backward_callback
 from polyshard.errors import LifecycleError
-from polyshard.group import ParameterGroup
+from polyshard.group import ParameterGroup, State
 from polyshard.pages import PagePool, pages_can_move
 from polyshard.trees import cast_floating, map_tensors, tensors
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from polyshard.mesh import MeshRoles
     from polyshard.policies import MixedPrecisionPolicy
     from polyshard.reduction import InFlight
+    from polyshard.seams import Observer
 
 
 class Phase(Enum):
@@ -113,10 +114,14 @@ class RootContext:
             self.finish_reductions()
             self._order.clear()
             for unit in self.units:
-                unit.order.clear()
-                for group in unit.groups:
-                    for observer in group.observers:
-                        observer.on_step_end()
+                unit.end_step()
+            for observer in self._observers():
+                observer.on_step_end()
+
+    def _observers(self) -> list[Observer]:
+        """Every observer once, however many groups it watches."""
+        found = {id(o): o for u in self.units for g in u.groups for o in g.observers}
+        return list(found.values())
 
     def reset(self) -> None:
         """Make the next iteration valid after an exception in forward or backward."""
@@ -327,6 +332,16 @@ class Unit:
                 self.context.reduce(group, gradients)
 
     # Life cycle -------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """Forget the order of this step, and free what was prefetched for nothing.
+
+        A gather still under way would read shards that the optimizer is about to change.
+        """
+        self.order.clear()
+        for group in self.groups:
+            if group.reshard_after_backward or group.state is State.GATHERING:
+                group.reshard()
 
     def become_root(self) -> None:
         """Take charge of all units below; called at the first forward of the outermost one.

@@ -67,6 +67,13 @@ class Shards:
         """Original dtype of the group's parameters."""
         return self.buffer.dtype
 
+    def versions(self) -> list[int]:
+        """Version counters of the sharded parameters: they count writes.
+
+        The parameters' own, because a write through a ``DTensor`` does not count on its local tensor.
+        """
+        return [p.parameter._version for p in self.parameters]
+
     def check_materialized(self) -> None:
         """Refuse to compute with parameters that hold no values yet.
 

@@ -204,9 +204,8 @@ class Unsharded:
         self._device = device
         self.dtype = dtype
         self.buffer = self._new_buffer()
-        with torch.inference_mode(mode=False):
-            self.buffer.acquire()
-            self.leaves = [self._leaf(i) for i in range(len(layout.parameters))]
+        self.buffer.acquire()
+        self.leaves = [self._leaf(i) for i in range(len(layout.parameters))]
 
     def _new_buffer(self) -> Buffer:
         layout, shard = self._shards.layout, self._shards.buffer
