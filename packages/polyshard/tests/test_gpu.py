@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toy_models import assert_same_parameters, build, loss_of, shard, tokens_for
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from toy_models import assert_same_parameters, build, loss_of, shard, tokens_for
 
 from polyshard import MixedPrecisionPolicy, fully_shard
 from polyshard.testing import World
@@ -16,7 +16,9 @@ pytestmark = pytest.mark.gpu
 
 def one_rank_on_the_device(rank: int, size: int, policy: MixedPrecisionPolicy) -> None:
     mesh = init_device_mesh("cuda", (size,))
-    models = [shard(build(), f, mesh=mesh, mp_policy=policy) for f in (torch_fully_shard, fully_shard)]
+    models = [
+        shard(build(), f, mesh=mesh, mp_policy=policy) for f in (torch_fully_shard, fully_shard)
+    ]
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in models]
     for step in range(4):
         losses = []

@@ -1,101 +1,235 @@
-"""The seams with toy parts in them: each is asked, bound once, and used in every step."""
+"""Plugins in a real training: each seam is asked at plan time and used in every step."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
+import pluggy
+import pytest
 import torch
-from toy_models import assert_same_parameters, build, loss_of, shard, tokens_for
-from torch import Tensor
+from torch.distributed.tensor import DTensor
+from toy_models import assert_same_parameters, build, loss_of, shard, tokens_for, train
+from toy_plugins import (
+    Adapting,
+    Codecs,
+    Constrained,
+    Flattening,
+    OtherCodec,
+    Preparing,
+    Resting,
+    Transposing,
+    Watching,
+)
 
 from polyshard import describe, fully_shard, stats
-from polyshard.defaults import DeviceStorage
-from polyshard.layout import GroupLayout
-from polyshard.root import units_below
-from polyshard.seams import GroupInfo
+from polyshard.errors import ConflictError, PlanMismatchError, PluginError
+from polyshard.manager import Manager
 from polyshard.testing import World
 
 
-@dataclass
-class BytesGather:
-    """Ships each parameter's chunk as raw bytes of the parameter dtype: exact, one payload."""
-
-    layout: GroupLayout
-    payload_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.payload_bytes = 4 * sum(p.chunk_numel for p in self.layout.parameters)
-
-    def encode(self, shard: Tensor, payload: Tensor) -> None:
-        parts = [
-            shard[p.shard_offset : p.shard_offset + p.chunk_numel] for p in self.layout.parameters
-        ]
-        payload.copy_(torch.cat(parts).view(torch.uint8))
-
-    def decode(self, payloads: Tensor, regions: Sequence[Tensor]) -> None:
-        values = payloads.view(torch.float32)
-        start = 0
-        for placed, region in zip(self.layout.parameters, regions, strict=True):
-            region.copy_(values[:, start : start + placed.chunk_numel])
-            start += placed.chunk_numel
+def batches(rank: int) -> list[torch.Tensor]:
+    return [tokens_for(step, rank) for step in range(3)]
 
 
-@dataclass
-class BytesReduce:
-    """Ships gradients as raw bytes and sums them in rank order."""
-
-    layout: GroupLayout
-    payload_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.payload_bytes = 4 * sum(p.chunk_numel for p in self.layout.parameters)
-
-    def encode(self, chunks: Sequence[Tensor], payloads: Tensor) -> None:
-        payloads.copy_(torch.cat(list(chunks), dim=1).view(torch.uint8))
-
-    def decode_sum(self, payloads: Tensor, outs: Sequence[Tensor]) -> None:
-        values = payloads.view(torch.float32)
-        start = 0
-        for out in outs:
-            out.copy_(values[:, start : start + out.numel()].sum(0))
-            start += out.numel()
+def make(kind: str) -> list[object]:
+    made: dict[str, list[object]] = {
+        "codecs": [Codecs()],
+        "storage": [Resting()],
+        "onion": [Transposing(before=["flattening"]), Flattening()],
+        "reverse": [Flattening(), Transposing(after=["flattening"])],
+        "all": [Watching(), Resting(), Codecs(), Flattening(), Transposing(), Preparing()],
+    }
+    return made[kind]
 
 
-class Codecs:
-    """Both codecs, as their factories."""
-
-    name = "bytes"
-    settings = "fp32"
-
-    def bind(self, group: GroupInfo, layout: GroupLayout) -> BytesGather:
-        assert group.world_size == layout.world_size
-        return BytesGather(layout)
-
-
-class ReduceCodecs(Codecs):
-    def bind(self, group: GroupInfo, layout: GroupLayout) -> BytesReduce:  # type: ignore[override]
-        return BytesReduce(layout)
+def exact(rank: int, size: int, kind: str) -> None:
+    """Nothing these plugins do is lossy, so training must not change by a bit at two ranks."""
+    plain, plugged = shard(build(), fully_shard), build()
+    shard(plugged, fully_shard, plugins=make(kind))
+    assert train(plugged, batches(rank)).losses == train(plain, batches(rank)).losses
+    for unit in (plain, plugged):
+        unit.reshard()  # type: ignore[operator]
+    predicted = describe(plugged)
+    before = stats(plugged).bytes_sent
+    loss_of(plugged, tokens_for(0, rank)).backward()
+    assert stats(plugged).bytes_sent - before == predicted.step_bytes
 
 
-@dataclass
-class Watcher:
-    events: list[str] = field(default_factory=list)
+@pytest.mark.parametrize("kind", ["codecs", "storage", "onion", "reverse", "all"])
+def test_exact_plugins_change_nothing(world2: World, kind: str) -> None:
+    world2.run(exact, kind)
 
-    def on_unshard(self, group: str, payload_bytes: int) -> None:
-        self.events.append(f"unshard {group}")
 
-    def on_unsharded(self, group: str, wait_seconds: float) -> None:
-        self.events.append(f"unsharded {group}")
+def test_codecs_serve_uneven_worlds(world3: World) -> None:
+    world3.run(close_to_plain, "codecs")
 
-    def on_reshard(self, group: str) -> None:
-        self.events.append(f"reshard {group}")
 
-    def on_reduce(self, group: str, payload_bytes: int) -> None:
-        self.events.append(f"reduce {group}")
+def close_to_plain(rank: int, size: int, kind: str) -> None:
+    plain, plugged = shard(build(), fully_shard), build()
+    shard(plugged, fully_shard, plugins=make(kind))
+    found, expected = (train(m, batches(rank)).losses for m in (plugged, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
-    def on_reduced(self, group: str, wait_seconds: float) -> None:
-        self.events.append(f"reduced {group}")
 
-    def on_step_end(self) -> None:
-        self.events.append("step end")
+def onion_shapes(rank: int, size: int) -> None:
+    """Transposed first, then flat: the shard is the flat transpose; names and values survive."""
+    transposing = Transposing(before=["flattening"])
+    model: Any = torch.nn.Linear(6, 4)
+    whole = model.weight.detach().clone()
+    fully_shard(model, plugins=[Flattening(), transposing])
+    assert transposing.seen == [("weight", (4, 6))]
+    assert isinstance(model.weight, DTensor)
+    weight: Any = model.weight
+    assert torch.equal(weight.detach().full_tensor(), whole.t().reshape(-1))
+    model.unshard()
+    assert torch.equal(model.weight.detach(), whole)
+    model.reshard()
+    x = torch.full((1, 6), float(rank + 1))
+    model(x).sum().backward()
+    mean = sum(range(1, size + 1)) / size
+    assert torch.equal(weight.grad.full_tensor(), torch.full((24,), mean))
+
+
+def test_the_onion(world2: World) -> None:
+    world2.run(onion_shapes)
+
+
+def watched(rank: int, size: int) -> None:
+    plugin = Watching()
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512, bias=False))
+    fully_shard(model[0], plugins=[plugin])
+    fully_shard(model, plugins=[plugin])
+    model(torch.ones(1, 512)).sum().backward()
+    half = 512 * 512 * 4 // 2
+    assert plugin.watcher.events == [
+        f"unshard 0 {half}",
+        "unsharded 0",
+        "reshard 0",
+        f"unshard 0 {half}",
+        "unsharded 0",
+        "reshard 0",
+        f"reduce 0 {half}",
+        "reduced 0",
+        "step end",
+    ]
+
+
+def test_observers_see_the_life_cycle(world2: World) -> None:
+    world2.run(watched)
+
+
+def prepared(rank: int, size: int) -> None:
+    model = build()
+    shard(model, fully_shard, plugins=[Preparing()])
+    assert model.prepared
+    assert all(block.prepared for block in model.blocks)
+
+
+def test_models_are_prepared(world1: World) -> None:
+    world1.run(prepared)
+
+
+def adapted(rank: int, size: int) -> None:
+    source = shard(build(), fully_shard, plugins=[Adapting()])
+    native = shard(build(), fully_shard)
+    saved, plain = source.state_dict(), native.state_dict()
+    for name, value in plain.items():
+        assert torch.equal(saved[name].full_tensor(), -value.full_tensor())
+    target = shard(build(7), fully_shard, plugins=[Adapting()])
+    target.load_state_dict(saved)
+    assert_same_parameters(target, native, exact=True)
+
+
+def test_state_dicts_are_adapted(world2: World) -> None:
+    world2.run(adapted)
+
+
+def constrained(rank: int, size: int) -> None:
+    fully_shard(torch.nn.Linear(8, 4), plugins=[Constrained(1)])
+    pattern = r"'blocks' needs blocks of 3 elements of 'weight' \(4, 8\).*every 16 elements"
+    with pytest.raises(PluginError, match=pattern):
+        fully_shard(torch.nn.Linear(8, 4), plugins=[Constrained(3)])
+
+
+def test_constraints_are_checked(world2: World) -> None:
+    world2.run(constrained)
+
+
+def conflicting(rank: int, size: int) -> None:
+    pattern = (
+        r"plugins 'codecs' \(1\.2\) and 'other' \(3\) both claim the gather codec of group "
+        r"'Linear' \(weight, bias\)\. Pass only one"
+    )
+    for plugins in ([Codecs(), OtherCodec()], [OtherCodec(), Codecs()]):
+        with pytest.raises(ConflictError, match=pattern):
+            fully_shard(torch.nn.Linear(2, 2), plugins=plugins)
+    fully_shard(torch.nn.Linear(2, 2), plugins=[Codecs(), OtherCodec(only="Conv")])
+
+
+def test_two_claims_of_one_role_are_refused(world2: World) -> None:
+    world2.run(conflicting)
+
+
+def differing(rank: int, size: int) -> None:
+    plugins: Sequence[object] = [Watching(), Codecs()] if rank else [Codecs(), Watching()]
+    same = shard(build(), fully_shard, plugins=plugins)
+    loss_of(same, tokens_for(0, rank))  # the order of passing does not matter
+    model = shard(build(), fully_shard, plugins=[Codecs()] if rank else [])
+    with pytest.raises(PlanMismatchError) as caught:
+        model(tokens_for(0, rank))
+    assert re.search(r"\+group \(root\): plugin codecs 1\.2", str(caught.value))
+
+
+def test_different_plugins_are_refused_on_all_ranks(world2: World) -> None:
+    world2.run(differing)
+
+
+def silent(rank: int, size: int) -> None:
+    """A step asks no plugin: neither pluggy nor the manager is called."""
+    model = shard(build(), fully_shard, plugins=[Codecs(), Watching()])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, tokens_for(0, rank)).backward()
+    calls: list[str] = []
+    hook_call, ask = pluggy.HookCaller.__call__, Manager._call
+
+    def count_hook(self: Any, **kwargs: Any) -> Any:
+        calls.append("pluggy")
+        return hook_call(self, **kwargs)
+
+    def count_ask(self: Any, *args: Any) -> Any:
+        calls.append("manager")
+        return ask(self, *args)
+
+    hooks: Any = pluggy.HookCaller
+    manager: Any = Manager
+    hooks.__call__, manager._call = count_hook, count_ask
+    try:
+        loss_of(model, tokens_for(1, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert calls == []
+        fully_shard(torch.nn.Linear(2, 2), plugins=[Codecs()])
+        assert calls  # the counters do count
+    finally:
+        hooks.__call__, manager._call = hook_call, ask
+
+
+def test_a_step_calls_no_hook(world2: World) -> None:
+    world2.run(silent)
+
+
+def raising(rank: int, size: int) -> None:
+    class Broken(OtherCodec):
+        pass
+
+    plugin = Broken()
+    plugin.only = 3  # type: ignore[assignment]
+    with pytest.raises(TypeError) as caught:
+        fully_shard(torch.nn.Linear(2, 2), plugins=[plugin])
+    assert "raised by plugin 'other' (3) in polyshard_gather_codec" in caught.value.__notes__
+
+
+def test_an_exception_names_its_plugin(world1: World) -> None:
+    world1.run(raising)

@@ -33,13 +33,13 @@ def extents(size: int, world: int) -> Extents:
 def gather(rank: int, world: int, kind: str, dtype: torch.dtype) -> None:
     pieces, wholes = [], []
     for index, size in enumerate(SIZES):
+        extent = extents(size, world)
         whole = torch.arange(size, dtype=torch.float32) + 100 * index
-        piece = extents(size, world)
-        source = torch.full((piece.chunk_numel,), float("nan"))
-        real = whole[rank * piece.chunk_numel :][: piece.numels[rank]]
+        source = torch.full((extent.chunk_numel,), float("nan"))
+        real = whole[rank * extent.chunk_numel :][: extent.numels[rank]]
         source[: real.numel()] = real
-        region = torch.full((world, piece.chunk_numel), float("nan"), dtype=dtype)
-        pieces.append(GatherPiece(source, region, piece))
+        region = torch.full((world, extent.chunk_numel), float("nan"), dtype=dtype)
+        pieces.append(GatherPiece(source, region, extent))
         wholes.append(whole)
     route = connect(kind).gather_route(pieces, tag=7)
     for _ in range(2):
@@ -61,9 +61,7 @@ def test_gather(world2: World, world4: World, kind: str, dtype: torch.dtype) -> 
 def reduce(rank: int, world: int, kind: str, wire: torch.dtype) -> None:
     pieces = [extents(size, world) for size in SIZES]
     route = connect(kind).reduce_route(pieces, torch.float32, tag=7)
-    sources = [
-        (torch.arange(size, dtype=torch.float32) * (rank + 1)).to(wire) for size in SIZES
-    ]
+    sources = [(torch.arange(size, dtype=torch.float32) * (rank + 1)).to(wire) for size in SIZES]
     present = [s if i != 2 else None for i, s in enumerate(sources)]
     outs = [torch.full((p.chunk_numel,), float("nan")) for p in pieces]
     before = [s.clone() for s in sources]

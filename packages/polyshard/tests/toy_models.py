@@ -22,7 +22,8 @@ class Block(nn.Module):
         self.down = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return out
 
 
 class Model(nn.Module):

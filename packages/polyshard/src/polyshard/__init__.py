@@ -2,7 +2,9 @@
 
 from polyshard.__about__ import __version__
 from polyshard.api import fully_shard
+from polyshard.contract import Contract, Plugin
 from polyshard.describe import describe, stats
+from polyshard.markers import HOOK_API, hookimpl
 from polyshard.module import (
     FSDPModule,
     UnshardHandle,
@@ -16,15 +18,19 @@ from polyshard.policies import (
 )
 
 __all__ = [
+    "HOOK_API",
     "CPUOffloadPolicy",
+    "Contract",
     "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Plugin",
     "UnshardHandle",
     "__version__",
     "describe",
     "fully_shard",
+    "hookimpl",
     "register_fsdp_forward_method",
     "stats",
 ]

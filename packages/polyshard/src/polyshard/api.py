@@ -18,7 +18,6 @@ from polyshard.collect import (
     move_to_device,
     split_by_dtype,
 )
-from polyshard.defaults import build_stack
 from polyshard.digest import report_failure
 from polyshard.errors import AlreadyShardedError, SettingError, UnsupportedError
 from polyshard.group import GroupSetup, ParameterGroup
@@ -34,6 +33,8 @@ from polyshard.policies import (
 from polyshard.root import unit_of
 from polyshard.schedule import Unit
 from polyshard.seams import Stack
+from polyshard.stack import build_stack
+from polyshard.state_dict import StateDictHooks
 
 logger = logging.getLogger("polyshard")
 M = TypeVar("M", bound=nn.Module)
@@ -122,9 +123,9 @@ def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
             stack.prepare(member, roles.mesh)
         unit = Unit(modules, roles, mp_policy)
         unit.reshard_after_forward = _reshards(reshard_after_forward, roles)
-        collector = Collector(roles, ignored_params or set(), shard_placement_fn)
+        collector = Collector(roles, ignored_params or set(), shard_placement_fn, stack.onion)
+        move_to_device(modules, collector, roles)
         sources = collector.sources(modules)
-        move_to_device(modules, sources, roles)
         _add_groups(unit, sources, stack)
     except Exception as error:
         report_failure([int(r) for r in roles.mesh.mesh.flatten()], error)
@@ -202,23 +203,4 @@ def _add_groups(unit: Unit, sources: Sequence[Source], stack: Stack) -> None:
             setattr(source.parameter, TIE, f"'{label}'")
             for owner in source.owners:
                 tag_managed_module(owner.module)
-    _reshard_around_state_dicts(unit)
-
-
-def _reshard_around_state_dicts(unit: Unit) -> None:
-    """State dicts hold sharded parameters whenever they are taken or loaded."""
-
-    def reshard(*args: object, **kwargs: object) -> None:
-        del args, kwargs
-        unit.reshard()
-
-    def look_again(*args: object, **kwargs: object) -> None:
-        del args, kwargs
-        for group in unit.groups:
-            group.mark_stale()
-
-    owners = {o.module for g in unit.groups for p in g.shards.parameters for o in p.owners}
-    for module in owners:
-        module.register_state_dict_pre_hook(reshard)
-        module.register_load_state_dict_pre_hook(reshard)
-        module.register_load_state_dict_post_hook(look_again)
+    StateDictHooks(unit)

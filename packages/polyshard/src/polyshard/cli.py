@@ -16,6 +16,7 @@ def app() -> "typer.Typer":
     """The command with all its subcommands; each is defined in a module of its own."""
     import typer
 
+    from polyshard import plugin_cli
     from polyshard.demo.command import train
 
     commands = typer.Typer(
@@ -25,6 +26,7 @@ def app() -> "typer.Typer":
         pretty_exceptions_enable=False,
     )
     commands.command("train")(train)
+    commands.add_typer(plugin_cli.app(), name="plugins")
     commands.callback()(_keep_subcommands)
     return commands
 

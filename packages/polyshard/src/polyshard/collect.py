@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from polyshard._torch_private import has_fsdp_protocol
 from polyshard.errors import ModuleError, SettingError, UnsupportedError
 from polyshard.mesh import MeshRoles
+from polyshard.onion import Onion
 from polyshard.parameter import Owner, Source
 from polyshard.root import unit_of
 from polyshard.seams import ParamInfo
@@ -74,12 +75,21 @@ class Collector:
     """Gathers the parameters of one unit into sources, tied ones into one."""
 
     def __init__(
-        self, roles: MeshRoles, ignored: set[nn.Parameter], placement: PlacementFunction | None
+        self,
+        roles: MeshRoles,
+        ignored: set[nn.Parameter],
+        placement: PlacementFunction | None,
+        onion: Onion,
     ) -> None:
-        """``placement`` is the user's ``shard_placement_fn``."""
+        """``placement`` is the user's ``shard_placement_fn``, ``onion`` the plugins' transforms."""
         self._roles = roles
         self._ignored = {id(p) for p in ignored}
         self._placement = placement
+        self._onion = onion
+
+    def takes(self, parameter: nn.Parameter) -> bool:
+        """Whether the unit takes ``parameter`` if one of its modules registers it."""
+        return id(parameter) not in self._ignored
 
     def sources(self, roots: Sequence[nn.Module]) -> list[Source]:
         """Every parameter the unit takes, in the order modules list them."""
@@ -87,7 +97,7 @@ class Collector:
         found: dict[int, tuple[str, nn.Parameter]] = {}
         for prefix, module in managed_modules(roots):
             for name, parameter in module._parameters.items():
-                if parameter is None or id(parameter) in self._ignored:
+                if parameter is None or not self.takes(parameter):
                     continue
                 owner = Owner(module, name)
                 if owner not in owners.setdefault(id(parameter), []):
@@ -99,7 +109,7 @@ class Collector:
         ]
 
     def _source(self, fqn: str, parameter: nn.Parameter, owners: tuple[Owner, ...]) -> Source:
-        _check_parameter(fqn, parameter)
+        _check_untied(fqn, parameter)
         info = ParamInfo(
             fqn=fqn,
             shape=tuple(parameter.shape),
@@ -108,10 +118,14 @@ class Collector:
             mesh=self._roles.mesh,
             module_class=type(owners[0].module),
         )
-        return Source(info, parameter, owners, self._dim(fqn, parameter))
+        with torch.no_grad():
+            value, extensions = self._onion.flatten(parameter.detach(), info)
+        _check_shardable(fqn, value)
+        dim = self._dim(fqn, parameter, value)
+        return Source(info, parameter, owners, dim, value, extensions)
 
-    def _dim(self, fqn: str, parameter: nn.Parameter) -> int | None:
-        if parameter.ndim == 0:
+    def _dim(self, fqn: str, parameter: nn.Parameter, value: Tensor) -> int | None:
+        if value.ndim == 0:
             return None
         wanted = self._placement(parameter) if self._placement is not None else None
         if wanted is None:
@@ -121,29 +135,30 @@ class Collector:
                 f"shard_placement_fn returned {wanted!r} for '{fqn}'. polyshard takes None or "
                 "Shard(dim) here; a mesh per parameter is not supported yet."
             )
-        dim = wanted.dim + parameter.ndim if wanted.dim < 0 else wanted.dim
-        if not 0 <= dim < parameter.ndim:
+        dim = wanted.dim + value.ndim if wanted.dim < 0 else wanted.dim
+        if not 0 <= dim < value.ndim:
             raise SettingError(
                 f"shard_placement_fn returned {wanted!r} for '{fqn}', which has "
-                f"{parameter.ndim} dims {tuple(parameter.shape)}."
+                f"{value.ndim} dims {tuple(value.shape)}."
             )
         return dim
 
 
-def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
-    if isinstance(parameter, DTensor):
+def _check_shardable(fqn: str, value: Tensor) -> None:
+    if isinstance(value, DTensor):
         raise UnsupportedError(
-            f"'{fqn}' is a DTensor already ({parameter.placements} on {parameter.device_mesh}). "
-            "Sharding it once more over the data-parallel mesh needs a plugin for tensor "
-            "parallelism (polyshard-tensor-parallel)."
+            f"'{fqn}' is a DTensor already ({value.placements} on {value.device_mesh}). Sharding "
+            "it once more over the data-parallel mesh needs a plugin for tensor parallelism "
+            "(polyshard-tensor-parallel)."
         )
-    if has_fsdp_protocol(parameter):
+    if has_fsdp_protocol(value):
         raise UnsupportedError(
-            f"'{fqn}' is a {type(parameter).__name__} with FSDP2's fsdp_pre_all_gather protocol, "
+            f"'{fqn}' is a {type(value).__name__} with FSDP2's fsdp_pre_all_gather protocol, "
             "which polyshard does not take yet. Use a plugin with a gather codec."
         )
-    if parameter.is_complex() and not parameter.is_contiguous():
-        raise UnsupportedError(f"'{fqn}' is complex and not contiguous; make it contiguous first.")
+
+
+def _check_untied(fqn: str, parameter: nn.Parameter) -> None:
     taken_by = getattr(parameter, TIE, None)
     if taken_by is not None:
         raise ModuleError(
@@ -153,19 +168,19 @@ def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
         )
 
 
-def move_to_device(roots: Sequence[nn.Module], sources: Sequence[Source], roles: MeshRoles) -> None:
+def move_to_device(roots: Sequence[nn.Module], collector: Collector, roles: MeshRoles) -> None:
     """Move parameters and buffers of a unit to the mesh's device; meta tensors stay meta."""
     device = roles.device
-    tensors = [s.parameter for s in sources]
-    buffers = [b for _, m in managed_modules(roots) for b in m.buffers(recurse=False)]
-    for tensor in (*tensors, *buffers):
-        if tensor.device != device and tensor.device.type != "meta":
-            tensor.data = tensor.to(device)
+    for _, module in managed_modules(roots):
+        parameters = [p for p in module.parameters(recurse=False) if collector.takes(p)]
+        for tensor in (*parameters, *module.buffers(recurse=False)):
+            if tensor.device != device and tensor.device.type != "meta":
+                tensor.data = tensor.to(device)
 
 
 def split_by_dtype(sources: Sequence[Source]) -> list[list[Source]]:
     """One list per original dtype (and device): a group is one buffer."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Source]] = {}
     for source in sources:
-        kinds.setdefault((source.info.dtype, source.parameter.device), []).append(source)
+        kinds.setdefault((source.value.dtype, source.value.device), []).append(source)
     return list(kinds.values())

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 
 from polyshard.layout import GroupLayout
 from polyshard.mesh import MeshRoles
-from polyshard.seams import Contributions, GroupInfo
+from polyshard.seams import GroupInfo
 from polyshard.transport import Transport, choose_transport
 
 
@@ -86,26 +85,3 @@ class DefaultBackend:
     def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
         """See :func:`polyshard.transport.choose_transport`."""
         return choose_transport(roles, device)
-
-
-class EngineStack:
-    """The stack without plugins: every seam is the engine's own."""
-
-    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Nothing to prepare."""
-        del module, mesh
-
-    def contributions(self, group: GroupInfo) -> Contributions:
-        """The engine's own answers."""
-        del group
-        return Contributions(
-            gather_codec=NativeGatherCodec(),
-            reduce_codec=NativeReduceCodec(),
-            storage=DeviceStorageFactory(),
-            backend=DefaultBackend(),
-        )
-
-
-def build_stack(plugins):
-    assert not plugins
-    return EngineStack()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from polyshard._torch_private import profiler_span
+from polyshard.constraints import check_constraints
 from polyshard.layout import plan_layout
 from polyshard.mesh import MeshRoles
 from polyshard.pages import PagePool
@@ -97,6 +98,7 @@ class ParameterGroup:
             info.orig_dtype.itemsize,
             self._transport.staging_bytes,
         )
+        check_constraints(self.contributions.constraints, info, layout)
         storage = self.contributions.storage.create(info, layout)
         self.shards = Shards(sources, layout, setup.roles, storage)
         self._runtime: _Runtime | None = None
@@ -115,7 +117,7 @@ class ParameterGroup:
         return Dtypes(orig, compute, policy.reduce_dtype or compute)
 
     def _info(self, sources: Sequence[Source]) -> GroupInfo:
-        dtypes = self._dtypes(sources[0].parameter.dtype)
+        dtypes = self._dtypes(sources[0].value.dtype)
         return GroupInfo(
             name=self.name,
             parameters=tuple(s.info for s in sources),
@@ -157,8 +159,10 @@ class ParameterGroup:
         contributions = self.contributions
         runtime = self.prepare()
         trainable = {
-            i: torch.empty(p.info.shape, dtype=runtime.dtypes.param, device="meta")
-            for i, p in enumerate(self.shards.parameters)
+            i: torch.empty(placed.shape, dtype=runtime.dtypes.param, device="meta")
+            for i, (p, placed) in enumerate(
+                zip(self.shards.parameters, self.shards.layout.parameters, strict=True)
+            )
             if p.parameter.requires_grad
         }
         return GroupPlan(
@@ -205,7 +209,9 @@ class ParameterGroup:
         layout, rank = self.shards.layout, self.roles.shard_rank
         dtypes = self._dtypes(self.shards.dtype)
         tag = zlib.crc32(f"{self.roles.describe()} {self.name}".encode()) >> 2
-        unsharded = Unsharded(self.shards, dtypes.param, self.device, self.pool)
+        unsharded = Unsharded(
+            self.shards, dtypes.param, self.device, self.pool, self.setup.stack.onion
+        )
         gather_codec = contributions.gather_codec.bind(info, layout)
         path: GatherPath
         if gather_codec is None:
@@ -303,8 +309,16 @@ class ParameterGroup:
         self._has_unreduced = True
         for index, leaf in enumerate(runtime.unsharded.leaves):
             if leaf.grad is not None and leaf.grad.dtype != runtime.dtypes.reduce:
-                self._accumulated[index] = self._sum(index, leaf.grad, runtime.dtypes.reduce)
+                gradient = self._flattened(index, leaf.grad)
+                self._accumulated[index] = self._sum(index, gradient, runtime.dtypes.reduce)
                 leaf.grad = None
+
+    def _flattened(self, index: int, gradient: Tensor) -> Tensor:
+        parameter = self.shards.parameters[index]
+        if not any(e is not None for e in parameter.extensions):
+            return gradient
+        with torch.no_grad():
+            return self.setup.stack.onion.flatten(gradient, parameter.info)[0]
 
     def _sum(self, index: int, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         held = self._accumulated.get(index)
@@ -320,13 +334,15 @@ class ParameterGroup:
             gradient = leaf.grad
             if gradient is not None:
                 leaf.grad = None
+                gradient = self._flattened(index, gradient)
                 if index in self._accumulated:
                     gradient = self._sum(index, gradient, runtime.dtypes.reduce)
                 taken[index] = gradient
             elif index in self._accumulated:
                 taken[index] = self._accumulated[index]
             elif self.reduce_settings.reduce_unused and leaf.requires_grad:
-                taken[index] = torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.device)
+                shape = self.shards.layout.parameters[index].shape
+                taken[index] = torch.zeros(shape, dtype=leaf.dtype, device=self.device)
         self._accumulated.clear()
         return taken
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from polyshard._torch_private import dtensor_spec, wrap_local
 from polyshard.layout import ParameterShape
+from polyshard.onion import Extensions
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -75,17 +76,21 @@ class Source:
     """A parameter as found on the module, before sharding.
 
     ``dim`` is the tensor dim to shard, ``None`` to keep the parameter whole on every rank.
+    ``value`` is what is sharded: the parameter's data, unless plugins flattened it into something
+    else; ``extensions`` is what they need to undo that.
     """
 
     info: ParamInfo
     parameter: nn.Parameter
     owners: tuple[Owner, ...]
     dim: int | None
+    value: Tensor
+    extensions: Extensions = ()
 
     @property
     def shape(self) -> ParameterShape:
         """What the layout needs of it."""
-        return ParameterShape(self.info.fqn, self.info.shape, self.dim)
+        return ParameterShape(self.info.fqn, tuple(self.value.shape), self.dim)
 
 
 def placements_for(dim: int | None, roles: MeshRoles) -> tuple[Placement, ...]:
@@ -104,6 +109,8 @@ class ShardedParameter:
         self.info = source.info
         self.owners = source.owners
         self.dim = source.dim
+        self.extensions = source.extensions
+        self._shape = source.value.shape
         self._roles = roles
         self.spec = self._spec(local.dtype)
         self.parameter = nn.Parameter(
@@ -113,7 +120,7 @@ class ShardedParameter:
 
     def _spec(self, dtype: torch.dtype) -> DTensorSpec:
         placements = placements_for(self.dim, self._roles)
-        return dtensor_spec(self._roles.mesh, placements, torch.Size(self.info.shape), dtype)
+        return dtensor_spec(self._roles.mesh, placements, self._shape, dtype)
 
     def adopt(self, parameter: nn.Parameter) -> None:
         """Take over a parameter object that replaced ours (``to_empty``, ``assign=True``)."""

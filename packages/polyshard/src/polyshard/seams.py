@@ -1,6 +1,6 @@
 """The seams of the engine: what a plugin may replace or watch, as small protocols.
 
-The engine's own behaviour goes through the same protocols (see :mod:`polyshard.defaults`), so a
+The engine's own behaviour goes through the same protocols (see :mod:`polyshard.builtin`), so a
 plugin adds a class and edits no engine file. Everything here is asked for at plan time, frozen into
 the plan of a group, and used as plain objects during a step.
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from polyshard.layout import GroupLayout
     from polyshard.mesh import MeshRoles
+    from polyshard.onion import Onion
     from polyshard.transport.base import Transport
 
 
@@ -252,7 +253,7 @@ class ParameterTransform(Named, Protocol):
         """
         ...
 
-    def unflatten(self, tensor: Tensor, param_extension: Any) -> Tensor:
+    def unflatten(self, tensor: Tensor, param_extension: Any, param: ParamInfo) -> Tensor:
         """Undo :meth:`flatten` on the unsharded tensor. The result must alias ``tensor``."""
         ...
 
@@ -272,7 +273,6 @@ class Contributions:
     constraints: tuple[ShardingConstraint, ...] = ()
     observers: tuple[Observer, ...] = ()
     adapters: tuple[StateDictAdapter, ...] = ()
-    transforms: tuple[ParameterTransform, ...] = ()
     plugin_lines: tuple[str, ...] = ()
     """One line per plugin of the stack, in order: name, version, settings."""
 
@@ -282,6 +282,11 @@ class Stack(Protocol):
 
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Let every plugin change the module before its parameters are collected."""
+        ...
+
+    @property
+    def onion(self) -> Onion:
+        """The transforms around every parameter."""
         ...
 
     def contributions(self, group: GroupInfo) -> Contributions:

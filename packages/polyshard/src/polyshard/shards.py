@@ -38,7 +38,7 @@ class Shards:
         self.layout = layout
         self.storage = storage
         self._rank = roles.shard_rank
-        first = sources[0].parameter
+        first = sources[0].value
         resting = storage.rest(self._cut(sources, first.dtype, first.device))
         self.buffer = resting
         self.parameters = [
@@ -52,7 +52,7 @@ class Shards:
     def _cut(self, sources: Sequence[Source], dtype: torch.dtype, device: torch.device) -> Tensor:
         shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
         for source, placed in zip(sources, self.layout.parameters, strict=True):
-            value = source.parameter.detach()
+            value = source.value
             if placed.dim is not None:
                 start, stop = placed.bounds(self._rank)
                 value = value.narrow(placed.dim, start, stop - start)
@@ -70,7 +70,7 @@ class Shards:
     def versions(self) -> list[int]:
         """Version counters of the sharded parameters: they count writes.
 
-        The parameters' own, because a write through a ``DTensor`` does not count on its local tensor.
+        The parameters' own: a write through a ``DTensor`` does not count on its local tensor.
         """
         return [p.parameter._version for p in self.parameters]
 

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from polyshard.buffers import Buffer, FixedBuffer, new_buffer
+from polyshard.errors import PluginError
 from polyshard.layout import GroupLayout, ParameterLayout
+from polyshard.onion import Onion
 from polyshard.pages import PagePool
 from polyshard.seams import BoundGatherCodec
 from polyshard.shards import Shards
@@ -195,9 +197,15 @@ class Unsharded:
     """The unsharded buffer of a group and the leaves registered while it is filled."""
 
     def __init__(
-        self, shards: Shards, dtype: torch.dtype, device: torch.device, pool: PagePool | None
+        self,
+        shards: Shards,
+        dtype: torch.dtype,
+        device: torch.device,
+        pool: PagePool | None,
+        onion: Onion,
     ) -> None:
         """Make the buffer and the leaves; it stays acquired until the paths have taken views."""
+        self._onion = onion
         layout = shards.layout
         self._shards = shards
         self._pool = pool
@@ -222,9 +230,23 @@ class Unsharded:
         storage = self.buffer.tensor.untyped_storage()
         offset = self.buffer.tensor.storage_offset() + placed.region_offset
         view.set_(storage, offset, placed.shape, stride)
+        if self._onion:
+            view = self._unflattened(view, index)
         leaf = nn.Parameter(view, requires_grad=sharded.requires_grad)
         leaf.__dict__.update(sharded.__dict__)
         return leaf
+
+    def _unflattened(self, view: Tensor, index: int) -> Tensor:
+        parameter = self._shards.parameters[index]
+        with torch.no_grad():
+            outer = self._onion.unflatten(view, parameter.extensions, parameter.info)
+        if tuple(outer.shape) != parameter.info.shape:
+            raise PluginError(
+                f"plugins flattened '{parameter.info.fqn}' {parameter.info.shape} but unflattened "
+                f"it to {tuple(outer.shape)}; post_unflatten_transform must undo "
+                "pre_flatten_transform."
+            )
+        return outer
 
     def region(self, index: int) -> Tensor:
         """``[W, chunk_numel]`` of a direct parameter."""

@@ -1,0 +1,223 @@
+"""Bad input: a clear error on every rank, at once, and nothing lost."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from toy_models import Model, build, loss_of, shard, tokens_for
+
+from polyshard import MixedPrecisionPolicy, fully_shard
+from polyshard.errors import (
+    AlreadyShardedError,
+    MeshError,
+    ModuleError,
+    PlanMismatchError,
+    PolyshardError,
+    SettingError,
+    UnsupportedError,
+)
+from polyshard.testing import World
+
+
+def refused(
+    error: type[Exception], pattern: str, call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> None:
+    with pytest.raises(error, match=pattern) as caught:
+        call(*args, **kwargs)
+    assert isinstance(caught.value, PolyshardError)
+    assert isinstance(caught.value, (ValueError, TypeError, RuntimeError))
+
+
+def bad_modules(rank: int, size: int) -> None:
+    refused(ModuleError, r"no parameters", fully_shard, nn.ReLU())
+    refused(ModuleError, r"ModuleList", fully_shard, nn.ModuleList([nn.Linear(2, 2)]))
+    refused(SettingError, r"empty list", fully_shard, [])
+    refused(SettingError, r"takes modules, got int", fully_shard, 3)
+    module = fully_shard(nn.Linear(2, 2))
+    with pytest.raises(AssertionError, match="once"):  # what torch raises
+        fully_shard(module)
+    refused(AlreadyShardedError, r"Linear already", fully_shard, module)
+    mesh = init_device_mesh("cpu", (size,))
+    sharded = nn.Linear(4, 4)
+    sharded.weight = nn.Parameter(distribute_tensor(sharded.weight.detach(), mesh, [Shard(0)]))
+    refused(UnsupportedError, r"'weight' is a DTensor.*tensor-parallel", fully_shard, sharded)
+
+
+def test_bad_modules(world2: World) -> None:
+    world2.run(bad_modules)
+
+
+def bad_settings(rank: int, size: int) -> None:
+    def call(**kwargs: Any) -> None:
+        fully_shard(nn.Linear(4, 4), **kwargs)
+
+    refused(UnsupportedError, r"polyshard-offload", call, offload_policy=CPUOffloadPolicy())
+    refused(UnsupportedError, r"dp_mesh_dims", call, dp_mesh_dims=DataParallelMeshDims(shard="a"))
+    refused(SettingError, r"must divide", call, reshard_after_forward=3)
+    refused(UnsupportedError, r"smaller mesh", call, reshard_after_forward=2)
+    refused(SettingError, r"None, a bool or an int", call, reshard_after_forward="yes")
+    refused(SettingError, r"'bias', which has 1 dims", call, shard_placement_fn=lambda p: Shard(1))
+    refused(UnsupportedError, r"Replicate", call, shard_placement_fn=lambda p: Replicate())
+    module: Any = fully_shard(nn.Linear(4, 4))
+    refused(SettingError, r"takes True or False, got int", module.set_reshard_after_forward, 2)
+    refused(SettingError, r">= 1", module.set_reduce_scatter_max_input_buffers, 0)
+    refused(SettingError, r"got Linear", module.set_modules_to_forward_prefetch, [nn.Linear(1, 1)])
+    refused(UnsupportedError, r"set_custom_all_gather", module.set_custom_all_gather, None)
+
+
+def test_bad_settings(world4: World) -> None:
+    world4.run(bad_settings)
+
+
+def bad_meshes(rank: int, size: int) -> None:
+    def call(mesh: Any) -> None:
+        fully_shard(nn.Linear(4, 4), mesh=mesh)
+
+    refused(MeshError, r"1D mesh.*2D mesh", call, init_device_mesh("cpu", (2, 2, 1)))
+    refused(MeshError, r"names for its axes", call, init_device_mesh("cpu", (2, 2)))
+    refused(MeshError, r"must be a DeviceMesh, got int", call, 3)
+    part = DeviceMesh("cpu", [0, 1])
+    if rank < 2:
+        call(part)
+    else:
+        refused(MeshError, rf"rank {rank} of 4 is not part of", call, part)
+
+
+def test_bad_meshes(world4: World) -> None:
+    world4.run(bad_meshes)
+
+
+def mesh_of_a_dead_group(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,))
+    dist.destroy_process_group()
+    refused(MeshError, r"is gone.*init_process_group", fully_shard, nn.Linear(2, 2), mesh=mesh)
+
+
+def test_mesh_of_a_dead_group() -> None:
+    world = World(2)
+    try:
+        world.run(mesh_of_a_dead_group)
+    finally:
+        world.close()
+
+
+def different_models(rank: int, size: int) -> None:
+    model = shard(Model(hidden=64 if rank else 80), fully_shard)
+    with pytest.raises(PlanMismatchError) as caught:
+        model(tokens_for(0, rank))
+    text = str(caught.value)
+    assert "rank 0 (-) against ranks [1] (+):" in text
+    assert re.search(r"-group blocks\.0: parameter blocks\.0\.up\.weight \(80, 192\)", text)
+    assert re.search(r"\+group blocks\.0: parameter blocks\.0\.up\.weight \(64, 192\)", text)
+    good = shard(build(), fully_shard)  # the next model is not confused by the last
+    loss_of(good, tokens_for(0, rank)).backward()
+
+
+def test_different_models(world2: World) -> None:
+    world2.run(different_models)
+
+
+def different_policies(rank: int, size: int) -> None:
+    dtype = torch.bfloat16 if rank == 2 else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    model = shard(build(), fully_shard, mp_policy=policy)
+    refused(PlanMismatchError, r"against ranks \[2\].*\n.*dtypes", model, tokens_for(0, rank))
+
+
+def test_different_policies(world3: World) -> None:
+    world3.run(different_policies)
+
+
+def one_rank_fails(rank: int, size: int) -> None:
+    model = build()
+    if rank == 1:
+        model.register_parameter("odd", nn.Parameter(torch.zeros(4)))
+    placement = (lambda p: Shard(3) if p.shape == (4,) else None) if rank == 1 else None
+    if rank == 1:
+        refused(SettingError, r"'odd'", fully_shard, model, shard_placement_fn=placement)
+        return
+    fully_shard(model, shard_placement_fn=placement)
+    pattern = r"rank 1 failed while planning: SettingError: .*'odd'"
+    refused(PlanMismatchError, pattern, model, tokens_for(0, rank))
+
+
+def test_a_failing_rank_is_quoted_on_the_others() -> None:
+    world = World(2)  # the failure stays on the board of this process group
+    try:
+        world.run(one_rank_fails, timeout=20.0)
+    finally:
+        world.close()
+
+
+def one_rank_stays_away(rank: int, size: int) -> None:
+    from datetime import timedelta
+
+    from polyshard._torch_private import default_store
+
+    store = default_store()
+    assert store is not None
+    store.set_timeout(timedelta(seconds=2))
+    model = shard(build(), fully_shard)
+    if rank == 0:
+        pattern = r"ranks \[1\] of \[0, 1\] did not reach the first forward.*within 2 s"
+        refused(PlanMismatchError, pattern, model, tokens_for(0, rank))
+
+
+def test_an_absent_rank_is_named() -> None:
+    world = World(2)
+    try:
+        world.run(one_rank_stays_away, timeout=20.0)
+    finally:
+        world.close()
+
+
+def test_a_world_one_rank_short() -> None:
+    """One process of two was started: the default mesh cannot come up, and says why."""
+    program = """
+        import os
+        from datetime import timedelta
+        import torch.distributed as dist
+        from torch import nn
+        from polyshard import fully_shard
+        from polyshard.errors import MeshError
+
+        start = dist.init_process_group
+        dist.init_process_group = lambda: start("gloo", timeout=timedelta(seconds=2))
+        try:
+            fully_shard(nn.Linear(2, 2))
+        except MeshError as error:
+            print("MeshError:", error)
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PATH": "",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "MeshError:" in done.stdout, done.stderr
+    assert "check that all ranks were started" in done.stdout

@@ -1,0 +1,45 @@
+"""Every hook is documented with its exact arguments, and tested."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+from polyshard import hookspecs
+from polyshard.manager import hook_arguments
+
+ROOT = Path(__file__).parents[3]
+HOOKS = list(hook_arguments())
+NOT_ASKED_YET = {
+    "chunk_tensor",
+    "chunk_dtensor",
+    "all_gather_dtensor",
+    "pre_load_state_dict_transform",
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_say_when_what_how_and_who(hook: str) -> None:
+    text = inspect.getdoc(getattr(hookspecs, hook)) or ""
+    for term in ("When: ", "Return: ", "Combine: ", "Ranks: "):
+        assert f"\n{term}" in text
+
+
+def test_the_hook_page_is_current() -> None:
+    from make_hook_docs import PAGE, hook_page
+
+    assert PAGE.read_text(encoding="utf-8") == hook_page()
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_are_documented_with_their_arguments(hook: str) -> None:
+    page = (ROOT / "docs" / "reference" / "hooks.md").read_text(encoding="utf-8")
+    assert f"`{hook}({', '.join(hook_arguments()[hook])})`" in page
+
+
+@pytest.mark.parametrize("hook", sorted(set(HOOKS) - NOT_ASKED_YET))
+def test_hooks_are_implemented_by_a_plugin_that_tests_train_with(hook: str) -> None:
+    plugins = (Path(__file__).parent / "toy_plugins.py").read_text(encoding="utf-8")
+    assert f"def {hook}(" in plugins

@@ -1,0 +1,257 @@
+"""Building stacks: strict registration, contracts, order, discovery."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from importlib.metadata import EntryPoint
+from types import ModuleType
+from typing import Any
+
+import pluggy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from toy_plugins import Codecs, Constrained, Watching
+
+import polyshard
+from polyshard import HOOK_API, Contract, Plugin, discovery, hookimpl
+from polyshard.contract import contract_of, settings_of
+from polyshard.errors import ConflictError, PluginError
+from polyshard.manager import hook_arguments, problems_of
+from polyshard.onion import Onion
+from polyshard.ordering import check_relations, order
+from polyshard.seams import ParamInfo
+from polyshard.stack import build_stack
+
+other_marker = pluggy.HookimplMarker("polyshrad")
+
+
+class Mistaken(Plugin):
+    """Everything pluggy would accept in silence."""
+
+    name = "mistaken"
+
+    def polyshard_observer(self, group: Any) -> None:
+        """Forgotten marker."""
+
+    @other_marker
+    def polyshard_gather_codec(self, group: Any) -> None:
+        """Marker of another project."""
+
+    @hookimpl
+    def polyshard_redcue_codec(self, group: Any) -> None:
+        """Misspelt."""
+
+    @hookimpl
+    def polyshard_shard_storage(self, gruop: Any) -> None:
+        """Unknown argument."""
+
+    @hookimpl
+    def polyshard_state_dict_adapter(self, group: Any = None) -> None:
+        """A default hides the value."""
+
+    @hookimpl
+    def chunk_dtensor(self, *, tensor: Any) -> None:
+        """Keyword only."""
+
+    @hookimpl(wrapper=True)
+    def polyshard_collectives_backend(self, group: Any) -> Any:
+        """A wrapper."""
+        return (yield)
+
+
+EXPECTED = [
+    "'polyshard_observer' is not marked with @polyshard.hookimpl",
+    "'polyshard_gather_codec' is not marked with @polyshard.hookimpl",
+    "no hook is named 'polyshard_redcue_codec'; did you mean 'polyshard_reduce_codec'?",
+    "'polyshard_shard_storage' takes 'gruop', which the hook does not have; did you mean 'group'?",
+    "'polyshard_state_dict_adapter' gives 'group' a default",
+    "'chunk_dtensor' takes 'tensor' keyword-only; take it plainly by name",
+    "'polyshard_collectives_backend' is a hook wrapper",
+]
+
+
+def test_every_mistake_is_reported_at_once() -> None:
+    with pytest.raises(PluginError) as caught:
+        build_stack([Mistaken()])
+    text = str(caught.value)
+    for line in EXPECTED:
+        assert f"plugin 'mistaken' (0): {line}" in text
+    assert len(text.splitlines()) == len(EXPECTED)
+
+
+def test_problems_of_the_plugin_itself() -> None:
+    class Comparable(Plugin):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = None  # type: ignore[assignment]
+
+        @hookimpl
+        def polyshard_observer(self) -> None:
+            """Nothing."""
+
+    assert problems_of(Codecs) == ["it is a class; pass an instance, Codecs(...)"]
+    assert any("overrides __eq__" in p for p in problems_of(Comparable()))
+    assert any("implements no hook" in p for p in problems_of(Plugin()))
+    assert problems_of(Codecs()) == []
+
+
+@pytest.mark.parametrize("version", [(HOOK_API[0] + 1, 0), (0, 9), (HOOK_API[0], HOOK_API[1] + 1)])
+def test_another_hook_api_is_refused_with_both_numbers(version: tuple[int, int]) -> None:
+    class Written(Codecs):
+        hook_api = version
+
+    shown = f"{version[0]}.{version[1]}"
+    with pytest.raises(PluginError, match=rf"hook API {shown}, this polyshard has 1\.0"):
+        build_stack([Written()])
+
+
+def test_modules_and_plain_objects_may_be_plugins() -> None:
+    module = ModuleType("acme_plugin")
+
+    @hookimpl
+    def polyshard_observer(group: Any) -> None:
+        """Nothing."""
+
+    module.polyshard_observer = polyshard_observer  # type: ignore[attr-defined]
+    assert contract_of(module).name == "acme_plugin"
+    module.polyshard_contract = Contract("acme", "2")  # type: ignore[attr-defined]
+    assert build_stack([module, Codecs()]).lines() == ("acme 2", "codecs 1.2")
+
+
+def test_settings_are_part_of_the_plan() -> None:
+    assert settings_of(Constrained(4)) == "elements=4"
+    assert build_stack([Constrained(4)]).lines() == ("constrained 0 (elements=4)",)
+
+
+def named(name: str, **kwargs: Any) -> Contract:
+    relations: dict[str, Any] = {k: frozenset(v) for k, v in kwargs.items()}
+    return Contract(name, **relations)
+
+
+def test_relations() -> None:
+    check_relations([named("a", requires=["fast"]), named("b", provides=["fast"])])
+    with pytest.raises(PluginError, match=r"'a' requires 'slow'.*present: a, b, fast.*add one"):
+        check_relations([named("a", requires=["slow"]), named("b", provides=["fast"])])
+    with pytest.raises(ConflictError, match=r"'a' conflicts with 'b' \(declared by 'a': fast\)"):
+        check_relations([named("b", provides=["fast"]), named("a", conflicts_with=["fast"])])
+    with pytest.raises(PluginError, match=r"two plugins are named 'a'"):
+        check_relations([named("a"), named("a")])
+    with pytest.raises(PluginError, match=r"named 'codecs'"):
+        build_stack([Codecs(), Codecs()])
+    with pytest.raises(PluginError, match=r"takes a list, got the string 'codecs'"):
+        build_stack("codecs")
+
+
+def test_order_by_declaration_then_name() -> None:
+    contracts = [named("b"), named("a", after=["c"]), named("c", after=["absent"])]
+    assert order(contracts) == ["b", "c", "a"]
+
+
+def test_circles_are_shown() -> None:
+    circle = [named("a", before=["b"]), named("b", before=["c"]), named("c", before=["a"])]
+    with pytest.raises(
+        ConflictError, match=r"(a before b before c|b before c before a|c before a)"
+    ):
+        order([*circle, named("z", after=["a"])])
+
+
+@st.composite
+def acyclic(draw: st.DrawFn) -> list[Contract]:
+    names = draw(st.lists(st.sampled_from("abcdefgh"), unique=True, min_size=1))
+    rank = {name: i for i, name in enumerate(draw(st.permutations(names)))}
+    contracts = []
+    for name in names:
+        others = draw(st.lists(st.sampled_from(names), unique=True, max_size=3))
+        contracts.append(
+            named(
+                name,
+                before=[o for o in others if rank[o] > rank[name]],
+                after=[o for o in others if rank[o] < rank[name]],
+            )
+        )
+    return contracts
+
+
+@given(acyclic(), st.randoms())
+def test_order_respects_declarations_and_ignores_registration(
+    contracts: list[Contract], random: Any
+) -> None:
+    ordered = order(contracts)
+    shuffled = list(contracts)
+    random.shuffle(shuffled)
+    assert order(shuffled) == ordered
+    for contract in contracts:
+        place = ordered.index(contract.name)
+        assert all(place < ordered.index(name) for name in contract.before)
+        assert all(place > ordered.index(name) for name in contract.after)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *entries: tuple[str, str]) -> None:
+    points = tuple(EntryPoint(name, value, discovery.ENTRY_POINTS) for name, value in entries)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **kwargs: points)
+
+
+def test_names_resolve_through_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, ("codecs", "toy_plugins:Codecs"), ("watching", "toy_plugins:Watching"))
+    assert build_stack(["codecs", Watching()]).lines() == ("codecs 1.2", "watching 0")
+    with pytest.raises(
+        PluginError, match=r"named 'codec'\. Did you mean 'codecs'\? Installed: codecs, w"
+    ):
+        build_stack(["codec"])
+
+
+def test_broken_entry_points_name_their_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(
+        monkeypatch,
+        ("twice", "toy_plugins:Codecs"),
+        ("twice", "toy_plugins:Watching"),
+        ("gone", "no_such_module:x"),
+        ("needy", "toy_plugins:Constrained"),
+    )
+    with pytest.raises(PluginError, match=r"'twice' is provided by .* and .*Uninstall one"):
+        build_stack(["twice"])
+    with pytest.raises(PluginError, match=r"'gone'.*no_such_module:x.*ModuleNotFoundError"):
+        build_stack(["gone"])
+    with pytest.raises(PluginError, match=r"'needy'.*without defaults, pass an object"):
+        build_stack(["needy"])
+
+
+def test_an_onion_layer_must_be_undoable() -> None:
+    class Forgetful:
+        name = "forgetful"
+        settings = ""
+
+        def flatten(self, tensor: torch.Tensor, param: ParamInfo) -> tuple[torch.Tensor, None]:
+            return tensor.clone(), None
+
+        def unflatten(self, tensor: torch.Tensor, extension: Any, param: ParamInfo) -> torch.Tensor:
+            return tensor
+
+    info: Any = ParamInfo("w", (2,), torch.float32, True, None, torch.nn.Linear)  # type: ignore[arg-type]
+    with pytest.raises(PluginError, match=r"'forgetful'.*changed 'w'.*no extension"):
+        Onion([Forgetful()]).flatten(torch.ones(2), info)
+
+
+def test_markers_do_not_import_torch() -> None:
+    import subprocess
+
+    path = f"{polyshard.__path__[0]}/markers.py"
+    program = f"import runpy, sys; runpy.run_path({path!r}); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_hooks_of_torch_keep_their_arguments() -> None:
+    """The six mirror ``FSDPExtensions``: same names, same arguments, and ``param``."""
+    import inspect
+
+    from torch.distributed.fsdp._fsdp_extensions import FSDPExtensions
+
+    ours = hook_arguments()
+    for name in FSDPExtensions.__abstractmethods__:
+        theirs = tuple(inspect.signature(getattr(FSDPExtensions, name)).parameters)[1:]
+        assert ours[name][: len(theirs)] == theirs
+        assert ours[name][len(theirs) :] == ("param",)
