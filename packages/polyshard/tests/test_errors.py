@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from toy_models import Model, build, loss_of, shard, tokens_for
+from toy_plugins import Constrained
 
 from polyshard import MixedPrecisionPolicy, fully_shard
 from polyshard.errors import (
@@ -76,6 +77,36 @@ def bad_settings(rank: int, size: int) -> None:
     refused(SettingError, r">= 1", module.set_reduce_scatter_max_input_buffers, 0)
     refused(SettingError, r"got Linear", module.set_modules_to_forward_prefetch, [nn.Linear(1, 1)])
     refused(UnsupportedError, r"set_custom_all_gather", module.set_custom_all_gather, None)
+
+
+def nothing_lost(rank: int, size: int) -> None:
+    """A refused call leaves the module as it was: trained like any other, and shardable."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.ones(4, 4))
+            self.b = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.a).sum() + self.b.float().sum()
+
+    model = Two()
+    before = dict(model.named_parameters())
+    for kwargs in ({"shard_placement_fn": lambda p: Shard(1)}, {"plugins": [Constrained(3)]}):
+        with pytest.raises(PolyshardError):
+            fully_shard(model, **kwargs)
+        assert all(p is before[name] for name, p in model.named_parameters())
+        assert type(model) is Two
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
+    fully_shard(model)
+    model(torch.ones(4, 4)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_refused_call_changes_nothing(world2: World) -> None:
+    world2.run(nothing_lost)
 
 
 def test_bad_settings(world4: World) -> None:

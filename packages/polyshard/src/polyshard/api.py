@@ -126,12 +126,11 @@ def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
         collector = Collector(roles, ignored_params or set(), shard_placement_fn, stack.onion)
         move_to_device(modules, collector, roles)
         sources = collector.sources(modules)
-        _add_groups(unit, sources, stack)
+        _plan_groups(unit, sources, stack)
     except Exception as error:
         report_failure([int(r) for r in roles.mesh.mesh.flatten()], error)
         raise
-    for member in modules:
-        mix_in(member, unit)
+    _shard(unit, sources)
     return module
 
 
@@ -188,19 +187,26 @@ def _reshards(reshard_after_forward: bool | int | None, roles: MeshRoles) -> boo
     )
 
 
-def _add_groups(unit: Unit, sources: Sequence[Source], stack: Stack) -> None:
+def _plan_groups(unit: Unit, sources: Sequence[Source], stack: Stack) -> None:
     label = ", ".join(type(m).__name__ for m in unit.modules)
     kinds = split_by_dtype(sources)
     for index, members in enumerate(kinds):
         name = f"{label}#{index}" if len(kinds) > 1 else label
-        group = ParameterGroup(
-            members,
-            GroupSetup(name, unit.roles, unit.policy, stack, unit.reshards_in_training),
-        )
+        setup = GroupSetup(name, unit.roles, unit.policy, stack, unit.reshards_in_training)
+        group = ParameterGroup(members, setup)
         group.pool = unit.context.pool
         unit.groups.append(group)
-        for source in members:
-            setattr(source.parameter, TIE, f"'{label}'")
-            for owner in source.owners:
-                tag_managed_module(owner.module)
+
+
+def _shard(unit: Unit, sources: Sequence[Source]) -> None:
+    label = ", ".join(type(m).__name__ for m in unit.modules)
+    for group in unit.groups:
+        group.shard()
+    for source in sources:
+        setattr(source.parameter, TIE, f"'{label}'")
+        for owner in source.owners:
+            tag_managed_module(owner.module)
     StateDictHooks(unit)
+    unit.attach()
+    for module in unit.modules:
+        mix_in(module, unit)

@@ -76,7 +76,7 @@ class ParameterGroup:
     """The parameters of a unit that communicate together."""
 
     def __init__(self, sources: Sequence[Source], setup: GroupSetup) -> None:
-        """Shard ``sources`` in place; they share one original dtype."""
+        """Plan a group of ``sources``, which share one original dtype; nothing changes yet."""
         self.setup = setup
         self.name = setup.name
         self.roles = setup.roles
@@ -99,14 +99,21 @@ class ParameterGroup:
             self._transport.staging_bytes,
         )
         check_constraints(self.contributions.constraints, info, layout)
-        storage = self.contributions.storage.create(info, layout)
-        self.shards = Shards(sources, layout, setup.roles, storage)
+        self._sources: Sequence[Source] = sources
+        self._layout = layout
+        self._storage = self.contributions.storage.create(info, layout)
+        self.shards: Shards
         self._runtime: _Runtime | None = None
         self._pending: Pending | None = None
         self._gathered_versions: list[int] = []
         self._accumulated: dict[int, Tensor] = {}
         self._has_unreduced = False
         self._stale = True
+
+    def shard(self) -> None:
+        """Cut the parameters and register their sharded forms; called once, when all plans hold."""
+        self.shards = Shards(self._sources, self._layout, self.roles, self._storage)
+        self._sources = ()  # the full parameters may go now
 
     # --- plan ---------------------------------------------------------------------------------
 

@@ -141,7 +141,7 @@ class Unit:
     def __init__(
         self, modules: tuple[nn.Module, ...], roles: MeshRoles, policy: MixedPrecisionPolicy
     ) -> None:
-        """Hook the modules; groups are added by the caller."""
+        """Nothing is hooked before :meth:`attach`."""
         self.modules = modules
         self.roles = roles
         self.policy = policy
@@ -155,7 +155,10 @@ class Unit:
         self.backward_prefetch: tuple[Unit, ...] = ()
         self.order: list[int] = []
         self.pending_modules: set[nn.Module] = set()
-        for module in modules:
+
+    def attach(self) -> None:
+        """Hook the modules, once all groups are sharded."""
+        for module in self.modules:
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.post_forward)
 
