@@ -91,7 +91,8 @@ def test_report_says_what_happened(reference: Path) -> None:
     assert [step["step"] for step in found["steps"]] == list(range(1, STEPS + 1))
     assert [entry["step"] for entry in found["evaluations"]] == [3, 6]
     assert found["steps"][0]["loss"] == pytest.approx(5.55, abs=0.1)
-    assert losses(reference)[STEPS - 1] < 4.6
+    # The default text ships with Python and differs between versions, and so does the loss.
+    assert losses(reference)[STEPS - 1] < losses(reference)[0] - 0.7
     assert found["tokens_per_second"] > 0
     assert [rank["wire"] for rank in found["ranks"]] == [None, None]
     assert all(rank["memory"]["resident_bytes"] > 1 << 20 for rank in found["ranks"])

@@ -225,10 +225,14 @@ def test_an_onion_layer_must_be_undoable() -> None:
         name = "forgetful"
         settings = ""
 
-        def flatten(self, tensor: torch.Tensor, param: ParamInfo) -> tuple[torch.Tensor, None]:
+        def flatten(
+            self, tensor: torch.Tensor, param: ParamInfo | None
+        ) -> tuple[torch.Tensor, None]:
             return tensor.clone(), None
 
-        def unflatten(self, tensor: torch.Tensor, extension: Any, param: ParamInfo) -> torch.Tensor:
+        def unflatten(
+            self, tensor: torch.Tensor, param_extension: Any, param: ParamInfo | None
+        ) -> torch.Tensor:
             return tensor
 
     info: Any = ParamInfo("w", (2,), torch.float32, True, None, torch.nn.Linear)  # type: ignore[arg-type]

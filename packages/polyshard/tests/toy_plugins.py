@@ -242,10 +242,11 @@ class Transposing(Plugin):
         self.seen: list[tuple[str, tuple[int, ...]]] = []
 
     @hookimpl
-    def pre_flatten_transform(self, tensor: Tensor, param: ParamInfo) -> tuple[Tensor, Any]:
+    def pre_flatten_transform(self, tensor: Tensor, param: ParamInfo | None) -> tuple[Tensor, Any]:
         if tensor.ndim != 2:
             return tensor, None
-        self.seen.append((param.fqn, tuple(tensor.shape)))
+        name = param.fqn if param is not None else "?"  # FSDP1 does not say
+        self.seen.append((name, tuple(tensor.shape)))
         return tensor.t(), "transposed"
 
     @hookimpl

@@ -25,7 +25,7 @@ from polyshard.parameter import Registry, Source
 from polyshard.plan import Dtypes, GroupPlan, Roles
 from polyshard.policies import MixedPrecisionPolicy
 from polyshard.reduction import InFlight, Reducer, ReduceSettings
-from polyshard.seams import GroupInfo, Named, Stack
+from polyshard.seams import GroupInfo, Named, ParamInfo, Stack
 from polyshard.shards import Shards
 from polyshard.transport.base import Pending
 from polyshard.unsharded import GatherPath, Unsharded
@@ -88,7 +88,7 @@ class ParameterGroup:
         self.reduce_settings = ReduceSettings()
         self.pool: PagePool | None = None
         self.device = setup.roles.device
-        info = self._info(sources)
+        info = self._info(tuple(s.info for s in sources), sources[0].value.dtype)
         self.contributions = setup.stack.contributions(info)
         self.observers = self.contributions.observers
         self._transport = self.contributions.backend.connect(setup.roles, self.device)
@@ -123,26 +123,15 @@ class ParameterGroup:
         compute = param or orig
         return Dtypes(orig, compute, policy.reduce_dtype or compute)
 
-    def _info(self, sources: Sequence[Source]) -> GroupInfo:
-        dtypes = self._dtypes(sources[0].value.dtype)
-        return GroupInfo(
-            name=self.name,
-            parameters=tuple(s.info for s in sources),
-            mesh=self.roles.mesh,
-            rank=self.roles.shard_rank,
-            world_size=self.roles.shard_size,
-            device=self.device,
-            orig_dtype=dtypes.orig,
-            param_dtype=dtypes.param,
-            reduce_dtype=dtypes.reduce,
-        )
-
     def info(self) -> GroupInfo:
         """The group as plugins see it, with current names and dtypes."""
-        dtypes = self._dtypes(self.shards.dtype)
+        return self._info(tuple(p.info for p in self.shards.parameters), self.shards.dtype)
+
+    def _info(self, parameters: tuple[ParamInfo, ...], orig: torch.dtype) -> GroupInfo:
+        dtypes = self._dtypes(orig)
         return GroupInfo(
             name=self.name,
-            parameters=tuple(p.info for p in self.shards.parameters),
+            parameters=parameters,
             mesh=self.roles.mesh,
             rank=self.roles.shard_rank,
             world_size=self.roles.shard_size,

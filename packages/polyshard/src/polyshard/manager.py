@@ -184,13 +184,15 @@ class Manager:
         """Plugins that implement ``hook``, in order."""
         return [member for member, _ in self._implementations[hook]]
 
-    def ask(self, hook: str, **arguments: Any) -> list[Answer]:
-        """Call every implementation; answers of ``None`` are left out.
+    def ask(self, hook: str, *, leave_out: str = "", **arguments: Any) -> list[Answer]:
+        """Call every implementation but that of ``leave_out``; ``None`` is no answer.
 
         An exception gets a note that names the plugin and the hook.
         """
         answers = []
         for member, implementation in self._implementations[hook]:
+            if member.contract.name == leave_out:
+                continue
             value = self._call(member, implementation, hook, arguments)
             if value is not None:
                 answers.append(Answer(member, value))

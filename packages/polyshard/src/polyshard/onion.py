@@ -13,6 +13,11 @@ from polyshard.seams import ParameterTransform, ParamInfo
 Extensions = tuple[Any | None, ...]
 
 
+def name_of(param: ParamInfo | None) -> str:
+    """How an error calls a parameter; FSDP1 does not say which one it is."""
+    return f"'{param.fqn}'" if param is not None else "a parameter"
+
+
 class Onion:
     """The transforms of a group. Each gets back the extension it returned."""
 
@@ -24,7 +29,7 @@ class Onion:
         """Whether there is anything to do."""
         return bool(self._transforms)
 
-    def flatten(self, tensor: Tensor, param: ParamInfo) -> tuple[Tensor, Extensions]:
+    def flatten(self, tensor: Tensor, param: ParamInfo | None) -> tuple[Tensor, Extensions]:
         """Peel every layer; returns the tensor to shard and what each layer remembers.
 
         Raises:
@@ -35,7 +40,7 @@ class Onion:
             flat, extension = layer.flatten(tensor, param)
             if extension is None and flat is not tensor:
                 raise PluginError(
-                    f"plugin '{layer.name}': pre_flatten_transform changed '{param.fqn}' but "
+                    f"plugin '{layer.name}': pre_flatten_transform changed {name_of(param)} but "
                     "returned no extension, so it could not be undone. Return the tensor itself "
                     "to stay out, or an extension object."
                 )
@@ -43,7 +48,7 @@ class Onion:
             extensions.append(extension)
         return tensor, tuple(extensions)
 
-    def unflatten(self, tensor: Tensor, extensions: Extensions, param: ParamInfo) -> Tensor:
+    def unflatten(self, tensor: Tensor, extensions: Extensions, param: ParamInfo | None) -> Tensor:
         """Put every layer back, the last peeled first."""
         for layer, extension in zip(reversed(self._transforms), reversed(extensions), strict=True):
             if extension is not None:

@@ -246,14 +246,14 @@ class ParameterTransform(Named, Protocol):
     before it is reduced.
     """
 
-    def flatten(self, tensor: Tensor, param: ParamInfo) -> tuple[Tensor, Any | None]:
+    def flatten(self, tensor: Tensor, param: ParamInfo | None) -> tuple[Tensor, Any | None]:
         """The tensor to shard in place of ``tensor``, and what :meth:`unflatten` will need.
 
         ``None`` as the second answer says "not mine": the tensor must come back unchanged.
         """
         ...
 
-    def unflatten(self, tensor: Tensor, param_extension: Any, param: ParamInfo) -> Tensor:
+    def unflatten(self, tensor: Tensor, param_extension: Any, param: ParamInfo | None) -> Tensor:
         """Undo :meth:`flatten` on the unsharded tensor. The result must alias ``tensor``."""
         ...
 

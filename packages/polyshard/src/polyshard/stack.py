@@ -13,8 +13,9 @@ from polyshard.builtin import EnginePlugin
 from polyshard.discovery import load_plugin
 from polyshard.errors import ConflictError, PluginError
 from polyshard.manager import Answer, Manager, Member
-from polyshard.onion import Onion
+from polyshard.onion import Onion, name_of
 from polyshard.ordering import check_relations, order
+from polyshard.parameter_hooks import ParameterHooks
 from polyshard.seams import Contributions, GroupInfo, ParamInfo
 
 ENGINE = EnginePlugin.name
@@ -37,7 +38,7 @@ class PluginTransform:
         """Of the plugin."""
         return self.member.settings
 
-    def flatten(self, tensor: Tensor, param: ParamInfo) -> tuple[Tensor, Any | None]:
+    def flatten(self, tensor: Tensor, param: ParamInfo | None) -> tuple[Tensor, Any | None]:
         """Ask ``pre_flatten_transform``; no answer means the tensor itself."""
         answer = self.manager.ask_member(
             "pre_flatten_transform", self.member, tensor=tensor, param=param
@@ -47,7 +48,7 @@ class PluginTransform:
         flat, extension = answer
         return flat, extension
 
-    def unflatten(self, tensor: Tensor, param_extension: Any, param: ParamInfo) -> Tensor:
+    def unflatten(self, tensor: Tensor, param_extension: Any, param: ParamInfo | None) -> Tensor:
         """Ask ``post_unflatten_transform`` with the extension of :meth:`flatten`."""
         answer: Tensor | None = self.manager.ask_member(
             "post_unflatten_transform",
@@ -58,7 +59,7 @@ class PluginTransform:
         )
         if answer is None:
             raise PluginError(
-                f"plugin {self.member.label} flattened '{param.fqn}' but gave no answer in "
+                f"plugin {self.member.label} flattened {name_of(param)} but gave no answer in "
                 "post_unflatten_transform; return the unflattened tensor."
             )
         return answer
@@ -85,6 +86,11 @@ class PluginStack:
         """The transforms of all plugins, in plugin order."""
         members = self._manager.implements("pre_flatten_transform")
         return Onion([PluginTransform(self._manager, member) for member in members])
+
+    @property
+    def parameter_hooks(self) -> ParameterHooks:
+        """The exclusive hooks of single parameters."""
+        return ParameterHooks(self._manager, ENGINE)
 
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Let every plugin change the module before its parameters are collected."""
