@@ -18,6 +18,7 @@ from torch import Tensor
 
 from polyshard._torch_private import profiler_span
 from polyshard.constraints import check_constraints
+from polyshard.gather import CodecGather, GatherPath, Line, NativeGather
 from polyshard.layout import plan_layout
 from polyshard.mesh import MeshRoles
 from polyshard.pages import PagePool
@@ -28,7 +29,7 @@ from polyshard.reduction import InFlight, Reducer, ReduceSettings
 from polyshard.seams import GroupInfo, Named, ParamInfo, Stack
 from polyshard.shards import Shards
 from polyshard.transport.base import Pending
-from polyshard.unsharded import GatherPath, Unsharded
+from polyshard.unsharded import Unsharded
 
 
 class State(Enum):
@@ -202,26 +203,19 @@ class ParameterGroup:
 
     def _build(self) -> _Runtime:
         contributions, info = self.contributions, self.info()
-        layout, rank = self.shards.layout, self.roles.shard_rank
         dtypes = self._dtypes(self.shards.dtype)
         tag = zlib.crc32(f"{self.roles.describe()} {self.name}".encode()) >> 2
-        unsharded = Unsharded(
-            self.shards, dtypes.param, self.device, self.pool, self.setup.stack.onion
-        )
-        gather_codec = contributions.gather_codec.bind(info, layout)
+        line = Line(self._transport, tag, self.roles.shard_rank)
+        onion = self.setup.stack.onion
+        unsharded = Unsharded(self.shards, dtypes.param, self.device, self.pool, onion)
+        codec = contributions.gather_codec.bind(info, self.shards.layout)
         path: GatherPath
-        if gather_codec is None:
-            path = unsharded.native_path(self._transport, tag, rank)
-        else:
-            path = unsharded.codec_path(gather_codec, self._transport, tag)
-        unsharded.buffer.release()
-        reducer = Reducer(
-            self.shards,
-            dtypes.reduce,
-            self.roles,
-            (self._transport, tag),
-            contributions.reduce_codec.bind(info, layout),
+        path = (
+            NativeGather(unsharded, line) if codec is None else CodecGather(codec, unsharded, line)
         )
+        unsharded.buffer.release()
+        reduce_codec = contributions.reduce_codec.bind(info, self.shards.layout)
+        reducer = Reducer(self.shards, dtypes.reduce, self.roles, line, reduce_codec)
         reducer.settings = self.reduce_settings
         owners = (p.owners for p in self.shards.parameters)
         registry = Registry(zip(owners, unsharded.leaves, strict=True))

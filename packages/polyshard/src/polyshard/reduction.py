@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from polyshard._torch_private import local_tensor
+from polyshard.gather import Line
 from polyshard.mesh import MeshRoles
+from polyshard.pieces import chunk_pairs, extents_of
 from polyshard.seams import BoundReduceCodec
 from polyshard.shards import Shards, local_view
-from polyshard.transport.base import Pending, ReduceRoute, Transport
-from polyshard.unsharded import chunk_pairs, extents_of
+from polyshard.transport.base import Pending, ReduceRoute
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Reducer:
         shards: Shards,
         dtype: torch.dtype,
         roles: MeshRoles,
-        route: tuple[Transport, int],
+        line: Line,
         codec: BoundReduceCodec | None,
     ) -> None:
         """Bind routes; ``dtype`` is the reduce dtype."""
@@ -84,10 +85,10 @@ class Reducer:
         self._layout = shards.layout
         self._dtype = dtype
         self._roles = roles
-        self._transport, tag = route
+        self._transport = line.transport
         self._codec = codec
         self._route: ReduceRoute = self._transport.reduce_route(
-            extents_of(self._layout), dtype, tag
+            extents_of(self._layout), dtype, line.tag
         )
         self._partial: Tensor | None = None
         self.settings = ReduceSettings()

@@ -1,0 +1,147 @@
+"""How an all-gather fills the unsharded parameters: natively, or through a plugin's codec.
+
+Everything that depends only on the plan (views, routes, copy lists) is made once; a gather is
+``start``, a wait, and ``finish``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from polyshard.buffers import Buffer
+from polyshard.pieces import extents_of, home_pairs
+from polyshard.seams import BoundGatherCodec
+from polyshard.transport.base import Extents, GatherPiece, GatherRoute, Pending, Transport
+from polyshard.unsharded import Unsharded
+
+
+class GatherPath(Protocol):
+    """How an all-gather fills the regions of a group."""
+
+    sent_bytes: int
+    received_bytes: int
+
+    def start(self) -> Pending:
+        """Begin the transfer; the unsharded buffer is acquired."""
+        ...
+
+    def finish(self) -> None:
+        """Called after the pending transfer was waited for; the parameters are complete then."""
+        ...
+
+
+@dataclass(frozen=True)
+class Line:
+    """Where a group's transfers go: the transport, the group's tag, this rank on the shard axis."""
+
+    transport: Transport
+    tag: int
+    rank: int
+
+
+class _Copies:
+    """Copies made together, in one call."""
+
+    def __init__(self) -> None:
+        self._targets: list[Tensor] = []
+        self._sources: list[Tensor] = []
+
+    def add(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        for target, source in pairs:
+            self._targets.append(target)
+            self._sources.append(source)
+
+    def run(self) -> None:
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
+
+
+class NativeGather:
+    """Chunks go straight from shards into regions; staged ones through one packed transfer."""
+
+    def __init__(self, unsharded: Unsharded, line: Line) -> None:
+        """Bind pieces and copies; the unsharded buffer must be acquired."""
+        layout, shard = unsharded.layout, unsharded.shard_view()
+        extents = extents_of(layout)
+        pieces = [
+            GatherPiece(
+                shard[placed.shard_offset : placed.shard_offset + placed.chunk_numel],
+                unsharded.region(index),
+                extents[number],
+            )
+            for number, index in enumerate(layout.direct)
+            for placed in (layout.parameters[index],)
+        ]
+        self._staging: Buffer | None = None
+        self._copies = _Copies()
+        if layout.staged:
+            self._staging = unsharded.scratch(layout.world_size * layout.staged_numel)
+            rows = self._staging.tensor.view(layout.world_size, layout.staged_numel)
+            pieces.append(GatherPiece(shard[layout.staged_offset :], rows, extents[-1]))
+            for index in layout.staged:
+                placed = layout.parameters[index]
+                start = placed.shard_offset - layout.staged_offset
+                own = rows[:, start : start + placed.chunk_numel]
+                self._copies.add(home_pairs(unsharded.home(index), own, placed, line.rank))
+        self._route: GatherRoute = line.transport.gather_route(pieces, line.tag)
+        if self._staging is not None:
+            self._staging.release()
+        self.sent_bytes = self._route.sent_bytes
+        self.received_bytes = self._route.received_bytes
+
+    def start(self) -> Pending:
+        """Post the transfers of all pieces."""
+        if self._staging is not None:
+            self._staging.acquire()
+        return self._route.start()
+
+    def finish(self) -> None:
+        """Copy staged parameters home."""
+        if self._staging is not None:
+            self._copies.run()
+            self._staging.release()
+
+
+class CodecGather:
+    """One payload per rank, decoded into the regions."""
+
+    def __init__(self, codec: BoundGatherCodec, unsharded: Unsharded, line: Line) -> None:
+        """Bind payloads and rows; the unsharded buffer must be acquired."""
+        layout = unsharded.layout
+        world, nbytes = layout.world_size, codec.payload_bytes
+        self._codec = codec
+        self._shard = unsharded.shard_view()
+        self._copies = _Copies()
+        self._rows: list[Tensor] = []
+        for index, placed in enumerate(layout.parameters):
+            if not placed.staged:
+                self._rows.append(unsharded.region(index))
+                continue
+            row = self._shard.new_empty(world, placed.chunk_numel, dtype=unsharded.dtype)
+            self._rows.append(row)
+            self._copies.add(home_pairs(unsharded.home(index), row, placed, line.rank))
+        self._payloads = unsharded.scratch((world + 1) * nbytes, torch.uint8)
+        self._payload = self._payloads.tensor[:nbytes]
+        self._received = self._payloads.tensor[nbytes:].view(world, nbytes)
+        extents = Extents(nbytes, (nbytes,) * world)
+        piece = GatherPiece(self._payload, self._received, extents)
+        self._route = line.transport.gather_route([piece], line.tag)
+        self._payloads.release()
+        self.sent_bytes = self._route.sent_bytes
+        self.received_bytes = self._route.received_bytes
+
+    def start(self) -> Pending:
+        """Encode and send."""
+        self._payloads.acquire()
+        self._codec.encode(self._shard, self._payload)
+        return self._route.start()
+
+    def finish(self) -> None:
+        """Decode everybody's payload, the own one too."""
+        self._codec.decode(self._received, self._rows)
+        self._copies.run()
+        self._payloads.release()
