@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest_plugins = ["polyshard.testing.fixtures"]
+pytest_plugins = ["polyshard.testing.fixtures", "pytester"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

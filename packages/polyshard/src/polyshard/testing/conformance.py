@@ -1,0 +1,295 @@
+"""Tests every plugin should pass: subclass, give one fixture, inherit the tests.
+
+    from polyshard.testing import PluginConformance
+
+    class TestMyPlugin(PluginConformance):
+        @pytest.fixture
+        def factory(self):
+            return MyPlugin          # module-level and picklable; called without arguments
+
+Tests of seams the plugin does not take are skipped. A lossy codec sets ``tolerance``, the error it
+admits relative to the largest value of a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from polyshard.builtin import EnginePlugin
+from polyshard.contract import Contract
+from polyshard.manager import Member, problems_of
+from polyshard.markers import hookimpl
+from polyshard.seams import Contributions
+from polyshard.stack import PluginStack, build_stack
+from polyshard.testing.cases import (
+    Case,
+    SmallModel,
+    case,
+    cases,
+    chunk_rows,
+    real_mask,
+    strided_rows,
+)
+from polyshard.testing.world import World
+
+Factory = Callable[[], object]
+STEPS = 4
+
+
+class Bystander:
+    """Another plugin of the stack, which does nothing."""
+
+    polyshard_contract = Contract("bystander")
+
+    @hookimpl
+    def polyshard_observer(self) -> None:
+        """Nothing."""
+
+
+class PluginConformance:
+    """See the module. Override :meth:`factory`."""
+
+    tolerance: float = 0.0
+
+    @pytest.fixture
+    def factory(self) -> Factory:
+        """A module-level callable that makes the plugin."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must override the fixture 'factory' and return a callable "
+            "that makes the plugin"
+        )
+
+    @pytest.fixture
+    def stack(self, factory: Factory) -> PluginStack:
+        """The plugin alone."""
+        return build_stack([factory()])
+
+    def contributions(self, stack: PluginStack, at: Case) -> Contributions:
+        """What the plugin adds to a standard group."""
+        return stack.contributions(at.info)
+
+    def skip_unless_claimed(self, part: Any, what: str) -> None:
+        """Skip where the engine's own part answered."""
+        engine = build_stack([]).contributions(case(2, 0).info)
+        own = {type(p) for p in (engine.gather_codec, engine.reduce_codec, engine.storage)}
+        if type(part) in own:
+            pytest.skip(f"the plugin takes no {what}")
+
+    def assert_close(self, found: Tensor, expected: Tensor) -> None:
+        """Equal within :attr:`tolerance` of the largest expected value."""
+        assert found.shape == expected.shape
+        if expected.numel():
+            error = (found - expected).abs().max()
+            assert bool(error <= self.tolerance * expected.abs().max()), float(error)
+
+    # Registration -----------------------------------------------------------------------------
+
+    def test_registration_is_clean(self, factory: Factory) -> None:
+        """Nothing wrong with hooks, arguments, identity or API version."""
+        assert problems_of(factory()) == []
+
+    def test_contract_and_settings_are_stable(self, factory: Factory) -> None:
+        """Two instances made alike are the same line of a plan."""
+        first, second = (Member.of(factory()) for _ in range(2))
+        assert first.contract == second.contract
+        assert first.settings == second.settings
+        assert " at 0x" not in first.settings, "settings must not show addresses"
+        assert first.contract.name != EnginePlugin.name
+
+    def test_order_does_not_depend_on_registration(self, factory: Factory) -> None:
+        """The same plan, whichever plugin is passed first."""
+        one = build_stack([factory(), Bystander()]).lines()
+        assert build_stack([Bystander(), factory()]).lines() == one
+
+    def test_answers_are_the_same_on_every_rank(self, factory: Factory) -> None:
+        """Names, settings and sizes follow from metadata alone."""
+        for members in cases():
+            seen = set()
+            for at in members:
+                found = build_stack([factory()]).contributions(at.info)
+                gather = found.gather_codec.bind(at.info, at.layout)
+                reduce = found.reduce_codec.bind(at.info, at.layout)
+                parts = (found.gather_codec, found.reduce_codec, found.storage)
+                seen.add(
+                    (
+                        tuple((p.name, p.settings) for p in parts),
+                        gather.payload_bytes if gather is not None else None,
+                        reduce.payload_bytes if reduce is not None else None,
+                    )
+                )
+            assert len(seen) == 1
+
+    # Gather codec -----------------------------------------------------------------------------
+
+    def test_gather_round_trip(self, stack: PluginStack) -> None:
+        """Every rank decodes every value, its own included, into strided memory."""
+        self.skip_unless_claimed(self.contributions(stack, case(2, 0)).gather_codec, "gather codec")
+        for members in cases():
+            values = members[0].values()
+            payloads = torch.stack([self._payload(stack, at, values) for at in members])
+            for at in members:
+                codec = self._gather_codec(stack, at)
+                regions = [strided_rows(len(members), p.chunk_numel) for p in at.layout.parameters]
+                codec.decode(payloads, regions)
+                self._check_regions(at, regions, values)
+
+    def _gather_codec(self, stack: PluginStack, at: Case) -> Any:
+        codec = self.contributions(stack, at).gather_codec.bind(at.info, at.layout)
+        assert codec is not None
+        return codec
+
+    def _payload(
+        self, stack: PluginStack, at: Case, values: list[Tensor], padding: float = 0.0
+    ) -> Tensor:
+        codec = self._gather_codec(stack, at)
+        payload = torch.full((codec.payload_bytes,), 0xAB, dtype=torch.uint8)
+        codec.encode(at.shard(values, padding), payload)
+        return payload
+
+    def _check_regions(self, at: Case, regions: list[Tensor], values: list[Tensor]) -> None:
+        for placed, region, value in zip(at.layout.parameters, regions, values, strict=True):
+            real = real_mask(placed)
+            self.assert_close(region[real], chunk_rows(value, placed)[real])
+
+    def test_gather_is_deterministic(self, stack: PluginStack) -> None:
+        """The same shard gives the same payload."""
+        self.skip_unless_claimed(self.contributions(stack, case(2, 0)).gather_codec, "gather codec")
+        at = case(3, 1)
+        first, second = (self._payload(stack, at, at.values()) for _ in range(2))
+        assert torch.equal(first, second)
+
+    def test_gather_ignores_padding(self, stack: PluginStack) -> None:
+        """Whatever stands in padding does not reach a value."""
+        self.skip_unless_claimed(self.contributions(stack, case(2, 0)).gather_codec, "gather codec")
+        members = [case(3, rank) for rank in range(3)]
+        values = members[0].values()
+        payloads = torch.stack(
+            [self._payload(stack, at, values, padding=float("nan")) for at in members]
+        )
+        regions = [strided_rows(3, p.chunk_numel) for p in members[0].layout.parameters]
+        self._gather_codec(stack, members[0]).decode(payloads, regions)
+        self._check_regions(members[0], regions, values)
+
+    # Reduce codec -----------------------------------------------------------------------------
+
+    def test_reduce_sums_over_ranks(self, stack: PluginStack) -> None:
+        """Chunk ``r`` of all ranks ends up summed on rank ``r``."""
+        self.skip_unless_claimed(self.contributions(stack, case(2, 0)).reduce_codec, "reduce codec")
+        for members in cases():
+            sent = [self._sent(stack, at) for at in members]
+            for at in members:
+                codec = self._reduce_codec(stack, at)
+                outs = [torch.full((p.chunk_numel,), float("nan")) for p in at.layout.parameters]
+                codec.decode_sum(torch.stack([s[at.rank] for s in sent]), outs)
+                self._check_sums(at, outs, len(members))
+
+    def _reduce_codec(self, stack: PluginStack, at: Case) -> Any:
+        codec = self.contributions(stack, at).reduce_codec.bind(at.info, at.layout)
+        assert codec is not None
+        return codec
+
+    def _sent(self, stack: PluginStack, at: Case) -> Tensor:
+        codec = self._reduce_codec(stack, at)
+        pairs = zip(at.values(seed=at.rank), at.layout.parameters, strict=True)
+        chunks = [chunk_rows(value, placed) for value, placed in pairs]
+        payloads = torch.full((at.layout.world_size, codec.payload_bytes), 0xAB, dtype=torch.uint8)
+        codec.encode(chunks, payloads)
+        return payloads
+
+    def _check_sums(self, at: Case, outs: list[Tensor], world_size: int) -> None:
+        for index, placed in enumerate(at.layout.parameters):
+            rows = [chunk_rows(at.values(seed=r)[index], placed) for r in range(world_size)]
+            expected = rows[0][at.rank].clone()
+            for row in rows[1:]:
+                expected += row[at.rank]
+            real = real_mask(placed)[at.rank]
+            tolerant = max(self.tolerance * world_size, 1e-6)
+            torch.testing.assert_close(outs[index][real], expected[real], rtol=0, atol=4 * tolerant)
+
+    # Storage, transforms, adapters ------------------------------------------------------------
+
+    def test_storage_life_cycle(self, stack: PluginStack) -> None:
+        """Fetched values are those put to rest, in the same tensor every time."""
+        at = case(2, 1)
+        factory = self.contributions(stack, at).storage
+        self.skip_unless_claimed(factory, "shard storage")
+        storage = factory.create(at.info, at.layout)
+        shard = at.shard(at.values())
+        resting = storage.rest(shard.clone())
+        assert torch.equal(resting.cpu(), shard)
+        view = storage.view()
+        for _ in range(3):
+            storage.prefetch()
+            storage.fetch()
+            assert storage.view() is view
+            assert torch.equal(view.cpu(), shard)
+            storage.release()
+            with torch.no_grad():
+                resting.add_(1.0)  # the optimizer
+            shard = shard + 1.0
+        placed = storage.place_gradient(shard.clone())
+        assert placed.device == resting.device
+        assert torch.equal(placed.cpu(), shard)
+
+    def test_transforms_are_undone(self, stack: PluginStack) -> None:
+        """Unflattening gives the parameter back, over the same memory."""
+        at = case(2, 0)
+        if not stack.onion:
+            pytest.skip("the plugin takes no transform")
+        for value, info in zip(at.values(), at.info.parameters, strict=True):
+            flat, extensions = stack.onion.flatten(value, info)
+            memory = flat.contiguous().clone()
+            back = stack.onion.unflatten(memory, extensions, info)
+            assert torch.equal(back, value)
+            if value.numel():
+                assert back.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+
+    def test_adapters_keep_checkpoints_native(self, stack: PluginStack) -> None:
+        """What is saved can be loaded."""
+        at = case(2, 0)
+        adapters = self.contributions(stack, at).adapters
+        if not adapters:
+            pytest.skip("the plugin takes no state-dict adapter")
+        for adapter in adapters:
+            for value, info in zip(at.values(), at.info.parameters, strict=True):
+                assert torch.equal(adapter.on_load(info, adapter.on_save(info, value)), value)
+
+    # Training ---------------------------------------------------------------------------------
+
+    def test_two_ranks_train_like_without(self, factory: Factory, world2: World) -> None:
+        """Bitwise the same losses if the plugin is exact, else within a percent."""
+        found = world2.run(train_with, factory)[0]
+        expected = world2.run(train_with, None)[0]
+        if self.tolerance == 0.0:
+            assert found == expected
+        else:
+            torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
+
+
+def train_with(rank: int, size: int, factory: Factory | None) -> list[float]:
+    """Losses of a few steps on two gloo ranks, with the plugin or without."""
+    from polyshard import fully_shard
+
+    del size
+    torch.manual_seed(0)
+    model = SmallModel()
+    plugins = [] if factory is None else [factory()]
+    fully_shard(model.first, plugins=plugins)
+    fully_shard(model, plugins=plugins)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(STEPS):
+        x = torch.randn(8, 96, generator=generator)
+        loss = F.cross_entropy(model(x), torch.arange(8) % 7)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(cast("float", loss.item()))
+    return losses
