@@ -14,7 +14,7 @@ nox.needs_version = ">=2026.2"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
 # The tests come last, so that pytest's closing line is the last thing above nox's summary.
-nox.options.sessions = ["lint", "typecheck", "docs", "build", "tests"]
+nox.options.sessions = ["lint", "typecheck", "docs", "build", "template", "tests"]
 
 ROOT = Path(__file__).parent
 PYPROJECT = nox.project.load_toml("pyproject.toml")
@@ -75,7 +75,9 @@ def typecheck(session: nox.Session) -> None:
     mypy = str(dev_environment(session, PLUGINS) / "mypy")
     for folder in FOLDERS:
         session.run(mypy, *existing(f"{folder}/src", f"{folder}/tests"))
-    session.run(mypy, *existing("noxfile.py", "conftest.py", "tools", "benchmarks", "examples"))
+    session.run(
+        mypy, *existing("noxfile.py", "conftest.py", "tools", "benchmarks", "examples/train_lm.py")
+    )
 
 
 @nox.session(venv_backend="none")
@@ -100,6 +102,26 @@ def build(session: nox.Session) -> None:
         wheels = [str(wheel) for wheel in sorted(dist.glob("*.whl"))]
         session.run(python, "-m", "pip", "install", TORCH, *wheels, external=True, silent=True)
         session.run(python, "-I", str(ROOT / "tools/smoke.py"), external=True, env=ONE_THREAD)
+
+
+@nox.session
+def template(session: nox.Session) -> None:
+    """Render the plugin template outside the repository, install it, run its tests and doctor."""
+    session.install("copier>=9")
+    bin_folder = dev_environment(session, PLUGINS)
+    python = str(bin_folder / "python")
+    with tempfile.TemporaryDirectory() as folder:
+        session.run("python", "tools/check_template.py", folder)
+        # --no-deps: core is installed from this checkout, not from an index.
+        pip = (python, "-m", "pip")
+        session.run_install(*pip, "install", "--no-deps", folder, external=True, silent=True)
+        try:
+            with session.chdir(folder):
+                session.run(python, "-m", "pytest", external=True, env=ONE_THREAD)
+                session.run(str(bin_folder / "polyshard"), "plugins", "doctor", external=True)
+        finally:
+            name = "polyshard-byte-counter"
+            session.run_install(*pip, "uninstall", "--yes", name, external=True, silent=True)
 
 
 @nox.session(venv_backend="none")
