@@ -6,6 +6,7 @@ Usage: python tools/check_template.py TARGET      (renders into TARGET, an empty
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import sys
 from pathlib import Path
@@ -17,8 +18,7 @@ EXAMPLE = ROOT / "examples" / "third-party-plugin"
 
 def render(target: Path) -> None:
     """Render the template with its default answers."""
-    import copier
-
+    copier = importlib.import_module("copier")  # only the template session installs it
     copier.run_copy(str(TEMPLATE), str(target), defaults=True, quiet=True)
 
 
@@ -47,8 +47,8 @@ def main() -> None:
     render(target)
     if different := differences(target, EXAMPLE):
         sys.exit(
-            f"examples/third-party-plugin is not what the template renders: {', '.join(different)}. "
-            "Run python tools/check_template.py --update"
+            "examples/third-party-plugin is not what the template renders: "
+            f"{', '.join(different)}. Run python tools/check_template.py --update"
         )
 
 

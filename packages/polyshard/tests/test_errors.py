@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from toy_models import Model, build, loss_of, shard, tokens_for
-from toy_plugins import Constrained
+from toy_plugins import Codecs, Constrained
 
-from polyshard import MixedPrecisionPolicy, fully_shard
+from polyshard import MixedPrecisionPolicy, fully_shard, hookimpl
 from polyshard.errors import (
     AlreadyShardedError,
     MeshError,
@@ -189,6 +189,34 @@ def test_a_failing_rank_is_quoted_on_the_others() -> None:
     world = World(2)  # the failure stays on the board of this process group
     try:
         world.run(one_rank_fails, timeout=20.0)
+    finally:
+        world.close()
+
+
+class Raising(Codecs):
+    """Fails while a plan is built, on one rank."""
+
+    @hookimpl
+    def polyshard_observer(self, group: object) -> None:
+        if dist.get_rank() == 1:
+            raise OSError("no space left")
+
+
+def one_rank_of_a_plugin_fails(rank: int, size: int) -> None:
+    model = nn.Linear(2, 2)
+    if rank == 1:
+        with pytest.raises(OSError, match="no space left"):
+            fully_shard(model, plugins=[Raising()])
+        return
+    fully_shard(model, plugins=[Raising()])
+    pattern = r"rank 1 failed.*no space left \(raised by plugin 'codecs' \(1\.2\) in polyshard_obs"
+    refused(PlanMismatchError, pattern, model, torch.ones(1, 2))
+
+
+def test_a_failing_plugin_is_named_on_the_others() -> None:
+    world = World(2)
+    try:
+        world.run(one_rank_of_a_plugin_fails, timeout=20.0)
     finally:
         world.close()
 

@@ -24,7 +24,7 @@ from toy_models import (
     train,
 )
 
-from polyshard import FSDPModule, fully_shard, register_fsdp_forward_method
+from polyshard import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from polyshard.errors import DeepcopyError, LifecycleError
 from polyshard.group import State
 from polyshard.root import units_below
@@ -401,6 +401,24 @@ def two_roots(rank: int, size: int) -> None:
 
 def test_two_roots(world2: World) -> None:
     world2.run(two_roots)
+
+
+def sharing_roots(rank: int, size: int) -> None:
+    teacher, student = shard(build(1), fully_shard), shard(build(2), fully_shard)
+    share_comm_ctx([teacher, student])  # type: ignore[list-item]
+    expected = train(shard(build(2), fully_shard), [tokens_for(s, rank) for s in range(2)])
+    with torch.no_grad():
+        loss_of(teacher, tokens_for(0, rank))
+    assert train(student, [tokens_for(s, rank) for s in range(2)]) == expected
+    assert units(teacher)[0].context.pool is units(student)[0].context.pool
+    with pytest.raises(LifecycleError, match="after its first forward"):
+        share_comm_ctx([teacher, student])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="share_comm_ctx takes modules"):
+        share_comm_ctx([nn.Linear(1, 1)])  # type: ignore[list-item]
+
+
+def test_roots_may_share_memory(world2: World) -> None:
+    world2.run(sharing_roots)
 
 
 def inner_first(rank: int, size: int) -> None:

@@ -9,6 +9,7 @@ from polyshard.module import (
     FSDPModule,
     UnshardHandle,
     register_fsdp_forward_method,
+    share_comm_ctx,
 )
 from polyshard.policies import (
     CPUOffloadPolicy,
@@ -32,5 +33,6 @@ __all__ = [
     "fully_shard",
     "hookimpl",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
     "stats",
 ]

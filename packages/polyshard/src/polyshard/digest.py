@@ -116,7 +116,9 @@ def report_failure(ranks: Sequence[int], error: BaseException) -> None:
     """Tell the other ranks why this one will not come to compare plans."""
     board = open_board(ranks)
     if board is not None and len(ranks) > 1:
-        board.post("failure", f"{type(error).__name__}: {error}")
+        # Notes say which plugin and hook an exception came from.
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        board.post("failure", f"{type(error).__name__}: {error}{notes}")
 
 
 def plan_lines(root: Unit) -> list[str]:

@@ -300,6 +300,26 @@ def mix_in(module: nn.Module, unit: Unit) -> None:
     module.__dict__["_polyshard_unit"] = unit
 
 
+def share_comm_ctx(modules: Sequence[TorchFSDPModule]) -> None:
+    """Let several roots share what transfers need, so that each does not keep memory of its own.
+
+    Call it after sharding and before the first forward of any of them.
+
+    Raises:
+        SettingError: for a module that is not sharded.
+        LifecycleError: when one of them already ran.
+    """
+    roots = _units_of(modules, "share_comm_ctx")
+    for unit in roots:
+        if unit.is_root is not None:
+            raise LifecycleError(
+                f"share_comm_ctx was given '{unit.name}' after its first forward; call it right "
+                "after sharding."
+            )
+    for unit in roots[1:]:
+        unit.context.pool = roots[0].context.pool
+
+
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Have ``module.method_name(...)`` gather and free parameters as ``forward`` does.
 

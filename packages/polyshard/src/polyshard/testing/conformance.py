@@ -271,6 +271,19 @@ class PluginConformance:
         else:
             torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
 
+    def test_memory_is_released(self, factory: Factory, world2: World) -> None:
+        """After a step no unsharded parameter is left, and the next steps need no more memory."""
+        for states, resident in world2.run(release_with, factory):
+            assert states == {"SHARDED"}
+            assert resident[-1] <= 1.02 * resident[1]
+
+    def test_a_plan_can_be_shown(self, factory: Factory, world2: World) -> None:
+        """The plan names the plugin, and predicts the bytes of a step."""
+        name = Member.of(factory()).contract.name
+        for text, predicted, sent in world2.run(describe_with, factory):
+            assert name in text
+            assert predicted == sent
+
 
 def train_with(rank: int, size: int, factory: Factory | None) -> list[float]:
     """Losses of a few steps on two gloo ranks, with the plugin or without."""
@@ -293,3 +306,34 @@ def train_with(rank: int, size: int, factory: Factory | None) -> list[float]:
         optimizer.zero_grad()
         losses.append(cast("float", loss.item()))
     return losses
+
+
+def release_with(rank: int, size: int, factory: Factory) -> tuple[set[str], list[int]]:
+    """States of all groups after each of some steps, and resident pages."""
+    from polyshard import fully_shard
+    from polyshard.root import unit_of
+
+    del rank, size
+    model = SmallModel()
+    fully_shard(model, plugins=[factory()])
+    resident = []
+    for _ in range(STEPS):
+        model(torch.ones(4, 96)).sum().backward()
+        model.zero_grad()
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            resident.append(int(statm.read().split()[1]))
+    unit = unit_of(model)
+    assert unit is not None
+    return {group.state.name for group in unit.groups}, resident
+
+
+def describe_with(rank: int, size: int, factory: Factory) -> tuple[str, int, int]:
+    """The printed plan, and the bytes of a step as predicted and as sent."""
+    from polyshard import describe, fully_shard, stats
+
+    del rank, size
+    model = SmallModel()
+    fully_shard(model, plugins=[factory()])
+    plan = describe(model)
+    model(torch.ones(4, 96)).sum().backward()
+    return str(plan), plan.step_bytes, stats(model).bytes_sent
