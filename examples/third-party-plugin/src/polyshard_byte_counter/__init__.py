@@ -3,9 +3,10 @@
 from collections import Counter
 
 from polyshard import Plugin, hookimpl
+from polyshard.defaults import SilentObserver
 
 
-class ByteObserver:
+class ByteObserver(SilentObserver):
     """Called by the engine during the step; ``sent_bytes`` is a total for each group."""
 
     def __init__(self) -> None:
@@ -14,16 +15,8 @@ class ByteObserver:
     def on_unshard(self, group: str, payload_bytes: int) -> None:
         self.sent_bytes[group] += payload_bytes
 
-    def on_unsharded(self, group: str, wait_seconds: float) -> None: ...
-
-    def on_reshard(self, group: str) -> None: ...
-
     def on_reduce(self, group: str, payload_bytes: int) -> None:
         self.sent_bytes[group] += payload_bytes
-
-    def on_reduced(self, group: str, wait_seconds: float) -> None: ...
-
-    def on_step_end(self) -> None: ...
 
 
 class ByteCounter(Plugin):

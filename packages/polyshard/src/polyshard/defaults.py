@@ -85,3 +85,25 @@ class DefaultBackend:
     def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
         """See :func:`polyshard.transport.choose_transport`."""
         return choose_transport(roles, device)
+
+
+class SilentObserver:
+    """An observer that looks away; subclass it and override what should be seen."""
+
+    def on_unshard(self, group: str, payload_bytes: int) -> None:
+        """An all-gather starts."""
+
+    def on_unsharded(self, group: str, wait_seconds: float) -> None:
+        """The unsharded parameters are ready."""
+
+    def on_reshard(self, group: str) -> None:
+        """The unsharded parameters were freed."""
+
+    def on_reduce(self, group: str, payload_bytes: int) -> None:
+        """A gradient reduction starts."""
+
+    def on_reduced(self, group: str, wait_seconds: float) -> None:
+        """The sharded gradients are in place."""
+
+    def on_step_end(self) -> None:
+        """All gradients of this step are in place."""
