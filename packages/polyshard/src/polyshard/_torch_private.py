@@ -25,6 +25,7 @@ __all__ = [
     "has_fsdp_protocol",
     "in_backward",
     "local_tensor",
+    "preserve_version",
     "profiler_span",
     "queue_backward_callback",
     "set_local_tensor",
@@ -84,6 +85,13 @@ def coalescing(group: dist.ProcessGroup, device: torch.device) -> AbstractContex
     if manager is None:
         return nullcontext()
     return cast("AbstractContextManager[Any]", manager(group=group, device=device))
+
+
+def preserve_version(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Writes to ``tensor`` inside the block do not count as changes to autograd."""
+    return cast(
+        "AbstractContextManager[Any]", torch.autograd._unsafe_preserve_version_counter(tensor)
+    )
 
 
 def tag_managed_module(module: nn.Module) -> None:

@@ -16,7 +16,7 @@ from polyshard.collect import (
     PlacementFunction,
     check_modules,
     move_to_device,
-    split_by_dtype,
+    split_by_kind,
 )
 from polyshard.digest import report_failure
 from polyshard.errors import AlreadyShardedError, SettingError, UnsupportedError
@@ -189,7 +189,7 @@ def _reshards(reshard_after_forward: bool | int | None, roles: MeshRoles) -> boo
 
 def _plan_groups(unit: Unit, sources: Sequence[Source], stack: Stack) -> None:
     label = ", ".join(type(m).__name__ for m in unit.modules)
-    kinds = split_by_dtype(sources)
+    kinds = split_by_kind(sources)
     for index, members in enumerate(kinds):
         name = f"{label}#{index}" if len(kinds) > 1 else label
         setup = GroupSetup(name, unit.roles, unit.policy, stack, unit.reshards_in_training)

@@ -14,6 +14,7 @@ from polyshard.errors import ModuleError, SettingError, UnsupportedError
 from polyshard.mesh import MeshRoles
 from polyshard.onion import Onion
 from polyshard.parameter import Owner, Source
+from polyshard.protocol import check_protocol
 from polyshard.root import unit_of
 from polyshard.seams import ParamInfo
 
@@ -122,6 +123,8 @@ class Collector:
             value, extensions = self._onion.flatten(parameter.detach(), info)
         _check_shardable(fqn, value)
         dim = self._dim(fqn, parameter, value)
+        if has_fsdp_protocol(value):
+            check_protocol(fqn, value, dim)
         return Source(info, parameter, owners, dim, value, extensions)
 
     def _dim(self, fqn: str, parameter: nn.Parameter, value: Tensor) -> int | None:
@@ -151,11 +154,6 @@ def _check_shardable(fqn: str, value: Tensor) -> None:
             "it once more over the data-parallel mesh needs a plugin for tensor parallelism "
             "(polyshard-tensor-parallel)."
         )
-    if has_fsdp_protocol(value):
-        raise UnsupportedError(
-            f"'{fqn}' is a {type(value).__name__} with FSDP2's fsdp_pre_all_gather protocol, "
-            "which polyshard does not take yet. Use a plugin with a gather codec."
-        )
 
 
 def _check_untied(fqn: str, parameter: nn.Parameter) -> None:
@@ -178,9 +176,13 @@ def move_to_device(roots: Sequence[nn.Module], collector: Collector, roles: Mesh
                 tensor.data = tensor.to(device)
 
 
-def split_by_dtype(sources: Sequence[Source]) -> list[list[Source]]:
-    """One list per original dtype (and device): a group is one buffer."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Source]] = {}
+def _kind(source: Source) -> tuple[torch.dtype, torch.device, bool]:
+    return source.value.dtype, source.value.device, has_fsdp_protocol(source.value)
+
+
+def split_by_kind(sources: Sequence[Source]) -> list[list[Source]]:
+    """One list per original dtype, device, and whether tensors bring FSDP2's protocol."""
+    kinds: dict[tuple[torch.dtype, torch.device, bool], list[Source]] = {}
     for source in sources:
-        kinds.setdefault((source.value.dtype, source.value.device), []).append(source)
+        kinds.setdefault(_kind(source), []).append(source)
     return list(kinds.values())

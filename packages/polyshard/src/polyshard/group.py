@@ -8,7 +8,6 @@ at any time; one that has happened already is a no-op.
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -18,18 +17,18 @@ from torch import Tensor
 
 from polyshard._torch_private import profiler_span
 from polyshard.constraints import check_constraints
-from polyshard.gather import CodecGather, GatherPath, Line, NativeGather
 from polyshard.layout import plan_layout
 from polyshard.mesh import MeshRoles
 from polyshard.pages import PagePool
-from polyshard.parameter import Registry, Source
+from polyshard.parameter import Source
 from polyshard.plan import Dtypes, GroupPlan, Roles
 from polyshard.policies import MixedPrecisionPolicy
-from polyshard.reduction import InFlight, Reducer, ReduceSettings
+from polyshard.protocol import ProtocolGather, ProtocolShards, refuse_claims, uses_protocol
+from polyshard.reduction import InFlight, ReduceSettings
+from polyshard.runtime import Parts, Runtime, build_runtime
 from polyshard.seams import GroupInfo, Named, ParamInfo, Stack
 from polyshard.shards import Shards
 from polyshard.transport.base import Pending
-from polyshard.unsharded import Unsharded
 
 
 class State(Enum):
@@ -62,17 +61,6 @@ class Traffic:
     wait_seconds: float = 0.0
 
 
-@dataclass
-class _Runtime:
-    """What :meth:`ParameterGroup.prepare` makes and a conversion of dtypes remakes."""
-
-    unsharded: Unsharded
-    path: GatherPath
-    reducer: Reducer
-    registry: Registry
-    dtypes: Dtypes
-
-
 class ParameterGroup:
     """The parameters of a unit that communicate together."""
 
@@ -91,6 +79,8 @@ class ParameterGroup:
         self.device = setup.roles.device
         info = self._info(tuple(s.info for s in sources), sources[0].value.dtype)
         self.contributions = setup.stack.contributions(info)
+        if uses_protocol(sources):
+            refuse_claims(self.contributions, info)
         self.observers = self.contributions.observers
         self._transport = self.contributions.backend.connect(setup.roles, self.device)
         layout = plan_layout(
@@ -104,7 +94,7 @@ class ParameterGroup:
         self._layout = layout
         self._storage = self.contributions.storage.create(info, layout)
         self.shards: Shards
-        self._runtime: _Runtime | None = None
+        self._runtime: Runtime | None = None
         self._pending: Pending | None = None
         self._gathered_versions: list[int] = []
         self._accumulated: dict[int, Tensor] = {}
@@ -113,7 +103,10 @@ class ParameterGroup:
 
     def shard(self) -> None:
         """Cut the parameters and register their sharded forms; called once, when all plans hold."""
-        self.shards = Shards(self._sources, self._layout, self.roles, self._storage)
+        if uses_protocol(self._sources):
+            self.shards = ProtocolShards(self._sources, self._layout, self.roles)
+        else:
+            self.shards = Shards(self._sources, self._layout, self.roles, self._storage)
         self._sources = ()  # the full parameters may go now
 
     # --- plan ---------------------------------------------------------------------------------
@@ -173,7 +166,7 @@ class ParameterGroup:
             dtypes=runtime.dtypes,
             roles=Roles(
                 self._transport.name,
-                _named(contributions.gather_codec),
+                self._gather_codec_name(runtime),
                 _named(contributions.reduce_codec),
                 _named(contributions.storage),
                 contributions.plugin_lines,
@@ -183,13 +176,18 @@ class ParameterGroup:
             reduce_bytes=runtime.reducer.predicted_bytes(trainable, self._wire_dtype()),
         )
 
+    def _gather_codec_name(self, runtime: Runtime) -> str:
+        if isinstance(runtime.path, ProtocolGather):
+            return f"tensor class ({runtime.path.payload_bytes} bytes)"
+        return _named(self.contributions.gather_codec)
+
     # --- life cycle ---------------------------------------------------------------------------
 
     def mark_stale(self) -> None:
         """Parameters may have been replaced or moved: look before the next use."""
         self._stale = True
 
-    def prepare(self) -> _Runtime:
+    def prepare(self) -> Runtime:
         """Everything the step needs, made on first use and after a conversion."""
         runtime = self._runtime
         if runtime is not None and not (self._stale or self.shards.buffer.is_meta):
@@ -201,25 +199,20 @@ class ParameterGroup:
                 runtime = self._runtime = self._build()
         return runtime
 
-    def _build(self) -> _Runtime:
-        contributions, info = self.contributions, self.info()
-        dtypes = self._dtypes(self.shards.dtype)
-        tag = zlib.crc32(f"{self.roles.describe()} {self.name}".encode()) >> 2
-        line = Line(self._transport, tag, self.roles.shard_rank)
-        onion = self.setup.stack.onion
-        unsharded = Unsharded(self.shards, dtypes.param, self.device, self.pool, onion)
-        codec = contributions.gather_codec.bind(info, self.shards.layout)
-        path: GatherPath
-        path = (
-            NativeGather(unsharded, line) if codec is None else CodecGather(codec, unsharded, line)
+    def _build(self) -> Runtime:
+        parts = Parts(
+            info=self.info(),
+            shards=self.shards,
+            roles=self.roles,
+            policy=self.setup.policy,
+            contributions=self.contributions,
+            transport=self._transport,
+            onion=self.setup.stack.onion,
+            pool=self.pool,
         )
-        unsharded.buffer.release()
-        reduce_codec = contributions.reduce_codec.bind(info, self.shards.layout)
-        reducer = Reducer(self.shards, dtypes.reduce, self.roles, line, reduce_codec)
-        reducer.settings = self.reduce_settings
-        owners = (p.owners for p in self.shards.parameters)
-        registry = Registry(zip(owners, unsharded.leaves, strict=True))
-        return _Runtime(unsharded, path, reducer, registry, dtypes)
+        runtime = build_runtime(parts, self._dtypes(self.shards.dtype))
+        runtime.reducer.settings = self.reduce_settings
+        return runtime
 
     def unshard(self) -> None:
         """Begin to gather, unless gathered or on the way."""
@@ -232,7 +225,7 @@ class ParameterGroup:
         self.shards.check_materialized()
         self.state = State.GATHERING
         with profiler_span("polyshard.unshard", self.name):
-            runtime.unsharded.buffer.acquire()
+            runtime.buffer.acquire()
             self._gathered_versions = self.shards.versions()
             self.shards.storage.fetch()
             self._pending = runtime.path.start()
@@ -269,9 +262,9 @@ class ParameterGroup:
         for observer in self.observers:
             observer.on_unsharded(self.name, seconds)
 
-    def _sync_requires_grad(self, runtime: _Runtime) -> None:
+    def _sync_requires_grad(self, runtime: Runtime) -> None:
         """Freezing and unfreezing happens on the sharded parameter; the leaf follows."""
-        for sharded, leaf in zip(self.shards.parameters, runtime.unsharded.leaves, strict=True):
+        for sharded, leaf in zip(self.shards.parameters, runtime.leaves, strict=True):
             wanted = sharded.parameter.requires_grad
             if leaf.requires_grad is not wanted:
                 leaf.requires_grad_(wanted)
@@ -284,7 +277,7 @@ class ParameterGroup:
             return
         with profiler_span("polyshard.reshard", self.name):
             self.shards.registry.register()
-            self._runtime.unsharded.buffer.release()
+            self._runtime.buffer.release()
         self.state = State.SHARDED
         for observer in self.observers:
             observer.on_reshard(self.name)
@@ -297,7 +290,7 @@ class ParameterGroup:
         if runtime is None:
             return
         self._has_unreduced = True
-        for index, leaf in enumerate(runtime.unsharded.leaves):
+        for index, leaf in enumerate(runtime.leaves):
             if leaf.grad is not None and leaf.grad.dtype != runtime.dtypes.reduce:
                 gradient = self._flattened(index, leaf.grad)
                 self._accumulated[index] = self._sum(index, gradient, runtime.dtypes.reduce)
@@ -320,7 +313,7 @@ class ParameterGroup:
         if runtime is None:
             return {}
         taken: dict[int, Tensor] = {}
-        for index, leaf in enumerate(runtime.unsharded.leaves):
+        for index, leaf in enumerate(runtime.leaves):
             gradient = leaf.grad
             if gradient is not None:
                 leaf.grad = None

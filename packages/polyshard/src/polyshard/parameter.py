@@ -116,7 +116,8 @@ class ShardedParameter:
         self.parameter = nn.Parameter(
             wrap_local(local, self.spec), requires_grad=source.parameter.requires_grad
         )
-        self.parameter.__dict__.update(source.parameter.__dict__)
+        if type(source.parameter) is nn.Parameter:  # a subclass keeps its own state there
+            self.parameter.__dict__.update(source.parameter.__dict__)
 
     def _spec(self, dtype: torch.dtype) -> DTensorSpec:
         placements = placements_for(self.dim, self._roles)

@@ -1,0 +1,78 @@
+"""What a group needs during a step, made when it is first used and after conversions."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+from torch import nn
+
+from polyshard.buffers import Buffer
+from polyshard.gather import CodecGather, GatherPath, Line, NativeGather
+from polyshard.mesh import MeshRoles
+from polyshard.onion import Onion
+from polyshard.pages import PagePool
+from polyshard.parameter import Registry
+from polyshard.plan import Dtypes
+from polyshard.policies import MixedPrecisionPolicy
+from polyshard.protocol import ProtocolGather, ProtocolShards
+from polyshard.reduction import Reducer
+from polyshard.seams import Contributions, GroupInfo
+from polyshard.shards import Shards
+from polyshard.transport import Transport
+from polyshard.unsharded import Unsharded
+
+
+@dataclass
+class Runtime:
+    """The unsharded side (memory, leaves, how they are filled), and the way back."""
+
+    buffer: Buffer
+    leaves: list[nn.Parameter]
+    path: GatherPath
+    reducer: Reducer
+    registry: Registry
+    dtypes: Dtypes
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a runtime is built from; all of it is settled by the plan."""
+
+    info: GroupInfo
+    shards: Shards
+    roles: MeshRoles
+    policy: MixedPrecisionPolicy
+    contributions: Contributions
+    transport: Transport
+    onion: Onion
+    pool: PagePool | None
+
+
+def build_runtime(parts: Parts, dtypes: Dtypes) -> Runtime:
+    """Bind every transfer of a group to memory. Leaves the unsharded side freed."""
+    # Ranks agree on names, so they agree on tags without a word.
+    tag = zlib.crc32(f"{parts.roles.describe()} {parts.info.name}".encode()) >> 2
+    line = Line(parts.transport, tag, parts.roles.shard_rank)
+    buffer, leaves, path = _unsharded_side(parts, dtypes, line)
+    buffer.release()
+    reduce_codec = parts.contributions.reduce_codec.bind(parts.info, parts.shards.layout)
+    reducer = Reducer(parts.shards, dtypes.reduce, parts.roles, line, reduce_codec)
+    owners = (p.owners for p in parts.shards.parameters)
+    registry = Registry(zip(owners, leaves, strict=True))
+    return Runtime(buffer, leaves, path, reducer, registry, dtypes)
+
+
+def _unsharded_side(
+    parts: Parts, dtypes: Dtypes, line: Line
+) -> tuple[Buffer, list[nn.Parameter], GatherPath]:
+    shards = parts.shards
+    if isinstance(shards, ProtocolShards):
+        gather = ProtocolGather(shards, parts.policy, dtypes.param, (line.transport, line.tag))
+        return gather.buffer, gather.leaves, gather
+    unsharded = Unsharded(shards, dtypes.param, parts.info.device, parts.pool, parts.onion)
+    codec = parts.contributions.gather_codec.bind(parts.info, shards.layout)
+    path: GatherPath = (
+        NativeGather(unsharded, line) if codec is None else CodecGather(codec, unsharded, line)
+    )
+    return unsharded.buffer, unsharded.leaves, path
