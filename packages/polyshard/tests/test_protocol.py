@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from toy_models import build, full, loss_of, shard, tokens_for
 from toy_plugins import Codecs
-from toy_tensors import Coded, Moody, OldForm, Wrapped
+from toy_tensors import Coded, Moody, Nibbles, OldForm, Wrapped
 
 from polyshard import describe, fully_shard, stats
 from polyshard.errors import ConflictError, ModuleError, PluginError
@@ -111,6 +111,44 @@ def freed(rank: int, size: int) -> None:
 
 def test_unsharded_memory_is_freed(world2: World) -> None:
     world2.run(freed)
+
+
+class Frozen(nn.Module):
+    """A packed, frozen base and a trained low-rank update, as in QLoRA; the base is uneven."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = nn.Parameter(base, requires_grad=False)
+        self.update = nn.Parameter(torch.zeros(7, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.base + self.update).t()
+
+
+def packed(rank: int, size: int) -> None:
+    values = torch.randn(7, 4, generator=torch.Generator().manual_seed(2))
+    base = Nibbles.pack(values)
+    reference = base.unpack()
+    assert (reference - values).abs().max() < values.abs().max() / 10
+    model: Any = fully_shard(Frozen(base))
+    x = torch.full((3, 4), float(rank + 1))
+    for _ in range(2):
+        out = model(x)
+        assert torch.equal(out, x @ reference.t())
+        out.sum().backward()
+    mean = sum(range(1, size + 1)) / size
+    assert torch.equal(full(model.update.grad), torch.full((7, 4), 2 * 3 * mean))
+    assert model.base.grad is None
+    plans = {p.roles.gather_codec: p for p in describe(model).groups}
+    (plan,) = (p for name, p in plans.items() if name.startswith("tensor class"))
+    rows = -(-7 // size)
+    assert plan.gather_bytes < (size - 1) * rows * 4 * 4 + 64 * 2 * (size - 1)
+    assert isinstance(model.base.to_local(), Nibbles)
+
+
+def test_packed_frozen_tensors(world2: World, world3: World) -> None:
+    world2.run(packed)
+    world3.run(packed)
 
 
 def refusals(rank: int, size: int) -> None:

@@ -20,6 +20,7 @@ from toy_plugins import (
     Preparing,
     Resting,
     Transposing,
+    Unsqueezing,
     Watching,
 )
 
@@ -94,6 +95,22 @@ def onion_shapes(rank: int, size: int) -> None:
 
 def test_the_onion(world2: World) -> None:
     world2.run(onion_shapes)
+
+
+def both_orders(rank: int, size: int, first: bool) -> None:
+    """Both plugins change every matrix; which comes first shows in what is sharded."""
+    relation: dict[str, list[str]] = {"before" if first else "after": ["unsqueezing"]}
+    plugins = [Unsqueezing(), Transposing(**relation)]
+    plain, plugged = shard(build(), fully_shard), build()
+    shard(plugged, fully_shard, plugins=plugins)
+    block: Any = plugged.blocks[0]
+    assert tuple(block.up.weight.shape) == ((192, 250, 1) if first else (1, 192, 250))
+    assert train(plugged, batches(rank)).losses == train(plain, batches(rank)).losses
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["transposed first", "unsqueezed first"])
+def test_two_transforms_compose_in_both_orders(world2: World, first: bool) -> None:
+    world2.run(both_orders, first)
 
 
 def watched(rank: int, size: int) -> None:

@@ -204,6 +204,16 @@ def test_names_resolve_through_entry_points(monkeypatch: pytest.MonkeyPatch) -> 
         build_stack(["codec"])
 
 
+def test_the_order_of_entry_points_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [("codecs", "toy_plugins:Codecs"), ("watching", "toy_plugins:Watching")]
+    lines = set()
+    for installed in (entries, entries[::-1]):
+        install(monkeypatch, *installed)
+        for names in (["codecs", "watching"], ["watching", "codecs"]):
+            lines.add(build_stack(names).lines())
+    assert len(lines) == 1
+
+
 def test_broken_entry_points_name_their_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     install(
         monkeypatch,

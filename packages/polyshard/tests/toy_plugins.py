@@ -243,16 +243,31 @@ class Transposing(Plugin):
 
     @hookimpl
     def pre_flatten_transform(self, tensor: Tensor, param: ParamInfo | None) -> tuple[Tensor, Any]:
-        if tensor.ndim != 2:
+        if tensor.ndim < 2:
             return tensor, None
         name = param.fqn if param is not None else "?"  # FSDP1 does not say
         self.seen.append((name, tuple(tensor.shape)))
-        return tensor.t(), "transposed"
+        return tensor.transpose(0, -1), "transposed"
 
     @hookimpl
     def post_unflatten_transform(self, tensor: Tensor, param_extension: Any) -> Tensor:
         assert param_extension == "transposed"
-        return tensor.t()
+        return tensor.transpose(0, -1)
+
+
+class Unsqueezing(Plugin):
+    """Shards each matrix with one more dim at the end."""
+
+    name = "unsqueezing"
+
+    @hookimpl
+    def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, Any] | None:
+        return (tensor.unsqueeze(-1), tensor.ndim) if tensor.ndim == 2 else None
+
+    @hookimpl
+    def post_unflatten_transform(self, tensor: Tensor, param_extension: Any) -> Tensor:
+        assert tensor.ndim == param_extension + 1
+        return tensor.squeeze(-1)
 
 
 class Preparing(Plugin):

@@ -105,3 +105,77 @@ class Moody(OldForm):
         Moody.calls += 1
         inputs, metadata = super().fsdp_pre_all_gather(mesh)
         return (inputs if Moody.calls < 2 else (inputs[0].double(),)), metadata
+
+
+class Nibbles(Tensor):
+    """Holds two 4-bit codes a byte and one scale a row, like NF4; frozen, travels packed."""
+
+    codes: Tensor
+    scales: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scales: Tensor) -> Any:
+        shape = (codes.shape[0], 2 * codes.shape[1])
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=scales.dtype, device=codes.device)
+
+    def __init__(self, codes: Tensor, scales: Tensor) -> None:
+        self.codes, self.scales = codes, scales
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Nibbles({tuple(self.shape)})"
+
+    @classmethod
+    def pack(cls, values: Tensor) -> Any:
+        """Round ``values`` to 15 levels a row."""
+        scales = values.abs().amax(1, keepdim=True).clamp_min(1e-12) / 7
+        codes = ((values / scales).round() + 8).to(torch.uint8)
+        return cls(codes[:, ::2] << 4 | codes[:, 1::2], scales)
+
+    def unpack(self) -> Tensor:
+        return _unpacked(self.codes, self.scales)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        first = args[0]
+        if func in (aten.detach.default, aten.clone.default, aten.alias.default):
+            return cls(func(first.codes), func(first.scales))
+        if func is aten.slice.Tensor:
+            assert args[1] == 0, "rows only"
+            return cls(func(first.codes, *args[1:]), func(first.scales, *args[1:]))
+        if func is aten.split.Tensor:
+            parts = zip(func(first.codes, *args[1:]), func(first.scales, *args[1:]), strict=True)
+            return [cls(*part) for part in parts]
+        if func is aten.new_zeros.default:
+            rows, columns = args[1]
+            codes = first.codes.new_zeros(rows, columns // 2)
+            return cls(codes, first.scales.new_zeros(rows, 1))
+        if func is aten.copy_.default:
+            first.codes.copy_(args[1].codes)
+            first.scales.copy_(args[1].scales)
+            return first
+        if func in (aten.view.default, aten.as_strided.default):
+            assert tuple(args[1]) in (tuple(first.shape), (-1,)), "shape stays"
+            return cls(first.codes, first.scales)
+        raise NotImplementedError(f"Nibbles: {func}")
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        return (self.codes, self.scales), tuple(outer_size)
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, dtype: Any, *, out: Tensor | None = None
+    ) -> Any:
+        whole = _unpacked(*outputs)[: metadata[0]].to(dtype)
+        if out is None:
+            return whole, (whole,)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(whole)
+        return None
+
+
+def _unpacked(codes: Tensor, scales: Tensor) -> Tensor:
+    pairs = torch.stack([codes >> 4, codes & 15], dim=-1).flatten(1)
+    return (pairs.float() - 8) * scales

@@ -13,6 +13,7 @@ admits relative to the largest value of a parameter.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from polyshard.builtin import EnginePlugin
 from polyshard.contract import Contract
+from polyshard.errors import PluginError
 from polyshard.manager import Member, problems_of
 from polyshard.markers import hookimpl
 from polyshard.seams import Contributions
@@ -277,6 +279,16 @@ class PluginConformance:
             assert states == {"SHARDED"}
             assert resident[-1] <= 1.02 * resident[1]
 
+    def test_state_dict_round_trip(self, factory: Factory, world2: World) -> None:
+        """What one sharded model saved, another one with the plugin loads, to the last bit."""
+        assert all(world2.run(reload_with, factory))
+
+    def test_a_second_copy_is_refused_by_name(self, factory: Factory) -> None:
+        """Errors call the plugin what its contract calls it."""
+        name = Member.of(factory()).contract.name
+        with pytest.raises(PluginError, match=f"'{re.escape(name)}'"):
+            build_stack([factory(), factory()])
+
     def test_a_plan_can_be_shown(self, factory: Factory, world2: World) -> None:
         """The plan names the plugin, and predicts the bytes of a step."""
         name = Member.of(factory()).contract.name
@@ -337,3 +349,20 @@ def describe_with(rank: int, size: int, factory: Factory) -> tuple[str, int, int
     plan = describe(model)
     model(torch.ones(4, 96)).sum().backward()
     return str(plan), plan.step_bytes, stats(model).bytes_sent
+
+
+def reload_with(rank: int, size: int, factory: Factory) -> bool:
+    """Whether a model that loads another one's state dict gives the same outputs."""
+    from polyshard import fully_shard
+
+    del rank, size
+    models = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = SmallModel()
+        fully_shard(model, plugins=[factory()])
+        models.append(model)
+    models[1].load_state_dict(models[0].state_dict())
+    with torch.no_grad():
+        first, second = (m(torch.ones(4, 96)) for m in models)
+    return torch.equal(first, second)
