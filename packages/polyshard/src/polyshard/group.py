@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
@@ -223,12 +224,12 @@ class ParameterGroup:
             else:
                 return
         self.shards.check_materialized()
-        self.state = State.GATHERING
         with profiler_span("polyshard.unshard", self.name):
             runtime.buffer.acquire()
             self._gathered_versions = self.shards.versions()
             self.shards.storage.fetch()
             self._pending = runtime.path.start()
+        self.state = State.GATHERING  # only now: a start that raised leaves the group sharded
         self.traffic.gathers += 1
         self.traffic.sent_bytes += runtime.path.sent_bytes
         self.traffic.received_bytes += runtime.path.received_bytes
@@ -370,7 +371,19 @@ class ParameterGroup:
         self._has_unreduced = False
         if self._runtime is not None:
             self._runtime.reducer.discard()
+            self._abandon_gather(self._runtime)
         self.reshard()
+
+    def _abandon_gather(self, runtime: Runtime) -> None:
+        """End a gather nobody waits for any more, whether or not its peers are still there."""
+        if self.state is not State.GATHERING:
+            return
+        assert self._pending is not None
+        with suppress(RuntimeError):  # a peer that is gone sends nothing into freed memory either
+            self._pending.wait()
+        self._pending = None
+        runtime.buffer.release()
+        self.state = State.SHARDED
 
 
 def _named(part: Named) -> str:

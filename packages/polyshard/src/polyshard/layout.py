@@ -149,22 +149,6 @@ class GroupLayout:
         """Elements of one rank's packed chunks."""
         return self.shard_numel - self.staged_offset
 
-    @cached_property
-    def padding_numel(self) -> int:
-        """Elements of all ranks' shard buffers that hold no parameter."""
-        held = sum(
-            p.numel if p.dim is not None else p.numel * self.world_size for p in self.parameters
-        )
-        return self.world_size * self.shard_numel - held
-
-    def native_bytes(self, rank: int, itemsize: int) -> int:
-        """Bytes ``rank`` sends to one peer in a native all-gather: real rows and the packed slice.
-
-        The same number of bytes comes back from a reduce-scatter, seen from the receiving side.
-        """
-        direct = sum(self.parameters[i].local_numel(rank) for i in self.direct)
-        return (direct + self.staged_numel) * itemsize
-
 
 def plan_layout(
     shapes: Sequence[ParameterShape],

@@ -99,16 +99,7 @@ class ProtocolShards(Shards):
 
     def adopt_replaced(self) -> bool:
         """Take over parameter objects that replaced ours; memory is theirs anyway."""
-        changed = False
-        for parameter in self.parameters:
-            registered = self._registered(parameter)
-            if registered is not parameter.parameter:
-                parameter.adopt(registered)
-                changed = True
-        if changed:
-            self.registry = self._new_registry()
-            self.registry.register()
-        return changed
+        return self._adopt_registered()
 
 
 @dataclass

@@ -98,6 +98,14 @@ class Shards:
         Returns:
             Whether anything had to be done.
         """
+        changed = self._adopt_registered()
+        if not all(self._rests_here(p, q) for p, q in self._slots()):
+            self._rebuild()
+            changed = True
+        return changed
+
+    def _adopt_registered(self) -> bool:
+        """Take over parameters that modules hold in place of ours; whether there were any."""
         changed = False
         for parameter in self.parameters:
             registered = self._registered(parameter)
@@ -107,9 +115,6 @@ class Shards:
         if changed:
             self.registry = self._new_registry()
             self.registry.register()
-        if not all(self._rests_here(p, q) for p, q in self._slots()):
-            self._rebuild()
-            changed = True
         return changed
 
     def _slots(self) -> zip[tuple[ShardedParameter, ParameterLayout]]:

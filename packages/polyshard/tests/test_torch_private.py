@@ -1,0 +1,92 @@
+"""Every private torch name that polyshard uses does what polyshard takes it to do."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from polyshard import _torch_private as private
+from polyshard.testing import World
+
+
+def dtensors(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,))
+    spec = private.dtensor_spec(mesh, (Shard(0),), torch.Size((4, 3)), torch.float32)
+    local = torch.full((2, 3), float(rank))
+    value = private.wrap_local(local, spec)
+    assert private.local_tensor(value) is local
+    assert value.shape == (4, 3)
+    assert value.full_tensor()[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]
+    other = local + 1
+    private.set_local_tensor(value, other)
+    assert value.to_local()[0, 0] == rank + 1
+
+
+def test_dtensors(world2: World) -> None:
+    world2.run(dtensors)
+
+
+def stores(rank: int, size: int) -> None:
+    store = private.default_store()
+    assert store is not None
+    assert private.store_timeout_seconds(store) > 0
+    store.set(f"private/{rank}", "here")
+    dist.barrier()
+    assert store.get(f"private/{1 - rank}") == b"here"
+
+
+def test_the_default_store(world2: World) -> None:
+    world2.run(stores)
+
+
+def test_backward_callbacks_run_once_at_the_end() -> None:
+    order: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+
+    def hook(gradient: torch.Tensor) -> None:
+        assert private.in_backward()
+        private.queue_backward_callback(lambda: order.append("end"))
+        order.append("hook")
+
+    y.register_hook(hook)
+    x.register_hook(lambda gradient: order.append("leaf"))
+    assert not private.in_backward()
+    y.sum().backward()
+    assert order == ["hook", "leaf", "end"]
+
+
+def test_spans_exist_only_under_a_profiler() -> None:
+    with private.profiler_span("phase", "name"):
+        torch.ones(1)
+    with torch.profiler.profile() as profile, private.profiler_span("phase", "name"):
+        torch.ones(1)
+    assert "phase name" in {event.key for event in profile.key_averages()}
+
+
+def test_versions_are_preserved() -> None:
+    tensor = torch.zeros(2)
+    before = tensor._version
+    with private.preserve_version(tensor):
+        tensor.fill_(1.0)
+    assert tensor._version == before
+    tensor.fill_(2.0)
+    assert tensor._version == before + 1
+
+
+def test_managed_modules_are_marked_for_compile() -> None:
+    module = nn.Linear(1, 1)
+    private.tag_managed_module(module)
+    assert module._is_fsdp_managed_module
+    assert module._fsdp_use_orig_params
+
+
+def test_the_tensor_protocol_is_found() -> None:
+    assert not private.has_fsdp_protocol(torch.ones(1))
+
+
+def test_coalescing_is_a_block() -> None:
+    assert hasattr(dist.distributed_c10d, "_coalescing_manager")
