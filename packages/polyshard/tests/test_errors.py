@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -18,18 +19,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from toy_models import Model, build, loss_of, shard, tokens_for
-from toy_plugins import Codecs, Constrained
+from toy_plugins import BytesGather, Codecs, Constrained, GatherFactory
 
 from polyshard import MixedPrecisionPolicy, fully_shard, hookimpl
 from polyshard.errors import (
     AlreadyShardedError,
     MeshError,
     ModuleError,
+    PeerError,
     PlanMismatchError,
     PolyshardError,
     SettingError,
     UnsupportedError,
 )
+from polyshard.failures import FailureReport
+from polyshard.layout import GroupLayout
 from polyshard.testing import World
 
 
@@ -219,6 +223,77 @@ def test_a_failing_plugin_is_named_on_the_others() -> None:
         world.run(one_rank_of_a_plugin_fails, timeout=20.0)
     finally:
         world.close()
+
+
+class Full(BytesGather):
+    """Its disk is full from the second gather on, on rank 1."""
+
+    calls = 0
+
+    def encode(self, shard: torch.Tensor, payload: torch.Tensor) -> None:
+        Full.calls += 1
+        if Full.calls > 1 and dist.get_rank() == 1:
+            raise OSError("no space left on device")
+        super().encode(shard, payload)
+
+
+class FullFactory(GatherFactory):
+    def bind(self, group: object, layout: GroupLayout) -> Full:
+        return Full(layout)
+
+
+class Filling(Codecs):
+    name = "filling"
+
+    @hookimpl
+    def polyshard_gather_codec(self, group: object) -> FullFactory:
+        return FullFactory()
+
+
+def one_rank_fails_in_a_step(rank: int, size: int) -> None:
+    model: Any = fully_shard(nn.Linear(4, 4), plugins=[Filling()])
+    x = torch.ones(1, 4)
+    model(x).sum().backward()
+    if rank == 1:
+        with pytest.raises(OSError, match="no space left"):
+            model(x)
+    else:
+        pattern = (
+            r"group '\(root\)' did not complete, because rank 1 failed in group '\(root\)': OSE"
+        )
+        refused(PeerError, pattern, model, x)
+
+
+def test_a_rank_that_fails_in_a_step_is_quoted_on_the_others() -> None:
+    world = World(2, collective_seconds=4.0)
+    try:
+        world.run(one_rank_fails_in_a_step, timeout=30.0)
+    finally:
+        world.close()
+
+
+def recovered(rank: int, size: int) -> None:
+    """A failure that was reset is not quoted again."""
+    model: Any = fully_shard(nn.Linear(4, 4))
+    x = torch.ones(1, 4)
+    model(x).sum().backward()
+    with suppress(ZeroDivisionError, PeerError), FailureReport((0, 1), "g"):
+        if rank == 1:
+            raise ZeroDivisionError("earlier")
+    dist.barrier()
+    model.reset_iter_state()
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(KeyError), FailureReport((0, 1), "g"):
+            raise KeyError("new")  # not a PeerError about rank 1
+    dist.barrier()
+    model.reset_iter_state()
+    dist.barrier()
+    model(x).sum().backward()
+
+
+def test_a_failure_that_was_reset_is_forgotten(world2: World) -> None:
+    world2.run(recovered)
 
 
 def one_rank_stays_away(rank: int, size: int) -> None:

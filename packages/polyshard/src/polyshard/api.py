@@ -128,7 +128,7 @@ def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
         sources = collector.sources(modules)
         _plan_groups(unit, sources, stack)
     except Exception as error:
-        report_failure([int(r) for r in roles.mesh.mesh.flatten()], error)
+        report_failure(roles.ranks, error)
         raise
     _shard(unit, sources)
     return module

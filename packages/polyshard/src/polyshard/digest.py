@@ -15,7 +15,7 @@ import hashlib
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -98,13 +98,25 @@ class Board:
 
 def open_board(ranks: Sequence[int]) -> Board | None:
     """The next meeting of ``ranks``; ``None`` without a store shared by real processes."""
+    board = _board(ranks)
+    if board is None:
+        return None
+    count = board.store.add(board.key("count", board.rank), 0)
+    return replace(board, prefix=f"{board.prefix}/{count}")
+
+
+def open_step_board(ranks: Sequence[int]) -> Board | None:
+    """Where ``ranks`` report failures during steps; ``None`` as in :func:`open_board`."""
+    board = _board(ranks)
+    return replace(board, prefix=f"{board.prefix}/steps") if board is not None else None
+
+
+def _board(ranks: Sequence[int]) -> Board | None:
     store = default_store()
     if store is None or dist.get_backend() == "fake":
         return None
-    rank = dist.get_rank()
-    meeting = f"polyshard/{zlib.crc32(repr(tuple(ranks)).encode()):08x}"
-    count = store.add(f"{meeting}/count/{rank}", 0)
-    return Board(store, f"{meeting}/{count}", rank, tuple(ranks))
+    prefix = f"polyshard/{zlib.crc32(repr(tuple(ranks)).encode()):08x}"
+    return Board(store, prefix, dist.get_rank(), tuple(ranks))
 
 
 def _close(board: Board) -> None:
@@ -138,7 +150,7 @@ def compare_plans(root: Unit) -> None:
     Raises:
         PlanMismatchError: on every rank of the root's mesh.
     """
-    ranks = sorted(int(r) for r in root.roles.mesh.mesh.flatten())
+    ranks = root.roles.ranks
     board = open_board(ranks)
     if board is None or len(ranks) == 1:
         return

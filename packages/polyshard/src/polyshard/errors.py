@@ -43,6 +43,10 @@ class LifecycleError(PolyshardError, RuntimeError):
     """A call at a moment when it cannot work (forward on meta, reset on a non-root, ...)."""
 
 
+class PeerError(PolyshardError, RuntimeError):
+    """A transfer failed because another rank did; the message quotes that rank."""
+
+
 class PluginError(PolyshardError, ValueError):
     """A plugin that cannot be loaded, registered or combined."""
 

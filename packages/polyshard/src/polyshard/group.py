@@ -18,6 +18,7 @@ from torch import Tensor
 
 from polyshard._torch_private import profiler_span
 from polyshard.constraints import check_constraints
+from polyshard.failures import FailureReport
 from polyshard.layout import plan_layout
 from polyshard.mesh import MeshRoles
 from polyshard.pages import PagePool
@@ -91,6 +92,7 @@ class ParameterGroup:
             self._transport.staging_bytes,
         )
         check_constraints(self.contributions.constraints, info, layout)
+        self._failures = FailureReport(setup.roles.ranks, self.name)
         self._sources: Sequence[Source] = sources
         self._layout = layout
         self._storage = self.contributions.storage.create(info, layout)
@@ -139,6 +141,7 @@ class ParameterGroup:
     def rename(self, name: str, fqns: Mapping[int, str]) -> None:
         """Take the names that the root gives: the unit's, and each parameter's by identity."""
         self.name = name
+        self._failures = FailureReport(self.roles.ranks, name)
         for parameter in self.shards.parameters:
             fqn = fqns.get(id(parameter.parameter), parameter.info.fqn)
             parameter.info = replace(parameter.info, fqn=fqn)
@@ -224,7 +227,7 @@ class ParameterGroup:
             else:
                 return
         self.shards.check_materialized()
-        with profiler_span("polyshard.unshard", self.name):
+        with self._failures, profiler_span("polyshard.unshard", self.name):
             runtime.buffer.acquire()
             self._gathered_versions = self.shards.versions()
             self.shards.storage.fetch()
@@ -250,7 +253,7 @@ class ParameterGroup:
         runtime = self.prepare()
         assert self._pending is not None
         begin = time.perf_counter()
-        with profiler_span("polyshard.wait", self.name):
+        with self._failures, profiler_span("polyshard.wait", self.name):
             self._pending.wait()
             runtime.path.finish()
         self._pending = None
@@ -343,7 +346,7 @@ class ParameterGroup:
         runtime = self.prepare()
         wire = self._wire_dtype()
         self._has_unreduced = False
-        with profiler_span("polyshard.reduce", self.name):
+        with self._failures, profiler_span("polyshard.reduce", self.name):
             flight, sent_bytes = runtime.reducer.start(gradients, wire)
         self.traffic.reductions += 1
         self.traffic.sent_bytes += sent_bytes
@@ -356,7 +359,7 @@ class ParameterGroup:
         """Wait for a reduction and put the sharded gradients in place."""
         runtime = self.prepare()
         begin = time.perf_counter()
-        with profiler_span("polyshard.reduced", self.name), torch.no_grad():
+        with self._failures, profiler_span("polyshard.reduced", self.name), torch.no_grad():
             total = runtime.reducer.finish(flight)
             if total is not None:
                 runtime.reducer.store(total, flight.present)

@@ -49,6 +49,11 @@ class MeshRoles:
         """Ranks on the replicate axis; 1 without one."""
         return 1 if self.replicate_axis is None else self.mesh.size(self.replicate_axis)
 
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the whole mesh, in ascending order."""
+        return tuple(sorted(int(rank) for rank in self.mesh.mesh.flatten()))
+
     @property
     def data_parallel_size(self) -> int:
         """Ranks whose gradients are averaged."""

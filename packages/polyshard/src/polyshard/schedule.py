@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from polyshard._torch_private import in_backward, queue_backward_callback
 from polyshard.errors import LifecycleError
+from polyshard.failures import forget_failure
 from polyshard.group import ParameterGroup, State
 from polyshard.pages import PagePool, pages_can_move
 from polyshard.trees import cast_floating, map_tensors, tensors
@@ -133,6 +134,7 @@ class RootContext:
         self.forward_root = None
         for unit in self.units:
             unit.reset()
+            forget_failure(unit.roles.ranks)
 
 
 class Unit:

@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import Any
 
 COLLECTIVE_SECONDS = 30.0
-"""How long a rank waits for its peers before it raises."""
+"""How long a rank waits for its peers by default."""
 
 
 class RankError(AssertionError):
@@ -48,9 +48,13 @@ class World:
     After a failure the processes are replaced, because peers of a failed rank may be stuck.
     """
 
-    def __init__(self, size: int) -> None:
-        """``size`` ranks; they start with the first :meth:`run`."""
+    def __init__(self, size: int, collective_seconds: float = COLLECTIVE_SECONDS) -> None:
+        """``size`` ranks; they start with the first :meth:`run`.
+
+        A rank waits ``collective_seconds`` for its peers before it raises.
+        """
         self.size = size
+        self._seconds = collective_seconds
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -106,7 +110,7 @@ class World:
         try:
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
-                arguments = (rank, self.size, store, theirs)
+                arguments = (rank, self.size, store, self._seconds, theirs)
                 process = context.Process(target=_serve, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
@@ -135,7 +139,7 @@ class World:
         return answers
 
 
-def _serve(rank: int, size: int, store_path: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, store_path: str, seconds: float, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
@@ -147,7 +151,7 @@ def _serve(rank: int, size: int, store_path: str, pipe: Connection) -> None:
         store=store,
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+        timeout=timedelta(seconds=seconds),
     )
     modules: dict[str, ModuleType] = {}
     while True:
