@@ -154,6 +154,8 @@ def stack_in_fsdp1(rank: int, size: int, original: bool) -> None:
             k: v.shape for k, v in build().state_dict().items()
         }
         wrapped.load_state_dict(state)
+    with FullyShardedDataParallel.state_dict_type(wrapped, StateDictType.SHARDED_STATE_DICT):
+        wrapped.load_state_dict(wrapped.state_dict())
     set_extensions(wrapped, extensions)  # also after wrapping, for the state-dict hooks
 
 

@@ -63,7 +63,9 @@ class EnginePlugin(Plugin):
         pg: dist.ProcessGroup,
     ) -> Tensor:
         """Cut on dim 0, as FSDP1 does."""
-        return chunk_sharded_tensor(tensor, rank, world_size, num_devices_per_node, pg)
+        # A ShardedTensor takes contiguous shards only; a plugin may have unflattened into a view.
+        whole = tensor.contiguous()
+        return chunk_sharded_tensor(whole, rank, world_size, num_devices_per_node, pg)
 
     @hookimpl
     def chunk_dtensor(self, tensor: Tensor, device_mesh: DeviceMesh) -> DTensor:
