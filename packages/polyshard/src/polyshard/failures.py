@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from polyshard.digest import Board, open_step_board
-from polyshard.errors import PeerError
+from polyshard.errors import PeerError, PolyshardError
 
 KIND = "step"
 
@@ -46,10 +46,12 @@ class FailureReport:
         board = open_step_board(self._ranks)
         if board is None:
             return
+        # Only what a transfer raises can be another rank's fault; the rest is this rank's own.
+        let_down = isinstance(error, RuntimeError) and not isinstance(error, PolyshardError)
         quotes = [
             f"rank {rank} failed {text}"
             for rank in self._ranks
-            if rank != board.rank and (text := board.read(KIND, rank))
+            if let_down and rank != board.rank and (text := board.read(KIND, rank))
         ]
         if quotes:
             raise PeerError(
