@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 from torch import nn
 from toy_plugins import Codecs, Preparing
 from typer.testing import CliRunner
 
-from polyshard import discovery
+from polyshard import Plugin, discovery, hookimpl
 from polyshard.cli import app
 from polyshard.stack import build_stack
 
@@ -67,6 +68,72 @@ def test_doctor_gives_reasons(
     assert reason in text.replace("\n", " ")
 
 
+def distribution(site: Path, name: str, entry: str, *requirements: str) -> None:
+    folder = site / f"{name}-1.0.dist-info"
+    folder.mkdir()
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", "Version: 1.0"]
+    lines += [f"Requires-Dist: {requirement}" for requirement in requirements]
+    (folder / "METADATA").write_text("\n".join(lines) + "\n")
+    (folder / "entry_points.txt").write_text(f"[{discovery.ENTRY_POINTS}]\n{entry}\n")
+
+
+@pytest.mark.parametrize(
+    ("requirement", "reason"),
+    [
+        ("polyshard>=900", "acme 1.0 needs polyshard>=900, this is polyshard"),
+        ("Poly_Shard>=900", None),
+        ("polyshard>=0.0.1", None),
+        ("polyshard>=900; python_version < '3'", None),
+        ("polyshard>=900; extra == 'next'", None),
+        ("polyshard >>> 1", "acme 1.0 has a requirement that cannot be read"),
+    ],
+    ids=["above", "another", "within", "platform", "extra", "unreadable"],
+)
+def test_doctor_reads_version_bounds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, requirement: str, reason: str | None
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    distribution(tmp_path, "acme", "codecs = toy_plugins:Codecs", requirement)
+    code, text = run("doctor")
+    assert code == (1 if reason else 0), text
+    assert (reason or "✔ codecs (acme 1.0)") in text.replace("\n", " ")
+
+
+def test_doctor_names_all_owners_of_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("acme", "emca"):
+        distribution(tmp_path, name, "codecs = toy_plugins:Codecs")
+    code, text = run("doctor")
+    assert code == 1
+    assert "plugin named 'codecs': acme 1.0, emca 1.0" in text.replace("\n", " ")
+
+
+def test_a_requirement_may_be_a_capability_of_another_plugin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    needing, providing = ("needing", "test_plugin_cli:Needing"), ("able", "test_plugin_cli:Able")
+    install(monkeypatch, needing, providing)
+    assert run("doctor")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ("test_plugin_cli:Declaring", "its polyshard_contract is a dict"),
+        ("test_plugin_cli:Spelt", "did you mean 'group'?"),
+        ("test_plugin_cli:nothing", "a factory must return the plugin"),
+    ],
+    ids=["contract", "argument", "none"],
+)
+def test_doctor_survives_odd_plugins(
+    monkeypatch: pytest.MonkeyPatch, entry: str, reason: str
+) -> None:
+    install(monkeypatch, ("odd", entry))
+    code, text = run("doctor")
+    assert code == 1
+    assert reason in text.replace("\n", " ")
+
+
 def test_tracing_shows_each_call(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,3 +150,24 @@ class Needing(Codecs):
 class Future(Codecs):
     name = "future"
     hook_api = (2, 0)
+
+
+class Able(Codecs):
+    name = "able"
+    provides = ("absent",)
+
+
+class Declaring:
+    polyshard_contract = {"name": "odd"}  # noqa: RUF012
+
+
+class Spelt(Plugin):
+    name = "odd"
+
+    @hookimpl
+    def polyshard_observer(self, gruop: object) -> None:
+        """Misspelt argument."""
+
+
+def nothing() -> None:
+    """A factory that forgets to return."""

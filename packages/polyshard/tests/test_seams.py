@@ -205,7 +205,7 @@ def test_different_plugins_are_refused_on_all_ranks(world2: World) -> None:
 
 def silent(rank: int, size: int) -> None:
     """A step asks no plugin: neither pluggy nor the manager is called."""
-    model = shard(build(), fully_shard, plugins=[Codecs(), Watching()])
+    model = shard(build(), fully_shard, plugins=[Codecs(), Watching(), Flattening()])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of(model, tokens_for(0, rank)).backward()
     calls: list[str] = []

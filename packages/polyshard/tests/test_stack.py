@@ -82,6 +82,142 @@ def test_every_mistake_is_reported_at_once() -> None:
     assert len(text.splitlines()) == len(EXPECTED)
 
 
+class Ignored(Plugin):
+    """What calling implementations one by one, in our own order, would pass over in silence."""
+
+    name = "ignored"
+    polyshard_gather_codec = "a codec"
+
+    @hookimpl(tryfirst=True)
+    def polyshard_observer(self, group: Any) -> None:
+        """Asks pluggy for an order."""
+
+    @hookimpl
+    def polyshard_reduce_codec(self, group: Any) -> None:
+        """One answer."""
+
+    @hookimpl(specname="polyshard_reduce_codec")
+    def another(self, group: Any) -> None:
+        """And a second one."""
+
+    @hookimpl
+    async def polyshard_shard_storage(self, group: Any) -> None:
+        """Nobody awaits it."""
+
+    @hookimpl
+    def polyshard_sharding_constraint(self, group: Any) -> Any:
+        """Nobody iterates it."""
+        yield None
+
+    @hookimpl
+    def pre_flatten_transform(self, tensor: Any) -> None:
+        """Nothing undoes it."""
+
+
+IGNORED = [
+    "'polyshard_gather_codec' is a str and not a function",
+    "'polyshard_observer' sets tryfirst; order is declared with before and after",
+    "'another' and 'polyshard_reduce_codec' all implement 'polyshard_reduce_codec'",
+    "'polyshard_shard_storage' is a coroutine or generator",
+    "'polyshard_sharding_constraint' is a coroutine or generator",
+    "it implements 'pre_flatten_transform' without 'post_unflatten_transform'",
+]
+
+
+def test_what_our_own_calling_would_ignore_is_reported() -> None:
+    found = problems_of(Ignored())
+    assert len(found) == len(IGNORED)
+    for line in IGNORED:
+        assert any(line in problem for problem in found), line
+
+
+def test_a_property_is_not_a_hook_and_is_not_evaluated() -> None:
+    class Lazy(Codecs):
+        @property
+        def polyshard_observer(self) -> None:
+            raise AssertionError("evaluated")
+
+    assert problems_of(Lazy()) == [
+        "'polyshard_observer' is a property and not a function, so it would never be called"
+    ]
+
+
+def test_an_inherited_hook_may_be_turned_off() -> None:
+    class Half(Codecs):
+        polyshard_reduce_codec = None  # type: ignore[assignment]
+
+    assert problems_of(Half()) == []
+    assert not build_stack([Half()])._manager.implements("polyshard_reduce_codec")[:-1]
+
+
+def test_everything_wrong_with_a_stack_is_listed_at_once() -> None:
+    class Needy(Codecs):
+        name = "needy"
+        requires = ("absent",)
+
+    with pytest.raises(PluginError) as caught:
+        build_stack(["nowhere", "elsewhere", Mistaken()])
+    text = str(caught.value)
+    assert "named 'nowhere'" in text
+    assert "named 'elsewhere'" in text
+    assert all(line in text for line in EXPECTED)
+    with pytest.raises(PluginError) as caught:
+        build_stack([Needy(), Mistaken()])
+    assert "'needy' requires 'absent'" in str(caught.value)
+    assert all(line in str(caught.value) for line in EXPECTED)
+
+
+def test_requirements_are_not_blamed_when_a_plugin_could_not_be_loaded() -> None:
+    class Needy(Codecs):
+        requires = ("nowhere",)
+
+    with pytest.raises(PluginError) as caught:
+        build_stack(["nowhere", Needy()])
+    assert "requires" not in str(caught.value)
+
+
+def test_the_engine_keeps_its_name() -> None:
+    class Posing(Codecs):
+        name = "engine"
+
+    with pytest.raises(PluginError, match="'engine' is the name of the built-in plugin"):
+        build_stack([Posing()])
+
+
+def test_errors_name_the_plugin_that_raised() -> None:
+    class Raising(Plugin):
+        name = "raising"
+        version = "7"
+
+        @hookimpl
+        def polyshard_prepare_model(self) -> None:
+            raise KeyError("plan")
+
+    with pytest.raises(KeyError) as caught:
+        build_stack([Raising()]).prepare(torch.nn.Identity(), None)  # type: ignore[arg-type]
+    assert caught.value.__notes__ == ["raised by plugin 'raising' (7) in polyshard_prepare_model"]
+
+
+def test_one_plugin_object_serves_many_stacks_without_a_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``fully_shard`` may be called a thousand times; looking through installed files may not."""
+
+    class Plain:
+        @hookimpl
+        def polyshard_observer(self) -> None:
+            """Nothing."""
+
+    plugins = [Plain(), Codecs()]
+    expected = build_stack(plugins).lines()
+
+    def refuse() -> None:
+        raise AssertionError("searched again")
+
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", refuse)
+    assert {build_stack(plugins).lines() for _ in range(10)} == {expected}
+
+
 def test_problems_of_the_plugin_itself() -> None:
     class Comparable(Plugin):
         def __eq__(self, other: object) -> bool:

@@ -40,6 +40,11 @@ class Installed:
                 f"load: {type(error).__name__}: {error}. If it has settings without defaults, pass "
                 "an object instead of the name."
             ) from error
+        if plugin is None:
+            raise PluginError(
+                f"plugin '{self.name}' of {self.distribution} ({self.entry_point.value}) is None; "
+                "a factory must return the plugin."
+            )
         return plugin
 
 

@@ -1,7 +1,8 @@
 """Every hook a plugin may implement, in the order a parameter meets them.
 
-All hooks are asked while plans are built; a training step calls none of them. An implementation may
-take any subset of a hook's arguments, by name. ``None`` always means "not mine".
+All hooks are asked while plans are built; a training step asks none. (The functions of the two
+transforms are frozen into the plan, and run on gradients as plain objects do.) An implementation
+may take any subset of a hook's arguments, by name. ``None`` always means "not mine".
 
 Each text says *When* a hook is called, what to *Return*, how answers of several plugins *Combine*,
 and what *Ranks* must agree on.

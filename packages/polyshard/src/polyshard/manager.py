@@ -7,19 +7,21 @@ by one instead of through ``pm.hook``, so that every answer and every exception 
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import pluggy
 
 from polyshard import hookspecs
-from polyshard.contract import Contract, contract_of, settings_of
+from polyshard.contract import ATTRIBUTE, Contract, contract_of, settings_of
 from polyshard.errors import PluginError
 from polyshard.markers import HOOK_API, PROJECT
 
@@ -28,17 +30,20 @@ TRACE = "POLYSHARD_TRACE"
 
 _IMPLEMENTATION = f"{PROJECT}_impl"
 _PREFIX = f"{PROJECT}_"
-_CONTRACT = "polyshard_contract"
+_ONION = ("pre_flatten_transform", "post_unflatten_transform")
 
 
-def hook_arguments() -> dict[str, tuple[str, ...]]:
+@functools.cache
+def hook_arguments() -> Mapping[str, tuple[str, ...]]:
     """Every hook and its arguments, in the order of the specification."""
     marked = vars(hookspecs).items()
-    return {
-        name: tuple(inspect.signature(spec).parameters)
-        for name, spec in marked
-        if hasattr(spec, f"{PROJECT}_spec")
-    }
+    return MappingProxyType(
+        {
+            name: tuple(inspect.signature(spec).parameters)
+            for name, spec in marked
+            if hasattr(spec, f"{PROJECT}_spec")
+        }
+    )
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,30 @@ class Member:
 
 
 @dataclass(frozen=True)
+class Implementation:
+    """One plugin's function for one hook: all that outlives pluggy's manager."""
+
+    member: Member
+    hook: str
+    function: Callable[..., Any]
+    arguments: tuple[str, ...]
+    trace: bool
+
+    def __call__(self, given: Mapping[str, Any]) -> Any:
+        """The answer to what it takes of ``given``; an exception gets the names of both."""
+        begin = time.perf_counter() if self.trace else 0.0
+        try:
+            return self.function(*(given[name] for name in self.arguments))
+        except Exception as error:
+            error.add_note(f"raised by plugin {self.member.label} in {self.hook}")
+            raise
+        finally:
+            if self.trace:
+                seconds = time.perf_counter() - begin
+                sys.stderr.write(f"polyshard: {self.hook} {self.member.label} {seconds:.6f} s\n")
+
+
+@dataclass(frozen=True)
 class Answer:
     """What one plugin returned to a hook."""
 
@@ -69,17 +98,18 @@ class Answer:
 
 
 def _candidates(plugin: object) -> Iterator[tuple[str, Any]]:
-    """Functions of a plugin that are, or look like, hook implementations."""
+    """What of a plugin is, or looks like, a hook implementation."""
     hooks = hook_arguments()
     for name in dir(plugin):
-        if name.startswith("__") or name == _CONTRACT:
+        if name.startswith("__") or name == ATTRIBUTE:
             continue
-        if isinstance(inspect.getattr_static(plugin, name), property):
-            continue
-        found = getattr(plugin, name, None)
+        found = inspect.getattr_static(plugin, name, None)
+        if not isinstance(found, property):  # whose value may be costly
+            found = getattr(plugin, name, None)
         if not inspect.isroutine(found):
-            continue
-        if hasattr(found, _IMPLEMENTATION) or name in hooks or name.startswith(_PREFIX):
+            if name in hooks and found is not None:  # None turns an inherited hook off
+                yield name, found
+        elif hasattr(found, _IMPLEMENTATION) or name in hooks or name.startswith(_PREFIX):
             yield name, found
 
 
@@ -93,7 +123,10 @@ def problems_of(plugin: object) -> list[str]:
             "it overrides __eq__, and plugins are told apart by identity; use "
             "@dataclass(frozen=True, eq=False)"
         )
-    written_for = contract_of(plugin).hook_api
+    try:
+        written_for = contract_of(plugin).hook_api
+    except PluginError as error:
+        return [*problems, str(error)]
     if written_for[0] != HOOK_API[0] or written_for > HOOK_API:
         problems.append(
             f"it was written for hook API {_dotted(written_for)}, this polyshard has "
@@ -104,6 +137,7 @@ def problems_of(plugin: object) -> list[str]:
         problems.append("it implements no hook; mark its functions with @polyshard.hookimpl")
     for name, function in found:
         problems.extend(_problems_of_hook(name, function))
+    problems.extend(_problems_together(found))
     return problems
 
 
@@ -111,8 +145,28 @@ def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
+def _problems_together(found: Sequence[tuple[str, Any]]) -> Iterator[str]:
+    """What is wrong with the implementations of one plugin taken together."""
+    implemented: dict[str, list[str]] = defaultdict(list)
+    for name, function in found:
+        options = getattr(function, _IMPLEMENTATION, None)
+        if options is not None:
+            implemented[options.get("specname") or name].append(name)
+    for hook, names in implemented.items():
+        if len(names) > 1:
+            shown = " and ".join(f"'{name}'" for name in names)
+            yield f"{shown} all implement '{hook}'; a plugin has one answer, so keep one"
+    for one, other in (_ONION, _ONION[::-1]):
+        if one in implemented and other not in implemented:
+            yield f"it implements '{one}' without '{other}'; one undoes the other, so add it"
+
+
 def _problems_of_hook(name: str, function: Any) -> Iterator[str]:
     hooks = hook_arguments()
+    if not inspect.isroutine(function):
+        kind = type(function).__name__
+        yield f"'{name}' is a {kind} and not a function, so it would never be called"
+        return
     options = getattr(function, _IMPLEMENTATION, None)
     if options is None:
         yield f"'{name}' is not marked with @polyshard.hookimpl, so it would never be called"
@@ -126,6 +180,11 @@ def _problems_of_hook(name: str, function: Any) -> Iterator[str]:
         return
     if options.get("hookwrapper") or options.get("wrapper"):
         yield f"'{name}' is a hook wrapper; order is declared with before and after instead"
+    elif inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        yield f"'{name}' is a coroutine or generator; return the answer from a plain function"
+    for option in ("tryfirst", "trylast"):
+        if options.get(option):
+            yield f"'{name}' sets {option}; order is declared with before and after instead"
     for parameter in inspect.signature(function).parameters.values():
         yield from _problems_of_argument(name, parameter, hooks[hook])
 
@@ -167,22 +226,27 @@ class Manager:
             manager.register(member.plugin, name=member.contract.name)
         manager.check_pending()
         self._implementations = {hook: self._ordered(manager, hook) for hook in hook_arguments()}
-        self._trace = os.environ.get(TRACE) == "1"
 
-    def _ordered(
-        self, manager: pluggy.PluginManager, hook: str
-    ) -> list[tuple[Member, pluggy.HookImpl]]:
-        implementations = getattr(manager.hook, hook).get_hookimpls()
+    def _ordered(self, manager: pluggy.PluginManager, hook: str) -> list[Implementation]:
+        trace = os.environ.get(TRACE) == "1"
+        found = getattr(manager.hook, hook).get_hookimpls()
         return [
-            (member, implementation)
+            Implementation(member, hook, one.function, tuple(one.argnames), trace)
             for member in self._members
-            for implementation in implementations
-            if implementation.plugin is member.plugin
+            for one in found
+            if one.plugin is member.plugin
         ]
 
     def implements(self, hook: str) -> list[Member]:
         """Plugins that implement ``hook``, in order."""
-        return [member for member, _ in self._implementations[hook]]
+        return [implementation.member for implementation in self._implementations[hook]]
+
+    def implementation(self, hook: str, member: Member) -> Implementation | None:
+        """The function of one plugin, to be called without the manager."""
+        for implementation in self._implementations[hook]:
+            if implementation.member is member:
+                return implementation
+        return None
 
     def ask(self, hook: str, *, leave_out: str = "", **arguments: Any) -> list[Answer]:
         """Call every implementation but that of ``leave_out``; ``None`` is no answer.
@@ -190,31 +254,15 @@ class Manager:
         An exception gets a note that names the plugin and the hook.
         """
         answers = []
-        for member, implementation in self._implementations[hook]:
-            if member.contract.name == leave_out:
+        for implementation in self._implementations[hook]:
+            if implementation.member.contract.name == leave_out:
                 continue
-            value = self._call(member, implementation, hook, arguments)
+            value = self._call(implementation, arguments)
             if value is not None:
-                answers.append(Answer(member, value))
+                answers.append(Answer(implementation.member, value))
         return answers
 
-    def ask_member(self, hook: str, member: Member, **arguments: Any) -> Any:
-        """The answer of one plugin."""
-        for candidate, implementation in self._implementations[hook]:
-            if candidate is member:
-                return self._call(member, implementation, hook, arguments)
-        return None
-
-    def _call(
-        self, member: Member, implementation: pluggy.HookImpl, hook: str, arguments: dict[str, Any]
-    ) -> Any:
-        begin = time.perf_counter()
-        try:
-            return implementation.function(*(arguments[a] for a in implementation.argnames))
-        except Exception as error:
-            error.add_note(f"raised by plugin {member.label} in {hook}")
-            raise
-        finally:
-            if self._trace:
-                seconds = time.perf_counter() - begin
-                sys.stderr.write(f"polyshard: {hook} {member.label} {seconds:.6f} s\n")
+    def _call(self, implementation: Implementation, arguments: Mapping[str, Any]) -> Any:
+        known = set(hook_arguments()[implementation.hook])
+        assert arguments.keys() == known, implementation.hook
+        return implementation(arguments)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import asdict, dataclass
+from inspect import getattr_static
 
 import typer
-from packaging.requirements import Requirement
+from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from polyshard.__about__ import __version__
-from polyshard.contract import contract_of
+from polyshard.contract import Contract, contract_of
 from polyshard.discovery import Installed, installed_plugins
 from polyshard.errors import PluginError
 from polyshard.manager import hook_arguments, problems_of
@@ -30,17 +32,40 @@ class Report:
     problems: tuple[str, ...]
 
 
-def examine(installed: Installed, names: list[str]) -> Report:
-    """Load a plugin and collect everything wrong with it; ``names`` are those of all installed."""
+@dataclass(frozen=True)
+class Loaded:
+    """An installed plugin and what became of importing it."""
+
+    installed: Installed
+    plugin: object | None
+    contract: Contract | None
+    problem: str
+
+    @classmethod
+    def of(cls, installed: Installed) -> Loaded:
+        """Import it; a failure is kept, not raised."""
+        try:
+            plugin = installed.load()
+            return cls(installed, plugin, contract_of(plugin), "")
+        except PluginError as error:
+            return cls(installed, None, None, str(error))
+
+
+def examine(loaded: Loaded, everyone: Sequence[Loaded]) -> Report:
+    """Collect everything wrong with a plugin among ``everyone`` that is installed."""
+    installed, plugin, contract = loaded.installed, loaded.plugin, loaded.contract
+    owners = [
+        one.installed.distribution for one in everyone if one.installed.name == installed.name
+    ]
     problems = []
-    if names.count(installed.name) > 1:
-        problems.append(f"several distributions provide a plugin named '{installed.name}'")
+    if len(owners) > 1:
+        problems.append(
+            f"several distributions provide a plugin named '{installed.name}': {', '.join(owners)}"
+        )
     problems.extend(_version_problems(installed))
-    try:
-        plugin = installed.load()
-    except PluginError as error:
-        return Report(installed.name, installed.distribution, "", "", (), (*problems, str(error)))
-    contract = contract_of(plugin)
+    if contract is None:
+        problems.append(loaded.problem)
+        return Report(installed.name, installed.distribution, "", "", (), tuple(problems))
     problems.extend(problems_of(plugin))
     if contract.name != installed.name:
         problems.append(
@@ -48,32 +73,41 @@ def examine(installed: Installed, names: list[str]) -> Report:
             "one name, so that before=, after= and requires= mean the same"
         )
     problems.extend(
-        f"it requires '{need}', and no installed plugin has that name"
-        for need in sorted(contract.requires - set(names) - contract.provides)
+        f"it requires '{need}', which no installed plugin is or provides"
+        for need in sorted(contract.requires - _present(everyone))
     )
-    hooks = tuple(h for h in hook_arguments() if hasattr(type(plugin), h) or hasattr(plugin, h))
+    hooks = tuple(h for h in hook_arguments() if callable(getattr_static(plugin, h, None)))
     api = ".".join(map(str, contract.hook_api))
     version = contract.version
     return Report(installed.name, installed.distribution, version, api, hooks, tuple(problems))
 
 
-def _version_problems(installed: Installed) -> list[str]:
+def _present(everyone: Sequence[Loaded]) -> Set[str]:
+    """Names and capabilities of all installed plugins, loadable or not."""
+    words = {one.installed.name for one in everyone}
+    return words.union(*(one.contract.answers_to() for one in everyone if one.contract))
+
+
+def _version_problems(installed: Installed) -> Iterator[str]:
     """Bounds of the plugin's distribution on polyshard that this polyshard does not meet."""
     distribution = installed.entry_point.dist
-    requirements = [Requirement(r) for r in (distribution.requires or [])] if distribution else []
-    return [
-        f"{installed.distribution} needs {requirement}, this is polyshard {__version__}"
-        for requirement in requirements
-        if canonicalize_name(requirement.name) == "polyshard"
-        and not requirement.specifier.contains(__version__, prereleases=True)
-    ]
+    for line in (distribution.requires or []) if distribution else []:
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement as error:
+            yield f"{installed.distribution} has a requirement that cannot be read: {error}"
+            continue
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue  # for another platform or an extra
+        named = canonicalize_name(requirement.name) == "polyshard"
+        if named and not requirement.specifier.contains(__version__, prereleases=True):
+            yield f"{installed.distribution} needs {requirement}, this is polyshard {__version__}"
 
 
 def reports() -> list[Report]:
     """Every installed plugin."""
-    found = installed_plugins()
-    names = [i.name for i in found]
-    return [examine(installed, names) for installed in found]
+    everyone = [Loaded.of(installed) for installed in installed_plugins()]
+    return [examine(loaded, everyone) for loaded in everyone]
 
 
 def app() -> typer.Typer:

@@ -1,0 +1,95 @@
+"""Installed plugins: found without being activated, and blamed by name when broken."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from toy_plugins import Codecs, Watching
+
+from polyshard import discovery
+from polyshard.discovery import installed_plugins, load_plugin
+from polyshard.errors import PluginError
+from polyshard.stack import build_stack
+
+
+def make(site: Path, name: str, *entries: str, version: str = "1.0") -> None:
+    """Put a distribution's metadata into ``site``, as an installer does."""
+    folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
+    folder.mkdir(parents=True)
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    (folder / "METADATA").write_text(metadata)
+    lines = "\n".join(entries)
+    (folder / "entry_points.txt").write_text(f"[{discovery.ENTRY_POINTS}]\n{lines}\n")
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_real_metadata_is_found_and_nothing_is_imported(site: Path) -> None:
+    (site / "acme_loud.py").write_text("raise RuntimeError('imported')")
+    make(site, "acme-loud", "loud = acme_loud", version="2.1")
+    (found,) = [i for i in installed_plugins() if i.name == "loud"]
+    assert found.distribution == "acme-loud 2.1"
+    assert "acme_loud" not in sys.modules
+    with pytest.raises(
+        PluginError, match=r"'loud' of acme-loud 2\.1 \(acme_loud\) failed.*RuntimeError: imported"
+    ) as caught:
+        load_plugin("loud")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_two_distributions_with_one_name_are_both_listed(site: Path) -> None:
+    make(site, "acme-one", "twice = toy_plugins:Codecs")
+    make(site, "acme-two", "twice = toy_plugins:Watching")
+    with pytest.raises(
+        PluginError, match=r"'twice' is provided by acme-one 1\.0 and acme-two 1\.0"
+    ):
+        load_plugin("twice")
+
+
+def test_unknown_names_say_what_is_installed(site: Path) -> None:
+    make(site, "acme", "sharpen = toy_plugins:Codecs")
+    with pytest.raises(PluginError, match=r"named 'sharpem'\. Did you mean 'sharpen'\?.*Installed"):
+        load_plugin("sharpem")
+
+
+def make_codecs() -> Codecs:
+    return Codecs()
+
+
+@pytest.mark.parametrize("target", ["instance", "Made", "factory", "module"])
+def test_an_entry_point_may_give_any_form(
+    site: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    module = ModuleType("acme_forms")
+    monkeypatch.setitem(sys.modules, "acme_forms", module)
+    vars(module).update(instance=Codecs(), Made=Codecs, factory=make_codecs)
+    make(site, "acme-forms", f"form = acme_forms{'' if target == 'module' else ':' + target}")
+    expected = ModuleType if target == "module" else Codecs
+    assert isinstance(load_plugin("form"), expected)
+
+
+def test_a_factory_must_return_the_plugin(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("acme_forgetful")
+    monkeypatch.setitem(sys.modules, "acme_forgetful", module)
+    vars(module).update(factory=lambda: None)
+    make(site, "acme-forgetful", "forgetful = acme_forgetful:factory")
+    with pytest.raises(PluginError, match=r"'forgetful' of acme-forgetful 1\.0 .* is None"):
+        load_plugin("forgetful")
+
+
+def test_installed_is_not_active(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**kwargs: object) -> tuple[EntryPoint, ...]:
+        raise AssertionError("scanned although no name was given")
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", refuse)
+    assert build_stack([]).lines() == ()
+    assert build_stack([Watching()]).lines() == ("watching 0",)
