@@ -15,7 +15,8 @@ HEAD = """# Hooks
 Generated from `polyshard/hookspecs.py` by `tools/make_hook_docs.py`; edit the specifications.
 
 A plugin implements the hooks it cares about, marked with `@polyshard.hookimpl`, and may take any
-subset of a hook's arguments. All hooks are asked while plans are built: a training step calls none.
+subset of a hook's arguments. All hooks are asked while plans are built: a training step asks none.
+The functions of the two transforms are frozen into the plan, and run on gradients like any plain object.
 Objects that hooks return are described in `polyshard/seams.py`.
 
 ```mermaid
@@ -41,7 +42,7 @@ flowchart LR
 def hook_page() -> str:
     """The whole page."""
     from polyshard import hookspecs
-    from polyshard.manager import hook_arguments
+    from polyshard.problems import hook_arguments
 
     parts = [HEAD]
     for name, arguments in hook_arguments().items():

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from toy_groups import NO_MESH, PARAM, contributions
 from toy_plugins import (
     Adapting,
     AwayFactory,
@@ -35,28 +36,10 @@ from polyshard.defaults import (
     NativeReduceCodec,
 )
 from polyshard.errors import ConflictError, PluginError
-from polyshard.manager import hook_arguments
-from polyshard.seams import Contributions, GroupInfo, ParamInfo
-from polyshard.stack import ROLES, SEAMS, build_stack
+from polyshard.problems import hook_arguments
+from polyshard.seams import ParamInfo
+from polyshard.stack import build_stack
 from polyshard.testing import World
-
-NO_MESH: Any = None
-PARAM = ParamInfo("w", (2, 3), torch.float32, True, NO_MESH, nn.Linear)
-GROUP = GroupInfo(
-    name="block",
-    parameters=(PARAM,),
-    mesh=NO_MESH,
-    rank=0,
-    world_size=2,
-    device=torch.device("cpu"),
-    orig_dtype=torch.float32,
-    param_dtype=torch.float32,
-    reduce_dtype=torch.float32,
-)
-
-
-def contributions(*plugins: object) -> Contributions:
-    return build_stack(plugins).contributions(GROUP)
 
 
 def test_every_hook_has_its_test() -> None:
@@ -251,34 +234,3 @@ def default_pre_load(rank: int, size: int) -> None:
 def test_hook_pre_load_state_dict_transform(world2: World) -> None:
     check_exclusive("pre_load_state_dict_transform")
     world2.run(default_pre_load)
-
-
-@pytest.mark.parametrize("hook", list(ROLES))
-def test_exclusive_roles_name_both_plugins_and_the_parameters(hook: str) -> None:
-    both = [Codecs(), Resting()]
-    others = [type("Rival", (type(p),), {"name": f"rival_{p.name}"})() for p in both]
-    with pytest.raises(ConflictError) as caught:
-        contributions(*both, *others)
-    (line,) = [text for text in str(caught.value).splitlines() if ROLES[hook] in text]
-    assert "both claim" in line
-    assert "group 'block' (w)" in line
-    assert "'rival_" in line
-    assert "Pass only one" in line
-
-
-@pytest.mark.parametrize("hook", list(SEAMS))
-def test_answers_that_do_not_fit_are_refused(hook: str) -> None:
-    def answering(value: object) -> Plugin:
-        def implementation(self: Any, group: GroupInfo) -> object:
-            return value
-
-        odd: Any = type("Odd", (Plugin,), {"name": "odd", hook: hookimpl(implementation)})
-        made: Plugin = odd()
-        return made
-
-    with pytest.raises(PluginError, match=rf"'odd' \(0\): {hook} returned the class int; return"):
-        contributions(answering(int))
-    with pytest.raises(
-        PluginError, match=rf"{hook} returned a str, which lacks .*polyshard\.seams"
-    ):
-        contributions(answering("gather"))

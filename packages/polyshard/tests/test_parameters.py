@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from toy_models import full
 
-from polyshard import MixedPrecisionPolicy, fully_shard
-from polyshard.errors import ModuleError
+from polyshard import MixedPrecisionPolicy, describe, fully_shard
+from polyshard.errors import IneffectiveSettingWarning, ModuleError
 from polyshard.root import unit_of
 from polyshard.testing import World
 
@@ -172,7 +173,11 @@ def mixed_dtypes(rank: int, size: int) -> None:
     module.c = nn.Parameter(torch.arange(6), requires_grad=False)
     module.forward = lambda x: (x * module.a + module.b.float()).sum() + module.c.sum()
     module.a.note = "kept"
-    fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    notice = r"param_dtype=torch\.bfloat16 has no effect on torch\.int64 parameters"
+    with pytest.warns(IneffectiveSettingWarning, match=notice):
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    (line,) = re.findall(rf"{notice}.*", str(describe(module)))
+    assert line.endswith("[(root)#2]")
     assert module.a.note == "kept"
     unit = unit_of(module)
     assert unit is not None
@@ -183,6 +188,18 @@ def mixed_dtypes(rank: int, size: int) -> None:
     mean = sum(range(1, size + 1)) / size
     assert torch.equal(full(module.a.grad), torch.full((6, 4), mean))
     assert torch.equal(full(module.b.grad), torch.ones(6, 4, dtype=torch.bfloat16))
+
+
+def placed_scalar(rank: int, size: int) -> None:
+    module: Any = nn.Module()
+    module.scale = nn.Parameter(torch.tensor(2.0))
+    with pytest.warns(IneffectiveSettingWarning, match="for 'scale', which has no effect"):
+        fully_shard(module, shard_placement_fn=lambda p: Shard(0))
+    assert module.scale.placements == (Replicate(),)
+
+
+def test_a_dim_for_a_scalar_is_not_dropped_in_silence(world2: World) -> None:
+    world2.run(placed_scalar)
 
 
 def test_mixed_dtypes_make_groups(world2: World) -> None:

@@ -13,15 +13,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_plugins import Codecs, Constrained, Watching
+from toy_groups import GROUP
+from toy_plugins import Codecs, Constrained, GatherFactory, Watching
 
 import polyshard
 from polyshard import HOOK_API, Contract, Plugin, discovery, hookimpl
 from polyshard.contract import contract_of, settings_of
+from polyshard.defaults import NativeReduceCodec
 from polyshard.errors import ConflictError, PluginError
-from polyshard.manager import hook_arguments, problems_of
 from polyshard.onion import Onion
 from polyshard.ordering import check_relations, order
+from polyshard.problems import hook_arguments, problems_of
 from polyshard.seams import ParamInfo
 from polyshard.stack import build_stack
 
@@ -147,7 +149,9 @@ def test_an_inherited_hook_may_be_turned_off() -> None:
         polyshard_reduce_codec = None  # type: ignore[assignment]
 
     assert problems_of(Half()) == []
-    assert not build_stack([Half()])._manager.implements("polyshard_reduce_codec")[:-1]
+    found = build_stack([Half()]).contributions(GROUP)
+    assert isinstance(found.gather_codec, GatherFactory)
+    assert isinstance(found.reduce_codec, NativeReduceCodec)
 
 
 def test_everything_wrong_with_a_stack_is_listed_at_once() -> None:
@@ -274,9 +278,11 @@ def test_relations() -> None:
         check_relations([named("a", requires=["slow"]), named("b", provides=["fast"])])
     with pytest.raises(ConflictError, match=r"'a' conflicts with 'b' \(declared by 'a': fast\)"):
         check_relations([named("b", provides=["fast"]), named("a", conflicts_with=["fast"])])
-    with pytest.raises(PluginError, match=r"two plugins are named 'a'"):
-        check_relations([named("a"), named("a")])
-    with pytest.raises(PluginError, match=r"named 'codecs'"):
+    pattern = (
+        r"2 plugins are named 'codecs': toy_plugins\.Codecs \(1\.2\) and toy_plugins\.Codecs "
+        r"\(1\.2\); pass one of them"
+    )
+    with pytest.raises(PluginError, match=pattern):
         build_stack([Codecs(), Codecs()])
     with pytest.raises(PluginError, match=r"takes a list, got the string 'codecs'"):
         build_stack("codecs")

@@ -1,22 +1,33 @@
-"""A composable fully-sharded data-parallel engine for PyTorch."""
+"""A composable fully-sharded data-parallel engine for PyTorch.
+
+Names are imported when they are first used, so that ``polyshard.markers`` and the command line
+do not load torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from polyshard.__about__ import __version__
-from polyshard.api import fully_shard
-from polyshard.contract import Contract, Plugin
-from polyshard.describe import describe, stats
-from polyshard.markers import HOOK_API, hookimpl
-from polyshard.module import (
-    FSDPModule,
-    UnshardHandle,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
-from polyshard.policies import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
+
+if TYPE_CHECKING:
+    from polyshard.api import fully_shard
+    from polyshard.contract import Contract, Plugin
+    from polyshard.description import describe, stats
+    from polyshard.markers import HOOK_API, hookimpl
+    from polyshard.module import (
+        FSDPModule,
+        UnshardHandle,
+        register_fsdp_forward_method,
+        share_comm_ctx,
+    )
+    from polyshard.policies import (
+        CPUOffloadPolicy,
+        DataParallelMeshDims,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+    )
 
 __all__ = [
     "HOOK_API",
@@ -36,3 +47,34 @@ __all__ = [
     "share_comm_ctx",
     "stats",
 ]
+
+_HOMES = {
+    "CPUOffloadPolicy": "policies",
+    "Contract": "contract",
+    "DataParallelMeshDims": "policies",
+    "FSDPModule": "module",
+    "HOOK_API": "markers",
+    "MixedPrecisionPolicy": "policies",
+    "OffloadPolicy": "policies",
+    "Plugin": "contract",
+    "UnshardHandle": "module",
+    "describe": "description",
+    "fully_shard": "api",
+    "hookimpl": "markers",
+    "register_fsdp_forward_method": "module",
+    "share_comm_ctx": "module",
+    "stats": "description",
+}
+
+
+if not TYPE_CHECKING:  # else every misspelt name would have a type
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'polyshard' has no attribute '{name}'")
+        value = getattr(importlib.import_module(f"polyshard.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

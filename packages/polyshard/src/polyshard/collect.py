@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from polyshard._torch_private import has_fsdp_protocol
 from polyshard.errors import ModuleError, SettingError, UnsupportedError
 from polyshard.mesh import MeshRoles
+from polyshard.notices import placement_notice, warn
 from polyshard.onion import Onion
 from polyshard.parameter import Owner, Source
 from polyshard.protocol import check_protocol
@@ -128,9 +129,11 @@ class Collector:
         return Source(info, parameter, owners, dim, value, extensions)
 
     def _dim(self, fqn: str, parameter: nn.Parameter, value: Tensor) -> int | None:
-        if value.ndim == 0:
-            return None
         wanted = self._placement(parameter) if self._placement is not None else None
+        if value.ndim == 0:
+            if isinstance(wanted, Shard):
+                warn([placement_notice(fqn, wanted)])
+            return None
         if wanted is None:
             return 0
         if not isinstance(wanted, Shard):

@@ -53,3 +53,7 @@ class PluginError(PolyshardError, ValueError):
 
 class ConflictError(PluginError):
     """Plugins of one stack that exclude each other."""
+
+
+class IneffectiveSettingWarning(UserWarning):
+    """A setting that changes nothing where it was given; ``describe()`` says so as well."""

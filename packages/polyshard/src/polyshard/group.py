@@ -21,6 +21,7 @@ from polyshard.constraints import check_constraints
 from polyshard.failures import FailureReport
 from polyshard.layout import plan_layout
 from polyshard.mesh import MeshRoles
+from polyshard.notices import policy_notices, warn
 from polyshard.pages import PagePool
 from polyshard.parameter import Source
 from polyshard.plan import Dtypes, GroupPlan, Roles
@@ -80,6 +81,7 @@ class ParameterGroup:
         self.pool: PagePool | None = None
         self.device = setup.roles.device
         info = self._info(tuple(s.info for s in sources), sources[0].value.dtype)
+        warn(policy_notices(setup.policy, info.orig_dtype))
         self.contributions = setup.stack.contributions(info)
         if uses_protocol(sources):
             refuse_claims(self.contributions, info)
@@ -178,6 +180,7 @@ class ParameterGroup:
             reshard_after_forward=self.setup.reshard_after_forward,
             gather_bytes=runtime.path.sent_bytes,
             reduce_bytes=runtime.reducer.predicted_bytes(trainable, self._wire_dtype()),
+            notices=policy_notices(self.setup.policy, self.shards.dtype),
         )
 
     def _gather_codec_name(self, runtime: Runtime) -> str:

@@ -10,17 +10,13 @@ from polyshard.errors import ConflictError, PluginError
 
 
 def check_relations(contracts: Sequence[Contract]) -> None:
-    """Duplicates, missing requirements and conflicts, all reported at once.
+    """Missing requirements and conflicts, all reported at once.
 
     Raises:
-        PluginError: for names used twice and requirements nobody meets.
+        PluginError: for requirements nobody meets.
         ConflictError: when plugins exclude each other (and nothing else is wrong).
     """
-    names = [c.name for c in contracts]
-    problems = [
-        f"two plugins are named '{name}'; pass one of them"
-        for name in sorted({n for n in names if names.count(n) > 1})
-    ]
+    problems: list[str] = []
     present = {word for c in contracts for word in c.answers_to()}
     for contract in contracts:
         missing = sorted(contract.requires - present)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,23 +12,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from polyshard.errors import ConflictError
+from polyshard.hooks import Hooks
+from polyshard.manager import Answer
 from polyshard.onion import name_of
 from polyshard.seams import ParamInfo
 
-if TYPE_CHECKING:
-    from polyshard.manager import Manager
+T = TypeVar("T")
 
 
 class ParameterHooks:
     """Asks one plugin per parameter: whoever claims it, else the engine."""
 
-    def __init__(self, manager: Manager, engine: str) -> None:
+    def __init__(self, hooks: Hooks, engine: str) -> None:
         """``engine`` is the name of the plugin whose answer yields to any other."""
-        self._manager = manager
+        self._hooks = hooks
         self._engine = engine
 
-    def _one(self, hook: str, param: ParamInfo | None, **arguments: Any) -> Any:
-        claims = self._manager.ask(hook, leave_out=self._engine, param=param, **arguments)
+    def _one(self, hook: str, param: ParamInfo | None, ask: Callable[[str], list[Answer[T]]]) -> T:
+        claims = ask(self._engine)
         if len(claims) > 1:
             plugins = " and ".join(a.member.label for a in claims)
             raise ConflictError(
@@ -35,7 +37,7 @@ class ParameterHooks:
                 "them, or narrow one so that it returns None for this parameter."
             )
         if not claims:  # only now: the engine need not understand what a plugin claims
-            claims = self._manager.ask(hook, param=param, **arguments)
+            claims = ask("")
         return claims[0].value
 
     def chunk_tensor(
@@ -49,39 +51,37 @@ class ParameterHooks:
         param: ParamInfo | None = None,
     ) -> Tensor:
         """This rank's part of ``tensor`` as a ``ShardedTensor``."""
-        answer: Tensor = self._one(
-            "chunk_tensor",
-            param,
-            tensor=tensor,
-            rank=rank,
-            world_size=world_size,
-            num_devices_per_node=num_devices_per_node,
-            pg=pg,
-            device=device,
+        given = (tensor, rank, world_size, num_devices_per_node, pg, device, param)
+        return self._one(
+            "chunk_tensor", param, lambda name: self._hooks.chunk_tensor(*given, leave_out=name)
         )
-        return answer
 
     def chunk_dtensor(
         self, tensor: Tensor, rank: int, device_mesh: DeviceMesh, param: ParamInfo | None = None
     ) -> DTensor:
         """``tensor`` sharded over ``device_mesh``."""
-        answer = self._one(
-            "chunk_dtensor", param, tensor=tensor, rank=rank, device_mesh=device_mesh
+        given = (tensor, rank, device_mesh, param)
+        return self._one(
+            "chunk_dtensor", param, lambda name: self._hooks.chunk_dtensor(*given, leave_out=name)
         )
-        return cast("DTensor", answer)
 
     def all_gather_dtensor(
         self, tensor: DTensor, parent_mesh: DeviceMesh | None, param: ParamInfo | None = None
     ) -> Tensor:
         """The local tensor of ``tensor`` with data-parallel axes gathered."""
-        answer = self._one("all_gather_dtensor", param, tensor=tensor, parent_mesh=parent_mesh)
-        return cast("Tensor", answer)
+        given = (tensor, parent_mesh, param)
+        return self._one(
+            "all_gather_dtensor",
+            param,
+            lambda name: self._hooks.all_gather_dtensor(*given, leave_out=name),
+        )
 
     def pre_load_state_dict_transform(
         self, tensor: Tensor, param: ParamInfo | None = None
     ) -> tuple[Tensor, list[Any]]:
         """The tensor and local shards to load from."""
-        answer: tuple[Tensor, list[Any]] = self._one(
-            "pre_load_state_dict_transform", param, tensor=tensor
+        return self._one(
+            "pre_load_state_dict_transform",
+            param,
+            lambda name: self._hooks.pre_load_state_dict_transform(tensor, param, leave_out=name),
         )
-        return answer

@@ -56,6 +56,8 @@ class GroupPlan:
     """Bytes this rank sends in one all-gather."""
     reduce_bytes: int
     """Bytes this rank sends in one reduce-scatter of all trainable parameters."""
+    notices: tuple[str, ...] = ()
+    """Settings that change nothing for this group."""
 
     @property
     def numel(self) -> int:

@@ -16,8 +16,8 @@ from polyshard.__about__ import __version__
 from polyshard.contract import Contract, contract_of
 from polyshard.discovery import Installed, installed_plugins
 from polyshard.errors import PluginError
-from polyshard.manager import hook_arguments, problems_of
 from polyshard.markers import HOOK_API
+from polyshard.problems import hook_arguments, problems_of
 
 
 @dataclass(frozen=True)

@@ -2,60 +2,26 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from polyshard.builtin import EnginePlugin
-from polyshard.contract import Contract
+from polyshard.claims import contributions_of
 from polyshard.discovery import load_plugin
 from polyshard.errors import ConflictError, PluginError
-from polyshard.manager import Answer, Implementation, Manager, Member, problems_of
+from polyshard.hooks import Hooks
+from polyshard.manager import Implementation, Manager, Member
 from polyshard.onion import Onion, name_of
 from polyshard.ordering import check_relations, order
 from polyshard.parameter_hooks import ParameterHooks
-from polyshard.seams import (
-    CollectivesBackend,
-    Contributions,
-    GatherCodec,
-    GroupInfo,
-    Observer,
-    ParamInfo,
-    ReduceCodec,
-    ShardingConstraint,
-    StateDictAdapter,
-    StorageFactory,
-)
+from polyshard.problems import problems_of
+from polyshard.seams import Contributions, GroupInfo, ParamInfo
 
 ENGINE = EnginePlugin.name
-
-SEAMS: Mapping[str, type] = MappingProxyType(
-    {
-        "polyshard_shard_storage": StorageFactory,
-        "polyshard_collectives_backend": CollectivesBackend,
-        "polyshard_gather_codec": GatherCodec,
-        "polyshard_reduce_codec": ReduceCodec,
-        "polyshard_sharding_constraint": ShardingConstraint,
-        "polyshard_observer": Observer,
-        "polyshard_state_dict_adapter": StateDictAdapter,
-    }
-)
-"""Hooks asked once for each group, and the protocol an answer follows."""
-
-ROLES: Mapping[str, str] = MappingProxyType(
-    {
-        "polyshard_shard_storage": "the shard storage",
-        "polyshard_collectives_backend": "the collectives",
-        "polyshard_gather_codec": "the gather codec",
-        "polyshard_reduce_codec": "the reduce codec",
-    }
-)
-"""The exclusive ones among them, in the words of a conflict."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +30,7 @@ class PluginTransform:
 
     member: Member
     flattening: Implementation
-    unflattening: Implementation | None
+    unflattening: Implementation
 
     @property
     def name(self) -> str:
@@ -92,7 +58,7 @@ class PluginTransform:
     def unflatten(self, tensor: Tensor, param_extension: Any, param: ParamInfo | None) -> Tensor:
         """Ask ``post_unflatten_transform`` with the extension of :meth:`flatten`."""
         given = {"tensor": tensor, "param_extension": param_extension, "param": param}
-        answer: Tensor | None = self.unflattening(given) if self.unflattening else None
+        answer: Tensor | None = self.unflattening(given)
         if answer is None:
             raise PluginError(
                 f"plugin {self.member.label} flattened {name_of(param)} but gave no answer in "
@@ -107,8 +73,8 @@ class PluginStack:
     def __init__(self, members: Sequence[Member]) -> None:
         """``members`` are in plugin order, the engine last."""
         self._members = tuple(members)
-        self._manager = Manager(members)
-        self._onion = Onion(list(_layers(self._manager)))
+        self._hooks = Hooks(Manager(members))
+        self._onion = Onion([PluginTransform(*layer) for layer in self._hooks.layers()])
 
     def lines(self) -> tuple[str, ...]:
         """One line per plugin, engine excluded: what ranks compare."""
@@ -126,7 +92,7 @@ class PluginStack:
     @property
     def parameter_hooks(self) -> ParameterHooks:
         """The exclusive hooks of single parameters."""
-        return ParameterHooks(self._manager, ENGINE)
+        return ParameterHooks(self._hooks, ENGINE)
 
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Let every plugin change the module before its parameters are collected.
@@ -134,7 +100,7 @@ class PluginStack:
         Raises:
             PluginError: for a plugin that returns another module, which would be lost.
         """
-        for answer in self._manager.ask("polyshard_prepare_model", module=module, mesh=mesh):
+        for answer in self._hooks.prepare_model(module, mesh):
             if answer.value is not module:
                 raise PluginError(
                     f"plugin {answer.member.label} returned a {type(answer.value).__name__} from "
@@ -148,82 +114,7 @@ class PluginStack:
             ConflictError: listing every role that two plugins claim.
             PluginError: listing every answer that is not what its hook asks for.
         """
-        answers = {hook: self._manager.ask(hook, group=group) for hook in SEAMS}
-        problems = [p for hook, given in answers.items() for p in _misfits(hook, given)]
-        if problems:
-            raise PluginError("\n".join(problems))
-        conflicts = [
-            text for hook, role in ROLES.items() if (text := _conflict(role, answers[hook], group))
-        ]
-        if conflicts:
-            raise ConflictError("\n".join(conflicts))
-        return Contributions(
-            gather_codec=_winner(answers["polyshard_gather_codec"]),
-            reduce_codec=_winner(answers["polyshard_reduce_codec"]),
-            storage=_winner(answers["polyshard_shard_storage"]),
-            backend=_winner(answers["polyshard_collectives_backend"]),
-            constraints=_values(answers["polyshard_sharding_constraint"]),
-            observers=_values(answers["polyshard_observer"]),
-            adapters=_values(answers["polyshard_state_dict_adapter"]),
-            plugin_lines=self.lines(),
-        )
-
-
-@functools.cache
-def _members_of(seam: type) -> tuple[str, ...]:
-    """Public names that a protocol asks for."""
-    own = [base for base in seam.__mro__ if base.__module__ == seam.__module__]
-    return tuple(sorted({n for base in own for n in vars(base) if not n.startswith("_")}))
-
-
-def _misfits(hook: str, answers: Sequence[Answer]) -> Iterator[str]:
-    """Answers that would fail only later, far from the plugin that gave them."""
-    seam = SEAMS[hook]
-    for answer in answers:
-        who = f"plugin {answer.member.label}: {hook} returned"
-        if isinstance(answer.value, type):
-            yield f"{who} the class {answer.value.__name__}; return an instance"
-            continue
-        missing = [n for n in _members_of(seam) if not hasattr(answer.value, n)]
-        if missing:
-            yield (
-                f"{who} a {type(answer.value).__name__}, which lacks {', '.join(missing)} of "
-                f"polyshard.seams.{seam.__name__}"
-            )
-
-
-def _values(answers: Sequence[Answer]) -> tuple[Any, ...]:
-    return tuple(answer.value for answer in answers)
-
-
-def _claims(answers: Sequence[Answer]) -> list[Answer]:
-    return [a for a in answers if a.member.contract.name != ENGINE]
-
-
-def _layers(manager: Manager) -> Iterator[PluginTransform]:
-    for member in manager.implements("pre_flatten_transform"):
-        flattening = manager.implementation("pre_flatten_transform", member)
-        assert flattening is not None
-        undo = manager.implementation("post_unflatten_transform", member)
-        yield PluginTransform(member, flattening, undo)
-
-
-def _conflict(role: str, answers: Sequence[Answer], group: GroupInfo) -> str | None:
-    claims = _claims(answers)
-    if len(claims) < 2:
-        return None
-    plugins = " and ".join(claim.member.label for claim in claims)
-    parameters = [p.fqn for p in group.parameters]
-    shown = ", ".join(parameters[:4]) + (", ..." if len(parameters) > 4 else "")
-    return (
-        f"plugins {plugins} both claim {role} of group '{group.name}' ({shown}). Pass only one of "
-        "them for this unit, or narrow one so that it returns None here."
-    )
-
-
-def _winner(answers: Sequence[Answer]) -> Any:
-    claims = _claims(answers)
-    return (claims or answers)[0].value
+        return contributions_of(self._hooks, ENGINE, group, self.lines())
 
 
 def build_stack(plugins: Sequence[object | str]) -> PluginStack:
@@ -242,7 +133,7 @@ def build_stack(plugins: Sequence[object | str]) -> PluginStack:
     members = _resolve(plugins, refusals)
     contracts = [m.contract for m in members]
     if not refusals:  # else what seems to be missing may be what could not be loaded
-        _keep(refusals, lambda: _check_names(contracts))
+        _keep(refusals, lambda: _check_names(members))
         _keep(refusals, lambda: check_relations(contracts))
     ordered: list[str] = []
     if not refusals:
@@ -263,9 +154,26 @@ def _resolve(plugins: Sequence[object | str], refusals: list[PluginError]) -> li
     return members
 
 
-def _check_names(contracts: Sequence[Contract]) -> None:
-    if any(contract.name == ENGINE for contract in contracts):
-        raise PluginError(f"'{ENGINE}' is the name of the built-in plugin; choose another.")
+def _check_names(members: Sequence[Member]) -> None:
+    """Every plugin has a name of its own.
+
+    Raises:
+        PluginError: saying where each plugin of a name comes from.
+    """
+    problems = []
+    by_name: dict[str, list[Member]] = {ENGINE: []}
+    for member in members:
+        by_name.setdefault(member.contract.name, []).append(member)
+    for name, same in by_name.items():
+        origins = " and ".join(f"{m.origin} ({m.contract.version})" for m in same)
+        if name == ENGINE and same:
+            problems.append(
+                f"'{ENGINE}' is the name of the built-in plugin; choose another for {origins}."
+            )
+        elif len(same) > 1:
+            problems.append(f"{len(same)} plugins are named '{name}': {origins}; pass one of them.")
+    if problems:
+        raise PluginError("\n".join(problems))
 
 
 def _keep(refusals: list[PluginError], check: Callable[[], None]) -> None:

@@ -25,8 +25,9 @@ from torch import Tensor
 from polyshard.builtin import EnginePlugin
 from polyshard.contract import Contract
 from polyshard.errors import PluginError
-from polyshard.manager import Member, problems_of
+from polyshard.manager import Member
 from polyshard.markers import hookimpl
+from polyshard.problems import problems_of
 from polyshard.seams import Contributions
 from polyshard.stack import PluginStack, build_stack
 from polyshard.testing.cases import (

@@ -101,6 +101,8 @@ def _notes(groups: tuple[GroupPlan, ...]) -> list[str]:
         ).append(plan.name)
         for line in plan.roles.plugins:
             facts.setdefault(f"plugin {line}", []).append(plan.name)
+        for notice in plan.notices:
+            facts.setdefault(notice, []).append(plan.name)
     return [
         fact if len(names) == len(groups) else f"{fact} [{', '.join(names)}]"
         for fact, names in facts.items()

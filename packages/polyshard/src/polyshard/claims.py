@@ -1,0 +1,119 @@
+"""Who does what for a group: answers are checked, exclusive roles resolved, the result frozen."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+from polyshard.errors import ConflictError, PluginError
+from polyshard.hooks import Hooks
+from polyshard.manager import Answer
+from polyshard.seams import (
+    CollectivesBackend,
+    Contributions,
+    GatherCodec,
+    GroupInfo,
+    Observer,
+    ReduceCodec,
+    ShardingConstraint,
+    StateDictAdapter,
+    StorageFactory,
+)
+
+T = TypeVar("T")
+
+
+def contributions_of(
+    hooks: Hooks, engine: str, group: GroupInfo, plugin_lines: tuple[str, ...]
+) -> Contributions:
+    """Ask for ``group``: everything claimed, then checked, then frozen.
+
+    Args:
+        hooks: of the stack.
+        engine: name of the plugin whose answers to exclusive hooks yield to any other.
+        group: what the plugins are asked about.
+        plugin_lines: one line a plugin, kept in the result.
+
+    Raises:
+        ConflictError: listing every role that two plugins claim.
+        PluginError: listing every answer that is not what its hook asks for.
+    """
+    storages = hooks.shard_storages(group)
+    backends = hooks.collectives_backends(group)
+    gather_codecs = hooks.gather_codecs(group)
+    reduce_codecs = hooks.reduce_codecs(group)
+    constraints = hooks.sharding_constraints(group)
+    observers = hooks.observers(group)
+    adapters = hooks.state_dict_adapters(group)
+    problems = [
+        *_misfits("polyshard_shard_storage", StorageFactory, storages),
+        *_misfits("polyshard_collectives_backend", CollectivesBackend, backends),
+        *_misfits("polyshard_gather_codec", GatherCodec, gather_codecs),
+        *_misfits("polyshard_reduce_codec", ReduceCodec, reduce_codecs),
+        *_misfits("polyshard_sharding_constraint", ShardingConstraint, constraints),
+        *_misfits("polyshard_observer", Observer, observers),
+        *_misfits("polyshard_state_dict_adapter", StateDictAdapter, adapters),
+    ]
+    if problems:
+        raise PluginError("\n".join(problems))
+    conflicts = [
+        *_conflicts("the shard storage", storages, engine, group),
+        *_conflicts("the collectives", backends, engine, group),
+        *_conflicts("the gather codec", gather_codecs, engine, group),
+        *_conflicts("the reduce codec", reduce_codecs, engine, group),
+    ]
+    if conflicts:
+        raise ConflictError("\n".join(conflicts))
+    # Order puts the engine last: the first answer is a plugin's claim wherever there is one.
+    return Contributions(
+        gather_codec=gather_codecs[0].value,
+        reduce_codec=reduce_codecs[0].value,
+        storage=storages[0].value,
+        backend=backends[0].value,
+        constraints=_values(constraints),
+        observers=_values(observers),
+        adapters=_values(adapters),
+        plugin_lines=plugin_lines,
+    )
+
+
+@functools.cache
+def _members_of(seam: type) -> tuple[str, ...]:
+    """Public names that a protocol asks for."""
+    own = [base for base in seam.__mro__ if base.__module__ == seam.__module__]
+    return tuple(sorted({n for base in own for n in vars(base) if not n.startswith("_")}))
+
+
+def _misfits(hook: str, seam: type, answers: Sequence[Answer[Any]]) -> Iterator[str]:
+    """Answers that would fail only later, far from the plugin that gave them."""
+    for answer in answers:
+        who = f"plugin {answer.member.label}: {hook} returned"
+        if isinstance(answer.value, type):
+            yield f"{who} the class {answer.value.__name__}; return an instance"
+            continue
+        missing = [n for n in _members_of(seam) if not hasattr(answer.value, n)]
+        if missing:
+            yield (
+                f"{who} a {type(answer.value).__name__}, which lacks {', '.join(missing)} of "
+                f"polyshard.seams.{seam.__name__}"
+            )
+
+
+def _conflicts(
+    role: str, answers: Sequence[Answer[Any]], engine: str, group: GroupInfo
+) -> Iterator[str]:
+    claims = [a for a in answers if a.member.contract.name != engine]
+    if len(claims) < 2:
+        return
+    plugins = " and ".join(claim.member.label for claim in claims)
+    parameters = [p.fqn for p in group.parameters]
+    shown = ", ".join(parameters[:4]) + (", ..." if len(parameters) > 4 else "")
+    yield (
+        f"plugins {plugins} both claim {role} of group '{group.name}' ({shown}). Pass only one of "
+        "them for this unit, or narrow one so that it returns None here."
+    )
+
+
+def _values(answers: Sequence[Answer[T]]) -> tuple[T, ...]:
+    return tuple(answer.value for answer in answers)

@@ -1,0 +1,36 @@
+"""Settings that change nothing where they were given: never dropped without a word."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.tensor import Shard
+
+from polyshard.errors import IneffectiveSettingWarning
+from polyshard.policies import MixedPrecisionPolicy
+
+
+def policy_notices(policy: MixedPrecisionPolicy, orig_dtype: torch.dtype) -> tuple[str, ...]:
+    """What of ``policy`` does not apply to parameters of ``orig_dtype``."""
+    if policy.param_dtype is None or orig_dtype.is_floating_point:
+        return ()
+    return (
+        f"param_dtype={policy.param_dtype} has no effect on {orig_dtype} parameters, which are "
+        "gathered as they are",
+    )
+
+
+def placement_notice(fqn: str, placement: Shard) -> str:
+    """What to say of a dim chosen for a parameter without dims."""
+    return (
+        f"shard_placement_fn returned {placement} for '{fqn}', which has no effect: it has no "
+        "dims and stays whole on every rank"
+    )
+
+
+def warn(notices: Iterable[str]) -> None:
+    """Say each once (by Python's filter of repeated warnings)."""
+    for notice in notices:
+        warnings.warn(notice, IneffectiveSettingWarning, stacklevel=2)
