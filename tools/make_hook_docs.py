@@ -16,7 +16,7 @@ Generated from `polyshard/hookspecs.py` by `tools/make_hook_docs.py`; edit the s
 
 A plugin implements the hooks it cares about, marked with `@polyshard.hookimpl`, and may take any
 subset of a hook's arguments. All hooks are asked while plans are built: a training step asks none.
-The functions of the two transforms are frozen into the plan, and run on gradients like any plain object.
+The functions of the two transforms are frozen into the plan and run on gradients without a hook.
 Objects that hooks return are described in `polyshard/seams.py`.
 
 ```mermaid

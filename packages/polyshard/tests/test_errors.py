@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from toy_models import Model, build, loss_of, shard, tokens_for
 from toy_plugins import BytesGather, Codecs, Constrained, GatherFactory
 
-from polyshard import MixedPrecisionPolicy, fully_shard, hookimpl
+from polyshard import MixedPrecisionPolicy, ShardPlacement, fully_shard, hookimpl
 from polyshard.errors import (
     AlreadyShardedError,
     MeshError,
@@ -69,13 +69,20 @@ def bad_settings(rank: int, size: int) -> None:
     def call(**kwargs: Any) -> None:
         fully_shard(nn.Linear(4, 4), **kwargs)
 
+    text: Any = "dp"
     refused(UnsupportedError, r"polyshard-offload", call, offload_policy=CPUOffloadPolicy())
-    refused(UnsupportedError, r"dp_mesh_dims", call, dp_mesh_dims=DataParallelMeshDims(shard="a"))
+    refused(MeshError, r"names \['a'\]", call, dp_mesh_dims=DataParallelMeshDims(shard="a"))
+    refused(SettingError, r"takes a DataParallelMeshDims, got str", call, dp_mesh_dims="dp")
     refused(SettingError, r"must divide", call, reshard_after_forward=3)
-    refused(UnsupportedError, r"smaller mesh", call, reshard_after_forward=2)
     refused(SettingError, r"None, a bool or an int", call, reshard_after_forward="yes")
     refused(SettingError, r"'bias', which has 1 dims", call, shard_placement_fn=lambda p: Shard(1))
-    refused(UnsupportedError, r"Replicate", call, shard_placement_fn=lambda p: Replicate())
+    refused(SettingError, r"returned 'x' for", call, shard_placement_fn=lambda p: "x")
+    refused(
+        MeshError,
+        r"for 'weight': mesh must be a DeviceMesh",
+        call,
+        shard_placement_fn=lambda p: ShardPlacement(Shard(0), text),
+    )
     module: Any = fully_shard(nn.Linear(4, 4))
     refused(SettingError, r"takes True or False, got int", module.set_reshard_after_forward, 2)
     refused(SettingError, r">= 1", module.set_reduce_scatter_max_input_buffers, 0)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
         share_comm_ctx,
     )
+    from polyshard.placement import ShardPlacement
     from polyshard.policies import (
         CPUOffloadPolicy,
         DataParallelMeshDims,
@@ -38,6 +39,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Plugin",
+    "ShardPlacement",
     "UnshardHandle",
     "__version__",
     "describe",
@@ -57,6 +59,7 @@ _HOMES = {
     "MixedPrecisionPolicy": "policies",
     "OffloadPolicy": "policies",
     "Plugin": "contract",
+    "ShardPlacement": "placement",
     "UnshardHandle": "module",
     "describe": "description",
     "fully_shard": "api",

@@ -5,10 +5,11 @@ Each name is exercised by ``tests/test_torch_private.py`` on every torch version
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,17 +19,53 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import DataParallelMeshDims
+else:
+    try:
+        from torch.distributed.fsdp import DataParallelMeshDims
+    except ImportError:  # torch before 2.12 has no such class, and no keyword that takes it
+
+        @dataclass
+        class DataParallelMeshDims:
+            """Names of the axes of a mesh that shard and replicate, as in torch 2.12."""
+
+            shard: str | tuple[str, ...] | None = None
+            replicate: str | tuple[str, ...] | None = None
+
+            def __post_init__(self) -> None:
+                if self.shard is None and self.replicate is None:
+                    raise ValueError("at least one of shard and replicate must be given")
+
+            @property
+            def shard_names(self) -> tuple[str, ...]:
+                """Of the axes that shard."""
+                return _names(self.shard)
+
+            @property
+            def replicate_names(self) -> tuple[str, ...]:
+                """Of the axes that replicate."""
+                return _names(self.replicate)
+
+
+def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
 __all__ = [
+    "DataParallelMeshDims",
     "coalescing",
     "default_store",
     "dtensor_spec",
     "has_fsdp_protocol",
     "in_backward",
+    "join_meshes",
     "local_tensor",
     "preserve_version",
     "profiler_span",
     "queue_backward_callback",
     "set_local_tensor",
+    "shared_group",
     "store_timeout_seconds",
     "tag_managed_module",
     "wrap_local",
@@ -41,6 +78,11 @@ def dtensor_spec(
     """The spec of a contiguous DTensor of global ``shape``."""
     strides = torch.empty(shape, device="meta").stride()
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, strides, dtype))
+
+
+def join_meshes(meshes: Sequence[dist.DeviceMesh]) -> dist.DeviceMesh:
+    """One mesh with the axes of several slices of one root mesh, in order."""
+    return dist.DeviceMesh._concatenate(list(meshes))
 
 
 def wrap_local(local: Tensor, spec: DTensorSpec) -> DTensor:
@@ -85,6 +127,25 @@ def coalescing(group: dist.ProcessGroup, device: torch.device) -> AbstractContex
     if manager is None:
         return nullcontext()
     return cast("AbstractContextManager[Any]", manager(group=group, device=device))
+
+
+def shared_group(ranks: Sequence[int], purpose: str, like: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The process group of ``ranks`` for ``purpose``, made once however many ask for it.
+
+    torch's own registry remembers it, and forgets it when process groups are destroyed. Only the
+    ranks in it need to ask, in the same order.
+    """
+    label = f"polyshard {purpose} of {like.group_name}"
+    for group, members in distributed_c10d._world.pg_group_ranks.items():
+        if group.group_desc == label and sorted(members) == sorted(ranks):
+            return group
+    group = dist.new_group(
+        list(ranks),
+        backend=dist.get_backend(like),
+        use_local_synchronization=True,
+        group_desc=label,
+    )
+    return cast("dist.ProcessGroup", group)
 
 
 def preserve_version(tensor: Tensor) -> AbstractContextManager[Any]:

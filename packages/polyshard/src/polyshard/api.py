@@ -13,7 +13,6 @@ from polyshard._torch_private import tag_managed_module
 from polyshard.collect import (
     TIE,
     Collector,
-    PlacementFunction,
     check_modules,
     move_to_device,
     split_by_kind,
@@ -24,6 +23,7 @@ from polyshard.group import GroupSetup, ParameterGroup
 from polyshard.mesh import MeshRoles, resolve_mesh
 from polyshard.module import mix_in
 from polyshard.parameter import Source
+from polyshard.placement import PlacementFunction
 from polyshard.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -94,12 +94,13 @@ def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
         mesh: 1-D (shard) or 2-D (replicate, shard) device mesh; default: all ranks.
         reshard_after_forward: free parameters between forward and backward; ``None`` means yes
             except for the root.
-        shard_placement_fn: the dim to shard for each parameter, as ``Shard(dim)``; ``None`` for
-            dim 0. Any dim may be uneven.
+        shard_placement_fn: how to shard each parameter: ``Shard(dim)``, even or not; ``None`` for
+            dim 0; ``Replicate()`` to keep it whole; :class:`polyshard.ShardPlacement` to choose
+            the mesh as well. Parameters of one mesh and dtype communicate together.
         mp_policy: dtypes of compute, reduction and outputs.
         offload_policy: only the default; offloading is a plugin.
         ignored_params: parameters to leave alone.
-        dp_mesh_dims: not supported yet.
+        dp_mesh_dims: which axes of ``mesh`` are data-parallel, when it has others too.
         plugins: plugin objects, or names from the ``polyshard.plugins`` entry points. Order does
             not matter; being installed activates nothing.
 
@@ -116,7 +117,7 @@ def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
     _check_unsharded(modules)
     check_modules(modules)
     _check_supported(reshard_after_forward, offload_policy, dp_mesh_dims)
-    roles = resolve_mesh(mesh)
+    roles = resolve_mesh(mesh, dp_mesh_dims)
     try:
         stack = build_stack(plugins)
         for member in modules:
@@ -160,14 +161,13 @@ def _check_supported(
         raise UnsupportedError(
             f"offload_policy {offload_policy!r} is not known to polyshard; offloading is a plugin."
         )
-    if dp_mesh_dims is not None:
-        raise UnsupportedError(
-            "dp_mesh_dims is not supported yet. Pass the data-parallel part of the mesh instead, "
-            "such as mesh['dp'], with plain parameters."
+    if not (dp_mesh_dims is None or isinstance(dp_mesh_dims, DataParallelMeshDims)):
+        raise SettingError(
+            f"dp_mesh_dims takes a DataParallelMeshDims, got {type(dp_mesh_dims).__name__}."
         )
 
 
-def _reshards(reshard_after_forward: bool | int | None, roles: MeshRoles) -> bool | None:
+def _reshards(reshard_after_forward: bool | int | None, roles: MeshRoles) -> bool | int | None:
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
     size = roles.shard_size
@@ -181,10 +181,7 @@ def _reshards(reshard_after_forward: bool | int | None, roles: MeshRoles) -> boo
     if reshard_after_forward == 1:
         logger.warning("reshard_after_forward=1 keeps parameters unsharded; pass False to say so")
         return False
-    raise UnsupportedError(
-        f"reshard_after_forward={reshard_after_forward} (a smaller mesh after forward) is not "
-        "supported yet; pass True or False."
-    )
+    return reshard_after_forward
 
 
 def _plan_groups(unit: Unit, sources: Sequence[Source], stack: Stack) -> None:
@@ -192,10 +189,26 @@ def _plan_groups(unit: Unit, sources: Sequence[Source], stack: Stack) -> None:
     kinds = split_by_kind(sources)
     for index, members in enumerate(kinds):
         name = f"{label}#{index}" if len(kinds) > 1 else label
-        setup = GroupSetup(name, unit.roles, unit.policy, stack, unit.reshards_in_training)
+        roles = members[0].placed.roles
+        setup = GroupSetup(
+            name, roles, unit.policy, stack, unit.reshards_in_training, _block_size(unit, roles)
+        )
         group = ParameterGroup(members, setup)
         group.pool = unit.context.pool
         unit.groups.append(group)
+
+
+def _block_size(unit: Unit, roles: MeshRoles) -> int | None:
+    """Ranks of a block for a group with ``roles``, which need not be the unit's own."""
+    wanted = unit.reshard_after_forward
+    if wanted is None or isinstance(wanted, bool) or roles.shard_size <= wanted:
+        return None
+    if roles.shard_size % wanted:
+        raise SettingError(
+            f"reshard_after_forward={wanted} does not divide the {roles.shard_size} ranks of "
+            f"{roles.describe()}, which shard_placement_fn chose for some parameters."
+        )
+    return wanted
 
 
 def _shard(unit: Unit, sources: Sequence[Source]) -> None:

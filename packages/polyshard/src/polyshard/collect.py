@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from polyshard._torch_private import has_fsdp_protocol
 from polyshard.errors import ModuleError, SettingError, UnsupportedError
 from polyshard.mesh import MeshRoles
-from polyshard.notices import placement_notice, warn
 from polyshard.onion import Onion
 from polyshard.parameter import Owner, Source
+from polyshard.placement import PlacementFunction, resolve_placement
 from polyshard.protocol import check_protocol
 from polyshard.root import unit_of
 from polyshard.seams import ParamInfo
 
-PlacementFunction = Callable[[nn.Parameter], Any]
 TIE = "_polyshard_unit_name"
 """Set on an original parameter when a unit takes it, so that a tie across units is seen at once."""
 
@@ -123,31 +122,12 @@ class Collector:
         with torch.no_grad():
             value, extensions = self._onion.flatten(parameter.detach(), info)
         _check_shardable(fqn, value)
-        dim = self._dim(fqn, parameter, value)
-        if has_fsdp_protocol(value):
-            check_protocol(fqn, value, dim)
-        return Source(info, parameter, owners, dim, value, extensions)
-
-    def _dim(self, fqn: str, parameter: nn.Parameter, value: Tensor) -> int | None:
         wanted = self._placement(parameter) if self._placement is not None else None
-        if value.ndim == 0:
-            if isinstance(wanted, Shard):
-                warn([placement_notice(fqn, wanted)])
-            return None
-        if wanted is None:
-            return 0
-        if not isinstance(wanted, Shard):
-            raise UnsupportedError(
-                f"shard_placement_fn returned {wanted!r} for '{fqn}'. polyshard takes None or "
-                "Shard(dim) here; a mesh per parameter is not supported yet."
-            )
-        dim = wanted.dim + value.ndim if wanted.dim < 0 else wanted.dim
-        if not 0 <= dim < value.ndim:
-            raise SettingError(
-                f"shard_placement_fn returned {wanted!r} for '{fqn}', which has "
-                f"{value.ndim} dims {tuple(value.shape)}."
-            )
-        return dim
+        placed = resolve_placement(wanted, fqn, value, self._roles)
+        if has_fsdp_protocol(value):
+            check_protocol(fqn, value, placed.dim)
+        info = replace(info, mesh=placed.roles.mesh)
+        return Source(info, parameter, owners, placed, value, extensions)
 
 
 def _check_shardable(fqn: str, value: Tensor) -> None:
@@ -179,13 +159,14 @@ def move_to_device(roots: Sequence[nn.Module], collector: Collector, roles: Mesh
                 tensor.data = tensor.to(device)
 
 
-def _kind(source: Source) -> tuple[torch.dtype, torch.device, bool]:
-    return source.value.dtype, source.value.device, has_fsdp_protocol(source.value)
+def _kind(source: Source) -> tuple[object, ...]:
+    value = source.value
+    return value.dtype, value.device, has_fsdp_protocol(value), source.placed.roles.key
 
 
 def split_by_kind(sources: Sequence[Source]) -> list[list[Source]]:
-    """One list per original dtype, device, and whether tensors bring FSDP2's protocol."""
-    kinds: dict[tuple[torch.dtype, torch.device, bool], list[Source]] = {}
+    """One list per original dtype, device, mesh, and whether tensors bring FSDP2's protocol."""
+    kinds: dict[tuple[object, ...], list[Source]] = {}
     for source in sources:
         kinds.setdefault(_kind(source), []).append(source)
     return list(kinds.values())

@@ -39,7 +39,7 @@ class Description:
     @property
     def step_bytes(self) -> int:
         """Bytes this rank sends in a training step: twice gathered if freed in between."""
-        again = sum(g.gather_bytes for g in self.groups if g.reshard_after_forward)
+        again = sum(g.regather_bytes for g in self.groups if g.reshard_after_forward)
         return self.gather_bytes + again + self.reduce_bytes
 
     @property
@@ -70,8 +70,14 @@ def _row(plan: GroupPlan) -> tuple[str, ...]:
         _size(plan.reduce_bytes),
         _size(plan.unsharded_bytes),
         _size(plan.shard_bytes),
-        "yes" if plan.reshard_after_forward else "no",
+        _frees(plan.reshard_after_forward),
     )
+
+
+def _frees(reshard_after_forward: bool | int) -> str:
+    if isinstance(reshard_after_forward, bool):
+        return "yes" if reshard_after_forward else "no"
+    return f"to {reshard_after_forward} ranks"
 
 
 def _format(cells: tuple[str, ...], widths: list[int]) -> str:
@@ -134,14 +140,17 @@ def describe(model: nn.Module) -> Description:
     return Description(tuple(plans))
 
 
-def _preview(unit: Unit, name: str, frees: bool, fqns: Mapping[int, str]) -> Iterator[GroupPlan]:
+def _preview(
+    unit: Unit, name: str, frees: bool | int, fqns: Mapping[int, str]
+) -> Iterator[GroupPlan]:
     for group, label in zip(unit.groups, group_names(unit, name), strict=True):
         plan = group.plan()
         parameters = tuple(
             replace(info, fqn=fqns.get(id(sharded.parameter), info.fqn))
             for info, sharded in zip(plan.parameters, group.shards.parameters, strict=True)
         )
-        yield replace(plan, name=label, parameters=parameters, reshard_after_forward=frees)
+        reshard = plan.reshard_after_forward if group.block_size else frees
+        yield replace(plan, name=label, parameters=parameters, reshard_after_forward=reshard)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from torch import Tensor
 from polyshard._torch_private import profiler_span
 from polyshard.constraints import check_constraints
 from polyshard.failures import FailureReport
+from polyshard.gather import GatherPath
+from polyshard.gradients import Gradients
 from polyshard.layout import plan_layout
 from polyshard.mesh import MeshRoles
 from polyshard.notices import policy_notices, warn
@@ -26,7 +28,13 @@ from polyshard.pages import PagePool
 from polyshard.parameter import Source
 from polyshard.plan import Dtypes, GroupPlan, Roles
 from polyshard.policies import MixedPrecisionPolicy
-from polyshard.protocol import ProtocolGather, ProtocolShards, refuse_claims, uses_protocol
+from polyshard.protocol import (
+    ProtocolGather,
+    ProtocolShards,
+    refuse_block,
+    refuse_claims,
+    uses_protocol,
+)
 from polyshard.reduction import InFlight, ReduceSettings
 from polyshard.runtime import Parts, Runtime, build_runtime
 from polyshard.seams import GroupInfo, Named, ParamInfo, Stack
@@ -51,6 +59,8 @@ class GroupSetup:
     policy: MixedPrecisionPolicy
     stack: Stack
     reshard_after_forward: bool
+    block_size: int | None = None
+    """Ranks that together keep the parameters between forward and backward, if not all free."""
 
 
 @dataclass
@@ -79,12 +89,14 @@ class ParameterGroup:
         self.unshard_in_backward = True
         self.reduce_settings = ReduceSettings()
         self.pool: PagePool | None = None
+        self.block_size = setup.block_size
         self.device = setup.roles.device
         info = self._info(tuple(s.info for s in sources), sources[0].value.dtype)
         warn(policy_notices(setup.policy, info.orig_dtype))
         self.contributions = setup.stack.contributions(info)
         if uses_protocol(sources):
             refuse_claims(self.contributions, info)
+            refuse_block(setup.block_size, info)
         self.observers = self.contributions.observers
         self._transport = self.contributions.backend.connect(setup.roles, self.device)
         layout = plan_layout(
@@ -99,11 +111,11 @@ class ParameterGroup:
         self._layout = layout
         self._storage = self.contributions.storage.create(info, layout)
         self.shards: Shards
+        self.gradients: Gradients
         self._runtime: Runtime | None = None
+        self._path: GatherPath | None = None
         self._pending: Pending | None = None
         self._gathered_versions: list[int] = []
-        self._accumulated: dict[int, Tensor] = {}
-        self._has_unreduced = False
         self._stale = True
 
     def shard(self) -> None:
@@ -112,6 +124,7 @@ class ParameterGroup:
             self.shards = ProtocolShards(self._sources, self._layout, self.roles)
         else:
             self.shards = Shards(self._sources, self._layout, self.roles, self._storage)
+        self.gradients = Gradients(self.shards, self.setup.stack.onion, self.reduce_settings)
         self._sources = ()  # the full parameters may go now
 
     # --- plan ---------------------------------------------------------------------------------
@@ -177,9 +190,12 @@ class ParameterGroup:
                 _named(contributions.storage),
                 contributions.plugin_lines,
             ),
-            reshard_after_forward=self.setup.reshard_after_forward,
+            reshard_after_forward=self.block_size or self.setup.reshard_after_forward,
             gather_bytes=runtime.path.sent_bytes,
-            reduce_bytes=runtime.reducer.predicted_bytes(trainable, self._wire_dtype()),
+            regather_bytes=(runtime.block or runtime.path).sent_bytes,
+            reduce_bytes=runtime.reducer.predicted_bytes(
+                trainable, self.gradients.wire_dtype(runtime)
+            ),
             notices=policy_notices(self.setup.policy, self.shards.dtype),
         )
 
@@ -216,6 +232,7 @@ class ParameterGroup:
             transport=self._transport,
             onion=self.setup.stack.onion,
             pool=self.pool,
+            block_size=self.block_size,
         )
         runtime = build_runtime(parts, self._dtypes(self.shards.dtype))
         runtime.reducer.settings = self.reduce_settings
@@ -232,15 +249,27 @@ class ParameterGroup:
         self.shards.check_materialized()
         with self._failures, profiler_span("polyshard.unshard", self.name):
             runtime.buffer.acquire()
-            self._gathered_versions = self.shards.versions()
-            self.shards.storage.fetch()
-            self._pending = runtime.path.start()
+            self._path = self._choose_path(runtime)
+            if self._path is runtime.path:
+                self._gathered_versions = self.shards.versions()
+                self.shards.storage.fetch()
+            self._pending = self._path.start()
         self.state = State.GATHERING  # only now: a start that raised leaves the group sharded
         self.traffic.gathers += 1
-        self.traffic.sent_bytes += runtime.path.sent_bytes
-        self.traffic.received_bytes += runtime.path.received_bytes
+        self.traffic.sent_bytes += self._path.sent_bytes
+        self.traffic.received_bytes += self._path.received_bytes
         for observer in self.observers:
-            observer.on_unshard(self.name, runtime.path.sent_bytes)
+            observer.on_unshard(self.name, self._path.sent_bytes)
+
+    def _choose_path(self, runtime: Runtime) -> GatherPath:
+        """From the block if it holds what the shards still say, else from all shards."""
+        block = runtime.block
+        if block is None or not block.holds:
+            return runtime.path
+        if self._shards_changed():
+            block.drop()
+            return runtime.path
+        return block
 
     def _shards_changed(self) -> bool:
         """Whether an optimizer (or anybody) wrote to the shards since they were gathered.
@@ -255,12 +284,14 @@ class ParameterGroup:
             return
         runtime = self.prepare()
         assert self._pending is not None
+        assert self._path is not None
         begin = time.perf_counter()
         with self._failures, profiler_span("polyshard.wait", self.name):
             self._pending.wait()
-            runtime.path.finish()
+            self._path.finish()
         self._pending = None
-        self.shards.storage.release()
+        if self._path is runtime.path:
+            self.shards.storage.release()
         self._sync_requires_grad(runtime)
         runtime.registry.register()
         self.state = State.UNSHARDED
@@ -276,81 +307,55 @@ class ParameterGroup:
             if leaf.requires_grad is not wanted:
                 leaf.requires_grad_(wanted)
 
-    def reshard(self) -> None:
-        """Free the unsharded parameters and register the sharded ones."""
+    def reshard(self, *, until_backward: bool = False) -> None:
+        """Free the unsharded parameters and register the sharded ones.
+
+        Args:
+            until_backward: a backward will come, so the block (if there is one) keeps its slices.
+        """
         if self.state is State.GATHERING:
             self.wait()
         if self.state is State.SHARDED or self._runtime is None:
             return
+        block = self._runtime.block
         with profiler_span("polyshard.reshard", self.name):
+            if until_backward and block is not None:
+                block.keep()
             self.shards.registry.register()
             self._runtime.buffer.release()
         self.state = State.SHARDED
         for observer in self.observers:
             observer.on_reshard(self.name)
 
+    def set_block(self, size: int | None) -> None:
+        """Have ``size`` ranks (``None``: none) keep the parameters between forward and backward."""
+        if self.block_size != size:
+            self.reshard()
+            self.drop_block()
+            self.block_size = size
+            self._runtime = None
+
+    def drop_block(self) -> None:
+        """Free what the block kept for a backward that is over."""
+        if self._runtime is not None and self._runtime.block is not None:
+            self._runtime.block.drop()
+
     # --- gradients ----------------------------------------------------------------------------
 
     def accumulate(self) -> None:
-        """Keep this backward's gradients unsharded, in the reduce dtype, for a later reduction."""
-        runtime = self._runtime
-        if runtime is None:
-            return
-        self._has_unreduced = True
-        for index, leaf in enumerate(runtime.leaves):
-            if leaf.grad is not None and leaf.grad.dtype != runtime.dtypes.reduce:
-                gradient = self._flattened(index, leaf.grad)
-                self._accumulated[index] = self._sum(index, gradient, runtime.dtypes.reduce)
-                leaf.grad = None
-
-    def _flattened(self, index: int, gradient: Tensor) -> Tensor:
-        parameter = self.shards.parameters[index]
-        if not any(e is not None for e in parameter.extensions):
-            return gradient
-        with torch.no_grad():
-            return self.setup.stack.onion.flatten(gradient, parameter.info)[0]
-
-    def _sum(self, index: int, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        held = self._accumulated.get(index)
-        return gradient.to(dtype) if held is None else held.add_(gradient)
+        """Keep this backward's gradients unsharded for a later reduction."""
+        if self._runtime is not None:
+            self.gradients.accumulate(self._runtime)
 
     def take_gradients(self) -> dict[int, Tensor]:
         """Unsharded gradients by parameter index; the leaves give them up."""
-        runtime = self._runtime
-        if runtime is None:
-            return {}
-        taken: dict[int, Tensor] = {}
-        for index, leaf in enumerate(runtime.leaves):
-            gradient = leaf.grad
-            if gradient is not None:
-                leaf.grad = None
-                gradient = self._flattened(index, gradient)
-                if index in self._accumulated:
-                    gradient = self._sum(index, gradient, runtime.dtypes.reduce)
-                taken[index] = gradient
-            elif index in self._accumulated:
-                taken[index] = self._accumulated[index]
-            elif self.reduce_settings.reduce_unused and leaf.requires_grad:
-                shape = self.shards.layout.parameters[index].shape
-                taken[index] = torch.zeros(shape, dtype=leaf.dtype, device=self.device)
-        self._accumulated.clear()
-        return taken
-
-    def _wire_dtype(self) -> torch.dtype:
-        """Dtype gradients travel in; from settings alone. See [Note: reduction]."""
-        dtypes = self._dtypes(self.shards.dtype)
-        if self._has_unreduced or dtypes.param.itemsize > dtypes.reduce.itemsize:
-            return dtypes.reduce
-        same = dtypes.param.itemsize == dtypes.reduce.itemsize
-        return dtypes.reduce if same else dtypes.param
+        return {} if self._runtime is None else self.gradients.take(self._runtime)
 
     def start_reduction(self, gradients: dict[int, Tensor]) -> InFlight:
         """Begin to reduce what :meth:`take_gradients` returned."""
         runtime = self.prepare()
-        wire = self._wire_dtype()
-        self._has_unreduced = False
         with self._failures, profiler_span("polyshard.reduce", self.name):
-            flight, sent_bytes = runtime.reducer.start(gradients, wire)
+            flight, sent_bytes = self.gradients.start(runtime, gradients)
         self.traffic.reductions += 1
         self.traffic.sent_bytes += sent_bytes
         self.traffic.received_bytes += sent_bytes
@@ -373,12 +378,11 @@ class ParameterGroup:
 
     def discard(self) -> None:
         """Forget everything a failed step left behind; end sharded."""
-        self.take_gradients()
-        self._has_unreduced = False
         if self._runtime is not None:
-            self._runtime.reducer.discard()
+            self.gradients.discard(self._runtime)
             self._abandon_gather(self._runtime)
         self.reshard()
+        self.drop_block()
 
     def _abandon_gather(self, runtime: Runtime) -> None:
         """End a gather nobody waits for any more, whether or not its peers are still there."""

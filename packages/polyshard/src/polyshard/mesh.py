@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,45 +10,69 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from polyshard._torch_private import join_meshes
 from polyshard.errors import MeshError
+from polyshard.policies import DataParallelMeshDims
 
 
 @dataclass(frozen=True, eq=False)
 class MeshRoles:
     """A data-parallel mesh with a role for each axis.
 
-    ``shard_axis`` is the axis parameters are sharded over, ``replicate_axis`` the one shards are
-    repeated over (``None`` on a 1-D mesh).
+    ``shard_axis`` is the axis parameters are sharded over (``None`` where every rank holds them
+    whole), ``replicate_axes`` those that shards are repeated over.
     """
 
     mesh: DeviceMesh
-    shard_axis: int
-    replicate_axis: int | None = None
+    shard_axis: int | None
+    replicate_axes: tuple[int, ...] = ()
 
     @cached_property
     def shard_group(self) -> dist.ProcessGroup:
-        """Process group of the shard axis."""
+        """Process group of the shard axis; there must be one."""
+        assert self.shard_axis is not None
         return self.mesh.get_group(self.shard_axis)
 
     @cached_property
     def shard_rank(self) -> int:
         """This rank's position on the shard axis."""
-        return self.mesh.get_local_rank(self.shard_axis)
+        return 0 if self.shard_axis is None else self.mesh.get_local_rank(self.shard_axis)
 
     @cached_property
     def shard_size(self) -> int:
-        """Ranks on the shard axis."""
-        return self.mesh.size(self.shard_axis)
+        """Ranks on the shard axis; 1 without one."""
+        return 1 if self.shard_axis is None else self.mesh.size(self.shard_axis)
 
     @cached_property
-    def replicate_group(self) -> dist.ProcessGroup | None:
-        """Process group of the replicate axis, if any."""
-        return None if self.replicate_axis is None else self.mesh.get_group(self.replicate_axis)
+    def replicate_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Process groups of the replicate axes that have more than one rank."""
+        return tuple(self.mesh.get_group(a) for a in self.replicate_axes if self.mesh.size(a) > 1)
 
     @cached_property
     def replicate_size(self) -> int:
-        """Ranks on the replicate axis; 1 without one."""
-        return 1 if self.replicate_axis is None else self.mesh.size(self.replicate_axis)
+        """Ranks over all replicate axes; 1 without any."""
+        return math.prod(self.mesh.size(a) for a in self.replicate_axes)
+
+    @cached_property
+    def is_replicated(self) -> bool:
+        """Whether there is a replicate axis, of whatever size."""
+        return bool(self.replicate_axes)
+
+    def whole(self) -> MeshRoles:
+        """The same mesh for parameters that every rank holds whole."""
+        return MeshRoles(self.mesh, None, tuple(range(self.mesh.ndim)))
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for equal roles on equal meshes."""
+        return (
+            self.mesh.device_type,
+            self.mesh.mesh_dim_names,
+            tuple(self.mesh.mesh.shape),
+            tuple(self.mesh.mesh.flatten().tolist()),
+            self.shard_axis,
+            self.replicate_axes,
+        )
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -70,13 +95,17 @@ class MeshRoles:
     def describe(self) -> str:
         """Axes with names and sizes, as they appear in a plan."""
         names = self.mesh.mesh_dim_names or tuple(str(i) for i in range(self.mesh.ndim))
-        roles = {self.shard_axis: "shard", self.replicate_axis: "replicate"}
+        roles = ["shard" if a == self.shard_axis else "replicate" for a in range(self.mesh.ndim)]
         axes = (f"{names[a]}={self.mesh.size(a)} ({roles[a]})" for a in range(self.mesh.ndim))
         return f"{self.mesh.device_type} " + " x ".join(axes)
 
 
-def resolve_mesh(mesh: DeviceMesh | None) -> MeshRoles:
-    """Give every axis of ``mesh`` a role; without a mesh, shard over all ranks.
+def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> MeshRoles:
+    """Give every data-parallel axis of ``mesh`` a role; without a mesh, shard over all ranks.
+
+    Args:
+        mesh: 1-D (shard), 2-D (replicate, shard), or with ``dims`` any mesh with named axes.
+        dims: which axes are data-parallel; several of one role are flattened into one.
 
     Raises:
         MeshError: for a mesh of the wrong rank, one this process is not part of, or one whose
@@ -85,10 +114,13 @@ def resolve_mesh(mesh: DeviceMesh | None) -> MeshRoles:
     mesh = default_mesh() if mesh is None else mesh
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}: {mesh!r}")
+    if dims is not None:
+        return _resolve_named(mesh, dims)
     if mesh.ndim not in (1, 2):
         raise MeshError(
             f"fully_shard expects a 1D mesh (shard) or a 2D mesh (replicate, shard), got {mesh}. "
-            "Pass a slice of it, such as mesh['dp']."
+            "Pass a slice of it, such as mesh['dp'], or say with dp_mesh_dims which axes are "
+            "data-parallel."
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise MeshError(
@@ -98,7 +130,35 @@ def resolve_mesh(mesh: DeviceMesh | None) -> MeshRoles:
     _check_membership(mesh)
     if mesh.ndim == 1:
         return MeshRoles(mesh, shard_axis=0)
-    return MeshRoles(mesh, shard_axis=1, replicate_axis=0)
+    return MeshRoles(mesh, shard_axis=1, replicate_axes=(0,))
+
+
+def _resolve_named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshRoles:
+    present = mesh.mesh_dim_names or ()
+    missing = [n for n in (*dims.replicate_names, *dims.shard_names) if n not in present]
+    if missing:
+        raise MeshError(
+            f"dp_mesh_dims names {missing}, which are not axes of {mesh} (axes: {list(present)}). "
+            "Name axes of the mesh passed to fully_shard; init_device_mesh takes mesh_dim_names."
+        )
+    shared = set(dims.replicate_names) & set(dims.shard_names)
+    if shared:
+        raise MeshError(
+            f"dp_mesh_dims gives {sorted(shared)} both roles; an axis shards or replicates."
+        )
+    _check_membership(mesh)
+    parts = [_flattened(mesh, names) for names in (dims.replicate_names, dims.shard_names) if names]
+    if len(parts) == 2:
+        joined = join_meshes(parts)
+        return MeshRoles(joined, shard_axis=1, replicate_axes=(0,))
+    if dims.shard_names:
+        return MeshRoles(parts[0], shard_axis=0)
+    return MeshRoles(parts[0], shard_axis=None, replicate_axes=(0,))
+
+
+def _flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    part = mesh[names]
+    return part if len(names) == 1 else part._flatten("_".join(names))
 
 
 def _check_membership(mesh: DeviceMesh) -> None:

@@ -141,6 +141,8 @@ class FSDPModule(TorchFSDPModule):
             )
         for unit in self._units(recurse):
             unit.reshard_after_forward = reshard_after_forward
+            for group in unit.groups:
+                group.set_block(None)
 
     @override
     def set_reshard_after_backward(

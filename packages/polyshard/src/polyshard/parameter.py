@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
     from polyshard.mesh import MeshRoles
+    from polyshard.placement import Placed
     from polyshard.seams import ParamInfo
 
 
@@ -75,7 +76,6 @@ class Registry:
 class Source:
     """A parameter as found on the module, before sharding.
 
-    ``dim`` is the tensor dim to shard, ``None`` to keep the parameter whole on every rank.
     ``value`` is what is sharded: the parameter's data, unless plugins flattened it into something
     else; ``extensions`` is what they need to undo that.
     """
@@ -83,20 +83,20 @@ class Source:
     info: ParamInfo
     parameter: nn.Parameter
     owners: tuple[Owner, ...]
-    dim: int | None
+    placed: Placed
     value: Tensor
     extensions: Extensions = ()
 
     @property
     def shape(self) -> ParameterShape:
         """What the layout needs of it."""
-        return ParameterShape(self.info.fqn, tuple(self.value.shape), self.dim)
+        return ParameterShape(self.info.fqn, tuple(self.value.shape), self.placed.dim)
 
 
 def placements_for(dim: int | None, roles: MeshRoles) -> tuple[Placement, ...]:
     """Placements of a sharded parameter on the data-parallel mesh."""
     placements: list[Placement] = [Replicate()] * roles.mesh.ndim
-    if dim is not None:
+    if dim is not None and roles.shard_axis is not None:
         placements[roles.shard_axis] = Shard(dim)
     return tuple(placements)
 
@@ -104,14 +104,14 @@ def placements_for(dim: int | None, roles: MeshRoles) -> tuple[Placement, ...]:
 class ShardedParameter:
     """The sharded form of one parameter, and what makes more ``DTensor`` s like it."""
 
-    def __init__(self, source: Source, local: Tensor, roles: MeshRoles) -> None:
+    def __init__(self, source: Source, local: Tensor) -> None:
         """``local`` is the view of the shard buffer that holds this rank's rows."""
         self.info = source.info
         self.owners = source.owners
-        self.dim = source.dim
+        self.dim = source.placed.dim
         self.extensions = source.extensions
         self._shape = source.value.shape
-        self._roles = roles
+        self._roles = source.placed.roles
         self.spec = self._spec(local.dtype)
         self.parameter = nn.Parameter(
             wrap_local(local, self.spec), requires_grad=source.parameter.requires_grad

@@ -51,9 +51,12 @@ class GroupPlan:
     mesh: str
     dtypes: Dtypes
     roles: Roles
-    reshard_after_forward: bool
+    reshard_after_forward: bool | int
+    """Freed after forward, kept, or kept once by each block of so many ranks."""
     gather_bytes: int
     """Bytes this rank sends in one all-gather."""
+    regather_bytes: int
+    """Bytes this rank sends to gather again in backward, if freed after forward."""
     reduce_bytes: int
     """Bytes this rank sends in one reduce-scatter of all trainable parameters."""
     notices: tuple[str, ...] = ()

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from polyshard._torch_private import has_fsdp_protocol, local_tensor, preserve_version
 from polyshard.defaults import DeviceStorage, DeviceStorageFactory, NativeGatherCodec
-from polyshard.errors import ConflictError, ModuleError, PluginError
+from polyshard.errors import ConflictError, ModuleError, PluginError, UnsupportedError
 from polyshard.layout import ParameterLayout, align
 from polyshard.mesh import MeshRoles
 from polyshard.parameter import ShardedParameter, Source
@@ -74,7 +74,7 @@ class ProtocolShards(Shards):
         self.storage = DeviceStorage()  # gradients stay where they are reduced
         self.storage.rest(self.buffer)
         self.parameters = [
-            ShardedParameter(source, self._local(source.value, placed), roles)
+            ShardedParameter(source, self._local(source.value, placed))
             for source, placed in zip(sources, layout.parameters, strict=True)
         ]
         self.registry = self._new_registry()
@@ -286,6 +286,20 @@ def refuse_claims(contributions: Contributions, group: GroupInfo) -> None:
             f"the tensors of group '{group.name}' ({names}) bring FSDP2's all-gather protocol, and "
             f"a plugin claims its {' and '.join(claimed)}. Leave them to one of the two: "
             "drop the plugin for this unit, or have it return None for this group."
+        )
+
+
+def refuse_block(block_size: int | None, group: GroupInfo) -> None:
+    """Refuse blocks: what such a tensor becomes is its class's own business.
+
+    Raises:
+        UnsupportedError: naming the parameters.
+    """
+    if block_size is not None:
+        names = ", ".join(p.fqn for p in group.parameters)
+        raise UnsupportedError(
+            f"reshard_after_forward={block_size} is not supported for tensors that bring FSDP2's "
+            f"all-gather protocol ({names}). Pass True or False for this unit."
         )
 
 

@@ -201,15 +201,14 @@ class Reducer:
         """
         flight.pending.wait()
         total = flight.total
-        group = self._roles.replicate_group
-        if group is not None:
+        if self._roles.is_replicated:
             if self._partial is not None:
                 total.add_(self._partial)
                 self._partial = None
             if not self.settings.all_reduce:
                 self._partial = total
                 return None
-            if self._roles.replicate_size > 1:
+            for group in self._roles.replicate_groups:
                 dist.all_reduce(total, group=group)
         if flight.averaging.after != 1.0:
             total.div_(flight.averaging.after)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from polyshard.buffers import Buffer
+from polyshard.block import Block
+from polyshard.buffers import Buffer, new_buffer
 from polyshard.gather import CodecGather, GatherPath, Line, NativeGather
 from polyshard.mesh import MeshRoles
 from polyshard.onion import Onion
@@ -33,6 +34,7 @@ class Runtime:
     reducer: Reducer
     registry: Registry
     dtypes: Dtypes
+    block: Block | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Parts:
     transport: Transport
     onion: Onion
     pool: PagePool | None
+    block_size: int | None
 
 
 def build_runtime(parts: Parts, dtypes: Dtypes) -> Runtime:
@@ -55,12 +58,20 @@ def build_runtime(parts: Parts, dtypes: Dtypes) -> Runtime:
     tag = zlib.crc32(f"{parts.roles.describe()} {parts.info.name}".encode()) >> 2
     line = Line(parts.transport, tag, parts.roles.shard_rank)
     buffer, leaves, path = _unsharded_side(parts, dtypes, line)
+    block = None if parts.block_size is None else _block(parts, parts.block_size, buffer, tag)
     buffer.release()
     reduce_codec = parts.contributions.reduce_codec.bind(parts.info, parts.shards.layout)
     reducer = Reducer(parts.shards, dtypes.reduce, parts.roles, line, reduce_codec)
     owners = (p.owners for p in parts.shards.parameters)
     registry = Registry(zip(owners, leaves, strict=True))
-    return Runtime(buffer, leaves, path, reducer, registry, dtypes)
+    return Runtime(buffer, leaves, path, reducer, registry, dtypes, block)
+
+
+def _block(parts: Parts, size: int, buffer: Buffer, tag: int) -> Block:
+    whole = buffer.tensor
+    held = new_buffer(whole.numel() // size, whole.dtype, whole.device, parts.pool)
+    held.acquire()
+    return Block(held, whole, parts.transport.block(size), tag)
 
 
 def _unsharded_side(
@@ -70,7 +81,9 @@ def _unsharded_side(
     if isinstance(shards, ProtocolShards):
         gather = ProtocolGather(shards, parts.policy, dtypes.param, (line.transport, line.tag))
         return gather.buffer, gather.leaves, gather
-    unsharded = Unsharded(shards, dtypes.param, parts.info.device, parts.pool, parts.onion)
+    unsharded = Unsharded(
+        shards, dtypes.param, parts.info.device, parts.pool, parts.onion, parts.block_size
+    )
     codec = parts.contributions.gather_codec.bind(parts.info, shards.layout)
     path: GatherPath = (
         NativeGather(unsharded, line) if codec is None else CodecGather(codec, unsharded, line)

@@ -134,7 +134,8 @@ class RootContext:
         self.forward_root = None
         for unit in self.units:
             unit.reset()
-            forget_failure(unit.roles.ranks)
+            for group in unit.groups:
+                forget_failure(group.roles.ranks)
 
 
 class Unit:
@@ -152,7 +153,7 @@ class Unit:
         self.context = RootContext()
         self.phase = Phase.IDLE
         self.is_root: bool | None = None
-        self.reshard_after_forward: bool | None = None
+        self.reshard_after_forward: bool | int | None = None
         self.forward_prefetch: tuple[Unit, ...] = ()
         self.backward_prefetch: tuple[Unit, ...] = ()
         self.order: list[int] = []
@@ -196,7 +197,7 @@ class Unit:
         """Whether a training forward frees the parameters."""
         if self.reshard_after_forward is None:
             return not self.is_root
-        return self.reshard_after_forward
+        return bool(self.reshard_after_forward)
 
     # Forward ----------------------------------------------------------------------------------
 
@@ -276,7 +277,9 @@ class Unit:
         if in_backward():  # recomputed by an outer checkpoint: needed again in a moment
             return
         if not self.keeps_unsharded():
-            self.reshard()
+            until_backward = torch.is_grad_enabled()
+            for group in self.groups:
+                group.reshard(until_backward=until_backward)
         self.context.note_forward(self)
 
     def _end_root_forward(self) -> None:
@@ -347,6 +350,7 @@ class Unit:
         for group in self.groups:
             if group.reshard_after_backward or group.state is State.GATHERING:
                 group.reshard()
+            group.drop_block()
 
     def become_root(self) -> None:
         """Take charge of all units below; called at the first forward of the outermost one.

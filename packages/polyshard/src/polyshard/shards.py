@@ -42,7 +42,7 @@ class Shards:
         resting = storage.rest(self._cut(sources, first.dtype, first.device))
         self.buffer = resting
         self.parameters = [
-            ShardedParameter(source, local_view(resting, placed, self._rank), roles)
+            ShardedParameter(source, local_view(resting, placed, self._rank))
             for source, placed in zip(sources, layout.parameters, strict=True)
         ]
         self.registry = self._new_registry()

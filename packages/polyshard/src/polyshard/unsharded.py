@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from polyshard.block import block_padded
 from polyshard.buffers import Buffer, FixedBuffer, new_buffer
 from polyshard.errors import PluginError
 from polyshard.onion import Onion
@@ -25,8 +26,10 @@ class Unsharded:
         device: torch.device,
         pool: PagePool | None,
         onion: Onion,
+        block_size: int | None = None,
     ) -> None:
         """Make the buffer and the leaves; it stays acquired until the paths have taken views."""
+        self._block_size = block_size
         self._onion = onion
         self.layout = shards.layout
         self._shards = shards
@@ -42,7 +45,8 @@ class Unsharded:
         if layout.world_size == 1 and shard.dtype == self.dtype and shard.device == self._device:
             # A world of one computes with the shard itself: chunks and regions coincide.
             return FixedBuffer(shard)
-        return new_buffer(layout.unsharded_numel, self.dtype, self._device, self._pool)
+        numel = block_padded(layout.unsharded_numel, self._block_size)
+        return new_buffer(numel, self.dtype, self._device, self._pool)
 
     def _leaf(self, index: int) -> nn.Parameter:
         placed = self.layout.parameters[index]

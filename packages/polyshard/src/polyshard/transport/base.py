@@ -82,6 +82,8 @@ class Transport(Protocol):
     """Moves bytes between the ranks of one shard axis."""
 
     name: str
+    rank: int
+    size: int
     staging_bytes: int
     """Chunks below this many bytes are packed: one more message costs more than a small copy."""
 
@@ -91,6 +93,13 @@ class Transport(Protocol):
 
     def reduce_route(self, extents: Sequence[Extents], dtype: torch.dtype, tag: int) -> ReduceRoute:
         """Bind a reduce-scatter whose sums are kept in ``dtype``."""
+        ...
+
+    def block(self, size: int) -> Transport:
+        """The same way among the block of ``size`` consecutive ranks that holds this one.
+
+        Every rank of the axis asks for its block at the same point.
+        """
         ...
 
     def exchange(self, payloads: Tensor, received: Tensor) -> Pending:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polyshard._torch_private import coalescing
+from polyshard._torch_private import coalescing, shared_group
 from polyshard.transport.base import Extents, GatherPiece, Pending
 
 STAGING_BYTES = 256 << 10
@@ -149,6 +149,8 @@ class CollectiveTransport:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """``device`` is where the tensors live."""
         self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
         self.name = f"{dist.get_backend(group)}-collectives"
         self._device = device
         self._coalesces = dist.get_backend(group) == dist.Backend.NCCL
@@ -169,6 +171,13 @@ class CollectiveTransport:
         """Bind a reduce-scatter."""
         del tag  # collectives pair by order
         return CollectiveReduce(extents, dtype, self)
+
+    def block(self, size: int) -> CollectiveTransport:
+        """A process group of the block's ranks, shared by all groups that ask for it."""
+        ranks = dist.get_process_group_ranks(self.group)
+        first = self.rank // size * size
+        members = ranks[first : first + size]
+        return CollectiveTransport(shared_group(members, "block", self.group), self._device)
 
     def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
         """All-to-all of rows."""

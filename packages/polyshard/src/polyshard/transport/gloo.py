@@ -53,9 +53,18 @@ class _Message:
 class GlooGather:
     """See [Note: gloo point to point]."""
 
-    def __init__(self, pieces: Sequence[GatherPiece], group: dist.ProcessGroup, tag: int) -> None:
-        """Slice every region and source once."""
-        rank, world = group.rank(), group.size()
+    def __init__(
+        self,
+        pieces: Sequence[GatherPiece],
+        group: dist.ProcessGroup,
+        tag: int,
+        members: Sequence[int],
+    ) -> None:
+        """Slice every region and source once; ``members`` are the ranks in ``group`` taking part.
+
+        Regions have a row for each member.
+        """
+        rank, world = members.index(group.rank()), len(members)
         peers = [(rank + step) % world for step in range(1, world)]
         self._group = group
         self._tag = tag
@@ -64,12 +73,14 @@ class GlooGather:
         self._sources = [p.source[: p.extents.numels[rank]] for p in pieces]
         outgoing = self._own if self._casts else self._sources
         self._receives = [
-            _Message([p.region[peer][: p.extents.numels[peer]]], peer)
+            _Message([p.region[peer][: p.extents.numels[peer]]], members[peer])
             for peer in peers
             for p in pieces
             if p.extents.numels[peer]
         ]
-        self._sends = [_Message([t], peer) for peer in peers for t in outgoing if t.numel()]
+        self._sends = [
+            _Message([t], members[peer]) for peer in peers for t in outgoing if t.numel()
+        ]
         self.sent_bytes = sum(m.tensors[0].nbytes for m in self._sends)
         self.received_bytes = sum(m.tensors[0].nbytes for m in self._receives)
 
@@ -183,17 +194,26 @@ class GlooTransport:
     name = "gloo-p2p"
     staging_bytes = STAGING_BYTES
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        """``group`` must run on gloo."""
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int] | None = None) -> None:
+        """``group`` must run on gloo; ``members`` are the ranks in it, all unless a block."""
         self._group = group
+        self._members = tuple(members) if members is not None else tuple(range(group.size()))
+        self.rank = self._members.index(group.rank())
+        self.size = len(self._members)
 
     def gather_route(self, pieces: Sequence[GatherPiece], tag: int) -> GlooGather:
         """See [Note: gloo point to point]."""
-        return GlooGather(pieces, self._group, 2 * tag)
+        return GlooGather(pieces, self._group, 2 * tag, self._members)
 
     def reduce_route(self, extents: Sequence[Extents], dtype: torch.dtype, tag: int) -> GlooReduce:
         """See [Note: gloo point to point]."""
+        assert self.size == self._group.size(), "a block does not reduce"
         return GlooReduce(extents, dtype, self._group, 2 * tag + 1)
+
+    def block(self, size: int) -> GlooTransport:
+        """Some ranks of the same group: messages need no group of their own."""
+        first = self.rank // size * size
+        return GlooTransport(self._group, self._members[first : first + size])
 
     def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
         """All-to-all of rows."""

@@ -49,6 +49,8 @@ class LocalTransport:
     """No communication at all: a shard axis of one rank."""
 
     name = "local"
+    rank = 0
+    size = 1
     staging_bytes = 0
 
     def gather_route(self, pieces: Sequence[GatherPiece], tag: int) -> LocalGather:
@@ -60,6 +62,11 @@ class LocalTransport:
         """Bind a copy."""
         del extents, dtype, tag
         return LocalReduce()
+
+    def block(self, size: int) -> LocalTransport:
+        """Itself."""
+        assert size == 1
+        return self
 
     def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
         """Row 0 to rank 0."""
