@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from toy_groups import GROUP, contributions
 from toy_plugins import Codecs, Resting
 
-from polyshard import Plugin, hookimpl
+from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.errors import ConflictError, PluginError
 from polyshard.seams import GroupInfo
 from polyshard.stack import build_stack
+from polyshard.testing import World
 
 ROLES = {
     "polyshard_shard_storage": "the shard storage",
@@ -127,3 +129,43 @@ def test_answers_that_do_not_fit_are_refused(hook: str) -> None:
         PluginError, match=rf"{hook} returned a str, which lacks .*polyshard\.seams"
     ):
         contributions(answering("gather"))
+
+
+class Unbound:
+    """A codec, a storage and a backend whose products have nothing to them."""
+
+    name, settings = "empty", ""
+
+    def bind(self, group: Any, layout: Any) -> object:
+        return object()
+
+    def create(self, group: Any, layout: Any) -> object:
+        return object()
+
+    def connect(self, roles: Any, device: Any) -> object:
+        return object()
+
+
+def unbound(rank: int, size: int, hook: str, words: str) -> None:
+    def implementation(self: Any, group: GroupInfo) -> object:
+        return Unbound()
+
+    odd: Any = type("Odd", (Plugin,), {"name": "odd", hook: hookimpl(implementation)})
+    with pytest.raises(PluginError, match=words):
+        describe(fully_shard(torch.nn.Linear(2, 2), plugins=[odd()]))
+
+
+@pytest.mark.parametrize(
+    ("hook", "words"),
+    [
+        (
+            "polyshard_gather_codec",
+            r"Unbound\.bind returned .*lacks decode, encode, payload_bytes",
+        ),
+        ("polyshard_reduce_codec", r"Unbound\.bind returned .*decode_sum, encode, payload_bytes"),
+        ("polyshard_shard_storage", r"Unbound\.create returned .*fetch, place_gradient, prefetch"),
+        ("polyshard_collectives_backend", r"Unbound\.connect returned .*gather_route"),
+    ],
+)
+def test_what_factories_make_is_checked_too(world1: World, hook: str, words: str) -> None:
+    world1.run(unbound, hook, words)

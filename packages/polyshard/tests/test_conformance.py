@@ -25,7 +25,7 @@ from polyshard.layout import GroupLayout
 from polyshard.seams import GroupInfo
 from polyshard.stack import build_stack
 from polyshard.testing import PluginConformance
-from polyshard.testing.conformance import Factory
+from polyshard.testing.kit import Factory
 
 
 class TestCodecs(PluginConformance):

@@ -22,10 +22,11 @@ def test_hooks_say_when_what_how_and_who(hook: str) -> None:
         assert f"\n{term}" in text
 
 
-def test_the_hook_page_is_current() -> None:
-    from make_hook_docs import PAGE, hook_page
+def test_the_generated_pages_are_current() -> None:
+    from make_hook_docs import PAGE, SEAMS_PAGE, hook_page, seams_page
 
     assert PAGE.read_text(encoding="utf-8") == hook_page()
+    assert SEAMS_PAGE.read_text(encoding="utf-8") == seams_page()
 
 
 @pytest.mark.parametrize("hook", HOOKS)

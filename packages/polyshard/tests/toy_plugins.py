@@ -28,7 +28,7 @@ class BytesGather:
         parts = [
             shard[p.shard_offset : p.shard_offset + p.chunk_numel] for p in self.layout.parameters
         ]
-        payload.copy_(torch.cat(parts).view(torch.uint8))
+        payload.copy_(torch.cat(parts).float().view(torch.uint8))
 
     def decode(self, payloads: Tensor, regions: Sequence[Tensor]) -> None:
         values = payloads.view(torch.float32)
@@ -45,7 +45,7 @@ class BytesReduce:
         self.payload_bytes = 4 * sum(p.chunk_numel for p in layout.parameters)
 
     def encode(self, chunks: Sequence[Tensor], payloads: Tensor) -> None:
-        payloads.copy_(torch.cat(list(chunks), dim=1).view(torch.uint8))
+        payloads.copy_(torch.cat(list(chunks), dim=1).float().view(torch.uint8))
 
     def decode_sum(self, payloads: Tensor, outs: Sequence[Tensor]) -> None:
         values = payloads.view(torch.float32)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from polyshard.errors import ConflictError, PluginError
+from polyshard.fit import misfit
 from polyshard.hooks import Hooks
 from polyshard.manager import Answer
 from polyshard.seams import (
@@ -78,26 +78,12 @@ def contributions_of(
     )
 
 
-@functools.cache
-def _members_of(seam: type) -> tuple[str, ...]:
-    """Public names that a protocol asks for."""
-    own = [base for base in seam.__mro__ if base.__module__ == seam.__module__]
-    return tuple(sorted({n for base in own for n in vars(base) if not n.startswith("_")}))
-
-
 def _misfits(hook: str, seam: type, answers: Sequence[Answer[Any]]) -> Iterator[str]:
     """Answers that would fail only later, far from the plugin that gave them."""
     for answer in answers:
         who = f"plugin {answer.member.label}: {hook} returned"
-        if isinstance(answer.value, type):
-            yield f"{who} the class {answer.value.__name__}; return an instance"
-            continue
-        missing = [n for n in _members_of(seam) if not hasattr(answer.value, n)]
-        if missing:
-            yield (
-                f"{who} a {type(answer.value).__name__}, which lacks {', '.join(missing)} of "
-                f"polyshard.seams.{seam.__name__}"
-            )
+        if problem := misfit(answer.value, seam):
+            yield f"{who} {problem}"
 
 
 def _conflicts(

@@ -93,7 +93,8 @@ class Plugin:
     """
 
     name: ClassVar[str] = ""
-    version: ClassVar[str] = "0"
+    version: ClassVar[str] = ""
+    """That of the distribution which holds the class, unless given."""
     provides: ClassVar[Iterable[str]] = ()
     requires: ClassVar[Iterable[str]] = ()
     conflicts_with: ClassVar[Iterable[str]] = ()
@@ -107,7 +108,7 @@ class Plugin:
         name = self.name or type(self).__name__
         return Contract(
             name=name,
-            version=self.version,
+            version=self.version or _version_of(type(self).__module__.partition(".")[0]),
             provides=_words(name, "provides", self.provides),
             requires=_words(name, "requires", self.requires),
             conflicts_with=_words(name, "conflicts_with", self.conflicts_with),

@@ -9,10 +9,11 @@ from torch import nn
 from typing_extensions import override
 
 from polyshard.errors import SettingError
-from polyshard.group import ParameterGroup, Traffic
+from polyshard.group import ParameterGroup
 from polyshard.plan import GroupPlan
 from polyshard.root import group_names, units_below
 from polyshard.schedule import Unit
+from polyshard.traffic import Traffic
 
 _COLUMNS = ("group", "parameters", "elements", "gather", "reduce", "unsharded", "shard", "frees")
 
@@ -172,4 +173,4 @@ class Stats:
 
 def stats(model: nn.Module) -> Stats:
     """Bytes, calls and waiting time of every group of ``model`` since it was sharded."""
-    return Stats({group.name: group.traffic for group in _groups(model)})
+    return Stats({group.name: group.meter.traffic for group in _groups(model)})

@@ -19,6 +19,7 @@ from torch import Tensor
 from polyshard._torch_private import profiler_span
 from polyshard.constraints import check_constraints
 from polyshard.failures import FailureReport
+from polyshard.fit import fitting
 from polyshard.gather import GatherPath
 from polyshard.gradients import Gradients
 from polyshard.layout import plan_layout
@@ -37,9 +38,10 @@ from polyshard.protocol import (
 )
 from polyshard.reduction import InFlight, ReduceSettings
 from polyshard.runtime import Parts, Runtime, build_runtime
-from polyshard.seams import GroupInfo, Named, ParamInfo, Stack
+from polyshard.seams import GroupInfo, Named, ParamInfo, ShardStorage, Stack
 from polyshard.shards import Shards
-from polyshard.transport.base import Pending
+from polyshard.traffic import Meter
+from polyshard.transport.base import Pending, Transport
 
 
 class State(Enum):
@@ -63,17 +65,6 @@ class GroupSetup:
     """Ranks that together keep the parameters between forward and backward, if not all free."""
 
 
-@dataclass
-class Traffic:
-    """What a group has moved so far on this rank, in bytes and calls."""
-
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    gathers: int = 0
-    reductions: int = 0
-    wait_seconds: float = 0.0
-
-
 class ParameterGroup:
     """The parameters of a unit that communicate together."""
 
@@ -83,7 +74,6 @@ class ParameterGroup:
         self.name = setup.name
         self.roles = setup.roles
         self.state = State.SHARDED
-        self.traffic = Traffic()
         self.reduces = True
         self.reshard_after_backward = True
         self.unshard_in_backward = True
@@ -97,8 +87,10 @@ class ParameterGroup:
         if uses_protocol(sources):
             refuse_claims(self.contributions, info)
             refuse_block(setup.block_size, info)
-        self.observers = self.contributions.observers
-        self._transport = self.contributions.backend.connect(setup.roles, self.device)
+        self.meter = Meter(self.contributions.observers)
+        backend, resting = self.contributions.backend, self.contributions.storage
+        transport = backend.connect(setup.roles, self.device)
+        self._transport = fitting(transport, Transport, backend, "connect")
         layout = plan_layout(
             [s.shape for s in sources],
             setup.roles.shard_size,
@@ -109,7 +101,8 @@ class ParameterGroup:
         self._failures = FailureReport(setup.roles.ranks, self.name)
         self._sources: Sequence[Source] = sources
         self._layout = layout
-        self._storage = self.contributions.storage.create(info, layout)
+        storage = resting.create(info, layout)
+        self._storage = fitting(storage, ShardStorage, resting, "create")
         self.shards: Shards
         self.gradients: Gradients
         self._runtime: Runtime | None = None
@@ -255,11 +248,7 @@ class ParameterGroup:
                 self.shards.storage.fetch()
             self._pending = self._path.start()
         self.state = State.GATHERING  # only now: a start that raised leaves the group sharded
-        self.traffic.gathers += 1
-        self.traffic.sent_bytes += self._path.sent_bytes
-        self.traffic.received_bytes += self._path.received_bytes
-        for observer in self.observers:
-            observer.on_unshard(self.name, self._path.sent_bytes)
+        self.meter.gather_started(self.name, self._path.sent_bytes, self._path.received_bytes)
 
     def _choose_path(self, runtime: Runtime) -> GatherPath:
         """From the block if it holds what the shards still say, else from all shards."""
@@ -295,10 +284,7 @@ class ParameterGroup:
         self._sync_requires_grad(runtime)
         runtime.registry.register()
         self.state = State.UNSHARDED
-        seconds = time.perf_counter() - begin
-        self.traffic.wait_seconds += seconds
-        for observer in self.observers:
-            observer.on_unsharded(self.name, seconds)
+        self.meter.gathered(self.name, time.perf_counter() - begin)
 
     def _sync_requires_grad(self, runtime: Runtime) -> None:
         """Freezing and unfreezing happens on the sharded parameter; the leaf follows."""
@@ -324,8 +310,7 @@ class ParameterGroup:
             self.shards.registry.register()
             self._runtime.buffer.release()
         self.state = State.SHARDED
-        for observer in self.observers:
-            observer.on_reshard(self.name)
+        self.meter.resharded(self.name)
 
     def set_block(self, size: int | None) -> None:
         """Have ``size`` ranks (``None``: none) keep the parameters between forward and backward."""
@@ -356,11 +341,7 @@ class ParameterGroup:
         runtime = self.prepare()
         with self._failures, profiler_span("polyshard.reduce", self.name):
             flight, sent_bytes = self.gradients.start(runtime, gradients)
-        self.traffic.reductions += 1
-        self.traffic.sent_bytes += sent_bytes
-        self.traffic.received_bytes += sent_bytes
-        for observer in self.observers:
-            observer.on_reduce(self.name, sent_bytes)
+        self.meter.reduction_started(self.name, sent_bytes)
         return flight
 
     def finish_reduction(self, flight: InFlight) -> None:
@@ -371,10 +352,7 @@ class ParameterGroup:
             total = runtime.reducer.finish(flight)
             if total is not None:
                 runtime.reducer.store(total, flight.present)
-        seconds = time.perf_counter() - begin
-        self.traffic.wait_seconds += seconds
-        for observer in self.observers:
-            observer.on_reduced(self.name, seconds)
+        self.meter.reduced(self.name, time.perf_counter() - begin)
 
     def discard(self) -> None:
         """Forget everything a failed step left behind; end sharded."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from polyshard.block import Block
 from polyshard.buffers import Buffer, new_buffer
+from polyshard.fit import fitting
 from polyshard.gather import CodecGather, GatherPath, Line, NativeGather
 from polyshard.mesh import MeshRoles
 from polyshard.onion import Onion
@@ -18,7 +19,7 @@ from polyshard.plan import Dtypes
 from polyshard.policies import MixedPrecisionPolicy
 from polyshard.protocol import ProtocolGather, ProtocolShards
 from polyshard.reduction import Reducer
-from polyshard.seams import Contributions, GroupInfo
+from polyshard.seams import BoundGatherCodec, BoundReduceCodec, Contributions, GroupInfo
 from polyshard.shards import Shards
 from polyshard.transport import Transport
 from polyshard.unsharded import Unsharded
@@ -60,7 +61,9 @@ def build_runtime(parts: Parts, dtypes: Dtypes) -> Runtime:
     buffer, leaves, path = _unsharded_side(parts, dtypes, line)
     block = None if parts.block_size is None else _block(parts, parts.block_size, buffer, tag)
     buffer.release()
-    reduce_codec = parts.contributions.reduce_codec.bind(parts.info, parts.shards.layout)
+    reducing = parts.contributions.reduce_codec
+    bound = reducing.bind(parts.info, parts.shards.layout)
+    reduce_codec = fitting(bound, BoundReduceCodec, reducing, "bind")
     reducer = Reducer(parts.shards, dtypes.reduce, parts.roles, line, reduce_codec)
     owners = (p.owners for p in parts.shards.parameters)
     registry = Registry(zip(owners, leaves, strict=True))
@@ -84,7 +87,9 @@ def _unsharded_side(
     unsharded = Unsharded(
         shards, dtypes.param, parts.info.device, parts.pool, parts.onion, parts.block_size
     )
-    codec = parts.contributions.gather_codec.bind(parts.info, shards.layout)
+    gathering = parts.contributions.gather_codec
+    bound = gathering.bind(parts.info, shards.layout)
+    codec = fitting(bound, BoundGatherCodec, gathering, "bind")
     path: GatherPath = (
         NativeGather(unsharded, line) if codec is None else CodecGather(codec, unsharded, line)
     )

@@ -121,7 +121,7 @@ class RootContext:
 
     def _observers(self) -> list[Observer]:
         """Every observer once, however many groups it watches."""
-        found = {id(o): o for u in self.units for g in u.groups for o in g.observers}
+        found = {id(o): o for u in self.units for g in u.groups for o in g.meter.observers}
         return list(found.values())
 
     def reset(self) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from polyshard.layout import GroupLayout, ParameterLayout, ParameterShape, plan_layout
+from polyshard.plan import Dtypes
 from polyshard.seams import GroupInfo, ParamInfo
 
 WORLD_SIZES = (1, 2, 3, 5)
@@ -33,11 +34,12 @@ class Case:
     def values(self, seed: int = 0) -> list[Tensor]:
         """Full values of every parameter, the same on all ranks."""
         generator = torch.Generator().manual_seed(seed)
-        return [torch.randn(p.shape, generator=generator) for p in self.info.parameters]
+        found = [torch.randn(p.shape, generator=generator) for p in self.info.parameters]
+        return [value.to(self.info.orig_dtype) for value in found]
 
     def shard(self, values: list[Tensor], padding: float = 0.0) -> Tensor:
         """This rank's shard buffer (``[shard_numel]``) holding ``values``, and ``padding``."""
-        shard = torch.full((self.layout.shard_numel,), padding)
+        shard = torch.full((self.layout.shard_numel,), padding, dtype=self.info.orig_dtype)
         for value, placed in zip(values, self.layout.parameters, strict=True):
             local = local_part(value, placed, self.rank).reshape(-1)
             shard[placed.shard_offset : placed.shard_offset + local.numel()] = local
@@ -54,7 +56,7 @@ def local_part(value: Tensor, placed: ParameterLayout, rank: int) -> Tensor:
 
 def chunk_rows(value: Tensor, placed: ParameterLayout) -> Tensor:
     """``[W, chunk_numel]``: every rank's chunk of ``value``, zero where there is padding."""
-    rows = torch.zeros(placed.world_size, placed.chunk_numel)
+    rows = torch.zeros(placed.world_size, placed.chunk_numel, dtype=value.dtype)
     for rank in range(placed.world_size):
         local = local_part(value, placed, rank).reshape(-1)
         rows[rank, : local.numel()] = local
@@ -66,17 +68,25 @@ def real_mask(placed: ParameterLayout) -> Tensor:
     return chunk_rows(torch.ones(placed.shape), placed).bool()
 
 
-def case(world_size: int, rank: int) -> Case:
+FULL = Dtypes(torch.float32, torch.float32, torch.float32)
+MIXED = (
+    Dtypes(torch.float32, torch.bfloat16, torch.float32),
+    Dtypes(torch.float32, torch.bfloat16, torch.bfloat16),
+    Dtypes(torch.bfloat16, torch.bfloat16, torch.float32),
+)
+"""What ``MixedPrecisionPolicy`` makes of fp32 and bf16 parameters."""
+
+
+def case(world_size: int, rank: int, dtypes: Dtypes = FULL) -> Case:
     """The standard group on ``world_size`` ranks."""
     # Plugins may look at the mesh, but nothing here has processes: there is none to show.
     mesh = cast("Any", None)
     parameters = tuple(
-        ParamInfo(f"layer.{index}.weight", shape, torch.float32, True, mesh, nn.Linear)
+        ParamInfo(f"layer.{index}.weight", shape, dtypes.orig, True, mesh, nn.Linear)
         for index, shape in enumerate(SHAPES)
     )
     shapes = [ParameterShape(p.fqn, p.shape, 0 if p.shape else None) for p in parameters]
-    layout = plan_layout(shapes, world_size, itemsize=4, staging_bytes=256)
-    float32 = torch.float32
+    layout = plan_layout(shapes, world_size, dtypes.orig.itemsize, staging_bytes=256)
     info = GroupInfo(
         name="layer",
         parameters=parameters,
@@ -84,9 +94,9 @@ def case(world_size: int, rank: int) -> Case:
         rank=rank,
         world_size=world_size,
         device=torch.device("cpu"),
-        orig_dtype=float32,
-        param_dtype=float32,
-        reduce_dtype=float32,
+        orig_dtype=dtypes.orig,
+        param_dtype=dtypes.param,
+        reduce_dtype=dtypes.reduce,
     )
     return Case(info, layout)
 
@@ -97,9 +107,9 @@ def cases() -> Iterator[list[Case]]:
         yield [case(world_size, rank) for rank in range(world_size)]
 
 
-def strided_rows(world_size: int, numel: int) -> Tensor:
+def strided_rows(world_size: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """``[world_size, numel]`` whose rows do not follow each other in memory."""
-    return torch.full((world_size, numel + 3), math.nan)[:, :numel]
+    return torch.full((world_size, numel + 3), math.nan, dtype=dtype)[:, :numel]
 
 
 class SmallModel(nn.Module):

@@ -14,13 +14,11 @@ admits relative to the largest value of a parameter.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from polyshard.builtin import EnginePlugin
 from polyshard.contract import Contract
@@ -28,20 +26,16 @@ from polyshard.errors import PluginError
 from polyshard.manager import Member
 from polyshard.markers import hookimpl
 from polyshard.problems import problems_of
-from polyshard.seams import Contributions
 from polyshard.stack import PluginStack, build_stack
 from polyshard.testing.cases import (
-    Case,
     SmallModel,
     case,
     cases,
-    chunk_rows,
-    real_mask,
-    strided_rows,
 )
+from polyshard.testing.codecs import CodecConformance
+from polyshard.testing.kit import Factory
 from polyshard.testing.world import World
 
-Factory = Callable[[], object]
 STEPS = 4
 
 
@@ -55,41 +49,8 @@ class Bystander:
         """Nothing."""
 
 
-class PluginConformance:
+class PluginConformance(CodecConformance):
     """See the module. Override :meth:`factory`."""
-
-    tolerance: float = 0.0
-
-    @pytest.fixture
-    def factory(self) -> Factory:
-        """A module-level callable that makes the plugin."""
-        raise NotImplementedError(
-            f"{type(self).__name__} must override the fixture 'factory' and return a callable "
-            "that makes the plugin"
-        )
-
-    @pytest.fixture
-    def stack(self, factory: Factory) -> PluginStack:
-        """The plugin alone."""
-        return build_stack([factory()])
-
-    def contributions(self, stack: PluginStack, at: Case) -> Contributions:
-        """What the plugin adds to a standard group."""
-        return stack.contributions(at.info)
-
-    def skip_unless_claimed(self, part: Any, what: str) -> None:
-        """Skip where the engine's own part answered."""
-        engine = build_stack([]).contributions(case(2, 0).info)
-        own = {type(p) for p in (engine.gather_codec, engine.reduce_codec, engine.storage)}
-        if type(part) in own:
-            pytest.skip(f"the plugin takes no {what}")
-
-    def assert_close(self, found: Tensor, expected: Tensor) -> None:
-        """Equal within :attr:`tolerance` of the largest expected value."""
-        assert found.shape == expected.shape
-        if expected.numel():
-            error = (found - expected).abs().max()
-            assert bool(error <= self.tolerance * expected.abs().max()), float(error)
 
     # Registration -----------------------------------------------------------------------------
 
@@ -127,93 +88,6 @@ class PluginConformance:
                     )
                 )
             assert len(seen) == 1
-
-    # Gather codec -----------------------------------------------------------------------------
-
-    def test_gather_round_trip(self, stack: PluginStack) -> None:
-        """Every rank decodes every value, its own included, into strided memory."""
-        self.skip_unless_claimed(self.contributions(stack, case(2, 0)).gather_codec, "gather codec")
-        for members in cases():
-            values = members[0].values()
-            payloads = torch.stack([self._payload(stack, at, values) for at in members])
-            for at in members:
-                codec = self._gather_codec(stack, at)
-                regions = [strided_rows(len(members), p.chunk_numel) for p in at.layout.parameters]
-                codec.decode(payloads, regions)
-                self._check_regions(at, regions, values)
-
-    def _gather_codec(self, stack: PluginStack, at: Case) -> Any:
-        codec = self.contributions(stack, at).gather_codec.bind(at.info, at.layout)
-        assert codec is not None
-        return codec
-
-    def _payload(
-        self, stack: PluginStack, at: Case, values: list[Tensor], padding: float = 0.0
-    ) -> Tensor:
-        codec = self._gather_codec(stack, at)
-        payload = torch.full((codec.payload_bytes,), 0xAB, dtype=torch.uint8)
-        codec.encode(at.shard(values, padding), payload)
-        return payload
-
-    def _check_regions(self, at: Case, regions: list[Tensor], values: list[Tensor]) -> None:
-        for placed, region, value in zip(at.layout.parameters, regions, values, strict=True):
-            real = real_mask(placed)
-            self.assert_close(region[real], chunk_rows(value, placed)[real])
-
-    def test_gather_is_deterministic(self, stack: PluginStack) -> None:
-        """The same shard gives the same payload."""
-        self.skip_unless_claimed(self.contributions(stack, case(2, 0)).gather_codec, "gather codec")
-        at = case(3, 1)
-        first, second = (self._payload(stack, at, at.values()) for _ in range(2))
-        assert torch.equal(first, second)
-
-    def test_gather_ignores_padding(self, stack: PluginStack) -> None:
-        """Whatever stands in padding does not reach a value."""
-        self.skip_unless_claimed(self.contributions(stack, case(2, 0)).gather_codec, "gather codec")
-        members = [case(3, rank) for rank in range(3)]
-        values = members[0].values()
-        payloads = torch.stack(
-            [self._payload(stack, at, values, padding=float("nan")) for at in members]
-        )
-        regions = [strided_rows(3, p.chunk_numel) for p in members[0].layout.parameters]
-        self._gather_codec(stack, members[0]).decode(payloads, regions)
-        self._check_regions(members[0], regions, values)
-
-    # Reduce codec -----------------------------------------------------------------------------
-
-    def test_reduce_sums_over_ranks(self, stack: PluginStack) -> None:
-        """Chunk ``r`` of all ranks ends up summed on rank ``r``."""
-        self.skip_unless_claimed(self.contributions(stack, case(2, 0)).reduce_codec, "reduce codec")
-        for members in cases():
-            sent = [self._sent(stack, at) for at in members]
-            for at in members:
-                codec = self._reduce_codec(stack, at)
-                outs = [torch.full((p.chunk_numel,), float("nan")) for p in at.layout.parameters]
-                codec.decode_sum(torch.stack([s[at.rank] for s in sent]), outs)
-                self._check_sums(at, outs, len(members))
-
-    def _reduce_codec(self, stack: PluginStack, at: Case) -> Any:
-        codec = self.contributions(stack, at).reduce_codec.bind(at.info, at.layout)
-        assert codec is not None
-        return codec
-
-    def _sent(self, stack: PluginStack, at: Case) -> Tensor:
-        codec = self._reduce_codec(stack, at)
-        pairs = zip(at.values(seed=at.rank), at.layout.parameters, strict=True)
-        chunks = [chunk_rows(value, placed) for value, placed in pairs]
-        payloads = torch.full((at.layout.world_size, codec.payload_bytes), 0xAB, dtype=torch.uint8)
-        codec.encode(chunks, payloads)
-        return payloads
-
-    def _check_sums(self, at: Case, outs: list[Tensor], world_size: int) -> None:
-        for index, placed in enumerate(at.layout.parameters):
-            rows = [chunk_rows(at.values(seed=r)[index], placed) for r in range(world_size)]
-            expected = rows[0][at.rank].clone()
-            for row in rows[1:]:
-                expected += row[at.rank]
-            real = real_mask(placed)[at.rank]
-            tolerant = max(self.tolerance * world_size, 1e-6)
-            torch.testing.assert_close(outs[index][real], expected[real], rtol=0, atol=4 * tolerant)
 
     # Storage, transforms, adapters ------------------------------------------------------------
 

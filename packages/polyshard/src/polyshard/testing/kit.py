@@ -1,0 +1,52 @@
+"""What the groups of conformance tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from polyshard.seams import Contributions
+from polyshard.stack import PluginStack, build_stack
+from polyshard.testing.cases import Case, case
+
+Factory = Callable[[], object]
+
+
+class Kit:
+    """Fixtures and comparisons. Override :meth:`factory`."""
+
+    tolerance: float = 0.0
+
+    @pytest.fixture
+    def factory(self) -> Factory:
+        """A module-level callable that makes the plugin."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must override the fixture 'factory' and return a callable "
+            "that makes the plugin"
+        )
+
+    @pytest.fixture
+    def stack(self, factory: Factory) -> PluginStack:
+        """The plugin alone."""
+        return build_stack([factory()])
+
+    def contributions(self, stack: PluginStack, at: Case) -> Contributions:
+        """What the plugin adds to a standard group."""
+        return stack.contributions(at.info)
+
+    def skip_unless_claimed(self, part: Any, what: str) -> None:
+        """Skip where the engine's own part answered."""
+        engine = build_stack([]).contributions(case(2, 0).info)
+        own = {type(p) for p in (engine.gather_codec, engine.reduce_codec, engine.storage)}
+        if type(part) in own:
+            pytest.skip(f"the plugin takes no {what}")
+
+    def assert_close(self, found: Tensor, expected: Tensor) -> None:
+        """Equal within :attr:`tolerance` of the largest expected value."""
+        assert found.shape == expected.shape
+        if expected.numel():
+            error = (found - expected).abs().max()
+            assert bool(error <= self.tolerance * expected.abs().max()), float(error)

@@ -1,0 +1,60 @@
+"""What a group has moved, and whoever watches it: one call per event of the life cycle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from polyshard.seams import Observer
+
+
+@dataclass
+class Traffic:
+    """What a group has moved so far on this rank, in bytes and calls."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    gathers: int = 0
+    reductions: int = 0
+    wait_seconds: float = 0.0
+
+
+class Meter:
+    """Counts a group's traffic and tells its observers; a loop over an empty tuple without any."""
+
+    def __init__(self, observers: tuple[Observer, ...]) -> None:
+        """In plugin order."""
+        self.observers = observers
+        self.traffic = Traffic()
+
+    def gather_started(self, group: str, sent_bytes: int, received_bytes: int) -> None:
+        """An all-gather is under way."""
+        self.traffic.gathers += 1
+        self.traffic.sent_bytes += sent_bytes
+        self.traffic.received_bytes += received_bytes
+        for observer in self.observers:
+            observer.on_unshard(group, sent_bytes)
+
+    def gathered(self, group: str, wait_seconds: float) -> None:
+        """The unsharded parameters are ready."""
+        self.traffic.wait_seconds += wait_seconds
+        for observer in self.observers:
+            observer.on_unsharded(group, wait_seconds)
+
+    def resharded(self, group: str) -> None:
+        """The unsharded parameters were freed."""
+        for observer in self.observers:
+            observer.on_reshard(group)
+
+    def reduction_started(self, group: str, sent_bytes: int) -> None:
+        """A reduction is under way; as many bytes come back as go out."""
+        self.traffic.reductions += 1
+        self.traffic.sent_bytes += sent_bytes
+        self.traffic.received_bytes += sent_bytes
+        for observer in self.observers:
+            observer.on_reduce(group, sent_bytes)
+
+    def reduced(self, group: str, wait_seconds: float) -> None:
+        """The sharded gradients are in place."""
+        self.traffic.wait_seconds += wait_seconds
+        for observer in self.observers:
+            observer.on_reduced(group, wait_seconds)
