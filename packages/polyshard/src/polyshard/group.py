@@ -42,6 +42,7 @@ from polyshard.seams import GroupInfo, Named, ParamInfo, ShardStorage, Stack
 from polyshard.shards import Shards
 from polyshard.traffic import Meter
 from polyshard.transport.base import Pending, Transport
+from polyshard.transport.custom import CustomComms, CustomTransport
 
 
 class State(Enum):
@@ -90,7 +91,9 @@ class ParameterGroup:
         self.meter = Meter(self.contributions.observers)
         backend, resting = self.contributions.backend, self.contributions.storage
         transport = backend.connect(setup.roles, self.device)
-        self._transport = fitting(transport, Transport, backend, "connect")
+        self._base_transport = fitting(transport, Transport, backend, "connect")
+        self._transport: Transport = self._base_transport
+        self._comms = CustomComms()
         layout = plan_layout(
             [s.shape for s in sources],
             setup.roles.shard_size,
@@ -319,6 +322,25 @@ class ParameterGroup:
             self.drop_block()
             self.block_size = size
             self._runtime = None
+
+    def set_comms(self, comms: CustomComms) -> None:
+        """Have the user's own objects move bytes, where there are any and more than one rank."""
+        self.reshard()
+        self._comms = comms
+        self._transport = self._base_transport
+        if comms and self.roles.shard_size > 1:
+            group = self.roles.shard_group
+            self._transport = CustomTransport(self._base_transport, comms, group)
+        self._runtime = None
+
+    @property
+    def comms(self) -> CustomComms:
+        """The user's own communication objects."""
+        return self._comms
+
+    def separate_reductions(self, enable: bool) -> None:
+        """Whether reductions get a communicator of their own."""
+        self._transport.separate_reductions(enable)
 
     def drop_block(self) -> None:
         """Free what the block kept for a backward that is over."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -14,8 +15,10 @@ from typing_extensions import override
 
 from polyshard.errors import DeepcopyError, LifecycleError, SettingError, UnsupportedError
 from polyshard.group import ParameterGroup
+from polyshard.notices import warn, without_buffers
 from polyshard.root import unit_of, units_below
 from polyshard.schedule import Unit
+from polyshard.transport.custom import AllGather, ReduceScatter
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -187,31 +190,10 @@ class FSDPModule(TorchFSDPModule):
         """Accepted for compatibility: reductions are plain sums with the division apart anyway."""
         del enable
 
-    def set_unshard_async_op(self, async_op: bool) -> None:
+    @override
+    def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted for compatibility: gathers never block the host more than needed."""
         del async_op
-
-    # Not in this version ----------------------------------------------------------------------
-
-    @override
-    def set_all_reduce_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not supported; replicas are reduced by the engine."""
-        _unsupported("set_all_reduce_hook")
-
-    @override
-    def set_post_optim_event(self, event: torch.Event) -> NoReturn:
-        """Not supported yet: gathers wait for the whole compute stream."""
-        _unsupported("set_post_optim_event")
-
-    @override
-    def set_custom_all_gather(self, comm: Any) -> NoReturn:
-        """Not supported; a plugin's collectives backend does this."""
-        _unsupported("set_custom_all_gather")
-
-    @override
-    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
-        """Not supported; a plugin's collectives backend does this."""
-        _unsupported("set_custom_reduce_scatter")
 
     @override
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -228,22 +210,75 @@ class FSDPModule(TorchFSDPModule):
         del recurse  # reductions of a root share one queue
         self._unit().context.max_reductions = max_input_buffers
 
+    # Communication ----------------------------------------------------------------------------
+
+    @override
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Have ``hook`` change this unit's reduced gradients before they are stored.
+
+        It gets each group's averaged shard (flat, reduce dtype), after any all-reduce, in the order
+        of the reductions. Several groups of a unit each call it (torch refuses those).
+
+        Args:
+            hook: changes its argument in place.
+            stream: runs the hook there; the current stream waits for it.
+        """
+        for group in self._groups(recurse=False):
+            group.reduce_settings.hook = hook if stream is None else _on_stream(hook, stream)
+
+    @override
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Have the next forward of the root wait for ``event`` before anything is gathered.
+
+        The compute stream waits, which is always right; gathers then wait for the compute stream.
+        Without streams (CPU) there is nothing to wait for.
+
+        Raises:
+            LifecycleError: on a module that is not the root.
+        """
+        unit = self._unit()
+        if unit.is_root is False:
+            raise LifecycleError(
+                f"set_post_optim_event() was called on '{unit.name}', which is not the root."
+            )
+        unit.context.post_optim_event = event
+
+    @override
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Have ``comm`` gather this unit's parameters, through one flat buffer it allocates."""
+        for group in self._groups(recurse=False):
+            group.set_comms(replace(group.comms, all_gather=comm))
+
+    @override
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Have ``comm`` reduce this unit's gradients, through one flat buffer it allocates."""
+        for group in self._groups(recurse=False):
+            group.set_comms(replace(group.comms, reduce_scatter=comm))
+
     @override
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
-    ) -> NoReturn:
-        """Not supported yet."""
-        _unsupported("set_separate_reduce_scatter_group")
+    ) -> None:
+        """Whether reductions get a communicator of their own.
+
+        Only collectives queue behind each other; on gloo messages do not, and nothing changes.
+        """
+        for group in self._groups(recurse):
+            group.separate_reductions(enable)
 
     @override
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> NoReturn:
-        """Not supported yet."""
-        _unsupported("set_allocate_memory_from_process_group_for_comm")
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """No effect, and a warning: transfers use parameters and gradients where they rest."""
+        if enable:
+            warn([without_buffers("set_allocate_memory_from_process_group_for_comm")])
 
     @override
-    def set_symm_mem_for_comm(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not supported yet."""
-        _unsupported("set_symm_mem_for_comm")
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """No effect, and a warning: transfers use parameters and gradients where they rest."""
+        del backend
+        warn([without_buffers("set_symm_mem_for_comm")])
 
     # nn.Module --------------------------------------------------------------------------------
 
@@ -266,10 +301,17 @@ class FSDPModule(TorchFSDPModule):
         )
 
 
-def _unsupported(name: str) -> NoReturn:
-    raise UnsupportedError(
-        f"{name}() is not supported by polyshard yet; see the support table in the documentation."
-    )
+def _on_stream(
+    hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream
+) -> Callable[[torch.Tensor], None]:
+    def run(gradient: torch.Tensor) -> None:
+        current = torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            hook(gradient)
+        current.wait_stream(stream)
+
+    return run
 
 
 def _units_of(modules: Sequence[TorchFSDPModule], caller: str) -> tuple[Unit, ...]:

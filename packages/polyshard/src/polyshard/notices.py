@@ -30,6 +30,14 @@ def placement_notice(fqn: str, placement: Shard) -> str:
     )
 
 
+def without_buffers(setter: str) -> str:
+    """What to say of a setter for memory that is not there."""
+    return (
+        f"{setter}() has no effect: polyshard sends parameters and gradients from where they rest "
+        "and has no communication buffers to allocate elsewhere"
+    )
+
+
 def warn(notices: Iterable[str]) -> None:
     """Say each once (by Python's filter of repeated warnings)."""
     for notice in notices:

@@ -10,7 +10,7 @@ divided in two steps around the sum, so that neither overflows (as DDP and FSDP 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -46,6 +46,9 @@ class Averaging:
         return cls(before, divisor / before)
 
 
+ReduceHook = Callable[[Tensor], None]
+
+
 @dataclass
 class ReduceSettings:
     """What a user may change about a group's reduction between steps."""
@@ -53,6 +56,8 @@ class ReduceSettings:
     divide_factor: float | None = None
     reduce_unused: bool = False
     all_reduce: bool = True
+    hook: ReduceHook | None = None
+    """Called with the averaged shard (``[shard_numel]``, reduce dtype) to change it in place."""
 
 
 @dataclass
@@ -212,6 +217,8 @@ class Reducer:
                 dist.all_reduce(total, group=group)
         if flight.averaging.after != 1.0:
             total.div_(flight.averaging.after)
+        if self.settings.hook is not None:
+            self.settings.hook(total)
         total = total.to(self._shards.dtype)
         return self._shards.storage.place_gradient(total)
 

@@ -6,136 +6,26 @@ that require grad. *Pre-backward* (the first such output receives its gradient) 
 starts to gather the unit that ran before. *Post-backward* (all inputs that require grad have
 received theirs, through an identity in the graph) reduces and frees. A unit none of whose inputs
 require grad has no such identity; the callback at the end of the whole backward reduces it.
-
-[Note: order]
-Units note the order of their forwards, with repetitions. A pre-backward takes its latest note and
-prefetches the unit noted before it. One reduction is left in flight while the next unit's backward
-computes; it is finished before another starts.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from polyshard._torch_private import in_backward, queue_backward_callback
+from polyshard._torch_private import in_backward
+from polyshard.context import Phase, RootContext
 from polyshard.errors import LifecycleError
-from polyshard.failures import forget_failure
 from polyshard.group import ParameterGroup, State
-from polyshard.pages import PagePool, pages_can_move
 from polyshard.trees import cast_floating, map_tensors, tensors
 
 if TYPE_CHECKING:
     from polyshard.mesh import MeshRoles
     from polyshard.policies import MixedPrecisionPolicy
-    from polyshard.reduction import InFlight
-    from polyshard.seams import Observer
-
-
-class Phase(Enum):
-    """Where a unit is in the iteration."""
-
-    IDLE = auto()
-    FORWARD = auto()
-    PRE_BACKWARD = auto()
-    POST_BACKWARD = auto()
-
-
-class RootContext:
-    """What all units below one root share."""
-
-    def __init__(self) -> None:
-        """Alone at first; :meth:`Unit.become_root` hands one context to all."""
-        self.units: list[Unit] = []
-        self.pool = PagePool() if pages_can_move() else None
-        self.forward_root: Unit | None = None
-        self.is_last_backward = True
-        self.max_reductions = 1
-        self._callback_queued = False
-        self._order: list[Unit] = []
-        self._reductions: deque[tuple[ParameterGroup, InFlight]] = deque()
-
-    # Forward order ----------------------------------------------------------------------------
-
-    def note_forward(self, unit: Unit) -> None:
-        """Remember that ``unit`` ran forward, once per forward."""
-        unit.order.append(len(self._order))
-        self._order.append(unit)
-
-    def unit_before(self, unit: Unit) -> Unit | None:
-        """The unit whose forward came before the latest forward of ``unit``; takes the note."""
-        if not unit.order:
-            return None
-        index = unit.order.pop()
-        if index == 0 or index > len(self._order):
-            return None
-        return self._order[index - 1]
-
-    # Reductions -------------------------------------------------------------------------------
-
-    def reduce(self, group: ParameterGroup, gradients: dict[int, Tensor]) -> None:
-        """Start to reduce, after earlier reductions have made room."""
-        while len(self._reductions) >= self.max_reductions:
-            self._finish_oldest()
-        self._reductions.append((group, group.start_reduction(gradients)))
-
-    def _finish_oldest(self) -> None:
-        group, flight = self._reductions.popleft()
-        group.finish_reduction(flight)
-
-    def finish_reductions(self) -> None:
-        """Put all sharded gradients in place."""
-        while self._reductions:
-            self._finish_oldest()
-
-    # End of backward --------------------------------------------------------------------------
-
-    def queue_end_of_backward(self) -> None:
-        """Have :meth:`end_backward` called once when this backward has ended."""
-        if not self._callback_queued:
-            self._callback_queued = True
-            queue_backward_callback(self.end_backward)
-
-    def end_backward(self) -> None:
-        """Reduce what no post-backward reached, finish reductions, and leave all units idle."""
-        self._callback_queued = False
-        self.forward_root = None
-        for unit in self.units:
-            unit.pending_modules.clear()
-            if unit.phase is not Phase.POST_BACKWARD:
-                unit.post_backward()
-            unit.phase = Phase.IDLE
-        if self.is_last_backward:
-            self.finish_reductions()
-            self._order.clear()
-            for unit in self.units:
-                unit.end_step()
-            for observer in self._observers():
-                observer.on_step_end()
-
-    def _observers(self) -> list[Observer]:
-        """Every observer once, however many groups it watches."""
-        found = {id(o): o for u in self.units for g in u.groups for o in g.meter.observers}
-        return list(found.values())
-
-    def reset(self) -> None:
-        """Make the next iteration valid after an exception in forward or backward."""
-        for _, flight in self._reductions:
-            flight.pending.wait()
-        self._reductions.clear()
-        self._order.clear()
-        self._callback_queued = False
-        self.forward_root = None
-        for unit in self.units:
-            unit.reset()
-            for group in unit.groups:
-                forget_failure(group.roles.ranks)
 
 
 class Unit:
@@ -182,6 +72,10 @@ class Unit:
         for group in self.groups:
             group.reshard()
 
+    def is_sharded(self) -> bool:
+        """Whether no group is gathered or on the way."""
+        return all(group.state is State.SHARDED for group in self.groups)
+
     def keeps_unsharded(self) -> bool:
         """Whether parameters stay gathered between forward and backward.
 
@@ -212,15 +106,26 @@ class Unit:
             self.wait()
             return self._cast_inputs(args, kwargs)
         entering = self.phase is not Phase.FORWARD
-        if entering:
-            args, kwargs = self._enter_forward(args, kwargs)
+        if not entering:
+            args, kwargs = self._cast_inputs(args, kwargs)
+            self.unshard()
+            self.wait()
+            return args, kwargs
+        args, kwargs = self._enter_forward(args, kwargs)
         args, kwargs = self._cast_inputs(args, kwargs)
+        self._gather_for_forward()
+        return self._watch_inputs(args, kwargs)
+
+    def _gather_for_forward(self) -> None:
+        """Gather, and start on what comes next. See [Note: order]."""
         self.unshard()
-        if entering:
-            for unit in self.forward_prefetch:
-                unit.unshard()
+        follower = None if in_backward() else self.context.replay.enter(self)
+        for unit in self.forward_prefetch:
+            unit.unshard()
         self.wait()
-        return self._watch_inputs(args, kwargs) if entering else (args, kwargs)
+        if follower is not None and not self.forward_prefetch and follower.is_sharded():
+            follower.unshard()
+            self.context.replay.note_early(follower)
 
     def _enter_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -231,7 +136,9 @@ class Unit:
         self.pending_modules.update(self.modules)
         if self.context.forward_root is None:
             self.context.forward_root = self
+            self.context.replay.begin(self)
             if self.roles.device.type != "cpu":
+                self.context.wait_for_optimizer()
                 device = self.roles.device
                 args, kwargs = map_tensors(lambda t: t.to(device), (args, kwargs))
         return args, kwargs
@@ -289,6 +196,8 @@ class Unit:
                 unit.pending_modules.clear()
                 unit._leave_forward()
         self.context.forward_root = None
+        for unit in self.context.replay.end():
+            unit.reshard()
 
     def _watch_output(self, output: Any) -> None:
         if torch.is_grad_enabled():

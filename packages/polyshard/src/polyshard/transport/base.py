@@ -102,6 +102,10 @@ class Transport(Protocol):
         """
         ...
 
+    def separate_reductions(self, enable: bool) -> None:
+        """Whether reductions get a communicator of their own, so as not to queue behind gathers."""
+        ...
+
     def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
         """All-to-all of equal rows: row ``r`` of ``payloads`` goes to rank ``r``."""
         ...

@@ -93,7 +93,7 @@ class CollectiveGather:
         with lane.enter():
             if self._casts:
                 torch._foreach_copy_(self._cast_targets, self._cast_sources)
-            with self._transport.together():
+            with self._transport.together(self._transport.group):
                 for region, source in self._transfers:
                     dist.all_gather_into_tensor(region, source, group=self._transport.group)
         return OnLane(lane, lane.leave(), None)
@@ -119,7 +119,8 @@ class CollectiveReduce:
 
     def start(self, sources: Sequence[Tensor | None], outs: Sequence[Tensor]) -> Pending:
         """See [Note: lanes]."""
-        lane = self._transport.reduce_lane
+        transport = self._transport
+        lane = transport.reduce_lane
         inputs: list[Tensor] = []
         with lane.enter():
             targets: list[Tensor] = []
@@ -127,9 +128,9 @@ class CollectiveReduce:
                 if source is not None and extents.chunk_numel:
                     inputs.append(self._padded(source, extents))
                     targets.append(out)
-            with self._transport.together():
+            with transport.together(transport.reduce_group):
                 for target, padded in zip(targets, inputs, strict=True):
-                    dist.reduce_scatter_tensor(target, padded, group=self._transport.group)
+                    dist.reduce_scatter_tensor(target, padded, group=transport.reduce_group)
         return OnLane(lane, lane.leave(), (inputs, sources))
 
     def _padded(self, source: Tensor, extents: Extents) -> Tensor:
@@ -149,6 +150,7 @@ class CollectiveTransport:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """``device`` is where the tensors live."""
         self.group = group
+        self.reduce_group = group
         self.rank = group.rank()
         self.size = group.size()
         self.name = f"{dist.get_backend(group)}-collectives"
@@ -157,9 +159,9 @@ class CollectiveTransport:
         self.gather_lane = Lane(device)
         self.reduce_lane = Lane(device)
 
-    def together(self) -> AbstractContextManager[Any]:
-        """Launch the block's collectives at once where the backend can."""
-        return coalescing(self.group, self._device) if self._coalesces else nullcontext()
+    def together(self, group: dist.ProcessGroup) -> AbstractContextManager[Any]:
+        """Launch the block's collectives on ``group`` at once where the backend can."""
+        return coalescing(group, self._device) if self._coalesces else nullcontext()
 
     def gather_route(self, pieces: Sequence[GatherPiece], tag: int) -> CollectiveGather:
         """Bind an all-gather."""
@@ -178,6 +180,11 @@ class CollectiveTransport:
         first = self.rank // size * size
         members = ranks[first : first + size]
         return CollectiveTransport(shared_group(members, "block", self.group), self._device)
+
+    def separate_reductions(self, enable: bool) -> None:
+        """One more process group of the same ranks, shared by all groups that ask for it."""
+        ranks = dist.get_process_group_ranks(self.group)
+        self.reduce_group = shared_group(ranks, "reductions", self.group) if enable else self.group
 
     def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
         """All-to-all of rows."""

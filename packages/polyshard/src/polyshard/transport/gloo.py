@@ -215,6 +215,9 @@ class GlooTransport:
         first = self.rank // size * size
         return GlooTransport(self._group, self._members[first : first + size])
 
+    def separate_reductions(self, enable: bool) -> None:
+        """Nothing to do: messages do not queue behind each other."""
+
     def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
         """All-to-all of rows."""
         work = dist.all_to_all_single(received, payloads, group=self._group, async_op=True)

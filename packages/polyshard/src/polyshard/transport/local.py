@@ -68,6 +68,9 @@ class LocalTransport:
         assert size == 1
         return self
 
+    def separate_reductions(self, enable: bool) -> None:
+        """Nothing queues."""
+
     def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
         """Row 0 to rank 0."""
         received.copy_(payloads)

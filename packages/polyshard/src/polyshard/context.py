@@ -1,0 +1,137 @@
+"""What all units below one root share: their order, reductions in flight, the end of backward.
+
+[Note: order]
+Units note the order of their forwards, with repetitions. A pre-backward takes its latest note and
+prefetches the unit noted before it. One reduction is left in flight while the next unit's backward
+computes; it is finished before another starts. In forward the order of the last time is replayed
+(see :mod:`polyshard.replay`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from polyshard._torch_private import queue_backward_callback
+from polyshard.failures import forget_failure
+from polyshard.pages import PagePool, pages_can_move
+from polyshard.replay import Replay
+
+if TYPE_CHECKING:
+    from polyshard.group import ParameterGroup
+    from polyshard.reduction import InFlight
+    from polyshard.schedule import Unit
+    from polyshard.seams import Observer
+
+
+class Phase(Enum):
+    """Where a unit is in the iteration."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    PRE_BACKWARD = auto()
+    POST_BACKWARD = auto()
+
+
+class RootContext:
+    """What all units below one root share."""
+
+    def __init__(self) -> None:
+        """Alone at first; :meth:`Unit.become_root` hands one context to all."""
+        self.units: list[Unit] = []
+        self.pool = PagePool() if pages_can_move() else None
+        self.forward_root: Unit | None = None
+        self.is_last_backward = True
+        self.max_reductions = 1
+        self.post_optim_event: torch.Event | None = None
+        self._callback_queued = False
+        self.replay = Replay()
+        self._order: list[Unit] = []
+        self._reductions: deque[tuple[ParameterGroup, InFlight]] = deque()
+
+    def wait_for_optimizer(self) -> None:
+        """Order the current stream behind the event the user recorded after the optimizer."""
+        if self.post_optim_event is not None:
+            torch.accelerator.current_stream().wait_event(self.post_optim_event)
+            self.post_optim_event = None
+
+    # Forward order ----------------------------------------------------------------------------
+
+    def note_forward(self, unit: Unit) -> None:
+        """Remember that ``unit`` ran forward, once per forward."""
+        unit.order.append(len(self._order))
+        self._order.append(unit)
+
+    def unit_before(self, unit: Unit) -> Unit | None:
+        """The unit whose forward came before the latest forward of ``unit``; takes the note."""
+        if not unit.order:
+            return None
+        index = unit.order.pop()
+        if index == 0 or index > len(self._order):
+            return None
+        return self._order[index - 1]
+
+    # Reductions -------------------------------------------------------------------------------
+
+    def reduce(self, group: ParameterGroup, gradients: dict[int, Tensor]) -> None:
+        """Start to reduce, after earlier reductions have made room."""
+        while len(self._reductions) >= self.max_reductions:
+            self._finish_oldest()
+        self._reductions.append((group, group.start_reduction(gradients)))
+
+    def _finish_oldest(self) -> None:
+        group, flight = self._reductions.popleft()
+        group.finish_reduction(flight)
+
+    def finish_reductions(self) -> None:
+        """Put all sharded gradients in place."""
+        while self._reductions:
+            self._finish_oldest()
+
+    # End of backward --------------------------------------------------------------------------
+
+    def queue_end_of_backward(self) -> None:
+        """Have :meth:`end_backward` called once when this backward has ended."""
+        if not self._callback_queued:
+            self._callback_queued = True
+            queue_backward_callback(self.end_backward)
+
+    def end_backward(self) -> None:
+        """Reduce what no post-backward reached, finish reductions, and leave all units idle."""
+        self._callback_queued = False
+        self.forward_root = None
+        for unit in self.units:
+            unit.pending_modules.clear()
+            if unit.phase is not Phase.POST_BACKWARD:
+                unit.post_backward()
+            unit.phase = Phase.IDLE
+        if self.is_last_backward:
+            self.finish_reductions()
+            self._order.clear()
+            for unit in self.units:
+                unit.end_step()
+            for observer in self._observers():
+                observer.on_step_end()
+
+    def _observers(self) -> list[Observer]:
+        """Every observer once, however many groups it watches."""
+        found = {id(o): o for u in self.units for g in u.groups for o in g.meter.observers}
+        return list(found.values())
+
+    def reset(self) -> None:
+        """Make the next iteration valid after an exception in forward or backward."""
+        for _, flight in self._reductions:
+            flight.pending.wait()
+        self._reductions.clear()
+        self._order.clear()
+        self._callback_queued = False
+        self.forward_root = None
+        self.replay.reset()
+        for unit in self.units:
+            unit.reset()
+            for group in unit.groups:
+                forget_failure(group.roles.ranks)

@@ -1,0 +1,215 @@
+"""A user's own communication objects, as FSDP2's setters take them, in place of a transport's.
+
+``set_custom_all_gather`` and ``set_custom_reduce_scatter`` take objects that allocate flat tensors
+and are called with one to send and one to receive (``torch.distributed.fsdp``, torch 2.9 to 2.13).
+Such an object cannot read a shard where it rests, so what it moves is copied in and out: the price
+of its interface. A plugin's collectives backend has no such price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from polyshard.transport.base import (
+    Extents,
+    GatherPiece,
+    GatherRoute,
+    Pending,
+    ReduceRoute,
+    Transport,
+)
+
+
+class Comm(Protocol):
+    """What both kinds have in common."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat tensor to send from or receive into."""
+        ...
+
+
+class AllGather(Comm, Protocol):
+    """Gathers one flat tensor per rank."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill ``output_tensor`` (``[W * n]``) from everybody's ``input_tensor`` (``[n]``)."""
+        ...
+
+
+class ReduceScatter(Comm, Protocol):
+    """Sums one flat tensor and scatters the sum."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill ``output_tensor`` (``[n]``) with this rank's part of the sum of ``[W * n]``."""
+        ...
+
+
+@dataclass(frozen=True)
+class CustomComms:
+    """What a user set; ``None`` leaves that direction to the transport."""
+
+    all_gather: AllGather | None = None
+    reduce_scatter: ReduceScatter | None = None
+
+    def __bool__(self) -> bool:
+        """Whether anything was set."""
+        return self.all_gather is not None or self.reduce_scatter is not None
+
+
+class _Arriving:
+    """A collective in flight, and the copies to make when it has ended."""
+
+    def __init__(
+        self, work: dist.Work | None, targets: list[Tensor], sources: list[Tensor], keep: object
+    ) -> None:
+        self._work = work
+        self._targets = targets
+        self._sources = sources
+        self._keep = keep
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
+        self._keep = None
+
+
+class CustomGather:
+    """All pieces as one flat tensor through the user's all-gather."""
+
+    def __init__(
+        self, pieces: Sequence[GatherPiece], comm: AllGather, group: dist.ProcessGroup
+    ) -> None:
+        """``pieces`` share a region dtype."""
+        self._comm = comm
+        self._group = group
+        self._pieces = [p for p in pieces if p.extents.chunk_numel]
+        self._numel = sum(p.extents.chunk_numel for p in self._pieces)
+        peers = group.size() - 1
+        self.sent_bytes = sum(p.region[0].nbytes for p in self._pieces) * peers
+        self.received_bytes = self.sent_bytes
+
+    @torch.no_grad()
+    def start(self) -> Pending:
+        """Pack, call, and leave the copies for the wait."""
+        world = self._group.size()
+        region = self._pieces[0].region
+        own = self._comm.allocate([self._numel], dtype=region.dtype, device=region.device)
+        whole = self._comm.allocate([world * self._numel], dtype=region.dtype, device=region.device)
+        sizes = [p.extents.chunk_numel for p in self._pieces]
+        torch._foreach_copy_(list(own.split(sizes)), [p.source for p in self._pieces])
+        work = self._comm(whole, own, self._group, async_op=True)
+        arrived = whole.view(world, self._numel).split(sizes, dim=1)
+        return _Arriving(work, [p.region for p in self._pieces], list(arrived), (own, whole))
+
+
+class CustomReduce:
+    """All pieces as one flat tensor through the user's reduce-scatter."""
+
+    def __init__(
+        self,
+        extents: Sequence[Extents],
+        dtype: torch.dtype,
+        comm: ReduceScatter,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """``dtype`` is the dtype on the wire and of the sums."""
+        self._extents = tuple(extents)
+        self._dtype = dtype
+        self._comm = comm
+        self._group = group
+
+    def sent_bytes(self, sources: Sequence[Tensor | None]) -> int:
+        """Every rank sends one padded chunk of each piece to each peer."""
+        chunks = (
+            e.chunk_numel for s, e in zip(sources, self._extents, strict=True) if s is not None
+        )
+        return (self._group.size() - 1) * sum(chunks) * self._dtype.itemsize
+
+    @torch.no_grad()
+    def start(self, sources: Sequence[Tensor | None], outs: Sequence[Tensor]) -> Pending:
+        """Pack rank by rank, call, and leave the copies for the wait."""
+        present = [
+            (source, out, e.chunk_numel)
+            for source, out, e in zip(sources, outs, self._extents, strict=True)
+            if source is not None and e.chunk_numel
+        ]
+        world, device = self._group.size(), outs[0].device
+        sizes = [numel for _, _, numel in present]
+        total = sum(sizes)
+        packed = self._comm.allocate([world * total], dtype=self._dtype, device=device)
+        summed = self._comm.allocate([total], dtype=self._dtype, device=device)
+        rows = packed.view(world, total).split(sizes, dim=1)
+        for (source, _, numel), row in zip(present, rows, strict=True):
+            _fill(row, source, numel)
+        work = self._comm(summed, packed, self._group, dist.ReduceOp.SUM, async_op=True)
+        targets = [out for _, out, _ in present]
+        return _Arriving(work, targets, list(summed.split(sizes)), (packed, summed))
+
+
+def _fill(rows: Tensor, source: Tensor, chunk_numel: int) -> None:
+    """``source`` without trailing padding into ``[W, chunk_numel]`` rows; the rest is zero."""
+    full = source.numel() // chunk_numel
+    rows[:full].copy_(source[: full * chunk_numel].view(full, chunk_numel))
+    if full < rows.shape[0]:
+        rest = source[full * chunk_numel :]
+        rows[full:].zero_()
+        rows[full, : rest.numel()].copy_(rest)
+
+
+class CustomTransport:
+    """A transport of which a user replaced one or both directions."""
+
+    def __init__(self, base: Transport, comms: CustomComms, group: dist.ProcessGroup) -> None:
+        """``base`` does what ``comms`` does not; ``group`` is that of the shard axis."""
+        self._base = base
+        self._comms = comms
+        self._group = group
+        self.rank, self.size = base.rank, base.size
+        self.staging_bytes = base.staging_bytes
+        own = [type(c).__name__ for c in (comms.all_gather, comms.reduce_scatter) if c is not None]
+        self.name = f"{base.name} with {', '.join(own)}"
+
+    def gather_route(self, pieces: Sequence[GatherPiece], tag: int) -> GatherRoute:
+        """The user's all-gather, if set."""
+        if self._comms.all_gather is None or not any(p.extents.chunk_numel for p in pieces):
+            return self._base.gather_route(pieces, tag)
+        return CustomGather(pieces, self._comms.all_gather, self._group)
+
+    def reduce_route(self, extents: Sequence[Extents], dtype: torch.dtype, tag: int) -> ReduceRoute:
+        """The user's reduce-scatter, if set."""
+        if self._comms.reduce_scatter is None:
+            return self._base.reduce_route(extents, dtype, tag)
+        return CustomReduce(extents, dtype, self._comms.reduce_scatter, self._group)
+
+    def block(self, size: int) -> Transport:
+        """The transport's own: the user's objects know the whole axis only."""
+        return self._base.block(size)
+
+    def separate_reductions(self, enable: bool) -> None:
+        """The transport's own."""
+        self._base.separate_reductions(enable)
+
+    def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
+        """The transport's own."""
+        return self._base.exchange(payloads, received)
