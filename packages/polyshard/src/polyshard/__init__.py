@@ -13,6 +13,7 @@ from polyshard.__about__ import __version__
 
 if TYPE_CHECKING:
     from polyshard.api import fully_shard
+    from polyshard.clipping import clip_grad_norm_
     from polyshard.contract import Contract, Plugin
     from polyshard.description import describe, stats
     from polyshard.markers import HOOK_API, hookimpl
@@ -42,6 +43,7 @@ __all__ = [
     "ShardPlacement",
     "UnshardHandle",
     "__version__",
+    "clip_grad_norm_",
     "describe",
     "fully_shard",
     "hookimpl",
@@ -61,6 +63,7 @@ _HOMES = {
     "Plugin": "contract",
     "ShardPlacement": "placement",
     "UnshardHandle": "module",
+    "clip_grad_norm_": "clipping",
     "describe": "description",
     "fully_shard": "api",
     "hookimpl": "markers",

@@ -47,6 +47,10 @@ class PeerError(PolyshardError, RuntimeError):
     """A transfer failed because another rank did; the message quotes that rank."""
 
 
+class NonFiniteError(PolyshardError, RuntimeError):
+    """A gradient norm that is infinite or not a number (torch raises ``RuntimeError`` here)."""
+
+
 class PluginError(PolyshardError, ValueError):
     """A plugin that cannot be loaded, registered or combined."""
 

@@ -1,0 +1,155 @@
+"""Gradient norms and clipping over all kinds of meshes, against one process."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from toy_models import build, full, loss_of, shard, tokens_for
+
+from polyshard import ShardPlacement, clip_grad_norm_, fully_shard
+from polyshard.errors import NonFiniteError, SettingError
+from polyshard.testing import World
+
+MESHES = {"fsdp": (4,), "hsdp": (2, 2), "replicas": (4, 1), "shards": (1, 4)}
+
+
+def test_takes_what_torch_takes() -> None:
+    theirs = inspect.signature(nn.utils.clip_grad_norm_).parameters
+    ours = inspect.signature(clip_grad_norm_).parameters
+    assert list(ours)[: len(theirs)] == list(theirs)
+    assert [ours[n].default for n in theirs] == [p.default for p in theirs.values()]
+
+
+SMALL = {"width": 24, "hidden": 30, "layers": 1}
+
+
+def reference_of(size: int) -> nn.Module:
+    model = build(**SMALL)
+    for rank in range(size):
+        (loss_of(model, tokens_for(0, rank)) / size).backward()
+    return model
+
+
+def clipped(rank: int, size: int, shape: tuple[int, ...]) -> None:
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    kwargs: Any = {"mesh": mesh, "shard_placement_fn": lambda p: Shard(p.ndim - 1)}
+    model, reference = shard(build(**SMALL), fully_shard, **kwargs), reference_of(size)
+    loss_of(model, tokens_for(0, rank)).backward()
+    gradients = [[p.grad for p in m.parameters()] for m in (model, reference)]
+    for norm_type in (2.0, 1.0, 3.0, math.inf):
+        for each, saved in zip((model, reference), gradients, strict=True):
+            for parameter, gradient in zip(each.parameters(), saved, strict=True):
+                assert gradient is not None
+                parameter.grad = gradient.clone()
+        norm = clip_grad_norm_(model.parameters(), 0.05, norm_type)
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.05, norm_type)
+        assert not isinstance(norm, DTensor)
+        torch.testing.assert_close(norm, expected, rtol=1e-4, atol=1e-6)
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert ours.grad is not None
+            torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", MESHES.values(), ids=list(MESHES))
+def test_norms_are_those_of_one_process(world4: World, shape: tuple[int, ...]) -> None:
+    world4.run(clipped, shape)
+
+
+def mixed_meshes(rank: int, size: int) -> None:
+    """Two meshes, a replicated parameter, a plain one, two dtypes; torch refuses this."""
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    module: Any = nn.Module()
+    torch.manual_seed(0)
+    module.wide = nn.Parameter(torch.randn(7, 3))
+    module.narrow = nn.Parameter(torch.randn(5, 2))
+    module.whole = nn.Parameter(torch.randn(4))
+    module.short = nn.Parameter(torch.randn(6, dtype=torch.bfloat16))
+    module.plain = nn.Parameter(torch.randn(3))
+    expected = torch.cat([p.detach().float().flatten() for p in module.parameters()]).norm()
+    chosen = {
+        id(module.narrow): ShardPlacement(Shard(1), pairs["b"]),
+        id(module.whole): Replicate(),
+    }
+    module.forward = lambda: None
+    fully_shard(
+        module,
+        shard_placement_fn=lambda p: chosen.get(id(p)),
+        ignored_params={module.plain},
+    )
+    for parameter in module.parameters():
+        parameter.grad = parameter.detach().clone()
+    with pytest.raises(RuntimeError):
+        nn.utils.clip_grad_norm_(module.parameters(), 1e9)
+    norm = clip_grad_norm_(module.parameters(), 1e9)
+    torch.testing.assert_close(norm, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_meshes_placements_and_dtypes_may_differ(world4: World) -> None:
+    world4.run(mixed_meshes)
+
+
+def distinct_experts(rank: int, size: int) -> None:
+    """Experts that differ between halves of the world count all."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))
+    shared, expert = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    fully_shard(shared)
+    fully_shard(expert, mesh=mesh["efsdp"])
+    half = rank // 2
+    for module, value in ((shared, 1.0), (expert, 2.0 + half)):
+        weight: Any = module.weight
+        weight.grad = torch.full_like(weight, value)
+    everything = [*shared.parameters(), *expert.parameters()]
+    over = {mesh.get_group("ep"): expert.parameters()}
+    norm = clip_grad_norm_(everything, 1.0, distinct_over=over)
+    assert norm.item() == pytest.approx(math.sqrt(9 * (1 + 4 + 9)))
+    weight = expert.weight
+    expected = (2.0 + half) / norm.item()
+    assert weight.grad.full_tensor()[0, 0].item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_experts_of_all_ranks_count(world4: World) -> None:
+    world4.run(distinct_experts)
+
+
+def partial_gradients(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,))
+    weight = nn.Parameter(DTensor.from_local(torch.zeros(3), mesh, [Replicate()]))
+    weight.grad = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+    norm = clip_grad_norm_(weight, 1.0)
+    assert norm.item() == pytest.approx(size * math.sqrt(3))
+    assert full(weight.grad).norm().item() == pytest.approx(1.0, rel=1e-4)
+
+
+def test_pending_sums_are_made_first(world2: World) -> None:
+    world2.run(partial_gradients)
+
+
+def not_finite(rank: int, size: int) -> None:
+    model = shard(build(), fully_shard)
+    loss_of(model, tokens_for(0, rank)).backward()
+    gradient: Any = model.head.weight.grad
+    if rank == size - 1:
+        gradient.to_local()[0] = float("inf")
+    before = full(model.blocks[0].up.weight.grad).clone()  # type: ignore[union-attr,arg-type]
+    with pytest.raises(NonFiniteError, match=r"order 2\.0 of \d+ gradients is inf"):
+        clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    assert torch.equal(full(model.blocks[0].up.weight.grad), before)  # type: ignore[union-attr,arg-type]
+    assert clip_grad_norm_(model.parameters(), 1.0).isinf()
+
+
+def test_every_rank_hears_of_a_norm_that_is_not_finite(world3: World) -> None:
+    world3.run(not_finite)
+
+
+def test_nothing_to_clip_and_bad_orders() -> None:
+    assert clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0).item() == 0.0
+    with pytest.raises(SettingError, match="above 0"):
+        clip_grad_norm_([], 1.0, 0.0)

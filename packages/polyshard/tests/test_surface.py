@@ -1,0 +1,239 @@
+"""The public surface against the installed torch's: whoever changes the import keeps everything."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from toy_models import assert_same_parameters, build, full, loss_of, shard, tokens_for, train
+
+import polyshard
+from polyshard import FSDPModule, fully_shard
+from polyshard.errors import (
+    IneffectiveSettingWarning,
+    LifecycleError,
+    UnsupportedError,
+)
+from polyshard.testing import World
+
+OURS_MORE = {"fully_shard": {"plugins"}}
+"""Parameters that polyshard adds to a function of torch's."""
+
+ABSENT: dict[str, str] = {
+    "_get_fsdp_state": "torch's private state of its own engine; there is none (UnsupportedError)",
+}
+"""Members of torch's FSDPModule that polyshard refuses, and why."""
+
+FUNCTIONS = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
+CLASSES = [
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+]
+FSDP1 = {
+    "BackwardPrefetch CPUOffload FullOptimStateDictConfig FullStateDictConfig "
+    "FullyShardedDataParallel LocalOptimStateDictConfig LocalStateDictConfig MixedPrecision "
+    "OptimStateDictConfig OptimStateKeyType ShardedOptimStateDictConfig ShardedStateDictConfig "
+    "ShardingStrategy StateDictConfig StateDictSettings StateDictType"
+}
+
+
+def shape_of(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
+    """Names, kinds and defaults of parameters; annotations may be wider or narrower."""
+    return [
+        (p.name, p.kind, p.default)
+        for p in inspect.signature(function).parameters.values()
+        if p.name not in OURS_MORE.get(function.__name__, ())
+    ]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_take_what_torch_takes(name: str) -> None:
+    assert shape_of(getattr(polyshard, name)) == shape_of(getattr(torch_fsdp, name))
+
+
+METHODS = [
+    name
+    for name, member in vars(torch_fsdp.FSDPModule).items()
+    if inspect.isfunction(member) and name not in {"__new__", *ABSENT}
+]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_take_what_torch_takes(name: str) -> None:
+    assert name in vars(FSDPModule), f"{name} would run torch's code on a module it does not manage"
+    ours, theirs = getattr(FSDPModule, name), getattr(torch_fsdp.FSDPModule, name)
+    assert shape_of(ours) == shape_of(theirs)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_classes_are_torchs_own_or_derived(name: str) -> None:
+    assert issubclass(getattr(polyshard, name), getattr(torch_fsdp, name))
+
+
+def test_every_public_name_of_fsdp2_is_here() -> None:
+    fsdp1 = set(" ".join(FSDP1).split())
+    assert set(torch_fsdp.__all__) - fsdp1 == {*FUNCTIONS, *CLASSES} <= set(polyshard.__all__)
+
+
+def recognised(rank: int, size: int) -> None:
+    model: Any = fully_shard(nn.Sequential(nn.Linear(4, 4)))
+    assert isinstance(model, torch_fsdp.FSDPModule)
+    assert isinstance(model, FSDPModule)
+    assert isinstance(model, nn.Sequential)
+    assert type(model).__name__ == "FSDPSequential"
+    assert type(model[:1]) is nn.Sequential, "a slice is a plain container"
+    for name, reason in ABSENT.items():
+        assert "UnsupportedError" in reason
+        with pytest.raises(UnsupportedError):
+            getattr(model, name)()
+
+
+def test_sharded_modules_are_recognised(world1: World) -> None:
+    world1.run(recognised)
+
+
+def bought_nothing(rank: int, size: int) -> None:
+    model: Any = fully_shard(nn.Linear(4, 4))
+    with pytest.warns(IneffectiveSettingWarning, match="set_symm_mem_for_comm"):
+        model.set_symm_mem_for_comm()
+    with pytest.warns(IneffectiveSettingWarning, match="no communication buffers"):
+        model.set_allocate_memory_from_process_group_for_comm(enable=True)
+    model.set_allocate_memory_from_process_group_for_comm(enable=False)
+    model.set_force_sum_reduction_for_comms(enable=True)
+    model._set_unshard_async_op(async_op=True)
+    model(torch.ones(1, 4)).sum().backward()
+
+
+def test_setters_without_effect_say_so(world2: World) -> None:
+    world2.run(bought_nothing)
+
+
+class CountingComm:
+    """A user's own collective: torch's, counted."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.allocated = 0
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        self.allocated += 1
+        return torch.full(tuple(size), float("nan"), dtype=dtype, device=device)
+
+
+class CountingGather(CountingComm):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self.calls += 1
+        work: dist.Work | None
+        work = dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+        return work
+
+
+class CountingReduce(CountingComm):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self.calls += 1
+        work: dist.Work | None
+        work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+        return work
+
+
+def custom_comms(rank: int, size: int) -> None:
+    plain, model = (shard(build(), fully_shard) for _ in range(2))
+    gather, reduce = CountingGather(), CountingReduce()
+    block: Any = model.blocks[0]
+    block.set_custom_all_gather(gather)
+    block.set_custom_reduce_scatter(reduce)
+    batches = [tokens_for(step, rank) for step in range(3)]
+    expected = train(plain, batches).losses
+    torch.testing.assert_close(train(model, batches).losses, expected, rtol=1e-5, atol=1e-6)
+    assert_same_parameters(model, plain, exact=size == 2)
+    assert (gather.calls, reduce.calls) == (6, 3)
+    assert (gather.allocated, reduce.allocated) == (12, 6)
+    assert "gloo-p2p with CountingGather, CountingReduce" in str(polyshard.describe(model))
+
+
+def test_custom_collectives_move_the_bytes(world2: World, world3: World) -> None:
+    world2.run(custom_comms)
+    world3.run(custom_comms)
+
+
+def reduce_hooks(rank: int, size: int) -> None:
+    """The hook sees the mean, per group, and what it writes is the gradient."""
+    plain, model = (shard(build(), fully_shard) for _ in range(2))
+    head: Any = model
+    seen: list[int] = []
+
+    def halve(gradient: Tensor) -> None:
+        seen.append(gradient.numel())
+        gradient.mul_(0.5)
+
+    head.set_all_reduce_hook(halve)
+    for each in (plain, model):
+        loss_of(each, tokens_for(0, rank)).backward()
+    assert len(seen) == 1, "of the root's own group only"
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        factor = 1.0 if name.startswith("blocks") else 0.5
+        assert torch.equal(full(ours.grad), full(theirs.grad) * factor), name
+
+
+def test_all_reduce_hooks(world2: World) -> None:
+    world2.run(reduce_hooks)
+
+
+def hooks_with_replicas(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model: Any = shard(build(), fully_shard, mesh=mesh)
+    seen: list[Tensor] = []
+    model.set_all_reduce_hook(lambda gradient: seen.append(gradient.clone()))
+    loss_of(model, tokens_for(0, rank)).backward()
+    everyone = [torch.empty_like(seen[0]) for _ in range(2)]
+    dist.all_gather(everyone, seen[0], group=mesh.get_group("replicate"))
+    assert torch.equal(everyone[0], everyone[1]), "called before replicas were reduced"
+
+
+def test_all_reduce_hooks_come_after_replicas(world4: World) -> None:
+    world4.run(hooks_with_replicas)
+
+
+def other_communication(rank: int, size: int) -> None:
+    plain, model = (shard(build(), fully_shard) for _ in range(2))
+    root: Any = model
+    root.set_separate_reduce_scatter_group()
+    root.set_post_optim_event(torch.Event())
+    root.set_reduce_scatter_max_input_buffers(3)
+    batches = [tokens_for(step, rank) for step in range(2)]
+    assert train(model, batches).losses == train(plain, batches).losses
+    block: Any = model.blocks[0]
+    with pytest.raises(LifecycleError, match=r"'blocks\.0', which is not the root"):
+        block.set_post_optim_event(torch.Event())
+
+
+def test_other_communication_setters_change_no_bit(world2: World) -> None:
+    world2.run(other_communication)
