@@ -19,6 +19,7 @@ from polyshard.notices import warn, without_buffers
 from polyshard.root import unit_of, units_below
 from polyshard.schedule import Unit
 from polyshard.transport.custom import AllGather, ReduceScatter
+from polyshard.untraced import untraced
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -379,10 +380,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if unit is None:
         return
 
+    before, after = untraced(unit.pre_forward), untraced(unit.post_forward)
+
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = unit.pre_forward(module, args, kwargs)
+        args, kwargs = before(module, args, kwargs)
         output = method(*args, **kwargs)
-        return unit.post_forward(module, args, output)
+        return after(module, args, output)
 
     gathered.__name__ = method_name
     gathered.__doc__ = method.__doc__

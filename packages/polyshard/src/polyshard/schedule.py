@@ -22,6 +22,7 @@ from polyshard.context import Phase, RootContext
 from polyshard.errors import LifecycleError
 from polyshard.group import ParameterGroup, State
 from polyshard.trees import cast_floating, map_tensors, tensors
+from polyshard.untraced import untraced
 
 if TYPE_CHECKING:
     from polyshard.mesh import MeshRoles
@@ -51,9 +52,10 @@ class Unit:
 
     def attach(self) -> None:
         """Hook the modules, once all groups are sharded."""
+        before, after = untraced(self.pre_forward), untraced(self.post_forward)
         for module in self.modules:
-            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward)
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            module.register_forward_hook(after)
 
     # Gathering --------------------------------------------------------------------------------
 
