@@ -5,6 +5,7 @@ Each name is exercised by ``tests/test_torch_private.py`` on every torch version
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -64,6 +66,7 @@ __all__ = [
     "preserve_version",
     "profiler_span",
     "queue_backward_callback",
+    "reduces_in_original_dtype",
     "set_local_tensor",
     "shared_group",
     "store_timeout_seconds",
@@ -159,6 +162,16 @@ def tag_managed_module(module: nn.Module) -> None:
     """Mark ``module`` as ``torch.compile`` expects it: guards skip parameters that get swapped."""
     module._is_fsdp_managed_module = True  # type: ignore[assignment]
     module._fsdp_use_orig_params = True  # type: ignore[assignment]
+
+
+@functools.cache
+def reduces_in_original_dtype() -> bool:
+    """Whether the installed torch reduces in the original dtype where no ``reduce_dtype`` is given.
+
+    Up to 2.13 the default is the compute dtype. What came after says in the policy's own
+    documentation that it follows ``grad_dtype``; there is nothing else to tell them apart by.
+    """
+    return "grad_dtype" in (MixedPrecisionPolicy.__doc__ or "")
 
 
 def has_fsdp_protocol(tensor: Tensor) -> bool:

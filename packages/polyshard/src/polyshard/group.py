@@ -27,7 +27,7 @@ from polyshard.mesh import MeshRoles
 from polyshard.notices import policy_notices, warn
 from polyshard.pages import PagePool
 from polyshard.parameter import Source
-from polyshard.plan import Dtypes, GroupPlan, Roles
+from polyshard.plan import GroupPlan, Roles, resolve_dtypes
 from polyshard.policies import MixedPrecisionPolicy
 from polyshard.protocol import (
     ProtocolGather,
@@ -125,18 +125,12 @@ class ParameterGroup:
 
     # --- plan ---------------------------------------------------------------------------------
 
-    def _dtypes(self, orig: torch.dtype) -> Dtypes:
-        policy = self.setup.policy
-        param = policy.param_dtype if orig.is_floating_point else None
-        compute = param or orig
-        return Dtypes(orig, compute, policy.reduce_dtype or compute)
-
     def info(self) -> GroupInfo:
         """The group as plugins see it, with current names and dtypes."""
         return self._info(tuple(p.info for p in self.shards.parameters), self.shards.dtype)
 
     def _info(self, parameters: tuple[ParamInfo, ...], orig: torch.dtype) -> GroupInfo:
-        dtypes = self._dtypes(orig)
+        dtypes = resolve_dtypes(self.setup.policy, orig)
         return GroupInfo(
             name=self.name,
             parameters=parameters,
@@ -230,7 +224,7 @@ class ParameterGroup:
             pool=self.pool,
             block_size=self.block_size,
         )
-        runtime = build_runtime(parts, self._dtypes(self.shards.dtype))
+        runtime = build_runtime(parts, resolve_dtypes(self.setup.policy, self.shards.dtype))
         runtime.reducer.settings = self.reduce_settings
         return runtime
 

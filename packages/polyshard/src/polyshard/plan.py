@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
+from polyshard._torch_private import reduces_in_original_dtype
 from polyshard.layout import GroupLayout
+from polyshard.policies import MixedPrecisionPolicy
 from polyshard.seams import ParamInfo
 
 
@@ -28,6 +30,14 @@ class Dtypes:
         """Short names in that order."""
         names = (str(d).removeprefix("torch.") for d in (self.orig, self.param, self.reduce))
         return " / ".join(names)
+
+
+def resolve_dtypes(policy: MixedPrecisionPolicy, orig: torch.dtype) -> Dtypes:
+    """What ``policy`` makes of parameters of dtype ``orig``; defaults are the installed torch's."""
+    param = policy.param_dtype if orig.is_floating_point else None
+    compute = param or orig
+    default = orig if reduces_in_original_dtype() else compute
+    return Dtypes(orig, compute, policy.reduce_dtype or default)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from polyshard._torch_private import in_backward
 from polyshard.context import Phase, RootContext
-from polyshard.errors import LifecycleError
+from polyshard.errors import LifecycleError, UnsupportedError
 from polyshard.group import ParameterGroup, State
 from polyshard.trees import cast_floating, map_tensors, tensors
 from polyshard.untraced import untraced
@@ -214,6 +214,12 @@ class Unit:
     # Backward ---------------------------------------------------------------------------------
 
     def _pre_backward(self, gradient: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"unit '{self.name}': backward was called with create_graph=True. Gradients leave "
+                "autograd when they are reduced, so they cannot be differentiated again. Compute "
+                "the first gradients with a model that is not sharded, or without create_graph."
+            )
         self.context.queue_end_of_backward()
         if self.phase is Phase.PRE_BACKWARD:
             return gradient
