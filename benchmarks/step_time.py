@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from floor import Floor
+from modes import options_of
 from world import run_ranks
 
 import polyshard
@@ -47,6 +48,7 @@ class Case:
     tokens: int = 16
     ranks: int = 2
     dtype: str = "float32"
+    mode: str = "plain"
     steps: int = 15
     warmup: int = 3
 
@@ -74,9 +76,10 @@ class Sharded:
 
     def __init__(self, case: Case, fully_shard: Callable[..., Any], policy: type) -> None:
         """Block by block, then the root."""
-        self.model = build_model(case)
+        self.model: Any = build_model(case)
         mixed = policy(param_dtype=case.param_dtype, reduce_dtype=torch.float32)
-        kwargs = {"mp_policy": mixed} if case.param_dtype else {}
+        kwargs = options_of(case.mode) | ({"mp_policy": mixed} if case.param_dtype else {})
+        self.micro_batches = 2 if case.mode == "accumulate" else 1
         for block in self.model.blocks:
             fully_shard(block, **kwargs)
         fully_shard(self.model, **kwargs)
@@ -85,6 +88,10 @@ class Sharded:
     def step(self, batch: Tensor) -> tuple[float, dict[str, float]]:
         """One training step: loss, and seconds by phase."""
         begin = time.perf_counter()
+        for _ in range(self.micro_batches - 1):
+            self.model.set_requires_gradient_sync(False)
+            loss_of(self.model, batch).backward()
+            self.model.set_requires_gradient_sync(True)
         loss = loss_of(self.model, batch)
         forward = time.perf_counter()
         loss.backward()
@@ -232,7 +239,8 @@ def parse() -> tuple[Case, argparse.Namespace]:
 def main() -> None:
     """Run one case."""
     case, options = parse()
-    names = ["polyshard", "torch"] + ([] if options.no_floor else ["floor"])
+    with_floor = case.mode == "plain" and not options.no_floor
+    names = ["polyshard", "torch"] + (["floor"] if with_floor else [])
     timed = run_ranks(case.ranks, time_engines, case, names)
     memory = {}
     if not options.no_memory:

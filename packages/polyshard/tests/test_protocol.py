@@ -14,7 +14,7 @@ from toy_plugins import Codecs
 from toy_tensors import Coded, Moody, Nibbles, OldForm, Wrapped
 
 from polyshard import describe, fully_shard, stats
-from polyshard.errors import ConflictError, ModuleError, PluginError
+from polyshard.errors import ConflictError, ModuleError, PluginError, UnsupportedError
 from polyshard.root import unit_of
 from polyshard.testing import World
 
@@ -173,6 +173,15 @@ def refusals(rank: int, size: int) -> None:
 
 def test_refusals(world2: World) -> None:
     world2.run(refusals)
+
+
+def smaller_mesh(rank: int, size: int) -> None:
+    with pytest.raises(UnsupportedError, match=r"reshard_after_forward=2.*protocol \(weight\)"):
+        fully_shard(Lossless(OldForm, 8), reshard_after_forward=2)
+
+
+def test_blocks_are_refused(world4: World) -> None:
+    world4.run(smaller_mesh)
 
 
 def beside_plain(rank: int, size: int) -> None:

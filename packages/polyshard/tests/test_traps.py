@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 from toy_models import (
     assert_same_parameters,
     build,
@@ -350,6 +351,44 @@ def chunked(rank: int, size: int) -> None:
 
 def test_chunked_heads(world2: World) -> None:
     world2.run(chunked)
+
+
+class Recomputing(nn.Module):
+    def __init__(self, inner: nn.Module, reentrant: bool | None) -> None:
+        super().__init__()
+        self.inner = inner
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            out: Tensor = self.inner(x)
+        else:
+            out = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return out
+
+
+def recomputed(rank: int, size: int, outside: bool) -> None:
+    """pytorch#150140, #159359: the recomputation ran in another dtype than the forward."""
+    found: list[list[Tensor]] = []
+    for reentrant in (None, True, False):
+        torch.manual_seed(0)
+        inner: nn.Module = nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 6))
+        if outside:
+            model: Any = Recomputing(fully_shard(inner, mp_policy=BF16), reentrant)
+        else:
+            model = fully_shard(Recomputing(inner, reentrant), mp_policy=BF16)
+        model = fully_shard(nn.Sequential(nn.Linear(6, 6), model), mp_policy=BF16)
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+        model(x).float().square().sum().backward()
+        assert x.grad is not None
+        found.append([x.grad, *(full(p.grad) for p in model.parameters())])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("outside", [True, False], ids=["around unit", "in unit"])
+def test_recomputation_has_the_dtype_of_the_forward(world2: World, outside: bool) -> None:
+    world2.run(recomputed, outside)
 
 
 def replicas_later(rank: int, size: int) -> None:
