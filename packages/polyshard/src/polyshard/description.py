@@ -9,7 +9,7 @@ from torch import nn
 from typing_extensions import override
 
 from polyshard.errors import SettingError
-from polyshard.group import ParameterGroup, Traffic
+from polyshard.group import ParameterGroup, State, Traffic
 from polyshard.plan import GroupPlan
 from polyshard.root import group_names, units_below
 from polyshard.schedule import Unit
@@ -136,6 +136,8 @@ def describe(model: nn.Module) -> Description:
 
 def _preview(unit: Unit, name: str, frees: bool, fqns: Mapping[int, str]) -> Iterator[GroupPlan]:
     for group, label in zip(unit.groups, group_names(unit, name), strict=True):
+        if group.state is State.SHARDED:
+            group.rename(label, fqns)  # as the root will: plugins choose parameters by their names
         plan = group.plan()
         parameters = tuple(
             replace(info, fqn=fqns.get(id(sharded.parameter), info.fqn))

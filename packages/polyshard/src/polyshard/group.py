@@ -21,7 +21,7 @@ from polyshard.constraints import check_constraints
 from polyshard.failures import FailureReport
 from polyshard.layout import plan_layout
 from polyshard.mesh import MeshRoles
-from polyshard.notices import policy_notices, warn
+from polyshard.notices import all_notices, policy_notices, warn
 from polyshard.pages import PagePool
 from polyshard.parameter import Source
 from polyshard.plan import Dtypes, GroupPlan, Roles
@@ -123,8 +123,8 @@ class ParameterGroup:
         return Dtypes(orig, compute, policy.reduce_dtype or compute)
 
     def info(self) -> GroupInfo:
-        """The group as plugins see it, with current names and dtypes."""
-        return self._info(tuple(p.info for p in self.shards.parameters), self.shards.dtype)
+        """The group as plugins see it, with current names, dtypes and frozen parameters."""
+        return self._info(tuple(p.current_info for p in self.shards.parameters), self.shards.dtype)
 
     def _info(self, parameters: tuple[ParamInfo, ...], orig: torch.dtype) -> GroupInfo:
         dtypes = self._dtypes(orig)
@@ -154,6 +154,7 @@ class ParameterGroup:
         """The description that ranks compare and ``describe()`` shows."""
         contributions = self.contributions
         runtime = self.prepare()
+        self._sync_requires_grad(runtime)
         trainable = {
             i: torch.empty(placed.shape, dtype=runtime.dtypes.param, device="meta")
             for i, (p, placed) in enumerate(
@@ -163,10 +164,7 @@ class ParameterGroup:
         }
         return GroupPlan(
             name=self.name,
-            parameters=tuple(
-                replace(p.info, requires_grad=p.parameter.requires_grad)
-                for p in self.shards.parameters
-            ),
+            parameters=tuple(p.current_info for p in self.shards.parameters),
             layout=self.shards.layout,
             mesh=self.roles.describe(),
             dtypes=runtime.dtypes,
@@ -180,7 +178,7 @@ class ParameterGroup:
             reshard_after_forward=self.setup.reshard_after_forward,
             gather_bytes=runtime.path.sent_bytes,
             reduce_bytes=runtime.reducer.predicted_bytes(trainable, self._wire_dtype()),
-            notices=policy_notices(self.setup.policy, self.shards.dtype),
+            notices=all_notices(self.setup.policy, self.shards.dtype, contributions),
         )
 
     def _gather_codec_name(self, runtime: Runtime) -> str:
@@ -271,10 +269,15 @@ class ParameterGroup:
 
     def _sync_requires_grad(self, runtime: Runtime) -> None:
         """Freezing and unfreezing happens on the sharded parameter; the leaf follows."""
+        changed = False
         for sharded, leaf in zip(self.shards.parameters, runtime.leaves, strict=True):
             wanted = sharded.parameter.requires_grad
             if leaf.requires_grad is not wanted:
                 leaf.requires_grad_(wanted)
+                changed = True
+        if changed:
+            bind = self.contributions.reduce_codec.bind
+            runtime.reducer.rebind(bind(self.info(), self.shards.layout))
 
     def reshard(self) -> None:
         """Free the unsharded parameters and register the sharded ones."""

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from polyshard._torch_private import local_tensor
 from polyshard.gather import Line
+from polyshard.layout import ParameterLayout
 from polyshard.mesh import MeshRoles
 from polyshard.pieces import chunk_pairs, extents_of
 from polyshard.seams import BoundReduceCodec
@@ -92,6 +93,10 @@ class Reducer:
         )
         self._partial: Tensor | None = None
         self.settings = ReduceSettings()
+
+    def rebind(self, codec: BoundReduceCodec | None) -> None:
+        """Go on with another codec; nothing is in flight."""
+        self._codec = codec
 
     def start(self, gradients: dict[int, Tensor], wire_dtype: torch.dtype) -> tuple[InFlight, int]:
         """Begin to reduce; ``gradients`` maps parameter indices to unsharded gradients.
@@ -169,10 +174,10 @@ class Reducer:
     ) -> tuple[Pending, list[Tensor | None], int]:
         layout = self._layout
         world = layout.world_size
-        chunks = [total.new_zeros(world, p.chunk_numel) for p in layout.parameters]
-        for index, source in sources.items():
-            for part, target in chunk_pairs(source, chunks[index], layout.parameters[index]):
-                target.copy_(part)
+        chunks = [
+            self._chunk_rows(sources.get(index), placed, total)
+            for index, placed in enumerate(layout.parameters)
+        ]
         payloads = total.new_empty(world, codec.payload_bytes, dtype=torch.uint8)
         received = torch.empty_like(payloads)
         codec.encode(chunks, payloads)
@@ -181,6 +186,19 @@ class Reducer:
         keep: list[Tensor | None] = [payloads]
         sent = (world - 1) * codec.payload_bytes
         return _Decoding(pending, codec, received, outs), keep, sent
+
+    @staticmethod
+    def _chunk_rows(source: Tensor | None, placed: ParameterLayout, total: Tensor) -> Tensor:
+        """``[W, chunk_numel]`` of one gradient: its own memory where that is laid out so."""
+        shape = (placed.world_size, placed.chunk_numel)
+        if source is None:
+            return total.new_zeros(1, 1).expand(shape)
+        if placed.dim == 0 and placed.is_even and source.dtype == total.dtype:
+            return source.view(shape)
+        rows = total.new_zeros(shape)
+        for part, target in chunk_pairs(source, rows, placed):
+            target.copy_(part)
+        return rows
 
     def predicted_bytes(self, gradients: dict[int, Tensor], wire_dtype: torch.dtype) -> int:
         """Bytes :meth:`start` would send for gradients of these shapes (meta tensors will do)."""
@@ -210,11 +228,22 @@ class Reducer:
                 self._partial = total
                 return None
             if self._roles.replicate_size > 1:
-                dist.all_reduce(total, group=group)
+                self._sum_replicas(total, group)
         if flight.averaging.after != 1.0:
             total.div_(flight.averaging.after)
         total = total.to(self._shards.dtype)
         return self._shards.storage.place_gradient(total)
+
+    def _sum_replicas(self, total: Tensor, group: dist.ProcessGroup) -> None:
+        codec = getattr(self._codec, "replicas", None)
+        if codec is None:
+            dist.all_reduce(total, group=group)
+            return
+        payload = total.new_empty(codec.payload_bytes, dtype=torch.uint8)
+        payloads = payload.new_empty(self._roles.replicate_size, codec.payload_bytes)
+        codec.encode(total, payload)
+        dist.all_gather(list(payloads.unbind()), payload, group=group)
+        codec.decode_sum(payloads, total)
 
     def discard(self) -> None:
         """Forget partial sums of a step that failed."""

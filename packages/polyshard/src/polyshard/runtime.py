@@ -70,8 +70,15 @@ def _unsharded_side(
     if isinstance(shards, ProtocolShards):
         gather = ProtocolGather(shards, parts.policy, dtypes.param, (line.transport, line.tag))
         return gather.buffer, gather.leaves, gather
-    unsharded = Unsharded(shards, dtypes.param, parts.info.device, parts.pool, parts.onion)
     codec = parts.contributions.gather_codec.bind(parts.info, shards.layout)
+    unsharded = Unsharded(
+        shards,
+        dtypes.param,
+        parts.info.device,
+        parts.pool,
+        parts.onion,
+        is_decoded=codec is not None,
+    )
     path: GatherPath = (
         NativeGather(unsharded, line) if codec is None else CodecGather(codec, unsharded, line)
     )
