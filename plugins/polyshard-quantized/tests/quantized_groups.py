@@ -57,7 +57,9 @@ class Toy:
     def outs(self) -> list[Tensor]:
         """Targets of a sum."""
         dtype = self.info.reduce_dtype
-        return [torch.full((p.chunk_numel,), torch.nan, dtype=dtype) for p in self.layout.parameters]
+        return [
+            torch.full((p.chunk_numel,), torch.nan, dtype=dtype) for p in self.layout.parameters
+        ]
 
 
 def toys(

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from quantized_groups import DTYPES
+from torch import Tensor
 
 from polyshard.errors import SettingError
 from polyshard_quantized import BlockFormat, Float8Block, Int4Block, Int8Block, round_trip

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from quantized_groups import DTYPES, Dtypes, Toy, toys, values_of, whole
+from torch import Tensor
 
 from polyshard_quantized import (
     BlockFormat,
@@ -45,9 +45,7 @@ def gathered(members: list[Toy], form: BlockFormat, values: list[Tensor]) -> lis
         regions = toy.regions()
         bind(toy, form).decode(torch.stack(payloads), regions)
         pairs = zip(regions, toy.layout.parameters, strict=True)
-        results.append(
-            [r[0].view(()) if p.dim is None else whole(r, p.shape) for r, p in pairs]
-        )
+        results.append([r[0].view(()) if p.dim is None else whole(r, p.shape) for r, p in pairs])
     for result in results[1:]:
         for mine, first in zip(result, results[0], strict=True):
             assert torch.equal(mine, first)

@@ -41,9 +41,7 @@ def bind(toy: Toy, settings_: GradientSettings = PLAIN) -> BoundReduce:
 
 
 def sent(codec: BoundReduce, toy: Toy, gradients: list[Tensor]) -> Tensor:
-    payloads = torch.full(
-        (toy.layout.world_size, codec.payload_bytes), 0xAB, dtype=torch.uint8
-    )
+    payloads = torch.full((toy.layout.world_size, codec.payload_bytes), 0xAB, dtype=torch.uint8)
     codec.encode(toy.chunks(gradients), payloads)
     return payloads
 
@@ -99,7 +97,8 @@ def test_errors_of_sums_are_bounded(seed: int, world_size: int, exponent: int) -
     results = reduced(members, gradients)
     exact = torch.stack([g[0].double() for g in gradients]).sum(0)
     # Half a scale of each rank's row, and the rounding of fp32 sums.
-    bound = sum(g[0].double().abs().amax(1, keepdim=True) / 254 for g in gradients)
+    rows = [g[0].double().abs().amax(1, keepdim=True) for g in gradients]
+    bound = torch.stack(rows).sum(0) / 254
     placed = members[0].layout.parameters[0]
     for rank, outs in enumerate(results):
         start, stop = placed.bounds(rank)
@@ -237,6 +236,7 @@ def test_feedback_decays_resets_and_forgets_overflow() -> None:
     assert not torch.equal(held[1], held[0])
     gradient[0, 0] = torch.inf
     sent(codec, toy, [gradient])
+    assert reduce.state.residuals is not None
     assert bool(reduce.state.residuals.values[0].isfinite().all())
 
 
@@ -251,11 +251,11 @@ def test_state_goes_on_where_it_was_saved() -> None:
         payloads.append(sent(codec, toy, values_of(SHAPES, step)))
         if step == 1:
             saved = straight.state.save()
-            other = resumed.bind(toy.info, toy.layout)
-            assert other is not None
+            resumed_codec = resumed.bind(toy.info, toy.layout)
+            assert resumed_codec is not None
             resumed.state.load(saved)
     for step in (2, 3):
-        _assert_same(codec, sent(other, toy, values_of(SHAPES, step)), payloads[step])
+        _assert_same(codec, sent(resumed_codec, toy, values_of(SHAPES, step)), payloads[step])
 
 
 def test_state_of_another_world_or_model_is_refused() -> None:
