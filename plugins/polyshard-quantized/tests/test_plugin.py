@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from quantized_groups import toys
 
-from polyshard import Plugin
+from polyshard import Plugin, hookimpl
 from polyshard.discovery import load_plugin
 from polyshard.errors import ConflictError, SettingError
 from polyshard.stack import build_stack
@@ -20,6 +21,8 @@ from polyshard_quantized import (
     Int8Block,
     QuantizedComm,
 )
+from polyshard_quantized.gather import QuantizedGather
+from polyshard_quantized.workspace import Workspace
 
 
 @pytest.mark.parametrize(
@@ -99,13 +102,16 @@ def test_all_settings_are_part_of_the_plan() -> None:
 
 class OtherCodec(Plugin):
     name = "other"
-    provides = ("gather-codec",)
-    conflicts_with = ("quantized",)
+
+    @hookimpl
+    def polyshard_gather_codec(self) -> QuantizedGather:
+        return QuantizedGather(Int8Block(), Exclusions(), Workspace())
 
 
-def test_conflicts_name_both() -> None:
+def test_a_second_codec_is_refused_by_name() -> None:
+    stack = build_stack([QuantizedComm(), OtherCodec()])
     with pytest.raises(ConflictError, match="other") as caught:
-        build_stack([QuantizedComm(), OtherCodec()])
+        stack.contributions(toys([(64, 64)], 2)[0].info)
     assert "quantized" in str(caught.value)
 
 

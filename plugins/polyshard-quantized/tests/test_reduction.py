@@ -251,9 +251,10 @@ def test_state_goes_on_where_it_was_saved() -> None:
         payloads.append(sent(codec, toy, values_of(SHAPES, step)))
         if step == 1:
             saved = straight.state.save()
-            resumed_codec = resumed.bind(toy.info, toy.layout)
-            assert resumed_codec is not None
+            resumed.bind(toy.info, toy.layout)
             resumed.state.load(saved)
+    resumed_codec = resumed.bind(toy.info, toy.layout)  # as after a conversion
+    assert resumed_codec is not None
     for step in (2, 3):
         _assert_same(codec, sent(resumed_codec, toy, values_of(SHAPES, step)), payloads[step])
 

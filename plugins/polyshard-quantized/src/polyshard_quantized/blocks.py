@@ -1,8 +1,8 @@
 """Where blocks lie: pure arithmetic, no tensors.
 
 A parameter's chunk is a matrix of *rows*: a row is everything behind the sharded dim, which no
-layout ever cuts. A row of ``n`` values is cut into the fewest blocks the format allows, of about
-equal size: equal but for the last. That makes at most two *tiles* a parameter, regular arrays of equal blocks.
+layout ever cuts. A row of ``n`` values is cut into the fewest blocks the format allows, equal but
+for the last. That makes at most two *tiles* a parameter, regular arrays of equal blocks.
 """
 
 from __future__ import annotations

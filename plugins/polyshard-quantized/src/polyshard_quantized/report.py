@@ -50,9 +50,12 @@ class TransferReport:
         return served / total if total else 0.0
 
     def notices(self, what: str) -> tuple[str, ...]:
-        """Lines for ``describe()``: how much is quantized, and every exclusion with its reason."""
+        """Lines for ``describe()``: how much is quantized, and every exclusion with its reason.
+
+        Names are those within the group, so that the lines of equal groups are equal.
+        """
         head = (
-            f"quantized {what} of {self.group}: {self.wire_bytes:,} bytes for "
+            f"quantized {what}: {self.wire_bytes:,} bytes for "
             f"{self.native_bytes:,} native, {self.quantized_share:.2%} of the elements quantized"
         )
         if self.replica_bytes:
@@ -60,9 +63,10 @@ class TransferReport:
         reasons: dict[str, list[str]] = {}
         for parameter in self.parameters:
             if parameter.excluded is not None:
-                reasons.setdefault(parameter.excluded, []).append(parameter.fqn)
+                name = parameter.fqn.removeprefix(f"{self.group}.")
+                reasons.setdefault(parameter.excluded, []).append(name)
         left = (
-            f"quantized {what} of {self.group}: native because {reason}: {', '.join(fqns)}"
+            f"quantized {what}: native because {reason}: {', '.join(fqns)}"
             for reason, fqns in reasons.items()
         )
         return (head, *left)
@@ -103,7 +107,7 @@ class Report:
     def __str__(self) -> str:
         """Every group's lines, and the total."""
         lines = [
-            line
+            f"{group.name}: {line}"
             for group in self.groups
             for what, transfer in (("gather", group.gather), ("reduce", group.reduce))
             if transfer is not None
