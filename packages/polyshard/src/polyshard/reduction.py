@@ -10,7 +10,7 @@ divided in two steps around the sum, so that neither overflows (as DDP and FSDP 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -20,9 +20,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from polyshard._torch_private import local_tensor
+from polyshard.buffers import Buffer, new_buffer
 from polyshard.gather import Line
 from polyshard.layout import ParameterLayout
 from polyshard.mesh import MeshRoles
+from polyshard.pages import PagePool
 from polyshard.pieces import chunk_pairs, extents_of
 from polyshard.seams import BoundReduceCodec
 from polyshard.shards import Shards, local_view
@@ -80,8 +82,11 @@ class Reducer:
         roles: MeshRoles,
         line: Line,
         codec: BoundReduceCodec | None,
+        pool: PagePool | None = None,
     ) -> None:
         """Bind routes; ``dtype`` is the reduce dtype."""
+        self._pool = pool
+        self._scratch: Buffer | None = None
         self._shards = shards
         self._layout = shards.layout
         self._dtype = dtype
@@ -97,6 +102,7 @@ class Reducer:
     def rebind(self, codec: BoundReduceCodec | None) -> None:
         """Go on with another codec; nothing is in flight."""
         self._codec = codec
+        self._scratch = None
 
     def start(self, gradients: dict[int, Tensor], wire_dtype: torch.dtype) -> tuple[InFlight, int]:
         """Begin to reduce; ``gradients`` maps parameter indices to unsharded gradients.
@@ -178,14 +184,26 @@ class Reducer:
             self._chunk_rows(sources.get(index), placed, total)
             for index, placed in enumerate(layout.parameters)
         ]
-        payloads = total.new_empty(world, codec.payload_bytes, dtype=torch.uint8)
-        received = torch.empty_like(payloads)
+        scratch = self._take_scratch(2 * world * codec.payload_bytes, total.device)
+        payloads, received = scratch.tensor.view(2, world, codec.payload_bytes)
         codec.encode(chunks, payloads)
         pending = self._transport.exchange(payloads, received)
         outs = [total[p.shard_offset : p.shard_offset + p.chunk_numel] for p in layout.parameters]
         keep: list[Tensor | None] = [payloads]
         sent = (world - 1) * codec.payload_bytes
-        return _Decoding(pending, codec, received, outs), keep, sent
+        return _Decoding(pending, codec, received, outs, scratch, self._give_back), keep, sent
+
+    def _take_scratch(self, nbytes: int, device: torch.device) -> Buffer:
+        """Memory for payloads; its pages are those of the unsharded buffers, not fresh ones."""
+        scratch, self._scratch = self._scratch, None  # a second reduction in flight makes its own
+        if scratch is None:
+            scratch = new_buffer(nbytes, torch.uint8, device, self._pool)
+        scratch.acquire()
+        return scratch
+
+    def _give_back(self, scratch: Buffer) -> None:
+        scratch.release()
+        self._scratch = scratch
 
     @staticmethod
     def _chunk_rows(source: Tensor | None, placed: ParameterLayout, total: Tensor) -> Tensor:
@@ -279,7 +297,10 @@ class _Decoding:
     codec: BoundReduceCodec
     received: Tensor
     outs: list[Tensor]
+    scratch: Buffer
+    give_back: Callable[[Buffer], None]
 
     def wait(self) -> None:
         self.pending.wait()
         self.codec.decode_sum(self.received, self.outs)
+        self.give_back(self.scratch)

@@ -57,7 +57,7 @@ def build_runtime(parts: Parts, dtypes: Dtypes) -> Runtime:
     buffer, leaves, path = _unsharded_side(parts, dtypes, line)
     buffer.release()
     reduce_codec = parts.contributions.reduce_codec.bind(parts.info, parts.shards.layout)
-    reducer = Reducer(parts.shards, dtypes.reduce, parts.roles, line, reduce_codec)
+    reducer = Reducer(parts.shards, dtypes.reduce, parts.roles, line, reduce_codec, parts.pool)
     owners = (p.owners for p in parts.shards.parameters)
     registry = Registry(zip(owners, leaves, strict=True))
     return Runtime(buffer, leaves, path, reducer, registry, dtypes)
