@@ -1,6 +1,6 @@
 """Held-out loss of the demonstration training with and without quantized communication.
 
-Usage: python benchmarks/quantized_accuracy.py [--steps 200] [--seeds 3] [--preset small]
+Usage: python benchmarks/quantized_accuracy.py [--steps 200] [--seeds 3] [--lr 1e-3]
 
 Every row is trained with the same seeds; a difference is to the native run of the same seed. Needs
 polyshard[demo] and polyshard-quantized.
@@ -24,7 +24,7 @@ def held_out(quantize: str, seed: int, options: argparse.Namespace) -> float:
     """Train once; the held-out loss at the end, in nats per byte."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", "from polyshard.cli import main; main()", "train"]
-        command += ["--out", folder, "--batch", "8", "--sequence", "64"]
+        command += ["--out", folder, "--batch", "8", "--sequence", "64", "--lr", str(options.lr)]
         command += ["--preset", options.preset, "--steps", str(options.steps)]
         command += ["--seed", str(seed), "--eval-every", "0", "--checkpoint-every", "0"]
         if quantize:
@@ -41,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--preset", default="small")
     parser.add_argument("--rows", nargs="*", default=ROWS)
     options = parser.parse_args()

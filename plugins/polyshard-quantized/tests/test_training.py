@@ -406,7 +406,7 @@ def reported(rank: int, size: int) -> None:
     text = str(describe(model))
     assert "gather codec quantized(weights Int8Block(block_elements=256)" in text
     assert "native because its name matches 'head.*': head.weight" in text
-    assert "native because ndim 1 < 2: norm.weight, up.bias" in text
+    assert "native because ndim 1 < 2: norm.weight, norm.bias" in text
     names = [g.name for g in plugin.report().groups]
     assert names == ["blocks.0", "blocks.1", "(root)"]
     errors = plugin.relative_errors(model)
