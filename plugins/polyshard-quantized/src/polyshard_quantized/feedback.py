@@ -79,4 +79,4 @@ class Residuals:
         torch.sub(wanted, sent, out=residual)
         if self.settings.decay != 1.0:
             residual.mul_(self.settings.decay)
-        residual.masked_fill_(residual.isfinite().logical_not_(), 0.0)
+        residual.nan_to_num_(0.0, 0.0, 0.0)
