@@ -304,3 +304,107 @@ class Adapting(Plugin):
     @hookimpl
     def polyshard_state_dict_adapter(self, group: GroupInfo) -> Negating:
         return Negating()
+
+
+class KeptGather(BytesGather):
+    """Counts how often it is asked to encode."""
+
+    keeps_payload = True
+
+    def __init__(self, layout: GroupLayout) -> None:
+        super().__init__(layout)
+        self.encoded = 0
+
+    def encode(self, shard: Tensor, payload: Tensor) -> None:
+        self.encoded += 1
+        super().encode(shard, payload)
+
+
+class KeptFactory:
+    name = "kept"
+    settings = ""
+
+    def __init__(self) -> None:
+        self.bound: list[KeptGather] = []
+        self.notices = ("kept: nothing to say",)
+
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> KeptGather:
+        self.bound.append(KeptGather(layout))
+        return self.bound[-1]
+
+
+class Keeping(Plugin):
+    """Keeps payloads while the shard stays the same."""
+
+    name = "keeping"
+
+    def __init__(self) -> None:
+        self.factory = KeptFactory()
+
+    @hookimpl
+    def polyshard_gather_codec(self, group: GroupInfo) -> KeptFactory:
+        return self.factory
+
+
+class Doubling:
+    """Sums replicas exactly, and doubles the sum so that its use shows."""
+
+    def __init__(self, layout: GroupLayout) -> None:
+        self.payload_bytes = 4 * layout.shard_numel
+
+    def encode(self, total: Tensor, payload: Tensor) -> None:
+        payload.copy_(total.view(torch.uint8))
+
+    def decode_sum(self, payloads: Tensor, total: Tensor) -> None:
+        total.copy_(payloads.view(torch.float32).sum(0) * 2)
+
+
+class TwoHops(BytesReduce):
+    def __init__(self, layout: GroupLayout) -> None:
+        super().__init__(layout)
+        self.replicas = Doubling(layout)
+
+
+class TwoHopFactory:
+    name = "two hops"
+    settings = ""
+
+    def __init__(self) -> None:
+        self.trainable: list[int] = []
+
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> TwoHops:
+        self.trainable.append(sum(p.requires_grad for p in group.parameters))
+        return TwoHops(layout)
+
+
+class TwoHopReduction(Plugin):
+    """Owns both hops of a reduction."""
+
+    name = "two_hops"
+
+    def __init__(self) -> None:
+        self.factory = TwoHopFactory()
+
+    @hookimpl
+    def polyshard_reduce_codec(self, group: GroupInfo) -> TwoHopFactory:
+        return self.factory
+
+
+class Names(Plugin):
+    """Remembers the names its gather codec was bound with."""
+
+    name = "names"
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, ...]] = []
+
+    @hookimpl
+    def polyshard_gather_codec(self, group: GroupInfo) -> Names:
+        return self
+
+    @property
+    def settings(self) -> str:
+        return ""
+
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> None:
+        self.seen.append(tuple(p.fqn for p in group.parameters))

@@ -9,7 +9,7 @@ from torch import nn
 from typing_extensions import override
 
 from polyshard.errors import SettingError
-from polyshard.group import ParameterGroup
+from polyshard.group import ParameterGroup, State
 from polyshard.plan import GroupPlan
 from polyshard.root import group_names, units_below
 from polyshard.schedule import Unit
@@ -145,6 +145,8 @@ def _preview(
     unit: Unit, name: str, frees: bool | int, fqns: Mapping[int, str]
 ) -> Iterator[GroupPlan]:
     for group, label in zip(unit.groups, group_names(unit, name), strict=True):
+        if group.state is State.SHARDED:
+            group.rename(label, fqns)  # as the root will: plugins choose parameters by their names
         plan = group.plan()
         parameters = tuple(
             replace(info, fqn=fqns.get(id(sharded.parameter), info.fqn))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from polyshard.buffers import Buffer
+from polyshard.freshness import Freshness
 from polyshard.pieces import extents_of, home_pairs
 from polyshard.seams import BoundGatherCodec
 from polyshard.transport.base import Extents, GatherPiece, GatherRoute, Pending, Transport
@@ -124,24 +125,35 @@ class CodecGather:
             row = self._shard.new_empty(world, placed.chunk_numel, dtype=unsharded.dtype)
             self._rows.append(row)
             self._copies.add(home_pairs(unsharded.home(index), row, placed, line.rank))
-        self._payloads = unsharded.scratch((world + 1) * nbytes, torch.uint8)
-        self._payload = self._payloads.tensor[:nbytes]
-        self._received = self._payloads.tensor[nbytes:].view(world, nbytes)
+        keeps = getattr(codec, "keeps_payload", False)
+        self._freshness = Freshness(self._shard, unsharded.versions) if keeps else None
+        self._scratch = unsharded.scratch((world if keeps else world + 1) * nbytes, torch.uint8)
+        self._received = self._scratch.tensor[: world * nbytes].view(world, nbytes)
+        self._payload = (
+            self._shard.new_empty(nbytes, dtype=torch.uint8)
+            if keeps
+            else self._scratch.tensor[world * nbytes :]
+        )
         extents = Extents(nbytes, (nbytes,) * world)
         piece = GatherPiece(self._payload, self._received, extents)
         self._route = line.transport.gather_route([piece], line.tag)
-        self._payloads.release()
+        self._scratch.release()
         self.sent_bytes = self._route.sent_bytes
         self.received_bytes = self._route.received_bytes
 
     def start(self) -> Pending:
-        """Encode and send."""
-        self._payloads.acquire()
-        self._codec.encode(self._shard, self._payload)
+        """Encode what changed, and send."""
+        self._scratch.acquire()
+        if self._freshness is None:
+            self._codec.encode(self._shard, self._payload)
+        elif not self._freshness.is_current():
+            self._freshness.forget()  # should encoding fail, the payload is no payload any more
+            self._codec.encode(self._shard, self._payload)
+            self._freshness.note()
         return self._route.start()
 
     def finish(self) -> None:
         """Decode everybody's payload, the own one too."""
         self._codec.decode(self._received, self._rows)
         self._copies.run()
-        self._payloads.release()
+        self._scratch.release()

@@ -24,7 +24,7 @@ from polyshard.gather import GatherPath
 from polyshard.gradients import Gradients
 from polyshard.layout import plan_layout
 from polyshard.mesh import MeshRoles
-from polyshard.notices import policy_notices, warn
+from polyshard.notices import all_notices, policy_notices, warn
 from polyshard.pages import PagePool
 from polyshard.parameter import Source
 from polyshard.plan import GroupPlan, Roles, resolve_dtypes
@@ -126,8 +126,8 @@ class ParameterGroup:
     # --- plan ---------------------------------------------------------------------------------
 
     def info(self) -> GroupInfo:
-        """The group as plugins see it, with current names and dtypes."""
-        return self._info(tuple(p.info for p in self.shards.parameters), self.shards.dtype)
+        """The group as plugins see it, with current names, dtypes and frozen parameters."""
+        return self._info(tuple(p.current_info for p in self.shards.parameters), self.shards.dtype)
 
     def _info(self, parameters: tuple[ParamInfo, ...], orig: torch.dtype) -> GroupInfo:
         dtypes = resolve_dtypes(self.setup.policy, orig)
@@ -157,6 +157,7 @@ class ParameterGroup:
         """The description that ranks compare and ``describe()`` shows."""
         contributions = self.contributions
         runtime = self.prepare()
+        self._sync_requires_grad(runtime)
         trainable = {
             i: torch.empty(placed.shape, dtype=runtime.dtypes.param, device="meta")
             for i, (p, placed) in enumerate(
@@ -166,10 +167,7 @@ class ParameterGroup:
         }
         return GroupPlan(
             name=self.name,
-            parameters=tuple(
-                replace(p.info, requires_grad=p.parameter.requires_grad)
-                for p in self.shards.parameters
-            ),
+            parameters=tuple(p.current_info for p in self.shards.parameters),
             layout=self.shards.layout,
             mesh=self.roles.describe(),
             dtypes=runtime.dtypes,
@@ -186,7 +184,7 @@ class ParameterGroup:
             reduce_bytes=runtime.reducer.predicted_bytes(
                 trainable, self.gradients.wire_dtype(runtime)
             ),
-            notices=policy_notices(self.setup.policy, self.shards.dtype),
+            notices=all_notices(self.setup.policy, self.shards.dtype, contributions),
         )
 
     def _gather_codec_name(self, runtime: Runtime) -> str:
@@ -285,10 +283,15 @@ class ParameterGroup:
 
     def _sync_requires_grad(self, runtime: Runtime) -> None:
         """Freezing and unfreezing happens on the sharded parameter; the leaf follows."""
+        changed = False
         for sharded, leaf in zip(self.shards.parameters, runtime.leaves, strict=True):
             wanted = sharded.parameter.requires_grad
             if leaf.requires_grad is not wanted:
                 leaf.requires_grad_(wanted)
+                changed = True
+        if changed:
+            bind = self.contributions.reduce_codec.bind
+            runtime.reducer.rebind(bind(self.info(), self.shards.layout))
 
     def reshard(self, *, until_backward: bool = False) -> None:
         """Free the unsharded parameters and register the sharded ones.

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard
 
 from polyshard.errors import IneffectiveSettingWarning
 from polyshard.policies import MixedPrecisionPolicy
+from polyshard.seams import Contributions
 
 
 def policy_notices(policy: MixedPrecisionPolicy, orig_dtype: torch.dtype) -> tuple[str, ...]:
@@ -20,6 +21,15 @@ def policy_notices(policy: MixedPrecisionPolicy, orig_dtype: torch.dtype) -> tup
         f"param_dtype={policy.param_dtype} has no effect on {orig_dtype} parameters, which are "
         "gathered as they are",
     )
+
+
+def all_notices(
+    policy: MixedPrecisionPolicy, orig_dtype: torch.dtype, contributions: Contributions
+) -> tuple[str, ...]:
+    """Those of the policy, and what the codecs have to say of the parameters they serve."""
+    codecs: tuple[object, ...] = (contributions.gather_codec, contributions.reduce_codec)
+    said = (notice for codec in codecs for notice in getattr(codec, "notices", ()))
+    return (*policy_notices(policy, orig_dtype), *dict.fromkeys(said))
 
 
 def placement_notice(fqn: str, placement: Shard) -> str:

@@ -11,7 +11,7 @@ modules is a dictionary write, prepared once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -122,6 +122,14 @@ class ShardedParameter:
     def _spec(self, dtype: torch.dtype) -> DTensorSpec:
         placements = placements_for(self.dim, self._roles)
         return dtensor_spec(self._roles.mesh, placements, self._shape, dtype)
+
+    @property
+    def current_info(self) -> ParamInfo:
+        """``info``, with what ``requires_grad`` says now."""
+        wanted = self.parameter.requires_grad
+        if self.info.requires_grad is wanted:
+            return self.info
+        return replace(self.info, requires_grad=wanted)
 
     def adopt(self, parameter: nn.Parameter) -> None:
         """Take over a parameter object that replaced ours (``to_empty``, ``assign=True``)."""

@@ -20,8 +20,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from polyshard._torch_private import local_tensor
+from polyshard.buffers import Buffer, new_buffer
 from polyshard.gather import Line
+from polyshard.layout import ParameterLayout
 from polyshard.mesh import MeshRoles
+from polyshard.pages import PagePool
 from polyshard.pieces import chunk_pairs, extents_of
 from polyshard.seams import BoundReduceCodec
 from polyshard.shards import Shards, local_view
@@ -84,8 +87,11 @@ class Reducer:
         roles: MeshRoles,
         line: Line,
         codec: BoundReduceCodec | None,
+        pool: PagePool | None = None,
     ) -> None:
         """Bind routes; ``dtype`` is the reduce dtype."""
+        self._pool = pool
+        self._scratch: Buffer | None = None
         self._shards = shards
         self._layout = shards.layout
         self._dtype = dtype
@@ -97,6 +103,11 @@ class Reducer:
         )
         self._partial: Tensor | None = None
         self.settings = ReduceSettings()
+
+    def rebind(self, codec: BoundReduceCodec | None) -> None:
+        """Go on with another codec; nothing is in flight."""
+        self._codec = codec
+        self._scratch = None
 
     def start(self, gradients: dict[int, Tensor], wire_dtype: torch.dtype) -> tuple[InFlight, int]:
         """Begin to reduce; ``gradients`` maps parameter indices to unsharded gradients.
@@ -174,18 +185,43 @@ class Reducer:
     ) -> tuple[Pending, list[Tensor | None], int]:
         layout = self._layout
         world = layout.world_size
-        chunks = [total.new_zeros(world, p.chunk_numel) for p in layout.parameters]
-        for index, source in sources.items():
-            for part, target in chunk_pairs(source, chunks[index], layout.parameters[index]):
-                target.copy_(part)
-        payloads = total.new_empty(world, codec.payload_bytes, dtype=torch.uint8)
-        received = torch.empty_like(payloads)
+        chunks = [
+            self._chunk_rows(sources.get(index), placed, total)
+            for index, placed in enumerate(layout.parameters)
+        ]
+        scratch = self._take_scratch(2 * world * codec.payload_bytes, total.device)
+        payloads, received = scratch.tensor.view(2, world, codec.payload_bytes)
         codec.encode(chunks, payloads)
         pending = self._transport.exchange(payloads, received)
         outs = [total[p.shard_offset : p.shard_offset + p.chunk_numel] for p in layout.parameters]
         keep: list[Tensor | None] = [payloads]
         sent = (world - 1) * codec.payload_bytes
-        return _Decoding(pending, codec, received, outs), keep, sent
+        return _Decoding(pending, codec, received, outs, scratch, self._give_back), keep, sent
+
+    def _take_scratch(self, nbytes: int, device: torch.device) -> Buffer:
+        """Memory for payloads; its pages are those of the unsharded buffers, not fresh ones."""
+        scratch, self._scratch = self._scratch, None  # a second reduction in flight makes its own
+        if scratch is None:
+            scratch = new_buffer(nbytes, torch.uint8, device, self._pool)
+        scratch.acquire()
+        return scratch
+
+    def _give_back(self, scratch: Buffer) -> None:
+        scratch.release()
+        self._scratch = scratch
+
+    @staticmethod
+    def _chunk_rows(source: Tensor | None, placed: ParameterLayout, total: Tensor) -> Tensor:
+        """``[W, chunk_numel]`` of one gradient: its own memory where that is laid out so."""
+        shape = (placed.world_size, placed.chunk_numel)
+        if source is None:
+            return total.new_zeros(1, 1).expand(shape)
+        if placed.dim == 0 and placed.is_even and source.dtype == total.dtype:
+            return source.view(shape)
+        rows = total.new_zeros(shape)
+        for part, target in chunk_pairs(source, rows, placed):
+            target.copy_(part)
+        return rows
 
     def predicted_bytes(self, gradients: dict[int, Tensor], wire_dtype: torch.dtype) -> int:
         """Bytes :meth:`start` would send for gradients of these shapes (meta tensors will do)."""
@@ -213,14 +249,26 @@ class Reducer:
             if not self.settings.all_reduce:
                 self._partial = total
                 return None
-            for group in self._roles.replicate_groups:
-                dist.all_reduce(total, group=group)
+            self._sum_replicas(total)
         if flight.averaging.after != 1.0:
             total.div_(flight.averaging.after)
         if self.settings.hook is not None:
             self.settings.hook(total)
         total = total.to(self._shards.dtype)
         return self._shards.storage.place_gradient(total)
+
+    def _sum_replicas(self, total: Tensor) -> None:
+        groups = self._roles.replicate_groups
+        codec = getattr(self._codec, "replicas", None)
+        if codec is None or len(groups) != 1:
+            for group in groups:
+                dist.all_reduce(total, group=group)
+            return
+        payload = total.new_empty(codec.payload_bytes, dtype=torch.uint8)
+        payloads = payload.new_empty(self._roles.replicate_size, codec.payload_bytes)
+        codec.encode(total, payload)
+        dist.all_gather(list(payloads.unbind()), payload, group=groups[0])
+        codec.decode_sum(payloads, total)
 
     def discard(self) -> None:
         """Forget partial sums of a step that failed."""
@@ -256,7 +304,10 @@ class _Decoding:
     codec: BoundReduceCodec
     received: Tensor
     outs: list[Tensor]
+    scratch: Buffer
+    give_back: Callable[[Buffer], None]
 
     def wait(self) -> None:
         self.pending.wait()
         self.codec.decode_sum(self.received, self.outs)
+        self.give_back(self.scratch)

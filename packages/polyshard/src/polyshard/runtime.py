@@ -64,7 +64,7 @@ def build_runtime(parts: Parts, dtypes: Dtypes) -> Runtime:
     reducing = parts.contributions.reduce_codec
     bound = reducing.bind(parts.info, parts.shards.layout)
     reduce_codec = fitting(bound, BoundReduceCodec, reducing, "bind")
-    reducer = Reducer(parts.shards, dtypes.reduce, parts.roles, line, reduce_codec)
+    reducer = Reducer(parts.shards, dtypes.reduce, parts.roles, line, reduce_codec, parts.pool)
     owners = (p.owners for p in parts.shards.parameters)
     registry = Registry(zip(owners, leaves, strict=True))
     return Runtime(buffer, leaves, path, reducer, registry, dtypes, block)
@@ -84,12 +84,18 @@ def _unsharded_side(
     if isinstance(shards, ProtocolShards):
         gather = ProtocolGather(shards, parts.policy, dtypes.param, (line.transport, line.tag))
         return gather.buffer, gather.leaves, gather
-    unsharded = Unsharded(
-        shards, dtypes.param, parts.info.device, parts.pool, parts.onion, parts.block_size
-    )
     gathering = parts.contributions.gather_codec
     bound = gathering.bind(parts.info, shards.layout)
     codec = fitting(bound, BoundGatherCodec, gathering, "bind")
+    unsharded = Unsharded(
+        shards,
+        dtypes.param,
+        parts.info.device,
+        parts.pool,
+        parts.onion,
+        parts.block_size,
+        is_decoded=codec is not None,
+    )
     path: GatherPath = (
         NativeGather(unsharded, line) if codec is None else CodecGather(codec, unsharded, line)
     )

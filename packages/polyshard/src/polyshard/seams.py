@@ -79,7 +79,11 @@ class Named(Protocol):
 
 
 class BoundGatherCodec(Protocol):
-    """An all-gather codec bound to one group."""
+    """An all-gather codec bound to one group.
+
+    With an attribute ``keeps_payload = True`` the engine keeps this rank's payload between gathers
+    and calls :meth:`encode` only after the shard changed.
+    """
 
     payload_bytes: int
     """Bytes every rank sends to each peer; equal on all ranks."""
@@ -98,21 +102,47 @@ class BoundGatherCodec(Protocol):
 
 
 class GatherCodec(Named, Protocol):
-    """Turns a shard into what travels in the all-gather, and back. Exclusive per group."""
+    """Turns a shard into what travels in the all-gather, and back. Exclusive per group.
+
+    May have ``notices``, a tuple of texts that ``describe()`` shows, valid after :meth:`bind`.
+    """
 
     def bind(self, group: GroupInfo, layout: GroupLayout) -> BoundGatherCodec | None:
         """Prepare for one group; ``None`` leaves it to the engine's native transfer."""
         ...
 
 
+class BoundReplicaCodec(Protocol):
+    """Sums over the replicate axis, as the second hop of a reduction."""
+
+    payload_bytes: int
+    """Bytes every replica sends to each other one; equal on all ranks."""
+
+    def encode(self, total: Tensor, payload: Tensor) -> None:
+        """Write the sum over the shard axis (``[shard_numel]``, reduce dtype) into ``payload``."""
+        ...
+
+    def decode_sum(self, payloads: Tensor, total: Tensor) -> None:
+        """Overwrite ``total`` with the sum of all replicas' ``payloads`` (``[R, bytes]``)."""
+        ...
+
+
 class BoundReduceCodec(Protocol):
-    """A reduce-scatter codec bound to one group."""
+    """A reduce-scatter codec bound to one group.
+
+    With an attribute ``replicas``, a :class:`BoundReplicaCodec` or ``None``, it also owns how the
+    sums travel between replicas on a mesh that has some.
+    """
 
     payload_bytes: int
     """Bytes sent to each peer; equal on all ranks."""
 
     def encode(self, chunks: Sequence[Tensor], payloads: Tensor) -> None:
-        """Write each parameter's ``[W, chunk_numel]`` gradient chunks into ``[W, bytes]`` uint8."""
+        """Write each parameter's ``[W, chunk_numel]`` gradient chunks into ``[W, bytes]`` uint8.
+
+        Chunks are in the reduce dtype, zero where a parameter got no gradient. They may be the
+        memory autograd wrote, or one zero expanded: read them only.
+        """
         ...
 
     def decode_sum(self, payloads: Tensor, outs: Sequence[Tensor]) -> None:
@@ -125,10 +155,17 @@ class BoundReduceCodec(Protocol):
 
 
 class ReduceCodec(Named, Protocol):
-    """Owns how gradients travel and are summed. Exclusive per group."""
+    """Owns how gradients travel and are summed. Exclusive per group.
+
+    May have ``notices``, a tuple of texts that ``describe()`` shows, valid after :meth:`bind`.
+    """
 
     def bind(self, group: GroupInfo, layout: GroupLayout) -> BoundReduceCodec | None:
-        """Prepare for one group; ``None`` leaves it to the engine's native reduction."""
+        """Prepare for one group; ``None`` leaves it to the engine's native reduction.
+
+        Called again when parameters were frozen or unfrozen: ``requires_grad`` of a parameter says
+        whether a gradient of it may come.
+        """
         ...
 
 

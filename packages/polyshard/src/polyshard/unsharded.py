@@ -27,10 +27,16 @@ class Unsharded:
         pool: PagePool | None,
         onion: Onion,
         block_size: int | None = None,
+        *,
+        is_decoded: bool = False,
     ) -> None:
-        """Make the buffer and the leaves; it stays acquired until the paths have taken views."""
+        """Make the buffer and the leaves; it stays acquired until the paths have taken views.
+
+        ``is_decoded`` says that a codec writes the buffer: then it is never the shard itself.
+        """
         self._block_size = block_size
         self._onion = onion
+        self._is_decoded = is_decoded
         self.layout = shards.layout
         self._shards = shards
         self._pool = pool
@@ -42,7 +48,8 @@ class Unsharded:
 
     def _new_buffer(self) -> Buffer:
         layout, shard = self.layout, self._shards.buffer
-        if layout.world_size == 1 and shard.dtype == self.dtype and shard.device == self._device:
+        alike = shard.dtype == self.dtype and shard.device == self._device
+        if layout.world_size == 1 and alike and not self._is_decoded:
             # A world of one computes with the shard itself: chunks and regions coincide.
             return FixedBuffer(shard)
         numel = block_padded(layout.unsharded_numel, self._block_size)
@@ -89,6 +96,10 @@ class Unsharded:
     def shard_view(self) -> Tensor:
         """The shard on the compute device, as transfers read it (``[shard_numel]``)."""
         return self._shards.storage.view()
+
+    def versions(self) -> list[int]:
+        """See :meth:`polyshard.shards.Shards.versions`."""
+        return self._shards.versions()
 
     def scratch(self, numel: int, dtype: torch.dtype | None = None) -> Buffer:
         """An acquired buffer beside the parameters, from the same pool."""

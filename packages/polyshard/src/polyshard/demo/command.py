@@ -52,6 +52,14 @@ def train(  # noqa: PLR0913 (typer: an option is a parameter)
     plugins: Annotated[
         str, typer.Option(help="polyshard plugins: name[,name...].", rich_help_panel=MODEL)
     ] = "",
+    quantize: Annotated[
+        str,
+        typer.Option(
+            help="Quantize communication with polyshard-quantized: int8, e4m3 or int4, or "
+            "PARAMETERS,GRADIENTS, each of these or native.",
+            rich_help_panel=MODEL,
+        ),
+    ] = Settings.quantize,
     ranks: Annotated[
         int | None,
         typer.Option(
@@ -113,6 +121,7 @@ def train(  # noqa: PLR0913 (typer: an option is a parameter)
             text=text,
             engine=engine,
             plugins=tuple(name.strip() for name in plugins.split(",") if name.strip()),
+            quantize=quantize,
             ranks=_ranks(ranks, engine),
             preset=preset,
             tied=tied,

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from polyshard.demo.model import LanguageModel
+from polyshard.demo.quantize import quantizing_plugin
 from polyshard.demo.settings import Settings
 
 __all__ = ["Engine", "Wire", "choose_engine"]
@@ -51,7 +52,10 @@ def choose_engine(settings: Settings, device: torch.device, world_size: int) -> 
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
     if settings.engine == "torch":
         return TorchEngine(mesh, settings.bf16)
-    return PolyshardEngine(mesh, settings.bf16, settings.plugins)
+    plugins: list[object] = list(settings.plugins)
+    if settings.quantize:
+        plugins.append(quantizing_plugin(settings.quantize))
+    return PolyshardEngine(mesh, settings.bf16, tuple(plugins))
 
 
 def clip_gradients(model: nn.Module, largest: float) -> float:
@@ -115,7 +119,7 @@ class PolyshardEngine:
 
     mesh: DeviceMesh
     bf16: bool
-    plugins: tuple[str, ...] = field(default=())
+    plugins: tuple[object, ...] = field(default=())
 
     def shard(self, model: LanguageModel) -> LanguageModel:
         from polyshard import MixedPrecisionPolicy, fully_shard

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from polyshard.demo.errors import DemoError
+from polyshard.demo.quantize import check_quantize
 
 __all__ = ["DeviceName", "EngineName", "PresetName", "Settings"]
 
@@ -24,6 +25,9 @@ class Settings:
             the documentation that ships with Python.
         engine: Which library shards the model.
         plugins: Names of polyshard plugins, in the order given.
+        quantize: What travels between ranks, for the plugin ``polyshard-quantized``: one format for
+            parameters and gradients, or two with a comma, each ``int8``, ``e4m3``, ``int4`` or
+            ``native``. Empty: nothing is quantized.
         ranks: Number of processes; each holds ``1 / ranks`` of the model.
         preset: Size of the model.
         tied: Whether the output head shares the embedding's weight.
@@ -49,6 +53,7 @@ class Settings:
     text: Path | None = None
     engine: EngineName = "polyshard"
     plugins: tuple[str, ...] = ()
+    quantize: str = ""
     ranks: int = 2
     preset: PresetName = "small"
     tied: bool = False
@@ -94,6 +99,10 @@ class Settings:
     def _check_engine(self) -> None:
         if self.plugins and self.engine != "polyshard":
             raise DemoError(f"--plugins needs --engine polyshard, got --engine {self.engine}")
+        if self.quantize:
+            check_quantize(self.quantize)
+            if self.engine != "polyshard":
+                raise DemoError(f"--quantize needs --engine polyshard, got --engine {self.engine}")
         if self.engine == "single" and self.ranks > 1:
             raise DemoError(f"--engine single does not shard; use --ranks 1, not {self.ranks}")
         if self.engine == "single" and self.bf16:

@@ -1,0 +1,173 @@
+"""Step time with native and with quantized communication, in turns on the same ranks.
+
+Usage: python benchmarks/quantized_step.py [--width 1024] [--layers 8] [--tokens 16]
+       python benchmarks/quantized_step.py --link 1gbit      (root: two shaped namespaces)
+
+Every variant is a sharded copy of the same model; in each turn each variant makes one step, so that
+whatever else the machine does hits all alike. Ratios are to native fp32: the median over turns.
+Needs polyshard-quantized.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from network import shaped_link
+from world import run_ranks
+
+from polyshard import MixedPrecisionPolicy, fully_shard, stats
+from polyshard.demo.model import LanguageModel, ModelSettings
+from polyshard_quantized import ErrorFeedback, Int4Block, Int8Block, QuantizedComm
+
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+VARIANTS = ("fp32", "bf16", "int8 weights", "int8", "int8, int4 gradients")
+Samples = dict[str, Any]
+
+
+def keywords_for(variant: str) -> dict[str, Any]:
+    """What ``fully_shard`` gets."""
+    if variant == "bf16":
+        return {"mp_policy": BF16}
+    if variant == "int8 weights":
+        return {"plugins": [QuantizedComm()]}
+    if variant == "int8":
+        return {"plugins": [QuantizedComm(gradients=Int8Block())]}
+    if variant == "int8, int4 gradients":
+        feedback = ErrorFeedback()
+        return {"plugins": [QuantizedComm(gradients=Int4Block(), error_feedback=feedback)]}
+    return {}
+
+
+class Trainee:
+    """One variant of the model with its optimizer."""
+
+    def __init__(self, variant: str, options: dict[str, int]) -> None:
+        """The same initial values for every variant."""
+        torch.manual_seed(0)
+        width, layers = options["width"], options["layers"]
+        settings = ModelSettings(width=width, layers=layers, heads=8, hidden=4 * width)
+        self.model: nn.Module = LanguageModel(settings)
+        keywords = keywords_for(variant)
+        blocks: Any = self.model.blocks
+        for block in blocks:
+            fully_shard(block, **keywords)
+        fully_shard(self.model, **keywords)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        self.tokens = torch.randint(0, 256, (1, options["tokens"] + 1), generator=generator)
+
+    def step(self) -> float:
+        """Seconds of one training step."""
+        dist.barrier()
+        begin = time.perf_counter()
+        logits = self.model(self.tokens[:, :-1])
+        loss = F.cross_entropy(logits.float().flatten(0, 1), self.tokens[:, 1:].flatten())
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - begin
+
+
+def measure(options: dict[str, int]) -> Samples:
+    """Seconds of every turn by variant, and bytes of a step."""
+    trainees = {variant: Trainee(variant, options) for variant in VARIANTS}
+    found: Samples = {variant: [] for variant in VARIANTS}
+    sent = {}
+    for turn in range(options["turns"] + 1):
+        for variant, trainee in trainees.items():
+            before = stats(trainee.model).bytes_sent if turn else 0
+            spent = trainee.step()
+            if turn:
+                found[variant].append(spent)
+                sent[variant] = stats(trainee.model).bytes_sent - before
+    return {"seconds": found, "bytes": sent}
+
+
+def measure_joined(rank: int, address: str, options: dict[str, int]) -> None:
+    """Body of a rank in a namespace; rank 0 prints what it measured."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    found = measure(options)
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 0:
+        print(json.dumps(found))
+
+
+def over_link(rate: str, options: dict[str, int]) -> Samples:
+    """Run two ranks at the ends of a shaped link."""
+    with shaped_link(rate) as nodes:
+        address = f"tcp://{nodes[0].address}:29513"
+        ranks = []
+        for rank, node in enumerate(nodes):
+            arguments = [
+                "--rank",
+                str(rank),
+                "--address",
+                address,
+                "--options",
+                json.dumps(options),
+            ]
+            ranks.append(
+                subprocess.Popen(
+                    node.command(sys.executable, __file__, *arguments),
+                    env={
+                        **os.environ,
+                        "OMP_NUM_THREADS": "1",
+                        "GLOO_SOCKET_IFNAME": node.interface,
+                    },
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        outputs = [process.communicate()[0] for process in ranks]
+        if any(process.returncode for process in ranks):
+            raise SystemExit("a rank failed; its error is above")
+    found: Samples = json.loads(outputs[0].splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    """Print a row a variant."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (("width", 1024), ("layers", 8), ("tokens", 16), ("turns", 9)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--link", help="rate between two namespaces, such as 1gbit; needs root")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--address", help=argparse.SUPPRESS)
+    parser.add_argument("--options", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rank is not None:
+        measure_joined(given.rank, given.address, json.loads(given.options))
+        return
+    names = ("width", "layers", "tokens", "turns")
+    options: dict[str, int] = {name: getattr(given, name) for name in names}
+    found = (
+        over_link(given.link, options) if given.link else run_ranks(given.ranks, measure, options)
+    )
+    print(f"torch {torch.__version__}, {given.link or 'loopback'}, {options}")
+    print("| communication | ms, median | x fp32 | MiB sent by a rank |\n|---|---|---|---|")
+    base = found["seconds"]["fp32"]
+    for variant, samples in found["seconds"].items():
+        ratio = statistics.median(a / b for a, b in zip(samples, base, strict=True))
+        sent = found["bytes"][variant] / (1 << 20)
+        print(f"| {variant} | {statistics.median(samples) * 1e3:.0f} | {ratio:.2f} | {sent:.1f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""The plugin: settings, and the codecs it gives to each group."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, get_args
+
+import torch.distributed as dist
+from torch import nn
+
+from polyshard import Plugin, hookimpl
+from polyshard.errors import SettingError
+from polyshard.seams import GroupInfo
+from polyshard_quantized.__about__ import __version__
+from polyshard_quantized.exclusions import Exclusions
+from polyshard_quantized.feedback import ErrorFeedback
+from polyshard_quantized.formats import BlockFormat, Float8Block, Int8Block
+from polyshard_quantized.gather import QuantizedGather
+from polyshard_quantized.reduction import GradientSettings, QuantizedReduce, RoundingName
+from polyshard_quantized.report import GroupReport, Report
+from polyshard_quantized.roundtrip import relative_errors
+from polyshard_quantized.workspace import Workspace
+
+
+class _Served:
+    """The codecs given out so far; weakly, because groups own them."""
+
+    def __init__(self) -> None:
+        self._gathers: list[weakref.ref[QuantizedGather]] = []
+        self._reduces: list[weakref.ref[QuantizedReduce]] = []
+        self.workspace = Workspace()
+
+    def add_gather(self, codec: QuantizedGather) -> QuantizedGather:
+        self._gathers.append(weakref.ref(codec))
+        return codec
+
+    def add_reduce(self, codec: QuantizedReduce) -> QuantizedReduce:
+        self._reduces.append(weakref.ref(codec))
+        return codec
+
+    def gathers(self) -> Iterator[QuantizedGather]:
+        yield from (codec for ref in self._gathers if (codec := ref()) is not None)
+
+    def reduces(self) -> Iterator[QuantizedReduce]:
+        yield from (codec for ref in self._reduces if (codec := ref()) is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedComm(Plugin):
+    """Quantized all-gathers of parameters and quantized reductions of gradients.
+
+    Attributes:
+        weights: format of parameters in the all-gather; ``None`` leaves it to the engine.
+        gradients: format of gradients in the reduction; ``None`` leaves it to the engine.
+        exclude: parameters that travel in their own dtype, in both directions.
+        rounding: of gradients: ``"nearest"``, or ``"stochastic"`` (integer formats only), which is
+            right on average and costs ten times as much on a CPU.
+        seed: of stochastic rounding; equal seeds give equal results.
+        error_feedback: adds what one reduction left out to the next; for ``Int4Block``.
+        hierarchical: on a mesh with replicas, quantize the sums between them too where that sends
+            less than an all-reduce.
+
+    Raises:
+        SettingError: for settings that contradict each other or change nothing.
+    """
+
+    name = "quantized"
+    version = __version__
+    provides = ("gather-codec", "reduce-codec")
+
+    weights: BlockFormat | None = field(default_factory=Int8Block)
+    gradients: BlockFormat | None = None
+    exclude: Exclusions = field(default_factory=Exclusions)
+    rounding: RoundingName = "nearest"
+    seed: int = 0
+    error_feedback: ErrorFeedback | None = None
+    hierarchical: bool = True
+    _served: _Served = field(default_factory=_Served, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Refuse what would be ignored."""
+        for name, kind in (
+            ("weights", BlockFormat),
+            ("gradients", BlockFormat),
+            ("error_feedback", ErrorFeedback),
+        ):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise SettingError(
+                    f"QuantizedComm: {name} must be a {kind.__name__} such as "
+                    f"{'Int8Block(256)' if kind is BlockFormat else 'ErrorFeedback()'} or None, "
+                    f"got {value!r}."
+                )
+        excluded: object = self.exclude
+        if not isinstance(excluded, Exclusions):
+            raise SettingError(f"QuantizedComm: exclude must be Exclusions(...), got {excluded!r}.")
+        if self.rounding not in get_args(RoundingName):
+            raise SettingError(
+                f"QuantizedComm: rounding must be one of {', '.join(get_args(RoundingName))}; got "
+                f"{self.rounding!r}."
+            )
+        self._check_effect()
+
+    def _check_effect(self) -> None:
+        if self.weights is None and self.gradients is None:
+            raise SettingError(
+                "QuantizedComm: weights and gradients are both None, so nothing would be "
+                "quantized; give one a format, or leave the plugin out."
+            )
+        stochastic = self.rounding == "stochastic"
+        if self.gradients is None and (stochastic or self.error_feedback is not None):
+            raise SettingError(
+                "QuantizedComm: rounding and error_feedback are about gradients, which stay "
+                "native; pass gradients=Int8Block(), or leave them out."
+            )
+        if stochastic and isinstance(self.gradients, Float8Block):
+            raise SettingError(
+                "QuantizedComm: stochastic rounding needs a format of whole numbers; use "
+                "gradients=Int8Block() or rounding='nearest'."
+            )
+
+    @hookimpl
+    def polyshard_gather_codec(self, group: GroupInfo) -> QuantizedGather | None:
+        """A gather codec of its own for every group, unless weights stay native."""
+        del group
+        if self.weights is None:
+            return None
+        served = self._served
+        return served.add_gather(QuantizedGather(self.weights, self.exclude, served.workspace))
+
+    @hookimpl
+    def polyshard_reduce_codec(self, group: GroupInfo) -> QuantizedReduce | None:
+        """A reduce codec of its own for every group, unless gradients stay native."""
+        del group
+        if self.gradients is None:
+            return None
+        settings = GradientSettings(
+            self.gradients, self.rounding, self.seed, self.error_feedback, self.hierarchical
+        )
+        served = self._served
+        return served.add_reduce(QuantizedReduce(settings, self.exclude, served.workspace))
+
+    # Reports ----------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """What was decided for every group this object serves, and the bytes of each transfer.
+
+        Complete once plans exist: after ``polyshard.describe(model)`` or the first forward.
+        """
+        gathers = [g.report for g in self._served.gathers() if g.report is not None]
+        reduces = [r.report for r in self._served.reduces() if r.report is not None]
+        count = max(len(gathers), len(reduces))
+        pairs = zip(
+            [*gathers, *[None] * (count - len(gathers))],
+            [*reduces, *[None] * (count - len(reduces))],
+            strict=True,
+        )
+        groups = []
+        for gather, reduce in pairs:
+            known = gather if gather is not None else reduce
+            assert known is not None
+            groups.append(GroupReport(known.group, gather, reduce))
+        transfers = [*gathers, *reduces]
+        fqns = {p.fqn for transfer in transfers for p in transfer.parameters}
+        unused = tuple(p for p in self.exclude.fqns if not any(fnmatchcase(fqn, p) for fqn in fqns))
+        return Report(tuple(groups), unused)
+
+    def relative_errors(self, model: nn.Module) -> dict[str, float]:
+        """The error of every quantized parameter of ``model``, relative to its 2-norm.
+
+        A collective: every rank calls it with the outermost sharded module, between steps.
+        """
+        if self.weights is None:
+            return {}
+        served = {
+            p.fqn: codec.format
+            for codec in self._served.gathers()
+            if codec.report is not None
+            for p in codec.report.parameters
+            if p.excluded is None
+        }
+        return relative_errors(model, served)
+
+    # Checkpoints ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Errors and counts of reductions: what training must keep to go on as it would have.
+
+        Parameters are not part of it: checkpoints hold them natively, with or without the plugin.
+        Keys begin with the rank, because every rank has errors of its own.
+        """
+        rank = _rank()
+        return {f"rank{rank}.{r.state.group}": r.state.save() for r in self._served.reduces()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`, after plans exist (``polyshard.describe(model)``).
+
+        Raises:
+            SettingError: when state of a group is missing, or belongs to another world size.
+        """
+        rank = _rank()
+        for codec in self._served.reduces():
+            key = f"rank{rank}.{codec.state.group}"
+            if key not in state_dict:
+                raise SettingError(
+                    f"quantized: the state dict has no '{key}', only {sorted(state_dict)}. Call "
+                    "polyshard.describe(model) first, so that groups have their names, and load "
+                    "what the same rank of the same model saved."
+                )
+            codec.state.load(state_dict[key])
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

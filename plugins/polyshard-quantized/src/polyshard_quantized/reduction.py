@@ -1,0 +1,256 @@
+"""The reduce codec: all-to-all of quantized chunks, summed in ``float32`` in rank order.
+
+A gradient is quantized once on each hop. The first hop runs over the shard axis; on a mesh with
+replicas the sums are quantized again and every replica sends its own to all others, so that each
+adds the same terms in the same order and replicas stay equal to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from polyshard.layout import GroupLayout
+from polyshard.seams import GroupInfo
+from polyshard_quantized.blocks import Tile
+from polyshard_quantized.coding import BlockEncoder, Nearest, Rounding
+from polyshard_quantized.exclusions import Exclusions
+from polyshard_quantized.feedback import ErrorFeedback, Residuals
+from polyshard_quantized.formats import BlockFormat
+from polyshard_quantized.gather import ShardEncoder
+from polyshard_quantized.payload import Payload
+from polyshard_quantized.report import Coverage, TransferReport, reduce_report
+from polyshard_quantized.rounding import Stochastic
+from polyshard_quantized.state import ReductionState
+from polyshard_quantized.tensors import Parts, Piece, pieces, rank_pieces, rows_of
+from polyshard_quantized.workspace import Workspace, chunk_elements
+
+RoundingName = Literal["nearest", "stochastic"]
+
+
+@dataclass(frozen=True)
+class GradientSettings:
+    """How gradients are quantized; see :class:`polyshard_quantized.QuantizedComm`."""
+
+    format: BlockFormat
+    rounding: RoundingName
+    seed: int
+    error_feedback: ErrorFeedback | None
+    hierarchical: bool
+
+
+class Summation:
+    """Decodes payloads of several ranks and adds them in rank order, in ``float32``."""
+
+    def __init__(self, encoder: BlockEncoder, workspace: Workspace) -> None:
+        """``encoder`` knows the format."""
+        self._load = encoder.coder.load
+        self._workspace = workspace
+
+    def add(self, out: Tensor, parts: Parts, tiles: Sequence[Tile]) -> None:
+        """Overwrite the tiles of ``out`` (``[n]``) with the sum over all payloads."""
+        limit = chunk_elements(out.device)
+        for tile in tiles:
+            for terms in rank_pieces(out, parts, tile, limit):
+                self._add(terms)
+
+    def _add(self, terms: Sequence[Piece]) -> None:
+        first, *others = terms
+        out, take = first.values, self._workspace.take
+        total = out
+        if out.dtype != torch.float32:
+            total = take("sum", out.shape, torch.float32, out.device)
+        self._load(first.codes, first.scales, total)
+        if others:
+            term = take("decoded", out.shape, torch.float32, out.device)
+            for piece in others:
+                self._load(piece.codes, piece.scales, term)
+                total.add_(term)
+        if total is not out:
+            out.copy_(total)
+
+
+def add_rows(outs: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+    """Sum ``[R, n]`` of each into its ``[n]``, as the engine does: in rank order, in its dtype."""
+    if not outs:
+        return
+    torch._foreach_copy_(list(outs), [r[0] for r in rows])
+    for rank in range(1, rows[0].shape[0]):
+        torch._foreach_add_(list(outs), [r[rank] for r in rows])
+
+
+class BoundReplicas:
+    """The second hop, over the replicate axis. Works on flat ``[shard_numel]`` sums."""
+
+    def __init__(self, plan: Payload, encoder: BlockEncoder, workspace: Workspace) -> None:
+        """The same payload as that of the first hop, once for the whole shard."""
+        self.payload_bytes = plan.nbytes
+        self._plan = plan
+        self._encoder = encoder
+        self._summation = Summation(encoder, workspace)
+
+    def encode(self, total: Tensor, payload: Tensor) -> None:
+        """Quantize the sum over the shard axis."""
+        # An encoder for one use: one that stays would keep the gradients' memory alive.
+        ShardEncoder(self._plan, self._encoder).encode(total, payload)
+
+    def decode_sum(self, payloads: Tensor, total: Tensor) -> None:
+        """Sum what all replicas sent, the own payload included."""
+        parts = Parts(payloads, self._plan)
+        self._summation.add(total, parts, self._plan.shard_tiles)
+        raw = self._plan.raw
+        outs = [total[r.shard_offset : r.shard_offset + r.numel] for r in raw]
+        add_rows(outs, [parts.raw_rows(r) for r in raw])
+
+
+@dataclass(frozen=True)
+class _Compensation:
+    """Error feedback of one group: where errors are, and what reads back what was sent."""
+
+    residuals: Residuals
+    load: Callable[[Tensor, Tensor, Tensor], None]
+    workspace: Workspace
+
+
+class BoundReduce:
+    """The codec of one group."""
+
+    def __init__(
+        self,
+        plan: Payload,
+        settings: GradientSettings,
+        workspace: Workspace,
+        state: ReductionState,
+        device: torch.device,
+    ) -> None:
+        """``state`` outlives this object: it is what a checkpoint holds."""
+        self.payload_bytes = plan.nbytes
+        self.replicas: BoundReplicas | None = None
+        self._plan = plan
+        self._settings = settings
+        self._state = state
+        rounding: Rounding = Nearest()
+        self._noise: Stochastic | None = None
+        if settings.rounding == "stochastic":
+            rounding = self._noise = Stochastic(workspace, device)
+        self._encoder = BlockEncoder(plan.format, workspace, rounding)
+        self._summation = Summation(self._encoder, workspace)
+        self._compensation: _Compensation | None = None
+        if state.residuals is not None:
+            load = self._encoder.coder.load
+            self._compensation = _Compensation(state.residuals, load, workspace)
+
+    def with_replicas(self, workspace: Workspace) -> BoundReduce:
+        """Own the second hop too."""
+        self.replicas = BoundReplicas(self._plan, self._encoder, workspace)
+        return self
+
+    def encode(self, chunks: Sequence[Tensor], payloads: Tensor) -> None:
+        """Quantize every rank's chunks; chunks are only read."""
+        state = self._state
+        if self._noise is not None:
+            self._noise.seed(self._settings.seed, state.group, _global_rank(), state.calls)
+        if self._compensation is not None:
+            self._compensation.residuals.prepare(
+                self._plan, payloads.shape[0], state.calls, payloads.device
+            )
+        parts = Parts(payloads, self._plan)
+        limit = chunk_elements(payloads.device)
+        for quantized in self._plan.quantized:
+            rows = rows_of(chunks[quantized.index])
+            for tile in quantized.tiles:
+                if self._compensation is None:
+                    for piece in pieces(rows, parts, tile, limit):
+                        self._encoder.encode(piece.values, piece.codes, piece.scales)
+                else:
+                    residual = self._compensation.residuals.values[quantized.index]
+                    mine = pieces(residual, parts, tile, limit)
+                    theirs = pieces(rows, parts, tile, limit)
+                    for piece, error in zip(theirs, mine, strict=True):
+                        self._encode_compensated(piece, error.values, self._compensation)
+        raw = self._plan.raw
+        if raw:
+            targets = [parts.raw_rows(r) for r in raw]
+            torch._foreach_copy_(targets, [chunks[r.index] for r in raw])
+        state.calls += 1
+
+    def _encode_compensated(self, piece: Piece, error: Tensor, own: _Compensation) -> None:
+        take, values = own.workspace.take, piece.values
+        wanted = take("wanted", values.shape, torch.float32, values.device)
+        torch.add(error, values, out=wanted)
+        self._encoder.encode(wanted, piece.codes, piece.scales)
+        sent = take("decoded", values.shape, torch.float32, values.device)
+        own.load(piece.codes, piece.scales, sent)
+        own.residuals.keep(error, wanted, sent)
+
+    def decode_sum(self, payloads: Tensor, outs: Sequence[Tensor]) -> None:
+        """Sum what all ranks sent of this rank's chunks, in rank order."""
+        parts = Parts(payloads, self._plan)
+        for quantized in self._plan.quantized:
+            self._summation.add(outs[quantized.index], parts, quantized.tiles)
+        raw = self._plan.raw
+        add_rows([outs[r.index] for r in raw], [parts.raw_rows(r) for r in raw])
+
+
+def _global_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def replicas_of(group: GroupInfo) -> int:
+    """How many replicas of each shard the group's mesh holds."""
+    mesh: Any = group.mesh  # None in tests of plans, where there are no processes
+    return 1 if mesh is None else mesh.size() // group.world_size
+
+
+class QuantizedReduce:
+    """The reduce codec of one group; what it decided stands in :attr:`report`."""
+
+    name = "quantized"
+
+    def __init__(
+        self, settings: GradientSettings, exclusions: Exclusions, workspace: Workspace
+    ) -> None:
+        """``workspace`` is shared by all codecs of the plugin."""
+        feedback = settings.error_feedback
+        self.format = settings.format
+        self.settings = (
+            f"gradients {settings.format}, rounding {settings.rounding}, seed {settings.seed}, "
+            f"{feedback}, hierarchical {settings.hierarchical}, {exclusions}"
+        )
+        self.report: TransferReport | None = None
+        self.state = ReductionState(Residuals(feedback) if feedback is not None else None)
+        self._settings = settings
+        self._exclusions = exclusions
+        self._workspace = workspace
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What ``describe()`` says of the group."""
+        return () if self.report is None else self.report.notices("reduce")
+
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> BoundReduce | None:
+        """Decide for each trainable parameter; frozen ones do not travel."""
+        frozen = frozenset(i for i, p in enumerate(group.parameters) if not p.requires_grad)
+        coverage = Coverage.of(group, layout, self.format, self._exclusions, frozen)
+        plan = coverage.payload(layout, group.reduce_dtype)
+        self.report = reduce_report(group, layout, coverage, plan)
+        self.state.belong_to(group)
+        if plan is None:
+            return None
+        bound = BoundReduce(plan, self._settings, self._workspace, self.state, group.device)
+        replicas = replicas_of(group)
+        if replicas == 1:
+            return bound
+        # Every replica sends its payload to all others; a native all-reduce sends the sums about
+        # twice, whatever the number of replicas.
+        native = 2 * layout.shard_numel * group.reduce_dtype.itemsize
+        pays = self._settings.hierarchical and plan.nbytes * replicas < native
+        if not pays:
+            return bound
+        self.report = replace(self.report, replica_bytes=(replicas - 1) * plan.nbytes)
+        return bound.with_replicas(self._workspace)

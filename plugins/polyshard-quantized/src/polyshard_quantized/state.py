@@ -1,0 +1,71 @@
+"""What a reduction remembers between steps, and how a checkpoint holds it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyshard.errors import SettingError
+from polyshard.seams import GroupInfo
+from polyshard_quantized.feedback import Residuals
+
+
+class ReductionState:
+    """Reductions made so far, and the errors of one group on one rank.
+
+    It outlives the codec that is bound to the group, which is made anew after conversions.
+    """
+
+    def __init__(self, residuals: Residuals | None) -> None:
+        """A group that has not been reduced yet."""
+        self.calls = 0
+        self.residuals = residuals
+        self.group = ""
+        self.world_size = 0
+        self._fqns: tuple[str, ...] = ()
+        self._device = torch.device("cpu")
+
+    def belong_to(self, group: GroupInfo) -> None:
+        """Take the group's current names."""
+        self.group = group.name
+        self.world_size = group.world_size
+        self._fqns = tuple(p.fqn for p in group.parameters)
+        self._device = group.device
+
+    def save(self) -> dict[str, Any]:
+        """Plain data and tensors; tensors are the live ones, as in any state dict."""
+        saved: dict[str, Any] = {"calls": self.calls, "world_size": self.world_size}
+        if self.residuals is not None:
+            saved["residuals"] = {
+                self._fqns[index]: value for index, value in self.residuals.values.items()
+            }
+        return saved
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Go on where :meth:`save` left off.
+
+        Raises:
+            SettingError: when the state is of another world size or another set of parameters.
+        """
+        if saved["world_size"] != self.world_size:
+            raise SettingError(
+                f"quantized: the state of group '{self.group}' was saved on "
+                f"{saved['world_size']} ranks and cannot go on on {self.world_size}: errors "
+                "belong to whole gradients of single ranks. Start without it; the first "
+                "reductions then lack at most one quantization error each."
+            )
+        residuals: dict[str, Tensor] = saved.get("residuals", {})
+        unknown = sorted(set(residuals) - set(self._fqns))
+        if unknown:
+            raise SettingError(
+                f"quantized: the state of group '{self.group}' holds errors of {unknown}, which "
+                "the group does not have. Load the state of the same model."
+            )
+        self.calls = int(saved["calls"])
+        if self.residuals is not None:
+            self.residuals.values = {
+                self._fqns.index(fqn): value.detach().to(self._device, torch.float32, copy=True)
+                for fqn, value in residuals.items()
+            }
