@@ -233,7 +233,7 @@ class ParameterGroup:
         with self._failures, profiler_span("polyshard.unshard", self.name):
             runtime.buffer.acquire()
             self._gathered_versions = self.shards.versions()
-            self.shards.storage.fetch()
+            self.shards.fetch()
             self._pending = runtime.path.start()
         self.state = State.GATHERING  # only now: a start that raised leaves the group sharded
         self.traffic.gathers += 1

@@ -28,6 +28,7 @@ from polyshard._torch_private import in_backward, queue_backward_callback
 from polyshard.errors import LifecycleError
 from polyshard.failures import forget_failure
 from polyshard.group import ParameterGroup, State
+from polyshard.lookahead import Lookahead
 from polyshard.pages import PagePool, pages_can_move
 from polyshard.trees import cast_floating, map_tensors, tensors
 
@@ -54,6 +55,7 @@ class RootContext:
         """Alone at first; :meth:`Unit.become_root` hands one context to all."""
         self.units: list[Unit] = []
         self.pool = PagePool() if pages_can_move() else None
+        self.lookahead = Lookahead()
         self.forward_root: Unit | None = None
         self.is_last_backward = True
         self.max_reductions = 1
@@ -113,6 +115,7 @@ class RootContext:
             unit.phase = Phase.IDLE
         if self.is_last_backward:
             self.finish_reductions()
+            self.lookahead.learn(self._order)
             self._order.clear()
             for unit in self.units:
                 unit.end_step()
@@ -218,6 +221,7 @@ class Unit:
         if entering:
             for unit in self.forward_prefetch:
                 unit.unshard()
+            self.context.lookahead.forward(len(self.context._order))
         self.wait()
         return self._watch_inputs(args, kwargs) if entering else (args, kwargs)
 
@@ -320,6 +324,7 @@ class Unit:
             for group in reversed(unit.groups):
                 if group.unshard_in_backward:
                     group.unshard()
+        self.context.lookahead.backward(before)
 
     def post_backward(self) -> None:
         """Reduce and free, or accumulate. Harmless for a unit that took no part."""

@@ -39,8 +39,10 @@ class Unsharded:
 
     def _new_buffer(self) -> Buffer:
         layout, shard = self.layout, self._shards.buffer
-        if layout.world_size == 1 and shard.dtype == self.dtype and shard.device == self._device:
-            # A world of one computes with the shard itself: chunks and regions coincide.
+        rests_here = shard.dtype == self.dtype and self.shard_view() is shard
+        if layout.world_size == 1 and rests_here:
+            # A world of one computes with the shard itself: chunks and regions coincide. A plugin
+            # whose storage fills another tensor may rest the shard where computing is slow.
             return FixedBuffer(shard)
         return new_buffer(layout.unsharded_numel, self.dtype, self._device, self._pool)
 
