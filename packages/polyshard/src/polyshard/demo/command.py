@@ -9,6 +9,7 @@ import typer
 
 from polyshard.demo.errors import DemoError, RankError
 from polyshard.demo.launch import launch
+from polyshard.demo.offload import make_offload
 from polyshard.demo.settings import DeviceName, EngineName, PresetName, Settings
 
 __all__ = ["train"]
@@ -52,6 +53,14 @@ def train(  # noqa: PLR0913 (typer: an option is a parameter)
     plugins: Annotated[
         str, typer.Option(help="polyshard plugins: name[,name...].", rich_help_panel=MODEL)
     ] = "",
+    offload: Annotated[
+        str,
+        typer.Option(
+            help="What rests away from the device: optimizer=disk,params=host; tiers are device, "
+            "host and disk. Also fraction=0.5 and path=DIRECTORY.",
+            rich_help_panel=MODEL,
+        ),
+    ] = Settings.offload,
     ranks: Annotated[
         int | None,
         typer.Option(
@@ -113,6 +122,7 @@ def train(  # noqa: PLR0913 (typer: an option is a parameter)
             text=text,
             engine=engine,
             plugins=tuple(name.strip() for name in plugins.split(",") if name.strip()),
+            offload=offload,
             ranks=_ranks(ranks, engine),
             preset=preset,
             tied=tied,
@@ -128,6 +138,7 @@ def train(  # noqa: PLR0913 (typer: an option is a parameter)
             checkpoint_every=checkpoint_every,
             eval_every=eval_every,
         )
+        make_offload(offload)  # so that a mistake is told before any rank starts
         launch(settings)
     except DemoError as error:
         typer.secho(f"error: {error}", fg="red", err=True)

@@ -24,6 +24,8 @@ class Settings:
             the documentation that ships with Python.
         engine: Which library shards the model.
         plugins: Names of polyshard plugins, in the order given.
+        offload: What rests away from the device, as ``optimizer=disk,params=host``; needs the
+            plugin polyshard-offload.
         ranks: Number of processes; each holds ``1 / ranks`` of the model.
         preset: Size of the model.
         tied: Whether the output head shares the embedding's weight.
@@ -49,6 +51,7 @@ class Settings:
     text: Path | None = None
     engine: EngineName = "polyshard"
     plugins: tuple[str, ...] = ()
+    offload: str = ""
     ranks: int = 2
     preset: PresetName = "small"
     tied: bool = False
@@ -94,6 +97,8 @@ class Settings:
     def _check_engine(self) -> None:
         if self.plugins and self.engine != "polyshard":
             raise DemoError(f"--plugins needs --engine polyshard, got --engine {self.engine}")
+        if self.offload and self.engine != "polyshard":
+            raise DemoError(f"--offload needs --engine polyshard, got --engine {self.engine}")
         if self.engine == "single" and self.ranks > 1:
             raise DemoError(f"--engine single does not shard; use --ranks 1, not {self.ranks}")
         if self.engine == "single" and self.bf16:
