@@ -25,18 +25,20 @@ class Memory:
 
     ``staging`` is on the device: shards on their way to a gather (and, where the optimizer steps
     beside parameters on the device, nothing else). ``buffers`` is where the optimizer steps: chunks
-    of state, and opened shards of parameters on disk. ``host`` and ``disk`` are what rests there.
+    of state, and opened shards of parameters on disk. ``bounce`` is host memory that direct I/O
+    needs for what is not page-aligned. ``host`` and ``disk`` are what rests there.
     """
 
     staging: int
     buffers: int
+    bounce: int
     host: int
     disk: int
 
     @override
     def __str__(self) -> str:
         """One line."""
-        parts = (("staging", self.staging), ("step buffers", self.buffers))
+        parts = (("staging", self.staging), ("step buffers", self.buffers), ("bounce", self.bounce))
         rest = (("host", self.host), ("disk", self.disk))
         return ", ".join(f"{name} {nbytes / 2**20:.1f} MiB" for name, nbytes in (*parts, *rest))
 
@@ -63,14 +65,28 @@ def predicted(tiers: Tiers, optimizers: Sequence[torch.optim.Optimizer]) -> Memo
         host += kept if isinstance(offload.keeper.store, HostStore) else 0
         disk += kept if isinstance(offload.keeper.store, DiskStore) else 0
         buffers += offload.buffer_bytes()
-    return Memory(_staging(tiers, sizes), buffers, host, disk)
+    return Memory(_staging(tiers, sizes), buffers, _bounce(tiers), host, disk)
+
+
+def _bounce(tiers: Tiers) -> int:
+    """A block for every thread, if shards or gradients move to and from the disk."""
+    moves = any(
+        isinstance(shelf, DiskShelf) or not isinstance(shelf.gradients, HostGradients)
+        for shelf in tiers.shelves
+    )
+    settings = tiers.disk_settings
+    return settings.io_threads * settings.block_bytes if moves and settings.direct else 0
 
 
 def _staging(tiers: Tiers, sizes: list[int]) -> int:
-    """The largest run of shards that are on the device at one time."""
+    """The largest shards that can be on the device together.
+
+    In backward a unit's shard is there until its gather ends, the next unit's gather has started,
+    and those after it are prefetched.
+    """
     if not sizes:
         return 0
-    together = 1 + max(shelf.prefetch_units for shelf in tiers.shelves)
+    together = 2 + max(shelf.prefetch_units for shelf in tiers.shelves)
     return sum(sorted(sizes)[-together:])
 
 
@@ -80,6 +96,7 @@ def measured(tiers: Tiers, optimizers: Sequence[torch.optim.Optimizer]) -> Memor
     return Memory(
         tiers.count.peak_bytes,
         buffers + tiers.bench_count.peak_bytes,
+        tiers.pool.bounce_bytes,
         sum(arena.peak_bytes for arena in tiers.arenas.values()),
         sum(file.reserved_bytes for file in tiers.files.values()),
     )

@@ -154,7 +154,8 @@ class HostShelf(Shelf):
         prefetch_units: int,
     ) -> None:
         """Shards rest in ``arena``."""
-        super().__init__(device, count, gradients, prefetch_units)
+        on_host = device.type == "cpu"  # where a copy ahead of time hides behind nothing
+        super().__init__(device, count, gradients, 0 if on_host else prefetch_units)
         self._arena = arena
         self._stream = torch.Stream(device) if device.type != "cpu" else None
         self._on_the_way = False

@@ -20,23 +20,22 @@ and users run one after another.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
 import socket
 import tempfile
-import threading
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from polyshard_offload.blocks import Blocks, Calls, KvikioBlocks, PosixBlocks
+from polyshard_offload.bounce import BlockPool
 from polyshard_offload.errors import CorruptedError, StorageError, storage_error
 from polyshard_offload.memory import Slab, pages
 from polyshard_offload.settings import PAGE_BYTES, DiskSettings
@@ -90,7 +89,12 @@ class SwapFile:
     tier = "disk"
 
     def __init__(
-        self, settings: DiskSettings, kind: str, rank: int, calls: Calls | None = None
+        self,
+        settings: DiskSettings,
+        kind: str,
+        rank: int,
+        calls: Calls | None = None,
+        pool: BlockPool | None = None,
     ) -> None:
         """Create the file; ``kind`` (what it holds) and ``rank`` are for messages.
 
@@ -103,8 +107,7 @@ class SwapFile:
         self._rank = rank
         self._calls = calls or Calls()
         self._sums: dict[int, int] = {}
-        self._bounce = threading.local()
-        self.bounce_bytes = 0
+        self._pool = pool or BlockPool(settings.io_threads, settings.block_bytes)
         try:
             self._descriptor = open_nameless(settings.path)
             self._blocks = self._open_blocks()
@@ -114,14 +117,9 @@ class SwapFile:
             raise storage_error(
                 error, f"creating a file for {kind}", settings.path, rank
             ) from error
-        name = f"polyshard-{kind}"
-        self._pool = ThreadPoolExecutor(settings.io_threads, thread_name_prefix=name)
 
     def __del__(self) -> None:
         """Give the file back; mappings keep their own hold on it."""
-        pool = getattr(self, "_pool", None)
-        if pool is not None:
-            pool.shutdown(wait=False)
         descriptor = getattr(self, "_descriptor", None)
         if descriptor is not None:
             with suppress(OSError):
@@ -199,14 +197,7 @@ class SwapFile:
 
     def _transfer(self, offset: int, tensor: Tensor, move: Callable[[int, Tensor], None]) -> None:
         assert offset % PAGE_BYTES == 0
-        parts = list(self._parts(offset, tensor))
-        if len(parts) == 1:
-            move(*parts[0])
-            return
-        futures = [self._pool.submit(move, *part) for part in parts]
-        wait(futures)  # all of them, so that no thread touches the memory after an error
-        for future in futures:
-            future.result()
+        self._pool.run(move, list(self._parts(offset, tensor)))
 
     def _parts(self, offset: int, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
         step = self._settings.block_bytes
@@ -214,7 +205,7 @@ class SwapFile:
             yield offset + start, tensor[start : start + step]
 
     def _read_block(self, offset: int, target: Tensor) -> None:
-        memory = target if self._is_ready(target) else self._bounce_for(target)
+        memory = target if self._is_ready(target) else self._pool.bounce(target.numel())
         self._guarded("reading", offset, lambda: self._blocks.read(_memory(memory), offset))
         if memory is not target:
             target.copy_(memory[: target.numel()])
@@ -222,7 +213,7 @@ class SwapFile:
     def _write_block(self, offset: int, source: Tensor) -> None:
         memory = source
         if not self._is_ready(source):
-            memory = self._bounce_for(source)
+            memory = self._pool.bounce(source.numel())
             memory[: source.numel()].copy_(source)
         self._guarded("writing", offset, lambda: self._blocks.write(_memory(memory), offset))
 
@@ -233,16 +224,6 @@ class SwapFile:
         if not self._blocks.direct:
             return True
         return tensor.data_ptr() % PAGE_BYTES == 0 and tensor.numel() % PAGE_BYTES == 0
-
-    def _bounce_for(self, tensor: Tensor) -> Tensor:
-        """This thread's own block of page-aligned memory, cut to whole pages."""
-        block: Tensor | None = getattr(self._bounce, "block", None)
-        if block is None:
-            size = self._settings.block_bytes
-            block = Slab.of_host(size, pinned=False).lease(0, size)
-            self._bounce.block = block
-            self.bounce_bytes += size
-        return block[: pages(tensor.numel())]
 
     def _guarded(self, doing: str, offset: int, action: Callable[[], None]) -> None:
         try:
@@ -279,4 +260,8 @@ class SwapFile:
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    return memoryview(cast(Any, tensor.numpy()))
+    """The memory of a contiguous host tensor, which must stay alive meanwhile.
+
+    Not through ``numpy()``: that makes a storage refuse to be resized for the rest of its life.
+    """
+    return memoryview((ctypes.c_uint8 * tensor.numel()).from_address(tensor.data_ptr())).cast("B")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from polyshard.layout import GroupLayout
 from polyshard.seams import GroupInfo
 from polyshard_offload._torch_private import local_of
 from polyshard_offload.blocks import Calls
+from polyshard_offload.bounce import BlockPool
 from polyshard_offload.gradients import DiskGradients, GradientShelf, HostGradients
 from polyshard_offload.memory import Arena, may_pin
 from polyshard_offload.settings import DiskSettings, Tier
@@ -44,6 +46,11 @@ class Tiers:
     ranks: tuple[int, ...] = ()
     calls: Calls = field(default_factory=Calls)
 
+    @functools.cached_property
+    def pool(self) -> BlockPool:
+        """The threads of all files."""
+        return BlockPool(self.disk_settings.io_threads, self.disk_settings.block_bytes)
+
     def arena(self, kind: str, dtype: torch.dtype) -> Arena:
         """The arena for ``kind`` of content in ``dtype``."""
         pinned = may_pin() if self.pin == "auto" else self.pin
@@ -56,7 +63,9 @@ class Tiers:
             StorageError: when it cannot be made.
         """
         if kind not in self.files:
-            self.files[kind] = SwapFile(self.disk_settings, kind, global_rank(), self.calls)
+            self.files[kind] = SwapFile(
+                self.disk_settings, kind, global_rank(), self.calls, self.pool
+            )
         return self.files[kind]
 
     def note(self, group: GroupInfo) -> None:
