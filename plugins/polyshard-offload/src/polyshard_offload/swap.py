@@ -131,6 +131,11 @@ class SwapFile:
         return PosixBlocks(self._descriptor, self._settings.direct, self._calls)
 
     @property
+    def descriptor(self) -> int:
+        """Of the open file."""
+        return self._descriptor
+
+    @property
     def direct(self) -> bool:
         """Whether the page cache is bypassed."""
         return self._blocks.direct
