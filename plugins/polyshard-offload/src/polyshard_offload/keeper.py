@@ -94,14 +94,20 @@ class StateKeeper:
         """The chunks, planned anew when parameters came, moved, or changed their state."""
         if sum(len(g["params"]) for g in self._optimizer.param_groups) != len(self.slots):
             self._new_slots()
-        for slot in self.slots:
-            shelf = self._tiers.shelf_of(slot.parameter)
-            if shelf is not slot.shelf:
-                slot.shelf = shelf
-                self._chunks = []
+        if self._settings.params == "disk":
+            self._find_shelves()
         if not self._chunks:
             self._chunks = plan_chunks(self.slots, self._settings.chunk_bytes)
         return self._chunks
+
+    def _find_shelves(self) -> None:
+        for slot in self.slots:
+            address = local_of(slot.parameter).data_ptr()
+            if slot.shelf is None or not slot.shelf.holds(address):
+                shelf = self._tiers.shelf_of(slot.parameter)
+                if shelf is not slot.shelf:
+                    slot.shelf = shelf
+                    self._chunks = []
 
     # Keeping state ----------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ class Tiers:
     bench_count: StagingCount = field(default_factory=StagingCount)
     arenas: dict[tuple[str, torch.dtype], Arena] = field(default_factory=dict)
     files: dict[FileKind, SwapFile] = field(default_factory=dict)
-    shelves: list[Shelf] = field(default_factory=list)
+    shelves: weakref.WeakSet[Shelf] = field(default_factory=weakref.WeakSet)
     ranks: tuple[int, ...] = ()
     calls: Calls = field(default_factory=Calls)
 
@@ -93,7 +94,7 @@ class Tiers:
         else:
             arena = self.arena("parameters", group.orig_dtype)
             shelf = HostShelf(arena, group.device, self.count, gradients, prefetch)
-        self.shelves.append(shelf)
+        self.shelves.add(shelf)  # the group owns it, and takes it along when the model goes
         return shelf
 
     def _gradients(self, tier: Tier, dtype: torch.dtype) -> GradientShelf:
