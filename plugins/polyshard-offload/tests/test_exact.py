@@ -56,10 +56,10 @@ def test_every_combination_of_tiers(
 
 
 RECIPES = {
-    "accumulation": Recipe(steps=6, micro_batches=3, clip=0.1),
-    "accumulation with reductions": Recipe(steps=6, micro_batches=3, sync_every=True, clip=0.1),
-    "kept gradients": Recipe(steps=6, keep_gradients=True),
-    "bf16": Recipe(steps=6, bf16=True, clip=0.1),
+    "accumulation": Recipe(steps=4, micro_batches=3, clip=0.1),
+    "accumulation with reductions": Recipe(steps=4, micro_batches=3, sync_every=True, clip=0.1),
+    "kept gradients": Recipe(steps=4, keep_gradients=True),
+    "bf16": Recipe(steps=4, bf16=True, clip=0.1),
 }
 FAR = [("device", "device", "disk"), ("host", "host", "host"), ("disk", "disk", "disk")]
 
@@ -83,7 +83,7 @@ OPTIMIZERS = [
 def test_any_optimizer(
     world2: World, tiers: tuple[str, str, str], optimizer: str, tmp_path: Path
 ) -> None:
-    recipe = Recipe(steps=5, optimizer=optimizer)
+    recipe = Recipe(steps=4, optimizer=optimizer)
     world2.run(same_as_without, make(tiers, str(tmp_path)), recipe)
 
 
@@ -91,24 +91,24 @@ def test_any_optimizer(
 def test_any_fraction(world2: World, fraction: float, tmp_path: Path) -> None:
     for tiers in (FAR[0], ("disk", "host", "disk")):
         offload = make(tiers, str(tmp_path), fraction=fraction)
-        world2.run(same_as_without, offload, Recipe(steps=5))
+        world2.run(same_as_without, offload, Recipe(steps=4))
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 5])
 def test_any_depth(world2: World, prefetch: int, tmp_path: Path) -> None:
     for tiers in (FAR[0], FAR[2]):
         offload = make(tiers, str(tmp_path), prefetch=prefetch)
-        world2.run(same_as_without, offload, Recipe(steps=5))
+        world2.run(same_as_without, offload, Recipe(steps=4))
 
 
 def test_uneven_ranks(world3: World, tmp_path: Path) -> None:
     for tiers in FAR:
-        world3.run(same_as_without, make(tiers, str(tmp_path)), Recipe(steps=5, clip=0.1))
+        world3.run(same_as_without, make(tiers, str(tmp_path)), Recipe(steps=4, clip=0.1))
 
 
 def test_a_world_of_one(world1: World, tmp_path: Path) -> None:
     for tiers in FAR:
-        recipe = Recipe(steps=5, clip=0.1)
+        recipe = Recipe(steps=4, clip=0.1)
         world1.run(same_as_without, make(tiers, str(tmp_path)), recipe)
         world1.run(same_as_without, make(tiers, str(tmp_path)), replace(recipe, bf16=True))
 
@@ -116,4 +116,4 @@ def test_a_world_of_one(world1: World, tmp_path: Path) -> None:
 def test_replicas(world4: World, tmp_path: Path) -> None:
     for tiers in FAR:
         offload = make(tiers, str(tmp_path))
-        world4.run(same_as_without, offload, Recipe(steps=5, clip=0.1, hsdp=True))
+        world4.run(same_as_without, offload, Recipe(steps=4, clip=0.1, hsdp=True))
