@@ -11,9 +11,9 @@ from types import ModuleType
 import pytest
 from toy_plugins import Codecs, Watching
 
-from polyshard import discovery
+from polyshard import CPUOffloadPolicy, OffloadPolicy, discovery, offloading
 from polyshard.discovery import installed_plugins, load_plugin
-from polyshard.errors import PluginError
+from polyshard.errors import PluginError, UnsupportedError
 from polyshard.stack import build_stack
 
 
@@ -93,3 +93,49 @@ def test_installed_is_not_active(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", refuse)
     assert build_stack([]).lines() == ()
     assert build_stack([Watching()]).lines() == ("watching 0",)
+
+
+class Adapting(Codecs):
+    """What stands for torch's offload policy."""
+
+    pinned: bool | None = None
+
+    def for_policy(self, policy: CPUOffloadPolicy) -> Adapting:
+        self.pinned = policy.pin_memory
+        return self
+
+
+@pytest.fixture
+def only_site(site: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A site whose plugins are the only ones."""
+
+    def here() -> list[discovery.Installed]:
+        return [i for i in installed_plugins() if i.distribution.startswith("acme")]
+
+    monkeypatch.setattr(offloading, "installed_plugins", here)
+    monkeypatch.setattr(discovery, "installed_plugins", here)
+    return site
+
+
+def test_the_policy_is_the_plugin_called_offload(only_site: Path) -> None:
+    make(only_site, "acme-off", "offload = test_discovery_adapting:make")
+    module = ModuleType("test_discovery_adapting")
+    module.make = Adapting  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+    other = Watching()
+    first, second = offloading.with_policy([other], CPUOffloadPolicy(pin_memory=False))
+    assert first is other
+    assert isinstance(second, Adapting)
+    assert second.pinned is False
+    assert offloading.with_policy([other], OffloadPolicy()) == [other]
+
+
+def test_something_else_called_offload_is_refused(only_site: Path) -> None:
+    make(only_site, "acme-off", "offload = toy_plugins:Codecs")
+    with pytest.raises(PluginError, match=r"'offload' has no for_policy\(\)"):
+        offloading.with_policy([], CPUOffloadPolicy())
+
+
+def test_without_the_plugin_the_policy_says_what_to_install(only_site: Path) -> None:
+    with pytest.raises(UnsupportedError, match="pip install polyshard-offload"):
+        offloading.with_policy([], CPUOffloadPolicy())

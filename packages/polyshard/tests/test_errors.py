@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -70,7 +71,9 @@ def bad_settings(rank: int, size: int) -> None:
         fully_shard(nn.Linear(4, 4), **kwargs)
 
     text: Any = "dp"
-    refused(UnsupportedError, r"polyshard-offload", call, offload_policy=CPUOffloadPolicy())
+    with patch("polyshard.offloading.installed_plugins", return_value=[]):
+        refused(UnsupportedError, r"polyshard-offload", call, offload_policy=CPUOffloadPolicy())
+    refused(UnsupportedError, r"not known to polyshard", call, offload_policy="cpu")
     refused(MeshError, r"names \['a'\]", call, dp_mesh_dims=DataParallelMeshDims(shard="a"))
     refused(SettingError, r"takes a DataParallelMeshDims, got str", call, dp_mesh_dims="dp")
     refused(SettingError, r"must divide", call, reshard_after_forward=3)

@@ -18,18 +18,14 @@ from polyshard.collect import (
     split_by_kind,
 )
 from polyshard.digest import report_failure
-from polyshard.errors import AlreadyShardedError, SettingError, UnsupportedError
+from polyshard.errors import AlreadyShardedError, SettingError
 from polyshard.group import GroupSetup, ParameterGroup
 from polyshard.mesh import MeshRoles, resolve_mesh
 from polyshard.module import mix_in
+from polyshard.offloading import with_policy
 from polyshard.parameter import Source
 from polyshard.placement import PlacementFunction
-from polyshard.policies import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
+from polyshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from polyshard.root import unit_of
 from polyshard.schedule import Unit
 from polyshard.seams import Stack
@@ -98,7 +94,8 @@ def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
             dim 0; ``Replicate()`` to keep it whole; :class:`polyshard.ShardPlacement` to choose
             the mesh as well. Parameters of one mesh and dtype communicate together.
         mp_policy: dtypes of compute, reduction and outputs.
-        offload_policy: only the default; offloading is a plugin.
+        offload_policy: the default, or ``CPUOffloadPolicy()``, which stands for the plugin
+            installed as ``offload`` (polyshard-offload).
         ignored_params: parameters to leave alone.
         dp_mesh_dims: which axes of ``mesh`` are data-parallel, when it has others too.
         plugins: plugin objects, or names from the ``polyshard.plugins`` entry points. Order does
@@ -116,7 +113,8 @@ def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
     )
     _check_unsharded(modules)
     check_modules(modules)
-    _check_supported(reshard_after_forward, offload_policy, dp_mesh_dims)
+    _check_supported(reshard_after_forward, dp_mesh_dims)
+    plugins = with_policy(plugins, offload_policy)
     roles = resolve_mesh(mesh, dp_mesh_dims)
     try:
         stack = build_stack(plugins)
@@ -144,22 +142,11 @@ def _check_unsharded(modules: Sequence[object]) -> None:
             )
 
 
-def _check_supported(
-    reshard_after_forward: object, offload_policy: object, dp_mesh_dims: object
-) -> None:
+def _check_supported(reshard_after_forward: object, dp_mesh_dims: object) -> None:
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, int)):
         raise SettingError(
             "reshard_after_forward must be None, a bool or an int, got "
             f"{type(reshard_after_forward).__name__} {reshard_after_forward!r}."
-        )
-    if isinstance(offload_policy, CPUOffloadPolicy):
-        raise UnsupportedError(
-            "offload_policy=CPUOffloadPolicy() needs a plugin for offload: pip install "
-            "polyshard-offload and pass plugins=[Offload(...)]."
-        )
-    if type(offload_policy) is not OffloadPolicy:
-        raise UnsupportedError(
-            f"offload_policy {offload_policy!r} is not known to polyshard; offloading is a plugin."
         )
     if not (dp_mesh_dims is None or isinstance(dp_mesh_dims, DataParallelMeshDims)):
         raise SettingError(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from polyshard._torch_private import queue_backward_callback
 from polyshard.failures import forget_failure
+from polyshard.lookahead import Lookahead
 from polyshard.pages import PagePool, pages_can_move
 from polyshard.replay import Replay
 
@@ -50,6 +51,7 @@ class RootContext:
         self.post_optim_event: torch.Event | None = None
         self._callback_queued = False
         self.replay = Replay()
+        self.lookahead = Lookahead()
         self._order: list[Unit] = []
         self._reductions: deque[tuple[ParameterGroup, InFlight]] = deque()
 
@@ -111,6 +113,7 @@ class RootContext:
             unit.phase = Phase.IDLE
         if self.is_last_backward:
             self.finish_reductions()
+            self.lookahead.learn(self._order)
             self._order.clear()
             for unit in self.units:
                 unit.end_step()

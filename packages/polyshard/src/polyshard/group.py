@@ -240,7 +240,7 @@ class ParameterGroup:
             self._path = self._choose_path(runtime)
             if self._path is runtime.path:
                 self._gathered_versions = self.shards.versions()
-                self.shards.storage.fetch()
+                self.shards.fetch()
             self._pending = self._path.start()
         self.state = State.GATHERING  # only now: a start that raised leaves the group sharded
         self.meter.gather_started(self.name, self._path.sent_bytes, self._path.received_bytes)

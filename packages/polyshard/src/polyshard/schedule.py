@@ -124,6 +124,7 @@ class Unit:
         follower = None if in_backward() else self.context.replay.enter(self)
         for unit in self.forward_prefetch:
             unit.unshard()
+        self.context.lookahead.forward(len(self.context._order))
         self.wait()
         if follower is not None and not self.forward_prefetch and follower.is_sharded():
             follower.unshard()
@@ -240,6 +241,7 @@ class Unit:
             for group in reversed(unit.groups):
                 if group.unshard_in_backward:
                     group.unshard()
+        self.context.lookahead.backward(before)
 
     def post_backward(self) -> None:
         """Reduce and free, or accumulate. Harmless for a unit that took no part."""

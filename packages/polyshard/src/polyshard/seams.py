@@ -170,7 +170,11 @@ class ReduceCodec(Named, Protocol):
 
 
 class ShardStorage(Protocol):
-    """Where one group's shard rests between uses (device, host, disk)."""
+    """Where one group's shard rests between uses (device, host, disk).
+
+    A storage that wants to hear of gathers early sets ``prefetch_units``, the number of units that
+    may be brought near ahead of the one that computes; without it :meth:`prefetch` is not called.
+    """
 
     def rest(self, shard: Tensor) -> Tensor:
         """Take over a freshly built shard buffer; return the tensor the optimizer will see."""
@@ -184,7 +188,10 @@ class ShardStorage(Protocol):
         ...
 
     def prefetch(self) -> None:
-        """A gather of this group comes soon: start bringing the shard to the device."""
+        """A gather of this group comes soon: start bringing the shard to the device.
+
+        :meth:`fetch` follows, or :meth:`release` if the shard changed or is not wanted after all.
+        """
         ...
 
     def fetch(self) -> None:

@@ -27,6 +27,9 @@ def local_view(flat: Tensor, placed: ParameterLayout, rank: int) -> Tensor:
 class Shards:
     """Owns the shard buffer of a group and the sharded parameters that view it."""
 
+    _prefetched: list[int] | None = None
+    """Versions of the parameters when the storage was told to bring the shard near."""
+
     def __init__(
         self,
         sources: Sequence[Source],
@@ -73,6 +76,28 @@ class Shards:
         The parameters' own: a write through a ``DTensor`` does not count on its local tensor.
         """
         return [p.parameter._version for p in self.parameters]
+
+    def prefetch(self) -> None:
+        """Tell the storage that a gather comes soon."""
+        if self._prefetched is None and not self.buffer.is_meta:
+            self._prefetched = self.versions()
+            self.storage.prefetch()
+
+    def forget_prefetched(self) -> None:
+        """Have the storage drop what it brought near and nobody gathered."""
+        if self._prefetched is not None:
+            self._prefetched = None
+            self.storage.release()
+
+    def fetch(self) -> None:
+        """Have the shard where the gather reads it; what was prefetched and changed since is not.
+
+        See :meth:`versions` for what counts as a change.
+        """
+        if self._prefetched is not None and self._prefetched != self.versions():
+            self.storage.release()
+        self._prefetched = None
+        self.storage.fetch()
 
     def check_materialized(self) -> None:
         """Refuse to compute with parameters that hold no values yet.

@@ -48,9 +48,10 @@ class Unsharded:
 
     def _new_buffer(self) -> Buffer:
         layout, shard = self.layout, self._shards.buffer
-        alike = shard.dtype == self.dtype and shard.device == self._device
-        if layout.world_size == 1 and alike and not self._is_decoded:
-            # A world of one computes with the shard itself: chunks and regions coincide.
+        rests_here = shard.dtype == self.dtype and self.shard_view() is shard
+        if layout.world_size == 1 and rests_here and not self._is_decoded:
+            # A world of one computes with the shard itself: chunks and regions coincide. A plugin
+            # whose storage fills another tensor may rest the shard where computing is slow.
             return FixedBuffer(shard)
         numel = block_padded(layout.unsharded_numel, self._block_size)
         return new_buffer(numel, self.dtype, self._device, self._pool)

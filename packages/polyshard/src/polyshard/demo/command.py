@@ -9,6 +9,7 @@ import typer
 
 from polyshard.demo.errors import DemoError, RankError
 from polyshard.demo.launch import launch
+from polyshard.demo.offload import make_offload
 from polyshard.demo.settings import DeviceName, EngineName, PresetName, Settings
 
 __all__ = ["train"]
@@ -60,6 +61,14 @@ def train(  # noqa: PLR0913 (typer: an option is a parameter)
             rich_help_panel=MODEL,
         ),
     ] = Settings.quantize,
+    offload: Annotated[
+        str,
+        typer.Option(
+            help="What rests away from the device: optimizer=disk,params=host; tiers are device, "
+            "host and disk. Also fraction=0.5 and path=DIRECTORY.",
+            rich_help_panel=MODEL,
+        ),
+    ] = Settings.offload,
     ranks: Annotated[
         int | None,
         typer.Option(
@@ -122,6 +131,7 @@ def train(  # noqa: PLR0913 (typer: an option is a parameter)
             engine=engine,
             plugins=tuple(name.strip() for name in plugins.split(",") if name.strip()),
             quantize=quantize,
+            offload=offload,
             ranks=_ranks(ranks, engine),
             preset=preset,
             tied=tied,
@@ -137,6 +147,7 @@ def train(  # noqa: PLR0913 (typer: an option is a parameter)
             checkpoint_every=checkpoint_every,
             eval_every=eval_every,
         )
+        make_offload(offload)  # so that a mistake is told before any rank starts
         launch(settings)
     except DemoError as error:
         typer.secho(f"error: {error}", fg="red", err=True)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from polyshard.demo.model import LanguageModel
+from polyshard.demo.offload import OffloadPlugin, make_offload
 from polyshard.demo.quantize import quantizing_plugin
 from polyshard.demo.settings import Settings
 
@@ -30,6 +31,10 @@ class Engine(Protocol):
 
     def shard(self, model: LanguageModel) -> LanguageModel:
         """Shard the model in place, block by block and then the rest; return it."""
+        ...
+
+    def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer, with its state where the library is to keep it."""
         ...
 
     def sync_gradients(self, model: nn.Module, enabled: bool) -> None:
@@ -55,7 +60,8 @@ def choose_engine(settings: Settings, device: torch.device, world_size: int) -> 
     plugins: list[object] = list(settings.plugins)
     if settings.quantize:
         plugins.append(quantizing_plugin(settings.quantize))
-    return PolyshardEngine(mesh, settings.bf16, tuple(plugins))
+    offload = make_offload(settings.offload)
+    return PolyshardEngine(mesh, settings.bf16, tuple(plugins), offload)
 
 
 def clip_gradients(model: nn.Module, largest: float) -> float:
@@ -76,6 +82,9 @@ class SingleEngine:
 
     def shard(self, model: LanguageModel) -> LanguageModel:
         return model.to(self.device)
+
+    def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return optimizer
 
     def sync_gradients(self, model: nn.Module, enabled: bool) -> None:
         pass
@@ -103,6 +112,9 @@ class TorchEngine:
             keywords["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         return _shard_bottom_up(model, lambda unit: fully_shard(unit, **keywords))
 
+    def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return optimizer
+
     def sync_gradients(self, model: nn.Module, enabled: bool) -> None:
         _set_gradient_sync(model, enabled)
 
@@ -120,14 +132,19 @@ class PolyshardEngine:
     mesh: DeviceMesh
     bf16: bool
     plugins: tuple[object, ...] = field(default=())
+    offload: OffloadPlugin | None = None
 
     def shard(self, model: LanguageModel) -> LanguageModel:
         from polyshard import MixedPrecisionPolicy, fully_shard
 
-        keywords: dict[str, Any] = {"mesh": self.mesh, "plugins": self.plugins}
+        plugins = self.plugins if self.offload is None else (*self.plugins, self.offload)
+        keywords: dict[str, Any] = {"mesh": self.mesh, "plugins": plugins}
         if self.bf16:
             keywords["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         return _shard_bottom_up(model, lambda unit: fully_shard(unit, **keywords))
+
+    def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return optimizer if self.offload is None else self.offload.wrap(optimizer)
 
     def sync_gradients(self, model: nn.Module, enabled: bool) -> None:
         _set_gradient_sync(model, enabled)

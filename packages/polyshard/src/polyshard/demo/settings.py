@@ -28,6 +28,8 @@ class Settings:
         quantize: What travels between ranks, for the plugin ``polyshard-quantized``: one format for
             parameters and gradients, or two with a comma, each ``int8``, ``e4m3``, ``int4`` or
             ``native``. Empty: nothing is quantized.
+        offload: What rests away from the device, as ``optimizer=disk,params=host``; needs the
+            plugin polyshard-offload.
         ranks: Number of processes; each holds ``1 / ranks`` of the model.
         preset: Size of the model.
         tied: Whether the output head shares the embedding's weight.
@@ -54,6 +56,7 @@ class Settings:
     engine: EngineName = "polyshard"
     plugins: tuple[str, ...] = ()
     quantize: str = ""
+    offload: str = ""
     ranks: int = 2
     preset: PresetName = "small"
     tied: bool = False
@@ -103,6 +106,8 @@ class Settings:
             check_quantize(self.quantize)
             if self.engine != "polyshard":
                 raise DemoError(f"--quantize needs --engine polyshard, got --engine {self.engine}")
+        if self.offload and self.engine != "polyshard":
+            raise DemoError(f"--offload needs --engine polyshard, got --engine {self.engine}")
         if self.engine == "single" and self.ranks > 1:
             raise DemoError(f"--engine single does not shard; use --ranks 1, not {self.ranks}")
         if self.engine == "single" and self.bf16:

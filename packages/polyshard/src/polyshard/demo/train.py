@@ -83,7 +83,7 @@ class Trainer:
             corpus,
             engine,
             model,
-            _optimizer(model, settings),
+            engine.wrap(_optimizer(model, settings)),
             Batches(
                 corpus,
                 settings.batch,

@@ -1,0 +1,162 @@
+"""Storages that ask hear of gathers early; what changed meanwhile is fetched again."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from polyshard import Plugin, fully_shard, hookimpl
+from polyshard.defaults import DeviceStorage
+from polyshard.layout import GroupLayout
+from polyshard.seams import GroupInfo
+from polyshard.testing import World
+
+
+class Eager(DeviceStorage):
+    """Rests in a copy; what is prefetched is what was there at that moment."""
+
+    def __init__(self, log: list[str], name: str, units: int) -> None:
+        super().__init__()
+        self.prefetch_units = units
+        self._log, self._name = log, name
+        self._near = False
+
+    @override
+    def rest(self, shard: Tensor) -> Tensor:
+        self._resting = shard.clone()
+        super().rest(shard)
+        return self._resting
+
+    @override
+    def prefetch(self) -> None:
+        self._log.append(f"prefetch {self._name}")
+        self.view().copy_(self._resting)
+        self._near = True
+
+    @override
+    def fetch(self) -> None:
+        self._log.append(f"fetch {self._name}" + (" (near)" if self._near else ""))
+        if not self._near:
+            self.view().copy_(self._resting)
+        self._near = False
+
+    @override
+    def release(self) -> None:
+        self._log.append(f"release {self._name}")
+        self.view().fill_(float("nan"))
+        self._near = False
+
+
+class EagerFactory:
+    name, settings = "eager", ""
+
+    def __init__(self, log: list[str], units: int) -> None:
+        self._log, self._units, self._count = log, units, 0
+
+    def create(self, group: GroupInfo, layout: GroupLayout) -> Eager:
+        self._count += 1
+        return Eager(self._log, str(self._count), self._units)
+
+
+class EagerPlugin(Plugin):
+    name = "eager"
+
+    def __init__(self, units: int) -> None:
+        self.log: list[str] = []
+        self._factory = EagerFactory(self.log, units)
+
+    @hookimpl
+    def polyshard_shard_storage(self, group: GroupInfo) -> EagerFactory:
+        return self._factory
+
+
+def chain(plugin: object) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    for layer in model:
+        fully_shard(layer, plugins=[plugin])
+    fully_shard(model, plugins=[plugin])
+    return model
+
+
+def step(model: nn.Module) -> float:
+    loss = model(torch.ones(2, 4)).square().sum()
+    loss.backward()
+    return float(loss.detach())
+
+
+def hears_early(rank: int, size: int) -> None:
+    plugin = EagerPlugin(1)
+    model = chain(plugin)
+    step(model)
+    assert not [line for line in plugin.log if line.startswith("prefetch")]
+    plugin.log.clear()
+    step(model)
+    fetches = [line for line in plugin.log if line.startswith("fetch")]
+    forward = ["fetch 1 (near)", "fetch 2 (near)", "fetch 3 (near)", "fetch 4 (near)"]
+    assert fetches[:4] == forward  # the root, which starts first, announces the first layer
+    assert fetches[4:] == ["fetch 4", "fetch 3", "fetch 2 (near)", "fetch 1 (near)"]
+    assert plugin.log.index("fetch 1 (near)") < plugin.log.index("prefetch 3")
+
+
+def test_storages_that_ask_hear_early(world2: World) -> None:
+    world2.run(hears_early)
+
+
+def silent_unless_asked(rank: int, size: int) -> None:
+    plugin = EagerPlugin(0)
+    model = chain(plugin)
+    for _ in range(3):
+        step(model)
+    assert not [line for line in plugin.log if line.startswith("prefetch")]
+
+
+def test_others_are_left_alone(world1: World) -> None:
+    world1.run(silent_unless_asked)
+
+
+def stays_fresh(rank: int, size: int) -> None:
+    """A write between prefetch and gather is seen, wherever it comes."""
+    plugin = EagerPlugin(2)
+    model, plain = chain(plugin), chain(EagerPlugin(0))
+    for each in (model, plain):
+        step(each)
+
+    def write(module: nn.Module, args: object, output: object) -> None:
+        owner = model if module is model[0] else plain
+        with torch.no_grad():
+            owner[2].weight.mul_(2.0)  # type: ignore[operator]
+
+    for each in (model, plain):
+        each[0].register_forward_hook(write)
+    plugin.log.clear()
+    assert step(model) == step(plain)
+    assert plugin.log[plugin.log.index("release 3") + 1] == "fetch 3"  # not the stale one
+    for each in (model, plain):
+        with torch.no_grad():
+            each(torch.ones(2, 4))  # an evaluation, which may announce what never comes
+            each[0].weight.mul_(3.0)  # type: ignore[operator]
+    assert step(model) == step(plain)
+
+
+def test_what_changed_is_fetched_again(world2: World) -> None:
+    world2.run(stays_fresh)
+
+
+def computes_on_the_view(rank: int, size: int) -> None:
+    """At world size 1 too: the resting shard may be far away, the view is what was fetched."""
+    plugin = EagerPlugin(0)
+    model = nn.Linear(4, 4)
+    fully_shard(model, plugins=[plugin])
+    model.unshard()  # type: ignore[operator]
+    resting = model.weight.data_ptr()
+    model.reshard()  # type: ignore[operator]
+    assert resting != cast(DTensor, model.weight).to_local().data_ptr()
+
+
+def test_a_world_of_one_leaves_the_resting_shard_alone(world1: World) -> None:
+    world1.run(computes_on_the_view)

@@ -1,0 +1,47 @@
+"""Every private torch name the plugin uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+__all__ = ["is_patched", "like", "local_of", "plain_step", "profiled", "spec_of"]
+
+Step = Callable[[Any], object]
+
+
+def local_of(value: Tensor) -> Tensor:
+    """The local tensor of a ``DTensor`` itself; a plain tensor as it is."""
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def spec_of(value: Tensor) -> object | None:
+    """Mesh, placements and global shape of a ``DTensor``; ``None`` for a plain tensor."""
+    return value._spec if isinstance(value, DTensor) else None
+
+
+def like(spec: object | None, local: Tensor) -> Tensor:
+    """``local`` as a ``DTensor`` of ``spec``; unlike ``from_local`` it may rest off the mesh."""
+    return local if spec is None else DTensor(local, cast(Any, spec), requires_grad=False)
+
+
+def plain_step(kind: type[Optimizer]) -> Step:
+    """The class's ``step`` without the step hooks and the profiler range torch puts around it."""
+    step: Any = kind.step
+    return cast(Step, step.__wrapped__ if getattr(step, "hooked", False) else step)
+
+
+def profiled(step: Callable[..., None]) -> Any:
+    """``step`` with step hooks and profiler range, marked so that torch does not add them again."""
+    wrapped: Any = Optimizer.profile_hook_step(step)
+    wrapped.hooked = True
+    return wrapped
+
+
+def is_patched(optimizer: Optimizer) -> bool:
+    """Whether somebody (a learning rate scheduler) replaced ``step`` on the object."""
+    return "step" in optimizer.__dict__

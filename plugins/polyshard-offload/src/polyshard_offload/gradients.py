@@ -1,0 +1,62 @@
+"""Where reduced gradients rest: in host memory or in a file, never written over while in use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from polyshard_offload.memory import Arena, typed
+from polyshard_offload.swap import SwapFile
+
+
+class GradientShelf(Protocol):
+    """Takes gradients of one group."""
+
+    def place(self, gradient: Tensor) -> Tensor:
+        """``gradient`` (``[shard_numel]``) at rest; valid as long as anybody looks at it."""
+        ...
+
+
+@dataclass(eq=False)
+class HostGradients:
+    """Gradients in an arena."""
+
+    arena: Arena
+
+    def place(self, gradient: Tensor) -> Tensor:
+        """Copy to the host. See [Note: leases] for when the memory is used again."""
+        resting = typed(self.arena.take(gradient.nbytes), gradient.dtype)
+        resting.copy_(gradient)
+        return resting
+
+
+@dataclass(eq=False)
+class DiskGradients:
+    """Gradients in a file, seen through windows: the kernel reads and drops pages as it likes.
+
+    There is a second place only if gradients accumulate over reductions, where the sum so far is
+    still in use when the next gradient comes.
+    """
+
+    file: SwapFile
+    _free: dict[int, list[int]] = field(default_factory=dict)
+
+    def place(self, gradient: Tensor) -> Tensor:
+        """Write to the file.
+
+        Raises:
+            StorageError: naming the place.
+        """
+        nbytes = gradient.nbytes
+        free = self._free.setdefault(nbytes, [])
+        offset = free.pop() if free else self.file.allocate(nbytes)
+        self.file.write(offset, gradient.view(torch.uint8))
+        return typed(self.file.window(offset, nbytes, _giver(free, offset)), gradient.dtype)
+
+
+def _giver(free: list[int], offset: int) -> Callable[[], None]:
+    return lambda: free.append(offset)

@@ -1,0 +1,163 @@
+"""Which state is kept where, and what of it the user sees between steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from polyshard_offload._torch_private import local_of
+from polyshard_offload.chunks import Chunk, Slot, plan_chunks
+from polyshard_offload.memory import Slab, pages
+from polyshard_offload.records import (
+    Entry,
+    Record,
+    entries_of,
+    largest_shape,
+    predict_entries,
+    record_bytes,
+)
+from polyshard_offload.store import DiskStore
+
+if TYPE_CHECKING:
+    from polyshard_offload.plugin import Offload
+
+
+class StateKeeper:
+    """The slots of one optimizer and the store of their records.
+
+    ``optimizer.state`` of an offloaded parameter holds windows on its record, and counters and the
+    like as they are.
+    """
+
+    def __init__(self, optimizer: Optimizer, settings: Offload) -> None:
+        """Reserve room for the state of every trainable parameter; move what is there already.
+
+        Raises:
+            StorageError: when there is not enough.
+        """
+        self._optimizer = optimizer
+        self._kind = type(optimizer)
+        self._settings = settings
+        self._tiers = settings.tiers
+        assert settings.optimizer is not None
+        self.store = self._tiers.state_store(settings.optimizer)
+        self.slots: list[Slot] = []
+        self._chunks: list[Chunk] = []
+        self._new_slots()
+        for slot in self.slots:
+            if optimizer.state.get(slot.parameter):
+                self.keep(slot, optimizer.state[slot.parameter])
+
+    @property
+    def streams(self) -> bool:
+        """Whether state passes through buffers; else steps use it where it is kept."""
+        return isinstance(self.store, DiskStore) or self._settings.params == "device"
+
+    # Slots ------------------------------------------------------------------------------------
+
+    def _new_slots(self) -> None:
+        """Slots for parameters that have none yet, at first and after ``add_param_group``."""
+        known = {id(slot.parameter) for slot in self.slots}
+        groups = self._optimizer.param_groups
+        every = [(p, i) for i, group in enumerate(groups) for p in group["params"]]
+        total = sum(p.numel() for p, _ in every)
+        passed = 0
+        for parameter, index in every:
+            chosen = passed < self._settings.fraction * total
+            passed += parameter.numel()
+            if id(parameter) not in known:
+                self.slots.append(self._slot(parameter, index, chosen))
+        self._chunks = []
+
+    def _slot(self, parameter: Tensor, index: int, chosen: bool) -> Slot:
+        group = self._optimizer.param_groups[index]
+        shape = largest_shape(parameter)
+        largest = predict_entries(self._optimizer, self._kind, group, parameter, shape)
+        guess = 2 * math.prod(shape) * parameter.itemsize
+        weight = guess if largest is None else record_bytes(largest)
+        slot = Slot(parameter, index, pages(weight), chosen)
+        local = local_of(parameter)
+        if chosen and parameter.requires_grad and local.numel():
+            entries = largest
+            if tuple(local.shape) != shape:
+                args = (self._optimizer, self._kind, group, parameter, tuple(local.shape))
+                entries = predict_entries(*args)
+            if entries:
+                slot.record = Record(self.store.allocate(record_bytes(entries)), entries)
+        return slot
+
+    def refresh(self) -> list[Chunk]:
+        """The chunks, planned anew when parameters came, moved, or changed their state."""
+        if sum(len(g["params"]) for g in self._optimizer.param_groups) != len(self.slots):
+            self._new_slots()
+        if self._settings.params == "disk":
+            self._find_shelves()
+        if not self._chunks:
+            self._chunks = plan_chunks(self.slots, self._settings.chunk_bytes)
+        return self._chunks
+
+    def _find_shelves(self) -> None:
+        for slot in self.slots:
+            address = local_of(slot.parameter).data_ptr()
+            if slot.shelf is None or not slot.shelf.holds(address):
+                shelf = self._tiers.shelf_of(slot.parameter)
+                if shelf is not slot.shelf:
+                    slot.shelf = shelf
+                    self._chunks = []
+
+    # Keeping state ----------------------------------------------------------------------------
+
+    def keep(self, slot: Slot, state: Mapping[str, Any], part: Tensor | None = None) -> None:
+        """Move the tensors of ``state`` to the tier; leave windows on them with the rest.
+
+        ``part`` is what the pipeline will write to the slot's extent after this.
+        """
+        entries = entries_of(state) if slot.offloaded else ()
+        if not slot.offloaded:
+            self._optimizer.state[slot.parameter] = dict(state)
+            return
+        before = slot.record.extent if slot.record is not None else None
+        self._place(slot, entries)
+        if slot.record is not None:
+            size = slot.record.extent.nbytes
+            packed = Slab.of_host(size, pinned=False).lease(0, size)
+            for entry in entries:
+                entry.view(packed).copy_(local_of(state[entry.name]))
+            if part is not None and slot.record.extent == before:
+                part.copy_(packed)
+            else:
+                self.store.save([slot.record.extent], packed)
+        self.publish(slot, state)
+
+    def _place(self, slot: Slot, entries: tuple[Entry, ...]) -> None:
+        """Give ``slot`` a record for ``entries``: its own if it fits, else a new one."""
+        if (slot.record.entries if slot.record is not None else ()) == entries:
+            return
+        slot.windows = {}
+        self._chunks = []
+        if not entries:
+            slot.record = None
+            return
+        extent = slot.record.extent if slot.record is not None else None
+        if extent is None or extent.nbytes != pages(record_bytes(entries)):
+            extent = self.store.allocate(record_bytes(entries))
+        slot.record = Record(extent, entries)
+
+    def publish(self, slot: Slot, state: Mapping[str, Any]) -> None:
+        """Have ``optimizer.state`` show what is kept."""
+        slot.filled = True
+        if slot.record is not None and not slot.windows:
+            slot.windows = slot.record.views(self.store.window(slot.record.extent))
+        self._optimizer.state[slot.parameter] = {**state, **slot.windows}
+
+    def adopt_state(self) -> None:
+        """Move to the tier what ``load_state_dict`` left in ``optimizer.state``."""
+        for slot in self.slots:
+            state = self._optimizer.state.get(slot.parameter)
+            slot.filled = False
+            if state:
+                self.keep(slot, state)

@@ -1,0 +1,116 @@
+"""Host memory: page-aligned slabs, and tensors that tell when nobody looks at them any more.
+
+[Note: leases]
+Memory is handed out as a *lease*: a tensor over a part of a slab. Its storage keeps a small buffer
+object alive, and that object ends exactly when the last view of the tensor does. A finalizer on it
+returns the memory, so a region is never used again while somebody (a gradient the user kept, say)
+still reads it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from polyshard_offload.settings import PAGE_BYTES
+
+SLAB_BYTES = 64 << 20
+"""Arenas grow by this many bytes, or by one larger request."""
+
+
+def pages(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole pages, in bytes."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+@dataclass(frozen=True, eq=False)
+class Slab:
+    """A range of memory and the object that owns it."""
+
+    address: int
+    nbytes: int
+    owner: object
+
+    @classmethod
+    def of_host(cls, nbytes: int, *, pinned: bool) -> Slab:
+        """Fresh host memory, page-aligned; page-locked when ``pinned``."""
+        if pinned:
+            memory = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+            start = -(-memory.data_ptr() // PAGE_BYTES) * PAGE_BYTES
+            return cls(start, nbytes, memory)
+        return cls._of_map(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+    @classmethod
+    def of_file(cls, descriptor: int, offset: int, nbytes: int) -> Slab:
+        """A shared mapping of whole pages of a file."""
+        return cls._of_map(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED, offset=offset))
+
+    @classmethod
+    def _of_map(cls, mapped: mmap.mmap) -> Slab:
+        raw = (ctypes.c_uint8 * len(mapped)).from_buffer(mapped)  # unmapped when this ends
+        return cls(ctypes.addressof(raw), len(mapped), raw)
+
+    def lease(self, start: int, nbytes: int, on_return: Callable[[], None] | None = None) -> Tensor:
+        """``[nbytes]`` uint8 from byte ``start`` on. See [Note: leases]."""
+        assert start + nbytes <= self.nbytes
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        array = (ctypes.c_uint8 * nbytes).from_address(self.address + start)
+        array.owner = self.owner  # type: ignore[attr-defined]
+        if on_return is not None:
+            weakref.finalize(array, on_return).atexit = False
+        return torch.frombuffer(array, dtype=torch.uint8)
+
+
+def typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """``raw`` (uint8) as a flat tensor of ``dtype``; leases start on pages, so it is aligned."""
+    return raw.view(dtype)
+
+
+@dataclass(eq=False)
+class Arena:
+    """Host memory of one kind, taken in slabs and handed out in pages.
+
+    One arena serves all groups of a dtype: a few large (page-locked) allocations instead of one a
+    parameter. ``taken_bytes`` is what is on lease, ``peak_bytes`` the most that ever was.
+    """
+
+    pinned: bool = False
+    taken_bytes: int = 0
+    peak_bytes: int = 0
+    _slab: Slab | None = None
+    _used: int = 0
+    _free: dict[int, list[tuple[Slab, int]]] = field(default_factory=dict)
+
+    def take(self, nbytes: int) -> Tensor:
+        """``[nbytes]`` uint8, contents undefined; returns by itself when no tensor uses it."""
+        size = pages(nbytes)
+        slab, start = self._place(size)
+        self.taken_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.taken_bytes)
+        return slab.lease(start, nbytes, lambda: self._put_back(slab, start, size))
+
+    def _put_back(self, slab: Slab, start: int, size: int) -> None:
+        self.taken_bytes -= size
+        self._free.setdefault(size, []).append((slab, start))
+
+    def _place(self, size: int) -> tuple[Slab, int]:
+        if self._free.get(size):
+            return self._free[size].pop()
+        if size >= SLAB_BYTES:
+            return Slab.of_host(size, pinned=self.pinned), 0
+        if self._slab is None or self._used + size > self._slab.nbytes:
+            self._slab, self._used = Slab.of_host(SLAB_BYTES, pinned=self.pinned), 0
+        start, self._used = self._used, self._used + size
+        return self._slab, start
+
+
+def may_pin() -> bool:
+    """Whether page-locked memory can be had and would help."""
+    return torch.accelerator.is_available()

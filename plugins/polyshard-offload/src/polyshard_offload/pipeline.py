@@ -1,0 +1,178 @@
+"""Chunks streamed through a few buffers: read ahead, visit, write behind.
+
+[Note: lanes]
+Each buffer is a lane with a thread of its own that does what is asked of the buffer in order: read
+chunk k, (be visited), write chunk k, read chunk k + lanes. While chunk k is visited, the chunks
+after it are read and the one before it is written, and a buffer is never overwritten before its
+write has ended: that is the order of its lane. How long any transfer takes changes nothing else.
+
+What a lane read or wrote last stays valid until it is overwritten. A run that begins with those
+chunks (callers alternate the order from step to step) need not read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from polyshard_offload.memory import Slab
+from polyshard_offload.store import Extent, Store
+
+
+@dataclass(frozen=True)
+class Job:
+    """One chunk of a run.
+
+    ``key`` names the chunk from run to run; ``stamp`` changes when somebody wrote to what is kept.
+    """
+
+    key: int
+    extents: tuple[Extent, ...]
+    reads: bool = True
+    writes: bool = True
+    stamp: object = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of buffer it takes."""
+        return sum(extent.nbytes for extent in self.extents)
+
+    def read_only(self) -> Job:
+        """The same chunk, only to be looked at."""
+        return replace(self, writes=False)
+
+
+@dataclass(eq=False)
+class Lane:
+    """One buffer and the thread that moves data in and out of it. See [Note: lanes]."""
+
+    store: Store
+    buffer: Tensor
+    executor: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    holds: tuple[int, object] | None = None
+    loading: Future[None] | None = None
+    saving: Future[None] | None = None
+
+    def load(self, job: Job) -> None:
+        """Have the chunk in the buffer by the time :meth:`ready` returns."""
+        holds, self.holds = self.holds, None
+        if not job.reads or (holds is not None and holds == (job.key, job.stamp)):
+            self.loading = None
+            return
+        self.loading = self.executor.submit(self.store.load, job.extents, self.buffer[: job.nbytes])
+
+    def ready(self) -> None:
+        """Wait for what was asked of the lane last; raises what it met."""
+        for future in (self.saving, self.loading):
+            if future is not None:
+                future.result()
+        self.loading = self.saving = None
+
+    def save(self, job: Job) -> None:
+        """Write the chunk behind the caller's back."""
+        if not job.writes:
+            return
+        done = _event(self.buffer.device)
+        source = self.buffer[: job.nbytes]
+
+        def write() -> None:
+            done()
+            self.store.save(job.extents, source)
+
+        self.saving = self.executor.submit(write)
+
+    def settle(self) -> None:
+        """Wait without raising, and trust nothing of what is held: for the way out of an error."""
+        for future in (self.saving, self.loading):
+            if future is not None:
+                with suppress(Exception):
+                    future.result()
+        self.loading = self.saving = self.holds = None
+
+
+def _event(device: torch.device) -> Callable[[], None]:
+    """Waits, when called in another thread, for what was launched on ``device`` so far."""
+    if device.type == "cpu":
+        return lambda: None
+    event = torch.Event(device)
+    event.record()
+    return event.synchronize
+
+
+class Pipeline:
+    """Streams chunks of a store through ``lanes`` buffers of ``device``."""
+
+    def __init__(self, store: Store, device: torch.device, lanes: int) -> None:
+        """Buffers are made by the first run; they stay, since fresh memory costs page faults."""
+        self._store = store
+        self._device = device
+        self._count = lanes
+        self._lanes: list[Lane] = []
+        self.buffer_bytes = 0
+
+    def __del__(self) -> None:
+        """End the threads."""
+        for lane in self._lanes:
+            lane.executor.shutdown(wait=False)
+
+    def run(self, jobs: Sequence[Job], visit: Callable[[int, Tensor], None]) -> None:
+        """Call ``visit(index, buffer)`` for every job in order.
+
+        Args:
+            jobs: the chunks.
+            visit: gets the chunk's bytes (``[nbytes]`` uint8) and may change them.
+
+        Raises:
+            Whatever a transfer or ``visit`` raises, after all transfers have ended.
+        """
+        if not jobs:
+            return
+        self._make_room(max(job.nbytes for job in jobs), min(self._count, len(jobs)))
+        lanes = self._matched(jobs)
+        try:
+            for lane, job in zip(lanes, jobs, strict=False):
+                lane.load(job)
+            for index, job in enumerate(jobs):
+                lane = lanes[index % len(lanes)]
+                lane.ready()
+                visit(index, lane.buffer[: job.nbytes])
+                lane.holds = (job.key, job.stamp)
+                lane.save(job)
+                if index + len(lanes) < len(jobs):
+                    lane.load(jobs[index + len(lanes)])
+            for lane in lanes:
+                lane.ready()
+        except BaseException:
+            for lane in self._lanes:
+                lane.settle()
+            raise
+
+    def _make_room(self, nbytes: int, count: int) -> None:
+        if self._lanes and nbytes <= self._lanes[0].buffer.numel() and count <= len(self._lanes):
+            return
+        for lane in self._lanes:
+            lane.executor.shutdown()
+        self._lanes = []  # the old buffers go before new ones come
+        self._lanes = [Lane(self._store, self._buffer(nbytes)) for _ in range(count)]
+        self.buffer_bytes = count * nbytes
+
+    def _buffer(self, nbytes: int) -> Tensor:
+        if self._device.type == "cpu":
+            return Slab.of_host(max(nbytes, 1), pinned=False).lease(0, nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def _matched(self, jobs: Sequence[Job]) -> list[Lane]:
+        """Lanes in the order of the first jobs they will take: those that hold them already."""
+        rest = list(self._lanes)
+        chosen: list[Lane | None] = []
+        for job in jobs[: len(rest)]:
+            held = next((x for x in rest if x.holds == (job.key, job.stamp)), None)
+            chosen.append(held)
+            if held is not None:
+                rest.remove(held)
+        return [lane or rest.pop() for lane in chosen]

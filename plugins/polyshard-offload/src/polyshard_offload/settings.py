@@ -1,0 +1,108 @@
+"""What a user chooses, checked when it is chosen."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from polyshard_offload.errors import SettingError
+
+Tier = Literal["device", "host", "disk"]
+TIERS: tuple[str, ...] = get_args(Tier)
+PAGE_BYTES = 4096
+"""Offsets, sizes and addresses of direct I/O are multiples of this many bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskSettings:
+    """How the disk tier uses its file system.
+
+    Attributes:
+        path: an existing directory; each rank keeps its files there, under no name. It may differ
+            between ranks. A file system in memory (tmpfs) saves nothing.
+        io_threads: blocks in flight at once.
+        block_bytes: size of one read or write.
+        direct: bypass the page cache (O_DIRECT); ``"auto"`` where the file system allows it.
+        checksums: verify what is read of the optimizer state; costs a CRC-32 of every byte.
+        backend: ``"posix"``, or ``"kvikio"`` for GPUDirect Storage (extra ``gds``).
+    """
+
+    path: Path = field(default_factory=lambda: Path(tempfile.gettempdir()), repr=False)
+    io_threads: int = 4
+    block_bytes: int = 8 << 20
+    direct: bool | Literal["auto"] = "auto"
+    checksums: bool = False
+    backend: Literal["posix", "kvikio"] = "posix"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            SettingError: naming the setting.
+        """
+        object.__setattr__(self, "path", Path(self.path))
+        at_least("DiskSettings(io_threads", self.io_threads, 1)
+        at_least("DiskSettings(block_bytes", self.block_bytes, PAGE_BYTES)
+        if self.block_bytes % PAGE_BYTES:
+            raise SettingError(
+                f"DiskSettings(block_bytes={self.block_bytes}) must be a multiple of {PAGE_BYTES}, "
+                "which direct I/O needs."
+            )
+        one_of("DiskSettings(direct", self.direct, (True, False, "auto"))
+        one_of("DiskSettings(backend", self.backend, ("posix", "kvikio"))
+
+
+def at_least(name: str, value: object, least: int) -> None:
+    """Refuse ``value`` below ``least``, and what is no integer.
+
+    Raises:
+        SettingError: naming the setting.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SettingError(f"{name}={value!r}) must be an integer of at least {least}.")
+
+
+def one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Refuse what is not one of ``choices``.
+
+    Raises:
+        SettingError: listing them.
+    """
+    if not any(
+        value is choice or (isinstance(value, str) and value == choice) for choice in choices
+    ):
+        listed = ", ".join(repr(choice) for choice in choices)
+        raise SettingError(f"{name}={value!r}) must be one of {listed}.")
+
+
+def check_tiers(params: str, grads: str, optimizer: str) -> None:
+    """Refuse combinations that cannot work, with the reason.
+
+    Raises:
+        SettingError: saying what to choose instead.
+    """
+    for name, tier in (("params", params), ("grads", grads), ("optimizer", optimizer)):
+        one_of(f"Offload({name}", tier, TIERS)
+    chosen = f"Offload(params={params!r}, grads={grads!r}, optimizer={optimizer!r})"
+    if params == "device" and grads != "device":
+        raise SettingError(
+            f"{chosen}: torch keeps a gradient on the device of its parameter, so gradients can "
+            "leave the device only together with the parameters; choose params='host' or 'disk'."
+        )
+    if params != "device" and grads == "device":
+        raise SettingError(
+            f"{chosen}: torch keeps a gradient on the device of its parameter, which rests on the "
+            f"{params}; choose grads='host' (or leave it out)."
+        )
+    if params != "device" and optimizer == "device":
+        raise SettingError(
+            f"{chosen}: the optimizer steps where the parameters rest, so its state cannot stay on "
+            "the device when they do not; choose optimizer='host' or 'disk'."
+        )
+    if grads == "disk" and optimizer != "disk":
+        raise SettingError(
+            f"{chosen}: gradients are smaller than the optimizer state of most optimizers and "
+            "needed at the same moment; move optimizer='disk' first."
+        )

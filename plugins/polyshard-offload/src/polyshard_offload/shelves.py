@@ -1,0 +1,328 @@
+"""Where shards rest off the device, and the staging that brings them there for a gather.
+
+[Note: staging]
+Transfers are bound to one tensor for life, whose memory is taken when a shard is fetched and given
+back when the gather has read it. Views of it can be made only while it has memory, so asking for
+the tensor gives it some; it goes again with the first release, or when the next shelf is asked.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from polyshard_offload.gradients import GradientShelf
+from polyshard_offload.memory import Arena, typed
+from polyshard_offload.swap import SwapFile
+
+
+@dataclass(eq=False)
+class StagingCount:
+    """Staging memory of all shelves together, in bytes, and the shelf whose views were just made.
+
+    ``ahead`` lets one thread read the next shards while a step computes.
+    """
+
+    bytes_now: int = 0
+    peak_bytes: int = 0
+    idle: Staging | None = None
+    ahead: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="polyshard-fetch")
+    )
+
+    def __del__(self) -> None:
+        """End the thread."""
+        self.ahead.shutdown(wait=False)
+
+
+class Staging:
+    """``[numel]`` on the compute device. See [Note: staging]."""
+
+    def __init__(
+        self, numel: int, dtype: torch.dtype, device: torch.device, count: StagingCount
+    ) -> None:
+        """Reserve nothing yet."""
+        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self._storage = self.tensor.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+        self._storage.resize_(0)
+        self._held = False
+        self._count = count
+
+    def acquire(self) -> None:
+        """Take memory; contents are undefined."""
+        if not self._held:
+            self._storage.resize_(self._nbytes)
+            self._held = True
+            self._count.bytes_now += self._nbytes
+            self._count.peak_bytes = max(self._count.peak_bytes, self._count.bytes_now)
+
+    def release(self) -> None:
+        """Give the memory back."""
+        if self._held:
+            self._storage.resize_(0)
+            self._held = False
+            self._count.bytes_now -= self._nbytes
+
+    def viewable(self) -> Tensor:
+        """The tensor, in a state that lets views be made."""
+        idle, self._count.idle = self._count.idle, self
+        if idle is not None and idle is not self:
+            idle.release()
+        self.acquire()
+        return self.tensor
+
+    def in_use(self) -> None:
+        """Have memory until :meth:`release`."""
+        if self._count.idle is self:
+            self._count.idle = None
+        self.acquire()
+
+
+class Shelf:
+    """What both tiers share; a :class:`polyshard.seams.ShardStorage` but for the tier itself."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        count: StagingCount,
+        gradients: GradientShelf,
+        prefetch_units: int,
+    ) -> None:
+        """Shards are computed with on ``device``."""
+        self.prefetch_units = prefetch_units
+        self.gradients = gradients
+        self._device = device
+        self._count = count
+        self._shard = torch.empty(0)
+        self._staging: Staging | None = None
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of the resting shard."""
+        return self._shard.nbytes
+
+    def rest(self, shard: Tensor) -> Tensor:
+        """Take a shard over; a shard on the meta device has no values to keep yet."""
+        self.release()
+        self._shard = shard if shard.is_meta else self._keep(shard)
+        self._staging = None
+        return self._shard
+
+    def _keep(self, shard: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _stage(self) -> Staging:
+        if self._staging is None:
+            shard = self._shard
+            self._staging = Staging(shard.numel(), shard.dtype, self._device, self._count)
+        return self._staging
+
+    def view(self) -> Tensor:
+        """Where :meth:`fetch` puts the shard."""
+        return self._shard if self._shard.is_meta else self._stage().viewable()
+
+    def prefetch(self) -> None:
+        """Start to bring the shard to the device."""
+
+    def fetch(self) -> None:
+        """Have the shard on the device."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """The gather has read the shard."""
+        if self._staging is not None:
+            self._staging.release()
+
+    def place_gradient(self, gradient: Tensor) -> Tensor:
+        """Move a reduced gradient to where gradients rest."""
+        return self.gradients.place(gradient)
+
+
+class HostShelf(Shelf):
+    """A shard in host memory: page-locked beside an accelerator, in an arena always."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        device: torch.device,
+        count: StagingCount,
+        gradients: GradientShelf,
+        prefetch_units: int,
+    ) -> None:
+        """Shards rest in ``arena``."""
+        on_host = device.type == "cpu"  # where a copy ahead of time hides behind nothing
+        super().__init__(device, count, gradients, 0 if on_host else prefetch_units)
+        self._arena = arena
+        self._stream = torch.Stream(device) if device.type != "cpu" else None
+        self._on_the_way = False
+
+    def _keep(self, shard: Tensor) -> Tensor:
+        resting = typed(self._arena.take(shard.nbytes), shard.dtype)
+        resting.copy_(shard)
+        return resting
+
+    def prefetch(self) -> None:
+        """Begin the copy on a stream of its own; without an accelerator there is none to hide."""
+        if self._stream is not None and not self._on_the_way:
+            self._copy(self._stream)
+
+    def _copy(self, stream: torch.Stream) -> None:
+        staging = self._stage()
+        staging.in_use()
+        # The memory just taken may be in use by work launched before on the compute stream.
+        stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with stream:
+            staging.tensor.copy_(self._shard, non_blocking=True)
+        self._on_the_way = True
+
+    def fetch(self) -> None:
+        """Have the shard on the device."""
+        if self._stream is None:
+            staging = self._stage()
+            staging.in_use()
+            staging.tensor.copy_(self._shard)
+            return
+        if not self._on_the_way:
+            self._copy(self._stream)
+        torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+        self._on_the_way = False
+
+    def release(self) -> None:
+        """Give the staging back, after a copy nobody waited for has ended."""
+        if self._on_the_way and self._stream is not None:
+            self._stream.synchronize()
+            self._on_the_way = False
+        super().release()
+
+
+class DiskShelf(Shelf):
+    """A shard in a file. What others see of it is a window (see [Note: windows] of the swap file).
+
+    The optimizer changes it through :meth:`open` and :meth:`close`, in host memory of its own.
+    """
+
+    def __init__(
+        self,
+        file: SwapFile,
+        device: torch.device,
+        count: StagingCount,
+        gradients: GradientShelf,
+        prefetch_units: int,
+        bench_count: StagingCount,
+    ) -> None:
+        """Shards rest in ``file``; ``bench_count`` counts what the optimizer has opened."""
+        super().__init__(device, count, gradients, prefetch_units)
+        self._file = file
+        self._bench_count = bench_count
+        self._offset = 0
+        self._size = -1
+        self._coming: Future[None] | None = None
+        self._going: Future[None] | None = None
+        self._bench: Staging | None = None
+
+    def _keep(self, shard: Tensor) -> Tensor:
+        self._wait_written()
+        if shard.nbytes != self._size:
+            self._offset, self._size = self._file.allocate(shard.nbytes), shard.nbytes
+        self._file.write(self._offset, raw(shard))
+        return typed(self._file.window(self._offset, shard.nbytes), shard.dtype)
+
+    def holds(self, address: int) -> bool:
+        """Whether ``address`` is in the window."""
+        start = self._shard.data_ptr()
+        return start <= address < start + self._shard.nbytes
+
+    # For gathers ------------------------------------------------------------------------------
+
+    def prefetch(self) -> None:
+        """Read in another thread."""
+        if self._coming is None:
+            staging = self._stage()
+            staging.in_use()
+            self._coming = self._read_later(staging)
+
+    def _read_later(self, staging: Staging) -> Future[None]:
+        self._wait_written()
+        return self._count.ahead.submit(self._file.read, self._offset, raw(staging.tensor))
+
+    def fetch(self) -> None:
+        """Have the shard on the device.
+
+        Raises:
+            StorageError: naming the place.
+        """
+        self.prefetch()
+        coming, self._coming = self._coming, None
+        assert coming is not None
+        coming.result()
+
+    def release(self) -> None:
+        """Give the staging back, after a read nobody waited for has ended."""
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            coming.exception()
+        super().release()
+
+    # For the optimizer ------------------------------------------------------------------------
+
+    def begin_open(self) -> None:
+        """Read the shard into host memory of its own in another thread."""
+        if self._bench is None:
+            numel, dtype = self._shard.numel(), self._shard.dtype
+            self._bench = Staging(numel, dtype, torch.device("cpu"), self._bench_count)
+        if self._coming is None:
+            self._bench.in_use()
+            self._coming = self._read_later(self._bench)
+
+    def open(self) -> Tensor:
+        """The shard (``[shard_numel]``) in host memory, to be changed until :meth:`close`.
+
+        Raises:
+            StorageError: naming the place.
+        """
+        self.begin_open()
+        coming, self._coming = self._coming, None
+        assert coming is not None
+        assert self._bench is not None
+        coming.result()
+        return self._bench.tensor
+
+    def part(self, local: Tensor, opened: Tensor) -> Tensor:
+        """What ``local``, a part of the window, is in the opened shard."""
+        start = (local.data_ptr() - self._shard.data_ptr()) // local.itemsize
+        return opened[start : start + local.numel()].view(local.shape)
+
+    def close(self) -> None:
+        """Write the opened shard behind the caller's back."""
+        assert self._bench is not None
+        bench = self._bench
+        self._going = self._count.ahead.submit(self._file.write, self._offset, raw(bench.tensor))
+
+    def finish(self) -> None:
+        """Have everything written and the memory given back.
+
+        Raises:
+            StorageError: naming the place.
+        """
+        try:
+            self._wait_written()
+        finally:
+            coming, self._coming = self._coming, None
+            if coming is not None:
+                coming.exception()
+            if self._bench is not None:
+                self._bench.release()
+
+    def _wait_written(self) -> None:
+        going, self._going = self._going, None
+        if going is not None:
+            going.result()
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """A flat tensor as ``[nbytes]`` uint8."""
+    return tensor.view(torch.uint8)

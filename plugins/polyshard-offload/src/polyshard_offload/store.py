@@ -1,0 +1,132 @@
+"""Where records of optimizer state rest: on the host or on disk, behind one interface."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from polyshard_offload.memory import Arena, pages
+from polyshard_offload.swap import SwapFile
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A page-aligned piece of a store; offsets and sizes are in bytes."""
+
+    offset: int
+    nbytes: int
+
+
+class Store(Protocol):
+    """Keeps extents."""
+
+    def allocate(self, nbytes: int) -> Extent:
+        """Room for ``nbytes``, rounded up to whole pages."""
+        ...
+
+    def window(self, extent: Extent) -> Tensor:
+        """``[nbytes]`` uint8 on the host that shows, and changes, what is kept."""
+        ...
+
+    def load(self, extents: Sequence[Extent], target: Tensor) -> None:
+        """Fill ``target`` with the extents, one after another. Runs in any thread."""
+        ...
+
+    def save(self, extents: Sequence[Extent], source: Tensor) -> None:
+        """Keep what ``source`` holds for the extents, one after another. Runs in any thread."""
+        ...
+
+
+def slices(extents: Sequence[Extent], buffer: Tensor) -> Iterator[tuple[Extent, Tensor]]:
+    """Each extent with its part of a packed buffer."""
+    start = 0
+    for extent in extents:
+        yield extent, buffer[start : start + extent.nbytes]
+        start += extent.nbytes
+
+
+def merged(extents: Sequence[Extent]) -> list[Extent]:
+    """Extents that follow each other as one, so that many small records are one transfer."""
+    found: list[Extent] = []
+    for extent in extents:
+        if found and found[-1].offset + found[-1].nbytes == extent.offset:
+            found[-1] = Extent(found[-1].offset, found[-1].nbytes + extent.nbytes)
+        elif extent.nbytes:
+            found.append(extent)
+    return found
+
+
+class HostStore:
+    """Extents in an arena."""
+
+    def __init__(self, arena: Arena) -> None:
+        """Take memory from ``arena``."""
+        self._arena = arena
+        self._kept: dict[int, Tensor] = {}
+        self._next = 0
+
+    def allocate(self, nbytes: int) -> Extent:
+        """See :class:`Store`."""
+        extent = Extent(self._next, pages(nbytes))
+        self._next += extent.nbytes
+        self._kept[extent.offset] = self._arena.take(extent.nbytes)
+        return extent
+
+    def window(self, extent: Extent) -> Tensor:
+        """The memory itself."""
+        return self._kept[extent.offset]
+
+    def load(self, extents: Sequence[Extent], target: Tensor) -> None:
+        """Copy."""
+        for extent, part in slices(extents, target):
+            part.copy_(self._kept[extent.offset])
+
+    def save(self, extents: Sequence[Extent], source: Tensor) -> None:
+        """Copy."""
+        for extent, part in slices(extents, source):
+            self._kept[extent.offset].copy_(part)
+
+
+class DiskStore:
+    """Extents in a swap file."""
+
+    def __init__(self, file: SwapFile) -> None:
+        """Take space from ``file``."""
+        self._file = file
+
+    def allocate(self, nbytes: int) -> Extent:
+        """See :class:`Store`.
+
+        Raises:
+            StorageError: when there is not enough space.
+        """
+        return Extent(self._file.allocate(nbytes), pages(nbytes))
+
+    def window(self, extent: Extent) -> Tensor:
+        """A mapping of the file."""
+        return self._file.window(extent.offset, extent.nbytes)
+
+    def load(self, extents: Sequence[Extent], target: Tensor) -> None:
+        """Read; verify where checksums are on.
+
+        Raises:
+            StorageError: naming the place.
+        """
+        for extent, part in slices(merged(extents), target):
+            self._file.read(extent.offset, part)
+        for extent, part in slices(extents, target):
+            self._file.check_read(extent.offset, part)
+
+    def save(self, extents: Sequence[Extent], source: Tensor) -> None:
+        """Write.
+
+        Raises:
+            StorageError: naming the place.
+        """
+        for extent, part in slices(extents, source):
+            self._file.note_written(extent.offset, part)
+        for extent, part in slices(merged(extents), source):
+            self._file.write(extent.offset, part)

@@ -1,0 +1,147 @@
+"""The memory and files behind one plugin object, made when first needed."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from polyshard.failures import FailureReport
+from polyshard.layout import GroupLayout
+from polyshard.seams import GroupInfo
+from polyshard_offload._torch_private import local_of
+from polyshard_offload.blocks import Calls
+from polyshard_offload.bounce import BlockPool
+from polyshard_offload.gradients import DiskGradients, GradientShelf, HostGradients
+from polyshard_offload.memory import Arena, may_pin
+from polyshard_offload.settings import DiskSettings, Tier
+from polyshard_offload.shelves import DiskShelf, HostShelf, Shelf, StagingCount
+from polyshard_offload.store import DiskStore, HostStore, Store
+from polyshard_offload.swap import SwapFile
+
+FileKind = Literal["parameters", "gradients", "optimizer state"]
+
+
+@dataclass(eq=False)
+class Tiers:
+    """Arenas by dtype, swap files by kind, and the shelves of all groups.
+
+    ``calls`` are the system calls that new files use.
+    """
+
+    disk_settings: DiskSettings
+    pin: bool | Literal["auto"]
+    count: StagingCount = field(default_factory=StagingCount)
+    bench_count: StagingCount = field(default_factory=StagingCount)
+    arenas: dict[tuple[str, torch.dtype], Arena] = field(default_factory=dict)
+    files: dict[FileKind, SwapFile] = field(default_factory=dict)
+    shelves: weakref.WeakSet[Shelf] = field(default_factory=weakref.WeakSet)
+    ranks: tuple[int, ...] = ()
+    calls: Calls = field(default_factory=Calls)
+
+    @functools.cached_property
+    def pool(self) -> BlockPool:
+        """The threads of all files."""
+        return BlockPool(self.disk_settings.io_threads, self.disk_settings.block_bytes)
+
+    def arena(self, kind: str, dtype: torch.dtype) -> Arena:
+        """The arena for ``kind`` of content in ``dtype``."""
+        pinned = may_pin() if self.pin == "auto" else self.pin
+        return self.arenas.setdefault((kind, dtype), Arena(pinned))
+
+    def file(self, kind: FileKind) -> SwapFile:
+        """The swap file that holds ``kind``.
+
+        Raises:
+            StorageError: when it cannot be made.
+        """
+        if kind not in self.files:
+            self.files[kind] = SwapFile(
+                self.disk_settings, kind, global_rank(), self.calls, self.pool
+            )
+        return self.files[kind]
+
+    def note(self, group: GroupInfo) -> None:
+        """Remember which ranks train together."""
+        mesh: DeviceMesh | None = group.mesh  # there is none where only plans are looked at
+        if mesh is not None and not self.ranks:
+            self.ranks = tuple(sorted(int(rank) for rank in mesh.mesh.flatten()))
+
+    @contextmanager
+    def reported(self, where: str) -> Iterator[None]:
+        """A block whose exceptions other ranks will quote instead of waiting in vain."""
+        if not self.ranks:
+            yield
+            return
+        with FailureReport(self.ranks, where):
+            yield
+
+    def shelf(self, params: Tier, grads: Tier, group: GroupInfo, prefetch: int) -> Shelf:
+        """A place for the shard of ``group``."""
+        gradients = self._gradients(grads, group.orig_dtype)
+        shelf: Shelf
+        if params == "disk":
+            file, counts = self.file("parameters"), (self.count, self.bench_count)
+            shelf = DiskShelf(file, group.device, counts[0], gradients, prefetch, counts[1])
+        else:
+            arena = self.arena("parameters", group.orig_dtype)
+            shelf = HostShelf(arena, group.device, self.count, gradients, prefetch)
+        self.shelves.add(shelf)  # the group owns it, and takes it along when the model goes
+        return shelf
+
+    def _gradients(self, tier: Tier, dtype: torch.dtype) -> GradientShelf:
+        if tier == "disk":
+            return DiskGradients(self.file("gradients"))
+        return HostGradients(self.arena("gradients", dtype))
+
+    def state_store(self, tier: Tier) -> Store:
+        """A store for the state of one optimizer."""
+        if tier == "disk":
+            return DiskStore(self.file("optimizer state"))
+        return HostStore(self.arena("optimizer state", torch.uint8))
+
+    def shelf_of(self, parameter: Tensor) -> DiskShelf | None:
+        """The shelf whose file holds ``parameter``, if one does."""
+        address = local_of(parameter).data_ptr()
+        for shelf in self.shelves:
+            if isinstance(shelf, DiskShelf) and shelf.holds(address):
+                return shelf
+        return None
+
+
+@dataclass(frozen=True)
+class ShelfFactory:
+    """A :class:`polyshard.seams.StorageFactory`."""
+
+    tiers: Tiers
+    params: Tier
+    grads: Tier
+    prefetch: int
+
+    @property
+    def name(self) -> str:
+        """The tier of the parameters."""
+        return self.params
+
+    @property
+    def settings(self) -> str:
+        """Where gradients go."""
+        return f"gradients on {self.grads}"
+
+    def create(self, group: GroupInfo, layout: GroupLayout) -> Shelf:
+        """A place for one group."""
+        del layout
+        return self.tiers.shelf(self.params, self.grads, group, self.prefetch)
+
+
+def global_rank() -> int:
+    """This process's rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

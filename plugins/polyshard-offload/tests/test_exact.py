@@ -1,0 +1,119 @@
+"""Training with offload is, to the last bit, training without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from offload_toys import (
+    Recipe,
+    assert_same_state,
+    assert_same_values,
+    sharded_toy,
+    train,
+    wrapped,
+)
+
+from polyshard.testing import World
+from polyshard_offload import DiskSettings, Offload
+
+TIERS = [
+    ("device", "device", "host"),
+    ("device", "device", "disk"),
+    ("host", "host", "host"),
+    ("host", "host", "disk"),
+    ("host", "disk", "disk"),
+    ("disk", "host", "host"),
+    ("disk", "host", "disk"),
+    ("disk", "disk", "disk"),
+]
+SMALL = 2000  # bytes: many chunks in a small model
+
+
+def make(tiers: tuple[str, str, str], path: str, **settings: object) -> Offload:
+    params, grads, optimizer = tiers
+    chosen = {"chunk_bytes": SMALL, "disk": DiskSettings(path=Path(path)), **settings}
+    return Offload(params=params, grads=grads, optimizer=optimizer, **chosen)  # type: ignore[arg-type]
+
+
+def same_as_without(rank: int, size: int, offload: Offload, recipe: Recipe) -> None:
+    plain, model = sharded_toy(None, recipe), sharded_toy(offload, recipe)
+    expected_optimizer = recipe.make_optimizer(plain)
+    expected = train(plain, expected_optimizer, rank, recipe)
+    optimizer = wrapped(recipe.make_optimizer(model), offload)
+    assert train(model, optimizer, rank, recipe) == expected
+    assert_same_values(model, plain)
+    assert_same_state(optimizer, expected_optimizer)
+
+
+@pytest.mark.parametrize("tiers", TIERS, ids="-".join)
+def test_every_combination_of_tiers(
+    world2: World, tiers: tuple[str, str, str], tmp_path: Path
+) -> None:
+    world2.run(same_as_without, make(tiers, str(tmp_path)), Recipe(clip=0.1))
+    assert list(tmp_path.iterdir()) == []
+
+
+RECIPES = {
+    "accumulation": Recipe(steps=4, micro_batches=3, clip=0.1),
+    "accumulation with reductions": Recipe(steps=4, micro_batches=3, sync_every=True, clip=0.1),
+    "kept gradients": Recipe(steps=4, keep_gradients=True),
+    "bf16": Recipe(steps=4, bf16=True, clip=0.1),
+}
+FAR = [("device", "device", "disk"), ("host", "host", "host"), ("disk", "disk", "disk")]
+
+
+@pytest.mark.parametrize("tiers", FAR, ids="-".join)
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_way_to_train(
+    world2: World, tiers: tuple[str, str, str], name: str, tmp_path: Path
+) -> None:
+    world2.run(same_as_without, make(tiers, str(tmp_path)), RECIPES[name])
+
+
+OPTIMIZERS = [
+    "fused", "foreach", "amsgrad", "SGD", "momentum", "RMSprop", "Adagrad", "NAdam",
+    "RowNorm",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("tiers", [FAR[0], ("disk", "host", "disk")], ids="-".join)
+def test_any_optimizer(
+    world2: World, tiers: tuple[str, str, str], optimizer: str, tmp_path: Path
+) -> None:
+    recipe = Recipe(steps=4, optimizer=optimizer)
+    world2.run(same_as_without, make(tiers, str(tmp_path)), recipe)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
+def test_any_fraction(world2: World, fraction: float, tmp_path: Path) -> None:
+    for tiers in (FAR[0], ("disk", "host", "disk")):
+        offload = make(tiers, str(tmp_path), fraction=fraction)
+        world2.run(same_as_without, offload, Recipe(steps=4))
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+def test_any_depth(world2: World, prefetch: int, tmp_path: Path) -> None:
+    for tiers in (FAR[0], FAR[2]):
+        offload = make(tiers, str(tmp_path), prefetch=prefetch)
+        world2.run(same_as_without, offload, Recipe(steps=4))
+
+
+def test_uneven_ranks(world3: World, tmp_path: Path) -> None:
+    for tiers in FAR:
+        world3.run(same_as_without, make(tiers, str(tmp_path)), Recipe(steps=4, clip=0.1))
+
+
+def test_a_world_of_one(world1: World, tmp_path: Path) -> None:
+    for tiers in FAR:
+        recipe = Recipe(steps=4, clip=0.1)
+        world1.run(same_as_without, make(tiers, str(tmp_path)), recipe)
+        world1.run(same_as_without, make(tiers, str(tmp_path)), replace(recipe, bf16=True))
+
+
+def test_replicas(world4: World, tmp_path: Path) -> None:
+    for tiers in FAR:
+        offload = make(tiers, str(tmp_path))
+        world4.run(same_as_without, offload, Recipe(steps=4, clip=0.1, hsdp=True))

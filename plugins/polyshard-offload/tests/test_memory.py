@@ -1,0 +1,196 @@
+"""What the plugin says it takes is what it takes, and a limit on the process can be met."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from polyshard import fully_shard
+from polyshard.testing import World
+from polyshard_offload import DiskSettings, Memory, Offload
+
+MIB = 1 << 20
+
+
+def build(offload: Offload | None, layers: int, width: int) -> nn.Sequential:
+    """Layer by layer, so that no rank ever holds the whole model."""
+    torch.manual_seed(0)
+    plugins = [] if offload is None else [offload]
+    made = []
+    for _ in range(layers):
+        layer = nn.Linear(width, width, bias=False)
+        with torch.no_grad():
+            layer.weight.mul_(1.7)
+        made.append(fully_shard(layer, plugins=plugins))
+    model = nn.Sequential(*made)
+    fully_shard(model, plugins=plugins)
+    return model
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, width: int) -> float:
+    loss = model(torch.full((2, width), 0.1)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def takes(rank: int, size: int, path: str, tiers: tuple[str, str, str]) -> tuple[Memory, Memory]:
+    disk = DiskSettings(path=Path(path), block_bytes=MIB // 4)
+    params, grads, optimizer_tier = tiers
+    offload = Offload(
+        params=params,  # type: ignore[arg-type]
+        grads=grads,  # type: ignore[arg-type]
+        optimizer=optimizer_tier,  # type: ignore[arg-type]
+        chunk_bytes=4 * MIB,
+        disk=disk,
+    )
+    model = build(offload, layers=8, width=1024)
+    optimizer = offload.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    predicted = offload.memory(optimizer)
+    for _ in range(3):
+        step(model, optimizer, 1024)
+    return predicted, offload.measured_memory(optimizer)
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        ("device", "device", "host"),
+        ("device", "device", "disk"),
+        ("host", "host", "host"),
+        ("host", "disk", "disk"),
+        ("disk", "disk", "disk"),
+    ],
+    ids="-".join,
+)
+def test_predictions_hold(world2: World, tmp_path: Path, tiers: tuple[str, str, str]) -> None:
+    for predicted, measured in world2.run(takes, str(tmp_path), tiers):
+        for name in ("staging", "buffers", "bounce", "host", "disk"):
+            said, found = getattr(predicted, name), getattr(measured, name)
+            assert found == pytest.approx(said, rel=0.05, abs=3 * 4096), (name, said, found)
+        assert "MiB" in str(predicted)
+
+
+RESIDENT = """
+import sys, torch
+from polyshard_offload import Offload
+
+def anonymous():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(l.split()[1]) * 1024 for l in lines if l.startswith("RssAnon"))
+
+torch.set_num_threads(1)
+params = [torch.nn.Parameter(torch.ones(2 << 20)) for _ in range(12)]
+for p in params:
+    p.grad = torch.ones_like(p)
+warm = [torch.nn.Parameter(torch.ones(8))]
+warm[0].grad = torch.ones_like(warm[0])
+torch.optim.AdamW(warm).step()
+before = anonymous()
+offload = Offload(optimizer=sys.argv[1], chunk_bytes=16 << 20)
+optimizer = offload.wrap(torch.optim.AdamW(params, foreach=False))
+for _ in range(3):
+    optimizer.step()
+said = offload.memory(optimizer)
+print(anonymous() - before, said.host + said.buffers)
+"""
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_the_kernel_counts_the_same(tier: str) -> None:
+    """Resident anonymous memory of a process, before the optimizer had state and after."""
+    command = [sys.executable, "-c", RESIDENT, tier]
+    environment = {**os.environ, "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    measured, said = map(int, found.stdout.split())
+    assert measured == pytest.approx(said, rel=0.05)
+
+
+# A limit on the process -----------------------------------------------------------------------
+
+LAYERS, WIDTH = 48, 1024
+STATE_BYTES = LAYERS * WIDTH * WIDTH * 4 * 4 // 2
+"""Parameters, gradients and two moments, on each of two ranks."""
+BUDGET_BYTES = STATE_BYTES // 4
+
+
+def data_bytes() -> int:
+    """What the kernel holds against RLIMIT_DATA."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    line = next(text for text in status.splitlines() if text.startswith("VmData"))
+    return int(line.split()[1]) * 1024
+
+
+def everything_on_disk(path: str) -> Offload:
+    disk = DiskSettings(path=Path(path), block_bytes=MIB)
+    return Offload(
+        params="disk",
+        grads="disk",
+        optimizer="disk",
+        prefetch=1,
+        chunk_bytes=4 * MIB,
+        disk=disk,
+    )
+
+
+def limited(rank: int, size: int, path: str, *, offloads: bool) -> list[float]:
+    warm = everything_on_disk(path)
+    model = build(warm, 2, WIDTH)  # threads, kernels and code pages are there from now on
+    optimizer = warm.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    step(model, optimizer, WIDTH)
+    del model, optimizer
+    offload = everything_on_disk(path) if offloads else None
+    limit = data_bytes() + BUDGET_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+    try:
+        model = build(offload, LAYERS, WIDTH)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if offload is not None:
+            optimizer = offload.wrap(optimizer)
+        return [step(model, optimizer, WIDTH) for _ in range(3)]
+    finally:
+        infinity = resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_DATA, (infinity, infinity))
+
+
+def unlimited(rank: int, size: int) -> list[float]:
+    model = build(None, LAYERS, WIDTH)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return [step(model, optimizer, WIDTH) for _ in range(3)]
+
+
+def does_not_fit(rank: int, size: int, path: str) -> str:
+    try:
+        limited(rank, size, path, offloads=False)
+    except (RuntimeError, MemoryError) as error:
+        return str(error)
+    return ""
+
+
+def fits(rank: int, size: int, path: str) -> list[float]:
+    return limited(rank, size, path, offloads=True)
+
+
+@pytest.fixture
+def heap_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """Two ranks whose unsharded buffers are allocated, not reserved: reserving counts as well."""
+    monkeypatch.setenv("POLYSHARD_MOVE_PAGES", "0")
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(MIB // 4))  # what is freed goes back at once
+    world = World(2)
+    yield world
+    world.close()
+
+
+def test_state_four_times_the_budget_trains_within_it(heap_world: World, tmp_path: Path) -> None:
+    expected = heap_world.run(unlimited)
+    assert heap_world.run(fits, str(tmp_path), timeout=120) == expected
+    assert all("alloc" in text for text in heap_world.run(does_not_fit, str(tmp_path)))

@@ -1,0 +1,202 @@
+"""The plugin among others: conformance, settings, presets, torch's own policy."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from offload_toys import Model, assert_same_values, loss_of, sharded_toy, tokens_for
+from torch import nn
+
+from polyshard import CPUOffloadPolicy, describe, fully_shard
+from polyshard.errors import IneffectiveSettingWarning, PluginError, SettingError
+from polyshard.testing import PluginConformance, World
+from polyshard_offload import DiskSettings, Offload, cpu_offload
+
+
+class TestHost(PluginConformance):
+    @pytest.fixture
+    def factory(self) -> Callable[[], object]:
+        return cpu_offload
+
+
+def on_disk() -> Offload:
+    return Offload(params="disk", grads="disk", optimizer="disk")
+
+
+class TestDisk(PluginConformance):
+    @pytest.fixture
+    def factory(self) -> Callable[[], object]:
+        return on_disk
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"params": "cpu"}, "Offload(params='cpu') must be one of 'device', 'host', 'disk'"),
+    ({"grads": "host"}, "choose params='host' or 'disk'"),
+    ({"params": "host", "grads": "device"}, "choose grads='host'"),
+    ({"params": "host", "optimizer": "device"}, "choose optimizer='host' or 'disk'"),
+    ({"params": "host", "grads": "disk", "optimizer": "host"}, "move optimizer='disk' first"),
+    ({"fraction": 1.5}, "Offload(fraction=1.5) must be from 0 to 1"),
+    ({"prefetch": -1}, "Offload(prefetch=-1) must be an integer of at least 0"),
+    ({"prefetch": True}, "Offload(prefetch=True) must be an integer"),
+    ({"chunk_bytes": 0}, "Offload(chunk_bytes=0) must be an integer of at least 1"),
+    ({"pin": "yes"}, "Offload(pin='yes') must be one of True, False, 'auto'"),
+    ({"disk": "/tmp"}, "must be DiskSettings(path=...), got a str"),
+]
+
+
+@pytest.mark.parametrize(("chosen", "text"), WRONG)
+def test_impossible_settings_are_refused(chosen: dict[str, Any], text: str) -> None:
+    with pytest.raises(SettingError, match=re.escape(text)):
+        Offload(**chosen)
+
+
+WRONG_DISK: list[tuple[dict[str, Any], str]] = [
+    ({"io_threads": 0}, "DiskSettings(io_threads=0) must be an integer of at least 1"),
+    ({"block_bytes": 5000}, "must be a multiple of 4096"),
+    ({"block_bytes": 512}, "at least 4096"),
+    ({"direct": "maybe"}, "must be one of True, False, 'auto'"),
+    ({"backend": "aio"}, "must be one of 'posix', 'kvikio'"),
+]
+
+
+@pytest.mark.parametrize(("chosen", "text"), WRONG_DISK)
+def test_impossible_disk_settings_are_refused(chosen: dict[str, Any], text: str) -> None:
+    with pytest.raises(SettingError, match=re.escape(text)):
+        DiskSettings(**chosen)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator can pin")
+def test_pinning_needs_an_accelerator() -> None:
+    with pytest.raises(SettingError, match="no accelerator"):
+        Offload(pin=True)
+
+
+def test_tiers_left_out_are_beside_the_parameters() -> None:
+    def tiers(offload: Offload) -> tuple[str | None, ...]:
+        return offload.params, offload.grads, offload.optimizer
+
+    assert tiers(Offload()) == ("device", "device", "device")
+    assert tiers(Offload(params="disk")) == ("disk", "host", "host")
+    assert tiers(Offload.cpu()) == tiers(cpu_offload()) == ("host", "host", "host")
+    assert tiers(Offload.optimizer_only("disk")) == ("device", "device", "disk")
+    assert tiers(Offload.on_disk("/tmp")) == ("disk", "disk", "disk")
+
+
+def test_settings_travel_and_paths_may_differ(tmp_path: Path) -> None:
+    """Ranks compare settings; where each rank's disk is mounted is its own business."""
+    from polyshard.contract import settings_of
+
+    offload = Offload(optimizer="disk", disk=DiskSettings(path=tmp_path))
+    again = pickle.loads(pickle.dumps(offload))
+    assert again.disk == offload.disk
+    assert str(tmp_path) not in settings_of(offload)
+    assert "optimizer='disk'" in settings_of(offload)
+
+
+def follows_policy(rank: int, size: int) -> None:
+    """FSDP2's policy, by its own name, with an optimizer that nobody wrapped."""
+    models = []
+    for keywords in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=True)}):
+        torch.manual_seed(0)
+        model = Model()
+        for block in model.blocks:
+            fully_shard(block, **keywords)  # type: ignore[call-overload]
+        fully_shard(model, **keywords)  # type: ignore[call-overload]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(4):
+            loss_of(model, tokens_for(step, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model)
+    assert_same_values(*models)
+    assert "storage host(gradients on host)" in str(describe(models[1]))
+
+
+def test_torchs_policy_stands_for_the_preset(world2: World) -> None:
+    world2.run(follows_policy)
+
+
+def by_name(rank: int, size: int) -> None:
+    model = nn.Linear(4, 4)
+    fully_shard(model, plugins=["offload"])
+    assert "storage host" in str(describe(model))
+    with pytest.raises(PluginError, match="offload"):
+        fully_shard(nn.Linear(4, 4), plugins=["offload"], offload_policy=CPUOffloadPolicy())
+
+
+def test_the_name_stands_for_the_preset(world1: World) -> None:
+    world1.run(by_name)
+
+
+def forgets_to_wrap(rank: int, size: int) -> None:
+    model = sharded_toy(Offload(optimizer="host"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", IneffectiveSettingWarning)
+        backwards(model, rank)
+    (told,) = (w for w in caught if w.category is IneffectiveSettingWarning)
+    assert "offload.wrap" in str(told.message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", IneffectiveSettingWarning)
+        backwards(sharded_toy(Offload.cpu()), rank)
+
+
+def backwards(model: nn.Module, rank: int) -> None:
+    for step in range(4):
+        loss_of(model, tokens_for(step, rank)).backward()
+
+
+def test_forgetting_to_wrap_is_told_once(world2: World) -> None:
+    world2.run(forgets_to_wrap)
+
+
+def rests_apart(rank: int, size: int, path: str) -> None:
+    """The tiers are real: other memory, staging that goes, gradients that move."""
+    for offload in (Offload.cpu(), Offload.on_disk(path)):
+        model = sharded_toy(offload)
+        tiers = offload.tiers
+        optimizer = offload.wrap(torch.optim.AdamW(model.parameters()))
+        for step in range(2):
+            loss_of(model, tokens_for(step, rank)).backward()
+            assert tiers.count.bytes_now == 0  # nothing of the shards stays on the device
+            optimizer.step()
+            optimizer.zero_grad()
+        assert tiers.count.peak_bytes > 0
+        assert tiers.bench_count.bytes_now == 0
+        gradients = tiers.arenas.get(("gradients", torch.float32))
+        assert gradients is None or (gradients.peak_bytes > 0 == gradients.taken_bytes)
+
+
+def test_shards_leave_the_device(world2: World, tmp_path: Path) -> None:
+    world2.run(rests_apart, str(tmp_path))
+
+
+def late_init(rank: int, size: int, path: str) -> None:
+    """Meta parameters get values after sharding; conversions move shards to new memory."""
+    for offload in (Offload.cpu(), Offload.on_disk(path)):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+        for layer in model:
+            fully_shard(layer, plugins=[offload])
+        fully_shard(model, plugins=[offload])
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.5)
+        assert model(torch.ones(1, 8)).tolist() == [[36.5] * 4]
+        model.to(torch.float64)
+        assert model(torch.ones(1, 8, dtype=torch.float64)).tolist() == [[36.5] * 4]
+        model(torch.ones(1, 8, dtype=torch.float64)).sum().backward()
+        optimizer = offload.wrap(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5))
+        optimizer.step()
+        bias: Any = model[1].bias
+        assert bias.full_tensor().tolist() == [-0.5] * 4
+
+
+def test_parameters_may_come_late_and_change_dtype(world2: World, tmp_path: Path) -> None:
+    world2.run(late_init, str(tmp_path))
