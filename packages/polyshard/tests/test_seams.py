@@ -9,7 +9,9 @@ from typing import Any
 import pluggy
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from toy_models import assert_same_parameters, build, loss_of, shard, tokens_for, train
 from toy_plugins import (
     Adapting,
@@ -24,7 +26,7 @@ from toy_plugins import (
     Watching,
 )
 
-from polyshard import describe, fully_shard, stats
+from polyshard import Plugin, describe, fully_shard, hookimpl, stats
 from polyshard.errors import ConflictError, PlanMismatchError, PluginError
 from polyshard.manager import Manager
 from polyshard.testing import World
@@ -250,3 +252,61 @@ def raising(rank: int, size: int) -> None:
 
 def test_an_exception_names_its_plugin(world1: World) -> None:
     world1.run(raising)
+
+
+class Spread(Plugin):
+    """Takes parameters off a second axis, and says that their sharded form has both."""
+
+    name = "spread"
+
+    def __init__(self, mesh: DeviceMesh, cut: int = 0) -> None:
+        self.mesh = mesh
+        self.cut = cut
+
+    @hookimpl
+    def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, str] | None:
+        return (tensor.to_local(), "local") if isinstance(tensor, DTensor) else None
+
+    @hookimpl
+    def post_unflatten_transform(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    @hookimpl
+    def chunk_dtensor(self, tensor: DTensor, rank: int, device_mesh: DeviceMesh) -> DTensor:
+        local = tensor.to_local().chunk(device_mesh.size())[rank][self.cut :]
+        return DTensor.from_local(local, self.mesh, [Shard(0), Replicate()])
+
+
+class Mute(Spread):
+    """Flattens, and has nothing to say of the sharded form."""
+
+    chunk_dtensor = None  # type: ignore[assignment]
+
+
+def spread(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole = torch.arange(16.0).view(4, 4)
+
+    def build_on_axis() -> Any:
+        module = torch.nn.Linear(4, 4)
+        value = DTensor.from_local(whole.clone(), mesh["tp"], [Replicate()])
+        module.weight = torch.nn.Parameter(value)
+        return module
+
+    model = build_on_axis()
+    fully_shard(model, mesh=mesh["dp"], plugins=[Spread(mesh)])
+    assert model.weight.device_mesh == mesh
+    assert model.weight.placements == (Shard(0), Replicate())
+    assert torch.equal(model.weight.full_tensor(), whole)
+    model(torch.ones(1, 4)).sum().backward()
+    assert model.weight.grad.placements == (Shard(0), Replicate())
+    assert torch.equal(model.weight.grad.full_tensor(), torch.ones(4, 4))
+    assert model.bias.device_mesh.ndim == 1, "no DTensor, so not asked for"
+    with pytest.raises(PluginError, match=r"'weight' a local shape of \(1, 4\), but .*\(2, 4\)"):
+        fully_shard(build_on_axis(), mesh=mesh["dp"], plugins=[Spread(mesh, cut=1)])
+    with pytest.raises(PluginError, match=r"chunk_dtensor returned a NoneType.*other axes"):
+        fully_shard(build_on_axis(), mesh=mesh["dp"], plugins=[Mute(mesh)])
+
+
+def test_a_transformed_parameter_may_live_on_a_larger_mesh(world4: World) -> None:
+    world4.run(spread)

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from polyshard._torch_private import has_fsdp_protocol
-from polyshard.errors import ModuleError, SettingError, UnsupportedError
+from polyshard._torch_private import has_fsdp_protocol, local_tensor
+from polyshard.errors import ModuleError, PluginError, SettingError, UnsupportedError
 from polyshard.mesh import MeshRoles
-from polyshard.onion import Onion
-from polyshard.parameter import Owner, Source
-from polyshard.placement import PlacementFunction, resolve_placement
+from polyshard.parameter import Form, Owner, Source
+from polyshard.placement import PlacementFunction, resolve_placement, shard_shape
 from polyshard.protocol import check_protocol
 from polyshard.root import unit_of
-from polyshard.seams import ParamInfo
+from polyshard.seams import ParamInfo, Stack
 
 TIE = "_polyshard_unit_name"
 """Set on an original parameter when a unit takes it, so that a tie across units is seen at once."""
@@ -80,13 +79,13 @@ class Collector:
         roles: MeshRoles,
         ignored: set[nn.Parameter],
         placement: PlacementFunction | None,
-        onion: Onion,
+        stack: Stack,
     ) -> None:
-        """``placement`` is the user's ``shard_placement_fn``, ``onion`` the plugins' transforms."""
+        """``placement`` is the user's ``shard_placement_fn``."""
         self._roles = roles
         self._ignored = {id(p) for p in ignored}
         self._placement = placement
-        self._onion = onion
+        self._stack = stack
 
     def takes(self, parameter: nn.Parameter) -> bool:
         """Whether the unit takes ``parameter`` if one of its modules registers it."""
@@ -120,14 +119,38 @@ class Collector:
             module_class=type(owners[0].module),
         )
         with torch.no_grad():
-            value, extensions = self._onion.flatten(parameter.detach(), info)
+            value, extensions = self._stack.onion.flatten(parameter.detach(), info)
         _check_shardable(fqn, value)
         wanted = self._placement(parameter) if self._placement is not None else None
         placed = resolve_placement(wanted, fqn, value, self._roles)
         if has_fsdp_protocol(value):
             check_protocol(fqn, value, placed.dim)
         info = replace(info, mesh=placed.roles.mesh)
-        return Source(info, parameter, owners, placed, value, extensions)
+        source = Source(info, parameter, owners, placed, value, extensions)
+        if isinstance(parameter, DTensor) or isinstance(parameter.data, DTensor):
+            source = replace(source, form=self._form(source))
+        return source
+
+    def _form(self, source: Source) -> Form:
+        """What the plugin that flattened a ``DTensor`` makes of its sharded form."""
+        placed, fqn = source.placed, source.info.fqn
+        given = source.parameter.detach()
+        rank, mesh = placed.roles.shard_rank, placed.roles.mesh
+        answer = self._stack.parameter_hooks.claimed_dtensor(given, rank, mesh, source.info)
+        if not isinstance(answer, DTensor):
+            raise PluginError(
+                f"'{fqn}' is a DTensor that a plugin flattened, and chunk_dtensor returned a "
+                f"{type(answer).__name__} for it. Return the sharded parameter as a DTensor, so "
+                "that its other axes are not lost."
+            )
+        expected = shard_shape(source.value.shape, placed, rank)
+        local = tuple(local_tensor(answer).shape)
+        if local != expected:
+            raise PluginError(
+                f"chunk_dtensor gave '{fqn}' a local shape of {local}, but rank {rank} of the "
+                f"shard axis holds {expected} of what pre_flatten_transform made of it."
+            )
+        return Form(answer.device_mesh, tuple(answer.placements), answer.shape)
 
 
 def _check_shardable(fqn: str, value: Tensor) -> None:

@@ -23,6 +23,7 @@ from polyshard.layout import ParameterShape
 from polyshard.onion import Extensions
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
     from polyshard.mesh import MeshRoles
@@ -72,6 +73,32 @@ class Registry:
             registration.apply()
 
 
+def placements_for(dim: int | None, roles: MeshRoles) -> tuple[Placement, ...]:
+    """Placements of a sharded parameter on the data-parallel mesh."""
+    placements: list[Placement] = [Replicate()] * roles.mesh.ndim
+    if dim is not None and roles.shard_axis is not None:
+        placements[roles.shard_axis] = Shard(dim)
+    return tuple(placements)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the sharded parameter is as a ``DTensor``: its mesh, placements and global shape."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, placed: Placed, shape: torch.Size) -> Form:
+        """Sharded over the data-parallel mesh alone."""
+        return cls(placed.roles.mesh, placements_for(placed.dim, placed.roles), shape)
+
+    def spec(self, dtype: torch.dtype) -> DTensorSpec:
+        """As torch wants it."""
+        return dtensor_spec(self.mesh, self.placements, self.shape, dtype)
+
+
 @dataclass(frozen=True)
 class Source:
     """A parameter as found on the module, before sharding.
@@ -86,19 +113,13 @@ class Source:
     placed: Placed
     value: Tensor
     extensions: Extensions = ()
+    form: Form | None = None
+    """What a plugin makes of the sharded parameter, where it takes part in other axes too."""
 
     @property
     def shape(self) -> ParameterShape:
         """What the layout needs of it."""
         return ParameterShape(self.info.fqn, tuple(self.value.shape), self.placed.dim)
-
-
-def placements_for(dim: int | None, roles: MeshRoles) -> tuple[Placement, ...]:
-    """Placements of a sharded parameter on the data-parallel mesh."""
-    placements: list[Placement] = [Replicate()] * roles.mesh.ndim
-    if dim is not None and roles.shard_axis is not None:
-        placements[roles.shard_axis] = Shard(dim)
-    return tuple(placements)
 
 
 class ShardedParameter:
@@ -110,18 +131,13 @@ class ShardedParameter:
         self.owners = source.owners
         self.dim = source.placed.dim
         self.extensions = source.extensions
-        self._shape = source.value.shape
-        self._roles = source.placed.roles
-        self.spec = self._spec(local.dtype)
+        self._form = source.form or Form.of(source.placed, source.value.shape)
+        self.spec = self._form.spec(local.dtype)
         self.parameter = nn.Parameter(
             wrap_local(local, self.spec), requires_grad=source.parameter.requires_grad
         )
         if type(source.parameter) is nn.Parameter:  # a subclass keeps its own state there
             self.parameter.__dict__.update(source.parameter.__dict__)
-
-    def _spec(self, dtype: torch.dtype) -> DTensorSpec:
-        placements = placements_for(self.dim, self._roles)
-        return dtensor_spec(self._roles.mesh, placements, self._shape, dtype)
 
     @property
     def current_info(self) -> ParamInfo:
@@ -134,7 +150,7 @@ class ShardedParameter:
     def adopt(self, parameter: nn.Parameter) -> None:
         """Take over a parameter object that replaced ours (``to_empty``, ``assign=True``)."""
         self.parameter = parameter
-        self.spec = self._spec(parameter.dtype)
+        self.spec = self._form.spec(parameter.dtype)
 
     def wrap(self, local: Tensor) -> DTensor:
         """A gradient (or any value) with this parameter's placements."""

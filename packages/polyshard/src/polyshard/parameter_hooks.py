@@ -28,7 +28,10 @@ class ParameterHooks:
         self._hooks = hooks
         self._engine = engine
 
-    def _one(self, hook: str, param: ParamInfo | None, ask: Callable[[str], list[Answer[T]]]) -> T:
+    def _claim(
+        self, hook: str, param: ParamInfo | None, ask: Callable[[str], list[Answer[T]]]
+    ) -> T | None:
+        """The answer of the only plugin that has one."""
         claims = ask(self._engine)
         if len(claims) > 1:
             plugins = " and ".join(a.member.label for a in claims)
@@ -36,9 +39,12 @@ class ParameterHooks:
                 f"plugins {plugins} both answer {hook} for {name_of(param)}. Pass only one of "
                 "them, or narrow one so that it returns None for this parameter."
             )
-        if not claims:  # only now: the engine need not understand what a plugin claims
-            claims = ask("")
-        return claims[0].value
+        return claims[0].value if claims else None
+
+    def _one(self, hook: str, param: ParamInfo | None, ask: Callable[[str], list[Answer[T]]]) -> T:
+        claim = self._claim(hook, param, ask)
+        # Only now: the engine need not understand what a plugin claims.
+        return ask("")[0].value if claim is None else claim
 
     def chunk_tensor(
         self,
@@ -62,6 +68,15 @@ class ParameterHooks:
         """``tensor`` sharded over ``device_mesh``."""
         given = (tensor, rank, device_mesh, param)
         return self._one(
+            "chunk_dtensor", param, lambda name: self._hooks.chunk_dtensor(*given, leave_out=name)
+        )
+
+    def claimed_dtensor(
+        self, tensor: Tensor, rank: int, device_mesh: DeviceMesh, param: ParamInfo
+    ) -> DTensor | None:
+        """What a plugin makes of ``tensor`` sharded over ``device_mesh``; ``None`` if none does."""
+        given = (tensor, rank, device_mesh, param)
+        return self._claim(
             "chunk_dtensor", param, lambda name: self._hooks.chunk_dtensor(*given, leave_out=name)
         )
 

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from polyshard.errors import MeshError, SettingError
+from polyshard.layout import chunk_bounds
 from polyshard.mesh import MeshRoles, resolve_mesh
 from polyshard.notices import placement_notice, warn
 
@@ -38,6 +40,15 @@ class Placed:
 
     dim: int | None
     roles: MeshRoles
+
+
+def shard_shape(shape: torch.Size, placed: Placed, rank: int) -> tuple[int, ...]:
+    """Local shape of rank ``rank`` of the shard axis, for a tensor of ``shape``."""
+    found = list(shape)
+    if placed.dim is not None:
+        start, stop = chunk_bounds(shape[placed.dim], placed.roles.shard_size, rank)
+        found[placed.dim] = stop - start
+    return tuple(found)
 
 
 def resolve_placement(answer: object, fqn: str, value: Tensor, roles: MeshRoles) -> Placed:

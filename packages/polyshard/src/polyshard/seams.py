@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from polyshard.layout import GroupLayout
     from polyshard.mesh import MeshRoles
     from polyshard.onion import Onion
+    from polyshard.parameter_hooks import ParameterHooks
     from polyshard.transport.base import Transport
 
 
@@ -331,6 +332,11 @@ class Stack(Protocol):
     @property
     def onion(self) -> Onion:
         """The transforms around every parameter."""
+        ...
+
+    @property
+    def parameter_hooks(self) -> ParameterHooks:
+        """The exclusive hooks of single parameters."""
         ...
 
     def contributions(self, group: GroupInfo) -> Contributions:
