@@ -90,7 +90,7 @@ def bad_settings(rank: int, size: int) -> None:
     refused(SettingError, r"takes True or False, got int", module.set_reshard_after_forward, 2)
     refused(SettingError, r">= 1", module.set_reduce_scatter_max_input_buffers, 0)
     refused(SettingError, r"got Linear", module.set_modules_to_forward_prefetch, [nn.Linear(1, 1)])
-    refused(UnsupportedError, r"set_custom_all_gather", module.set_custom_all_gather, None)
+    refused(SettingError, r"needs allocate.*got int", module.set_custom_all_gather, 3)
 
 
 def nothing_lost(rank: int, size: int) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from polyshard.errors import SettingError
 from polyshard.transport.base import (
     Extents,
     GatherPiece,
@@ -65,10 +66,24 @@ class ReduceScatter(Comm, Protocol):
 
 @dataclass(frozen=True)
 class CustomComms:
-    """What a user set; ``None`` leaves that direction to the transport."""
+    """What a user set; ``None`` leaves that direction to the transport.
+
+    Raises:
+        SettingError: for an object that cannot allocate or be called.
+    """
 
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse at once what would fail in the first transfer."""
+        for comm in (self.all_gather, self.reduce_scatter):
+            given: object = comm
+            if given is not None and not (callable(given) and hasattr(given, "allocate")):
+                raise SettingError(
+                    f"a custom collective needs allocate(size, dtype=, device=) and a call, got "
+                    f"{type(given).__name__}; derive it from torch's AllGather or ReduceScatter."
+                )
 
     def __bool__(self) -> bool:
         """Whether anything was set."""
