@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from polyshard.buffers import Buffer, HeapBuffer, MappedBuffer, new_buffer
+from polyshard.buffers import Buffer, HeapBuffer, MappedBuffer, Recycled, new_buffer
 from polyshard.pages import EXTENT_BYTES, PagePool, PageRange, pages_can_move
 
 mapped = pytest.mark.skipif(not pages_can_move(), reason="this kernel cannot move pages")
@@ -91,3 +91,18 @@ def test_a_tensor_keeps_its_range_alive() -> None:
 def test_small_buffers_come_from_the_heap() -> None:
     assert isinstance(new_buffer(8, torch.float32, torch.device("cpu"), PagePool()), HeapBuffer)
     assert isinstance(new_buffer(1 << 20, torch.float32, torch.device("cpu"), None), HeapBuffer)
+
+
+def test_memory_is_recycled_once_nobody_holds_it() -> None:
+    memory = Recycled()
+    device = torch.device("cpu")
+    first = memory.take(100, torch.float32, device)
+    address = first.data_ptr()
+    part = first[10:20]
+    del first
+    assert memory.take(100, torch.float32, device).data_ptr() != address, "a view holds it"
+    address = memory.take(100, torch.float32, device).data_ptr()
+    assert memory.take(100, torch.float32, device).data_ptr() == address
+    assert memory.take(50, torch.float32, device).numel() == 50
+    assert memory.take(50, torch.bfloat16, device).dtype == torch.bfloat16
+    assert part.shape == (10,)

@@ -496,3 +496,27 @@ def steady(rank: int, size: int) -> None:
 
 def test_memory_is_steady_and_given_back(world2: World) -> None:
     world2.run(steady)
+
+
+def held_gradients(rank: int, size: int) -> None:
+    """Gradients somebody keeps are not written to by later steps; others' memory is used again."""
+    model = shard(build(), fully_shard)
+    loss_of(model, tokens_for(0, rank)).backward()
+    kept = [p.grad for p in model.parameters()]
+    values = [full(g).clone() for g in kept if g is not None]
+    model.zero_grad()
+    addresses = []
+    for step in range(1, 4):
+        loss_of(model, tokens_for(step, rank)).backward()
+        weight: Any = model.head.weight
+        addresses.append(weight.grad.to_local().data_ptr())
+        del weight
+        model.zero_grad()
+    for gradient, value in zip(kept, values, strict=True):
+        assert gradient is not None
+        assert torch.equal(full(gradient), value)
+    assert len(set(addresses)) == 1
+
+
+def test_gradients_that_are_kept_stay_as_they_are(world2: World) -> None:
+    world2.run(held_gradients)

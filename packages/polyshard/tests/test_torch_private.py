@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from polyshard import _torch_private as private
@@ -90,3 +91,34 @@ def test_the_tensor_protocol_is_found() -> None:
 
 def test_coalescing_is_a_block() -> None:
     assert hasattr(dist.distributed_c10d, "_coalescing_manager")
+
+
+def test_holders_of_memory_are_counted() -> None:
+    tensor = torch.empty(10)
+    assert private.storage_holders(tensor) == 1
+    view = tensor[2:]
+    assert private.storage_holders(tensor) == 2
+    del view
+    assert private.storage_holders(tensor) == 1
+
+
+def test_the_default_of_reduce_dtype_is_read_off_the_policy() -> None:
+    follows = "grad_dtype" in (MixedPrecisionPolicy.__doc__ or "")
+    assert private.reduces_in_original_dtype() is follows
+
+
+def joined(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    both = private.join_meshes([mesh["b"], mesh["a"]])
+    assert both.mesh_dim_names == ("b", "a")
+    assert both.size(0) == both.size(1) == 2
+    group = mesh.get_group("a")
+    ranks = dist.get_process_group_ranks(group)
+    shared = private.shared_group(ranks, "test", group)
+    assert private.shared_group(ranks, "test", group) is shared
+    assert private.shared_group(ranks, "another", group) is not shared
+    assert dist.get_process_group_ranks(shared) == ranks
+
+
+def test_meshes_are_joined_and_groups_shared(world4: World) -> None:
+    world4.run(joined)

@@ -69,6 +69,7 @@ __all__ = [
     "reduces_in_original_dtype",
     "set_local_tensor",
     "shared_group",
+    "storage_holders",
     "store_timeout_seconds",
     "tag_managed_module",
     "wrap_local",
@@ -101,6 +102,13 @@ def local_tensor(value: DTensor) -> Tensor:
 def set_local_tensor(value: DTensor, local: Tensor) -> None:
     """Point a DTensor at other local memory, keeping the object (optimizers hold on to it)."""
     value._local_tensor = local
+
+
+def storage_holders(tensor: Tensor) -> int:
+    """How many tensors (and other owners) hold the memory of ``tensor``, itself included."""
+    storage = tensor.untyped_storage()
+    counted: int = torch._C._storage_Use_Count(storage._cdata)
+    return counted - 1  # without ``storage``
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from polyshard._torch_private import storage_holders
 from polyshard.pages import PagePool, PageRange
 
 
@@ -119,3 +120,28 @@ def new_buffer(
     if device.type == "cpu" and pool is not None and large:
         return MappedBuffer(numel, dtype, pool)
     return HeapBuffer(numel, dtype, device)
+
+
+class Recycled:
+    """Memory handed out again when nobody holds what was handed out last.
+
+    Sharded gradients live from one backward to ``zero_grad``; taken afresh in every step they cost
+    more in page faults than in arithmetic. Whoever keeps a gradient longer keeps its memory: then
+    new memory is taken instead.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is allocated yet."""
+        self._memory: Tensor | None = None
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """``[numel]``, contents undefined; an alias, so that holders can be counted."""
+        memory = self._memory
+        if memory is None or not self._fits(memory, numel, dtype, device):
+            memory = self._memory = torch.empty(numel, dtype=dtype, device=device)
+        return memory.view(-1)
+
+    @staticmethod
+    def _fits(memory: Tensor, numel: int, dtype: torch.dtype, device: torch.device) -> bool:
+        same = memory.numel() == numel and memory.dtype == dtype and memory.device == device
+        return same and storage_holders(memory) == 1

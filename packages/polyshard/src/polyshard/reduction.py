@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from polyshard._torch_private import local_tensor
-from polyshard.buffers import Buffer, new_buffer
+from polyshard.buffers import Buffer, Recycled, new_buffer
 from polyshard.gather import Line
 from polyshard.layout import ParameterLayout
 from polyshard.mesh import MeshRoles
@@ -102,6 +102,7 @@ class Reducer:
             extents_of(self._layout), dtype, line.tag
         )
         self._partial: Tensor | None = None
+        self._totals = Recycled()
         self.settings = ReduceSettings()
 
     def rebind(self, codec: BoundReduceCodec | None) -> None:
@@ -118,8 +119,8 @@ class Reducer:
         divisor = self.settings.divide_factor or float(self._roles.data_parallel_size)
         averaging = Averaging.of(divisor, self._dtype)
         sources = {i: self._source(g, wire_dtype, averaging) for i, g in gradients.items()}
-        total = torch.empty(
-            self._layout.shard_numel, dtype=self._dtype, device=self._first_device(sources)
+        total = self._totals.take(
+            self._layout.shard_numel, self._dtype, self._first_device(sources)
         )
         if self._codec is not None:
             pending, keep, sent = self._start_codec(self._codec, sources, total)
