@@ -148,6 +148,8 @@ def shared_group(ranks: Sequence[int], purpose: str, like: dist.ProcessGroup) ->
     """
     label = f"polyshard {purpose} of {like.group_name}"
     for group, members in distributed_c10d._world.pg_group_ranks.items():
+        if not isinstance(group, dist.ProcessGroup):
+            continue  # a mark for groups that this rank is not in
         if group.group_desc == label and sorted(members) == sorted(ranks):
             return group
     group = dist.new_group(
