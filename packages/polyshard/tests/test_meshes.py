@@ -203,6 +203,27 @@ def test_experts_may_have_a_mesh_of_their_own(world4: World, torch_answer: bool)
     world4.run(expert_parallel, torch_answer)
 
 
+def expert_state(rank: int, size: int) -> None:
+    """transformers#45662: after loading, every half has its own experts again."""
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))
+    model = Experts(rank // 2)
+    mine = set(model.experts.parameters())
+    chosen = ShardPlacement(Shard(0), world["efsdp"])
+    fully_shard(model, shard_placement_fn=lambda p: chosen if p in mine else None)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(saved)
+    expected = Experts(rank // 2)
+    for name, value in model.named_parameters():
+        assert torch.equal(full(value.detach()), expected.get_parameter(name).detach())
+
+
+def test_experts_keep_their_own_values_when_loaded(world4: World) -> None:
+    world4.run(expert_state)
+
+
 def process_groups(rank: int, size: int, kwargs: dict[str, Any]) -> None:
     """The number of process groups does not follow the number of layers."""
     counts = []

@@ -6,7 +6,7 @@ Each name is exercised by ``tests/test_torch_private.py`` on every torch version
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -147,18 +147,19 @@ def shared_group(ranks: Sequence[int], purpose: str, like: dist.ProcessGroup) ->
     ranks in it need to ask, in the same order.
     """
     label = f"polyshard {purpose} of {like.group_name}"
-    for group, members in distributed_c10d._world.pg_group_ranks.items():
+    known: Mapping[object, dict[int, int]] = distributed_c10d._world.pg_group_ranks
+    for group, members in known.items():
         if not isinstance(group, dist.ProcessGroup):
             continue  # a mark for groups that this rank is not in
         if group.group_desc == label and sorted(members) == sorted(ranks):
             return group
-    group = dist.new_group(
+    made = dist.new_group(
         list(ranks),
         backend=dist.get_backend(like),
         use_local_synchronization=True,
         group_desc=label,
     )
-    return cast("dist.ProcessGroup", group)
+    return cast("dist.ProcessGroup", made)
 
 
 def preserve_version(tensor: Tensor) -> AbstractContextManager[Any]:
