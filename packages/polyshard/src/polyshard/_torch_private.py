@@ -147,7 +147,7 @@ def shared_group(ranks: Sequence[int], purpose: str, like: dist.ProcessGroup) ->
     ranks in it need to ask, in the same order.
     """
     label = f"polyshard {purpose} of {like.group_name}"
-    known: Mapping[object, dict[int, int]] = distributed_c10d._world.pg_group_ranks
+    known = cast("Mapping[object, dict[int, int]]", distributed_c10d._world.pg_group_ranks)
     for group, members in known.items():
         if not isinstance(group, dist.ProcessGroup):
             continue  # a mark for groups that this rank is not in

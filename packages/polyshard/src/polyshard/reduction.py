@@ -27,7 +27,7 @@ from polyshard.mesh import MeshRoles
 from polyshard.pages import PagePool
 from polyshard.pieces import chunk_pairs, extents_of
 from polyshard.seams import BoundReduceCodec
-from polyshard.shards import Shards, local_view
+from polyshard.shards import Shards
 from polyshard.transport.base import Pending, ReduceRoute
 
 
@@ -103,6 +103,13 @@ class Reducer:
         )
         self._partial: Tensor | None = None
         self._totals = Recycled()
+        # What local_view() would work out for every gradient of every step.
+        rank = roles.shard_rank
+        self._slots = [
+            (shape, torch.empty(shape, device="meta").stride(), placed.shard_offset)
+            for placed in self._layout.parameters
+            for shape in (placed.local_shape(rank),)
+        ]
         self.settings = ReduceSettings()
 
     def rebind(self, codec: BoundReduceCodec | None) -> None:
@@ -277,12 +284,13 @@ class Reducer:
 
     def store(self, total: Tensor, present: Sequence[int]) -> None:
         """Set or add to ``.grad`` of the sharded parameters, then run their hooks."""
-        rank = self._roles.shard_rank
+        start = total.storage_offset()
         accumulate_into: list[Tensor] = []
         accumulate_from: list[Tensor] = []
         for index in present:
             sharded = self._shards.parameters[index]
-            value = local_view(total, self._layout.parameters[index], rank)
+            shape, stride, offset = self._slots[index]
+            value = total.as_strided(shape, stride, start + offset)
             if sharded.parameter.grad is None:
                 sharded.parameter.grad = sharded.wrap(value)
             else:

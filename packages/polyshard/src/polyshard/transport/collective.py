@@ -27,6 +27,11 @@ STAGING_BYTES = 256 << 10
 """A coalesced launch takes many tensors; only those too small to fill a link are packed."""
 
 
+# torch 2.13 renamed both, and warns about the names that torch 2.11 has.
+gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class Lane:
     """A stream for one direction of traffic. See [Note: lanes]."""
 
@@ -95,7 +100,7 @@ class CollectiveGather:
                 torch._foreach_copy_(self._cast_targets, self._cast_sources)
             with self._transport.together(self._transport.group):
                 for region, source in self._transfers:
-                    dist.all_gather_into_tensor(region, source, group=self._transport.group)
+                    gather_single(region, source, group=self._transport.group)
         return OnLane(lane, lane.leave(), None)
 
 
@@ -130,7 +135,7 @@ class CollectiveReduce:
                     targets.append(out)
             with transport.together(transport.reduce_group):
                 for target, padded in zip(targets, inputs, strict=True):
-                    dist.reduce_scatter_tensor(target, padded, group=transport.reduce_group)
+                    reduce_single(target, padded, group=transport.reduce_group)
         return OnLane(lane, lane.leave(), (inputs, sources))
 
     def _padded(self, source: Tensor, extents: Extents) -> Tensor:
