@@ -190,7 +190,7 @@ def default_mesh() -> DeviceMesh:
     """All ranks in one shard axis, on the accelerator if there is one."""
     if not dist.is_initialized():
         _init_process_group()
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = accelerator.type if accelerator is not None else "cpu"
     return init_device_mesh(kind, (dist.get_world_size(),))
 
