@@ -17,12 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 from toy_models import Model, build, loss_of, shard, tokens_for
 from toy_plugins import BytesGather, Codecs, Constrained, GatherFactory
 
-from polyshard import MixedPrecisionPolicy, ShardPlacement, fully_shard, hookimpl
+from polyshard import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    ShardPlacement,
+    fully_shard,
+    hookimpl,
+)
 from polyshard.errors import (
     AlreadyShardedError,
     MeshError,
