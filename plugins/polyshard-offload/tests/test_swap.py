@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from polyshard_offload import CorruptedError, DiskSettings, StorageError
@@ -70,6 +70,8 @@ def test_windows_and_transfers_show_the_same(tmp_path: Path) -> None:
 
 
 @given(sizes=st.lists(st.integers(0, 20_000), max_size=6), on_disk=st.booleans())
+@example(sizes=[0, 1], on_disk=False)
+@example(sizes=[0, 1], on_disk=True)
 @settings(max_examples=20, deadline=None)
 def test_stores_keep_records_apart(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], on_disk: bool

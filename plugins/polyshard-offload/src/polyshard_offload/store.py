@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from polyshard_offload.memory import Arena, pages
@@ -72,22 +73,23 @@ class HostStore:
         """See :class:`Store`."""
         extent = Extent(self._next, pages(nbytes))
         self._next += extent.nbytes
-        self._kept[extent.offset] = self._arena.take(extent.nbytes)
+        if extent.nbytes:  # an empty extent shares its offset with the one after it
+            self._kept[extent.offset] = self._arena.take(extent.nbytes)
         return extent
 
     def window(self, extent: Extent) -> Tensor:
         """The memory itself."""
-        return self._kept[extent.offset]
+        return self._kept[extent.offset] if extent.nbytes else torch.empty(0, dtype=torch.uint8)
 
     def load(self, extents: Sequence[Extent], target: Tensor) -> None:
         """Copy."""
         for extent, part in slices(extents, target):
-            part.copy_(self._kept[extent.offset])
+            part.copy_(self.window(extent))
 
     def save(self, extents: Sequence[Extent], source: Tensor) -> None:
         """Copy."""
         for extent, part in slices(extents, source):
-            self._kept[extent.offset].copy_(part)
+            self.window(extent).copy_(part)
 
 
 class DiskStore:
