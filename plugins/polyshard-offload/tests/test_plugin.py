@@ -132,8 +132,8 @@ def by_name(rank: int, size: int) -> None:
         fully_shard(nn.Linear(4, 4), plugins=["offload"], offload_policy=CPUOffloadPolicy())
 
 
-def test_the_name_stands_for_the_preset(world1: World) -> None:
-    world1.run(by_name)
+def test_the_name_stands_for_the_preset(world2: World) -> None:
+    world2.run(by_name)
 
 
 def forgets_to_wrap(rank: int, size: int) -> None:
