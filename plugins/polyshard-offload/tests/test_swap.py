@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -406,3 +407,33 @@ def test_memory_that_was_moved_can_still_be_resized(tmp_path: Path) -> None:
         file.read(offset, values)
         values.untyped_storage().resize_(0)
         values.untyped_storage().resize_(BLOCK)
+
+
+def header_of(file: SwapFile) -> dict[str, Any]:
+    """The first page, as somebody reads it who found the file in ``/proc``."""
+    link = Path(f"/proc/{os.getpid()}/fd/{file.descriptor}")
+    with link.open("rb") as found:
+        facts: dict[str, Any] = json.loads(found.read(4096).rstrip(b"\0"))
+    return facts
+
+
+def test_the_first_page_says_what_is_kept(tmp_path: Path) -> None:
+    headers = []
+    for last in (5000, 5000, 3000):
+        file = swap(tmp_path)
+        empty = header_of(file)
+        assert (empty["holds"], empty["rank"], empty["world_size"]) == ("things", 3, 1)
+        assert empty["pid"] == os.getpid()
+        assert empty["bytes"] == {}
+        file.allocate(BLOCK, {torch.float32: 8000, torch.int64: 16})
+        offset = file.allocate(last, {torch.float32: last})
+        values = noise(last)
+        file.write(offset, values)
+        headers.append(header_of(file))
+        assert headers[-1]["bytes"] == {"float32": 8000 + last, "int64": 16}
+        assert headers[-1]["plan"] != empty["plan"]
+        target = torch.zeros_like(values)
+        file.read(offset, target)
+        assert torch.equal(target, values)
+    assert headers[0] == headers[1]
+    assert headers[0]["plan"] != headers[2]["plan"]

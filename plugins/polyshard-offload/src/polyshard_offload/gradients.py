@@ -53,7 +53,7 @@ class DiskGradients:
         """
         nbytes = gradient.nbytes
         free = self._free.setdefault(nbytes, [])
-        offset = free.pop() if free else self.file.allocate(nbytes)
+        offset = free.pop() if free else self.file.allocate(nbytes, {gradient.dtype: nbytes})
         self.file.write(offset, gradient.view(torch.uint8))
         return typed(self.file.window(offset, nbytes, _giver(free, offset)), gradient.dtype)
 

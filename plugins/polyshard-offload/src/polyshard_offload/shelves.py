@@ -227,7 +227,8 @@ class DiskShelf(Shelf):
     def _keep(self, shard: Tensor) -> Tensor:
         self._wait_written()
         if shard.nbytes != self._size:
-            self._offset, self._size = self._file.allocate(shard.nbytes), shard.nbytes
+            dtypes = {shard.dtype: shard.nbytes}
+            self._offset, self._size = self._file.allocate(shard.nbytes, dtypes), shard.nbytes
         self._file.write(self._offset, raw(shard))
         return typed(self._file.window(self._offset, shard.nbytes), shard.dtype)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,8 +24,8 @@ class Extent:
 class Store(Protocol):
     """Keeps extents."""
 
-    def allocate(self, nbytes: int) -> Extent:
-        """Room for ``nbytes``, rounded up to whole pages."""
+    def allocate(self, nbytes: int, dtypes: Mapping[torch.dtype, int] | None = None) -> Extent:
+        """Room for ``nbytes``, rounded up to whole pages; ``dtypes`` says bytes of each dtype."""
         ...
 
     def window(self, extent: Extent) -> Tensor:
@@ -69,8 +69,9 @@ class HostStore:
         self._kept: dict[int, Tensor] = {}
         self._next = 0
 
-    def allocate(self, nbytes: int) -> Extent:
+    def allocate(self, nbytes: int, dtypes: Mapping[torch.dtype, int] | None = None) -> Extent:
         """See :class:`Store`."""
+        del dtypes
         extent = Extent(self._next, pages(nbytes))
         self._next += extent.nbytes
         if extent.nbytes:  # an empty extent shares its offset with the one after it
@@ -99,13 +100,13 @@ class DiskStore:
         """Take space from ``file``."""
         self._file = file
 
-    def allocate(self, nbytes: int) -> Extent:
+    def allocate(self, nbytes: int, dtypes: Mapping[torch.dtype, int] | None = None) -> Extent:
         """See :class:`Store`.
 
         Raises:
             StorageError: when there is not enough space.
         """
-        return Extent(self._file.allocate(nbytes), pages(nbytes))
+        return Extent(self._file.allocate(nbytes, dtypes), pages(nbytes))
 
     def window(self, extent: Extent) -> Tensor:
         """A mapping of the file."""

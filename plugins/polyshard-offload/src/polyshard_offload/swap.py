@@ -7,8 +7,8 @@ when the process ends, however it ends. Only a kill between those three calls le
 directory; the next start on that path removes it.
 
 Space is reserved before it is used (``posix_fallocate``), so a full disk is an error while planning
-and not in the middle of a step. The first page says what the file is, for people who look at it
-through ``/proc/PID/fd``.
+and not in the middle of a step. The first page says what the file is and how much of which dtype it
+holds, for people who look at it through ``/proc/PID/fd``; ranks with equal shards show equal plans.
 
 [Note: windows]
 A *window* is a shared mapping of a part of the file: a tensor whose values are those of the file.
@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import os
 import socket
 import tempfile
+import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,11 +37,11 @@ from torch import Tensor
 from polyshard_offload.blocks import Blocks, Calls, KvikioBlocks, PosixBlocks
 from polyshard_offload.bounce import BlockPool
 from polyshard_offload.errors import CorruptedError, StorageError, storage_error
+from polyshard_offload.header import Header
 from polyshard_offload.memory import Slab, pages
 from polyshard_offload.settings import PAGE_BYTES, DiskSettings
 
 PREFIX = "polyshard-offload-"
-FORMAT_VERSION = 1
 
 
 def open_nameless(path: Path) -> int:
@@ -107,11 +107,14 @@ class SwapFile:
         self._rank = rank
         self._calls = calls or Calls()
         self._sums: dict[int, int] = {}
+        self._header = Header(kind, rank)
+        self._header_lock = threading.Lock()
         self._pool = pool or BlockPool(settings.io_threads, settings.block_bytes)
         try:
             self._descriptor = open_nameless(settings.path)
             self._blocks = self._open_blocks()
             self.reserved_bytes = 0
+            self.allocate(PAGE_BYTES)
             self._write_header()
         except OSError as error:
             raise storage_error(
@@ -142,22 +145,20 @@ class SwapFile:
 
     def _write_header(self) -> None:
         """Also the first direct write: where it is refused, it is now that we learn it."""
-        self.allocate(PAGE_BYTES)
-        facts = {
-            "format": f"polyshard-offload swap {FORMAT_VERSION}",
-            "holds": self._kind,
-            "rank": self._rank,
-            "pid": os.getpid(),
-        }
+        self._header_is_current = True
         page = Slab.of_host(PAGE_BYTES, pinned=False).lease(0, PAGE_BYTES)
-        text = json.dumps(facts).encode()
+        text = self._header.text()
         page[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self._blocks.write(_memory(page), 0)
 
     # Space ------------------------------------------------------------------------------------
 
-    def allocate(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int, dtypes: Mapping[torch.dtype, int] | None = None) -> int:
         """Reserve space; returns its first byte, which is a multiple of a page.
+
+        Args:
+            nbytes: how much.
+            dtypes: bytes of each dtype that will be kept there, for the header.
 
         Raises:
             StorageError: when there is not enough.
@@ -171,6 +172,9 @@ class SwapFile:
                 doing = f"reserving {size} bytes for {self._kind}"
                 raise storage_error(error, doing, where, self._rank) from error
         self.reserved_bytes += size
+        if dtypes:
+            self._header.note(offset, size, dtypes)
+            self._header_is_current = False
         return offset
 
     def window(
@@ -198,6 +202,9 @@ class SwapFile:
         Raises:
             StorageError: naming the place.
         """
+        if not self._header_is_current:  # written late: plans allocate many times
+            with self._header_lock:
+                self._guarded("writing the header of", 0, self._write_header)
         self._transfer(offset, source, self._write_block)
 
     def _transfer(self, offset: int, tensor: Tensor, move: Callable[[int, Tensor], None]) -> None:
