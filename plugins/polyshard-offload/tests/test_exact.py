@@ -114,6 +114,14 @@ def test_any_depth(world2: World, prefetch: int, tmp_path: Path) -> None:
         world2.run(same_as_without, offload, Recipe(steps=4))
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_checksums_see_no_ghosts(world2: World, name: str, tmp_path: Path) -> None:
+    """Clipping, accumulation and windows write too; none of it is taken for corruption."""
+    disk = DiskSettings(path=tmp_path, checksums=True)
+    for tiers in (("disk", "disk", "disk"), ("host", "disk", "disk")):
+        world2.run(same_as_without, make(tiers, str(tmp_path), disk=disk), RECIPES[name])
+
+
 def test_uneven_ranks(world4: World, tmp_path: Path) -> None:
     """Nothing divides by four here, and the last rank has nothing of some parameters."""
     for tiers in FAR:

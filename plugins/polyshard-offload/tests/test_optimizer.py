@@ -391,10 +391,11 @@ def test_all_ranks_hear_of_a_disk_that_cannot_be_used(world2: World, tmp_path: P
     assert "rank 0 failed while planning: StorageError: rank 0" in second
 
 
-def evaluates_between(rank: int, size: int, path: str) -> None:
+def evaluates_between(rank: int, size: int, path: str, checksums: bool = False) -> None:
     """Prefetched shards are not taken for fresh after a step, a load or a write."""
     models = []
-    for offload in (None, on(path, params="disk")):
+    disk = DiskSettings(path=Path(path), checksums=checksums)
+    for offload in (None, on(path, params="disk", disk=disk)):
         model = sharded_toy(offload)
         optimizer = wrapped(torch.optim.AdamW(model.parameters(), lr=1e-2), offload)
         start = {k: v.clone() for k, v in model.state_dict().items()}
@@ -416,3 +417,4 @@ def evaluates_between(rank: int, size: int, path: str) -> None:
 
 def test_what_users_write_is_seen(world2: World, tmp_path: Path) -> None:
     world2.run(evaluates_between, str(tmp_path))
+    world2.run(evaluates_between, str(tmp_path), True)  # nor for corrupted

@@ -250,7 +250,7 @@ class SwapFile:
 
     def note_written(self, offset: int, source: Tensor) -> None:
         """Remember the checksum of a piece, where they are wanted."""
-        if self._settings.checksums:
+        if self.verifies:
             self._sums[offset] = zlib.crc32(_memory(source.cpu()))
 
     def check_read(self, offset: int, target: Tensor) -> None:
@@ -262,13 +262,38 @@ class SwapFile:
         expected = self._sums.get(offset)
         if expected is None or zlib.crc32(_memory(target.cpu())) == expected:
             return
+        raise self.corrupted(offset)
+
+    def corrupted(self, offset: int) -> CorruptedError:
+        """The error for a place that does not hold what was written there."""
         error = CorruptedError(
             f"rank {self._rank}: {self._kind} at byte {offset} below {self._settings.path} is not "
             "what was written there: the device or memory changed it, or code wrote to it outside "
             "of optimizer.step(). Go on from the last checkpoint."
         )
         error.errno = errno.EIO
-        raise error
+        return error
+
+    def check_written(self, offset: int, source: Tensor) -> None:
+        """Read back what was just written, a block after another, where checksums are on.
+
+        Raises:
+            CorruptedError: when it differs from ``source``.
+            StorageError: when it cannot be read.
+        """
+        if self.verifies:
+            self._transfer(offset, source, self._compare_block)
+
+    def _compare_block(self, offset: int, source: Tensor) -> None:
+        memory = self._pool.bounce(source.numel())
+        self._guarded("reading", offset, lambda: self._blocks.read(_memory(memory), offset))
+        if not torch.equal(memory[: source.numel()], source.cpu()):
+            raise self.corrupted(offset)
+
+    @property
+    def verifies(self) -> bool:
+        """Whether checksums are wanted."""
+        return self._settings.checksums
 
 
 def _memory(tensor: Tensor) -> memoryview:
@@ -277,3 +302,8 @@ def _memory(tensor: Tensor) -> memoryview:
     Not through ``numpy()``: that makes a storage refuse to be resized for the rest of its life.
     """
     return memoryview((ctypes.c_uint8 * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous host tensor of any dtype, which must stay alive meanwhile."""
+    return _memory(tensor.reshape(-1).view(torch.uint8))
