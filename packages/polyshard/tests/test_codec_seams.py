@@ -1,4 +1,4 @@
-"""What codecs may ask of the engine: kept payloads, a second hop, current names and notices."""
+"""What codecs may ask of the engine: kept payloads, a second hop, current names; and notices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from toy_models import build, full, shard, tokens_for, train
 from toy_plugins import Codecs, Keeping, Names, TwoHopReduction
 
-from polyshard import describe, fully_shard
+from polyshard import Plugin, describe, fully_shard, hookimpl
+from polyshard.defaults import DeviceStorage, DeviceStorageFactory, SilentObserver
+from polyshard.layout import GroupLayout
+from polyshard.seams import GroupInfo
 from polyshard.testing import World
 
 
@@ -103,3 +106,45 @@ def named(rank: int, size: int) -> None:
 
 def test_a_preview_binds_codecs_with_the_names_of_the_root(world1: World) -> None:
     world1.run(named)
+
+
+class Place(DeviceStorageFactory, SilentObserver):
+    """A storage and an observer that have something to say."""
+
+    nbytes = 0
+
+    def create(self, group: GroupInfo, layout: GroupLayout) -> DeviceStorage:
+        self.nbytes = layout.shard_numel * group.orig_dtype.itemsize
+        return super().create(group, layout)
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        return (f"{self.nbytes} bytes on the moon",)
+
+
+class Telling(Plugin):
+    name = "telling"
+
+    def __init__(self) -> None:
+        self.place = Place()
+
+    @hookimpl
+    def polyshard_shard_storage(self, group: GroupInfo) -> Place:
+        return self.place
+
+    @hookimpl
+    def polyshard_observer(self, group: GroupInfo) -> Place:
+        return self.place
+
+
+def told(rank: int, size: int) -> None:
+    model = nn.Linear(6, 4, bias=False)
+    fully_shard(model, plugins=[Telling()])
+    description = describe(model)
+    (group,) = description.groups
+    assert group.notices == (f"{group.shard_bytes} bytes on the moon",)  # by both, said once
+    assert str(description).count("on the moon") == 1
+
+
+def test_storages_and_observers_may_add_notices(world2: World) -> None:
+    world2.run(told)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from polyshard import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -63,6 +65,8 @@ class Recipe:
     bf16: bool = False
     schedule: bool = True
     hsdp: bool = False
+    alone: bool = False
+    """Every rank trains a model of its own, sharded over itself."""
     optimizer: str = "AdamW"
     keep_gradients: bool = False
 
@@ -121,13 +125,18 @@ def sharded_toy(offload: Offload | None, recipe: Recipe = Recipe(), seed: int = 
     if recipe.bf16:
         keywords["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     if recipe.hsdp:
-        keywords["mesh"] = torch.distributed.device_mesh.init_device_mesh(
-            "cpu", (2, 2), mesh_dim_names=("replicate", "shard")
-        )
+        keywords["mesh"] = mesh_of((2, 2))
+    if recipe.alone:
+        keywords["mesh"] = mesh_of((torch.distributed.get_world_size(), 1))["shard"]
     for block in model.blocks:
         fully_shard(block, **keywords)
     fully_shard(model, **keywords)
     return model
+
+
+@functools.cache
+def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
 def wrapped(optimizer: torch.optim.Optimizer, offload: Offload | None) -> torch.optim.Optimizer:

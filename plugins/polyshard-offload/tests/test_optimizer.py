@@ -327,13 +327,13 @@ def test_checkpoints_are_native(world2: World, tmp_path: Path) -> None:
             assert world2.run(resumes, str(swap), str(folder), other) == expected
 
 
-def test_checkpoints_fit_other_worlds(world2: World, world3: World, tmp_path: Path) -> None:
+def test_checkpoints_fit_other_worlds(world2: World, world4: World, tmp_path: Path) -> None:
     """All ranks see the same data here, so losses are close at any world size."""
     swap = tmp_path / "swap"
     swap.mkdir()
     expected = world2.run(saves, str(swap), str(tmp_path / "saved"), KINDS[0])[0]
     for kind in KINDS:
-        found = world3.run(resumes, str(swap), str(tmp_path / "saved"), kind)[0]
+        found = world4.run(resumes, str(swap), str(tmp_path / "saved"), kind)[0]
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -364,12 +364,11 @@ def fails_on_one(rank: int, size: int, path: str) -> str:
     raise AssertionError("nothing failed")
 
 
-def test_all_ranks_hear_of_a_broken_disk(tmp_path: Path) -> None:
-    world = World(2, collective_seconds=8)
+def test_all_ranks_hear_of_a_broken_disk(spare_world: World, tmp_path: Path) -> None:
     try:
-        first, second = world.run(fails_on_one, str(tmp_path))
+        first, second = spare_world.run(fails_on_one, str(tmp_path))
     finally:
-        world.close()
+        spare_world.close()  # the process group of rank 0 is gone
     assert re.search("^StorageError: rank 0: writing optimizer state .*failed: Input/output", first)
     assert re.search(r"^PeerError: .*rank 0 failed .*writing optimizer state", second)
     assert list(tmp_path.iterdir()) == []
@@ -392,10 +391,11 @@ def test_all_ranks_hear_of_a_disk_that_cannot_be_used(world2: World, tmp_path: P
     assert "rank 0 failed while planning: StorageError: rank 0" in second
 
 
-def evaluates_between(rank: int, size: int, path: str) -> None:
+def evaluates_between(rank: int, size: int, path: str, checksums: bool = False) -> None:
     """Prefetched shards are not taken for fresh after a step, a load or a write."""
     models = []
-    for offload in (None, on(path, params="disk")):
+    disk = DiskSettings(path=Path(path), checksums=checksums)
+    for offload in (None, on(path, params="disk", disk=disk)):
         model = sharded_toy(offload)
         optimizer = wrapped(torch.optim.AdamW(model.parameters(), lr=1e-2), offload)
         start = {k: v.clone() for k, v in model.state_dict().items()}
@@ -417,3 +417,4 @@ def evaluates_between(rank: int, size: int, path: str) -> None:
 
 def test_what_users_write_is_seen(world2: World, tmp_path: Path) -> None:
     world2.run(evaluates_between, str(tmp_path))
+    world2.run(evaluates_between, str(tmp_path), True)  # nor for corrupted

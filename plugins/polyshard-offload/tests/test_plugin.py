@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import re
 import warnings
@@ -131,8 +132,8 @@ def by_name(rank: int, size: int) -> None:
         fully_shard(nn.Linear(4, 4), plugins=["offload"], offload_policy=CPUOffloadPolicy())
 
 
-def test_the_name_stands_for_the_preset(world1: World) -> None:
-    world1.run(by_name)
+def test_the_name_stands_for_the_preset(world2: World) -> None:
+    world2.run(by_name)
 
 
 def forgets_to_wrap(rank: int, size: int) -> None:
@@ -200,3 +201,52 @@ def late_init(rank: int, size: int, path: str) -> None:
 
 def test_parameters_may_come_late_and_change_dtype(world2: World, tmp_path: Path) -> None:
     world2.run(late_init, str(tmp_path))
+
+
+# What describe() shows ------------------------------------------------------------------------
+
+
+def shows(rank: int, size: int, path: str) -> None:
+    disk = DiskSettings(path=Path(path), block_bytes=1 << 16)
+    offload = Offload(params="host", optimizer="disk", disk=disk, prefetch=1, chunk_bytes=1)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    for layer in model:
+        fully_shard(layer, plugins=[offload])
+    fully_shard(model, plugins=[offload])
+    before = str(describe(model))
+    shard = 64 * 64 * 4 // size
+    assert f"a shard of {shard:,} bytes on host, its gradient of {shard:,} bytes on host" in before
+    both = 2 * shard
+    line = f"{2 * both:,} bytes in all on host: gradients {both:,}, parameters {both:,}"
+    assert before.count(line) == 1  # of all groups together, said once
+    assert "optimizer state goes to disk once wrap() has the optimizer" in before
+    optimizer = offload.wrap(torch.optim.AdamW(model.parameters()))
+    after = str(describe(model))
+    assert f"{2 * both:,} bytes in all on disk: optimizer state {2 * both:,}" in after
+    assert f"staging on the device {both:,}, step buffers {2 * both:,}" in after
+    assert "once wrap()" not in after
+    memory = offload.memory(optimizer)
+    assert (memory.host, memory.disk, memory.buffers) == (2 * both, 2 * both, 2 * both)
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    assert offload.measured_memory(optimizer).host == 2 * both
+    del optimizer
+    gc.collect()
+    assert "once wrap()" in str(describe(model))  # the state went with the optimizer
+
+
+def shows_on_the_device(rank: int, size: int) -> None:
+    offload = Offload(optimizer="host")
+    model = nn.Linear(64, 64, bias=False)
+    fully_shard(model, plugins=[offload])
+    assert "optimizer state goes to host once wrap() has the optimizer" in str(describe(model))
+    optimizer = offload.wrap(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    nbytes = 64 * 64 * 4 // size
+    text = str(describe(model))
+    assert f"offload: {nbytes:,} bytes in all on host: optimizer state {nbytes:,}" in text
+    assert offload.memory(optimizer).host == nbytes
+
+
+def test_descriptions_show_every_tier(world2: World, tmp_path: Path) -> None:
+    world2.run(shows, str(tmp_path))
+    world2.run(shows_on_the_device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from polyshard_offload import CorruptedError, DiskSettings, StorageError
@@ -70,6 +71,8 @@ def test_windows_and_transfers_show_the_same(tmp_path: Path) -> None:
 
 
 @given(sizes=st.lists(st.integers(0, 20_000), max_size=6), on_disk=st.booleans())
+@example(sizes=[0, 1], on_disk=False)
+@example(sizes=[0, 1], on_disk=True)
 @settings(max_examples=20, deadline=None)
 def test_stores_keep_records_apart(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], on_disk: bool
@@ -100,33 +103,44 @@ def test_files_have_no_names(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-HOLDER = """
-import sys, time, torch
+HOLDERS = """
+import os, sys, time, torch
 from polyshard_offload import DiskSettings
 from polyshard_offload.swap import SwapFile
 from pathlib import Path
-file = SwapFile(DiskSettings(path=Path(sys.argv[1])), "things", 0)
-file.write(file.allocate(1 << 20), torch.ones(1 << 20, dtype=torch.uint8))
-print("ready", flush=True)
-time.sleep(60)
+
+def hold():
+    file = SwapFile(DiskSettings(path=Path(sys.argv[1])), "things", 0)
+    file.write(file.allocate(1 << 20), torch.ones(1 << 20, dtype=torch.uint8))
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+
+torch.set_num_threads(1)
+for _ in range(3):  # one process after another would import torch three times
+    if os.fork() == 0:
+        hold()
+        sys.exit()
+for _ in range(3):
+    pid, status = os.wait()
+    print(pid, os.waitstatus_to_exitcode(status), flush=True)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
-def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) -> None:
-    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
-    process = subprocess.Popen(
+def test_nothing_is_left_after_a_signal(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDERS, str(tmp_path)]
+    with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    links = [os.readlink(link) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
-    (held,) = (link for link in links if PREFIX in link)
-    assert held.endswith("(deleted)")  # the kernel frees it with the last descriptor
-    process.send_signal(number)
-    process.wait(10)
-    process.stdout.close()
-    assert list(tmp_path.iterdir()) == []
+    ) as process:
+        assert process.stdout is not None
+        holders = [int(process.stdout.readline()) for _ in range(3)]
+        signals = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT)
+        for holder, number in zip(holders, signals, strict=True):
+            links = [os.readlink(link) for link in Path(f"/proc/{holder}/fd").iterdir()]
+            (held,) = (link for link in links if PREFIX in link)
+            assert held.endswith("(deleted)")  # the kernel frees it with the last descriptor
+            os.kill(holder, number)
+            assert process.stdout.readline().split() == [str(holder), str(-number)]
+            assert list(tmp_path.iterdir()) == []
 
 
 def test_a_start_removes_what_a_kill_left(tmp_path: Path) -> None:
@@ -393,3 +407,33 @@ def test_memory_that_was_moved_can_still_be_resized(tmp_path: Path) -> None:
         file.read(offset, values)
         values.untyped_storage().resize_(0)
         values.untyped_storage().resize_(BLOCK)
+
+
+def header_of(file: SwapFile) -> dict[str, Any]:
+    """The first page, as somebody reads it who found the file in ``/proc``."""
+    link = Path(f"/proc/{os.getpid()}/fd/{file.descriptor}")
+    with link.open("rb") as found:
+        facts: dict[str, Any] = json.loads(found.read(4096).rstrip(b"\0"))
+    return facts
+
+
+def test_the_first_page_says_what_is_kept(tmp_path: Path) -> None:
+    headers = []
+    for last in (5000, 5000, 3000):
+        file = swap(tmp_path)
+        empty = header_of(file)
+        assert (empty["holds"], empty["rank"], empty["world_size"]) == ("things", 3, 1)
+        assert empty["pid"] == os.getpid()
+        assert empty["bytes"] == {}
+        file.allocate(BLOCK, {torch.float32: 8000, torch.int64: 16})
+        offset = file.allocate(last, {torch.float32: last})
+        values = noise(last)
+        file.write(offset, values)
+        headers.append(header_of(file))
+        assert headers[-1]["bytes"] == {"float32": 8000 + last, "int64": 16}
+        assert headers[-1]["plan"] != empty["plan"]
+        target = torch.zeros_like(values)
+        file.read(offset, target)
+        assert torch.equal(target, values)
+    assert headers[0] == headers[1]
+    assert headers[0]["plan"] != headers[2]["plan"]

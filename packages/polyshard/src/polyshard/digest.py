@@ -5,7 +5,8 @@ Each rank publishes a hash of its plan lines in the process group's store and wa
 the others, so nothing here is a collective that could hang half way: a rank that never comes is
 named after the store's time-out, a rank that failed while planning is quoted, and ranks that differ
 exchange their full lines and show where. The keys carry the mesh's ranks and a count, so that
-several models, on different sets of ranks, do not meet.
+several models, on different sets of ranks, do not meet. A rank that gives a meeting up takes its
+news back: the next attempt has the same count, and must not be compared with this one.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ class Board:
         self.store.set(self.key(kind, self.rank), text)
 
     def read(self, kind: str, rank: int) -> str | None:
-        """What ``rank`` published, or ``None``; never waits."""
+        """What ``rank`` published and did not take back, or ``None``; never waits."""
         key = self.key(kind, rank)
         if not self.store.check([key]):
             return None
-        return self.store.get(key).decode()
+        return self.store.get(key).decode() or None
 
     def collect(self, kind: str) -> dict[int, str]:
         """Everybody's news; waits.
@@ -160,15 +161,23 @@ def compare_plans(root: Unit) -> None:
 def compare_lines(board: Board, lines: Sequence[str]) -> None:
     """Raise on every rank unless all ranks bring the same ``lines``."""
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    board.post("digest", digest)
-    digests = board.collect("digest")
+    digests = _exchange(board, "digest", digest)
     if len(set(digests.values())) == 1:
         _close(board)
         return
-    board.post("lines", "\n".join(lines))
-    texts = board.collect("lines")
+    texts = _exchange(board, "lines", "\n".join(lines))
     _close(board)
     raise PlanMismatchError(_difference(texts))
+
+
+def _exchange(board: Board, kind: str, text: str) -> dict[int, str]:
+    board.post(kind, text)
+    try:
+        return board.collect(kind)
+    except PlanMismatchError:
+        for posted in ("digest", "lines"):
+            board.post(posted, "")
+        raise
 
 
 def _difference(texts: dict[int, str]) -> str:

@@ -26,9 +26,14 @@ def policy_notices(policy: MixedPrecisionPolicy, orig_dtype: torch.dtype) -> tup
 def all_notices(
     policy: MixedPrecisionPolicy, orig_dtype: torch.dtype, contributions: Contributions
 ) -> tuple[str, ...]:
-    """Those of the policy, and what the codecs have to say of the parameters they serve."""
-    codecs: tuple[object, ...] = (contributions.gather_codec, contributions.reduce_codec)
-    said = (notice for codec in codecs for notice in getattr(codec, "notices", ()))
+    """Those of the policy, and what codecs, storage and observers have to say of the group."""
+    sources: tuple[object, ...] = (
+        contributions.gather_codec,
+        contributions.reduce_codec,
+        contributions.storage,
+        *contributions.observers,
+    )
+    said = (notice for source in sources for notice in getattr(source, "notices", ()))
     return (*policy_notices(policy, orig_dtype), *dict.fromkeys(said))
 
 

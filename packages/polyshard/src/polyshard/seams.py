@@ -209,7 +209,10 @@ class ShardStorage(Protocol):
 
 
 class StorageFactory(Named, Protocol):
-    """Decides where shards rest. Exclusive per group."""
+    """Decides where shards rest. Exclusive per group.
+
+    May have ``notices``, a tuple of texts that ``describe()`` shows, valid after :meth:`create`.
+    """
 
     def create(self, group: GroupInfo, layout: GroupLayout) -> ShardStorage:
         """A storage for one group."""
@@ -244,7 +247,10 @@ class ModelPreparation(Named, Protocol):
 
 
 class Observer(Protocol):
-    """Watches the life cycle of groups. Must not change anything; costs nothing when absent."""
+    """Watches the life cycle of groups. Must not change anything; costs nothing when absent.
+
+    May have ``notices``, a tuple of texts that ``describe()`` shows.
+    """
 
     def on_unshard(self, group: str, payload_bytes: int) -> None:
         """An all-gather of ``group`` starts; ``payload_bytes`` leave this rank."""

@@ -46,15 +46,18 @@ class DiskGradients:
     _free: dict[int, list[int]] = field(default_factory=dict)
 
     def place(self, gradient: Tensor) -> Tensor:
-        """Write to the file.
+        """Write to the file; read it back where checksums are on.
+
+        What rests is not checked again: clipping and people may change it through the window.
 
         Raises:
             StorageError: naming the place.
         """
         nbytes = gradient.nbytes
         free = self._free.setdefault(nbytes, [])
-        offset = free.pop() if free else self.file.allocate(nbytes)
+        offset = free.pop() if free else self.file.allocate(nbytes, {gradient.dtype: nbytes})
         self.file.write(offset, gradient.view(torch.uint8))
+        self.file.check_written(offset, gradient.view(torch.uint8))
         return typed(self.file.window(offset, nbytes, _giver(free, offset)), gradient.dtype)
 
 

@@ -15,12 +15,13 @@ from polyshard_offload.memory import Slab, pages
 from polyshard_offload.records import (
     Entry,
     Record,
+    dtype_bytes,
     entries_of,
     largest_shape,
     predict_entries,
     record_bytes,
 )
-from polyshard_offload.store import DiskStore
+from polyshard_offload.store import DiskStore, Extent
 
 if TYPE_CHECKING:
     from polyshard_offload.plugin import Offload
@@ -87,7 +88,7 @@ class StateKeeper:
                 args = (self._optimizer, self._kind, group, parameter, tuple(local.shape))
                 entries = predict_entries(*args)
             if entries:
-                slot.record = Record(self.store.allocate(record_bytes(entries)), entries)
+                slot.record = Record(self._allocate(entries), entries)
         return slot
 
     def refresh(self) -> list[Chunk]:
@@ -144,8 +145,11 @@ class StateKeeper:
             return
         extent = slot.record.extent if slot.record is not None else None
         if extent is None or extent.nbytes != pages(record_bytes(entries)):
-            extent = self.store.allocate(record_bytes(entries))
+            extent = self._allocate(entries)
         slot.record = Record(extent, entries)
+
+    def _allocate(self, entries: tuple[Entry, ...]) -> Extent:
+        return self.store.allocate(record_bytes(entries), dtype_bytes(entries))
 
     def publish(self, slot: Slot, state: Mapping[str, Any]) -> None:
         """Have ``optimizer.state`` show what is kept."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
@@ -19,7 +20,7 @@ from polyshard_offload.__about__ import __version__
 from polyshard_offload.errors import SettingError
 from polyshard_offload.memory import may_pin
 from polyshard_offload.optimizer import check_optimizer, install
-from polyshard_offload.report import Memory, measured, predicted
+from polyshard_offload.report import Memory, measured, notices, predicted
 from polyshard_offload.settings import DiskSettings, Tier, at_least, check_tiers, one_of
 from polyshard_offload.stepping import StateOffload
 from polyshard_offload.tiers import ShelfFactory, Tiers
@@ -30,10 +31,16 @@ Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 class WrapWatcher(SilentObserver):
     """Says once when the optimizer state stays where it is because nobody wrapped the optimizer."""
 
-    def __init__(self) -> None:
-        """Nothing was wrapped yet."""
+    def __init__(self, notices: Callable[[], tuple[str, ...]]) -> None:
+        """Nothing was wrapped yet; ``notices`` says what ``describe()`` shows."""
         self.wrapped = False
         self._steps = 0
+        self._notices = notices
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Where the optimizer state rests, for models whose shards stay on the device."""
+        return self._notices()
 
     @override
     def on_step_end(self) -> None:
@@ -138,7 +145,7 @@ class Offload(Plugin):
 
     @functools.cached_property
     def _watcher(self) -> WrapWatcher:
-        return WrapWatcher()
+        return WrapWatcher(self.notices)
 
     @hookimpl
     def polyshard_shard_storage(self, group: GroupInfo) -> ShelfFactory | None:
@@ -146,7 +153,7 @@ class Offload(Plugin):
         self.tiers.note(group)
         if self.params == "device":
             return None
-        return ShelfFactory(self.tiers, self.params, self.grads or "host", self.prefetch)
+        return ShelfFactory(self.tiers, self)
 
     @hookimpl
     def polyshard_observer(self, group: GroupInfo) -> WrapWatcher | None:
@@ -182,7 +189,15 @@ class Offload(Plugin):
             return optimizer
         with self.tiers.reported("(optimizer)"):
             offload = StateOffload(optimizer, self)
+        self.tiers.offloads.add(offload)
         return install(optimizer, offload)
+
+    def notices(self) -> tuple[str, ...]:
+        """What ``polyshard.describe(model)`` shows of the tiers: bytes at rest and in passing.
+
+        Complete once the optimizer is wrapped.
+        """
+        return notices(self.tiers, str(self.optimizer))
 
     def memory(self, *optimizers: torch.optim.Optimizer) -> Memory:
         """What the tiers take on this rank while training, in bytes; predicted.

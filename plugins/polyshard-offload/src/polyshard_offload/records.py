@@ -71,6 +71,14 @@ def record_bytes(entries: tuple[Entry, ...]) -> int:
     return entries[-1].start + entries[-1].nbytes if entries else 0
 
 
+def dtype_bytes(entries: tuple[Entry, ...]) -> dict[torch.dtype, int]:
+    """Bytes of each dtype among entries."""
+    found: dict[torch.dtype, int] = {}
+    for entry in entries:
+        found[entry.dtype] = found.get(entry.dtype, 0) + entry.nbytes
+    return found
+
+
 @dataclass(frozen=True)
 class Record:
     """Entries and where they are kept."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,8 @@ from typing_extensions import override
 
 from polyshard_offload.gradients import HostGradients
 from polyshard_offload.memory import pages
-from polyshard_offload.shelves import DiskShelf, HostShelf
-from polyshard_offload.store import DiskStore, HostStore
+from polyshard_offload.shelves import DiskShelf
+from polyshard_offload.store import HostStore
 
 if TYPE_CHECKING:
     from polyshard_offload.stepping import StateOffload
@@ -48,24 +49,60 @@ def _offloads(optimizers: Sequence[torch.optim.Optimizer]) -> list[StateOffload]
     return [offload for offload in found if offload is not None]
 
 
-def predicted(tiers: Tiers, optimizers: Sequence[torch.optim.Optimizer]) -> Memory:
-    """From shards and records alone; nothing need have run."""
-    host = disk = 0
-    sizes = [shelf.shard_bytes for shelf in tiers.shelves]
+def resting(tiers: Tiers, offloads: Iterable[StateOffload]) -> Counter[tuple[str, str]]:
+    """Bytes at rest by tier (``"host"``, ``"disk"``) and kind of content, in whole pages."""
+    found: Counter[tuple[str, str]] = Counter()
     for shelf in tiers.shelves:
         nbytes = pages(shelf.shard_bytes)
-        host += nbytes if isinstance(shelf, HostShelf) else 0
-        disk += nbytes if isinstance(shelf, DiskShelf) else 0
+        found["disk" if isinstance(shelf, DiskShelf) else "host", "parameters"] += nbytes
         in_host = isinstance(shelf.gradients, HostGradients)
-        host += nbytes if in_host else 0
-        disk += 0 if in_host else nbytes
-    buffers = 0
-    for offload in _offloads(optimizers):
+        found["host" if in_host else "disk", "gradients"] += nbytes
+    for offload in offloads:
         kept = sum(slot.nbytes for slot in offload.keeper.slots)
-        host += kept if isinstance(offload.keeper.store, HostStore) else 0
-        disk += kept if isinstance(offload.keeper.store, DiskStore) else 0
-        buffers += offload.buffer_bytes()
+        in_host = isinstance(offload.keeper.store, HostStore)
+        found["host" if in_host else "disk", "optimizer state"] += kept
+    return found
+
+
+def predicted(tiers: Tiers, optimizers: Sequence[torch.optim.Optimizer]) -> Memory:
+    """From shards and records alone; nothing need have run."""
+    return _memory(tiers, _offloads(optimizers))
+
+
+def _memory(tiers: Tiers, offloads: Sequence[StateOffload]) -> Memory:
+    found = resting(tiers, offloads)
+    sizes = [shelf.shard_bytes for shelf in tiers.shelves]
+    host = sum(nbytes for (tier, _), nbytes in found.items() if tier == "host")
+    disk = sum(nbytes for (tier, _), nbytes in found.items() if tier == "disk")
+    buffers = sum(offload.buffer_bytes() for offload in offloads)
     return Memory(_staging(tiers, sizes), buffers, _bounce(tiers), host, disk)
+
+
+def notices(tiers: Tiers, optimizer_tier: str) -> tuple[str, ...]:
+    """What ``describe()`` says of the tiers as a whole; equal for all groups, so said once.
+
+    Bytes are this rank's, for all models and optimizers that share the plugin object.
+    """
+    return tuple(_lines(tiers, optimizer_tier))
+
+
+def _lines(tiers: Tiers, optimizer_tier: str) -> Iterator[str]:
+    offloads = list(tiers.offloads)
+    found, memory = resting(tiers, offloads), _memory(tiers, offloads)
+    for tier, total in (("host", memory.host), ("disk", memory.disk)):
+        kinds = ", ".join(f"{kind} {n:,}" for (t, kind), n in sorted(found.items()) if t == tier)
+        if total:
+            yield f"offload: {total:,} bytes in all on {tier}: {kinds}"
+    if optimizer_tier != "device" and not offloads:
+        yield f"offload: optimizer state goes to {optimizer_tier} once wrap() has the optimizer"
+    parts = (
+        ("staging on the device", memory.staging),
+        ("step buffers", memory.buffers),
+        ("direct I/O on the host", memory.bounce),
+    )
+    passing = ", ".join(f"{name} {nbytes:,}" for name, nbytes in parts if nbytes)
+    if passing:
+        yield f"offload: bytes at most in passing: {passing}"
 
 
 def _bounce(tiers: Tiers) -> int:

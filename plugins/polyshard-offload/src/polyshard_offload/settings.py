@@ -25,7 +25,8 @@ class DiskSettings:
         io_threads: blocks in flight at once.
         block_bytes: size of one read or write.
         direct: bypass the page cache (O_DIRECT); ``"auto"`` where the file system allows it.
-        checksums: verify what is read of the optimizer state; costs a CRC-32 of every byte.
+        checksums: verify optimizer state and parameters whenever they are read, by a CRC-32 of
+            every byte, and read gradients back once they are written.
         backend: ``"posix"``, or ``"kvikio"`` for GPUDirect Storage (extra ``gds``).
     """
 

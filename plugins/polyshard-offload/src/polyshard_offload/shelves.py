@@ -16,6 +16,7 @@ from torch import Tensor
 
 from polyshard_offload.gradients import GradientShelf
 from polyshard_offload.memory import Arena, typed
+from polyshard_offload.sums import PartSums
 from polyshard_offload.swap import SwapFile
 
 
@@ -223,11 +224,14 @@ class DiskShelf(Shelf):
         self._coming: Future[None] | None = None
         self._going: Future[None] | None = None
         self._bench: Staging | None = None
+        self._sums = PartSums()
 
     def _keep(self, shard: Tensor) -> Tensor:
         self._wait_written()
+        self._sums.forget()
         if shard.nbytes != self._size:
-            self._offset, self._size = self._file.allocate(shard.nbytes), shard.nbytes
+            dtypes = {shard.dtype: shard.nbytes}
+            self._offset, self._size = self._file.allocate(shard.nbytes, dtypes), shard.nbytes
         self._file.write(self._offset, raw(shard))
         return typed(self._file.window(self._offset, shard.nbytes), shard.dtype)
 
@@ -259,6 +263,17 @@ class DiskShelf(Shelf):
         coming, self._coming = self._coming, None
         assert coming is not None
         coming.result()
+        self._verify(self._stage().tensor)
+
+    def _verify(self, shard: Tensor) -> None:
+        """Compare what was read with what steps left, where checksums are on.
+
+        Raises:
+            CorruptedError: naming the place.
+        """
+        start = self._sums.broken(shard)
+        if start is not None:
+            raise self._file.corrupted(self._offset + start * shard.itemsize)
 
     def release(self) -> None:
         """Give the staging back, after a read nobody waited for has ended."""
@@ -289,7 +304,14 @@ class DiskShelf(Shelf):
         assert coming is not None
         assert self._bench is not None
         coming.result()
+        self._verify(self._bench.tensor)
         return self._bench.tensor
+
+    def note_stepped(self, parameter: Tensor, local: Tensor, stepped: Tensor) -> None:
+        """A step left ``stepped`` for ``parameter``, whose ``local`` is a part of the window."""
+        if self._file.verifies and local.numel():
+            start = (local.data_ptr() - self._shard.data_ptr()) // local.itemsize
+            self._sums.note(parameter, start, stepped)
 
     def part(self, local: Tensor, opened: Tensor) -> Tensor:
         """What ``local``, a part of the window, is in the opened shard."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from polyshard_offload.memory import Arena, pages
@@ -23,8 +24,8 @@ class Extent:
 class Store(Protocol):
     """Keeps extents."""
 
-    def allocate(self, nbytes: int) -> Extent:
-        """Room for ``nbytes``, rounded up to whole pages."""
+    def allocate(self, nbytes: int, dtypes: Mapping[torch.dtype, int] | None = None) -> Extent:
+        """Room for ``nbytes``, rounded up to whole pages; ``dtypes`` says bytes of each dtype."""
         ...
 
     def window(self, extent: Extent) -> Tensor:
@@ -68,26 +69,28 @@ class HostStore:
         self._kept: dict[int, Tensor] = {}
         self._next = 0
 
-    def allocate(self, nbytes: int) -> Extent:
+    def allocate(self, nbytes: int, dtypes: Mapping[torch.dtype, int] | None = None) -> Extent:
         """See :class:`Store`."""
+        del dtypes
         extent = Extent(self._next, pages(nbytes))
         self._next += extent.nbytes
-        self._kept[extent.offset] = self._arena.take(extent.nbytes)
+        if extent.nbytes:  # an empty extent shares its offset with the one after it
+            self._kept[extent.offset] = self._arena.take(extent.nbytes)
         return extent
 
     def window(self, extent: Extent) -> Tensor:
         """The memory itself."""
-        return self._kept[extent.offset]
+        return self._kept[extent.offset] if extent.nbytes else torch.empty(0, dtype=torch.uint8)
 
     def load(self, extents: Sequence[Extent], target: Tensor) -> None:
         """Copy."""
         for extent, part in slices(extents, target):
-            part.copy_(self._kept[extent.offset])
+            part.copy_(self.window(extent))
 
     def save(self, extents: Sequence[Extent], source: Tensor) -> None:
         """Copy."""
         for extent, part in slices(extents, source):
-            self._kept[extent.offset].copy_(part)
+            self.window(extent).copy_(part)
 
 
 class DiskStore:
@@ -97,13 +100,13 @@ class DiskStore:
         """Take space from ``file``."""
         self._file = file
 
-    def allocate(self, nbytes: int) -> Extent:
+    def allocate(self, nbytes: int, dtypes: Mapping[torch.dtype, int] | None = None) -> Extent:
         """See :class:`Store`.
 
         Raises:
             StorageError: when there is not enough space.
         """
-        return Extent(self._file.allocate(nbytes), pages(nbytes))
+        return Extent(self._file.allocate(nbytes, dtypes), pages(nbytes))
 
     def window(self, extent: Extent) -> Tensor:
         """A mapping of the file."""

@@ -7,8 +7,8 @@ when the process ends, however it ends. Only a kill between those three calls le
 directory; the next start on that path removes it.
 
 Space is reserved before it is used (``posix_fallocate``), so a full disk is an error while planning
-and not in the middle of a step. The first page says what the file is, for people who look at it
-through ``/proc/PID/fd``.
+and not in the middle of a step. The first page says what the file is and how much of which dtype it
+holds, for people who look at it through ``/proc/PID/fd``; ranks with equal shards show equal plans.
 
 [Note: windows]
 A *window* is a shared mapping of a part of the file: a tensor whose values are those of the file.
@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import os
 import socket
 import tempfile
+import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,11 +37,11 @@ from torch import Tensor
 from polyshard_offload.blocks import Blocks, Calls, KvikioBlocks, PosixBlocks
 from polyshard_offload.bounce import BlockPool
 from polyshard_offload.errors import CorruptedError, StorageError, storage_error
+from polyshard_offload.header import Header
 from polyshard_offload.memory import Slab, pages
 from polyshard_offload.settings import PAGE_BYTES, DiskSettings
 
 PREFIX = "polyshard-offload-"
-FORMAT_VERSION = 1
 
 
 def open_nameless(path: Path) -> int:
@@ -107,11 +107,14 @@ class SwapFile:
         self._rank = rank
         self._calls = calls or Calls()
         self._sums: dict[int, int] = {}
+        self._header = Header(kind, rank)
+        self._header_lock = threading.Lock()
         self._pool = pool or BlockPool(settings.io_threads, settings.block_bytes)
         try:
             self._descriptor = open_nameless(settings.path)
             self._blocks = self._open_blocks()
             self.reserved_bytes = 0
+            self.allocate(PAGE_BYTES)
             self._write_header()
         except OSError as error:
             raise storage_error(
@@ -142,22 +145,20 @@ class SwapFile:
 
     def _write_header(self) -> None:
         """Also the first direct write: where it is refused, it is now that we learn it."""
-        self.allocate(PAGE_BYTES)
-        facts = {
-            "format": f"polyshard-offload swap {FORMAT_VERSION}",
-            "holds": self._kind,
-            "rank": self._rank,
-            "pid": os.getpid(),
-        }
+        self._header_is_current = True
         page = Slab.of_host(PAGE_BYTES, pinned=False).lease(0, PAGE_BYTES)
-        text = json.dumps(facts).encode()
+        text = self._header.text()
         page[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self._blocks.write(_memory(page), 0)
 
     # Space ------------------------------------------------------------------------------------
 
-    def allocate(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int, dtypes: Mapping[torch.dtype, int] | None = None) -> int:
         """Reserve space; returns its first byte, which is a multiple of a page.
+
+        Args:
+            nbytes: how much.
+            dtypes: bytes of each dtype that will be kept there, for the header.
 
         Raises:
             StorageError: when there is not enough.
@@ -171,6 +172,9 @@ class SwapFile:
                 doing = f"reserving {size} bytes for {self._kind}"
                 raise storage_error(error, doing, where, self._rank) from error
         self.reserved_bytes += size
+        if dtypes:
+            self._header.note(offset, size, dtypes)
+            self._header_is_current = False
         return offset
 
     def window(
@@ -198,6 +202,9 @@ class SwapFile:
         Raises:
             StorageError: naming the place.
         """
+        if not self._header_is_current:  # written late: plans allocate many times
+            with self._header_lock:
+                self._guarded("writing the header of", 0, self._write_header)
         self._transfer(offset, source, self._write_block)
 
     def _transfer(self, offset: int, tensor: Tensor, move: Callable[[int, Tensor], None]) -> None:
@@ -243,7 +250,7 @@ class SwapFile:
 
     def note_written(self, offset: int, source: Tensor) -> None:
         """Remember the checksum of a piece, where they are wanted."""
-        if self._settings.checksums:
+        if self.verifies:
             self._sums[offset] = zlib.crc32(_memory(source.cpu()))
 
     def check_read(self, offset: int, target: Tensor) -> None:
@@ -255,13 +262,38 @@ class SwapFile:
         expected = self._sums.get(offset)
         if expected is None or zlib.crc32(_memory(target.cpu())) == expected:
             return
+        raise self.corrupted(offset)
+
+    def corrupted(self, offset: int) -> CorruptedError:
+        """The error for a place that does not hold what was written there."""
         error = CorruptedError(
             f"rank {self._rank}: {self._kind} at byte {offset} below {self._settings.path} is not "
             "what was written there: the device or memory changed it, or code wrote to it outside "
             "of optimizer.step(). Go on from the last checkpoint."
         )
         error.errno = errno.EIO
-        raise error
+        return error
+
+    def check_written(self, offset: int, source: Tensor) -> None:
+        """Read back what was just written, a block after another, where checksums are on.
+
+        Raises:
+            CorruptedError: when it differs from ``source``.
+            StorageError: when it cannot be read.
+        """
+        if self.verifies:
+            self._transfer(offset, source, self._compare_block)
+
+    def _compare_block(self, offset: int, source: Tensor) -> None:
+        memory = self._pool.bounce(source.numel())
+        self._guarded("reading", offset, lambda: self._blocks.read(_memory(memory), offset))
+        if not torch.equal(memory[: source.numel()], source.cpu()):
+            raise self.corrupted(offset)
+
+    @property
+    def verifies(self) -> bool:
+        """Whether checksums are wanted."""
+        return self._settings.checksums
 
 
 def _memory(tensor: Tensor) -> memoryview:
@@ -270,3 +302,8 @@ def _memory(tensor: Tensor) -> memoryview:
     Not through ``numpy()``: that makes a storage refuse to be resized for the rest of its life.
     """
     return memoryview((ctypes.c_uint8 * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous host tensor of any dtype, which must stay alive meanwhile."""
+    return _memory(tensor.reshape(-1).view(torch.uint8))

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,12 +27,16 @@ from polyshard_offload.shelves import DiskShelf, HostShelf, Shelf, StagingCount
 from polyshard_offload.store import DiskStore, HostStore, Store
 from polyshard_offload.swap import SwapFile
 
+if TYPE_CHECKING:
+    from polyshard_offload.plugin import Offload
+    from polyshard_offload.stepping import StateOffload
+
 FileKind = Literal["parameters", "gradients", "optimizer state"]
 
 
 @dataclass(eq=False)
 class Tiers:
-    """Arenas by dtype, swap files by kind, and the shelves of all groups.
+    """Arenas by dtype, swap files by kind, the shelves of all groups, and wrapped optimizers.
 
     ``calls`` are the system calls that new files use.
     """
@@ -44,6 +48,7 @@ class Tiers:
     arenas: dict[tuple[str, torch.dtype], Arena] = field(default_factory=dict)
     files: dict[FileKind, SwapFile] = field(default_factory=dict)
     shelves: weakref.WeakSet[Shelf] = field(default_factory=weakref.WeakSet)
+    offloads: weakref.WeakSet[StateOffload] = field(default_factory=weakref.WeakSet)
     ranks: tuple[int, ...] = ()
     calls: Calls = field(default_factory=Calls)
 
@@ -117,29 +122,46 @@ class Tiers:
         return None
 
 
-@dataclass(frozen=True)
 class ShelfFactory:
-    """A :class:`polyshard.seams.StorageFactory`."""
+    """A :class:`polyshard.seams.StorageFactory` for one group."""
 
-    tiers: Tiers
-    params: Tier
-    grads: Tier
-    prefetch: int
+    def __init__(self, tiers: Tiers, settings: Offload) -> None:
+        """Makes a shelf of the tiers that ``settings`` names."""
+        self._tiers = tiers
+        self._plugin = settings
+        self._shelf: weakref.ref[Shelf] | None = None  # the group owns it
 
     @property
     def name(self) -> str:
         """The tier of the parameters."""
-        return self.params
+        return self._plugin.params
 
     @property
     def settings(self) -> str:
         """Where gradients go."""
-        return f"gradients on {self.grads}"
+        return f"gradients on {self._plugin.grads}"
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Bytes of this group at rest, and those of all tiers."""
+        shelf = self._shelf() if self._shelf is not None else None
+        if shelf is None:
+            return ()
+        nbytes = shelf.shard_bytes
+        return (
+            f"offload: a shard of {nbytes:,} bytes on {self._plugin.params}, its gradient of "
+            f"{nbytes:,} bytes on {self._plugin.grads}",
+            *self._plugin.notices(),
+        )
 
     def create(self, group: GroupInfo, layout: GroupLayout) -> Shelf:
         """A place for one group."""
         del layout
-        return self.tiers.shelf(self.params, self.grads, group, self.prefetch)
+        plugin = self._plugin
+        grads = plugin.grads or "host"
+        shelf = self._tiers.shelf(plugin.params, grads, group, plugin.prefetch)
+        self._shelf = weakref.ref(shelf)
+        return shelf
 
 
 def global_rank() -> int:

@@ -1,0 +1,29 @@
+"""What only these tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from polyshard.testing import World
+
+
+@pytest.fixture(scope="session")
+def spare_world() -> Iterator[World]:
+    """Two ranks for tests that bring them to the limit of their memory, or break them.
+
+    Their unsharded buffers are allocated, not reserved (reserving counts against limits as well),
+    what is freed goes back at once, and a rank gives its peers up after eight seconds.
+    """
+    world = World(2, collective_seconds=8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("POLYSHARD_MOVE_PAGES", "0")
+        patch.setenv("MALLOC_MMAP_THRESHOLD_", str(256 << 10))
+        world.run(started)
+    yield world
+    world.close()
+
+
+def started(rank: int, size: int) -> None:
+    """Ranks take their environment along when they start."""
