@@ -309,9 +309,9 @@ def spread(rank: int, size: int) -> None:
     assert model.weight.grad.placements == (Shard(0), Replicate())
     assert torch.equal(model.weight.grad.full_tensor(), torch.ones(4, 4))
     assert model.bias.device_mesh.ndim == 1, "no DTensor, so not asked for"
+    cut = [Spread(mesh, cut=1)]
     with pytest.raises(PluginError, match=r"'weight' a local shape of \(1, 4\), but .*\(2, 4\)"):
-        spread_more = [Spread(mesh, cut=1)]
-        fully_shard(build_on_axis(), mesh=mesh["dp"], mp_policy=policy, plugins=spread_more)
+        fully_shard(build_on_axis(), mesh=mesh["dp"], mp_policy=policy, plugins=cut)
     with pytest.raises(PluginError, match=r"chunk_dtensor returned a NoneType.*other axes"):
         fully_shard(build_on_axis(), mesh=mesh["dp"], plugins=[Mute(mesh)])
 

@@ -66,7 +66,9 @@ def compare(
     for _, curve, values in found:
         torch.testing.assert_close(curve.norms, expected[0].norms, rtol=tolerance, atol=tolerance)
         for name, value in expected[1].items():
-            torch.testing.assert_close(values[name], value, rtol=10 * tolerance, atol=10 * tolerance)
+            torch.testing.assert_close(
+                values[name], value, rtol=10 * tolerance, atol=10 * tolerance
+            )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -102,12 +102,13 @@ def train(
     """AdamW (or SGD) on the batches of ``parts``; several parts are averaged, as ranks would be."""
     chosen: Any = torch.optim.SGD if momentum else torch.optim.AdamW
     optimizer = chosen(model.parameters(), lr=lr)
+    set_sync: Any = getattr(model, "set_requires_gradient_sync", None)
     curve = Curve([], [])
     for step in range(steps):
         total = 0.0
         for index in range(micro):
-            if hasattr(model, "set_requires_gradient_sync"):
-                model.set_requires_gradient_sync(index == micro - 1)
+            if set_sync is not None:
+                set_sync(index == micro - 1)
             for part in parts:
                 value = loss(model, tokens_for(step * micro + index, part))
                 (value / (len(parts) * micro)).backward()

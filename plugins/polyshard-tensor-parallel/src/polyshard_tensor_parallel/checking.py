@@ -150,8 +150,9 @@ def _check_module(one: Assignment, world_size: int) -> Iterator[str]:
     for name, parameter in module.named_parameters(recurse=False):
         placement = placement_of(style, module, name)
         if isinstance(placement, Shard) and parameter.shape[placement.dim] % world_size:
+            rows = parameter.shape[placement.dim]
             yield (
-                f"'{one.name}.{name}' {tuple(parameter.shape)} has {parameter.shape[placement.dim]} "
+                f"'{one.name}.{name}' {tuple(parameter.shape)} has {rows} "
                 f"on dim {placement.dim}, which {kind} divides over {world_size} ranks with a "
                 "remainder; pad it, leave the module out, or use another number of ranks."
             )

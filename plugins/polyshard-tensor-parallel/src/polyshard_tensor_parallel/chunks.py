@@ -53,7 +53,7 @@ def chunk(whole: Whole, rank: int, data_mesh: DeviceMesh, dim: int | None) -> DT
     local = whole.local
     if dim is not None:
         world_size = data_mesh.size(data_mesh.ndim - 1)
-        data[-1] = _data_placement(whole, dim, world_size)
+        data[-1] = data_placement(whole, dim, world_size)
         start, stop = chunk_bounds(local.shape[dim], world_size, rank)
         local = local.narrow(dim, start, stop - start)
     axes = split_axes(whole.mesh, data_mesh)
@@ -81,7 +81,12 @@ def whole_of(name: str, tensor: Tensor, mesh: DeviceMesh, data_mesh: DeviceMesh)
     return Whole(name, waited(local_tensor(tensor)), mesh, placements, tensor.shape)
 
 
-def _data_placement(whole: Whole, dim: int, world_size: int) -> Placement:
+def data_placement(whole: Whole, dim: int, world_size: int) -> Placement:
+    """Placement on a shard axis of ``world_size`` ranks that cuts ``dim`` of what ranks hold.
+
+    Raises:
+        UnsupportedError: for uneven pieces that placements cannot describe.
+    """
     sizes = [
         whole.mesh.size(axis)
         for axis, placement in enumerate(whole.placements)

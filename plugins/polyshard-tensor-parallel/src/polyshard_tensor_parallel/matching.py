@@ -26,7 +26,9 @@ def _fits(pattern: Sequence[str], name: Sequence[str]) -> bool:
 
 
 def suggestion(pattern: str, modules: Mapping[str, nn.Module]) -> str | None:
-    """The pattern that was meant, if one differs in the spelling of its parts alone."""
+    """The pattern that was meant: one spelt alike, or the same further down the model."""
+    if matches(f"**.{pattern}", modules):
+        return f"**.{pattern}"
     known: dict[tuple[str, ...], None] = {(): None}
     for part in pattern.split("."):
         known = dict.fromkeys(_extended(known, part, modules))
@@ -41,7 +43,7 @@ def suggestion(pattern: str, modules: Mapping[str, nn.Module]) -> str | None:
 def _extended(
     known: Mapping[tuple[str, ...], None], part: str, modules: Mapping[str, nn.Module]
 ) -> Iterator[tuple[str, ...]]:
-    """Every beginning in ``known`` with one more part: as written if that fits, else a close one."""
+    """Every beginning in ``known`` with one more part: as written if it fits, else a close one."""
     for beginning in known:
         children = _children(beginning, modules)
         if part == "**" or any(fnmatchcase(child, part) for child in children):

@@ -63,7 +63,8 @@ class Plan:
         Raises:
             SettingError: for keys or values of another type.
         """
-        for pattern, style in dict(self.styles).items():
+        given: Mapping[object, object] = dict(self.styles)
+        for pattern, style in given.items():
             if not isinstance(pattern, str) or not isinstance(style, ParallelStyle):
                 raise SettingError(
                     f"a plan maps names of modules to styles of torch.distributed.tensor.parallel; "

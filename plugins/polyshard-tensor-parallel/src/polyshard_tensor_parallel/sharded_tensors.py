@@ -1,10 +1,10 @@
 """The ``ShardedTensor`` forms of FSDP1's state dicts, where tensor parallelism takes part.
 
 A parameter that tensor parallelism cut becomes a ``ShardedTensor`` over the model axis whose one
-local shard is another ``ShardedTensor``, over FSDP's ranks. The outer one needs metadata of every
-shard, although only this rank's exists here: the others are listed under another rank's name, as
-torch's ``DTensorExtensions`` does, whose results these are. All private names of torch's sharded
-tensors that this distribution uses are in this file.
+local shard is another ``ShardedTensor``, over FSDP's ranks: boxes and shards as torch's
+``DTensorExtensions`` makes them. torch lists every other shard under one neighbour, by its rank
+in the group, and so fails where the group does not start at rank 0; here each is listed under the
+rank that holds it. All private names of torch's sharded tensors are in this file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._shard.metadata import ShardMetadata
@@ -82,18 +81,14 @@ def _outer(
 
 
 def _metadata(tensor: DTensor) -> ShardedTensorMetadata:
-    """Metadata of every shard over the model axis; all but this rank's under another's name."""
+    """Metadata of every shard over the model axis; one that all ranks hold is this rank's."""
     group = tensor.device_mesh.get_group()
-    own = dist.get_rank(group)
-    other = 0 if own > 0 else 1
-    shards = [
-        ShardMetadata(
-            shard_offsets=list(offsets),
-            shard_sizes=list(sizes),
-            placement=_remote(tensor, own if at == own or single else other),
-        )
-        for at, (offsets, sizes, single) in enumerate(_boxes(tensor))
-    ]
+    boxes = _boxes(tensor)
+    shards = []
+    for at, (offsets, sizes) in enumerate(boxes):
+        owner = dist.get_global_rank(group, at) if len(boxes) > 1 else dist.get_rank()
+        placement = f"rank:{owner}/{local_tensor(tensor).device}"
+        shards.append(ShardMetadata(shard_offsets=offsets, shard_sizes=sizes, placement=placement))
     return ShardedTensorMetadata(
         shards_metadata=shards,
         size=tensor.size(),
@@ -103,22 +98,17 @@ def _metadata(tensor: DTensor) -> ShardedTensorMetadata:
     )
 
 
-def _boxes(tensor: DTensor) -> list[tuple[list[int], list[int], bool]]:
-    """Offsets and sizes of each rank's part, in elements, and whether it is the only one."""
+def _boxes(tensor: DTensor) -> list[tuple[list[int], list[int]]]:
+    """Offsets and sizes of each rank's part, in elements; one box if all hold the same."""
     placement = tensor.placements[0]
     whole = list(tensor.size())
     if not isinstance(placement, ShardPlacement):
-        return [([0] * len(whole), whole, True)]
+        return [([0] * len(whole), whole)]
     dim, world_size = placement.dim, tensor.device_mesh.size()
     boxes, start = [], 0
     for at in range(world_size):
         offsets, sizes = [0] * len(whole), list(whole)
         offsets[dim], sizes[dim] = start, chunk_length(whole[dim], world_size, at)
         start += sizes[dim]
-        boxes.append((offsets, sizes, False))
+        boxes.append((offsets, sizes))
     return boxes
-
-
-def _remote(tensor: DTensor, rank: int) -> str:
-    device: torch.device = local_tensor(tensor).device
-    return f"rank:{rank}/{device}"

@@ -11,6 +11,7 @@ the gradient's own (pytorch#190626). Data axes of a full SPMD mesh are left to F
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ def _placed(gradient: DTensor, param: ParamInfo) -> DTensor:
     wide = param.reduce_dtype
     sums = any(p.is_partial() for a, p in enumerate(found) if a not in data)
     if sums and wide is not None and wide.itemsize > gradient.dtype.itemsize:
-        gradient = gradient.to(wide)
+        return cast("DTensor", gradient.to(wide)).redistribute(placements=wanted)
     return gradient.redistribute(placements=wanted)
 
 
