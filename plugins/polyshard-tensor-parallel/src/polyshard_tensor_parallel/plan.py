@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -63,7 +64,7 @@ class Plan:
         Raises:
             SettingError: for keys or values of another type.
         """
-        given: Mapping[object, object] = dict(self.styles)
+        given: Mapping[Any, Any] = dict(self.styles)
         for pattern, style in given.items():
             if not isinstance(pattern, str) or not isinstance(style, ParallelStyle):
                 raise SettingError(
