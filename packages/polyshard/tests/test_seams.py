@@ -324,7 +324,10 @@ class SpreadAll(Spread):
         return tensor, "all"
 
     @hookimpl
-    def chunk_dtensor(self, tensor: Tensor, rank: int, device_mesh: DeviceMesh) -> DTensor:
+    def chunk_dtensor(
+        self, tensor: Tensor, rank: int, device_mesh: DeviceMesh, param: ParamInfo
+    ) -> DTensor:
+        assert param.placements is None
         local = tensor.chunk(device_mesh.size())[rank]
         return DTensor.from_local(local, self.mesh, [Shard(0), Replicate()])
 
