@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from toy_models import build, full, loss_of, shard, tokens_for
 
 from polyshard import ShardPlacement, clip_grad_norm_, fully_shard
@@ -153,3 +154,18 @@ def test_nothing_to_clip_and_bad_orders() -> None:
     assert clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0).item() == 0.0
     with pytest.raises(SettingError, match="above 0"):
         clip_grad_norm_([], 1.0, 0.0)
+
+
+def strided(rank: int, size: int) -> None:
+    """What FSDP and tensor parallelism leave of one dim: each rank's rows count."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rows = torch.arange(4.0)
+    parameter = DTensor.from_local(
+        rows[rank : rank + 1], mesh, [_StridedShard(0, split_factor=2), Shard(0)], run_check=False
+    )
+    parameter.grad = parameter.clone()
+    assert clip_grad_norm_(parameter, math.inf).item() == pytest.approx(rows.norm().item())
+
+
+def test_strided_shards_count_on_every_rank(world4: World) -> None:
+    world4.run(strided)

@@ -26,9 +26,10 @@ from toy_plugins import (
     Watching,
 )
 
-from polyshard import Plugin, describe, fully_shard, hookimpl, stats
+from polyshard import MixedPrecisionPolicy, Plugin, describe, fully_shard, hookimpl, stats
 from polyshard.errors import ConflictError, PlanMismatchError, PluginError
 from polyshard.manager import Manager
+from polyshard.seams import ParamInfo
 from polyshard.testing import World
 
 
@@ -272,7 +273,12 @@ class Spread(Plugin):
         return tensor
 
     @hookimpl
-    def chunk_dtensor(self, tensor: DTensor, rank: int, device_mesh: DeviceMesh) -> DTensor:
+    def chunk_dtensor(
+        self, tensor: DTensor, rank: int, device_mesh: DeviceMesh, param: ParamInfo
+    ) -> DTensor:
+        assert param.placements == (Replicate(),)
+        assert param.shard_dim == 0
+        assert param.reduce_dtype == torch.float64
         local = tensor.to_local().chunk(device_mesh.size())[rank][self.cut :]
         return DTensor.from_local(local, self.mesh, [Shard(0), Replicate()])
 
@@ -294,7 +300,8 @@ def spread(rank: int, size: int) -> None:
         return module
 
     model = build_on_axis()
-    fully_shard(model, mesh=mesh["dp"], plugins=[Spread(mesh)])
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    fully_shard(model, mesh=mesh["dp"], mp_policy=policy, plugins=[Spread(mesh)])
     assert model.weight.device_mesh == mesh
     assert model.weight.placements == (Shard(0), Replicate())
     assert torch.equal(model.weight.full_tensor(), whole)
@@ -302,10 +309,42 @@ def spread(rank: int, size: int) -> None:
     assert model.weight.grad.placements == (Shard(0), Replicate())
     assert torch.equal(model.weight.grad.full_tensor(), torch.ones(4, 4))
     assert model.bias.device_mesh.ndim == 1, "no DTensor, so not asked for"
+    cut = [Spread(mesh, cut=1)]
     with pytest.raises(PluginError, match=r"'weight' a local shape of \(1, 4\), but .*\(2, 4\)"):
-        fully_shard(build_on_axis(), mesh=mesh["dp"], plugins=[Spread(mesh, cut=1)])
+        fully_shard(build_on_axis(), mesh=mesh["dp"], mp_policy=policy, plugins=cut)
     with pytest.raises(PluginError, match=r"chunk_dtensor returned a NoneType.*other axes"):
         fully_shard(build_on_axis(), mesh=mesh["dp"], plugins=[Mute(mesh)])
+
+
+class SpreadAll(Spread):
+    """Puts parameters that are no ``DTensor`` on the larger mesh as well."""
+
+    @hookimpl
+    def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, str]:
+        return tensor, "all"
+
+    @hookimpl
+    def chunk_dtensor(
+        self, tensor: Tensor, rank: int, device_mesh: DeviceMesh, param: ParamInfo
+    ) -> DTensor:
+        assert param.placements is None
+        local = tensor.chunk(device_mesh.size())[rank]
+        return DTensor.from_local(local, self.mesh, [Shard(0), Replicate()])
+
+
+def spread_plain(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model: Any = torch.nn.Linear(4, 4)
+    whole = model.weight.detach().clone()
+    fully_shard(model, mesh=mesh["dp"], plugins=[SpreadAll(mesh)])
+    assert model.weight.placements == model.bias.placements == (Shard(0), Replicate())
+    assert torch.equal(model.weight.full_tensor(), whole)
+    model(torch.ones(1, 4)).sum().backward()
+    assert torch.equal(model.bias.grad.full_tensor(), torch.ones(4))
+
+
+def test_a_plain_parameter_may_live_on_a_larger_mesh(world4: World) -> None:
+    world4.run(spread_plain)
 
 
 def test_a_transformed_parameter_may_live_on_a_larger_mesh(world4: World) -> None:

@@ -99,7 +99,8 @@ def _parts(
         if isinstance(gradient, DTensor):
             gradient = _without_partial(tensor, gradient)
             mesh = gradient.device_mesh
-            axes = (a for a, p in enumerate(gradient.placements) if p.is_shard())
+            # Not is_shard(): torch 2.13 says no for strided shards, which differ between ranks too.
+            axes = (a for a, p in enumerate(gradient.placements) if not p.is_replicate())
             groups = (*(mesh.get_group(a) for a in axes if mesh.size(a) > 1), *groups)
             parts.append(_Part(local_tensor(gradient), groups))
         else:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from polyshard._torch_private import has_fsdp_protocol, local_tensor
 from polyshard.errors import ModuleError, PluginError, SettingError, UnsupportedError
@@ -80,8 +80,10 @@ class Collector:
         ignored: set[nn.Parameter],
         placement: PlacementFunction | None,
         stack: Stack,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        """``placement`` is the user's ``shard_placement_fn``."""
+        """``placement`` is the user's ``shard_placement_fn``, ``reduce_dtype`` the policy's."""
+        self._reduce_dtype = reduce_dtype
         self._roles = roles
         self._ignored = {id(p) for p in ignored}
         self._placement = placement
@@ -117,6 +119,8 @@ class Collector:
             requires_grad=parameter.requires_grad,
             mesh=self._roles.mesh,
             module_class=type(owners[0].module),
+            placements=_placements_of(parameter),
+            reduce_dtype=self._reduce_dtype,
         )
         with torch.no_grad():
             value, extensions = self._stack.onion.flatten(parameter.detach(), info)
@@ -125,19 +129,24 @@ class Collector:
         placed = resolve_placement(wanted, fqn, value, self._roles)
         if has_fsdp_protocol(value):
             check_protocol(fqn, value, placed.dim)
-        info = replace(info, mesh=placed.roles.mesh)
+        info = replace(info, mesh=placed.roles.mesh, shard_dim=placed.dim)
         source = Source(info, parameter, owners, placed, value, extensions)
-        if isinstance(parameter, DTensor) or isinstance(parameter.data, DTensor):
+        if any(extension is not None for extension in extensions):
             source = replace(source, form=self._form(source))
         return source
 
-    def _form(self, source: Source) -> Form:
-        """What the plugin that flattened a ``DTensor`` makes of its sharded form."""
+    def _form(self, source: Source) -> Form | None:
+        """What a plugin makes of the sharded form of a parameter that was flattened.
+
+        For a ``DTensor`` some plugin must say; for others the engine's own form will do.
+        """
         placed, fqn = source.placed, source.info.fqn
         given = source.parameter.detach()
         rank, mesh = placed.roles.shard_rank, placed.roles.mesh
         answer = self._stack.parameter_hooks.claimed_dtensor(given, rank, mesh, source.info)
         if not isinstance(answer, DTensor):
+            if not isinstance(given, DTensor):
+                return None
             raise PluginError(
                 f"'{fqn}' is a DTensor that a plugin flattened, and chunk_dtensor returned a "
                 f"{type(answer).__name__} for it. Return the sharded parameter as a DTensor, so "
@@ -151,6 +160,10 @@ class Collector:
                 f"shard axis holds {expected} of what pre_flatten_transform made of it."
             )
         return Form(answer.device_mesh, tuple(answer.placements), answer.shape)
+
+
+def _placements_of(parameter: Tensor) -> tuple[Placement, ...] | None:
+    return tuple(parameter.placements) if isinstance(parameter, DTensor) else None
 
 
 def _check_shardable(fqn: str, value: Tensor) -> None:

@@ -104,8 +104,9 @@ def chunk_dtensor(
 ) -> DTensor | None:
     """Give ``tensor`` as a ``DTensor`` sharded over ``device_mesh``.
 
-    When: a parameter that is a ``DTensor`` itself, and that :func:`pre_flatten_transform` changed,
-        is sharded; and when a state dict of ``DTensor`` values is made.
+    When: a parameter that :func:`pre_flatten_transform` took is sharded (``tensor`` is the
+        parameter as it was; a ``DTensor`` must be answered for); and when a state dict of
+        ``DTensor`` values is made.
     Return: the ``DTensor``, whose placements must describe reality. Its mesh may have more axes
         than ``device_mesh``: the sharded parameter will be such a ``DTensor``.
     Combine: exclusive for each parameter; two answers are an error.

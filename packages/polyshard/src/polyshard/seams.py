@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
 
     from polyshard.layout import GroupLayout
     from polyshard.mesh import MeshRoles
@@ -36,6 +37,10 @@ class ParamInfo:
 
     ``fqn`` is relative to the unit that owns it. ``shape`` is the full shape in elements,
     ``dtype`` the original dtype, ``module_class`` the class of the module that registers it.
+    ``placements`` are those of a parameter that came as a ``DTensor`` (on its own mesh), else
+    ``None``. ``shard_dim`` is the tensor dim that is sharded over ``mesh``, of what
+    ``pre_flatten_transform`` made of it; ``None`` while that is not settled, and for parameters
+    kept whole. ``reduce_dtype`` is what the policy says, ``None`` where it says nothing.
     """
 
     fqn: str
@@ -44,6 +49,9 @@ class ParamInfo:
     requires_grad: bool
     mesh: DeviceMesh
     module_class: type[nn.Module]
+    placements: tuple[Placement, ...] | None = None
+    shard_dim: int | None = None
+    reduce_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,13 @@ def train(  # noqa: PLR0913 (typer: an option is a parameter)
             rich_help_panel=MODEL,
         ),
     ] = None,
+    tp: Annotated[
+        int,
+        typer.Option(
+            help="Ranks that share each layer, with polyshard-tensor-parallel.",
+            rich_help_panel=MODEL,
+        ),
+    ] = Settings.tp,
     device: Annotated[
         DeviceName, typer.Option(help="Where to compute.", rich_help_panel=MODEL)
     ] = Settings.device,
@@ -133,6 +140,7 @@ def train(  # noqa: PLR0913 (typer: an option is a parameter)
             quantize=quantize,
             offload=offload,
             ranks=_ranks(ranks, engine),
+            tp=tp,
             preset=preset,
             tied=tied,
             steps=steps,

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
+from polyshard.clipping import clip_grad_norm_
 from polyshard.demo.model import LanguageModel
 from polyshard.demo.offload import OffloadPlugin, make_offload
 from polyshard.demo.quantize import quantizing_plugin
 from polyshard.demo.settings import Settings
+from polyshard.demo.tensor_parallel import tensor_parallel_plugin
 
 __all__ = ["Engine", "Wire", "choose_engine"]
 
@@ -54,24 +55,25 @@ def choose_engine(settings: Settings, device: torch.device, world_size: int) -> 
     """The engine the settings name; only its own library is imported."""
     if settings.engine == "single":
         return SingleEngine(device)
-    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
+    shape = (world_size // settings.tp, settings.tp)
+    whole = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
+    mesh = whole["dp"]
     if settings.engine == "torch":
         return TorchEngine(mesh, settings.bf16)
     plugins: list[object] = list(settings.plugins)
     if settings.quantize:
         plugins.append(quantizing_plugin(settings.quantize))
     offload = make_offload(settings.offload)
-    return PolyshardEngine(mesh, settings.bf16, tuple(plugins), offload)
+    prepared = tensor_parallel_plugin(whole["tp"]) if settings.tp > 1 else None
+    return PolyshardEngine(mesh, settings.bf16, tuple(plugins), offload, prepared)
 
 
 def clip_gradients(model: nn.Module, largest: float) -> float:
     """Scale all gradients so that their global norm is at most `largest`; return the norm before.
 
-    Sharded gradients are DTensors, which torch's own function understands, so every engine
-    shares this one.
+    It takes gradients on any mesh, so every engine shares this one.
     """
-    norm = nn.utils.clip_grad_norm_(model.parameters(), largest)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return float(clip_grad_norm_(model.parameters(), largest))
 
 
 @dataclass(frozen=True)
@@ -133,11 +135,15 @@ class PolyshardEngine:
     bf16: bool
     plugins: tuple[object, ...] = field(default=())
     offload: OffloadPlugin | None = None
+    tensor_parallel: Any = None
 
     def shard(self, model: LanguageModel) -> LanguageModel:
         from polyshard import MixedPrecisionPolicy, fully_shard
 
         plugins = self.plugins if self.offload is None else (*self.plugins, self.offload)
+        if self.tensor_parallel is not None:
+            self.tensor_parallel.apply(model)
+            plugins = (*plugins, self.tensor_parallel)
         keywords: dict[str, Any] = {"mesh": self.mesh, "plugins": plugins}
         if self.bf16:
             keywords["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)

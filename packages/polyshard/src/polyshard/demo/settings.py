@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from polyshard.demo.errors import DemoError
 from polyshard.demo.quantize import check_quantize
+from polyshard.demo.tensor_parallel import check_tp
 
 __all__ = ["DeviceName", "EngineName", "PresetName", "Settings"]
 
@@ -31,6 +32,8 @@ class Settings:
         offload: What rests away from the device, as ``optimizer=disk,params=host``; needs the
             plugin polyshard-offload.
         ranks: Number of processes; each holds ``1 / ranks`` of the model.
+        tp: How many neighbouring ranks share each layer (tensor parallelism); needs the plugin
+            polyshard-tensor-parallel. The others are data-parallel.
         preset: Size of the model.
         tied: Whether the output head shares the embedding's weight.
         steps: Optimizer steps of the whole run, including those before a resume.
@@ -58,6 +61,7 @@ class Settings:
     quantize: str = ""
     offload: str = ""
     ranks: int = 2
+    tp: int = 1
     preset: PresetName = "small"
     tied: bool = False
     steps: int = 300
@@ -77,7 +81,7 @@ class Settings:
     log_every: int = 10
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "steps", "batch", "sequence", "accumulate", "eval_batches"):
+        for name in ("ranks", "tp", "steps", "batch", "sequence", "accumulate", "eval_batches"):
             _check_at_least(name, getattr(self, name), 1)
         for name in ("checkpoint_every", "eval_every", "seed"):
             _check_at_least(name, getattr(self, name), 0)
@@ -88,14 +92,21 @@ class Settings:
         _check_choice("engine", self.engine, get_args(EngineName))
         _check_choice("preset", self.preset, get_args(PresetName))
         _check_choice("device", self.device, get_args(DeviceName))
+        check_tp(self.ranks, self.tp, self.engine)
         self._check_batch()
         self._check_engine()
 
+    @property
+    def data_ranks(self) -> int:
+        """Ranks with batches of their own."""
+        return self.ranks // self.tp
+
     def _check_batch(self) -> None:
-        parts = self.ranks * self.accumulate
+        parts = self.data_ranks * self.accumulate
         if self.batch % parts:
+            kind = "ranks" if self.tp == 1 else "data-parallel ranks"
             raise DemoError(
-                f"--batch {self.batch} does not divide over {self.ranks} ranks x "
+                f"--batch {self.batch} does not divide over {self.data_ranks} {kind} x "
                 f"{self.accumulate} micro-batches; use a multiple of {parts}"
             )
 

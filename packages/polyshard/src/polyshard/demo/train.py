@@ -89,8 +89,8 @@ class Trainer:
                 settings.batch,
                 settings.sequence,
                 settings.seed,
-                worker.rank,
-                worker.world_size,
+                worker.rank // settings.tp,
+                settings.data_ranks,
             ),
             History(),
         )

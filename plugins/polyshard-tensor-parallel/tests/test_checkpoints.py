@@ -1,0 +1,123 @@
+"""Checkpoints between factorisations of the same ranks, and into one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from tp_models import full, loss_of, meshes, mlp, mlp_plan, shard_blocks, tiny, tokens_for
+
+from polyshard import fully_shard
+from polyshard.testing import World
+from polyshard_tensor_parallel import TensorParallel, demo_plan
+
+LAYOUTS = {"2 x 2": (2, 2), "4 x 1": (4, 0), "1 x 4": (1, 4)}
+"""Data-parallel and tensor-parallel ranks; 0 leaves the plugin out."""
+
+
+def built(layout: str, seed: int = 0) -> tuple[Any, torch.optim.Optimizer, int]:
+    """A model that another seed would have made different, its optimizer, and its batch."""
+    dp, tp = LAYOUTS[layout]
+    model: Any = tiny(seed=seed)
+    if tp:
+        mesh = meshes(dp, tp)
+        plugin = TensorParallel(demo_plan(), mesh=mesh["tp"])
+        plugin.apply(model)
+        shard_blocks(model, mesh=mesh["dp"], plugins=[plugin])
+    else:
+        shard_blocks(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), max(1, tp)
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, index: int) -> float:
+    loss = loss_of(model, tokens_for(index, 0))  # the same batch everywhere: layouts agree on it
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def moved(rank: int, size: int, source: str, target: str, folder: str) -> None:
+    first, optimizer, _ = built(source)
+    step(first, optimizer, 0)
+    weights, moments = get_state_dict(first, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    expected = step(first, optimizer, 1), step(first, optimizer, 2)
+
+    second, other, _ = built(target, seed=1)
+    step(second, other, 7)  # so that the optimizer has state to fill
+    weights, moments = get_state_dict(second, other)
+    state: dict[str, Any] = {"model": weights, "optimizer": moments}
+    dcp.load(state, checkpoint_id=folder)
+    found = set_state_dict(
+        second, other, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    assert not found.missing_keys
+    losses = step(second, other, 1), step(second, other, 2)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("2 x 2", "4 x 1"), ("4 x 1", "2 x 2"), ("2 x 2", "1 x 4"), ("1 x 4", "2 x 2")],
+)
+def test_saved_on_one_layout_loaded_on_another(
+    world4: World, tmp_path: Path, source: str, target: str
+) -> None:
+    world4.run(moved, source, target, str(tmp_path / "checkpoint"))
+
+
+def full_state(rank: int, size: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    model, optimizer, _ = built("2 x 2")
+    step(model, optimizer, 0)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)
+    moments = get_optimizer_state_dict(model, optimizer, options=options)
+    return weights, moments
+
+
+def test_the_full_state_dict_is_that_of_one_process(world4: World) -> None:
+    weights, moments = world4.run(full_state)[0]
+    model = tiny()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step(model, optimizer, 0)
+    assert list(weights) == list(model.state_dict())
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-4)
+    expected: Any = get_optimizer_state_dict(model, optimizer)
+    for name, values in expected["state"].items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            found = moments["state"][name][key]
+            torch.testing.assert_close(found, values[key], rtol=1e-3, atol=1e-6)
+
+
+def uneven(rank: int, size: int, folder: str) -> None:
+    """Seven rows for each tensor-parallel rank, over two data-parallel ones."""
+    mesh = meshes(2, 2)
+    model = mlp(width=7, hidden=14)
+    plugin = TensorParallel(mlp_plan(), mesh=mesh["tp"])
+    plugin.apply(model)
+    fully_shard(model, mesh=mesh["dp"], plugins=[plugin])
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    plain: Any = fully_shard(mlp(seed=1, width=7, hidden=14))
+    state = plain.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    plain.load_state_dict(state)
+    for found, expected in zip(
+        plain.parameters(), mlp(width=7, hidden=14).parameters(), strict=True
+    ):
+        assert torch.equal(full(found.detach()), expected.detach())
+
+
+def test_uneven_shards_are_saved_right(world4: World, tmp_path: Path) -> None:
+    world4.run(uneven, str(tmp_path / "checkpoint"))
