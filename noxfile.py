@@ -141,7 +141,8 @@ def tests(session: nox.Session, plugins: list[str]) -> None:
 def demo(session: nox.Session) -> None:
     """Train the demonstration model: `nox -s demo -- OPTIONS` runs `polyshard train OPTIONS`."""
     polyshard = str(dev_environment(session, PLUGINS) / "polyshard")
-    session.run(polyshard, "train", *session.posargs, env=ONE_THREAD)
+    composed = ["--quantize", "int8", "--offload", "optimizer=host"]
+    session.run(polyshard, "train", *(session.posargs or composed), env=ONE_THREAD)
 
 
 @nox.session(venv_backend="none", default=False)

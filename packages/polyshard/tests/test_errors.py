@@ -208,7 +208,7 @@ def one_rank_fails(rank: int, size: int) -> None:
 def test_a_failing_rank_is_quoted_on_the_others() -> None:
     world = World(2)  # the failure stays on the board of this process group
     try:
-        world.run(one_rank_fails, timeout=20.0)
+        world.run(one_rank_fails, timeout=60.0)
     finally:
         world.close()
 
@@ -236,7 +236,7 @@ def one_rank_of_a_plugin_fails(rank: int, size: int) -> None:
 def test_a_failing_plugin_is_named_on_the_others() -> None:
     world = World(2)
     try:
-        world.run(one_rank_of_a_plugin_fails, timeout=20.0)
+        world.run(one_rank_of_a_plugin_fails, timeout=60.0)
     finally:
         world.close()
 
@@ -283,7 +283,7 @@ def one_rank_fails_in_a_step(rank: int, size: int) -> None:
 def test_a_rank_that_fails_in_a_step_is_quoted_on_the_others() -> None:
     world = World(2, collective_seconds=4.0)
     try:
-        world.run(one_rank_fails_in_a_step, timeout=30.0)
+        world.run(one_rank_fails_in_a_step, timeout=60.0)
     finally:
         world.close()
 
@@ -329,7 +329,7 @@ def one_rank_stays_away(rank: int, size: int) -> None:
 def test_an_absent_rank_is_named() -> None:
     world = World(2)
     try:
-        world.run(one_rank_stays_away, timeout=20.0)
+        world.run(one_rank_stays_away, timeout=60.0)
     finally:
         world.close()
 
