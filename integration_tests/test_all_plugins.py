@@ -58,7 +58,6 @@ def train(model: nn.Module, optimizer: Any, parts: list[int]) -> tuple[list[floa
 def trained(rank: int, size: int, subset: tuple[str, ...]) -> tuple[int, list[float], list[float]]:
     from polyshard_offload import Offload
     from polyshard_quantized import Int8Block, QuantizedComm
-
     from polyshard_tensor_parallel import TensorParallel, demo_plan
 
     model = built()
