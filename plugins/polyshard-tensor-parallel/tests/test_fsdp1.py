@@ -62,23 +62,25 @@ def plain(value: Any) -> Tensor:
 
 
 KINDS: dict[str, Any] = {
-    "full": (StateDictType.FULL_STATE_DICT, FullStateDictConfig()),
-    "sharded": (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()),
-    "sharded as ShardedTensor": (
-        StateDictType.SHARDED_STATE_DICT,
-        ShardedStateDictConfig(_use_dtensor=False),
-    ),
+    "full": (StateDictType.FULL_STATE_DICT, FullStateDictConfig),
+    "sharded": (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig),
 }
 
 
+def kind_of(kind: str) -> tuple[StateDictType, Any]:
+    """With a config of its own: FSDP1 writes into the one it is given."""
+    which, config = KINDS[kind]
+    return which, config()
+
+
 def state_of(model: Any, kind: str) -> dict[str, Any]:
-    with FullyShardedDataParallel.state_dict_type(model, *KINDS[kind]):
+    with FullyShardedDataParallel.state_dict_type(model, *kind_of(kind)):
         found: dict[str, Any] = model.state_dict()
         return found
 
 
 def load_into(model: Any, kind: str, state: dict[str, Any]) -> None:
-    with FullyShardedDataParallel.state_dict_type(model, *KINDS[kind]):
+    with FullyShardedDataParallel.state_dict_type(model, *kind_of(kind)):
         model.load_state_dict(state)
 
 
@@ -128,7 +130,7 @@ def optimizer_state(rank: int, size: int) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         regression(model, torch.arange(40)).backward()
         optimizer.step()
-        with FullyShardedDataParallel.state_dict_type(model, *KINDS["sharded"]):
+        with FullyShardedDataParallel.state_dict_type(model, *kind_of("sharded")):
             state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
             loaded = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state)
             optimizer.load_state_dict(loaded)
@@ -141,3 +143,29 @@ def optimizer_state(rank: int, size: int) -> None:
 
 def test_optimizer_state_is_that_of_torch(world4: World) -> None:
     world4.run(optimizer_state)
+
+
+def nested(rank: int, size: int) -> None:
+    """Given a process group, FSDP1 saves sharded tensors: nested where the plan takes part."""
+    mesh = meshes(2, 2)
+    model = mlp(width=WIDTH)
+    parallelize_module(model, mesh["tp"], mlp_plan())
+    parts = {n: p.to_local().clone() for n, p in model.named_parameters() if isinstance(p, DTensor)}
+    with wrapping_with(as_fsdp_extensions([TensorParallel(mesh=mesh["tp"])])):
+        outer: Any = FullyShardedDataParallel(
+            model,
+            process_group=mesh["dp"].get_group(),
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+        )
+    at = mesh["dp"].get_local_rank()
+    for name, value in state_of(outer, "sharded").items():
+        assert isinstance(value, ShardedTensor), name
+        inner = isinstance(value.local_shards()[0].tensor, ShardedTensor)
+        assert inner is (name in parts), name
+        if inner:
+            assert torch.equal(plain(value), parts[name].chunk(2)[at]), name
+
+
+def test_sharded_tensors_are_nested_in_state_dicts(world4: World) -> None:
+    world4.run(nested)

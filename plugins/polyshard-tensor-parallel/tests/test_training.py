@@ -255,3 +255,22 @@ def ranks_draw_alike(rank: int, size: int) -> None:
 
 def test_meta_init(world4: World) -> None:
     world4.run(ranks_draw_alike)
+
+
+def one_mesh(rank: int, size: int) -> None:
+    """Plan or not, parameters share a mesh: foreach optimizers take them, as does torch's norm."""
+    model, single = sharded(), tiny()
+    assert len({p.device_mesh for p in model.parameters()}) == 1
+    both = []
+    for each in (model, single):
+        for part in [rank // 2] if each is model else [0, 1]:
+            (loss_of(each, tokens_for(0, part)) / (1 if each is model else 2)).backward()
+        both.append(full(nn.utils.clip_grad_norm_(each.parameters(), 0.5)).item())
+        torch.optim.AdamW(each.parameters(), lr=1e-2, foreach=True).step()
+    assert both[0] == pytest.approx(both[1], rel=1e-4)
+    for ours, theirs in zip(model.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(full(ours.detach()), theirs.detach(), rtol=1e-3, atol=1e-3)
+
+
+def test_parameters_share_a_mesh(world4: World) -> None:
+    world4.run(one_mesh)
