@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from polyshard import _torch_private as private
+from polyshard.errors import MeshError
 from polyshard.testing import World
 
 
@@ -120,5 +124,18 @@ def joined(rank: int, size: int) -> None:
     assert dist.get_process_group_ranks(shared) == ranks
 
 
-def test_meshes_are_joined_and_groups_shared(world4: World) -> None:
-    world4.run(joined)
+def other_counts(rank: int, size: int) -> None:
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    group: Any = dist.group.WORLD
+    with pytest.raises(MeshError, match=r"different numbers of groups before"):
+        private.shared_group(list(range(size)), "test", group)
+
+
+def test_meshes_are_joined_and_groups_shared() -> None:
+    world = World(4)  # with as many groups on every rank
+    try:
+        world.run(joined)
+        world.run(other_counts)
+    finally:
+        world.close()

@@ -21,6 +21,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from polyshard.errors import MeshError
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
 else:
@@ -143,8 +145,12 @@ def coalescing(group: dist.ProcessGroup, device: torch.device) -> AbstractContex
 def shared_group(ranks: Sequence[int], purpose: str, like: dist.ProcessGroup) -> dist.ProcessGroup:
     """The process group of ``ranks`` for ``purpose``, made once however many ask for it.
 
-    torch's own registry remembers it, and forgets it when process groups are destroyed. Only the
-    ranks in it need to ask, in the same order.
+    torch's own registry remembers it, and forgets it when process groups are destroyed. All ranks
+    of ``like``, which contains the new group, ask at the same point.
+
+    Raises:
+        MeshError: on every rank, where torch would give the group different names and wait for
+            ever: it makes the name from the number of groups a rank has.
     """
     label = f"polyshard {purpose} of {like.group_name}"
     known = cast("Mapping[object, dict[int, int]]", distributed_c10d._world.pg_group_ranks)
@@ -153,6 +159,14 @@ def shared_group(ranks: Sequence[int], purpose: str, like: dist.ProcessGroup) ->
             continue  # a mark for groups that this rank is not in
         if group.group_desc == label and sorted(members) == sorted(ranks):
             return group
+    counts: list[int | None] = [None] * like.size()
+    dist.all_gather_object(counts, len(distributed_c10d._world.pg_names), group=like)
+    if len(set(counts)) > 1:
+        raise MeshError(
+            f"ranks {dist.get_process_group_ranks(like)} need a process group for {purpose}, and "
+            f"have made different numbers of groups before ({counts}), which torch cannot name "
+            "alike. Create process groups and meshes on all ranks alike, before fully_shard."
+        )
     made = dist.new_group(
         list(ranks),
         backend=dist.get_backend(like),
