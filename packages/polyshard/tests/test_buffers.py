@@ -106,3 +106,18 @@ def test_memory_is_recycled_once_nobody_holds_it() -> None:
     assert memory.take(50, torch.float32, device).numel() == 50
     assert memory.take(50, torch.bfloat16, device).dtype == torch.bfloat16
     assert part.shape == (10,)
+
+
+def test_memory_nobody_lives_in_is_given_up() -> None:
+    memory = Recycled()
+    device = torch.device("cpu")
+    kept = memory.take(100, torch.float32, device)
+    address = kept.data_ptr()
+    memory.keep_only_if_used_by(kept)
+    del kept
+    assert memory.take(100, torch.float32, device).data_ptr() == address
+    memory.keep_only_if_used_by(torch.empty(100))
+    assert memory._memory is None
+    memory.take(100, torch.float32, device)
+    memory.drop()
+    assert memory._memory is None

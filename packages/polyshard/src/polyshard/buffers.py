@@ -141,6 +141,16 @@ class Recycled:
             memory = self._memory = torch.empty(numel, dtype=dtype, device=device)
         return memory.view(-1)
 
+    def keep_only_if_used_by(self, value: Tensor) -> None:
+        """Give the memory up unless ``value`` lives in it: then keeping it costs nothing."""
+        memory = self._memory
+        if memory is not None and memory.data_ptr() != value.data_ptr():
+            self._memory = None
+
+    def drop(self) -> None:
+        """Give the memory up; whoever holds it keeps it."""
+        self._memory = None
+
     @staticmethod
     def _fits(memory: Tensor, numel: int, dtype: torch.dtype, device: torch.device) -> bool:
         same = memory.numel() == numel and memory.dtype == dtype and memory.device == device

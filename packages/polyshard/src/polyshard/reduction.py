@@ -298,6 +298,9 @@ class Reducer:
                 accumulate_from.append(value)
         if accumulate_into:
             torch._foreach_add_(accumulate_into, accumulate_from)
+            self._totals.drop()  # gradients live elsewhere: this would be a second copy of them
+        else:
+            self._totals.keep_only_if_used_by(total)
         for index in present:
             parameter = self._shards.parameters[index].parameter
             hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
