@@ -37,7 +37,7 @@ from polyshard.protocol import (
     uses_protocol,
 )
 from polyshard.reduction import InFlight, ReduceSettings
-from polyshard.runtime import Parts, Runtime, build_runtime
+from polyshard.runtime import Parts, Runtime, bind_reduce_codec, build_runtime
 from polyshard.seams import GroupInfo, Named, ParamInfo, ShardStorage, Stack
 from polyshard.shards import Shards
 from polyshard.traffic import Meter
@@ -290,8 +290,8 @@ class ParameterGroup:
                 leaf.requires_grad_(wanted)
                 changed = True
         if changed:
-            bind = self.contributions.reduce_codec.bind
-            runtime.reducer.rebind(bind(self.info(), self.shards.layout))
+            codec = bind_reduce_codec(self.contributions, self.info(), self.shards.layout)
+            runtime.reducer.rebind(codec)
 
     def reshard(self, *, until_backward: bool = False) -> None:
         """Free the unsharded parameters and register the sharded ones.

@@ -11,6 +11,7 @@ from polyshard.block import Block
 from polyshard.buffers import Buffer, new_buffer
 from polyshard.fit import fitting
 from polyshard.gather import CodecGather, GatherPath, Line, NativeGather
+from polyshard.layout import GroupLayout
 from polyshard.mesh import MeshRoles
 from polyshard.onion import Onion
 from polyshard.pages import PagePool
@@ -53,6 +54,18 @@ class Parts:
     block_size: int | None
 
 
+def bind_reduce_codec(
+    contributions: Contributions, info: GroupInfo, layout: GroupLayout
+) -> BoundReduceCodec | None:
+    """The reduce codec of a group as it is now.
+
+    Raises:
+        PluginError: when what the codec makes lacks members of its seam.
+    """
+    codec = contributions.reduce_codec
+    return fitting(codec.bind(info, layout), BoundReduceCodec, codec, "bind")
+
+
 def build_runtime(parts: Parts, dtypes: Dtypes) -> Runtime:
     """Bind every transfer of a group to memory. Leaves the unsharded side freed."""
     # Ranks agree on names, so they agree on tags without a word.
@@ -61,9 +74,7 @@ def build_runtime(parts: Parts, dtypes: Dtypes) -> Runtime:
     buffer, leaves, path = _unsharded_side(parts, dtypes, line)
     block = None if parts.block_size is None else _block(parts, parts.block_size, buffer, tag)
     buffer.release()
-    reducing = parts.contributions.reduce_codec
-    bound = reducing.bind(parts.info, parts.shards.layout)
-    reduce_codec = fitting(bound, BoundReduceCodec, reducing, "bind")
+    reduce_codec = bind_reduce_codec(parts.contributions, parts.info, parts.shards.layout)
     reducer = Reducer(parts.shards, dtypes.reduce, parts.roles, line, reduce_codec, parts.pool)
     owners = (p.owners for p in parts.shards.parameters)
     registry = Registry(zip(owners, leaves, strict=True))
