@@ -109,10 +109,14 @@ from polyshard_offload import DiskSettings
 from polyshard_offload.swap import SwapFile
 from pathlib import Path
 
+def say(*words):
+    # One write: print() makes several when Python's output is unbuffered, and they interleave.
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
 def hold():
     file = SwapFile(DiskSettings(path=Path(sys.argv[1])), "things", 0)
     file.write(file.allocate(1 << 20), torch.ones(1 << 20, dtype=torch.uint8))
-    print(os.getpid(), flush=True)
+    say(os.getpid())
     time.sleep(60)
 
 torch.set_num_threads(1)
@@ -122,7 +126,7 @@ for _ in range(3):  # one process after another would import torch three times
         sys.exit()
 for _ in range(3):
     pid, status = os.wait()
-    print(pid, os.waitstatus_to_exitcode(status), flush=True)
+    say(pid, os.waitstatus_to_exitcode(status))
 """
 
 
