@@ -13,6 +13,7 @@ from polyshard.__about__ import __version__
 
 if TYPE_CHECKING:
     from polyshard.api import fully_shard
+    from polyshard.calibration import Calibration
     from polyshard.clipping import clip_grad_norm_
     from polyshard.contract import Contract, Plugin
     from polyshard.description import describe, stats
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "HOOK_API",
     "CPUOffloadPolicy",
+    "Calibration",
     "Contract",
     "DataParallelMeshDims",
     "FSDPModule",
@@ -54,6 +56,7 @@ __all__ = [
 
 _HOMES = {
     "CPUOffloadPolicy": "policies",
+    "Calibration": "calibration",
     "Contract": "contract",
     "DataParallelMeshDims": "policies",
     "FSDPModule": "module",

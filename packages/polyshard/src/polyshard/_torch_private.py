@@ -135,11 +135,14 @@ def default_store() -> dist.Store | None:
 
 
 def coalescing(group: dist.ProcessGroup, device: torch.device) -> AbstractContextManager[Any]:
-    """Launch all collectives of the block as one (a single NCCL group call)."""
+    """Launch all collectives of the block as one (on NCCL a single group call)."""
     manager = getattr(distributed_c10d, "_coalescing_manager", None)
     if manager is None:
         return nullcontext()
-    return cast("AbstractContextManager[Any]", manager(group=group, device=device))
+    # With a device torch opens a group call, which backends on the CPU do not have; without one it
+    # collects the collectives and makes one of them at the end.
+    where = None if device.type == "cpu" else device
+    return cast("AbstractContextManager[Any]", manager(group=group, device=where))
 
 
 def shared_group(ranks: Sequence[int], purpose: str, like: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -14,6 +14,7 @@ from polyshard.plan import GroupPlan
 from polyshard.root import group_names, units_below
 from polyshard.schedule import Unit
 from polyshard.traffic import Traffic
+from polyshard.ways import readable
 
 _COLUMNS = ("group", "parameters", "elements", "gather", "reduce", "unsharded", "shard", "frees")
 
@@ -55,8 +56,8 @@ class Description:
         widths = [max(len(r[i]) for r in (*rows, _COLUMNS)) for i in range(len(_COLUMNS))]
         lines = [_format(_COLUMNS, widths), *(_format(row, widths) for row in rows)]
         lines.append(
-            f"a step sends {_size(self.step_bytes)} from this rank; shards rest in "
-            f"{_size(self.shard_bytes)}"
+            f"a step sends {readable(self.step_bytes)} from this rank; shards rest in "
+            f"{readable(self.shard_bytes)}"
         )
         lines.extend(_notes(self.groups))
         return "\n".join(lines)
@@ -67,10 +68,10 @@ def _row(plan: GroupPlan) -> tuple[str, ...]:
         plan.name,
         str(len(plan.parameters)),
         f"{plan.numel:,}",
-        _size(plan.gather_bytes),
-        _size(plan.reduce_bytes),
-        _size(plan.unsharded_bytes),
-        _size(plan.shard_bytes),
+        readable(plan.gather_bytes),
+        readable(plan.reduce_bytes),
+        readable(plan.unsharded_bytes),
+        readable(plan.shard_bytes),
         _frees(plan.reshard_after_forward),
     )
 
@@ -86,15 +87,6 @@ def _format(cells: tuple[str, ...], widths: list[int]) -> str:
     return "  ".join([first[0].ljust(first[1]), *(c.rjust(w) for c, w in others)])
 
 
-def _size(nbytes: int) -> str:
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.2f} GiB"
-
-
 def _notes(groups: tuple[GroupPlan, ...]) -> list[str]:
     """Facts shared by groups, each said once with the groups it holds for."""
     facts: dict[str, list[str]] = {}
@@ -106,6 +98,7 @@ def _notes(groups: tuple[GroupPlan, ...]) -> list[str]:
             f"codec {plan.roles.reduce_codec}, storage {plan.roles.storage}",
             [],
         ).append(plan.name)
+        facts.setdefault(f"transfers: {plan.transfers}", []).append(plan.name)
         for line in plan.roles.plugins:
             facts.setdefault(f"plugin {line}", []).append(plan.name)
         for notice in plan.notices:

@@ -24,13 +24,13 @@ from polyshard.gather import GatherPath
 from polyshard.gradients import Gradients
 from polyshard.layout import plan_layout
 from polyshard.mesh import MeshRoles
-from polyshard.notices import all_notices, policy_notices, warn
+from polyshard.notices import policy_notices, warn
 from polyshard.pages import PagePool
 from polyshard.parameter import Source
-from polyshard.plan import GroupPlan, Roles, resolve_dtypes
+from polyshard.plan import GroupPlan, resolve_dtypes
+from polyshard.planner import plan_group
 from polyshard.policies import MixedPrecisionPolicy
 from polyshard.protocol import (
-    ProtocolGather,
     ProtocolShards,
     refuse_block,
     refuse_claims,
@@ -38,7 +38,7 @@ from polyshard.protocol import (
 )
 from polyshard.reduction import InFlight, ReduceSettings
 from polyshard.runtime import Parts, Runtime, bind_reduce_codec, build_runtime
-from polyshard.seams import GroupInfo, Named, ParamInfo, ShardStorage, Stack
+from polyshard.seams import GroupInfo, ParamInfo, ShardStorage, Stack
 from polyshard.shards import Shards
 from polyshard.traffic import Meter
 from polyshard.transport.base import Pending, Transport
@@ -92,6 +92,7 @@ class ParameterGroup:
         backend, resting = self.contributions.backend, self.contributions.storage
         transport = backend.connect(setup.roles, self.device)
         self._base_transport = fitting(transport, Transport, backend, "connect")
+        warn(getattr(backend, "notices", ()))
         self._transport: Transport = self._base_transport
         self._comms = CustomComms()
         layout = plan_layout(
@@ -155,42 +156,14 @@ class ParameterGroup:
 
     def plan(self) -> GroupPlan:
         """The description that ranks compare and ``describe()`` shows."""
-        contributions = self.contributions
         runtime = self.prepare()
         self._sync_requires_grad(runtime)
-        trainable = {
-            i: torch.empty(placed.shape, dtype=runtime.dtypes.param, device="meta")
-            for i, (p, placed) in enumerate(
-                zip(self.shards.parameters, self.shards.layout.parameters, strict=True)
-            )
-            if p.parameter.requires_grad
-        }
-        return GroupPlan(
-            name=self.name,
-            parameters=tuple(p.current_info for p in self.shards.parameters),
-            layout=self.shards.layout,
-            mesh=self.roles.describe(),
-            dtypes=runtime.dtypes,
-            roles=Roles(
-                self._transport.name,
-                self._gather_codec_name(runtime),
-                _named(contributions.reduce_codec),
-                _named(contributions.storage),
-                contributions.plugin_lines,
-            ),
-            reshard_after_forward=self.block_size or self.setup.reshard_after_forward,
-            gather_bytes=runtime.path.sent_bytes,
-            regather_bytes=(runtime.block or runtime.path).sent_bytes,
-            reduce_bytes=runtime.reducer.predicted_bytes(
-                trainable, self.gradients.wire_dtype(runtime)
-            ),
-            notices=all_notices(self.setup.policy, self.shards.dtype, contributions),
-        )
+        return plan_group(self, runtime)
 
-    def _gather_codec_name(self, runtime: Runtime) -> str:
-        if isinstance(runtime.path, ProtocolGather):
-            return f"tensor class ({runtime.path.payload_bytes} bytes)"
-        return _named(self.contributions.gather_codec)
+    @property
+    def transport(self) -> Transport:
+        """How bytes move: the backend's way, or the user's own objects over it."""
+        return self._transport
 
     # --- life cycle ---------------------------------------------------------------------------
 
@@ -391,7 +364,3 @@ class ParameterGroup:
         self._pending = None
         runtime.buffer.release()
         self.state = State.SHARDED
-
-
-def _named(part: Named) -> str:
-    return f"{part.name}({part.settings})" if part.settings else part.name

@@ -26,11 +26,12 @@ def policy_notices(policy: MixedPrecisionPolicy, orig_dtype: torch.dtype) -> tup
 def all_notices(
     policy: MixedPrecisionPolicy, orig_dtype: torch.dtype, contributions: Contributions
 ) -> tuple[str, ...]:
-    """Those of the policy, and what codecs, storage and observers have to say of the group."""
+    """Those of the policy, and what codecs, storage, backend and observers say of the group."""
     sources: tuple[object, ...] = (
         contributions.gather_codec,
         contributions.reduce_codec,
         contributions.storage,
+        contributions.backend,
         *contributions.observers,
     )
     said = (notice for source in sources for notice in getattr(source, "notices", ()))

@@ -15,6 +15,7 @@ from polyshard._torch_private import reduces_in_original_dtype
 from polyshard.layout import GroupLayout
 from polyshard.policies import MixedPrecisionPolicy
 from polyshard.seams import ParamInfo
+from polyshard.ways import Way
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,10 @@ class GroupPlan:
     """Bytes this rank sends to gather again in backward, if freed after forward."""
     reduce_bytes: int
     """Bytes this rank sends in one reduce-scatter of all trainable parameters."""
+    ways: tuple[Way, ...]
+    """How each parameter travels in an all-gather, and why; gradients take the mirrored way."""
+    transfers: str
+    """The ways in one line, with where their threshold comes from."""
     notices: tuple[str, ...] = ()
     """Settings that change nothing for this group."""
 
@@ -100,8 +105,10 @@ class GroupPlan:
         plugins = tuple(f"group {self.name}: plugin {line}" for line in self.roles.plugins)
         parameters = tuple(
             f"group {self.name}: parameter {info.fqn} {info.shape} dim {placed.dim} "
-            f"{'staged' if placed.staged else 'direct'} at {placed.shard_offset} "
+            f"{way.kind} at {placed.shard_offset} "
             f"{'trainable' if info.requires_grad else 'frozen'}"
-            for info, placed in zip(self.parameters, self.layout.parameters, strict=True)
+            for info, placed, way in zip(
+                self.parameters, self.layout.parameters, self.ways, strict=True
+            )
         )
         return head + plugins + parameters

@@ -160,13 +160,14 @@ class CollectiveTransport:
         self.size = group.size()
         self.name = f"{dist.get_backend(group)}-collectives"
         self._device = device
-        self._coalesces = dist.get_backend(group) == dist.Backend.NCCL
+        self.coalesces = dist.get_backend(group) == dist.Backend.NCCL
+        """Whether the transfers of a group are one launch; set before routes are made."""
         self.gather_lane = Lane(device)
         self.reduce_lane = Lane(device)
 
     def together(self, group: dist.ProcessGroup) -> AbstractContextManager[Any]:
         """Launch the block's collectives on ``group`` at once where the backend can."""
-        return coalescing(group, self._device) if self._coalesces else nullcontext()
+        return coalescing(group, self._device) if self.coalesces else nullcontext()
 
     def gather_route(self, pieces: Sequence[GatherPiece], tag: int) -> CollectiveGather:
         """Bind an all-gather."""
