@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from polyshard.layout import (
     ALIGNMENT_BYTES,
+    STAGED_ALIGNMENT_BYTES,
     GroupLayout,
     ParameterShape,
     chunk_bounds,
@@ -46,16 +47,19 @@ def test_chunks_and_regions_do_not_overlap(
     members: list[ParameterShape], world: int, staging_bytes: int
 ) -> None:
     layout = plan(members, world, staging_bytes)
-    for spans, total in (
-        ([(p.shard_offset, p.chunk_numel) for p in layout.parameters], layout.shard_numel),
-        ([(p.region_offset, p.region_numel) for p in layout.parameters], layout.unsharded_numel),
-    ):
+    chunks = [
+        (p.shard_offset, p.chunk_numel, STAGED_ALIGNMENT_BYTES if p.staged else ALIGNMENT_BYTES)
+        for p in layout.parameters
+    ]
+    regions = [(p.region_offset, p.region_numel, ALIGNMENT_BYTES) for p in layout.parameters]
+    for spans, total in ((chunks, layout.shard_numel), (regions, layout.unsharded_numel)):
         end = 0
-        for start, length in sorted(s for s in spans if s[1]):
+        for start, length, alignment in sorted(s for s in spans if s[1]):
             assert start >= end
-            assert start * 4 % ALIGNMENT_BYTES == 0
+            assert start * 4 % alignment == 0
             end = start + length
         assert end <= total
+    assert layout.staged_offset * 4 % ALIGNMENT_BYTES == 0
 
 
 @given(groups, worlds, st.sampled_from([0, 64, 10_000]))

@@ -26,6 +26,10 @@ from functools import cached_property
 ALIGNMENT_BYTES = 64
 """Start of every chunk and region: a cache line, and four times what NCCL asks for."""
 
+STAGED_ALIGNMENT_BYTES = 16
+"""Start of a staged chunk: what vector instructions and NCCL ask for. At thousands of ranks a chunk
+of a small parameter is a few elements, and all ranks' padding would travel with it."""
+
 
 def chunk_extent(size: int, world_size: int) -> int:
     """Rows of a padded chunk when ``size`` rows are cut as ``torch.chunk`` cuts them."""
@@ -38,9 +42,9 @@ def chunk_bounds(size: int, world_size: int, rank: int) -> tuple[int, int]:
     return min(rank * extent, size), min((rank + 1) * extent, size)
 
 
-def align(numel: int, itemsize: int) -> int:
+def align(numel: int, itemsize: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
     """``numel`` rounded up so that the next element starts on an aligned byte."""
-    unit = max(1, ALIGNMENT_BYTES // itemsize)
+    unit = max(1, alignment_bytes // itemsize)
     return -(-numel // unit) * unit
 
 
@@ -174,7 +178,8 @@ def plan_layout(
             shape.name, shape.shape, shape.dim, world_size, staged, shard_offset, region_offset
         )
         parameters[index] = placed
-        shard_offset += align(placed.chunk_numel, itemsize)
+        alignment = STAGED_ALIGNMENT_BYTES if staged else ALIGNMENT_BYTES
+        shard_offset += align(placed.chunk_numel, itemsize, alignment)
         region_offset += align(placed.region_numel, itemsize)
 
     staged = [i for i, s in enumerate(shapes) if _is_staged(s, world_size, itemsize, staging_bytes)]

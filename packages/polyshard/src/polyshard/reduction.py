@@ -75,6 +75,8 @@ class InFlight:
     present: list[int]
     averaging: Averaging
     sources: Sequence[Tensor | None] = field(repr=False)
+    scratch: Buffer | None = None
+    """Where staged gradients were packed; free once the transfer has ended."""
 
 
 class Reducer:
@@ -103,6 +105,10 @@ class Reducer:
         )
         self._partial: Tensor | None = None
         self._totals = Recycled()
+        staged = [self._layout.parameters[i] for i in self._layout.staged]
+        self._fills_rows = all(p.is_even for p in staged) and (
+            sum(p.chunk_numel for p in staged) == self._layout.staged_numel
+        )
         # What local_view() would work out for every gradient of every step.
         rank = roles.shard_rank
         self._slots = [
@@ -129,14 +135,15 @@ class Reducer:
         total = self._totals.take(
             self._layout.shard_numel, self._dtype, self._first_device(sources)
         )
+        scratch: Buffer | None = None
         if self._codec is not None:
             pending, keep, sent = self._start_codec(self._codec, sources, total)
         else:
-            keep = self._pieces(sources, wire_dtype)
+            keep, scratch = self._packed_pieces(sources, wire_dtype)
             outs = self._piece_outs(total)
             pending = self._route.start(keep, outs)
             sent = self._route.sent_bytes(keep)
-        return InFlight(pending, total, sorted(gradients), averaging, keep), sent
+        return InFlight(pending, total, sorted(gradients), averaging, keep, scratch), sent
 
     @staticmethod
     def _first_device(sources: dict[int, Tensor]) -> torch.device:
@@ -149,22 +156,31 @@ class Reducer:
             source = source.contiguous()
         return source if averaging.before == 1.0 else source.div_(averaging.before)
 
-    def _pieces(self, sources: dict[int, Tensor], dtype: torch.dtype) -> list[Tensor | None]:
+    def _packed_pieces(
+        self, sources: dict[int, Tensor], dtype: torch.dtype
+    ) -> tuple[list[Tensor | None], Buffer | None]:
+        """What goes on the wire: direct gradients as they are, staged ones packed in a buffer."""
         layout = self._layout
-        pieces: list[Tensor | None] = [
-            sources[i].view(-1) if i in sources else None for i in layout.direct
-        ]
-        if layout.staged:
-            staged = {i: sources[i] for i in layout.staged if i in sources}
-            pieces.append(self._packed(staged, dtype) if staged else None)
-        return pieces
+        staged = {i: sources[i] for i in layout.staged if i in sources}
+        scratch: Buffer | None = None
+        packed: Tensor | None = None
+        if staged:
+            nbytes = layout.world_size * layout.staged_numel * dtype.itemsize
+            scratch = self._take_scratch(nbytes, next(iter(staged.values())).device)
+            packed = scratch.tensor.view(dtype)
+            self._pack(staged, packed.view(layout.world_size, layout.staged_numel))
+        return self._pieces(sources, packed), scratch
 
-    def _packed(self, staged: dict[int, Tensor], dtype: torch.dtype) -> Tensor:
+    def _pieces(self, sources: dict[int, Tensor], packed: Tensor | None) -> list[Tensor | None]:
         layout = self._layout
-        any_source = next(iter(staged.values()))
-        packed = torch.zeros(
-            layout.world_size, layout.staged_numel, dtype=dtype, device=any_source.device
-        )
+        direct = [sources[i].view(-1) if i in sources else None for i in layout.direct]
+        return [*direct, packed] if layout.staged else direct
+
+    def _pack(self, staged: dict[int, Tensor], packed: Tensor) -> None:
+        """Copy gradients into ``packed`` (``[W, staged_numel]``); what nobody fills is zero."""
+        layout = self._layout
+        if not (self._fills_rows and len(staged) == len(layout.staged)):
+            packed.zero_()
         targets: list[Tensor] = []
         parts: list[Tensor] = []
         for index, source in staged.items():
@@ -176,7 +192,6 @@ class Reducer:
                 targets.append(target)
         if targets:
             torch._foreach_copy_(targets, parts)
-        return packed.view(-1)
 
     def _piece_outs(self, total: Tensor) -> list[Tensor]:
         layout = self._layout
@@ -207,9 +222,9 @@ class Reducer:
         return _Decoding(pending, codec, received, outs, scratch, self._give_back), keep, sent
 
     def _take_scratch(self, nbytes: int, device: torch.device) -> Buffer:
-        """Memory for payloads; its pages are those of the unsharded buffers, not fresh ones."""
+        """Bytes for payloads or packed gradients, on pages that unsharded buffers gave up."""
         scratch, self._scratch = self._scratch, None  # a second reduction in flight makes its own
-        if scratch is None:
+        if scratch is None or scratch.nbytes != nbytes:
             scratch = new_buffer(nbytes, torch.uint8, device, self._pool)
         scratch.acquire()
         return scratch
@@ -239,7 +254,11 @@ class Reducer:
         if self._codec is not None:
             return (world - 1) * self._codec.payload_bytes
         sources = {i: g.to(wire_dtype) for i, g in gradients.items()}
-        return self._route.sent_bytes(self._pieces(sources, wire_dtype))
+        packed: Tensor | None = None
+        if any(i in sources for i in self._layout.staged):
+            numel = world * self._layout.staged_numel
+            packed = torch.empty(numel, dtype=wire_dtype, device="meta")
+        return self._route.sent_bytes(self._pieces(sources, packed))
 
     def finish(self, flight: InFlight) -> Tensor | None:
         """Wait, reduce over replicas, average, cast, and move to where gradients rest.
@@ -249,6 +268,8 @@ class Reducer:
             ``None`` while replicas accumulate without all-reduce.
         """
         flight.pending.wait()
+        if flight.scratch is not None:
+            self._give_back(flight.scratch)
         total = flight.total
         if self._roles.is_replicated:
             if self._partial is not None:
