@@ -18,6 +18,7 @@ from toy_plugins import Codecs, Constrained, GatherFactory, Watching
 
 import polyshard
 from polyshard import HOOK_API, Contract, Plugin, discovery, hookimpl
+from polyshard.builtin import EnginePlugin
 from polyshard.contract import contract_of, settings_of
 from polyshard.defaults import NativeReduceCodec
 from polyshard.errors import ConflictError, PluginError
@@ -411,3 +412,8 @@ def test_hooks_of_torch_keep_their_arguments() -> None:
         theirs = tuple(inspect.signature(getattr(FSDPExtensions, name)).parameters)[1:]
         assert ours[name][: len(theirs)] == theirs
         assert ours[name][len(theirs) :] == ("param",)
+
+
+def test_the_engines_own_plugin_has_no_problems() -> None:
+    """Stacks do not look: it is in every one."""
+    assert problems_of(EnginePlugin()) == []

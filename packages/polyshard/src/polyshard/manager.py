@@ -18,9 +18,8 @@ import pluggy
 
 from polyshard import hookspecs
 from polyshard.contract import Contract, contract_of, settings_of
-from polyshard.errors import PluginError
 from polyshard.markers import PROJECT
-from polyshard.problems import hook_arguments, problems_of
+from polyshard.problems import hook_arguments
 
 TRACE = "POLYSHARD_TRACE"
 """Environment variable: set to 1 to have every hook call shown on stderr."""
@@ -91,18 +90,7 @@ class Manager:
     """The plugins of one stack, validated, in an order given by the caller."""
 
     def __init__(self, members: Sequence[Member]) -> None:
-        """Register all; raise for everything that is wrong with any of them.
-
-        Raises:
-            PluginError: listing every problem of every plugin.
-        """
-        problems = [
-            f"plugin {member.label}: {problem}"
-            for member in members
-            for problem in problems_of(member.plugin)
-        ]
-        if problems:
-            raise PluginError("\n".join(problems))
+        """Register all; they have been checked (see :mod:`polyshard.problems`)."""
         self._members = tuple(members)
         manager = pluggy.PluginManager(PROJECT)
         manager.add_hookspecs(hookspecs)

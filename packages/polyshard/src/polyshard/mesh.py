@@ -62,14 +62,15 @@ class MeshRoles:
         """The same mesh for parameters that every rank holds whole."""
         return MeshRoles(self.mesh, None, tuple(range(self.mesh.ndim)))
 
-    @property
+    @cached_property
     def key(self) -> tuple[object, ...]:
         """Equal for equal roles on equal meshes."""
+        layout = self.mesh.mesh  # worked out anew by every access
         return (
             self.mesh.device_type,
             self.mesh.mesh_dim_names,
-            tuple(self.mesh.mesh.shape),
-            tuple(self.mesh.mesh.flatten().tolist()),
+            tuple(layout.shape),
+            tuple(layout.flatten().tolist()),
             self.shard_axis,
             self.replicate_axes,
         )
@@ -77,7 +78,7 @@ class MeshRoles:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Global ranks of the whole mesh, in ascending order."""
-        return tuple(sorted(int(rank) for rank in self.mesh.mesh.flatten()))
+        return tuple(sorted(self.mesh.mesh.flatten().tolist()))
 
     @property
     def data_parallel_size(self) -> int:
@@ -168,9 +169,10 @@ def _check_membership(mesh: DeviceMesh) -> None:
             "torch.distributed.init_process_group() and build the mesh anew."
         )
     rank, world = dist.get_rank(), dist.get_world_size()
-    if int(mesh.mesh.max()) >= world:
+    highest = int(mesh.mesh.max())
+    if highest >= world:
         raise MeshError(
-            f"{mesh} names rank {int(mesh.mesh.max())}, but the process group has only {world} "
+            f"{mesh} names rank {highest}, but the process group has only {world} "
             "ranks (0 to {}). Build the mesh from the process group in use.".format(world - 1)
         )
     if mesh.get_coordinate() is None:

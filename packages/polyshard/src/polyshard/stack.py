@@ -138,8 +138,11 @@ def build_stack(plugins: Sequence[object | str]) -> PluginStack:
     ordered: list[str] = []
     if not refusals:
         _keep(refusals, lambda: ordered.extend(order(contracts)))
-    if refusals:
-        _refuse(refusals, members)
+    objections = [
+        f"plugin {m.label}: {problem}" for m in members for problem in problems_of(m.plugin)
+    ]
+    if refusals or objections:
+        _refuse(refusals, objections)
     by_name = {m.contract.name: m for m in members}
     return PluginStack([*(by_name[name] for name in ordered), Member.of(EnginePlugin())])
 
@@ -183,13 +186,11 @@ def _keep(refusals: list[PluginError], check: Callable[[], None]) -> None:
         refusals.append(error)
 
 
-def _refuse(refusals: Sequence[PluginError], members: Sequence[Member]) -> NoReturn:
-    """Raise what was found together with everything the manager would object to."""
-    objections = [
-        f"plugin {m.label}: {problem}" for m in members for problem in problems_of(m.plugin)
-    ]
+def _refuse(refusals: Sequence[PluginError], objections: Sequence[str]) -> NoReturn:
+    """Raise everything that was found, in one error."""
     if len(refusals) == 1 and not objections:
         raise refusals[0]
     conflicts_only = not objections and all(isinstance(r, ConflictError) for r in refusals)
     kind = ConflictError if conflicts_only else PluginError
-    raise kind("\n".join([*map(str, refusals), *objections])) from refusals[0]
+    cause = refusals[0] if refusals else None
+    raise kind("\n".join([*map(str, refusals), *objections])) from cause
