@@ -60,7 +60,9 @@ def summarize(samples: Samples) -> dict[str, float]:
 def measure(case: Case, steps: int = STEPS) -> dict[str, Any]:
     """Both engines, one after the other."""
     long = replace(case, steps=steps)
-    samples = {name: run_ranks(case.ranks, run_steps, long, name) for name in ("polyshard", "torch")}
+    samples = {
+        name: run_ranks(case.ranks, run_steps, long, name) for name in ("polyshard", "torch")
+    }
     summary = {name: summarize(found) for name, found in samples.items()}
     ratios = {
         f"p{percent} / torch": summary["polyshard"][f"p{percent}_seconds"]
