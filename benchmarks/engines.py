@@ -42,7 +42,7 @@ class Sharded:
 
     def __init__(self, case: Case, engine: str) -> None:
         """Block by block, then the root."""
-        fully_shard, policy = _library(engine)
+        fully_shard, policy = library(engine)
         self.model: Any = build_model(case)
         setup = set_up(engine, case.mode, self.model)
         keywords = dict(setup.keywords)
@@ -117,7 +117,7 @@ def batches(case: Case, count: int | None = None) -> list[Tensor]:
     return [torch.randint(0, 256, shape, generator=generator) for _ in range(number)]
 
 
-def _library(engine: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def library(engine: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """``fully_shard`` and the class of its mixed-precision policy."""
     if engine == "polyshard":
         import polyshard
