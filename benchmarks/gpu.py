@@ -93,6 +93,7 @@ class Trainee:
         fully_shard(self.model, mesh=mesh, mp_policy=mixed)
         self.model.to_empty(device=settings.device)
         with torch.no_grad():
+            parameter: Any  # a DTensor
             for parameter in self.model.parameters():
                 parameter.to_local().normal_(std=0.02)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=True)

@@ -27,16 +27,16 @@ on the same ranks and data; *paired* is the median of the ratios of single turns
 same compute, optimizer and bytes with nothing around them. **Bold** misses its bar.
 """
 QUICK = """
-> **These figures mean nothing.** They are of a quick run: small models and a few steps, to see that
-> everything runs.
+> **These figures mean nothing.** They are of a quick run, small models and a few steps, to see that
+> everything runs, and are held to no bar:
 """
 
 
 def page(results: dict[str, Result], assets: str = "../assets") -> str:
     """The whole page; ``assets`` is where the pictures are, seen from it."""
     parts = [HEAD]
-    if any(result.about.quick for result in results.values()):
-        parts.append(QUICK)
+    if quick := [f"`{result.name}`" for result in results.values() if result.about.quick]:
+        parts.append(f"{QUICK.rstrip()} {', '.join(quick)}.")
     parts.extend(_step_time(results, assets))
     for title, kind, section in (
         ("Where the time goes", "breakdown", _breakdown),
@@ -48,7 +48,8 @@ def page(results: dict[str, Result], assets: str = "../assets") -> str:
         if chosen:
             parts.append(f"\n## {title}\n")
         for result in chosen:
-            parts.extend(["", *section(result.found)])
+            name = [f"### {result.name}", ""] if len(chosen) > 1 else []
+            parts.extend(["", *name, *section(result.found)])
             if kind != "gpu":
                 parts.append(f"\n![{result.name}]({assets}/{result.name}.png)")
     parts.extend(_machines(results.values()))
@@ -81,7 +82,8 @@ _STEP_HEAD = (
 
 
 def _step_time(results: dict[str, Result], assets: str) -> Iterator[str]:
-    shown = [row for row in ROWS if row.name in results]
+    present = [row for row in ROWS if row.name in results]
+    shown = [row.quick() if results[row.name].about.quick else row for row in present]
     if not shown:
         return
     yield "\n## Step time and memory\n"
@@ -152,9 +154,9 @@ _PARTS = ("wait", "copy", "launch", "other", "hook", "transfer")
 def _breakdown(found: dict[str, Any]) -> Iterator[str]:
     case = found["case"]
     yield f"Milliseconds a step at width {case['width']}, {case['tokens']} tokens, by group;"
-    yield "`transfer` is how long anything was under way, behind compute or not; the rest is time"
-    yield "of the training thread, as `benchmarks/breakdown.py` defines it. What a rank sends in a"
-    yield "step is polyshard's own count.\n"
+    yield "`transfer` is how long anything was under way, behind compute or not (a send or receive"
+    yield "of gloo until somebody waits for it); the rest is time of the training thread, as"
+    yield "`benchmarks/breakdown.py` defines it. What a rank sends in a step is polyshard's count.\n"
     head = ("group", "engine", *_PARTS, "MiB sent")
     yield from table(head, _breakdown_rows(found))
 

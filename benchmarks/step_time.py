@@ -87,14 +87,28 @@ def _median(seconds: Seconds, name: str, phase: str) -> float:
     return statistics.median(turn[phase] for turn in seconds[name])
 
 
+def engines_of(case: Case, *, floor: bool = True) -> list[str]:
+    """Who takes part; the floor knows the plain mode only."""
+    return ["polyshard", "torch", *(["floor"] if floor and case.mode == "plain" else [])]
+
+
+def time_cases(cases: list[Case]) -> list[dict[str, Any]]:
+    """Several cases in the same processes, where starting them takes longer than the steps."""
+    return [time_engines(case, engines_of(case)) for case in cases]
+
+
 def measure(case: Case, *, memory: bool, floor: bool = True) -> dict[str, Any]:
-    """Medians, ratios, peaks, and whether losses agree."""
-    with_floor = floor and case.mode == "plain"
-    names = ["polyshard", "torch"] + (["floor"] if with_floor else [])
-    timed = run_ranks(case.ranks, time_engines, case, names)
-    peaks = {}
-    if memory:
-        peaks = {name: run_ranks(case.ranks, measure_memory, case, name) for name in names[:2]}
+    """Medians, ratios, peaks, and whether losses agree; every engine in fresh processes."""
+    timed = run_ranks(case.ranks, time_engines, case, engines_of(case, floor=floor))
+    names = ("polyshard", "torch") if memory else ()
+    peaks = {name: run_ranks(case.ranks, measure_memory, case, name) for name in names}
+    return summarize(case, timed, peaks)
+
+
+def summarize(
+    case: Case, timed: dict[str, Any], peaks: dict[str, dict[str, int]]
+) -> dict[str, Any]:
+    """What a result says of what :func:`time_engines` and :func:`measure_memory` found."""
     seconds, losses = timed["seconds"], timed["losses"]
     pairs = list(zip(losses["polyshard"], losses["torch"], strict=True))
     return {

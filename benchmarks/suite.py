@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ import steadiness
 import step_time
 from report import RESULTS, ROOT, About, Result, read_all
 from rows import MAIN_ROWS, ROWS, STEADY_ROW, Row, row
-from world import run_alone
+from world import run_alone, run_ranks
 
 QUICK_RESULTS = ROOT / "runs" / "bench"
 QUICK_STEADY_STEPS = 20
@@ -47,10 +48,21 @@ class Part:
     show: Callable[[dict[str, Any]], None]
 
 
+@cache
+def _quick_timings(ranks: int) -> dict[str, dict[str, Any]]:
+    """Every row of ``ranks`` in the same processes: starting them is most of a quick run."""
+    rows = [each for each in ROWS if each.case.ranks == ranks]
+    cases = [each.quick().case for each in rows]
+    found = run_ranks(ranks, step_time.time_cases, cases)
+    return dict(zip((each.name for each in rows), found, strict=True))
+
+
 def _row_part(each: Row) -> Part:
     def measure(quick: bool) -> dict[str, Any]:
-        chosen = each.quick() if quick else each
-        return step_time.measure(chosen.case, memory=chosen.memory)
+        if quick:
+            timed = _quick_timings(each.case.ranks)[each.name]
+            return step_time.summarize(each.quick().case, timed, {})
+        return step_time.measure(each.case, memory=each.memory)
 
     return Part(each.name, "step-time", measure, step_time.show)
 
