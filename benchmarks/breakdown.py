@@ -12,8 +12,8 @@ Parts of the time the training thread spends inside an engine's ranges:
 - ``hook``: what is left of ranges that wait for nothing, the engine's own Python.
 
 ``transfer`` is apart from these: how long anything of the group was under way, hidden behind
-compute or not; gloo takes a send or receive for over only when somebody waits for it. Both engines take turns; a profiled step is slower than one that is not, so these
-are shares, not step times.
+compute or not; gloo takes a send or receive for over only when somebody waits for it. Both engines
+take turns; a profiled step is slower than one that is not, so these are shares, not step times.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def _breakdown(found: dict[str, Any]) -> Iterator[str]:
     yield f"Milliseconds a step at width {case['width']}, {case['tokens']} tokens, by group;"
     yield "`transfer` is how long anything was under way, behind compute or not (a send or receive"
     yield "of gloo until somebody waits for it); the rest is time of the training thread, as"
-    yield "`benchmarks/breakdown.py` defines it. What a rank sends in a step is polyshard's count.\n"
+    yield "`benchmarks/breakdown.py` defines it. What a rank sends a step is polyshard's count.\n"
     head = ("group", "engine", *_PARTS, "MiB sent")
     yield from table(head, _breakdown_rows(found))
 
