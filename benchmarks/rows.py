@@ -65,7 +65,7 @@ def _bars(step: float, *, memory_reason: str = "") -> tuple[Bar, ...]:
     return (Bar(STEP, step), Bar(FLOOR, 1.10), Bar(MEMORY, 0.75, memory_reason))
 
 
-WIDE, NARROW = Case(width=1024, steps=7, warmup=2), Case(width=512, steps=11, warmup=3)
+WIDE, NARROW = Case(width=1024, steps=5, warmup=2), Case(width=512, steps=7, warmup=2)
 
 OPTIMIZER_PEAK = (
     "The peak is the optimizer's, and the same for every engine: parameters, gradients, AdamW's "

@@ -28,7 +28,7 @@ from memory import peak_resident_bytes, resident_bytes
 from report import About
 from world import run_ranks
 
-MEMORY_STEPS = 5
+MEMORY_STEPS = 4
 Seconds = dict[str, list[dict[str, float]]]
 
 
