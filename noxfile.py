@@ -147,6 +147,6 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False)
 def bench(session: nox.Session) -> None:
-    """Measure step time and memory against FSDP2: `nox -s bench -- OPTIONS`."""
+    """Measure everything against FSDP2: `nox -s bench -- [--quick] [--only NAME ...] [--list]`."""
     python = str(dev_environment(session, PLUGINS) / "python")
-    session.run(python, "benchmarks/step_time.py", *session.posargs, env=ONE_THREAD)
+    session.run(python, "benchmarks/suite.py", *session.posargs, env=ONE_THREAD)

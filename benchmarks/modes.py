@@ -1,33 +1,122 @@
-"""Options of ``fully_shard`` that a row of the benchmark may turn on, for both engines alike."""
+"""What a mode of the benchmark means to each engine; where torch has the feature, torch's own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
-
-MODES = ("plain", "keep", "blocks", "hsdp", "columns", "accumulate")
-"""Freed after forward; kept until backward; kept by blocks of half the ranks; two replicas;
-matrices sharded on dim 1; two micro-batches, the first without communication."""
+from torch.optim import Optimizer
 
 
-def options_of(mode: str) -> dict[str, Any]:
-    """Keywords of ``fully_shard`` for ``mode``; called on the ranks.
+def _unchanged(optimizer: Optimizer) -> Optimizer:
+    return optimizer
 
-    Raises:
-        ValueError: for a mode that is not one of :data:`MODES`.
-    """
-    if mode in ("plain", "accumulate"):
-        return {}
+
+@dataclass(frozen=True)
+class Setup:
+    """Keywords of every ``fully_shard``, and what becomes of the optimizer."""
+
+    keywords: dict[str, Any] = field(default_factory=dict)
+    wrap: Callable[[Optimizer], Optimizer] = _unchanged
+
+
+def data_rank(mode: str) -> int:
+    """Ranks of the same number are given the same batch."""
+    return dist.get_rank() // 2 if mode == "tensor-parallel" else dist.get_rank()
+
+
+def set_up(engine: str, mode: str, model: nn.Module) -> Setup:
+    """Prepare ``model`` for ``mode`` on ``engine`` (``polyshard`` or ``torch``); on the ranks."""
+    plugins = {"polyshard": _PLUGINS, "torch": _TORCH}[engine]
+    if mode in plugins:
+        return plugins[mode](model)
+    return Setup(_options(mode))
+
+
+def _options(mode: str) -> dict[str, Any]:
+    """What both engines are given alike; nothing for a mode that is a plugin's alone."""
     if mode == "keep":
         return {"reshard_after_forward": False}
     if mode == "blocks":
         return {"reshard_after_forward": dist.get_world_size() // 2}
     if mode == "hsdp":
-        shape = (2, dist.get_world_size() // 2)
-        return {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))}
+        return {"mesh": _mesh("replicate", "shard")}
     if mode == "columns":
         return {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 else None}
-    raise ValueError(f"mode '{mode}' is none of {', '.join(MODES)}")
+    return {}
+
+
+def _mesh(outer: str, inner: str) -> DeviceMesh:
+    """Two axes, of 2 ranks and the rest; the axis of tensor parallelism is the one of 2."""
+    rest = dist.get_world_size() // 2
+    shape = (rest, 2) if inner == "tp" else (2, rest)
+    return init_device_mesh("cpu", shape, mesh_dim_names=(outer, inner))
+
+
+# --- polyshard's plugins --------------------------------------------------------------------------
+
+
+def _quantized(_: nn.Module) -> Setup:
+    from polyshard_quantized import Int8Block, QuantizedComm
+
+    return Setup({"plugins": [QuantizedComm(gradients=Int8Block())]})
+
+
+def _offload_optimizer(_: nn.Module) -> Setup:
+    from polyshard_offload import Offload
+
+    offload = Offload(optimizer="host")
+    return Setup({"plugins": [offload]}, offload.wrap)
+
+
+def _offload_params(_: nn.Module) -> Setup:
+    from polyshard_offload import Offload
+
+    offload = Offload(params="host")
+    return Setup({"plugins": [offload]}, offload.wrap)
+
+
+def _tensor_parallel(model: nn.Module) -> Setup:
+    from polyshard_tensor_parallel import TensorParallel, demo_plan
+
+    mesh = _mesh("dp", "tp")
+    plugin = TensorParallel(demo_plan(), mesh=mesh["tp"])
+    plugin.apply(model)
+    return Setup({"mesh": mesh["dp"], "plugins": [plugin]})
+
+
+_PLUGINS: dict[str, Callable[[nn.Module], Setup]] = {
+    "quantized": _quantized,
+    "offload-optimizer": _offload_optimizer,
+    "offload-params": _offload_params,
+    "tensor-parallel": _tensor_parallel,
+}
+
+# --- torch's counterparts -------------------------------------------------------------------------
+
+
+def _torch_offload_params(_: nn.Module) -> Setup:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return Setup({"offload_policy": CPUOffloadPolicy(pin_memory=False)})
+
+
+def _torch_tensor_parallel(model: nn.Module) -> Setup:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from polyshard_tensor_parallel import demo_plan
+
+    mesh = _mesh("dp", "tp")
+    parallelize_module(model, mesh["tp"], dict(demo_plan().styles))
+    return Setup({"mesh": mesh["dp"]})
+
+
+_TORCH: dict[str, Callable[[nn.Module], Setup]] = {
+    "offload-params": _torch_offload_params,
+    "tensor-parallel": _torch_tensor_parallel,
+}

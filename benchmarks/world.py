@@ -1,4 +1,4 @@
-"""Local gloo ranks for a benchmark: start, run one function on each, bring back rank 0's answer."""
+"""Fresh processes for a benchmark: gloo ranks, or one alone; bring back (rank 0's) answer."""
 
 from __future__ import annotations
 
@@ -36,12 +36,28 @@ def _entry(rank: int, ranks: int, port: int, work: Callable[..., Any], args: Any
 def run_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> Any:
     """Call ``work(*args)`` on ``ranks`` fresh processes; return what rank 0's call returned."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    return _answer(_entry, (ranks, free_port(), work, args), ranks)
+
+
+def _answer(entry: Callable[..., None], args: tuple[Any, ...], processes: int) -> Any:
+    """Start ``entry(index, *args, queue)`` in each process; wait for all, and for the answer."""
     out = mp.get_context("spawn").SimpleQueue()
-    context = mp.spawn(_entry, (ranks, free_port(), work, args, out), nprocs=ranks, join=False)
+    context = mp.spawn(entry, (*args, out), nprocs=processes, join=False)
     answer = out.get() if _alive_until_answer(context, out) else None
     while not context.join():
         pass
     return answer
+
+
+def _alone(_: int, work: Callable[..., Any], args: Any, out: Any) -> None:
+    torch.set_num_threads(1)
+    out.put(work(*args))
+
+
+def run_alone(work: Callable[..., Any], *args: Any) -> Any:
+    """Call ``work(*args)`` in a fresh process without a process group; return what it returned."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    return _answer(_alone, (work, args), 1)
 
 
 def _alive_until_answer(context: Any, out: Any) -> bool:

@@ -1,0 +1,141 @@
+"""The engines of the benchmark: polyshard, torch's FSDP2, and a floor; one step of each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from case import Case
+from floor import Floor
+from modes import data_rank, set_up
+from torch import Tensor, nn
+
+from polyshard.demo.model import LanguageModel, ModelSettings
+
+PHASES = ("forward", "backward", "optimizer", "step")
+LEARNING_RATE = 1e-3
+
+
+def param_dtype(case: Case) -> torch.dtype | None:
+    """Compute dtype, or ``None`` for that of the parameters."""
+    return None if case.dtype == "float32" else getattr(torch, case.dtype)
+
+
+def build_model(case: Case) -> LanguageModel:
+    """The same values on every rank and for every engine."""
+    torch.manual_seed(0)
+    settings = ModelSettings(
+        width=case.width,
+        layers=case.layers,
+        heads=max(case.width // 64, 1),
+        hidden=case.width * 11 // 4 // 32 * 32,
+        sequence=case.tokens,
+    )
+    return LanguageModel(settings)
+
+
+class Sharded:
+    """A model sharded by polyshard or torch."""
+
+    def __init__(self, case: Case, engine: str) -> None:
+        """Block by block, then the root."""
+        fully_shard, policy = library(engine)
+        self.model: Any = build_model(case)
+        setup = set_up(engine, case.mode, self.model)
+        keywords = dict(setup.keywords)
+        if compute := param_dtype(case):
+            keywords["mp_policy"] = policy(param_dtype=compute, reduce_dtype=torch.float32)
+        self.micro_batches = case.micro_batches
+        for block in self.model.blocks:
+            fully_shard(block, **keywords)
+        fully_shard(self.model, **keywords)
+        self.optimizer = setup.wrap(
+            torch.optim.AdamW(_by_mesh(self.model), lr=LEARNING_RATE, foreach=True)
+        )
+
+    def step(self, batch: Tensor) -> tuple[float, dict[str, float]]:
+        """One training step: loss, and seconds by phase."""
+        begin = time.perf_counter()
+        for _ in range(self.micro_batches - 1):
+            self.model.set_requires_gradient_sync(False)
+            loss_of(self.model, batch).backward()
+            self.model.set_requires_gradient_sync(True)
+        loss = loss_of(self.model, batch)
+        forward = time.perf_counter()
+        loss.backward()
+        backward = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        end = time.perf_counter()
+        return loss.item(), _phases(begin, forward, backward, end)
+
+
+class Unsharded:
+    """The floor, with the same phases."""
+
+    def __init__(self, case: Case) -> None:
+        """The same model, whole on every rank."""
+        model = build_model(case)
+        if compute := param_dtype(case):
+            model = model.to(compute)
+        self.floor = Floor(model, list(model.blocks), LEARNING_RATE)
+
+    def step(self, batch: Tensor) -> tuple[float, dict[str, float]]:
+        """One step of :class:`Floor`."""
+        begin = time.perf_counter()
+        self.floor.gather()
+        loss = loss_of(self.floor.model, batch)
+        forward = time.perf_counter()
+        loss.backward()
+        self.floor.gather_again_and_reduce()
+        backward = time.perf_counter()
+        self.floor.zero_grad()
+        self.floor.optimizer.step()
+        end = time.perf_counter()
+        return loss.item(), _phases(begin, forward, backward, end)
+
+
+def build(engine: str, case: Case) -> Sharded | Unsharded:
+    """``polyshard``, ``torch`` or ``floor``."""
+    return Unsharded(case) if engine == "floor" else Sharded(case, engine)
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    """Next-byte cross entropy of ``batch`` (``[1, tokens + 1]``)."""
+    logits = model(batch[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+def batches(case: Case, count: int | None = None) -> list[Tensor]:
+    """One batch a step (``case``'s number of steps by default), different on every data rank."""
+    generator = torch.Generator().manual_seed(1 + data_rank(case.mode))
+    shape = (1, case.tokens + 1)
+    number = case.warmup + case.steps if count is None else count
+    return [torch.randint(0, 256, shape, generator=generator) for _ in range(number)]
+
+
+def library(engine: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """``fully_shard`` and the class of its mixed-precision policy."""
+    if engine == "polyshard":
+        import polyshard
+
+        return polyshard.fully_shard, polyshard.MixedPrecisionPolicy
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    return fully_shard, MixedPrecisionPolicy
+
+
+def _by_mesh(model: nn.Module) -> list[dict[str, Any]]:
+    """Parameter groups for ``foreach``, which cannot mix meshes; mostly there is only one."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return [{"params": parameters} for parameters in groups.values()]
+
+
+def _phases(begin: float, forward: float, backward: float, end: float) -> dict[str, float]:
+    values = (forward - begin, backward - forward, end - backward, end - begin)
+    return dict(zip(PHASES, values, strict=True))

@@ -1,0 +1,95 @@
+"""Whether memory and step time stay where they are: 200 steps, one engine a process.
+
+    python benchmarks/steadiness.py [--steps 200]
+
+Growth is the least-squares slope of resident memory over the last three quarters of the steps;
+a spike is its largest value above the median there. Engines run one after the other, each in ranks
+of its own (memory cannot be told apart otherwise), so their step times are not paired.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+from case import Case
+from engines import batches, build
+from memory import resident_bytes
+from rows import STEADY_ROW, row
+from world import run_ranks
+
+STEPS = 200
+PERCENTILES = (50, 95, 99)
+Samples = dict[str, list[float]]
+
+
+def run_steps(case: Case, engine: str) -> Samples:
+    """Resident bytes after, and seconds of, every step on rank 0."""
+    built = build(engine, case)
+    resident, seconds = [], []
+    for batch in batches(case, case.steps):
+        dist.barrier()
+        seconds.append(built.step(batch)[1]["step"])
+        resident.append(float(resident_bytes()))
+    return {"resident_bytes": resident, "seconds": seconds}
+
+
+def summarize(samples: Samples) -> dict[str, float]:
+    """Growth in KiB a step, the largest spike in KiB, and percentiles of seconds."""
+    begin = len(samples["seconds"]) // 4
+    kib = [value / 1024 for value in samples["resident_bytes"][begin:]]
+    slope = statistics.linear_regression(range(len(kib)), kib).slope
+    times = sorted(samples["seconds"][begin:])
+    found = {
+        "growth_kib_per_step": slope,
+        "spike_kib": max(kib) - statistics.median(kib),
+        "median_resident_kib": statistics.median(kib),
+    }
+    for percent in PERCENTILES:
+        found[f"p{percent}_seconds"] = times[min(len(times) * percent // 100, len(times) - 1)]
+    return found
+
+
+def measure(case: Case, steps: int = STEPS) -> dict[str, Any]:
+    """Both engines, one after the other."""
+    long = replace(case, steps=steps)
+    samples = {
+        name: run_ranks(case.ranks, run_steps, long, name) for name in ("polyshard", "torch")
+    }
+    summary = {name: summarize(found) for name, found in samples.items()}
+    ratios = {
+        f"p{percent} / torch": summary["polyshard"][f"p{percent}_seconds"]
+        / summary["torch"][f"p{percent}_seconds"]
+        for percent in PERCENTILES
+    }
+    return {"case": asdict(long), "samples": samples, "summary": summary, "ratios": ratios}
+
+
+def show(found: dict[str, Any]) -> None:
+    """The summary for a person."""
+    for engine, values in found["summary"].items():
+        times = ", ".join(f"p{p} {1e3 * values[f'p{p}_seconds']:.1f} ms" for p in PERCENTILES)
+        print(
+            f"{engine:10} grows {values['growth_kib_per_step']:+.1f} KiB a step, largest spike "
+            f"{values['spike_kib']:.0f} KiB of {values['median_resident_kib']:.0f}; {times}"
+        )
+    print(", ".join(f"{name} {ratio:.2f}" for name, ratio in found["ratios"].items()))
+
+
+def main() -> None:
+    """Run the steady row."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=STEPS)
+    options = parser.parse_args()
+    show(measure(row(STEADY_ROW).case, options.steps))
+
+
+if __name__ == "__main__":
+    main()
