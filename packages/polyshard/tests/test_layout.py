@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from polyshard.layout import (
     ALIGNMENT_BYTES,
-    STAGED_ALIGNMENT_BYTES,
     GroupLayout,
+    ParameterLayout,
     ParameterShape,
     chunk_bounds,
     plan_layout,
@@ -42,13 +42,25 @@ def test_bounds_are_those_of_torch_chunk(size: int, world: int) -> None:
         assert list(range(start, stop)) == expected
 
 
+def _alignment(placed: ParameterLayout) -> int:
+    """16 bytes, or what a chunk of fewer (fp32) can be aligned to."""
+    return {0: 1, 1: 4, 2: 8, 3: 8}.get(placed.chunk_numel, 16)
+
+
+def test_small_chunks_travel_without_padding() -> None:
+    """At 4096 ranks eight vectors of 4096 elements are eight elements a rank."""
+    layout = plan([ParameterShape(str(i), (4096,)) for i in range(8)], 4096, 64 << 10)
+    assert [p.shard_offset for p in layout.parameters] == list(range(8))
+    assert layout.shard_numel == 8
+
+
 @given(groups, worlds, st.sampled_from([0, 16, 64, 10_000]))
 def test_chunks_and_regions_do_not_overlap(
     members: list[ParameterShape], world: int, staging_bytes: int
 ) -> None:
     layout = plan(members, world, staging_bytes)
     chunks = [
-        (p.shard_offset, p.chunk_numel, STAGED_ALIGNMENT_BYTES if p.staged else ALIGNMENT_BYTES)
+        (p.shard_offset, p.chunk_numel, _alignment(p) if p.staged else ALIGNMENT_BYTES)
         for p in layout.parameters
     ]
     regions = [(p.region_offset, p.region_numel, ALIGNMENT_BYTES) for p in layout.parameters]
@@ -60,6 +72,7 @@ def test_chunks_and_regions_do_not_overlap(
             end = start + length
         assert end <= total
     assert layout.staged_offset * 4 % ALIGNMENT_BYTES == 0
+    assert layout.shard_numel * 4 % 16 == 0
 
 
 @given(groups, worlds, st.sampled_from([0, 64, 10_000]))

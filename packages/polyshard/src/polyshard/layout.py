@@ -27,8 +27,11 @@ ALIGNMENT_BYTES = 64
 """Start of every chunk and region: a cache line, and four times what NCCL asks for."""
 
 STAGED_ALIGNMENT_BYTES = 16
-"""Start of a staged chunk: what vector instructions and NCCL ask for. At thousands of ranks a chunk
-of a small parameter is a few elements, and all ranks' padding would travel with it."""
+"""Start of a staged chunk, unless the chunk is smaller: what vector instructions and NCCL ask for.
+
+At thousands of ranks a chunk of a small parameter is an element or two. Padding would be most of
+what travels, so such a chunk is aligned to the largest power of two that fits into it.
+"""
 
 
 def chunk_extent(size: int, world_size: int) -> int:
@@ -46,6 +49,18 @@ def align(numel: int, itemsize: int, alignment_bytes: int = ALIGNMENT_BYTES) -> 
     """``numel`` rounded up so that the next element starts on an aligned byte."""
     unit = max(1, alignment_bytes // itemsize)
     return -(-numel // unit) * unit
+
+
+def staged_alignment(chunk_bytes: int) -> int:
+    """Bytes that the start of a staged chunk is a multiple of."""
+    return min(STAGED_ALIGNMENT_BYTES, 1 << max(chunk_bytes.bit_length() - 1, 0))
+
+
+def chunk_shape(shape: tuple[int, ...], dim: int | None, world_size: int) -> tuple[int, ...]:
+    """Shape of a padded chunk: what the first rank holds."""
+    if dim is None:
+        return shape
+    return (*shape[:dim], chunk_extent(shape[dim], world_size), *shape[dim + 1 :])
 
 
 @dataclass(frozen=True)
@@ -89,10 +104,7 @@ class ParameterLayout:
     @cached_property
     def chunk_shape(self) -> tuple[int, ...]:
         """Shape of a padded chunk: what the first rank holds."""
-        if self.dim is None:
-            return self.shape
-        extent = chunk_extent(self.shape[self.dim], self.world_size)
-        return (*self.shape[: self.dim], extent, *self.shape[self.dim + 1 :])
+        return chunk_shape(self.shape, self.dim, self.world_size)
 
     @cached_property
     def chunk_numel(self) -> int:
@@ -174,12 +186,15 @@ def plan_layout(
     def place(index: int, staged: bool) -> None:
         nonlocal shard_offset, region_offset
         shape = shapes[index]
+        chunk_numel = math.prod(chunk_shape(shape.shape, shape.dim, world_size))
+        if staged:
+            alignment = staged_alignment(chunk_numel * itemsize)
+            shard_offset = align(shard_offset, itemsize, alignment)
         placed = ParameterLayout(
             shape.name, shape.shape, shape.dim, world_size, staged, shard_offset, region_offset
         )
         parameters[index] = placed
-        alignment = STAGED_ALIGNMENT_BYTES if staged else ALIGNMENT_BYTES
-        shard_offset += align(placed.chunk_numel, itemsize, alignment)
+        shard_offset += chunk_numel if staged else align(chunk_numel, itemsize)
         region_offset += align(placed.region_numel, itemsize)
 
     staged = [i for i, s in enumerate(shapes) if _is_staged(s, world_size, itemsize, staging_bytes)]
@@ -188,6 +203,7 @@ def plan_layout(
     staged_offset = shard_offset
     for index in staged:
         place(index, staged=True)
+    shard_offset = align(shard_offset, itemsize, STAGED_ALIGNMENT_BYTES)
     return GroupLayout(
         tuple(parameters[i] for i in range(len(shapes))),
         world_size,
