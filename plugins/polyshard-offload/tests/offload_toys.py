@@ -182,6 +182,17 @@ def train(
     return found
 
 
+@functools.cache
+def without(
+    rank: int, size: int, recipe: Recipe
+) -> tuple[Model, torch.optim.Optimizer, list[float]]:
+    """What training without offload gives; once a rank and recipe. Only to be looked at."""
+    del size  # another world is another process; named, so that nobody has to know
+    model = sharded_toy(None, recipe)
+    optimizer = recipe.make_optimizer(model)
+    return model, optimizer, train(model, optimizer, rank, recipe)
+
+
 def full(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 

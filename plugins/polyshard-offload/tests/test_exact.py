@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from offload_toys import (
-    Model,
     Recipe,
     assert_same_state,
     assert_same_values,
     sharded_toy,
     train,
+    without,
     wrapped,
 )
 
@@ -38,17 +36,6 @@ def make(tiers: tuple[str, str, str], path: str, **settings: object) -> Offload:
     params, grads, optimizer = tiers
     chosen = {"chunk_bytes": SMALL, "disk": DiskSettings(path=Path(path)), **settings}
     return Offload(params=params, grads=grads, optimizer=optimizer, **chosen)  # type: ignore[arg-type]
-
-
-@functools.cache
-def without(
-    rank: int, size: int, recipe: Recipe
-) -> tuple[Model, torch.optim.Optimizer, list[float]]:
-    """What training without offload gives; once a rank and recipe. Only to be looked at."""
-    del size  # another world is another process; named, so that nobody has to know
-    model = sharded_toy(None, recipe)
-    optimizer = recipe.make_optimizer(model)
-    return model, optimizer, train(model, optimizer, rank, recipe)
 
 
 def same_as_without(rank: int, size: int, offload: Offload, recipe: Recipe) -> None:

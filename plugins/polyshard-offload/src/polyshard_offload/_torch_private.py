@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 from torch import Tensor
+from torch.autograd.variable import Variable
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-__all__ = ["is_patched", "like", "local_of", "plain_step", "profiled", "spec_of"]
+__all__ = [
+    "at_end_of_backward",
+    "is_patched",
+    "like",
+    "local_of",
+    "plain_step",
+    "profiled",
+    "shell",
+    "spec_of",
+]
 
 Step = Callable[[Any], object]
 
@@ -45,3 +56,16 @@ def profiled(step: Callable[..., None]) -> Any:
 def is_patched(optimizer: Optimizer) -> bool:
     """Whether somebody (a learning rate scheduler) replaced ``step`` on the object."""
     return "step" in optimizer.__dict__
+
+
+def at_end_of_backward(action: Callable[[], None]) -> None:
+    """Call ``action`` when the backward that runs now has ended; never if it raises."""
+    engine: Any = Variable._execution_engine
+    engine.queue_callback(action)
+
+
+def shell(kind: type[Tensor], model: Tensor) -> Tensor:
+    """An object of the tensor subclass ``kind`` with the shape and dtype of ``model``, no memory."""
+    make: Any = torch.Tensor._make_wrapper_subclass
+    made: Tensor = make(kind, model.shape, dtype=model.dtype, device=model.device)
+    return made

@@ -21,7 +21,7 @@ from polyshard_offload.errors import SettingError
 from polyshard_offload.memory import may_pin
 from polyshard_offload.optimizer import check_optimizer, install
 from polyshard_offload.report import Memory, measured, notices, predicted
-from polyshard_offload.settings import DiskSettings, Tier, at_least, check_tiers, one_of
+from polyshard_offload.settings import DiskSettings, Tier, at_least, check_in_backward, check_tiers, one_of
 from polyshard_offload.stepping import StateOffload
 from polyshard_offload.tiers import ShelfFactory, Tiers
 
@@ -31,16 +31,28 @@ Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 class WrapWatcher(SilentObserver):
     """Says once when the optimizer state stays where it is because nobody wrapped the optimizer."""
 
-    def __init__(self, notices: Callable[[], tuple[str, ...]]) -> None:
-        """Nothing was wrapped yet; ``notices`` says what ``describe()`` shows."""
+    def __init__(
+        self, notices: Callable[[], tuple[str, ...]], flush: Callable[[], None] | None
+    ) -> None:
+        """Nothing was wrapped yet; ``notices`` says what ``describe()`` shows.
+
+        ``flush``, if any, is called when a group was reduced.
+        """
         self.wrapped = False
         self._steps = 0
         self._notices = notices
+        self._flush = flush
 
     @property
     def notices(self) -> tuple[str, ...]:
         """Where the optimizer state rests, for models whose shards stay on the device."""
         return self._notices()
+
+    @override
+    def on_reduced(self, group: str, wait_seconds: float) -> None:
+        """The gradients of a group are in place."""
+        if self._flush is not None:
+            self._flush()
 
     @override
     def on_step_end(self) -> None:
@@ -72,6 +84,9 @@ class Offload(Plugin):
             state that are read ahead.
         chunk_bytes: state that is stepped at once; a parameter whose state is larger is a chunk.
         disk: how the disk tier uses its file system.
+        step_in_backward: step each parameter as soon as its gradient is reduced, and free that;
+            ``optimizer.step()`` then only ends the step. Nothing may look at gradients after
+            backward (clipping, ``GradScaler``, sums over reductions): it is an error.
     """
 
     name: ClassVar[str] = "offload"
@@ -85,6 +100,7 @@ class Offload(Plugin):
     prefetch: int = 2
     chunk_bytes: int = 64 << 20
     disk: DiskSettings = field(default_factory=DiskSettings)
+    step_in_backward: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot work.
@@ -101,6 +117,9 @@ class Offload(Plugin):
         at_least("Offload(prefetch", self.prefetch, 0)
         at_least("Offload(chunk_bytes", self.chunk_bytes, 1)
         one_of("Offload(pin", self.pin, (True, False, "auto"))
+        one_of("Offload(step_in_backward", self.step_in_backward, (True, False))
+        if self.step_in_backward:
+            check_in_backward(str(self.grads), str(self.optimizer))
         if not 0.0 <= self.fraction <= 1.0:
             raise SettingError(f"Offload(fraction={self.fraction!r}) must be from 0 to 1.")
         if not isinstance(self.disk, DiskSettings):
@@ -141,11 +160,16 @@ class Offload(Plugin):
     @functools.cached_property
     def tiers(self) -> Tiers:
         """Memory and files of this object."""
-        return Tiers(self.disk, self.pin)
+        return Tiers(self.disk, self.pin, in_backward=self.step_in_backward)
 
     @functools.cached_property
     def _watcher(self) -> WrapWatcher:
-        return WrapWatcher(self.notices)
+        return WrapWatcher(self.notices, self._flush if self.step_in_backward else None)
+
+    def _flush(self) -> None:
+        for offload in self.tiers.offloads:
+            if offload.in_backward is not None:
+                offload.in_backward.flush()
 
     @hookimpl
     def polyshard_shard_storage(self, group: GroupInfo) -> ShelfFactory | None:
@@ -165,7 +189,7 @@ class Offload(Plugin):
     def _needs_wrap(self) -> bool:
         # State on the host beside parameters on the host is what torch makes by itself.
         apart = self.optimizer == "disk" or (self.optimizer == "host" and self.params == "device")
-        return apart or self.params == "disk"
+        return apart or self.params == "disk" or self.step_in_backward
 
     # What a user calls ------------------------------------------------------------------------
 

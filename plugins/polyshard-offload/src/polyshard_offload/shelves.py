@@ -222,6 +222,7 @@ class DiskShelf(Shelf):
         self._offset = 0
         self._size = -1
         self._coming: Future[None] | None = None
+        self._opening: Future[None] | None = None
         self._going: Future[None] | None = None
         self._bench: Staging | None = None
         self._sums = PartSums()
@@ -289,9 +290,9 @@ class DiskShelf(Shelf):
         if self._bench is None:
             numel, dtype = self._shard.numel(), self._shard.dtype
             self._bench = Staging(numel, dtype, torch.device("cpu"), self._bench_count)
-        if self._coming is None:
+        if self._opening is None:
             self._bench.in_use()
-            self._coming = self._read_later(self._bench)
+            self._opening = self._read_later(self._bench)
 
     def open(self) -> Tensor:
         """The shard (``[shard_numel]``) in host memory, to be changed until :meth:`close`.
@@ -300,10 +301,10 @@ class DiskShelf(Shelf):
             StorageError: naming the place.
         """
         self.begin_open()
-        coming, self._coming = self._coming, None
-        assert coming is not None
+        opening, self._opening = self._opening, None
+        assert opening is not None
         assert self._bench is not None
-        coming.result()
+        opening.result()
         self._verify(self._bench.tensor)
         return self._bench.tensor
 
@@ -333,9 +334,9 @@ class DiskShelf(Shelf):
         try:
             self._wait_written()
         finally:
-            coming, self._coming = self._coming, None
-            if coming is not None:
-                coming.exception()
+            opening, self._opening = self._opening, None
+            if opening is not None:
+                opening.exception()
             if self._bench is not None:
                 self._bench.release()
 

@@ -38,7 +38,8 @@ FileKind = Literal["parameters", "gradients", "optimizer state"]
 class Tiers:
     """Arenas by dtype, swap files by kind, the shelves of all groups, and wrapped optimizers.
 
-    ``calls`` are the system calls that new files use.
+    ``calls`` are the system calls that new files use. ``in_backward`` says that gradients are used
+    when they land.
     """
 
     disk_settings: DiskSettings
@@ -50,6 +51,7 @@ class Tiers:
     shelves: weakref.WeakSet[Shelf] = field(default_factory=weakref.WeakSet)
     offloads: weakref.WeakSet[StateOffload] = field(default_factory=weakref.WeakSet)
     ranks: tuple[int, ...] = ()
+    in_backward: bool = False
     calls: Calls = field(default_factory=Calls)
 
     @functools.cached_property
