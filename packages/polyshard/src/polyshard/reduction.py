@@ -75,6 +75,8 @@ class InFlight:
     present: list[int]
     averaging: Averaging
     sources: Sequence[Tensor | None] = field(repr=False)
+    is_last: bool = True
+    """Whether no backward of this iteration follows."""
 
 
 class Reducer:
@@ -102,6 +104,7 @@ class Reducer:
             extents_of(self._layout), dtype, line.tag
         )
         self._partial: Tensor | None = None
+        self._held = HeldGradients()
         self._totals = Recycled()
         # What local_view() would work out for every gradient of every step.
         rank = roles.shard_rank
@@ -246,7 +249,8 @@ class Reducer:
 
         Returns:
             The sharded gradients of the whole group (``[shard_numel]``, original dtype), or
-            ``None`` while replicas accumulate without all-reduce.
+            ``None`` while replicas accumulate without all-reduce, and while a storage that asks
+            for it has them added up on the device (see [Note: held gradients]).
         """
         flight.pending.wait()
         total = flight.total
@@ -263,7 +267,19 @@ class Reducer:
         if self.settings.hook is not None:
             self.settings.hook(total)
         total = total.to(self._shards.dtype)
-        return self._shards.storage.place_gradient(total)
+        storage = self._shards.storage
+        if self._held or (not flight.is_last and getattr(storage, "holds_gradients", False)):
+            self._held.add(total, {i: self._slots[i] for i in flight.present})
+            if not flight.is_last:
+                return None
+            total, flight.present = self._held.take()
+        return storage.place_gradient(total)
+
+    def place_held(self) -> None:
+        """Put in place what was held and no reduction of the last backward took along."""
+        if self._held:
+            total, present = self._held.take()
+            self.store(self._shards.storage.place_gradient(total), present)
 
     def _sum_replicas(self, total: Tensor) -> None:
         groups = self._roles.replicate_groups
@@ -281,6 +297,7 @@ class Reducer:
     def discard(self) -> None:
         """Forget partial sums of a step that failed."""
         self._partial = None
+        self._held = HeldGradients()
 
     def store(self, total: Tensor, present: Sequence[int]) -> None:
         """Set or add to ``.grad`` of the sharded parameters, then run their hooks."""
@@ -306,6 +323,54 @@ class Reducer:
             hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
             for hook in tuple(hooks.values()) if hooks else ():
                 hook(parameter)
+
+
+Slot = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Shape, stride and first element of a parameter's part of the shard."""
+
+
+class HeldGradients:
+    """Sharded gradients of backwards that are not the last, added up where they were reduced.
+
+    [Note: held gradients]
+    Moving gradients away from the device costs a transfer, and adding to them there another. A
+    storage with ``holds_gradients = True`` gets those of an iteration once: after the backward that
+    ``set_is_last_backward(True)`` announces. Sums are those ``.grad`` would hold, in its dtype.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is held."""
+        self._total: Tensor | None = None
+        self._slots: dict[int, Slot] = {}
+
+    def __bool__(self) -> bool:
+        """Whether something is."""
+        return self._total is not None
+
+    def add(self, total: Tensor, slots: dict[int, Slot]) -> None:
+        """Add the gradients in ``total`` (``[shard_numel]``) of the parameters in ``slots``."""
+        if self._total is None:
+            self._total, self._slots = total, dict(slots)
+            return
+        for index, slot in slots.items():
+            held, new = _part(self._total, slot), _part(total, slot)
+            if index in self._slots:
+                held.add_(new)
+            else:  # what is there is no gradient
+                held.copy_(new)
+        self._slots.update(slots)
+
+    def take(self) -> tuple[Tensor, list[int]]:
+        """The sums, and the indices of the parameters that have one; nothing is held any more."""
+        assert self._total is not None
+        total, present = self._total, sorted(self._slots)
+        self._total, self._slots = None, {}
+        return total, present
+
+
+def _part(total: Tensor, slot: Slot) -> Tensor:
+    shape, stride, offset = slot
+    return total.as_strided(shape, stride, total.storage_offset() + offset)
 
 
 @dataclass
