@@ -8,6 +8,7 @@ the tensor gives it some; it goes again with the first release, or when the next
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -226,15 +227,22 @@ class DiskShelf(Shelf):
         self._going: Future[None] | None = None
         self._bench: Staging | None = None
         self._sums = PartSums()
+        self._fresh: Tensor | None = None
 
     def _keep(self, shard: Tensor) -> Tensor:
         self._wait_written()
-        self._sums.forget()
+        self._fresh = shard if self._file.verifies else None
         if shard.nbytes != self._size:
             dtypes = {shard.dtype: shard.nbytes}
             self._offset, self._size = self._file.allocate(shard.nbytes, dtypes), shard.nbytes
         self._file.write(self._offset, raw(shard))
         return typed(self._file.window(self._offset, shard.nbytes), shard.dtype)
+
+    def hold(self, parameters: Sequence[Tensor]) -> None:
+        """``parameters`` view the window; remember what they hold where checksums are on."""
+        fresh, self._fresh = self._fresh, None
+        if self._file.verifies and not self._shard.is_meta:
+            self._sums.hold(parameters, self._shard, None if fresh is None else fresh.cpu())
 
     def holds(self, address: int) -> bool:
         """Whether ``address`` is in the window."""
@@ -272,7 +280,7 @@ class DiskShelf(Shelf):
         Raises:
             CorruptedError: naming the place.
         """
-        start = self._sums.broken(shard)
+        start = self._sums.broken(shard) if self._file.verifies else None
         if start is not None:
             raise self._file.corrupted(self._offset + start * shard.itemsize)
 

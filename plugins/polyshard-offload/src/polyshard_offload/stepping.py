@@ -205,7 +205,7 @@ class StateOffload:
         if part is not None:
             return slot.record.views(part)
         if not slot.windows:
-            slot.windows = slot.record.views(self.keeper.store.window(slot.record.extent))
+            slot.windows = slot.record.windows(self.keeper.store.window(slot.record.extent))
         return slot.windows
 
     @staticmethod
