@@ -26,7 +26,13 @@ from polyshard.errors import SettingError
 from polyshard.testing import World
 from polyshard_offload import DiskSettings, Offload, OffloadError
 
-TIERS = [("device", "host"), ("device", "disk"), ("host", "host"), ("host", "disk"), ("disk", "disk")]
+TIERS = [
+    ("device", "host"),
+    ("device", "disk"),
+    ("host", "host"),
+    ("host", "disk"),
+    ("disk", "disk"),
+]
 
 
 def make(tiers: tuple[str, str], path: str, **chosen: Any) -> Offload:
@@ -121,11 +127,11 @@ def misused(rank: int, size: int, path: str) -> None:
         lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
         lambda: (scaler.scale(torch.ones(())), scaler.unscale_(optimizer)),
         lambda: optimizer.zero_grad(set_to_none=False),
-        lambda: model.head.weight.grad.full_tensor(),
-        lambda: model.head.weight.grad.to_local(),
+        model.head.weight.grad.full_tensor,
+        model.head.weight.grad.to_local,
         lambda: model.head.weight.grad + 1,
     ):
-        with pytest.raises(OffloadError, match="this gradient is gone.*step_in_backward=False"):
+        with pytest.raises(OffloadError, match=r"this gradient is gone.*step_in_backward=False"):
             use()
     optimizer.step()
     with pytest.raises(OffloadError, match=r"call optimizer\.zero_grad\(\) after every step"):
@@ -154,7 +160,7 @@ def test_sums_over_reductions_are_refused(world2: World, tmp_path: Path) -> None
 
 
 def changes_too_late(rank: int, size: int, path: str) -> None:
-    model, optimizer = trained(rank, path)
+    _, optimizer = trained(rank, path)
     optimizer.param_groups[0]["lr"] = 0.5
     with pytest.raises(OffloadError, match=r"'lr' of parameter group 0 was changed from 0\.01"):
         optimizer.step()
@@ -180,6 +186,17 @@ class Broken(nn.Module):
         return gradient
 
 
+def backward(seed: int, model: Any) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    model(torch.rand(5, 6, generator=generator)).square().sum().backward()
+
+
+def step(seed: int, model: Any, optimizer: Any) -> None:
+    backward(seed, model)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def breaks(rank: int, size: int, path: str, tiers: tuple[str, str]) -> None:
     """Half of the parameters are stepped when backward raises: only what was saved helps."""
     models = []
@@ -195,21 +212,12 @@ def breaks(rank: int, size: int, path: str, tiers: tuple[str, str]) -> None:
         fully_shard(model, plugins=plugins)
         optimizer = wrapped(torch.optim.AdamW(model.parameters(), lr=0.1), offload)
 
-        def backward(seed: int) -> None:
-            generator = torch.Generator().manual_seed(seed)
-            model(torch.rand(5, 6, generator=generator)).square().sum().backward()
-
-        def step(seed: int) -> None:
-            backward(seed)
-            optimizer.step()
-            optimizer.zero_grad()
-
-        step(0)
+        step(0, model, optimizer)
         weights = {name: value.clone() for name, value in model.state_dict().items()}
         state = copy.deepcopy(optimizer.state_dict())
         model[1].fails = True
         with pytest.raises(RuntimeError, match="broken on purpose"):
-            backward(1)
+            backward(1, model)
         model[1].fails = False
         assert isinstance(model, FSDPModule)
         model.reset_iter_state()
@@ -218,13 +226,13 @@ def breaks(rank: int, size: int, path: str, tiers: tuple[str, str]) -> None:
                 optimizer.step()
             optimizer.zero_grad()
             with pytest.raises(OffloadError, match="from the last checkpoint"):
-                backward(1)
+                backward(1, model)
             model.reset_iter_state()
             model.load_state_dict(weights)
             optimizer.load_state_dict(state)
         optimizer.zero_grad()
         for seed in range(1, 4):
-            step(seed)
+            step(seed, model, optimizer)
         models.append((model, optimizer))
     assert_same_values(models[0][0], models[1][0])
     assert_same_state(models[0][1], models[1][1])

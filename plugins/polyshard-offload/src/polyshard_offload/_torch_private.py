@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ __all__ = [
     "is_patched",
     "like",
     "local_of",
+    "norms_of",
     "plain_step",
     "profiled",
     "shell",
@@ -38,6 +39,15 @@ def spec_of(value: Tensor) -> object | None:
 def like(spec: object | None, local: Tensor) -> Tensor:
     """``local`` as a ``DTensor`` of ``spec``; unlike ``from_local`` it may rest off the mesh."""
     return local if spec is None else DTensor(local, cast(Any, spec), requires_grad=False)
+
+
+def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The 2-norm of each tensor, all of one dtype (0-dim, fp32 at least)."""
+    if not tensors:
+        return []
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    found: Any = torch._foreach_norm(list(tensors), 2, dtype=dtype)
+    return list(found)
 
 
 def plain_step(kind: type[Optimizer]) -> Step:
@@ -65,7 +75,7 @@ def at_end_of_backward(action: Callable[[], None]) -> None:
 
 
 def shell(kind: type[Tensor], model: Tensor) -> Tensor:
-    """An object of the tensor subclass ``kind`` with the shape and dtype of ``model``, no memory."""
+    """A tensor of the subclass ``kind`` with shape and dtype of ``model``, and no memory."""
     make: Any = torch.Tensor._make_wrapper_subclass
     made: Tensor = make(kind, model.shape, dtype=model.dtype, device=model.device)
     return made

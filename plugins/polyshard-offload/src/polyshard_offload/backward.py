@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from polyshard_offload._torch_private import at_end_of_backward
+from polyshard_offload._torch_private import at_end_of_backward, local_of, norms_of
 from polyshard_offload.chunks import Chunk, Slot, plan_chunks
 from polyshard_offload.errors import OffloadError
 from polyshard_offload.pipeline import Stream
@@ -48,6 +48,7 @@ class BackwardSteps:
         self._cuts: dict[tuple[tuple[int, int], ...], list[Chunk]] = {}
         self._order: list[Chunk] = []
         self._done: list[Chunk] = []
+        self._norms: dict[int, Tensor] = {}
         self._stream: Stream | None = None
         self.watch()
 
@@ -103,6 +104,7 @@ class BackwardSteps:
         offload.begin()
         self._settings = [_settings_of(group) for group in offload.groups]
         self._done = []
+        self._norms = {}
         if offload.keeper.streams:
             self._stream = offload.pipeline.stream([chunk.job() for chunk in self._order])
 
@@ -122,9 +124,22 @@ class BackwardSteps:
             self._leave_stream()
             self._offload.run([chunk])
         self._done.append(chunk)
+        self._spend(chunk)
+
+    def _spend(self, chunk: Chunk) -> None:
+        """Free the gradients of a chunk that was stepped; what remains is their norms."""
+        for slots in _by_dtype(chunk.slots):
+            gradients = [local_of(s.parameter.grad) for s in slots if s.parameter.grad is not None]
+            for slot, norm in zip(slots, norms_of(gradients), strict=True):
+                self._norms[id(slot.parameter)] = norm
         for slot in chunk.slots:
             spend(slot.parameter)
             self._spent.add(id(slot))
+
+    def norm_of(self, parameter: Tensor) -> Tensor | None:
+        """The 2-norm of the local part of a spent gradient."""
+        is_spent = isinstance(parameter.grad, SpentGradient)
+        return self._norms.get(id(parameter)) if is_spent else None
 
     def _leave_stream(self) -> None:
         stream, self._stream = self._stream, None
@@ -202,6 +217,13 @@ def _hook(steps: BackwardSteps, slot: Slot) -> Callable[[Tensor], None]:
             alive.land(known)
 
     return landed
+
+
+def _by_dtype(slots: Sequence[Slot]) -> list[list[Slot]]:
+    found: dict[torch.dtype, list[Slot]] = {}
+    for slot in slots:
+        found.setdefault(slot.parameter.dtype, []).append(slot)
+    return list(found.values())
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:

@@ -6,8 +6,8 @@ chunk k, (be visited), write chunk k, read chunk k + lanes. While chunk k is vis
 after it are read and the one before it is written, and a buffer is never overwritten before its
 write has ended: that is the order of its lane. How long any transfer takes changes nothing else.
 
-What a lane read or wrote last stays valid until the same extents are written by another. A run that begins with those
-chunks (callers alternate the order from step to step) need not read them.
+What a lane read or wrote last stays valid until another writes the same extents. A run that begins
+with those chunks (callers alternate the order from step to step) need not read them.
 """
 
 from __future__ import annotations

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
-from polyshard import CPUOffloadPolicy, Plugin, hookimpl
+from polyshard import CPUOffloadPolicy, Plugin, grad_norm, hookimpl
 from polyshard.defaults import SilentObserver
 from polyshard.errors import IneffectiveSettingWarning
 from polyshard.seams import GroupInfo
 from polyshard_offload.__about__ import __version__
-from polyshard_offload.errors import SettingError
+from polyshard_offload._torch_private import local_of
+from polyshard_offload.errors import OffloadError, SettingError
 from polyshard_offload.memory import may_pin
 from polyshard_offload.optimizer import check_optimizer, install
 from polyshard_offload.report import Memory, measured, notices, predicted
-from polyshard_offload.settings import DiskSettings, Tier, at_least, check_in_backward, check_tiers, one_of
+from polyshard_offload.settings import (
+    DiskSettings,
+    Tier,
+    at_least,
+    check_in_backward,
+    check_tiers,
+    one_of,
+)
+from polyshard_offload.spent import MESSAGE
 from polyshard_offload.stepping import StateOffload
 from polyshard_offload.tiers import ShelfFactory, Tiers
 
@@ -215,6 +225,52 @@ class Offload(Plugin):
             offload = StateOffload(optimizer, self)
         self.tiers.offloads.add(offload)
         return install(optimizer, offload)
+
+    def grad_norm(self, parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+        """The total norm of all gradients; those that left the device are not read for it.
+
+        From the first call on, norms are taken before gradients are moved. They are read where
+        that did not happen, where gradients were changed or added to since, and for norms other
+        than the 2-norm.
+
+        Args:
+            parameters: as of :func:`polyshard.clip_grad_norm_`, on any mix of meshes.
+            norm_type: the ``p`` of the p-norm, above 0; may be ``inf``.
+
+        Returns:
+            A plain 0-dim tensor, the same on all ranks.
+
+        Raises:
+            OffloadError: for other norms of gradients that a step in backward has used.
+        """
+        self.tiers.count.records_norms = True
+        known = self.tiers.norm_of if norm_type == 2 else None
+        return grad_norm(parameters, norm_type, known=known)
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """What :func:`polyshard.clip_grad_norm_` does, with the norm of :meth:`grad_norm`.
+
+        Gradients are read only if they have to be scaled.
+
+        Returns:
+            The norm before clipping.
+
+        Raises:
+            OffloadError: with ``step_in_backward=True``, where it is too late.
+        """
+        if self.step_in_backward:
+            raise OffloadError(MESSAGE)
+        every = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        norm = self.grad_norm(every, norm_type)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        if not bool(factor == 1.0):  # also if it is not a number
+            for gradient in (p.grad for p in every):
+                if gradient is not None:
+                    local = local_of(gradient)
+                    local.mul_(factor.to(local.device))
+        return norm
 
     def notices(self) -> tuple[str, ...]:
         """What ``polyshard.describe(model)`` shows of the tiers: bytes at rest and in passing.

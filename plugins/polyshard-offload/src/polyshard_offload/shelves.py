@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyshard_offload.gradients import GradientShelf
 from polyshard_offload.memory import Arena, typed
+from polyshard_offload.norms import GradientNorms
 from polyshard_offload.sums import PartSums
 from polyshard_offload.swap import SwapFile
 
@@ -25,10 +27,13 @@ from polyshard_offload.swap import SwapFile
 class StagingCount:
     """Staging memory of all shelves together, in bytes, and the shelf whose views were just made.
 
-    ``ahead`` lets one thread read the next shards while a step computes.
+    ``ahead`` lets one thread read the next shards while a step computes. ``gradient_moves`` counts
+    shards of gradients that left the device; ``records_norms`` has their norms taken before.
     """
 
     bytes_now: int = 0
+    gradient_moves: int = 0
+    records_norms: bool = False
     peak_bytes: int = 0
     idle: Staging | None = None
     ahead: ThreadPoolExecutor = field(
@@ -87,6 +92,8 @@ class Staging:
 class Shelf:
     """What both tiers share; a :class:`polyshard.seams.ShardStorage` but for the tier itself."""
 
+    holds_gradients = True
+
     def __init__(
         self,
         device: torch.device,
@@ -97,6 +104,7 @@ class Shelf:
         """Shards are computed with on ``device``."""
         self.prefetch_units = prefetch_units
         self.gradients = gradients
+        self.norms = GradientNorms()
         self._device = device
         self._count = count
         self._shard = torch.empty(0)
@@ -141,7 +149,15 @@ class Shelf:
 
     def place_gradient(self, gradient: Tensor) -> Tensor:
         """Move a reduced gradient to where gradients rest."""
-        return self.gradients.place(gradient)
+        placed = self.gradients.place(gradient)
+        self._count.gradient_moves += 1
+        if self._count.records_norms:
+            self.norms.record(gradient, placed)
+        return placed
+
+    def hold(self, parameters: Sequence[Tensor]) -> None:
+        """``parameters`` view what rests here."""
+        self.norms.hold(parameters, self._shard)
 
 
 class HostShelf(Shelf):
@@ -238,8 +254,10 @@ class DiskShelf(Shelf):
         self._file.write(self._offset, raw(shard))
         return typed(self._file.window(self._offset, shard.nbytes), shard.dtype)
 
+    @override
     def hold(self, parameters: Sequence[Tensor]) -> None:
         """``parameters`` view the window; remember what they hold where checksums are on."""
+        super().hold(parameters)
         fresh, self._fresh = self._fresh, None
         if self._file.verifies and not self._shard.is_meta:
             self._sums.hold(parameters, self._shard, None if fresh is None else fresh.cpu())

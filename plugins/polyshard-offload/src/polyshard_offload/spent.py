@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from polyshard_offload._torch_private import shell
 from polyshard_offload.errors import OffloadError
 
 MESSAGE = (
-    "this gradient is gone: with Offload(step_in_backward=True) the optimizer used it as soon as it "
-    "was reduced. Clipping, GradScaler, reading or adding up gradients after backward need "
-    "step_in_backward=False. To add up micro-batches, run all but the last within no_sync() (or "
-    "set_requires_gradient_sync(False)), and call optimizer.zero_grad() after every step. "
+    "this gradient is gone: with Offload(step_in_backward=True) the optimizer used it as soon as "
+    "it was reduced. Clipping, GradScaler, reading or adding up gradients after backward need "
+    "step_in_backward=False. To add up micro-batches, run all but the last within no_sync() or "
+    "set_is_last_backward(False), and call optimizer.zero_grad() after every step. "
     "offload.grad_norm() knows the norm."
 )
 

@@ -115,6 +115,15 @@ class Tiers:
             return DiskStore(self.file("optimizer state"))
         return HostStore(self.arena("optimizer state", torch.uint8))
 
+    def norm_of(self, parameter: Tensor) -> Tensor | None:
+        """The 2-norm of the local part of a gradient, where it is known without reading it."""
+        found = (shelf.norms.of(parameter) for shelf in self.shelves)
+        known = next((norm for norm in found if norm is not None), None)
+        if known is None:
+            spent = (o.in_backward.norm_of(parameter) for o in self.offloads if o.in_backward)
+            known = next((norm for norm in spent if norm is not None), None)
+        return known
+
     def shelf_of(self, parameter: Tensor) -> DiskShelf | None:
         """The shelf whose file holds ``parameter``, if one does."""
         address = local_of(parameter).data_ptr()
