@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from polyshard_offload._torch_private import local_of
-from polyshard_offload.swap import bytes_of
+from polyshard_offload.memory import bytes_of
 
 
 @dataclass(frozen=True)
