@@ -21,7 +21,7 @@ from offload_toys import (
 )
 from torch import nn
 
-from polyshard import FSDPModule, clip_grad_norm_, fully_shard
+from polyshard import clip_grad_norm_, fully_shard
 from polyshard.errors import SettingError
 from polyshard.testing import World
 from polyshard_offload import DiskSettings, Offload, OffloadError
@@ -55,7 +55,7 @@ RECIPES = {
     "fused": Recipe(optimizer="fused", steps=5),
     "counter in groups": Recipe(optimizer="RowNorm", steps=5),
     "accumulation": Recipe(micro_batches=3, steps=5),
-    "bf16": Recipe(bf16=True, steps=5),
+    "bf16 and replicas": Recipe(bf16=True, hsdp=True),
 }
 
 
@@ -66,9 +66,7 @@ def test_the_same_training(world2: World, name: str, tmp_path: Path) -> None:
 
 
 def test_the_same_training_over_replicas(world4: World, tmp_path: Path) -> None:
-    recipe = Recipe(hsdp=True)
-    for tiers in (TIERS[1], TIERS[2], TIERS[4]):
-        world4.run(steps_alike, make(tiers, str(tmp_path)), recipe)
+    world4.run(steps_alike, make(TIERS[4], str(tmp_path)), Recipe(hsdp=True, steps=5))
 
 
 @pytest.mark.parametrize("chosen", [{"prefetch": 0}, {"chunk_bytes": 1 << 20}, {"fraction": 0.4}])
@@ -120,12 +118,13 @@ def trained(rank: int, path: str, tiers: tuple[str, str] = TIERS[1]) -> tuple[An
 def misused(rank: int, size: int, path: str) -> None:
     model, optimizer = trained(rank, path)
     scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
     for use in (
         lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
         lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False),
         lambda: clip_grad_norm_(model.parameters(), 1.0),
         lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
-        lambda: (scaler.scale(torch.ones(())), scaler.unscale_(optimizer)),
+        lambda: scaler.unscale_(optimizer),
         lambda: optimizer.zero_grad(set_to_none=False),
         model.head.weight.grad.full_tensor,
         model.head.weight.grad.to_local,
@@ -219,7 +218,6 @@ def breaks(rank: int, size: int, path: str, tiers: tuple[str, str]) -> None:
         with pytest.raises(RuntimeError, match="broken on purpose"):
             backward(1, model)
         model[1].fails = False
-        assert isinstance(model, FSDPModule)
         model.reset_iter_state()
         if offload is not None:
             with pytest.raises(OffloadError, match="backward raised after the optimizer"):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from offload_toys import (
+    SMALL,
     Recipe,
     assert_same_state,
     assert_same_values,
@@ -29,7 +30,6 @@ TIERS = [
     ("disk", "host", "disk"),
     ("disk", "disk", "disk"),
 ]
-SMALL = 2000  # bytes: many chunks in a small model
 
 
 def make(tiers: tuple[str, str, str], path: str, **settings: object) -> Offload:
@@ -51,7 +51,10 @@ def same_as_without(rank: int, size: int, offload: Offload, recipe: Recipe) -> N
 def test_every_combination_of_tiers(
     world2: World, tiers: tuple[str, str, str], tmp_path: Path
 ) -> None:
+    """Over 20 steps; the model has frozen, shared, unused, zero-size and 0-dim parameters."""
     world2.run(same_as_without, make(tiers, str(tmp_path)), Recipe(clip=0.1))
+    every = Recipe(clip=0.1, micro_batches=2, bf16=True, hsdp=True)
+    world2.run(same_as_without, make(tiers, str(tmp_path)), every)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -30,7 +30,7 @@ def moves(rank: int, size: int, path: str, tiers: tuple[str, str]) -> None:
     offload = make(tiers, path)
     model: Any = sharded_toy(offload)
     groups = len(offload.tiers.shelves)
-    found = {}
+    found: dict[Any, Any] = {}
     for how in ("without sync", "announced", "unannounced"):
         before = offload.tiers.count.gradient_moves
         for micro in range(3):

@@ -87,11 +87,11 @@ def anonymous():
     return next(int(l.split()[1]) * 1024 for l in lines if l.startswith("RssAnon"))
 
 def measure(tier):
-    params = [torch.nn.Parameter(torch.ones(2 << 20)) for _ in range(12)]
+    params = [torch.nn.Parameter(torch.ones(1 << 20)) for _ in range(12)]
     for p in params:
         p.grad = torch.ones_like(p)
     before = anonymous()
-    offload = Offload(optimizer=tier, chunk_bytes=16 << 20)
+    offload = Offload(optimizer=tier, chunk_bytes=8 << 20)
     optimizer = offload.wrap(torch.optim.AdamW(params, foreach=False))
     for _ in range(3):
         optimizer.step()

@@ -8,7 +8,6 @@ device, and counts as long as nobody changed the gradient since: version counter
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -20,8 +19,12 @@ class GradientNorms:
     """Of the gradients of one shard. See [Note: norms before the move]."""
 
     def __init__(self) -> None:
-        """Nothing is known."""
-        self._places: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
+        """Nothing is known.
+
+        Parameters are held for good: weak references would keep torch from swapping their content
+        in ``module.to()``, and whoever holds their shard holds them anyway.
+        """
+        self._places: dict[int, tuple[Tensor, int, int]] = {}
         self._norms: dict[int, Tensor] = {}
         self._address = 0
         self._version = -1
@@ -34,7 +37,7 @@ class GradientNorms:
             local = local_of(parameter)
             if local.numel() and not local.is_meta:
                 start = (local.data_ptr() - shard.data_ptr()) // local.itemsize
-                self._places[id(parameter)] = (weakref.ref(parameter), start, local.numel())
+                self._places[id(parameter)] = (parameter, start, local.numel())
 
     def record(self, gradient: Tensor, placed: Tensor) -> None:
         """``gradient`` (``[shard_numel]``) was just moved to ``placed``."""
@@ -47,11 +50,10 @@ class GradientNorms:
         norm, gradient = self._norms.get(id(parameter)), parameter.grad
         if norm is None or gradient is None:
             return None
-        reference, start, _ = self._places[id(parameter)]
+        _, start, _ = self._places[id(parameter)]
         local = local_of(gradient)
         here = self._address + start * local.itemsize
         untouched = local._version == self._version and (
             local is gradient or gradient._version == 0
         )
-        same = reference() is parameter and local.data_ptr() == here
-        return norm if same and untouched else None
+        return norm if untouched and local.data_ptr() == here else None

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from polyshard_offload.memory import Slab
+from polyshard_offload.memory import Slab, launched
 from polyshard_offload.store import Extent, Store
 
 
@@ -78,7 +78,7 @@ class Lane:
         """Write the chunk behind the caller's back."""
         if not job.writes:
             return
-        done = _event(self.buffer.device)
+        done = launched(self.buffer.device)
         source = self.buffer[: job.nbytes]
 
         def write() -> None:
@@ -94,15 +94,6 @@ class Lane:
                 with suppress(Exception):
                     future.result()
         self.loading = self.saving = self.holds = None
-
-
-def _event(device: torch.device) -> Callable[[], None]:
-    """Waits, when called in another thread, for what was launched on ``device`` so far."""
-    if device.type == "cpu":
-        return lambda: None
-    event = torch.Event(device)
-    event.record()
-    return event.synchronize
 
 
 class Stream:

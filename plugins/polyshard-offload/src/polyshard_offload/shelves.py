@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from polyshard_offload.gradients import GradientShelf
-from polyshard_offload.memory import Arena, typed
+from polyshard_offload.memory import Arena, launched, typed
 from polyshard_offload.norms import GradientNorms
 from polyshard_offload.sums import PartSums
 from polyshard_offload.swap import SwapFile
@@ -278,7 +278,15 @@ class DiskShelf(Shelf):
 
     def _read_later(self, staging: Staging) -> Future[None]:
         self._wait_written()
-        return self._count.ahead.submit(self._file.read, self._offset, raw(staging.tensor))
+        # The memory just taken may be in use by work launched before; other threads have other
+        # streams, and a disk that writes to a device follows none.
+        idle = launched(staging.tensor.device)
+
+        def read() -> None:
+            idle()
+            self._file.read(self._offset, raw(staging.tensor))
+
+        return self._count.ahead.submit(read)
 
     def fetch(self) -> None:
         """Have the shard on the device.

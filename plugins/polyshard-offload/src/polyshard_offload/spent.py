@@ -36,7 +36,7 @@ class SpentGradient(Tensor):
 
     @override
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
         """Refuse.
@@ -61,7 +61,7 @@ class SpentGradient(Tensor):
     to_local = full_tensor
 
     @override
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         """What it is, without values."""
         return f"SpentGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 

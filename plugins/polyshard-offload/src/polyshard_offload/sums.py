@@ -10,7 +10,6 @@ made, when a step left it, or when it was first read after somebody wrote to it.
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ class PartSums:
     def __init__(self) -> None:
         """Nothing is known of the shard."""
         self._parts: dict[int, Part] = {}
-        self._held: list[tuple[weakref.ref[Tensor], int, int]] = []
+        self._held: list[tuple[Tensor, int, int]] = []
 
     def hold(self, parameters: Sequence[Tensor], shard: Tensor, values: Tensor | None) -> None:
         """``parameters`` are parts of ``shard``, a window; ``values`` is what it should hold."""
@@ -46,7 +45,7 @@ class PartSums:
             if not local.numel():
                 continue
             start = (local.data_ptr() - shard.data_ptr()) // local.itemsize
-            self._held.append((weakref.ref(parameter), start, local.numel()))
+            self._held.append((parameter, start, local.numel()))
             if values is not None:
                 self.note(parameter, start, values[start : start + local.numel()])
 
@@ -56,10 +55,7 @@ class PartSums:
 
     def broken(self, shard: Tensor) -> int | None:
         """The first element of a parameter that ``shard`` (``[shard_numel]``) has changed."""
-        for reference, start, numel in self._held:
-            parameter = reference()
-            if parameter is None:
-                continue
+        for parameter, start, numel in self._held:
             known, found = self._parts.get(start), shard[start : start + numel]
             if known is None or known.versions != _versions(parameter):
                 self.note(parameter, start, found)
