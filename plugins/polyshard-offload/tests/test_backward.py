@@ -251,7 +251,7 @@ def forward_breaks(rank: int, size: int, path: str) -> None:
     plain, _, expected = without(rank, size, Recipe(steps=4))
     offload = make(TIERS[4], path)
     recipe = Recipe(steps=4)
-    model = sharded_toy(offload, recipe)
+    model: Any = sharded_toy(offload, recipe)
     optimizer = offload.wrap(recipe.make_optimizer(model))
     with pytest.raises(IndexError):
         model(torch.tensor([[1000]]))

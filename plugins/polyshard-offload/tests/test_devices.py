@@ -84,7 +84,7 @@ def test_kvikio_moves_what_posix_moves(
 def test_kvikio_trains_the_same(stand_in: type[StandIn], tmp_path: Path) -> None:
     found = []
     for backend in ("posix", "kvikio"):
-        disk = DiskSettings(path=tmp_path, backend=backend)  # type: ignore[arg-type]
+        disk = DiskSettings(path=tmp_path, backend=backend)
         params = [nn.Parameter(torch.linspace(0, 1, 4000)) for _ in range(3)]
         optimizer = Offload(optimizer="disk", disk=disk, chunk_bytes=1).wrap(
             torch.optim.AdamW(params, lr=0.1)

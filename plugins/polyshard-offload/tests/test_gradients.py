@@ -73,7 +73,7 @@ def forbid_reading(offload: Offload, model: nn.Module) -> list[torch.Tensor]:
 
 def allow_reading(model: nn.Module, kept: list[torch.Tensor]) -> None:
     for p, values in zip((p for p in model.parameters() if p.grad is not None), kept, strict=True):
-        p.grad.to_local().data.copy_(values)  # type: ignore[attr-defined, union-attr]
+        p.grad.to_local().data.copy_(values)
 
 
 def knows(rank: int, size: int, path: str, tiers: tuple[str, str]) -> None:
@@ -173,7 +173,7 @@ def knows_what_was_spent(rank: int, size: int, path: str) -> None:
     disk = DiskSettings(path=Path(path))
     plain: Any = sharded_toy(None)
     for params in ("device", "host", "disk"):
-        offload = Offload(params=params, optimizer="disk", disk=disk, step_in_backward=True)  # type: ignore[arg-type]
+        offload = Offload(params=params, optimizer="disk", disk=disk, step_in_backward=True)
         model: Any = sharded_toy(offload)
         optimizer = offload.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
         for p in plain.parameters():

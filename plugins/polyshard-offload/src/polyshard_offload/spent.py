@@ -61,7 +61,7 @@ class SpentGradient(Tensor):
     to_local = full_tensor
 
     @override
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """What it is, without values."""
         return f"SpentGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
