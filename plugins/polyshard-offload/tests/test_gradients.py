@@ -73,7 +73,7 @@ def forbid_reading(offload: Offload, model: nn.Module) -> list[torch.Tensor]:
 
 def allow_reading(model: nn.Module, kept: list[torch.Tensor]) -> None:
     for p, values in zip((p for p in model.parameters() if p.grad is not None), kept, strict=True):
-        p.grad.to_local().data.copy_(values)
+        p.grad.to_local().data.copy_(values)  # type: ignore[union-attr]
 
 
 def knows(rank: int, size: int, path: str, tiers: tuple[str, str]) -> None:
