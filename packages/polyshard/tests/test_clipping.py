@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from toy_models import build, full, loss_of, shard, tokens_for
 
-from polyshard import ShardPlacement, clip_grad_norm_, fully_shard
+from polyshard import ShardPlacement, clip_grad_norm_, fully_shard, grad_norm
 from polyshard.errors import NonFiniteError, SettingError
 from polyshard.testing import World
 
@@ -89,8 +89,23 @@ def mixed_meshes(rank: int, size: int) -> None:
         parameter.grad = parameter.detach().clone()
     with pytest.raises(RuntimeError):
         nn.utils.clip_grad_norm_(module.parameters(), 1e9)
+    looked = grad_norm(module.parameters())
+    told = grad_norm(module.parameters(), known=lambda p: known_norm(p, module))
     norm = clip_grad_norm_(module.parameters(), 1e9)
     torch.testing.assert_close(norm, expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(looked, norm)
+    torch.testing.assert_close(told, norm, rtol=1e-6, atol=0)
+    with pytest.raises(SettingError, match="norm_type must be above 0"):
+        grad_norm(module.parameters(), 0)
+
+
+def known_norm(parameter: torch.Tensor, module: Any) -> torch.Tensor | None:
+    """Of most gradients."""
+    if parameter is module.plain or parameter is module.short:
+        return None
+    gradient = parameter.grad
+    assert isinstance(gradient, DTensor)
+    return gradient.to_local().float().norm()
 
 
 def test_meshes_placements_and_dtypes_may_differ(world4: World) -> None:

@@ -9,6 +9,16 @@ import pytest
 from polyshard.testing import World
 
 
+class SpareWorld(World):
+    """Ranks take their environment along whenever they start."""
+
+    def _start(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("POLYSHARD_MOVE_PAGES", "0")
+            patch.setenv("MALLOC_MMAP_THRESHOLD_", str(256 << 10))
+            super()._start()
+
+
 @pytest.fixture(scope="session")
 def spare_world() -> Iterator[World]:
     """Two ranks for tests that bring them to the limit of their memory, or break them.
@@ -16,14 +26,6 @@ def spare_world() -> Iterator[World]:
     Their unsharded buffers are allocated, not reserved (reserving counts against limits as well),
     what is freed goes back at once, and a rank gives its peers up after eight seconds.
     """
-    world = World(2, collective_seconds=8)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("POLYSHARD_MOVE_PAGES", "0")
-        patch.setenv("MALLOC_MMAP_THRESHOLD_", str(256 << 10))
-        world.run(started)
+    world = SpareWorld(2, collective_seconds=8)
     yield world
     world.close()
-
-
-def started(rank: int, size: int) -> None:
-    """Ranks take their environment along when they start."""

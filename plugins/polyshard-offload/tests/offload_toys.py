@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from polyshard import FSDPModule, MixedPrecisionPolicy, fully_shard
-from polyshard_offload import Offload
+from polyshard_offload import DiskSettings, Offload
 
 STEPS = 20
+SMALL = 2000
+"""Bytes of a chunk: many chunks in a small model."""
 
 
 class Block(nn.Module):
@@ -125,7 +128,7 @@ def sharded_toy(offload: Offload | None, recipe: Recipe = Recipe(), seed: int = 
     if recipe.bf16:
         keywords["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     if recipe.hsdp:
-        keywords["mesh"] = mesh_of((2, 2))
+        keywords["mesh"] = mesh_of((2, torch.distributed.get_world_size() // 2))
     if recipe.alone:
         keywords["mesh"] = mesh_of((torch.distributed.get_world_size(), 1))["shard"]
     for block in model.blocks:
@@ -180,6 +183,22 @@ def train(
         if scheduler is not None:
             scheduler.step()
     return found
+
+
+@functools.cache
+def without(
+    rank: int, size: int, recipe: Recipe
+) -> tuple[Model, torch.optim.Optimizer, list[float]]:
+    """What training without offload gives; once a rank and recipe. Only to be looked at."""
+    del size  # another world is another process; named, so that nobody has to know
+    model = sharded_toy(None, recipe)
+    optimizer = recipe.make_optimizer(model)
+    return model, optimizer, train(model, optimizer, rank, recipe)
+
+
+def on(path: str, optimizer: str = "disk", params: str = "device", **chosen: Any) -> Offload:
+    disk = chosen.pop("disk", DiskSettings(path=Path(path)))
+    return Offload(params=params, optimizer=optimizer, chunk_bytes=SMALL, disk=disk, **chosen)  # type: ignore[arg-type]
 
 
 def full(value: Tensor) -> Tensor:

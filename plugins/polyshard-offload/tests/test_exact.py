@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from offload_toys import (
-    Model,
+    SMALL,
     Recipe,
     assert_same_state,
     assert_same_values,
     sharded_toy,
     train,
+    without,
     wrapped,
 )
 
@@ -31,24 +30,12 @@ TIERS = [
     ("disk", "host", "disk"),
     ("disk", "disk", "disk"),
 ]
-SMALL = 2000  # bytes: many chunks in a small model
 
 
 def make(tiers: tuple[str, str, str], path: str, **settings: object) -> Offload:
     params, grads, optimizer = tiers
     chosen = {"chunk_bytes": SMALL, "disk": DiskSettings(path=Path(path)), **settings}
     return Offload(params=params, grads=grads, optimizer=optimizer, **chosen)  # type: ignore[arg-type]
-
-
-@functools.cache
-def without(
-    rank: int, size: int, recipe: Recipe
-) -> tuple[Model, torch.optim.Optimizer, list[float]]:
-    """What training without offload gives; once a rank and recipe. Only to be looked at."""
-    del size  # another world is another process; named, so that nobody has to know
-    model = sharded_toy(None, recipe)
-    optimizer = recipe.make_optimizer(model)
-    return model, optimizer, train(model, optimizer, rank, recipe)
 
 
 def same_as_without(rank: int, size: int, offload: Offload, recipe: Recipe) -> None:
@@ -64,7 +51,10 @@ def same_as_without(rank: int, size: int, offload: Offload, recipe: Recipe) -> N
 def test_every_combination_of_tiers(
     world2: World, tiers: tuple[str, str, str], tmp_path: Path
 ) -> None:
+    """Over 20 steps; the model has frozen, shared, unused, zero-size and 0-dim parameters."""
     world2.run(same_as_without, make(tiers, str(tmp_path)), Recipe(clip=0.1))
+    every = Recipe(clip=0.1, micro_batches=2, bf16=True, hsdp=True)
+    world2.run(same_as_without, make(tiers, str(tmp_path)), every)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,32 +12,23 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from offload_toys import (
     Recipe,
     assert_same_state,
     assert_same_values,
     loss_of,
+    on,
     sharded_toy,
     tokens_for,
     train,
     wrapped,
 )
 from torch import nn
-from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from polyshard.errors import PeerError
 from polyshard.testing import World
 from polyshard_offload import CorruptedError, DiskSettings, Offload, OffloadError, StorageError
 from polyshard_offload.blocks import Calls
-
-SMALL = 2000
-
-
-def on(path: str, optimizer: str = "disk", params: str = "device", **chosen: Any) -> Offload:
-    disk = chosen.pop("disk", DiskSettings(path=Path(path)))
-    return Offload(params=params, optimizer=optimizer, chunk_bytes=SMALL, disk=disk, **chosen)  # type: ignore[arg-type]
 
 
 def parameters(count: int = 3) -> list[nn.Parameter]:
@@ -278,63 +269,6 @@ def delayed(rank: int, size: int, path: str, params: str) -> None:
 @pytest.mark.parametrize("params", ["device", "disk"])
 def test_delays_change_no_bit(world2: World, params: str, tmp_path: Path) -> None:
     world2.run(delayed, str(tmp_path), params)
-
-
-def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    weights, state = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": state}
-
-
-def saves(rank: int, size: int, path: str, folder: str, tiers: tuple[str, str]) -> list[float]:
-    """Four steps with offload, a checkpoint, four more steps; the losses of those."""
-    offload = on(path, optimizer=tiers[1], params=tiers[0]) if tiers[0] else None
-    recipe = Recipe(schedule=False)
-    model = sharded_toy(offload, recipe)
-    optimizer = wrapped(recipe.make_optimizer(model), offload)
-    train(model, optimizer, 0, recipe, range(4))
-    dcp.save(tensors_of(model, optimizer), checkpoint_id=folder)
-    return train(model, optimizer, 0, recipe, range(4, 8))
-
-
-def resumes(rank: int, size: int, path: str, folder: str, tiers: tuple[str, str]) -> list[float]:
-    offload = on(path, optimizer=tiers[1], params=tiers[0]) if tiers[0] else None
-    recipe = Recipe(schedule=False)
-    model = sharded_toy(offload, recipe, seed=1)
-    optimizer = wrapped(recipe.make_optimizer(model), offload)
-    tensors = tensors_of(model, optimizer)
-    # A fresh optimizer has state for parameters that were never used; the checkpoint has not.
-    dcp.load(tensors, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=tensors["model"],
-        optim_state_dict=tensors["optimizer"],
-    )
-    return train(model, optimizer, 0, recipe, range(4, 8))
-
-
-KINDS = [("disk", "disk"), ("host", "host"), ("", "")]
-
-
-def test_checkpoints_are_native(world2: World, tmp_path: Path) -> None:
-    """Saved with one tier, loaded with another or with none: the same losses."""
-    swap = tmp_path / "swap"
-    swap.mkdir()
-    for index, kind in enumerate(KINDS):
-        folder = tmp_path / str(index)
-        expected = world2.run(saves, str(swap), str(folder), kind)
-        for other in KINDS:
-            assert world2.run(resumes, str(swap), str(folder), other) == expected
-
-
-def test_checkpoints_fit_other_worlds(world2: World, world4: World, tmp_path: Path) -> None:
-    """All ranks see the same data here, so losses are close at any world size."""
-    swap = tmp_path / "swap"
-    swap.mkdir()
-    expected = world2.run(saves, str(swap), str(tmp_path / "saved"), KINDS[0])[0]
-    for kind in KINDS:
-        found = world4.run(resumes, str(swap), str(tmp_path / "saved"), kind)[0]
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def fails_on_one(rank: int, size: int, path: str) -> str:

@@ -77,6 +77,34 @@ def loading_mends(rank: int, size: int, path: str) -> None:
         model(torch.ones(2, 64))
 
 
+def nobody_steps_it(rank: int, size: int, path: str) -> None:
+    """Frozen, or stepped by an optimizer that was not wrapped: found as well, and by evaluation.
+
+    Before the first gather, and after a write that everybody may make.
+    """
+    for gathers_first in (False, True):
+        model, _, offload = made(path)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        if gathers_first:
+            model(torch.ones(2, 64))
+            with torch.no_grad():
+                model[0].weight.mul_(2)
+            model(torch.ones(2, 64))
+        spoil(offload, 7)
+        with pytest.raises(CorruptedError, match="rank 0: parameters at byte 4096"):
+            model(torch.ones(2, 64))
+        model.reset_iter_state()
+    model, _, offload = made(path)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        step(model, optimizer)
+    model(torch.ones(2, 64))
+    spoil(offload, 8)
+    with pytest.raises(CorruptedError, match="rank 0: parameters at byte 4096"):
+        model(torch.ones(2, 64))
+
+
 def a_write_goes_wrong(rank: int, size: int, path: str) -> None:
     """The disk says it has written a gradient, and has written something else."""
     wrong = [False]
@@ -94,7 +122,13 @@ def a_write_goes_wrong(rank: int, size: int, path: str) -> None:
     model.reset_iter_state()
 
 
-CASES = [a_parameter_changes, a_parameter_changes_before_a_step, loading_mends, a_write_goes_wrong]
+CASES = [
+    a_parameter_changes,
+    a_parameter_changes_before_a_step,
+    loading_mends,
+    nobody_steps_it,
+    a_write_goes_wrong,
+]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -14,7 +14,7 @@ from polyshard.__about__ import __version__
 if TYPE_CHECKING:
     from polyshard.api import fully_shard
     from polyshard.calibration import Calibration
-    from polyshard.clipping import clip_grad_norm_
+    from polyshard.clipping import clip_grad_norm_, grad_norm
     from polyshard.contract import Contract, Plugin
     from polyshard.description import describe, stats
     from polyshard.markers import HOOK_API, hookimpl
@@ -48,6 +48,7 @@ __all__ = [
     "clip_grad_norm_",
     "describe",
     "fully_shard",
+    "grad_norm",
     "hookimpl",
     "register_fsdp_forward_method",
     "share_comm_ctx",
@@ -69,6 +70,7 @@ _HOMES = {
     "clip_grad_norm_": "clipping",
     "describe": "description",
     "fully_shard": "api",
+    "grad_norm": "clipping",
     "hookimpl": "markers",
     "register_fsdp_forward_method": "module",
     "share_comm_ctx": "module",

@@ -8,7 +8,7 @@ added over exactly the mesh axes that shard them: replicas count once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from polyshard._torch_private import local_tensor
 from polyshard.errors import NonFiniteError, SettingError
 
 Distinct = Mapping[dist.ProcessGroup, Iterable[Tensor]]
+Known = Callable[[Tensor], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,42 @@ class _Part:
 
     local: Tensor
     groups: tuple[dist.ProcessGroup, ...]
+    norm: Tensor | None = None
+    """Of the local part, where somebody knows it: then ``local`` is not read."""
+
+
+@torch.no_grad()
+def grad_norm(
+    parameters: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    *,
+    distinct_over: Distinct | None = None,
+    known: Known | None = None,
+) -> Tensor:
+    """The total norm of all gradients; nothing is changed.
+
+    Args:
+        parameters: as of :func:`clip_grad_norm_`.
+        norm_type: the ``p`` of the p-norm, above 0; may be ``inf``.
+        distinct_over: as of :func:`clip_grad_norm_`.
+        known: called with a parameter, returns the norm of the local part of its gradient (0-dim,
+            at least float32), or ``None``: then the gradient is read. All ranks need not know the
+            same.
+
+    Returns:
+        A plain 0-dim tensor, the same on all ranks.
+
+    Raises:
+        SettingError: for a ``norm_type`` that is not above 0.
+    """
+    _check_norm_type(norm_type)
+    tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    return _total_norm(_parts(tensors, _extra_groups(distinct_over), known), float(norm_type))
+
+
+def _check_norm_type(norm_type: float) -> None:
+    if not norm_type > 0:
+        raise SettingError(f"norm_type must be above 0 (or inf), got {norm_type!r}.")
 
 
 @torch.no_grad()
@@ -62,8 +99,7 @@ def clip_grad_norm_(
         NonFiniteError: on every rank, when asked for.
     """
     del foreach
-    if not norm_type > 0:
-        raise SettingError(f"norm_type must be above 0 (or inf), got {norm_type!r}.")
+    _check_norm_type(norm_type)
     tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     parts = _parts(tensors, _extra_groups(distinct_over))
     total = _total_norm(parts, float(norm_type))
@@ -88,7 +124,9 @@ def _extra_groups(distinct_over: Distinct | None) -> dict[int, tuple[dist.Proces
 
 
 def _parts(
-    tensors: Iterable[Tensor], extra: Mapping[int, tuple[dist.ProcessGroup, ...]]
+    tensors: Iterable[Tensor],
+    extra: Mapping[int, tuple[dist.ProcessGroup, ...]],
+    known: Known | None = None,
 ) -> list[_Part]:
     parts = []
     for tensor in tensors:
@@ -96,16 +134,26 @@ def _parts(
         if gradient is None:
             continue
         groups = extra.get(id(tensor), ())
-        if isinstance(gradient, DTensor):
+        norm = known(tensor) if known is not None else None
+        if norm is not None:
+            parts.append(_Part(gradient, (*_sharding_groups(tensor), *groups), norm))
+        elif isinstance(gradient, DTensor):
             gradient = _without_partial(tensor, gradient)
-            mesh = gradient.device_mesh
-            # Not is_shard(): torch 2.13 says no for strided shards, which differ between ranks too.
-            axes = (a for a, p in enumerate(gradient.placements) if not p.is_replicate())
-            groups = (*(mesh.get_group(a) for a in axes if mesh.size(a) > 1), *groups)
+            groups = (*_sharding_groups(gradient), *groups)
             parts.append(_Part(local_tensor(gradient), groups))
         else:
             parts.append(_Part(gradient, groups))
     return parts
+
+
+def _sharding_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Of the axes whose ranks hold different parts of ``tensor``."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh = tensor.device_mesh
+    # Not is_shard(): torch 2.13 says no for strided shards, which differ between ranks too.
+    axes = (a for a, p in enumerate(tensor.placements) if not p.is_replicate())
+    return tuple(mesh.get_group(a) for a in axes if mesh.size(a) > 1)
 
 
 def _without_partial(tensor: Tensor, gradient: DTensor) -> DTensor:
@@ -120,14 +168,14 @@ def _without_partial(tensor: Tensor, gradient: DTensor) -> DTensor:
 
 def _total_norm(parts: Iterable[_Part], norm_type: float) -> Tensor:
     """The p-norm over all parts: ``max`` for infinity, else a sum of powers."""
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[_Part]] = {}
     for part in parts:
-        by_groups.setdefault(part.groups, []).append(part.local)
+        by_groups.setdefault(part.groups, []).append(part)
     infinite = math.isinf(norm_type)
     operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
     sums = []
-    for groups, locals_ in by_groups.items():
-        value = _local_power(locals_, norm_type)
+    for groups, members in by_groups.items():
+        value = _local_power(members, norm_type)
         for group in groups:
             dist.all_reduce(value, operation, group=group)
         sums.append(value)
@@ -137,13 +185,16 @@ def _total_norm(parts: Iterable[_Part], norm_type: float) -> Tensor:
     return stacked.max() if infinite else stacked.sum().pow(1.0 / norm_type)
 
 
-def _local_power(locals_: list[Tensor], norm_type: float) -> Tensor:
+def _local_power(parts: list[_Part], norm_type: float) -> Tensor:
     """Sum of ``|x|^p`` over all elements, in fp32 at least (the maximum, for infinity)."""
-    device = locals_[0].device
+    device = parts[0].local.device
     total = torch.zeros((), dtype=torch.float32, device=device)
-    for same in _by_kind(locals_):
+    known = [part.norm.to(device) for part in parts if part.norm is not None]
+    every = [torch.stack(known)] if known else []
+    for same in _by_kind([part.local for part in parts if part.norm is None]):
         dtype = torch.promote_types(same[0].dtype, torch.float32)
-        norms = torch.stack(torch._foreach_norm(same, norm_type, dtype=dtype)).to(device)
+        every.append(torch.stack(torch._foreach_norm(same, norm_type, dtype=dtype)).to(device))
+    for norms in every:
         part = norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
         total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
     return total

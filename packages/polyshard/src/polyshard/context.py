@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from polyshard._torch_private import queue_backward_callback
-from polyshard.failures import forget_failure
+from polyshard.failures import FailureReport, forget_failure
 from polyshard.lookahead import Lookahead
 from polyshard.pages import PagePool, pages_can_move
 from polyshard.replay import Replay
@@ -54,6 +54,7 @@ class RootContext:
         self.lookahead = Lookahead()
         self._order: list[Unit] = []
         self._reductions: deque[tuple[ParameterGroup, InFlight]] = deque()
+        self._may_hold: dict[int, ParameterGroup] = {}
 
     def wait_for_optimizer(self) -> None:
         """Order the current stream behind the event the user recorded after the optimizer."""
@@ -83,11 +84,23 @@ class RootContext:
         """Start to reduce, after earlier reductions have made room."""
         while len(self._reductions) >= self.max_reductions:
             self._finish_oldest()
-        self._reductions.append((group, group.start_reduction(gradients)))
+        flight = group.start_reduction(gradients)
+        flight.is_last = self.is_last_backward
+        self._reductions.append((group, flight))
 
     def _finish_oldest(self) -> None:
         group, flight = self._reductions.popleft()
         group.finish_reduction(flight)
+        if not flight.is_last:
+            self._may_hold[id(group)] = group
+
+    def _place_held(self) -> None:
+        """See [Note: held gradients] of the reduction: groups the last backward did not reach."""
+        for group in self._may_hold.values():
+            with FailureReport(group.roles.ranks, group.name), torch.no_grad():
+                group.prepare().reducer.place_held()
+            group.meter.reduced(group.name, 0.0)
+        self._may_hold.clear()
 
     def finish_reductions(self) -> None:
         """Put all sharded gradients in place."""
@@ -113,6 +126,7 @@ class RootContext:
             unit.phase = Phase.IDLE
         if self.is_last_backward:
             self.finish_reductions()
+            self._place_held()
             self.lookahead.learn(self._order)
             self._order.clear()
             for unit in self.units:
@@ -130,6 +144,7 @@ class RootContext:
         for _, flight in self._reductions:
             flight.pending.wait()
         self._reductions.clear()
+        self._may_hold.clear()
         self._order.clear()
         self._callback_queued = False
         self.forward_root = None

@@ -20,8 +20,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from polyshard._torch_private import local_tensor
+from polyshard.averaging import Averaging
 from polyshard.buffers import Buffer, Recycled, new_buffer
 from polyshard.gather import Line
+from polyshard.held import HeldGradients
 from polyshard.layout import ParameterLayout
 from polyshard.mesh import MeshRoles
 from polyshard.pages import PagePool
@@ -29,25 +31,6 @@ from polyshard.pieces import chunk_pairs, extents_of
 from polyshard.seams import BoundReduceCodec
 from polyshard.shards import Shards
 from polyshard.transport.base import Pending, ReduceRoute
-
-
-@dataclass(frozen=True)
-class Averaging:
-    """How sums become means: divide every source by ``before``, the sum by ``after``."""
-
-    before: float
-    after: float
-
-    @classmethod
-    def of(cls, divisor: float, dtype: torch.dtype) -> Averaging:
-        """Split ``divisor`` around the sum where the sum could overflow (fp16)."""
-        if dtype is not torch.float16:
-            return cls(1.0, divisor)
-        before = 1.0
-        while divisor % before == 0 and divisor / before > before:
-            before *= 2
-        return cls(before, divisor / before)
-
 
 ReduceHook = Callable[[Tensor], None]
 
@@ -77,6 +60,8 @@ class InFlight:
     sources: Sequence[Tensor | None] = field(repr=False)
     scratch: Buffer | None = None
     """Where staged gradients were packed; free once the transfer has ended."""
+    is_last: bool = True
+    """Whether no backward of this iteration follows."""
 
 
 class Reducer:
@@ -104,6 +89,7 @@ class Reducer:
             extents_of(self._layout), dtype, line.tag
         )
         self._partial: Tensor | None = None
+        self._held = HeldGradients()
         self._totals = Recycled()
         staged = [self._layout.parameters[i] for i in self._layout.staged]
         self._fills_rows = all(p.is_even for p in staged) and (
@@ -265,7 +251,8 @@ class Reducer:
 
         Returns:
             The sharded gradients of the whole group (``[shard_numel]``, original dtype), or
-            ``None`` while replicas accumulate without all-reduce.
+            ``None`` while replicas accumulate without all-reduce, and while a storage that asks
+            for it has them added up on the device (see [Note: held gradients] in held.py).
         """
         flight.pending.wait()
         if flight.scratch is not None:
@@ -284,7 +271,19 @@ class Reducer:
         if self.settings.hook is not None:
             self.settings.hook(total)
         total = total.to(self._shards.dtype)
-        return self._shards.storage.place_gradient(total)
+        storage = self._shards.storage
+        if self._held or (not flight.is_last and getattr(storage, "holds_gradients", False)):
+            self._held.add(total, {i: self._slots[i] for i in flight.present})
+            if not flight.is_last:
+                return None
+            total, flight.present = self._held.take()
+        return storage.place_gradient(total)
+
+    def place_held(self) -> None:
+        """Put in place what was held and no reduction of the last backward took along."""
+        if self._held:
+            total, present = self._held.take()
+            self.store(self._shards.storage.place_gradient(total), present)
 
     def _sum_replicas(self, total: Tensor) -> None:
         groups = self._roles.replicate_groups
@@ -302,6 +301,7 @@ class Reducer:
     def discard(self) -> None:
         """Forget partial sums of a step that failed."""
         self._partial = None
+        self._held = HeldGradients()
 
     def store(self, total: Tensor, present: Sequence[int]) -> None:
         """Set or add to ``.grad`` of the sharded parameters, then run their hooks."""

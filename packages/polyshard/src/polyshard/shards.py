@@ -50,6 +50,13 @@ class Shards:
         ]
         self.registry = self._new_registry()
         self.registry.register()
+        self._introduce()
+
+    def _introduce(self) -> None:
+        """Show the storage its parameters, if it wants to see them."""
+        hold = getattr(self.storage, "hold", None)
+        if hold is not None:
+            hold([p.parameter for p in self.parameters])
 
     @torch.no_grad()
     def _cut(self, sources: Sequence[Source], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -127,6 +134,8 @@ class Shards:
         if not all(self._rests_here(p, q) for p, q in self._slots()):
             self._rebuild()
             changed = True
+        if changed:
+            self._introduce()
         return changed
 
     def _adopt_registered(self) -> bool:

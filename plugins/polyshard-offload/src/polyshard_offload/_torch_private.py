@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor
+from torch.autograd.variable import Variable
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-__all__ = ["is_patched", "like", "local_of", "plain_step", "profiled", "spec_of"]
+__all__ = [
+    "at_end_of_backward",
+    "is_patched",
+    "like",
+    "local_of",
+    "norms_of",
+    "plain_step",
+    "profiled",
+    "shell",
+    "spec_of",
+]
 
 Step = Callable[[Any], object]
 
@@ -29,6 +41,15 @@ def like(spec: object | None, local: Tensor) -> Tensor:
     return local if spec is None else DTensor(local, cast(Any, spec), requires_grad=False)
 
 
+def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The 2-norm of each tensor, all of one dtype (0-dim, fp32 at least)."""
+    if not tensors:
+        return []
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    found: Any = torch._foreach_norm(list(tensors), 2, dtype=dtype)
+    return list(found)
+
+
 def plain_step(kind: type[Optimizer]) -> Step:
     """The class's ``step`` without the step hooks and the profiler range torch puts around it."""
     step: Any = kind.step
@@ -45,3 +66,16 @@ def profiled(step: Callable[..., None]) -> Any:
 def is_patched(optimizer: Optimizer) -> bool:
     """Whether somebody (a learning rate scheduler) replaced ``step`` on the object."""
     return "step" in optimizer.__dict__
+
+
+def at_end_of_backward(action: Callable[[], None]) -> None:
+    """Call ``action`` when the backward that runs now has ended; never if it raises."""
+    engine: Any = Variable._execution_engine
+    engine.queue_callback(action)
+
+
+def shell(kind: type[Tensor], model: Tensor) -> Tensor:
+    """A tensor of the subclass ``kind`` with shape and dtype of ``model``, and no memory."""
+    make: Any = torch.Tensor._make_wrapper_subclass
+    made: Tensor = make(kind, model.shape, dtype=model.dtype, device=model.device)
+    return made

@@ -11,8 +11,11 @@ import fcntl
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from torch import Tensor
+
+from polyshard_offload.memory import bytes_of
 from polyshard_offload.settings import PAGE_BYTES
 
 
@@ -33,12 +36,12 @@ class Blocks(Protocol):
         """Whether offsets, sizes and addresses must be multiples of a page."""
         ...
 
-    def read(self, memory: memoryview, offset: int) -> None:
-        """Fill ``memory`` from byte ``offset`` of the file on."""
+    def read(self, tensor: Tensor, offset: int) -> None:
+        """Fill ``tensor`` (``[nbytes]`` uint8) from byte ``offset`` of the file on."""
         ...
 
-    def write(self, memory: memoryview, offset: int) -> None:
-        """Write all of ``memory`` from byte ``offset`` of the file on."""
+    def write(self, tensor: Tensor, offset: int) -> None:
+        """Write all of ``tensor`` (``[nbytes]`` uint8) from byte ``offset`` of the file on."""
         ...
 
 
@@ -79,13 +82,13 @@ class PosixBlocks:
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self.direct = False
 
-    def read(self, memory: memoryview, offset: int) -> None:
+    def read(self, tensor: Tensor, offset: int) -> None:
         """See :class:`Blocks`."""
-        self._move(self._calls.preadv, memory, offset)
+        self._move(self._calls.preadv, bytes_of(tensor), offset)
 
-    def write(self, memory: memoryview, offset: int) -> None:
+    def write(self, tensor: Tensor, offset: int) -> None:
         """See :class:`Blocks`."""
-        self._move(self._calls.pwritev, memory, offset)
+        self._move(self._calls.pwritev, bytes_of(tensor), offset)
 
     def _move(
         self,
@@ -112,7 +115,10 @@ class PosixBlocks:
 class KvikioBlocks:
     """Blocks through RAPIDS' kvikio: GPUDirect Storage where the system has it, else its threads.
 
-    kvikio opens files by name, so it is given the one that ``/proc`` keeps for a descriptor.
+    kvikio opens files by name, twice (for direct I/O and without), so it is given the name that
+    ``/proc`` keeps for a descriptor. Device memory goes to it as the tensor itself, which it knows
+    by ``__cuda_array_interface__``; host memory as its bytes. Calls return how much was moved.
+    Source: ``kvikio.CuFile`` of kvikio 26.10.
     """
 
     direct = False
@@ -125,17 +131,22 @@ class KvikioBlocks:
         """
         import kvikio  # type: ignore[import-not-found,unused-ignore]
 
-        self._file = kvikio.CuFile(f"/proc/self/fd/{descriptor}", "r+")
+        self._file: Any = kvikio.CuFile(f"/proc/self/fd/{descriptor}", "r+")
 
-    def read(self, memory: memoryview, offset: int) -> None:
+    def read(self, tensor: Tensor, offset: int) -> None:
         """See :class:`Blocks`."""
-        self._check(self._file.read(memory, len(memory), offset), memory, offset)
+        self._move(self._file.read, tensor, offset)
 
-    def write(self, memory: memoryview, offset: int) -> None:
+    def write(self, tensor: Tensor, offset: int) -> None:
         """See :class:`Blocks`."""
-        self._check(self._file.write(memory, len(memory), offset), memory, offset)
+        self._move(self._file.write, tensor, offset)
 
     @staticmethod
-    def _check(moved: int, memory: memoryview, offset: int) -> None:
-        if moved != len(memory):
-            raise OSError(errno.EIO, f"moved {moved} of {len(memory)} bytes at byte {offset}")
+    def _move(call: Callable[[object, int, int], int], tensor: Tensor, offset: int) -> None:
+        memory = bytes_of(tensor) if tensor.device.type == "cpu" else tensor
+        try:
+            moved = call(memory, tensor.nbytes, offset)
+        except RuntimeError as error:  # all that its C++ side raises
+            raise OSError(errno.EIO, str(error)) from error
+        if moved != tensor.nbytes:
+            raise OSError(errno.EIO, f"moved {moved} of {tensor.nbytes} bytes at byte {offset}")

@@ -11,6 +11,7 @@ from polyshard_offload._torch_private import local_of
 from polyshard_offload.pipeline import Job
 from polyshard_offload.records import Record
 from polyshard_offload.shelves import DiskShelf
+from polyshard_offload.spent import SpentGradient
 
 
 @dataclass(eq=False)
@@ -38,8 +39,9 @@ class Slot:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a step changes it."""
-        return self.parameter.grad is not None
+        """Whether a step changes it; one that a step in backward used does not count."""
+        gradient = self.parameter.grad
+        return gradient is not None and not isinstance(gradient, SpentGradient)
 
     def stamp(self) -> tuple[int, ...]:
         """Changes when anybody writes to the state through :attr:`windows`."""

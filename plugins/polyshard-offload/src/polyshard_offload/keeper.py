@@ -155,7 +155,7 @@ class StateKeeper:
         """Have ``optimizer.state`` show what is kept."""
         slot.filled = True
         if slot.record is not None and not slot.windows:
-            slot.windows = slot.record.views(self.store.window(slot.record.extent))
+            slot.windows = slot.record.windows(self.store.window(slot.record.extent))
         self._optimizer.state[slot.parameter] = {**state, **slot.windows}
 
     def adopt_state(self) -> None:

@@ -114,3 +114,21 @@ class Arena:
 def may_pin() -> bool:
     """Whether page-locked memory can be had and would help."""
     return torch.accelerator.is_available()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous host tensor of any dtype, which must stay alive meanwhile.
+
+    Not through ``numpy()``: that makes a storage refuse to be resized for the rest of its life.
+    """
+    assert tensor.device.type == "cpu"
+    return memoryview((ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def launched(device: torch.device) -> Callable[[], None]:
+    """Waits, when called in another thread, for what was launched on ``device`` so far."""
+    if device.type == "cpu":
+        return lambda: None
+    event = torch.Event(device)
+    event.record()
+    return event.synchronize

@@ -6,12 +6,13 @@ chunk k, (be visited), write chunk k, read chunk k + lanes. While chunk k is vis
 after it are read and the one before it is written, and a buffer is never overwritten before its
 write has ended: that is the order of its lane. How long any transfer takes changes nothing else.
 
-What a lane read or wrote last stays valid until it is overwritten. A run that begins with those
-chunks (callers alternate the order from step to step) need not read them.
+What a lane read or wrote last stays valid until another writes the same extents. A run that begins
+with those chunks (callers alternate the order from step to step) need not read them.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from polyshard_offload.memory import Slab
+from polyshard_offload.memory import Slab, launched
 from polyshard_offload.store import Extent, Store
 
 
@@ -28,7 +29,7 @@ from polyshard_offload.store import Extent, Store
 class Job:
     """One chunk of a run.
 
-    ``key`` names the chunk from run to run; ``stamp`` changes when somebody wrote to what is kept.
+    ``key`` names it among those of its run; ``stamp`` changes when somebody wrote to what is kept.
     """
 
     key: int
@@ -54,14 +55,14 @@ class Lane:
     store: Store
     buffer: Tensor
     executor: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
-    holds: tuple[int, object] | None = None
+    holds: tuple[object, object] | None = None
     loading: Future[None] | None = None
     saving: Future[None] | None = None
 
     def load(self, job: Job) -> None:
         """Have the chunk in the buffer by the time :meth:`ready` returns."""
         holds, self.holds = self.holds, None
-        if not job.reads or (holds is not None and holds == (job.key, job.stamp)):
+        if not job.reads or (holds is not None and holds == (job.extents, job.stamp)):
             self.loading = None
             return
         self.loading = self.executor.submit(self.store.load, job.extents, self.buffer[: job.nbytes])
@@ -77,7 +78,7 @@ class Lane:
         """Write the chunk behind the caller's back."""
         if not job.writes:
             return
-        done = _event(self.buffer.device)
+        done = launched(self.buffer.device)
         source = self.buffer[: job.nbytes]
 
         def write() -> None:
@@ -95,13 +96,34 @@ class Lane:
         self.loading = self.saving = self.holds = None
 
 
-def _event(device: torch.device) -> Callable[[], None]:
-    """Waits, when called in another thread, for what was launched on ``device`` so far."""
-    if device.type == "cpu":
-        return lambda: None
-    event = torch.Event(device)
-    event.record()
-    return event.synchronize
+class Stream:
+    """Jobs of one run, visited in order. See [Note: lanes]."""
+
+    def __init__(self, lanes: Sequence[Lane], jobs: Sequence[Job]) -> None:
+        """Begin to load the first jobs, one in each of ``lanes``."""
+        self._lanes = lanes
+        self._jobs = jobs
+        self._index = 0
+        for lane, job in zip(lanes, jobs, strict=False):
+            lane.load(job)
+
+    def advance(self, visit: Callable[[Tensor], None]) -> None:
+        """Call ``visit`` with the next job's bytes; write them and read on behind its back."""
+        job = self._jobs[self._index]
+        lane = self._lanes[self._index % len(self._lanes)]
+        lane.ready()
+        visit(lane.buffer[: job.nbytes])
+        lane.holds = (job.extents, job.stamp)
+        lane.save(job)
+        following = self._index + len(self._lanes)
+        if following < len(self._jobs):
+            lane.load(self._jobs[following])
+        self._index += 1
+
+    def finish(self) -> None:
+        """Wait until everything is written."""
+        for lane in self._lanes:
+            lane.ready()
 
 
 class Pipeline:
@@ -130,27 +152,29 @@ class Pipeline:
         Raises:
             Whatever a transfer or ``visit`` raises, after all transfers have ended.
         """
-        if not jobs:
-            return
-        self._make_room(max(job.nbytes for job in jobs), min(self._count, len(jobs)))
-        lanes = self._matched(jobs)
+        stream = self.stream(jobs)
         try:
-            for lane, job in zip(lanes, jobs, strict=False):
-                lane.load(job)
-            for index, job in enumerate(jobs):
-                lane = lanes[index % len(lanes)]
-                lane.ready()
-                visit(index, lane.buffer[: job.nbytes])
-                lane.holds = (job.key, job.stamp)
-                lane.save(job)
-                if index + len(lanes) < len(jobs):
-                    lane.load(jobs[index + len(lanes)])
-            for lane in lanes:
-                lane.ready()
+            for index in range(len(jobs)):
+                stream.advance(functools.partial(visit, index))
+            stream.finish()
         except BaseException:
-            for lane in self._lanes:
-                lane.settle()
+            self.settle()
             raise
+
+    def stream(self, jobs: Sequence[Job]) -> Stream:
+        """The same, one job at a time whenever the caller likes; reading ahead begins now.
+
+        Only one may be in use; after an error, or to leave it half way, call :meth:`settle`.
+        """
+        if not jobs:
+            return Stream((), ())
+        self._make_room(max(job.nbytes for job in jobs), min(self._count, len(jobs)))
+        return Stream(self._matched(jobs), jobs)
+
+    def settle(self) -> None:
+        """Wait for all transfers without raising, and trust nothing that buffers hold."""
+        for lane in self._lanes:
+            lane.settle()
 
     def _make_room(self, nbytes: int, count: int) -> None:
         if self._lanes and nbytes <= self._lanes[0].buffer.numel() and count <= len(self._lanes):
@@ -171,8 +195,11 @@ class Pipeline:
         rest = list(self._lanes)
         chosen: list[Lane | None] = []
         for job in jobs[: len(rest)]:
-            held = next((x for x in rest if x.holds == (job.key, job.stamp)), None)
+            held = next((x for x in rest if x.holds == (job.extents, job.stamp)), None)
             chosen.append(held)
             if held is not None:
                 rest.remove(held)
-        return [lane or rest.pop() for lane in chosen]
+        found = [lane or rest.pop() for lane in chosen]
+        for lane in rest:  # the run may write to what they hold
+            lane.holds = None
+        return found

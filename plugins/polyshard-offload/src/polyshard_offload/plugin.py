@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
-from polyshard import CPUOffloadPolicy, Plugin, hookimpl
+from polyshard import CPUOffloadPolicy, Plugin, grad_norm, hookimpl
 from polyshard.defaults import SilentObserver
 from polyshard.errors import IneffectiveSettingWarning
 from polyshard.seams import GroupInfo
 from polyshard_offload.__about__ import __version__
-from polyshard_offload.errors import SettingError
+from polyshard_offload._torch_private import local_of
+from polyshard_offload.errors import OffloadError, SettingError
 from polyshard_offload.memory import may_pin
 from polyshard_offload.optimizer import check_optimizer, install
 from polyshard_offload.report import Memory, measured, notices, predicted
-from polyshard_offload.settings import DiskSettings, Tier, at_least, check_tiers, one_of
+from polyshard_offload.settings import (
+    DiskSettings,
+    Tier,
+    at_least,
+    check_in_backward,
+    check_tiers,
+    one_of,
+)
+from polyshard_offload.spent import MESSAGE
 from polyshard_offload.stepping import StateOffload
 from polyshard_offload.tiers import ShelfFactory, Tiers
 
@@ -31,16 +41,28 @@ Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 class WrapWatcher(SilentObserver):
     """Says once when the optimizer state stays where it is because nobody wrapped the optimizer."""
 
-    def __init__(self, notices: Callable[[], tuple[str, ...]]) -> None:
-        """Nothing was wrapped yet; ``notices`` says what ``describe()`` shows."""
+    def __init__(
+        self, notices: Callable[[], tuple[str, ...]], flush: Callable[[], None] | None
+    ) -> None:
+        """Nothing was wrapped yet; ``notices`` says what ``describe()`` shows.
+
+        ``flush``, if any, is called when a group was reduced.
+        """
         self.wrapped = False
         self._steps = 0
         self._notices = notices
+        self._flush = flush
 
     @property
     def notices(self) -> tuple[str, ...]:
         """Where the optimizer state rests, for models whose shards stay on the device."""
         return self._notices()
+
+    @override
+    def on_reduced(self, group: str, wait_seconds: float) -> None:
+        """The gradients of a group are in place."""
+        if self._flush is not None:
+            self._flush()
 
     @override
     def on_step_end(self) -> None:
@@ -72,6 +94,9 @@ class Offload(Plugin):
             state that are read ahead.
         chunk_bytes: state that is stepped at once; a parameter whose state is larger is a chunk.
         disk: how the disk tier uses its file system.
+        step_in_backward: step each parameter as soon as its gradient is reduced, and free that;
+            ``optimizer.step()`` then only ends the step. Nothing may look at gradients after
+            backward (clipping, ``GradScaler``, sums over reductions): it is an error.
     """
 
     name: ClassVar[str] = "offload"
@@ -85,6 +110,7 @@ class Offload(Plugin):
     prefetch: int = 2
     chunk_bytes: int = 64 << 20
     disk: DiskSettings = field(default_factory=DiskSettings)
+    step_in_backward: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot work.
@@ -101,6 +127,9 @@ class Offload(Plugin):
         at_least("Offload(prefetch", self.prefetch, 0)
         at_least("Offload(chunk_bytes", self.chunk_bytes, 1)
         one_of("Offload(pin", self.pin, (True, False, "auto"))
+        one_of("Offload(step_in_backward", self.step_in_backward, (True, False))
+        if self.step_in_backward:
+            check_in_backward(str(self.grads), str(self.optimizer))
         if not 0.0 <= self.fraction <= 1.0:
             raise SettingError(f"Offload(fraction={self.fraction!r}) must be from 0 to 1.")
         if not isinstance(self.disk, DiskSettings):
@@ -141,11 +170,16 @@ class Offload(Plugin):
     @functools.cached_property
     def tiers(self) -> Tiers:
         """Memory and files of this object."""
-        return Tiers(self.disk, self.pin)
+        return Tiers(self.disk, self.pin, in_backward=self.step_in_backward)
 
     @functools.cached_property
     def _watcher(self) -> WrapWatcher:
-        return WrapWatcher(self.notices)
+        return WrapWatcher(self.notices, self._flush if self.step_in_backward else None)
+
+    def _flush(self) -> None:
+        for offload in self.tiers.offloads:
+            if offload.in_backward is not None:
+                offload.in_backward.flush()
 
     @hookimpl
     def polyshard_shard_storage(self, group: GroupInfo) -> ShelfFactory | None:
@@ -165,7 +199,7 @@ class Offload(Plugin):
     def _needs_wrap(self) -> bool:
         # State on the host beside parameters on the host is what torch makes by itself.
         apart = self.optimizer == "disk" or (self.optimizer == "host" and self.params == "device")
-        return apart or self.params == "disk"
+        return apart or self.params == "disk" or self.step_in_backward
 
     # What a user calls ------------------------------------------------------------------------
 
@@ -191,6 +225,52 @@ class Offload(Plugin):
             offload = StateOffload(optimizer, self)
         self.tiers.offloads.add(offload)
         return install(optimizer, offload)
+
+    def grad_norm(self, parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+        """The total norm of all gradients; those that left the device are not read for it.
+
+        From the first call on, norms are taken before gradients are moved. They are read where
+        that did not happen, where gradients were changed or added to since, and for norms other
+        than the 2-norm.
+
+        Args:
+            parameters: as of :func:`polyshard.clip_grad_norm_`, on any mix of meshes.
+            norm_type: the ``p`` of the p-norm, above 0; may be ``inf``.
+
+        Returns:
+            A plain 0-dim tensor, the same on all ranks.
+
+        Raises:
+            OffloadError: for other norms of gradients that a step in backward has used.
+        """
+        self.tiers.count.records_norms = True
+        known = self.tiers.norm_of if norm_type == 2 else None
+        return grad_norm(parameters, norm_type, known=known)
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """What :func:`polyshard.clip_grad_norm_` does, with the norm of :meth:`grad_norm`.
+
+        Gradients are read only if they have to be scaled.
+
+        Returns:
+            The norm before clipping.
+
+        Raises:
+            OffloadError: with ``step_in_backward=True``, where it is too late.
+        """
+        if self.step_in_backward:
+            raise OffloadError(MESSAGE)
+        every = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        norm = self.grad_norm(every, norm_type)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        if not bool(factor == 1.0):  # also if it is not a number
+            for gradient in (p.grad for p in every):
+                if gradient is not None:
+                    local = local_of(gradient)
+                    local.mul_(factor.to(local.device))
+        return norm
 
     def notices(self) -> tuple[str, ...]:
         """What ``polyshard.describe(model)`` shows of the tiers: bytes at rest and in passing.

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from polyshard_offload._torch_private import like, local_of, plain_step, spec_of
+from polyshard_offload.memory import Slab
 from polyshard_offload.store import Extent
 
 ALIGNMENT_BYTES = 64
@@ -89,6 +90,18 @@ class Record:
     def views(self, part: Tensor) -> dict[str, Tensor]:
         """Every entry over a buffer that holds the record, as the optimizer knows it."""
         return {e.name: like(e.spec, e.view(part)) for e in self.entries}
+
+    def windows(self, part: Tensor) -> dict[str, Tensor]:
+        """The same over host memory, each tensor at the start of a storage of its own.
+
+        ``copy.deepcopy`` of a ``DTensor`` whose local tensor has an offset fails in torch 2.13.
+        """
+        return {e.name: like(e.spec, self._window(e, part)) for e in self.entries}
+
+    @staticmethod
+    def _window(entry: Entry, part: Tensor) -> Tensor:
+        slab = Slab(part.data_ptr() + entry.start, entry.nbytes, part)
+        return slab.lease(0, entry.nbytes).view(entry.dtype).view(entry.shape)
 
 
 def twin_of(

@@ -56,7 +56,9 @@ def resting(tiers: Tiers, offloads: Iterable[StateOffload]) -> Counter[tuple[str
         nbytes = pages(shelf.shard_bytes)
         found["disk" if isinstance(shelf, DiskShelf) else "host", "parameters"] += nbytes
         in_host = isinstance(shelf.gradients, HostGradients)
-        found["host" if in_host else "disk", "gradients"] += nbytes
+        key = ("host" if in_host else "disk", "gradients")
+        # Stepped in backward they are there group by group.
+        found[key] = max(found[key], nbytes) if tiers.in_backward else found[key] + nbytes
     for offload in offloads:
         kept = sum(slot.nbytes for slot in offload.keeper.slots)
         in_host = isinstance(offload.keeper.store, HostStore)

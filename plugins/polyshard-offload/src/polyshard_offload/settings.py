@@ -107,3 +107,21 @@ def check_tiers(params: str, grads: str, optimizer: str) -> None:
             f"{chosen}: gradients are smaller than the optimizer state of most optimizers and "
             "needed at the same moment; move optimizer='disk' first."
         )
+
+
+def check_in_backward(grads: str, optimizer: str) -> None:
+    """Refuse tiers that stepping in backward makes no use of.
+
+    Raises:
+        SettingError: saying what to choose instead.
+    """
+    if optimizer == "device":
+        raise SettingError(
+            "Offload(step_in_backward=True, optimizer='device'): only optimizers whose state is "
+            "offloaded are stepped here; choose optimizer='host' or 'disk'."
+        )
+    if grads == "disk":
+        raise SettingError(
+            "Offload(step_in_backward=True, grads='disk'): gradients are used as soon as they are "
+            "reduced and never rest; choose grads='host'."
+        )

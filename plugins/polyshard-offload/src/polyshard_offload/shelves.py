@@ -8,14 +8,17 @@ the tensor gives it some; it goes again with the first release, or when the next
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyshard_offload.gradients import GradientShelf
-from polyshard_offload.memory import Arena, typed
+from polyshard_offload.memory import Arena, launched, typed
+from polyshard_offload.norms import GradientNorms
 from polyshard_offload.sums import PartSums
 from polyshard_offload.swap import SwapFile
 
@@ -24,10 +27,13 @@ from polyshard_offload.swap import SwapFile
 class StagingCount:
     """Staging memory of all shelves together, in bytes, and the shelf whose views were just made.
 
-    ``ahead`` lets one thread read the next shards while a step computes.
+    ``ahead`` lets one thread read the next shards while a step computes. ``gradient_moves`` counts
+    shards of gradients that left the device; ``records_norms`` has their norms taken before.
     """
 
     bytes_now: int = 0
+    gradient_moves: int = 0
+    records_norms: bool = False
     peak_bytes: int = 0
     idle: Staging | None = None
     ahead: ThreadPoolExecutor = field(
@@ -86,6 +92,8 @@ class Staging:
 class Shelf:
     """What both tiers share; a :class:`polyshard.seams.ShardStorage` but for the tier itself."""
 
+    holds_gradients = True
+
     def __init__(
         self,
         device: torch.device,
@@ -96,6 +104,7 @@ class Shelf:
         """Shards are computed with on ``device``."""
         self.prefetch_units = prefetch_units
         self.gradients = gradients
+        self.norms = GradientNorms()
         self._device = device
         self._count = count
         self._shard = torch.empty(0)
@@ -140,7 +149,15 @@ class Shelf:
 
     def place_gradient(self, gradient: Tensor) -> Tensor:
         """Move a reduced gradient to where gradients rest."""
-        return self.gradients.place(gradient)
+        placed = self.gradients.place(gradient)
+        self._count.gradient_moves += 1
+        if self._count.records_norms:
+            self.norms.record(gradient, placed)
+        return placed
+
+    def hold(self, parameters: Sequence[Tensor]) -> None:
+        """``parameters`` view what rests here."""
+        self.norms.hold(parameters, self._shard)
 
 
 class HostShelf(Shelf):
@@ -222,18 +239,28 @@ class DiskShelf(Shelf):
         self._offset = 0
         self._size = -1
         self._coming: Future[None] | None = None
+        self._opening: Future[None] | None = None
         self._going: Future[None] | None = None
         self._bench: Staging | None = None
         self._sums = PartSums()
+        self._fresh: Tensor | None = None
 
     def _keep(self, shard: Tensor) -> Tensor:
         self._wait_written()
-        self._sums.forget()
+        self._fresh = shard if self._file.verifies else None
         if shard.nbytes != self._size:
             dtypes = {shard.dtype: shard.nbytes}
             self._offset, self._size = self._file.allocate(shard.nbytes, dtypes), shard.nbytes
         self._file.write(self._offset, raw(shard))
         return typed(self._file.window(self._offset, shard.nbytes), shard.dtype)
+
+    @override
+    def hold(self, parameters: Sequence[Tensor]) -> None:
+        """``parameters`` view the window; remember what they hold where checksums are on."""
+        super().hold(parameters)
+        fresh, self._fresh = self._fresh, None
+        if self._file.verifies and not self._shard.is_meta:
+            self._sums.hold(parameters, self._shard, None if fresh is None else fresh.cpu())
 
     def holds(self, address: int) -> bool:
         """Whether ``address`` is in the window."""
@@ -251,7 +278,15 @@ class DiskShelf(Shelf):
 
     def _read_later(self, staging: Staging) -> Future[None]:
         self._wait_written()
-        return self._count.ahead.submit(self._file.read, self._offset, raw(staging.tensor))
+        # The memory just taken may be in use by work launched before; other threads have other
+        # streams, and a disk that writes to a device follows none.
+        idle = launched(staging.tensor.device)
+
+        def read() -> None:
+            idle()
+            self._file.read(self._offset, raw(staging.tensor))
+
+        return self._count.ahead.submit(read)
 
     def fetch(self) -> None:
         """Have the shard on the device.
@@ -271,7 +306,7 @@ class DiskShelf(Shelf):
         Raises:
             CorruptedError: naming the place.
         """
-        start = self._sums.broken(shard)
+        start = self._sums.broken(shard) if self._file.verifies else None
         if start is not None:
             raise self._file.corrupted(self._offset + start * shard.itemsize)
 
@@ -289,9 +324,9 @@ class DiskShelf(Shelf):
         if self._bench is None:
             numel, dtype = self._shard.numel(), self._shard.dtype
             self._bench = Staging(numel, dtype, torch.device("cpu"), self._bench_count)
-        if self._coming is None:
+        if self._opening is None:
             self._bench.in_use()
-            self._coming = self._read_later(self._bench)
+            self._opening = self._read_later(self._bench)
 
     def open(self) -> Tensor:
         """The shard (``[shard_numel]``) in host memory, to be changed until :meth:`close`.
@@ -300,10 +335,10 @@ class DiskShelf(Shelf):
             StorageError: naming the place.
         """
         self.begin_open()
-        coming, self._coming = self._coming, None
-        assert coming is not None
+        opening, self._opening = self._opening, None
+        assert opening is not None
         assert self._bench is not None
-        coming.result()
+        opening.result()
         self._verify(self._bench.tensor)
         return self._bench.tensor
 
@@ -333,9 +368,9 @@ class DiskShelf(Shelf):
         try:
             self._wait_written()
         finally:
-            coming, self._coming = self._coming, None
-            if coming is not None:
-                coming.exception()
+            opening, self._opening = self._opening, None
+            if opening is not None:
+                opening.exception()
             if self._bench is not None:
                 self._bench.release()
 

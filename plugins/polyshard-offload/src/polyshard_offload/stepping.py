@@ -11,6 +11,8 @@ state looks like. One that couples them through its groups is noticed and refuse
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from polyshard_offload._torch_private import like, local_of, plain_step, spec_of
+from polyshard_offload.backward import BackwardSteps
 from polyshard_offload.chunks import Chunk, Slot
 from polyshard_offload.errors import OffloadError
 from polyshard_offload.keeper import StateKeeper
@@ -46,6 +49,8 @@ class StateOffload:
         self._reverse = False
         self._failure: Exception | None = None
         self._group_values: list[dict[str, Any]] = []
+        chunk_bytes = settings.chunk_bytes
+        self.in_backward = BackwardSteps(self, chunk_bytes) if settings.step_in_backward else None
 
     def _device(self) -> torch.device:
         """Where steps happen: beside the parameters."""
@@ -63,6 +68,9 @@ class StateOffload:
 
     def adopt_state(self) -> None:
         """Move to the tier what ``load_state_dict`` left in ``optimizer.state``."""
+        self._abandon()
+        if self.in_backward is not None:
+            self.in_backward.abandon()
         self.keeper.adopt_state()
         self._failure = None
 
@@ -86,29 +94,71 @@ class StateOffload:
             StorageError: when reading or writing fails; parameters are then partly updated.
             OffloadError: after such a failure, until a state dict is loaded.
         """
+        self.check_whole()
+        with self.guarded():
+            if self.in_backward is not None:
+                self.in_backward.finish()
+            if self.in_backward is None or not self.in_backward.has_begun:
+                self.begin()
+            chunks = [c for c in self.keeper.refresh() if c.is_due]
+            if self._reverse:
+                chunks.reverse()  # begin with what is still in the buffers
+            self._reverse = not self._reverse
+            self.run(chunks)
+            self.close_shelves()
+        for group, values in zip(self.groups, self._group_values, strict=True):
+            group.update(values)
+        if self.in_backward is not None:
+            self.in_backward.clear()
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups."""
+        return self._optimizer.param_groups
+
+    def check_whole(self) -> None:
+        """Refuse to go on after a step that failed.
+
+        Raises:
+            OffloadError: from what happened.
+        """
         if self._failure is not None:
             raise OffloadError(
                 "an earlier step failed half way, so parameters and optimizer state do not belong "
                 "together any more. Load model and optimizer from the last checkpoint."
             ) from self._failure
-        chunks = [c for c in self.keeper.refresh() if c.is_due]
-        if self._reverse:
-            chunks.reverse()  # begin with what is still in the buffers
-        self._reverse = not self._reverse
-        self._group_values = [{} for _ in self._optimizer.param_groups]
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """A part of a step: what it raises is remembered, told to other ranks, and final."""
         with self._tiers.reported("(optimizer)"):
             try:
-                self._run(chunks)
-                self._opened.close()
+                yield
             except Exception as error:
                 self._failure = error
+                self._abandon()
                 raise
-            finally:
-                self._opened.abandon({s.shelf for s in self.keeper.slots if s.shelf is not None})
-        for group, values in zip(self._optimizer.param_groups, self._group_values, strict=True):
-            group.update(values)
 
-    def _run(self, chunks: list[Chunk]) -> None:
+    def _abandon(self) -> None:
+        """Let go of everything a failed step has in its hands."""
+        self.pipeline.settle()
+        self._opened.abandon({s.shelf for s in self.keeper.slots if s.shelf is not None})
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.keeper.refresh()
+        self._group_values = [{} for _ in self.groups]
+
+    def close_shelves(self) -> None:
+        """Have parameters on disk written.
+
+        Raises:
+            StorageError: when that fails.
+        """
+        self._opened.close()
+
+    def run(self, chunks: list[Chunk]) -> None:
+        """Step ``chunks``, streaming their state where it streams."""
         if not self.keeper.streams:
             for index in range(len(chunks)):
                 self._visit(chunks, index, None)
@@ -117,6 +167,10 @@ class StateOffload:
             [chunk.job() for chunk in chunks],
             lambda index, buffer: self._visit(chunks, index, buffer),
         )
+
+    def visit(self, chunk: Chunk, buffer: Tensor | None) -> None:
+        """Step one chunk whose state is in ``buffer``, with nothing but state read ahead."""
+        self._visit([chunk], 0, buffer)
 
     def _visit(self, chunks: list[Chunk], index: int, buffer: Tensor | None) -> None:
         chunk = chunks[index]
@@ -151,7 +205,7 @@ class StateOffload:
         if part is not None:
             return slot.record.views(part)
         if not slot.windows:
-            slot.windows = slot.record.views(self.keeper.store.window(slot.record.extent))
+            slot.windows = slot.record.windows(self.keeper.store.window(slot.record.extent))
         return slot.windows
 
     @staticmethod
@@ -165,7 +219,7 @@ class StateOffload:
         return stand_in
 
     def _step_twin(self, keys: dict[Slot, Tensor], state: dict[Tensor, dict[str, Any]]) -> None:
-        groups = [{**g, "params": []} for g in self._optimizer.param_groups]
+        groups = [{**g, "params": []} for g in self.groups]
         for slot, key in keys.items():
             groups[slot.group]["params"].append(key)
         used = [i for i, g in enumerate(groups) if g["params"]]
@@ -183,7 +237,7 @@ class StateOffload:
         Raises:
             OffloadError: for an optimizer that couples parameters.
         """
-        before, noted = self._optimizer.param_groups[index], self._group_values[index]
+        before, noted = self.groups[index], self._group_values[index]
         for name, value in stepped.items():
             if name == "params" or value is before.get(name):
                 continue

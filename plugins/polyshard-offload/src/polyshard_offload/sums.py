@@ -1,31 +1,29 @@
-"""Checksums of parameters that rest on disk, as the last optimizer step left them.
+"""Checksums of parameters that rest on disk, as the last step or the last reader left them.
 
 [Note: who may write]
 People write to parameters between steps: they load state dicts, average weights, clip. Such writes
 go to the file through a window, where nothing notes them; version counters do. So a checksum counts
-only as long as the parameter's counters are those of the step that left it, and parameters that no
-optimizer has stepped have none. Writes through ``.data`` count nowhere and look like corruption.
+only as long as the parameter's counters are those of the moment it was taken: when the shard was
+made, when a step left it, or when it was first read after somebody wrote to it. Writes through
+``.data`` count nowhere and look like corruption.
 """
 
 from __future__ import annotations
 
-import weakref
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from polyshard_offload._torch_private import local_of
-from polyshard_offload.swap import bytes_of
+from polyshard_offload.memory import bytes_of
 
 
 @dataclass(frozen=True)
 class Part:
-    """One parameter within a shard: its place in elements, its counters, and what it held."""
+    """One parameter within a shard: its counters, and the checksum of what it held then."""
 
-    parameter: weakref.ref[Tensor]
-    start: int
-    numel: int
     versions: tuple[int, int]
     checksum: int
 
@@ -36,25 +34,33 @@ class PartSums:
     def __init__(self) -> None:
         """Nothing is known of the shard."""
         self._parts: dict[int, Part] = {}
+        self._held: list[tuple[Tensor, int, int]] = []
+
+    def hold(self, parameters: Sequence[Tensor], shard: Tensor, values: Tensor | None) -> None:
+        """``parameters`` are parts of ``shard``, a window; ``values`` is what it should hold."""
+        self._parts.clear()
+        self._held.clear()
+        for parameter in parameters:
+            local = local_of(parameter)
+            if not local.numel():
+                continue
+            start = (local.data_ptr() - shard.data_ptr()) // local.itemsize
+            self._held.append((parameter, start, local.numel()))
+            if values is not None:
+                self.note(parameter, start, values[start : start + local.numel()])
 
     def note(self, parameter: Tensor, start: int, values: Tensor) -> None:
-        """A step left ``values`` (contiguous, on the host) from element ``start`` on."""
-        self._parts[start] = Part(
-            weakref.ref(parameter), start, values.numel(), _versions(parameter), _checksum(values)
-        )
-
-    def forget(self) -> None:
-        """The shard was made anew."""
-        self._parts.clear()
+        """``values`` (contiguous, on the host) is what is right from element ``start`` on."""
+        self._parts[start] = Part(_versions(parameter), _checksum(values))
 
     def broken(self, shard: Tensor) -> int | None:
         """The first element of a parameter that ``shard`` (``[shard_numel]``) has changed."""
-        for part in list(self._parts.values()):
-            parameter = part.parameter()
-            if parameter is None or _versions(parameter) != part.versions:
-                del self._parts[part.start]
-            elif _checksum(shard[part.start : part.start + part.numel]) != part.checksum:
-                return part.start
+        for parameter, start, numel in self._held:
+            known, found = self._parts.get(start), shard[start : start + numel]
+            if known is None or known.versions != _versions(parameter):
+                self.note(parameter, start, found)
+            elif _checksum(found) != known.checksum:
+                return start
         return None
 
 

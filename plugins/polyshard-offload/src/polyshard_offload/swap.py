@@ -20,7 +20,6 @@ and users run one after another.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import socket
@@ -38,7 +37,7 @@ from polyshard_offload.blocks import Blocks, Calls, KvikioBlocks, PosixBlocks
 from polyshard_offload.bounce import BlockPool
 from polyshard_offload.errors import CorruptedError, StorageError, storage_error
 from polyshard_offload.header import Header
-from polyshard_offload.memory import Slab, pages
+from polyshard_offload.memory import Slab, bytes_of, pages
 from polyshard_offload.settings import PAGE_BYTES, DiskSettings
 
 PREFIX = "polyshard-offload-"
@@ -149,7 +148,7 @@ class SwapFile:
         page = Slab.of_host(PAGE_BYTES, pinned=False).lease(0, PAGE_BYTES)
         text = self._header.text()
         page[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self._blocks.write(_memory(page), 0)
+        self._blocks.write(page, 0)
 
     # Space ------------------------------------------------------------------------------------
 
@@ -218,7 +217,7 @@ class SwapFile:
 
     def _read_block(self, offset: int, target: Tensor) -> None:
         memory = target if self._is_ready(target) else self._pool.bounce(target.numel())
-        self._guarded("reading", offset, lambda: self._blocks.read(_memory(memory), offset))
+        self._guarded("reading", offset, lambda: self._blocks.read(memory, offset))
         if memory is not target:
             target.copy_(memory[: target.numel()])
 
@@ -227,7 +226,7 @@ class SwapFile:
         if not self._is_ready(source):
             memory = self._pool.bounce(source.numel())
             memory[: source.numel()].copy_(source)
-        self._guarded("writing", offset, lambda: self._blocks.write(_memory(memory), offset))
+        self._guarded("writing", offset, lambda: self._blocks.write(memory, offset))
 
     def _is_ready(self, tensor: Tensor) -> bool:
         """Whether the file system can move to and from this memory as it is."""
@@ -251,7 +250,7 @@ class SwapFile:
     def note_written(self, offset: int, source: Tensor) -> None:
         """Remember the checksum of a piece, where they are wanted."""
         if self.verifies:
-            self._sums[offset] = zlib.crc32(_memory(source.cpu()))
+            self._sums[offset] = zlib.crc32(bytes_of(source.cpu()))
 
     def check_read(self, offset: int, target: Tensor) -> None:
         """Compare a piece with what was written.
@@ -260,7 +259,7 @@ class SwapFile:
             CorruptedError: when they differ.
         """
         expected = self._sums.get(offset)
-        if expected is None or zlib.crc32(_memory(target.cpu())) == expected:
+        if expected is None or zlib.crc32(bytes_of(target.cpu())) == expected:
             return
         raise self.corrupted(offset)
 
@@ -286,7 +285,7 @@ class SwapFile:
 
     def _compare_block(self, offset: int, source: Tensor) -> None:
         memory = self._pool.bounce(source.numel())
-        self._guarded("reading", offset, lambda: self._blocks.read(_memory(memory), offset))
+        self._guarded("reading", offset, lambda: self._blocks.read(memory, offset))
         if not torch.equal(memory[: source.numel()], source.cpu()):
             raise self.corrupted(offset)
 
@@ -294,16 +293,3 @@ class SwapFile:
     def verifies(self) -> bool:
         """Whether checksums are wanted."""
         return self._settings.checksums
-
-
-def _memory(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous host tensor, which must stay alive meanwhile.
-
-    Not through ``numpy()``: that makes a storage refuse to be resized for the rest of its life.
-    """
-    return memoryview((ctypes.c_uint8 * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous host tensor of any dtype, which must stay alive meanwhile."""
-    return _memory(tensor.reshape(-1).view(torch.uint8))

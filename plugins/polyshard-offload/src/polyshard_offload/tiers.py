@@ -38,7 +38,8 @@ FileKind = Literal["parameters", "gradients", "optimizer state"]
 class Tiers:
     """Arenas by dtype, swap files by kind, the shelves of all groups, and wrapped optimizers.
 
-    ``calls`` are the system calls that new files use.
+    ``calls`` are the system calls that new files use. ``in_backward`` says that gradients are used
+    when they land.
     """
 
     disk_settings: DiskSettings
@@ -50,6 +51,7 @@ class Tiers:
     shelves: weakref.WeakSet[Shelf] = field(default_factory=weakref.WeakSet)
     offloads: weakref.WeakSet[StateOffload] = field(default_factory=weakref.WeakSet)
     ranks: tuple[int, ...] = ()
+    in_backward: bool = False
     calls: Calls = field(default_factory=Calls)
 
     @functools.cached_property
@@ -112,6 +114,15 @@ class Tiers:
         if tier == "disk":
             return DiskStore(self.file("optimizer state"))
         return HostStore(self.arena("optimizer state", torch.uint8))
+
+    def norm_of(self, parameter: Tensor) -> Tensor | None:
+        """The 2-norm of the local part of a gradient, where it is known without reading it."""
+        found = (shelf.norms.of(parameter) for shelf in self.shelves)
+        known = next((norm for norm in found if norm is not None), None)
+        if known is None:
+            spent = (o.in_backward.norm_of(parameter) for o in self.offloads if o.in_backward)
+            known = next((norm for norm in spent if norm is not None), None)
+        return known
 
     def shelf_of(self, parameter: Tensor) -> DiskShelf | None:
         """The shelf whose file holds ``parameter``, if one does."""

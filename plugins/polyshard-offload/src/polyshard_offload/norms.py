@@ -1,0 +1,59 @@
+"""Norms of gradients, taken before the gradients go to where they rest.
+
+[Note: norms before the move]
+Clipping needs the norm of all gradients. Once they rest on the host or on disk, reading them again
+costs what moving them cost. So each parameter's is taken while the reduced gradient is still on the
+device, and counts as long as nobody changed the gradient since: version counters tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from polyshard_offload._torch_private import local_of, norms_of
+
+
+class GradientNorms:
+    """Of the gradients of one shard. See [Note: norms before the move]."""
+
+    def __init__(self) -> None:
+        """Nothing is known.
+
+        Parameters are held for good: weak references would keep torch from swapping their content
+        in ``module.to()``, and whoever holds their shard holds them anyway.
+        """
+        self._places: dict[int, tuple[Tensor, int, int]] = {}
+        self._norms: dict[int, Tensor] = {}
+        self._address = 0
+        self._version = -1
+
+    def hold(self, parameters: Sequence[Tensor], shard: Tensor) -> None:
+        """``parameters`` are parts of ``shard``, and their gradients of what is recorded."""
+        self._norms = {}
+        self._places = {}
+        for parameter in parameters:
+            local = local_of(parameter)
+            if local.numel() and not local.is_meta:
+                start = (local.data_ptr() - shard.data_ptr()) // local.itemsize
+                self._places[id(parameter)] = (parameter, start, local.numel())
+
+    def record(self, gradient: Tensor, placed: Tensor) -> None:
+        """``gradient`` (``[shard_numel]``) was just moved to ``placed``."""
+        parts = [gradient[start : start + numel] for _, start, numel in self._places.values()]
+        self._norms = dict(zip(self._places, norms_of(parts), strict=True))
+        self._address, self._version = placed.data_ptr(), placed._version
+
+    def of(self, parameter: Tensor) -> Tensor | None:
+        """The 2-norm of the local part of ``parameter.grad`` (0-dim), if it is still that."""
+        norm, gradient = self._norms.get(id(parameter)), parameter.grad
+        if norm is None or gradient is None:
+            return None
+        _, start, _ = self._places[id(parameter)]
+        local = local_of(gradient)
+        here = self._address + start * local.itemsize
+        untouched = local._version == self._version and (
+            local is gradient or gradient._version == 0
+        )
+        return norm if untouched and local.data_ptr() == here else None
