@@ -183,6 +183,11 @@ class ShardStorage(Protocol):
 
     A storage that wants to hear of gathers early sets ``prefetch_units``, the number of units that
     may be brought near ahead of the one that computes; without it :meth:`prefetch` is not called.
+
+    A storage on the host may define ``serve_codec(enable: bool)``, called before :meth:`view`
+    whenever transfers are bound: whether a codec reads the shard. Then the view may lie on the
+    host, or be what :meth:`rest` returned, and the payload is what moves to the compute device.
+    A gather that sends a kept payload again does not :meth:`fetch`.
     """
 
     def rest(self, shard: Tensor) -> Tensor:
