@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from wire import counted
 
 from polyshard import MixedPrecisionPolicy, Plugin, describe, fully_shard, hookimpl, stats
 from polyshard.testing import World
@@ -103,30 +102,6 @@ def replicas_agree(rank: int, size: int) -> None:
 
 def test_replicas_stay_equal_to_the_last_bit(world4: World) -> None:
     world4.run(replicas_agree)
-
-
-@contextmanager
-def counted() -> Iterator[dict[str, int]]:
-    """Counts what really leaves this process: messages and bytes."""
-    seen = {"sends": 0, "send_bytes": 0, "exchanges": 0, "exchange_bytes": 0, "other": 0}
-    send, exchange = dist.ProcessGroup.send, dist.all_to_all_single
-
-    def counting_send(group: Any, tensors: list[Tensor], *args: Any) -> Any:
-        seen["sends"] += 1
-        seen["send_bytes"] += sum(t.nbytes for t in tensors)
-        assert all(t.dtype == torch.uint8 for t in tensors)
-        return send(group, tensors, *args)
-
-    def counting_exchange(output: Tensor, input_: Tensor, **keywords: Any) -> Any:
-        seen["exchanges"] += 1
-        rows = input_.shape[0]
-        seen["exchange_bytes"] += input_.nbytes * (rows - 1) // rows
-        return exchange(output, input_, **keywords)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist.ProcessGroup, "send", counting_send)
-        patch.setattr(dist, "all_to_all_single", counting_exchange)
-        yield seen
 
 
 def bytes_on_the_wire(rank: int, size: int) -> None:
