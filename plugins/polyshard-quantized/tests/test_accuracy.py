@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def text(seed: int, count: int) -> Tensor:
     return torch.stack(rows, 1)
 
 
-def held_out(rank: int, seed: int, plugins: list[object]) -> float:
+def held_out(rank: int, seed: int, plugins: Sequence[object]) -> float:
     """Loss of predicting the next token, of text that was not trained on, after training."""
     model: Any = shard(build(seed), plugins)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -46,8 +47,8 @@ def next_token(model: Any, tokens: Tensor) -> Tensor:
 
 def trained(rank: int, size: int) -> tuple[list[float], list[float]]:
     native, int8 = (
-        [held_out(rank, seed, [QuantizedComm(**kind)] if kind else []) for seed in range(SEEDS)]
-        for kind in ({}, {"gradients": Int8Block()})
+        [held_out(rank, seed, plugins) for seed in range(SEEDS)]
+        for plugins in ([], [QuantizedComm(gradients=Int8Block())])
     )
     return native, int8
 
