@@ -17,7 +17,7 @@ ROWS = [
 ]
 
 
-def tests_in(name: str) -> set[str]:
+def names_in(name: str) -> set[str]:
     tree = ast.parse((FOLDER / name).read_text(encoding="utf-8"))
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     return {node.name for node in functions if node.name.startswith("test_")}
@@ -29,7 +29,7 @@ def test_guarantees_name_tests_that_exist(row: list[str]) -> None:
     for reference in named.split(", "):
         file, separator, function = reference.strip("`").partition("::")
         assert separator
-        assert function in tests_in(f"{file}.py")
+        assert function in names_in(f"{file}.py")
 
 
 def test_the_table_is_there() -> None:
