@@ -5,6 +5,7 @@ Usage: python benchmarks/quantized_step.py [--width 1024] [--layers 8] [--tokens
 
 Every variant is a sharded copy of the same model; in each turn each variant makes one step, so that
 whatever else the machine does hits all alike. Ratios are to native fp32: the median over turns.
+Processor time, gloo's threads included, says what a shared machine hides.
 Needs polyshard-quantized.
 """
 
@@ -83,18 +84,21 @@ class Trainee:
 
 
 def measure(options: dict[str, int]) -> Samples:
-    """Seconds of every turn by variant, and bytes of a step."""
+    """Seconds and processor seconds of every turn by variant, and bytes of a step."""
     trainees = {variant: Trainee(variant, options) for variant in VARIANTS}
     found: Samples = {variant: [] for variant in VARIANTS}
+    busy: Samples = {variant: [] for variant in VARIANTS}
     sent = {}
     for turn in range(options["turns"] + 1):
         for variant, trainee in trainees.items():
             before = stats(trainee.model).bytes_sent if turn else 0
+            worked = time.process_time()
             spent = trainee.step()
             if turn:
+                busy[variant].append(time.process_time() - worked)
                 found[variant].append(spent)
                 sent[variant] = stats(trainee.model).bytes_sent - before
-    return {"seconds": found, "bytes": sent}
+    return {"seconds": found, "busy": busy, "bytes": sent}
 
 
 def measure_joined(rank: int, address: str, options: dict[str, int]) -> None:
@@ -161,12 +165,14 @@ def main() -> None:
         over_link(given.link, options) if given.link else run_ranks(given.ranks, measure, options)
     )
     print(f"torch {torch.__version__}, {given.link or 'loopback'}, {options}")
-    print("| communication | ms, median | x fp32 | MiB sent by a rank |\n|---|---|---|---|")
+    print("| communication | ms, median | x fp32 | CPU ms of rank 0 | MiB sent by a rank |")
+    print("|---|---|---|---|---|")
     base = found["seconds"]["fp32"]
     for variant, samples in found["seconds"].items():
         ratio = statistics.median(a / b for a, b in zip(samples, base, strict=True))
         sent = found["bytes"][variant] / (1 << 20)
-        print(f"| {variant} | {statistics.median(samples) * 1e3:.0f} | {ratio:.2f} | {sent:.1f} |")
+        times = [statistics.median(s) * 1e3 for s in (samples, found["busy"][variant])]
+        print(f"| {variant} | {times[0]:.0f} | {ratio:.2f} | {times[1]:.0f} | {sent:.1f} |")
 
 
 if __name__ == "__main__":

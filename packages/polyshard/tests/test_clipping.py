@@ -105,7 +105,8 @@ def known_norm(parameter: torch.Tensor, module: Any) -> torch.Tensor | None:
         return None
     gradient = parameter.grad
     assert isinstance(gradient, DTensor)
-    return gradient.to_local().float().norm()
+    norm: torch.Tensor = gradient.to_local().float().norm()
+    return norm
 
 
 def test_meshes_placements_and_dtypes_may_differ(world4: World) -> None:

@@ -10,7 +10,7 @@ from quantized_models import Model, Oracle, build, loss_of, one_hop, shard, toke
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from polyshard import describe, fully_shard, stats
+from polyshard import MixedPrecisionPolicy, describe, fully_shard, stats
 from polyshard.testing import World
 from polyshard_quantized import Int8Block, QuantizedComm, round_trip
 
@@ -179,3 +179,53 @@ def without_plugin_is_different(rank: int, size: int) -> None:
 
 def test_the_plugin_changes_bits(world2: World) -> None:
     world2.run(without_plugin_is_different)
+
+
+# Scaled losses --------------------------------------------------------------------------------
+
+
+def scaled(rank: int, size: int) -> None:
+    """Scaling and unscaling give what no scaling gives; overflow of one rank stops all of them."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+    plugin = QuantizedComm(gradients=Int8Block())
+    model = shard(build(), [plugin], mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+    gradients = []
+    for scale in (False, True):
+        for micro in range(2):
+            loss = loss_of(model, tokens_for(micro, rank))
+            (scaler.scale(loss) if scale else loss).backward()
+        if scale:
+            scaler.unscale_(optimizer)
+        gradients.append([full(p.grad) for p in model.parameters()])
+        if not scale:
+            optimizer.zero_grad()
+    # A power of two moves exponents alone, but float16 drops small values of what is not scaled,
+    # which moves a code that was about to be the next one.
+    for plain, unscaled in zip(*gradients, strict=True):
+        code = float(plain.abs().max()) / 127
+        torch.testing.assert_close(unscaled, plain, rtol=0.0, atol=code)
+    before = [full(p) for p in model.parameters()]
+    scaler.step(optimizer)
+    scaler.update()
+    stepped = [full(p) for p in model.parameters()]
+    assert scaler.get_scale() == 2.0**10
+    assert not all(torch.equal(a, b) for a, b in zip(before, stepped, strict=True))
+    optimizer.zero_grad()
+    loss = loss_of(model, tokens_for(3, rank)) * (torch.inf if rank == 1 else 1.0)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**9
+    for value, parameter in zip(stepped, model.parameters(), strict=True):
+        assert torch.equal(full(parameter), value)
+
+
+def full(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor()
+    return whole.detach().clone()
+
+
+def test_scaled_losses(world2: World) -> None:
+    world2.run(scaled)

@@ -14,7 +14,7 @@ from torch import Tensor
 from polyshard.errors import SettingError
 from polyshard_quantized import BlockFormat, Float8Block, Int4Block, Int8Block, round_trip
 from polyshard_quantized.blocks import RowBlocks
-from polyshard_quantized.coding import BlockEncoder, Float8Coder, Nearest
+from polyshard_quantized.coding import BlockCodec, Float8Coder, Nearest
 from polyshard_quantized.workspace import Workspace
 
 FORMATS: tuple[BlockFormat, ...] = (
@@ -32,13 +32,13 @@ def encoded(values: Tensor, form: BlockFormat) -> tuple[Tensor, Tensor]:
     """Codes and scales of ``[blocks, block]`` values."""
     codes = torch.empty(values.shape[0], form.code_bytes(values.shape[1]), dtype=torch.uint8)
     scales = torch.empty(values.shape[0], 1)
-    BlockEncoder(form, Workspace(), Nearest()).encode(values, codes, scales)
+    BlockCodec(form, Workspace(), Nearest()).encode(values, codes, scales)
     return codes, scales
 
 
 def decoded(codes: Tensor, scales: Tensor, form: BlockFormat, size: int) -> Tensor:
     out = torch.empty(codes.shape[0], size)
-    BlockEncoder(form, Workspace(), Nearest()).coder.load(codes, scales, out)
+    BlockCodec(form, Workspace(), Nearest()).coder.load(codes, scales, out)
     return out
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from quantized_models import build, loss_of, shard, tokens_for
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from polyshard import describe, stats
 from polyshard.testing import World
@@ -17,6 +18,7 @@ from polyshard_quantized import ErrorFeedback, Float8Block, Int4Block, Int8Block
 
 pytest.importorskip("polyshard_offload", reason="needs polyshard-offload")
 from polyshard_offload import DiskSettings, Offload
+from polyshard_offload.swap import SwapFile
 
 STEPS = 4
 
@@ -115,3 +117,99 @@ def fetched(rank: int, size: int, path: str) -> None:
 
 def test_payloads_are_kept_beside_offload(world2: World, tmp_path: Path) -> None:
     world2.run(fetched, str(tmp_path))
+
+
+class CountedReads:
+    """Bytes that a swap file was asked for, in this process."""
+
+    def __init__(self, file: SwapFile, patch: pytest.MonkeyPatch) -> None:
+        self.nbytes = 0
+        original = file.read
+
+        def counting(offset: int, target: torch.Tensor) -> None:
+            self.nbytes += target.nbytes
+            original(offset, target)
+
+        patch.setattr(file, "read", counting)
+
+    def take(self) -> int:
+        """What was read since the last time."""
+        nbytes, self.nbytes = self.nbytes, 0
+        return nbytes
+
+
+def read_in_a_step(rank: int, size: int, path: str, prefetch: int) -> None:
+    """From disk a shard is read in the first gather of a step, and by nothing after it."""
+    disk = DiskSettings(path=Path(path))
+    offload = Offload(params="disk", optimizer="disk", disk=disk, prefetch=prefetch)
+    model = shard(build(), [QuantizedComm(), offload])
+    optimizer = offload.wrap(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    shards = sum(shelf.shard_bytes for shelf in offload.tiers.shelves)
+    with pytest.MonkeyPatch.context() as patch:
+        reads = CountedReads(offload.tiers.files["parameters"], patch)
+        for step in range(3):
+            loss = loss_of(model, tokens_for(step, rank))
+            assert reads.take() == shards
+            loss.backward()
+            assert reads.take() == 0
+            loss = loss_of(model, tokens_for(step, rank))  # another micro-batch looks once more
+            assert reads.take() == shards
+            loss.backward()
+            assert reads.take() == 0
+            optimizer.step()
+            optimizer.zero_grad()
+            reads.take()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_shard_on_disk_is_read_once_a_forward(
+    world2: World, tmp_path: Path, prefetch: int
+) -> None:
+    world2.run(read_in_a_step, str(tmp_path), prefetch)
+
+
+def never_staged(rank: int, size: int) -> None:
+    """On the host a codec reads what rests there: no shard is copied anywhere."""
+    offload = Offload(params="host")
+    model = shard(build(), [QuantizedComm(), offload])
+    for step in range(2):
+        loss_of(model, tokens_for(step, rank)).backward()
+    assert offload.tiers.count.peak_bytes == 0
+    native = Offload(params="host")
+    model = shard(build(), [native])
+    loss_of(model, tokens_for(0, rank)).backward()
+    assert native.tiers.count.peak_bytes > 0
+
+
+def test_a_shard_on_the_host_is_encoded_where_it_rests(world2: World) -> None:
+    world2.run(never_staged)
+
+
+def on_an_accelerator(rank: int, size: int, tier: Any, path: str) -> None:
+    """What moves to the device is the payload: training is that without offload."""
+    found = torch.accelerator.current_accelerator()
+    assert found is not None
+    device = torch.device(found.type, 0)
+    mesh = init_device_mesh(device.type, (1,))
+    losses: list[list[float]] = []
+    disk = DiskSettings(path=Path(path))
+    for resting in (None, Offload(params=tier, optimizer="host", disk=disk)):
+        plugins = [QuantizedComm(), *([resting] if resting is not None else [])]
+        model = shard(build().to(device), plugins, mesh=mesh)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if resting is not None:
+            optimizer = resting.wrap(optimizer)
+        losses.append([])
+        for step in range(3):
+            loss = loss_of(model, tokens_for(step, rank).to(device))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_payloads_move_to_an_accelerator(world1: World, tier: str, tmp_path: Path) -> None:
+    world1.run(on_an_accelerator, tier, str(tmp_path))

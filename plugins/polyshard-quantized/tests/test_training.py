@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from quantized_models import (
     Model,
     Oracle,
@@ -28,11 +24,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from polyshard import MixedPrecisionPolicy, Plugin, describe, fully_shard, hookimpl, stats
+from polyshard import MixedPrecisionPolicy, Plugin, fully_shard, hookimpl
 from polyshard.testing import World
 from polyshard_quantized import (
     BlockFormat,
-    ErrorFeedback,
     Exclusions,
     Float8Block,
     Int4Block,
@@ -103,55 +98,6 @@ def replicas_agree(rank: int, size: int) -> None:
 
 def test_replicas_stay_equal_to_the_last_bit(world4: World) -> None:
     world4.run(replicas_agree)
-
-
-@contextmanager
-def counted() -> Iterator[dict[str, int]]:
-    """Counts what really leaves this process: messages and bytes."""
-    seen = {"sends": 0, "send_bytes": 0, "exchanges": 0, "exchange_bytes": 0, "other": 0}
-    send, exchange = dist.ProcessGroup.send, dist.all_to_all_single
-
-    def counting_send(group: Any, tensors: list[Tensor], *args: Any) -> Any:
-        seen["sends"] += 1
-        seen["send_bytes"] += sum(t.nbytes for t in tensors)
-        assert all(t.dtype == torch.uint8 for t in tensors)
-        return send(group, tensors, *args)
-
-    def counting_exchange(output: Tensor, input_: Tensor, **keywords: Any) -> Any:
-        seen["exchanges"] += 1
-        rows = input_.shape[0]
-        seen["exchange_bytes"] += input_.nbytes * (rows - 1) // rows
-        return exchange(output, input_, **keywords)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist.ProcessGroup, "send", counting_send)
-        patch.setattr(dist, "all_to_all_single", counting_exchange)
-        yield seen
-
-
-def bytes_on_the_wire(rank: int, size: int) -> None:
-    plugin = QuantizedComm(gradients=Int8Block())
-    model = shard(build(), [plugin])
-    preview = describe(model)
-    train(model, rank, steps=1)  # plans are compared before the first gather
-    before = stats(model).bytes_sent
-    with counted() as seen:
-        loss_of(model, tokens_for(0, rank)).backward()
-    gathers = 2 * 2 + 1  # two blocks twice, the root once
-    assert seen["sends"] == gathers * (size - 1)
-    assert seen["exchanges"] == 3
-    total = seen["send_bytes"] + seen["exchange_bytes"]
-    assert total == stats(model).bytes_sent - before == preview.step_bytes
-    report = plugin.report()
-    assert seen["exchange_bytes"] == sum(g.reduce.wire_bytes for g in report.groups if g.reduce)
-    native = describe(shard(build(), []))
-    assert report.native_bytes == native.gather_bytes + native.reduce_bytes
-    assert report.wire_bytes == preview.gather_bytes + preview.reduce_bytes
-
-
-def test_bytes_are_exactly_as_predicted(world2: World, world3: World) -> None:
-    world2.run(bytes_on_the_wire)
-    world3.run(bytes_on_the_wire)
 
 
 def everybody_agrees(rank: int, size: int) -> None:
@@ -348,79 +294,6 @@ def unused_and_shared(rank: int, size: int) -> None:
 
 def test_unused_shared_and_frozen_parameters(world2: World) -> None:
     world2.run(unused_and_shared)
-
-
-def saved_and_loaded(rank: int, size: int, folder: str) -> None:
-    plugin = QuantizedComm(gradients=Int4Block(), error_feedback=ErrorFeedback())
-    model = shard(build(), [plugin])
-    train(model, rank)
-    masters = {n: p.full_tensor() for n, p in model.named_parameters()}
-    dcp.save({"model": model.state_dict(), "quantized": plugin.state_dict()}, checkpoint_id=folder)
-    plain = shard(build(7), [])
-    state = {"model": plain.state_dict()}
-    dcp.load(state, checkpoint_id=folder)  # without the plugin, and without its state
-    plain.load_state_dict(state["model"])
-    for name, parameter in plain.named_parameters():
-        assert torch.equal(parameter.full_tensor(), masters[name])
-
-
-def resumed(rank: int, size: int, folder: str) -> None:
-    """Four steps straight, and two after a checkpoint, end alike."""
-    losses = []
-    for interrupt in (False, True):
-        plugin, model = _compensated()
-        losses.append(train(model, rank, steps=2))
-        if interrupt:
-            state = {"model": model.state_dict(), "quantized": plugin.state_dict()}
-            dcp.save(state, checkpoint_id=folder)
-            plugin, model = _compensated()
-            describe(model)
-            loss_of(model, tokens_for(9, rank)).backward()  # a resumed run holds state to fill
-            model.zero_grad()
-            state = {"model": model.state_dict(), "quantized": plugin.state_dict()}
-            dcp.load(state, checkpoint_id=folder)
-            model.load_state_dict(state["model"])
-            plugin.load_state_dict(state["quantized"])
-        losses[-1] += train(model, rank, steps=2)
-    assert losses[0] == losses[1]
-
-
-def _compensated() -> tuple[QuantizedComm, Any]:
-    plugin = QuantizedComm(
-        gradients=Int4Block(), error_feedback=ErrorFeedback(), rounding="stochastic", seed=5
-    )
-    return plugin, shard(build(), [plugin])
-
-
-def test_checkpoints_are_native(world2: World, tmp_path: Path) -> None:
-    world2.run(saved_and_loaded, str(tmp_path / "checkpoint"))
-
-
-def test_feedback_is_part_of_a_checkpoint(world2: World, tmp_path: Path) -> None:
-    world2.run(resumed, str(tmp_path / "checkpoint"))
-
-
-def reported(rank: int, size: int) -> None:
-    plugin = QuantizedComm(gradients=Int8Block(), exclude=Exclusions(fqns=("head.*",)))
-    model = shard(build(), [plugin])
-    text = str(describe(model))
-    assert "gather codec quantized(weights Int8Block(block_elements=256)" in text
-    assert "native because its name matches 'head.*': head.weight" in text
-    assert "native because ndim 1 < 2: norm.weight, norm.bias" in text
-    names = [g.name for g in plugin.report().groups]
-    assert names == ["blocks.0", "blocks.1", "(root)"]
-    errors = plugin.relative_errors(model)
-    assert "head.weight" not in errors
-    assert "blocks.0.norm.weight" not in errors
-    for name in ("embedding.weight", "blocks.1.down.weight"):
-        value = model.get_parameter(name).full_tensor()
-        relative = float((round_trip(value, Int8Block()) - value).norm() / value.norm())
-        assert abs(errors[name] - relative) < 1e-6
-
-
-def test_reports(world2: World, world3: World) -> None:
-    world2.run(reported)
-    world3.run(reported)
 
 
 def kept_payload(rank: int, size: int) -> None:

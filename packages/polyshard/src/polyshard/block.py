@@ -9,6 +9,8 @@ of one piece straight back, whatever the parameters look like. The optimizer nev
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -53,8 +55,9 @@ class Block:
         self._held.tensor.copy_(self._slice)
         self.holds = True
 
-    def start(self) -> Pending:
-        """Begin to gather the unsharded buffer from the block."""
+    def start(self, fetch: Callable[[], None]) -> Pending:
+        """Begin to gather the unsharded buffer from the block; no shard is read."""
+        del fetch
         return self._route.start()
 
     def finish(self) -> None:

@@ -6,7 +6,8 @@ every write through a parameter, an optimizer's above all, but none through ``.d
 averaged weights in and out is often written so). Nothing writes shards between a forward and its
 backward, so there the counters are enough; at the start of a forward the values are looked at too.
 On the CPU that is a sum, a fifth of what encoding costs; an accelerator would have to be waited
-for, so there every forward encodes anew.
+for, so there every forward encodes anew. A shard that rests elsewhere and is not near cannot be
+looked at: a forward has it fetched, a backward does not.
 """
 
 from __future__ import annotations
@@ -29,13 +30,17 @@ class Freshness:
         self._seen: Sequence[int] | None = None
         self._sum: int | None = None
 
-    def is_current(self) -> bool:
-        """Whether the shard is as it was at the last :meth:`note`."""
+    def is_current(self, *, is_near: bool) -> bool:
+        """Whether the shard is surely as it was at the last :meth:`note`.
+
+        Args:
+            is_near: whether the shard can be looked at.
+        """
         if self._seen is None or self._versions() != self._seen:
             return False
         if in_backward():
             return True
-        return self._sum is not None and self._sum == self._checksum()
+        return is_near and self._sum is not None and self._sum == self._checksum()
 
     def note(self) -> None:
         """What the shard holds now was encoded."""

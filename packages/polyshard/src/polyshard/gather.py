@@ -6,6 +6,7 @@ Everything that depends only on the plan (views, routes, copy lists) is made onc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from polyshard.buffers import Buffer
 from polyshard.freshness import Freshness
+from polyshard.payload_writer import payload_writer
 from polyshard.pieces import extents_of, home_pairs
 from polyshard.seams import BoundGatherCodec
 from polyshard.transport.base import Extents, GatherPiece, GatherRoute, Pending, Transport
@@ -26,8 +28,11 @@ class GatherPath(Protocol):
     sent_bytes: int
     received_bytes: int
 
-    def start(self) -> Pending:
-        """Begin the transfer; the unsharded buffer is acquired."""
+    def start(self, fetch: Callable[[], None]) -> Pending:
+        """Begin the transfer; the unsharded buffer is acquired.
+
+        ``fetch`` brings the shard to where it is read: called first, by paths that read it.
+        """
         ...
 
     def finish(self) -> None:
@@ -94,8 +99,9 @@ class NativeGather:
         self.sent_bytes = self._route.sent_bytes
         self.received_bytes = self._route.received_bytes
 
-    def start(self) -> Pending:
+    def start(self, fetch: Callable[[], None]) -> Pending:
         """Post the transfers of all pieces."""
+        fetch()
         if self._staging is not None:
             self._staging.acquire()
         return self._route.start()
@@ -122,18 +128,20 @@ class CodecGather:
             if not placed.staged:
                 self._rows.append(unsharded.region(index))
                 continue
-            row = self._shard.new_empty(world, placed.chunk_numel, dtype=unsharded.dtype)
+            row = unsharded.buffer.tensor.new_empty(world, placed.chunk_numel)
             self._rows.append(row)
             self._copies.add(home_pairs(unsharded.home(index), row, placed, line.rank))
         keeps = getattr(codec, "keeps_payload", False)
         self._freshness = Freshness(self._shard, unsharded.versions) if keeps else None
+        self._is_near = unsharded.rests_near
         self._scratch = unsharded.scratch((world if keeps else world + 1) * nbytes, torch.uint8)
         self._received = self._scratch.tensor[: world * nbytes].view(world, nbytes)
         self._payload = (
-            self._shard.new_empty(nbytes, dtype=torch.uint8)
+            self._scratch.tensor.new_empty(nbytes)
             if keeps
             else self._scratch.tensor[world * nbytes :]
         )
+        self._writer = payload_writer(codec, self._shard, self._payload)
         extents = Extents(nbytes, (nbytes,) * world)
         piece = GatherPiece(self._payload, self._received, extents)
         self._route = line.transport.gather_route([piece], line.tag)
@@ -141,16 +149,25 @@ class CodecGather:
         self.sent_bytes = self._route.sent_bytes
         self.received_bytes = self._route.received_bytes
 
-    def start(self) -> Pending:
+    def resends(self) -> bool:
+        """Whether a gather now would send the kept payload, without a look at the shard."""
+        return self._freshness is not None and self._freshness.is_current(is_near=self._is_near)
+
+    def start(self, fetch: Callable[[], None]) -> Pending:
         """Encode what changed, and send."""
         self._scratch.acquire()
-        if self._freshness is None:
-            self._codec.encode(self._shard, self._payload)
-        elif not self._freshness.is_current():
-            self._freshness.forget()  # should encoding fail, the payload is no payload any more
-            self._codec.encode(self._shard, self._payload)
-            self._freshness.note()
+        if not self.resends():
+            fetch()
+            self._encode()
         return self._route.start()
+
+    def _encode(self) -> None:
+        if self._freshness is None:
+            self._writer.write()
+        elif not self._freshness.is_current(is_near=True):
+            self._freshness.forget()  # should encoding fail, the payload is no payload any more
+            self._writer.write()
+            self._freshness.note()
 
     def finish(self) -> None:
         """Decode everybody's payload, the own one too."""

@@ -213,8 +213,7 @@ class ParameterGroup:
             self._path = self._choose_path(runtime)
             if self._path is runtime.path:
                 self._gathered_versions = self.shards.versions()
-                self.shards.fetch()
-            self._pending = self._path.start()
+            self._pending = self._path.start(self.shards.fetch)
         self.state = State.GATHERING  # only now: a start that raised leaves the group sharded
         self.meter.gather_started(self.name, self._path.sent_bytes, self._path.received_bytes)
 
@@ -248,7 +247,7 @@ class ParameterGroup:
             self._path.finish()
         self._pending = None
         if self._path is runtime.path:
-            self.shards.storage.release()
+            self.shards.release()
         self._sync_requires_grad(runtime)
         runtime.registry.register()
         self.state = State.UNSHARDED

@@ -14,7 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from polyshard.gather import CodecGather
+
 if TYPE_CHECKING:
+    from polyshard.group import ParameterGroup
     from polyshard.schedule import Unit
 
 
@@ -51,8 +54,16 @@ class Lookahead:
     def _prefetch(units: Iterable[Unit]) -> None:
         for unit in units:
             for group in unit.groups:
-                if group.state.name == "SHARDED":
+                if group.state.name == "SHARDED" and _is_read(group):
                     group.shards.prefetch()
+
+
+def _is_read(group: ParameterGroup) -> bool:
+    """Whether a gather now would read the shard."""
+    runtime = group.prepare()
+    if runtime.block is not None and runtime.block.holds:
+        return False
+    return not (isinstance(runtime.path, CodecGather) and runtime.path.resends())
 
 
 def _wanted(unit: Unit) -> int:

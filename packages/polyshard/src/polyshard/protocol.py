@@ -13,7 +13,7 @@ Source of the protocol: ``torch.distributed.fsdp``, ``fully_shard`` (torch 2.11 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -255,8 +255,9 @@ class ProtocolGather:
         self.received_bytes = self._route.received_bytes
 
     @torch.no_grad()
-    def start(self) -> Pending:
+    def start(self, fetch: Callable[[], None]) -> Pending:
         """Ask every parameter what to send, and send it."""
+        fetch()
         for member in self._members:
             for wire, tensor in zip(member.wires, member.inputs(), strict=True):
                 part = self._payload[wire.offset : wire.offset + wire.nbytes]

@@ -98,6 +98,9 @@ def _unsharded_side(
     gathering = parts.contributions.gather_codec
     bound = gathering.bind(parts.info, shards.layout)
     codec = fitting(bound, BoundGatherCodec, gathering, "bind")
+    serve = getattr(shards.storage, "serve_codec", None)
+    if serve is not None:
+        serve(codec is not None)
     unsharded = Unsharded(
         shards,
         dtypes.param,

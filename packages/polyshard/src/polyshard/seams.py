@@ -187,6 +187,11 @@ class ShardStorage(Protocol):
     :meth:`rest` returned) when they are made, and again after they were replaced or moved. With
     ``holds_gradients = True`` gradients of backwards that ``set_is_last_backward(False)`` says are
     not the last add up on the device, and :meth:`place_gradient` gets their sum.
+
+    A storage on the host may define ``serve_codec(enable: bool)``, called before :meth:`view`
+    whenever transfers are bound: whether a codec reads the shard. Then the view may lie on the
+    host, or be what :meth:`rest` returned, and the payload is what moves to the compute device.
+    A gather that sends a kept payload again does not :meth:`fetch`.
     """
 
     def rest(self, shard: Tensor) -> Tensor:

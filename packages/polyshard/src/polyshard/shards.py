@@ -93,8 +93,12 @@ class Shards:
     def forget_prefetched(self) -> None:
         """Have the storage drop what it brought near and nobody gathered."""
         if self._prefetched is not None:
-            self._prefetched = None
-            self.storage.release()
+            self.release()
+
+    def release(self) -> None:
+        """The gather has read the shard, or did without it."""
+        self._prefetched = None
+        self.storage.release()
 
     def fetch(self) -> None:
         """Have the shard where the gather reads it; what was prefetched and changed since is not.

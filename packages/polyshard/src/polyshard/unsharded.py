@@ -98,6 +98,11 @@ class Unsharded:
         """The shard on the compute device, as transfers read it (``[shard_numel]``)."""
         return self._shards.storage.view()
 
+    @property
+    def rests_near(self) -> bool:
+        """Whether :meth:`shard_view` is what rests, so that it holds the shard at any time."""
+        return self.shard_view() is self._shards.buffer
+
     def versions(self) -> list[int]:
         """See :meth:`polyshard.shards.Shards.versions`."""
         return self._shards.versions()

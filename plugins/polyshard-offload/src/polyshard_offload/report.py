@@ -73,7 +73,7 @@ def predicted(tiers: Tiers, optimizers: Sequence[torch.optim.Optimizer]) -> Memo
 
 def _memory(tiers: Tiers, offloads: Sequence[StateOffload]) -> Memory:
     found = resting(tiers, offloads)
-    sizes = [shelf.shard_bytes for shelf in tiers.shelves]
+    sizes = [shelf.staged_bytes for shelf in tiers.shelves]
     host = sum(nbytes for (tier, _), nbytes in found.items() if tier == "host")
     disk = sum(nbytes for (tier, _), nbytes in found.items() if tier == "disk")
     buffers = sum(offload.buffer_bytes() for offload in offloads)

@@ -106,6 +106,8 @@ class Shelf:
         self.gradients = gradients
         self.norms = GradientNorms()
         self._device = device
+        self._compute_device = device
+        self._serves_codec = False
         self._count = count
         self._shard = torch.empty(0)
         self._staging: Staging | None = None
@@ -114,6 +116,18 @@ class Shelf:
     def shard_bytes(self) -> int:
         """Bytes of the resting shard."""
         return self._shard.nbytes
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of staging that a gather needs."""
+        return self.shard_bytes
+
+    def serve_codec(self, enable: bool) -> None:
+        """Have a codec read the shard on the host, so that only its payload moves from there."""
+        self.release()
+        self._staging = None
+        self._serves_codec = enable
+        self._device = torch.device("cpu") if enable else self._compute_device
 
     def rest(self, shard: Tensor) -> Tensor:
         """Take a shard over; a shard on the meta device has no values to keep yet."""
@@ -174,6 +188,7 @@ class HostShelf(Shelf):
         """Shards rest in ``arena``."""
         on_host = device.type == "cpu"  # where a copy ahead of time hides behind nothing
         super().__init__(device, count, gradients, 0 if on_host else prefetch_units)
+        self._wanted_units = self.prefetch_units
         self._arena = arena
         self._stream = torch.Stream(device) if device.type != "cpu" else None
         self._on_the_way = False
@@ -183,9 +198,23 @@ class HostShelf(Shelf):
         resting.copy_(shard)
         return resting
 
+    @property
+    def staged_bytes(self) -> int:
+        """None for a codec, which reads the shard where it rests."""
+        return 0 if self._serves_codec else self.shard_bytes
+
+    def serve_codec(self, enable: bool) -> None:
+        """A codec reads the shard itself: nothing is copied, and nothing ahead of time."""
+        super().serve_codec(enable)
+        self.prefetch_units = 0 if enable else self._wanted_units
+
+    def view(self) -> Tensor:
+        """What :meth:`fetch` fills, or for a codec the shard itself."""
+        return self._shard if self._serves_codec else super().view()
+
     def prefetch(self) -> None:
         """Begin the copy on a stream of its own; without an accelerator there is none to hide."""
-        if self._stream is not None and not self._on_the_way:
+        if self._stream is not None and not (self._on_the_way or self._serves_codec):
             self._copy(self._stream)
 
     def _copy(self, stream: torch.Stream) -> None:
@@ -198,7 +227,9 @@ class HostShelf(Shelf):
         self._on_the_way = True
 
     def fetch(self) -> None:
-        """Have the shard on the device."""
+        """Have the shard on the device, unless a codec reads it where it rests."""
+        if self._serves_codec:
+            return
         if self._stream is None:
             staging = self._stage()
             staging.in_use()

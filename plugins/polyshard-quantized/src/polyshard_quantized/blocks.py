@@ -7,7 +7,8 @@ for the last. That makes at most two *tiles* a parameter, regular arrays of equa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from polyshard_quantized.formats import BlockFormat
@@ -49,18 +50,6 @@ class Tile:
         """The tile where values start ``values`` elements later."""
         return replace(self, value_offset=self.value_offset + values)
 
-    def split(self, elements: int) -> Iterator[Tile]:
-        """Tiles of about ``elements`` values each (at least one row), in order."""
-        step = max(1, elements // self.row_elements)
-        for start in range(0, self.rows, step):
-            yield replace(
-                self,
-                rows=min(step, self.rows - start),
-                value_offset=self.value_offset + start * self.value_stride,
-                code_offset=self.code_offset + start * self.code_stride,
-                scale_offset=self.scale_offset + start * self.scale_stride,
-            )
-
     def continues(self, other: Tile) -> bool:
         """Whether this tile starts where ``other`` ends, in every respect, with equal blocks."""
         mine = (self.value_offset, self.code_offset, self.scale_offset)
@@ -76,6 +65,22 @@ class Tile:
             and shape == (other.columns, other.block_elements, other.code_bytes)
             and strides == (other.value_stride, other.code_stride, other.scale_stride)
         )
+
+
+@functools.lru_cache(maxsize=4096)  # reductions ask the same every step
+def split(tile: Tile, elements: int) -> tuple[Tile, ...]:
+    """Tiles of about ``elements`` values each (at least one row), in order."""
+    step = max(1, elements // tile.row_elements)
+    return tuple(
+        replace(
+            tile,
+            rows=min(step, tile.rows - start),
+            value_offset=tile.value_offset + start * tile.value_stride,
+            code_offset=tile.code_offset + start * tile.code_stride,
+            scale_offset=tile.scale_offset + start * tile.scale_stride,
+        )
+        for start in range(0, tile.rows, step)
+    )
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from polyshard_quantized.accelerator import kernels_for
 from polyshard_quantized.formats import BlockFormat, Float8Block, Int4Block
 from polyshard_quantized.workspace import Workspace
 
@@ -145,13 +146,15 @@ class Nearest:
         values.round_()
 
 
-class BlockEncoder:
-    """Encodes arrays of equal blocks: scales, quotients, codes."""
+class BlockCodec:
+    """Encodes and decodes arrays of equal blocks."""
 
     def __init__(self, form: BlockFormat, workspace: Workspace, rounding: Rounding) -> None:
         """``rounding`` is unused by formats that are not of whole numbers."""
         self.coder = coder_for(form, workspace)
+        self._format = form
         self._largest = form.largest_code
+        self._has_kernels = isinstance(rounding, Nearest)
         self._workspace = workspace
         self._rounding = rounding
 
@@ -160,6 +163,9 @@ class BlockEncoder:
 
         ``values`` are left as they are. ``scales`` is ``[..., 1]`` ``float32``.
         """
+        if self._has_kernels and (kernels := kernels_for(values)) is not None:
+            kernels.encode(self._format, values, codes, scales)
+            return
         take = self._workspace.take
         quotients = take("quotients", values.shape, torch.float32, values.device)
         if values.dtype != torch.float32:
@@ -175,3 +181,14 @@ class BlockEncoder:
         if self.coder.is_integer:
             self._rounding.round_(quotients, self._largest)
         self.coder.store(quotients, codes)
+
+    def decode(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        """Fill ``out`` (``[..., block]``, any floating dtype); cast once, from ``float32``."""
+        if (kernels := kernels_for(out)) is not None:
+            kernels.load(self._format, codes, scales, out)
+        elif out.dtype == torch.float32:
+            self.coder.load(codes, scales, out)
+        else:
+            wide = self._workspace.take("decoded", out.shape, torch.float32, out.device)
+            self.coder.load(codes, scales, wide)
+            out.copy_(wide)

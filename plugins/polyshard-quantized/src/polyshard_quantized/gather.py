@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polyshard.layout import GroupLayout
 from polyshard.seams import GroupInfo
-from polyshard_quantized.coding import BlockEncoder, Nearest
+from polyshard_quantized.coding import BlockCodec, Nearest
 from polyshard_quantized.exclusions import Exclusions
 from polyshard_quantized.formats import BlockFormat
 from polyshard_quantized.payload import Payload
@@ -25,10 +25,10 @@ class ShardEncoder:
     their memory, not their storage.
     """
 
-    def __init__(self, plan: Payload, encoder: BlockEncoder) -> None:
-        """``encoder`` does the arithmetic of ``plan``'s format."""
+    def __init__(self, plan: Payload, codec: BlockCodec) -> None:
+        """``codec`` does the arithmetic of ``plan``'s format."""
         self._plan = plan
-        self._encoder = encoder
+        self._codec = codec
         self._seen: tuple[Tensor, Tensor] | None = None
         self._pieces: list[Piece] = []
         self._raw: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -39,7 +39,7 @@ class ShardEncoder:
             self._bind(shard, payload)
             self._seen = (shard, payload)
         for piece in self._pieces:
-            self._encoder.encode(piece.values, piece.codes, piece.scales)
+            self._codec.encode(piece.values, piece.codes, piece.scales)
         targets, sources = self._raw
         if targets:
             torch._foreach_copy_(targets, sources)
@@ -55,25 +55,6 @@ class ShardEncoder:
         )
 
 
-class BlockDecoder:
-    """Decodes pieces into tensors of any floating dtype, without rounding twice."""
-
-    def __init__(self, encoder: BlockEncoder, workspace: Workspace) -> None:
-        """``encoder`` knows the format."""
-        self._load = encoder.coder.load
-        self._workspace = workspace
-
-    def decode(self, piece: Piece) -> None:
-        """Fill ``piece.values``. Products are made in ``float32`` and cast once."""
-        values = piece.values
-        if values.dtype == torch.float32:
-            self._load(piece.codes, piece.scales, values)
-            return
-        wide = self._workspace.take("decoded", values.shape, torch.float32, values.device)
-        self._load(piece.codes, piece.scales, wide)
-        values.copy_(wide)
-
-
 class BoundGather:
     """The codec of one group."""
 
@@ -83,9 +64,8 @@ class BoundGather:
         """Nothing is allocated before the first gather."""
         self.payload_bytes = plan.nbytes
         self._plan = plan
-        encoder = BlockEncoder(plan.format, workspace, Nearest())
-        self._encoder = ShardEncoder(plan, encoder)
-        self._decoder = BlockDecoder(encoder, workspace)
+        self._codec = BlockCodec(plan.format, workspace, Nearest())
+        self._encoder = ShardEncoder(plan, self._codec)
         self._seen: tuple[Tensor, tuple[Tensor, ...]] | None = None
         self._pieces: list[Piece] = []
         self._raw: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -100,7 +80,7 @@ class BoundGather:
             self._bind(payloads, regions)
             self._seen = (payloads, tuple(regions))
         for piece in self._pieces:
-            self._decoder.decode(piece)
+            self._codec.decode(piece.codes, piece.scales, piece.values)
         targets, sources = self._raw
         if targets:
             torch._foreach_copy_(targets, sources)

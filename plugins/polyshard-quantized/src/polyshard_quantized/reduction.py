@@ -7,7 +7,7 @@ adds the same terms in the same order and replicas stay equal to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from polyshard.layout import GroupLayout
 from polyshard.seams import GroupInfo
 from polyshard_quantized.blocks import Tile
-from polyshard_quantized.coding import BlockEncoder, Nearest, Rounding
+from polyshard_quantized.coding import BlockCodec, Nearest, Rounding
 from polyshard_quantized.exclusions import Exclusions
 from polyshard_quantized.feedback import ErrorFeedback, Residuals
 from polyshard_quantized.formats import BlockFormat
@@ -47,9 +47,9 @@ class GradientSettings:
 class Summation:
     """Decodes payloads of several ranks and adds them in rank order, in ``float32``."""
 
-    def __init__(self, encoder: BlockEncoder, workspace: Workspace) -> None:
-        """``encoder`` knows the format."""
-        self._load = encoder.coder.load
+    def __init__(self, codec: BlockCodec, workspace: Workspace) -> None:
+        """``codec`` knows the format."""
+        self._decode = codec.decode
         self._workspace = workspace
 
     def add(self, out: Tensor, parts: Parts, tiles: Sequence[Tile]) -> None:
@@ -65,11 +65,11 @@ class Summation:
         total = out
         if out.dtype != torch.float32:
             total = take("sum", out.shape, torch.float32, out.device)
-        self._load(first.codes, first.scales, total)
+        self._decode(first.codes, first.scales, total)
         if others:
             term = take("decoded", out.shape, torch.float32, out.device)
             for piece in others:
-                self._load(piece.codes, piece.scales, term)
+                self._decode(piece.codes, piece.scales, term)
                 total.add_(term)
         if total is not out:
             out.copy_(total)
@@ -87,17 +87,17 @@ def add_rows(outs: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
 class BoundReplicas:
     """The second hop, over the replicate axis. Works on flat ``[shard_numel]`` sums."""
 
-    def __init__(self, plan: Payload, encoder: BlockEncoder, workspace: Workspace) -> None:
+    def __init__(self, plan: Payload, codec: BlockCodec, workspace: Workspace) -> None:
         """The same payload as that of the first hop, once for the whole shard."""
         self.payload_bytes = plan.nbytes
         self._plan = plan
-        self._encoder = encoder
-        self._summation = Summation(encoder, workspace)
+        self._codec = codec
+        self._summation = Summation(codec, workspace)
 
     def encode(self, total: Tensor, payload: Tensor) -> None:
         """Quantize the sum over the shard axis."""
         # An encoder for one use: one that stays would keep the gradients' memory alive.
-        ShardEncoder(self._plan, self._encoder).encode(total, payload)
+        ShardEncoder(self._plan, self._codec).encode(total, payload)
 
     def decode_sum(self, payloads: Tensor, total: Tensor) -> None:
         """Sum what all replicas sent, the own payload included."""
@@ -110,10 +110,9 @@ class BoundReplicas:
 
 @dataclass(frozen=True)
 class _Compensation:
-    """Error feedback of one group: where errors are, and what reads back what was sent."""
+    """Error feedback of one group."""
 
     residuals: Residuals
-    load: Callable[[Tensor, Tensor, Tensor], None]
     workspace: Workspace
 
 
@@ -138,16 +137,15 @@ class BoundReduce:
         self._noise: Stochastic | None = None
         if settings.rounding == "stochastic":
             rounding = self._noise = Stochastic(workspace, device)
-        self._encoder = BlockEncoder(plan.format, workspace, rounding)
-        self._summation = Summation(self._encoder, workspace)
+        self._codec = BlockCodec(plan.format, workspace, rounding)
+        self._summation = Summation(self._codec, workspace)
         self._compensation: _Compensation | None = None
         if state.residuals is not None:
-            load = self._encoder.coder.load
-            self._compensation = _Compensation(state.residuals, load, workspace)
+            self._compensation = _Compensation(state.residuals, workspace)
 
     def with_replicas(self, workspace: Workspace) -> BoundReduce:
         """Own the second hop too."""
-        self.replicas = BoundReplicas(self._plan, self._encoder, workspace)
+        self.replicas = BoundReplicas(self._plan, self._codec, workspace)
         return self
 
     def encode(self, chunks: Sequence[Tensor], payloads: Tensor) -> None:
@@ -166,7 +164,7 @@ class BoundReduce:
             for tile in quantized.tiles:
                 if self._compensation is None:
                     for piece in pieces(rows, parts, tile, limit):
-                        self._encoder.encode(piece.values, piece.codes, piece.scales)
+                        self._codec.encode(piece.values, piece.codes, piece.scales)
                 else:
                     residual = self._compensation.residuals.values[quantized.index]
                     mine = pieces(residual, parts, tile, limit)
@@ -183,9 +181,9 @@ class BoundReduce:
         take, values = own.workspace.take, piece.values
         wanted = take("wanted", values.shape, torch.float32, values.device)
         torch.add(error, values, out=wanted)
-        self._encoder.encode(wanted, piece.codes, piece.scales)
+        self._codec.encode(wanted, piece.codes, piece.scales)
         sent = take("decoded", values.shape, torch.float32, values.device)
-        own.load(piece.codes, piece.scales, sent)
+        self._codec.decode(piece.codes, piece.scales, sent)
         own.residuals.keep(error, wanted, sent)
 
     def decode_sum(self, payloads: Tensor, outs: Sequence[Tensor]) -> None:

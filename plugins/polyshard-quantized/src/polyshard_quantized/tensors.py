@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyshard_quantized.blocks import Tile
+from polyshard_quantized.blocks import Tile, split
 from polyshard_quantized.formats import SCALE_BYTES
 from polyshard_quantized.payload import Payload, Raw
 
@@ -52,7 +52,7 @@ def pieces(values: Tensor, parts: Parts, tile: Tile, elements: int) -> Iterator[
         return
     for row in range(rows):
         one = slice(row, row + 1)
-        for part in tile.split(elements):
+        for part in split(tile, elements):
             yield _piece(values[one], _row(parts, one), part)
 
 
@@ -66,7 +66,7 @@ def rank_pieces(
     """
     flat = out[None]
     ranks = [_row(parts, slice(r, r + 1)) for r in range(parts.codes.shape[0])]
-    for part in tile.split(elements):
+    for part in split(tile, elements):
         yield tuple(_piece(flat, rank, part) for rank in ranks)
 
 

@@ -1,0 +1,99 @@
+"""What is said of bytes and errors, against what is counted and computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from quantized_models import build, loss_of, shard, tokens_for, train
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from wire import counted
+
+from polyshard import describe, stats
+from polyshard.testing import World
+from polyshard_quantized import (
+    Exclusions,
+    Int8Block,
+    QuantizedComm,
+    round_trip,
+)
+
+
+def bytes_on_the_wire(rank: int, size: int) -> None:
+    plugin = QuantizedComm(gradients=Int8Block())
+    model = shard(build(), [plugin])
+    preview = describe(model)
+    train(model, rank, steps=1)  # plans are compared before the first gather
+    before = stats(model).bytes_sent
+    with counted() as seen:
+        loss_of(model, tokens_for(0, rank)).backward()
+    gathers = 2 * 2 + 1  # two blocks twice, the root once
+    assert seen["sends"] == gathers * (size - 1)
+    assert seen["exchanges"] == 3
+    total = seen["send_bytes"] + seen["exchange_bytes"]
+    assert total == stats(model).bytes_sent - before == preview.step_bytes
+    report = plugin.report()
+    assert seen["exchange_bytes"] == sum(g.reduce.wire_bytes for g in report.groups if g.reduce)
+    native = describe(shard(build(), []))
+    assert report.native_bytes == native.gather_bytes + native.reduce_bytes
+    assert report.wire_bytes == preview.gather_bytes + preview.reduce_bytes
+
+
+def test_bytes_are_exactly_as_predicted(world2: World, world3: World) -> None:
+    world2.run(bytes_on_the_wire)
+    world3.run(bytes_on_the_wire)
+
+
+def second_hop(rank: int, size: int) -> None:
+    """What is gathered between replicas is what the report says, and nothing else is."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    plugin = QuantizedComm(gradients=Int8Block())
+    model = shard(build(), [plugin], mesh=mesh)
+    loss_of(model, tokens_for(0, rank)).backward()
+    gathered: list[int] = []
+    original = dist.all_gather
+
+    def counting(outputs: list[Tensor], input_: Tensor, **keywords: Any) -> Any:
+        gathered.append(input_.nbytes)
+        assert input_.dtype == torch.uint8
+        return original(outputs, input_, **keywords)
+
+    def native(*args: Any, **keywords: Any) -> None:
+        raise AssertionError("sums of replicas travelled natively")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather", counting)
+        patch.setattr(dist, "all_reduce", native)
+        loss_of(model, tokens_for(1, rank)).backward()
+    reduces = [g.reduce for g in plugin.report().groups if g.reduce]
+    assert sorted(gathered) == sorted(r.replica_bytes for r in reduces)  # to one other replica
+
+
+def test_bytes_between_replicas_are_exactly_as_predicted(world4: World) -> None:
+    world4.run(second_hop)
+
+
+def reported(rank: int, size: int) -> None:
+    plugin = QuantizedComm(gradients=Int8Block(), exclude=Exclusions(fqns=("head.*",)))
+    model = shard(build(), [plugin])
+    text = str(describe(model))
+    assert "gather codec quantized(weights Int8Block(block_elements=256)" in text
+    assert "native because its name matches 'head.*': head.weight" in text
+    assert "native because ndim 1 < 2: norm.weight, norm.bias" in text
+    names = [g.name for g in plugin.report().groups]
+    assert names == ["blocks.0", "blocks.1", "(root)"]
+    errors = plugin.relative_errors(model)
+    assert "head.weight" not in errors
+    assert "blocks.0.norm.weight" not in errors
+    for name in ("embedding.weight", "blocks.1.down.weight"):
+        value = model.get_parameter(name).full_tensor()
+        relative = float((round_trip(value, Int8Block()) - value).norm() / value.norm())
+        assert abs(errors[name] - relative) < 1e-6
+
+
+def test_reports(world2: World, world3: World) -> None:
+    world2.run(reported)
+    world3.run(reported)

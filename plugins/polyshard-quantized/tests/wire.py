@@ -1,0 +1,36 @@
+"""What really leaves a process, whatever anybody says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """Counts messages and bytes of gathers (sends) and reductions (exchanges)."""
+    seen = {"sends": 0, "send_bytes": 0, "exchanges": 0, "exchange_bytes": 0}
+    send, exchange = dist.ProcessGroup.send, dist.all_to_all_single
+
+    def counting_send(group: Any, tensors: list[Tensor], *args: Any) -> Any:
+        seen["sends"] += 1
+        seen["send_bytes"] += sum(t.nbytes for t in tensors)
+        assert all(t.dtype == torch.uint8 for t in tensors)
+        return send(group, tensors, *args)
+
+    def counting_exchange(output: Tensor, input_: Tensor, **keywords: Any) -> Any:
+        seen["exchanges"] += 1
+        rows = input_.shape[0]
+        seen["exchange_bytes"] += input_.nbytes * (rows - 1) // rows
+        return exchange(output, input_, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.ProcessGroup, "send", counting_send)
+        patch.setattr(dist, "all_to_all_single", counting_exchange)
+        yield seen
