@@ -167,7 +167,8 @@ def test_host_memory_is_pinned() -> None:
 def overlaps(rank: int, size: int) -> None:
     """A prefetched copy runs beside the compute stream, into memory whose last use has ended."""
     from polyshard_offload.memory import Arena
-    from polyshard_offload.shelves import HostShelf, StagingCount
+    from polyshard_offload.shelves import HostShelf
+    from polyshard_offload.staging import StagingCount
 
     class Nowhere:
         def place(self, gradient: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,9 @@
-"""Where shards rest off the device, and the staging that brings them there for a gather.
-
-[Note: staging]
-Transfers are bound to one tensor for life, whose memory is taken when a shard is fetched and given
-back when the gather has read it. Views of it can be made only while it has memory, so asking for
-the tensor gives it some; it goes again with the first release, or when the next shelf is asked.
-"""
+"""Where shards rest off the device, and how they get there for a gather."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
@@ -19,74 +12,9 @@ from typing_extensions import override
 from polyshard_offload.gradients import GradientShelf
 from polyshard_offload.memory import Arena, launched, typed
 from polyshard_offload.norms import GradientNorms
+from polyshard_offload.staging import Staging, StagingCount
 from polyshard_offload.sums import PartSums
 from polyshard_offload.swap import SwapFile
-
-
-@dataclass(eq=False)
-class StagingCount:
-    """Staging memory of all shelves together, in bytes, and the shelf whose views were just made.
-
-    ``ahead`` lets one thread read the next shards while a step computes. ``gradient_moves`` counts
-    shards of gradients that left the device; ``records_norms`` has their norms taken before.
-    """
-
-    bytes_now: int = 0
-    gradient_moves: int = 0
-    records_norms: bool = False
-    peak_bytes: int = 0
-    idle: Staging | None = None
-    ahead: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="polyshard-fetch")
-    )
-
-    def __del__(self) -> None:
-        """End the thread."""
-        self.ahead.shutdown(wait=False)
-
-
-class Staging:
-    """``[numel]`` on the compute device. See [Note: staging]."""
-
-    def __init__(
-        self, numel: int, dtype: torch.dtype, device: torch.device, count: StagingCount
-    ) -> None:
-        """Reserve nothing yet."""
-        self.tensor = torch.empty(numel, dtype=dtype, device=device)
-        self._storage = self.tensor.untyped_storage()
-        self._nbytes = self._storage.nbytes()
-        self._storage.resize_(0)
-        self._held = False
-        self._count = count
-
-    def acquire(self) -> None:
-        """Take memory; contents are undefined."""
-        if not self._held:
-            self._storage.resize_(self._nbytes)
-            self._held = True
-            self._count.bytes_now += self._nbytes
-            self._count.peak_bytes = max(self._count.peak_bytes, self._count.bytes_now)
-
-    def release(self) -> None:
-        """Give the memory back."""
-        if self._held:
-            self._storage.resize_(0)
-            self._held = False
-            self._count.bytes_now -= self._nbytes
-
-    def viewable(self) -> Tensor:
-        """The tensor, in a state that lets views be made."""
-        idle, self._count.idle = self._count.idle, self
-        if idle is not None and idle is not self:
-            idle.release()
-        self.acquire()
-        return self.tensor
-
-    def in_use(self) -> None:
-        """Have memory until :meth:`release`."""
-        if self._count.idle is self:
-            self._count.idle = None
-        self.acquire()
 
 
 class Shelf:

@@ -23,7 +23,8 @@ from polyshard_offload.bounce import BlockPool
 from polyshard_offload.gradients import DiskGradients, GradientShelf, HostGradients
 from polyshard_offload.memory import Arena, may_pin
 from polyshard_offload.settings import DiskSettings, Tier
-from polyshard_offload.shelves import DiskShelf, HostShelf, Shelf, StagingCount
+from polyshard_offload.shelves import DiskShelf, HostShelf, Shelf
+from polyshard_offload.staging import StagingCount
 from polyshard_offload.store import DiskStore, HostStore, Store
 from polyshard_offload.swap import SwapFile
 
