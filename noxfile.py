@@ -150,3 +150,16 @@ def bench(session: nox.Session) -> None:
     """Measure everything against FSDP2: `nox -s bench -- [--quick] [--only NAME ...] [--list]`."""
     python = str(dev_environment(session, PLUGINS) / "python")
     session.run(python, "benchmarks/suite.py", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(venv_backend="none", default=False)
+def kernels(session: nox.Session) -> None:
+    """Test the Triton kernels in Triton's interpreter; Triton (1 GB) is installed for it alone."""
+    python = str(dev_environment(session, PLUGINS) / "python")
+    pip = (python, "-m", "pip")
+    session.run_install(*pip, "install", "triton>=3.4", silent=True)
+    try:
+        tests = "plugins/polyshard-quantized/tests/test_kernels.py"
+        session.run(python, "-m", "pytest", tests, *session.posargs, env=ONE_THREAD)
+    finally:
+        session.run_install(*pip, "uninstall", "--yes", "triton", silent=True)
