@@ -11,6 +11,7 @@ hold the same figures and make the same plan.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Iterator
@@ -116,7 +117,10 @@ class Calibration(Plugin):
             MeshError: for a mesh that ``fully_shard`` would refuse.
         """
         resolved = [resolve_mesh(mesh) for mesh in meshes or (None,)]
-        return cls(tuple(b for roles in resolved for b in _measure_axis(roles)))
+        try:
+            return cls(tuple(b for roles in resolved for b in _measure_axis(roles)))
+        finally:
+            gc.collect()  # modules and their hooks are cycles, with tens of MiB of buffers
 
     def save(self, path: str | Path) -> None:
         """Write the figures as JSON; one rank is enough.
