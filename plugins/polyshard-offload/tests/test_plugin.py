@@ -223,7 +223,7 @@ def shows(rank: int, size: int, path: str) -> None:
     optimizer = offload.wrap(torch.optim.AdamW(model.parameters()))
     after = str(describe(model))
     assert f"{2 * both:,} bytes in all on disk: optimizer state {2 * both:,}" in after
-    assert f"staging on the device {both:,}, step buffers {2 * both:,}" in after
+    assert f"staging of shards {both:,}, step buffers {2 * both:,}" in after
     assert "once wrap()" not in after
     memory = offload.memory(optimizer)
     assert (memory.host, memory.disk, memory.buffers) == (2 * both, 2 * both, 2 * both)

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class Memory:
     """Bytes on this rank, beside what the engine uses by itself.
 
-    ``staging`` is on the device: shards on their way to a gather (and, where the optimizer steps
-    beside parameters on the device, nothing else). ``buffers`` is where the optimizer steps: chunks
-    of state, and opened shards of parameters on disk. ``bounce`` is host memory that direct I/O
+    ``staging`` holds shards on their way to a gather: on the device, or on the host where a codec
+    reads them there. ``buffers`` is where the optimizer steps: chunks of state, and opened shards
+    of parameters on disk. ``bounce`` is host memory that direct I/O
     needs for what is not page-aligned. ``host`` and ``disk`` are what rests there.
     """
 
@@ -98,7 +98,7 @@ def _lines(tiers: Tiers, optimizer_tier: str) -> Iterator[str]:
     if optimizer_tier != "device" and not offloads:
         yield f"offload: optimizer state goes to {optimizer_tier} once wrap() has the optimizer"
     parts = (
-        ("staging on the device", memory.staging),
+        ("staging of shards", memory.staging),
         ("step buffers", memory.buffers),
         ("direct I/O on the host", memory.bounce),
     )
