@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from toy_models import chain, run_chain
 from toy_plugins import Keeping, KeptFactory
 from typing_extensions import override
 
-from polyshard import fully_shard, hookimpl
+from polyshard import hookimpl
 from polyshard.defaults import DeviceStorage
 from polyshard.layout import GroupLayout
 from polyshard.seams import GroupInfo
@@ -107,29 +108,14 @@ class FarKeeping(Keeping):
         return self.factory if self._keeps else None
 
 
-def chain(plugin: FarKeeping) -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    for layer in model:
-        fully_shard(layer, plugins=[plugin])
-    fully_shard(model, plugins=[plugin])
-    return model
-
-
-def run(model: nn.Module) -> float:
-    loss = model(torch.ones(2, 4)).square().sum()
-    loss.backward()
-    return float(loss.detach())
-
-
 def read_once_a_step(rank: int, size: int) -> None:
     plugin, plain = FarKeeping(Far), FarKeeping(Far, keeps=False)
-    model, expected = chain(plugin), chain(plain)
+    model, expected = chain(plugin, 3), chain(plain, 3)
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, expected)]
     for _ in range(4):
         plugin.storage.log.clear()
         plain.storage.log.clear()
-        assert run(model) == run(expected)
+        assert run_chain(model) == run_chain(expected)
         assert sorted(plugin.storage.log) == ["read 1", "read 2", "read 3"]  # in forward
         # The last layer is still there in backward, but for what prefetching brings near.
         assert len(plain.storage.log) >= 5
@@ -144,9 +130,9 @@ def test_a_kept_payload_leaves_the_shard_where_it_rests(world2: World) -> None:
 
 def written_in_between(rank: int, size: int) -> None:
     """A write between forward and backward is seen, and so is one past the version counters."""
-    models = [chain(FarKeeping(Far)), chain(FarKeeping(Far, keeps=False))]
+    models = [chain(FarKeeping(Far), 3), chain(FarKeeping(Far, keeps=False), 3)]
     for _ in range(2):
-        assert run(models[0]) == run(models[1])
+        assert run_chain(models[0]) == run_chain(models[1])
     gradients = []
     for each in models:
         each.zero_grad()
@@ -160,7 +146,7 @@ def written_in_between(rank: int, size: int) -> None:
     for each in models:
         weight = each[1].weight
         weight.data.mul_(2.0)
-    assert run(models[0]) == run(models[1])
+    assert run_chain(models[0]) == run_chain(models[1])
 
 
 def test_a_kept_payload_follows_what_rests(world2: World) -> None:
@@ -169,11 +155,11 @@ def test_a_kept_payload_follows_what_rests(world2: World) -> None:
 
 def read_at_rest(rank: int, size: int) -> None:
     plugin, plain = FarKeeping(Serving), FarKeeping(Serving, keeps=False)
-    model, expected = chain(plugin), chain(plain)
+    model, expected = chain(plugin, 3), chain(plain, 3)
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, expected)]
     for step in range(3):
         for _ in range(2):
-            assert run(model) == run(expected)
+            assert run_chain(model) == run_chain(expected)
         # Looking whether a shard changed does not bring it near either.
         encoded = [bound.encoded for bound in plugin.factory.bound if bound.encoded]
         assert encoded == [step + 1] * 3

@@ -7,6 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from toy_models import chain, run_chain
 from typing_extensions import override
 
 from polyshard import Plugin, fully_shard, hookimpl
@@ -74,28 +75,13 @@ class EagerPlugin(Plugin):
         return self._factory
 
 
-def chain(plugin: object) -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    for layer in model:
-        fully_shard(layer, plugins=[plugin])
-    fully_shard(model, plugins=[plugin])
-    return model
-
-
-def step(model: nn.Module) -> float:
-    loss = model(torch.ones(2, 4)).square().sum()
-    loss.backward()
-    return float(loss.detach())
-
-
 def hears_early(rank: int, size: int) -> None:
     plugin = EagerPlugin(1)
-    model = chain(plugin)
-    step(model)
+    model = chain(plugin, 4)
+    run_chain(model)
     assert not [line for line in plugin.log if line.startswith("prefetch")]
     plugin.log.clear()
-    step(model)
+    run_chain(model)
     fetches = [line for line in plugin.log if line.startswith("fetch")]
     forward = ["fetch 1 (near)", "fetch 2 (near)", "fetch 3 (near)", "fetch 4 (near)"]
     assert fetches[:4] == forward  # the root, which starts first, announces the first layer
@@ -109,9 +95,9 @@ def test_storages_that_ask_hear_early(world2: World) -> None:
 
 def silent_unless_asked(rank: int, size: int) -> None:
     plugin = EagerPlugin(0)
-    model = chain(plugin)
+    model = chain(plugin, 4)
     for _ in range(3):
-        step(model)
+        run_chain(model)
     assert not [line for line in plugin.log if line.startswith("prefetch")]
 
 
@@ -122,9 +108,9 @@ def test_others_are_left_alone(world1: World) -> None:
 def stays_fresh(rank: int, size: int) -> None:
     """A write between prefetch and gather is seen, wherever it comes."""
     plugin = EagerPlugin(2)
-    model, plain = chain(plugin), chain(EagerPlugin(0))
+    model, plain = chain(plugin, 4), chain(EagerPlugin(0), 4)
     for each in (model, plain):
-        step(each)
+        run_chain(each)
 
     def write(module: nn.Module, args: object, output: object) -> None:
         owner = model if module is model[0] else plain
@@ -134,13 +120,13 @@ def stays_fresh(rank: int, size: int) -> None:
     for each in (model, plain):
         each[0].register_forward_hook(write)
     plugin.log.clear()
-    assert step(model) == step(plain)
+    assert run_chain(model) == run_chain(plain)
     assert plugin.log[plugin.log.index("release 3") + 1] == "fetch 3"  # not the stale one
     for each in (model, plain):
         with torch.no_grad():
             each(torch.ones(2, 4))  # an evaluation, which may announce what never comes
             each[0].weight.mul_(3.0)  # type: ignore[operator]
-    assert step(model) == step(plain)
+    assert run_chain(model) == run_chain(plain)
 
 
 def test_what_changed_is_fetched_again(world2: World) -> None:

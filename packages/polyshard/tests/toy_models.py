@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import polyshard
+
 
 class Block(nn.Module):
     """A residual feed-forward block with a norm: large, small and uneven parameters."""
@@ -108,3 +110,20 @@ def assert_same_parameters(ours: nn.Module, other: nn.Module, *, exact: bool) ->
             assert torch.equal(whole, reference), name
         else:
             torch.testing.assert_close(whole, reference, rtol=2e-4, atol=2e-5, msg=name)
+
+
+def chain(plugin: object, layers: int) -> nn.Sequential:
+    """Small linear layers, each a unit, and a root without parameters of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    for layer in model:
+        polyshard.fully_shard(layer, plugins=[plugin])
+    polyshard.fully_shard(model, plugins=[plugin])
+    return model
+
+
+def run_chain(model: nn.Module) -> float:
+    """Forward and backward of :func:`chain`; the loss."""
+    loss = model(torch.ones(2, 4)).square().sum()
+    loss.backward()
+    return float(loss.detach())

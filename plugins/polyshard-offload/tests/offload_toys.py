@@ -227,3 +227,13 @@ def assert_same_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer) 
                 assert torch.equal(full(value), full(same)), (index, name)
             else:
                 assert value == same
+
+
+def same_as_without(rank: int, size: int, offload: Offload, recipe: Recipe) -> None:
+    """Losses, parameters and optimizer state are those of the same training without offload."""
+    plain, expected_optimizer, expected = without(rank, size, recipe)
+    model = sharded_toy(offload, recipe)
+    optimizer = wrapped(recipe.make_optimizer(model), offload)
+    assert train(model, optimizer, rank, recipe) == expected
+    assert_same_values(model, plain)
+    assert_same_state(optimizer, expected_optimizer)

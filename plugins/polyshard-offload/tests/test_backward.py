@@ -13,6 +13,7 @@ from offload_toys import (
     assert_same_state,
     assert_same_values,
     loss_of,
+    same_as_without,
     sharded_toy,
     tokens_for,
     train,
@@ -40,15 +41,6 @@ def make(tiers: tuple[str, str], path: str, **chosen: Any) -> Offload:
     return Offload(params=tiers[0], optimizer=tiers[1], step_in_backward=True, **settings)  # type: ignore[arg-type]
 
 
-def steps_alike(rank: int, size: int, offload: Offload, recipe: Recipe) -> None:
-    plain, expected_optimizer, expected = without(rank, size, recipe)
-    model = sharded_toy(offload, recipe)
-    optimizer = wrapped(recipe.make_optimizer(model), offload)
-    assert train(model, optimizer, rank, recipe) == expected
-    assert_same_values(model, plain)
-    assert_same_state(optimizer, expected_optimizer)
-
-
 RECIPES = {
     "AdamW": Recipe(),
     "momentum": Recipe(optimizer="momentum"),
@@ -62,17 +54,17 @@ RECIPES = {
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_same_training(world2: World, name: str, tmp_path: Path) -> None:
     for tiers in TIERS if name == "AdamW" else (TIERS[1], TIERS[4]):
-        world2.run(steps_alike, make(tiers, str(tmp_path)), RECIPES[name])
+        world2.run(same_as_without, make(tiers, str(tmp_path)), RECIPES[name])
 
 
 def test_the_same_training_over_replicas(world4: World, tmp_path: Path) -> None:
-    world4.run(steps_alike, make(TIERS[4], str(tmp_path)), Recipe(hsdp=True, steps=5))
+    world4.run(same_as_without, make(TIERS[4], str(tmp_path)), Recipe(hsdp=True, steps=5))
 
 
 @pytest.mark.parametrize("chosen", [{"prefetch": 0}, {"chunk_bytes": 1 << 20}, {"fraction": 0.4}])
 def test_however_it_is_cut(world2: World, chosen: dict[str, Any], tmp_path: Path) -> None:
     for tiers in (TIERS[1], TIERS[4]):
-        world2.run(steps_alike, make(tiers, str(tmp_path), **chosen), Recipe(steps=5))
+        world2.run(same_as_without, make(tiers, str(tmp_path), **chosen), Recipe(steps=5))
 
 
 def frees(rank: int, size: int, path: str) -> None:

@@ -9,12 +9,7 @@ import pytest
 from offload_toys import (
     SMALL,
     Recipe,
-    assert_same_state,
-    assert_same_values,
-    sharded_toy,
-    train,
-    without,
-    wrapped,
+    same_as_without,
 )
 
 from polyshard.testing import World
@@ -36,15 +31,6 @@ def make(tiers: tuple[str, str, str], path: str, **settings: object) -> Offload:
     params, grads, optimizer = tiers
     chosen = {"chunk_bytes": SMALL, "disk": DiskSettings(path=Path(path)), **settings}
     return Offload(params=params, grads=grads, optimizer=optimizer, **chosen)  # type: ignore[arg-type]
-
-
-def same_as_without(rank: int, size: int, offload: Offload, recipe: Recipe) -> None:
-    plain, expected_optimizer, expected = without(rank, size, recipe)
-    model = sharded_toy(offload, recipe)
-    optimizer = wrapped(recipe.make_optimizer(model), offload)
-    assert train(model, optimizer, rank, recipe) == expected
-    assert_same_values(model, plain)
-    assert_same_state(optimizer, expected_optimizer)
 
 
 @pytest.mark.parametrize("tiers", TIERS, ids="-".join)

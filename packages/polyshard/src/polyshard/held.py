@@ -32,7 +32,7 @@ class HeldGradients:
             self._total, self._slots = total, dict(slots)
             return
         for index, slot in slots.items():
-            held, new = _part(self._total, slot), _part(total, slot)
+            held, new = part_of(self._total, slot), part_of(total, slot)
             if index in self._slots:
                 held.add_(new)
             else:  # what is there is no gradient
@@ -47,6 +47,7 @@ class HeldGradients:
         return total, present
 
 
-def _part(total: Tensor, slot: Slot) -> Tensor:
+def part_of(total: Tensor, slot: Slot) -> Tensor:
+    """One parameter's part of ``total`` (``[shard_numel]``), without what views check each time."""
     shape, stride, offset = slot
     return total.as_strided(shape, stride, total.storage_offset() + offset)

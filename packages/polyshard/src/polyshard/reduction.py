@@ -23,7 +23,7 @@ from polyshard._torch_private import local_tensor
 from polyshard.averaging import Averaging
 from polyshard.buffers import Buffer, Recycled, new_buffer
 from polyshard.gather import Line
-from polyshard.held import HeldGradients
+from polyshard.held import HeldGradients, Slot, part_of
 from polyshard.layout import ParameterLayout
 from polyshard.mesh import MeshRoles
 from polyshard.pages import PagePool
@@ -97,7 +97,7 @@ class Reducer:
         )
         # What local_view() would work out for every gradient of every step.
         rank = roles.shard_rank
-        self._slots = [
+        self._slots: list[Slot] = [
             (shape, torch.empty(shape, device="meta").stride(), placed.shard_offset)
             for placed in self._layout.parameters
             for shape in (placed.local_shape(rank),)
@@ -305,13 +305,11 @@ class Reducer:
 
     def store(self, total: Tensor, present: Sequence[int]) -> None:
         """Set or add to ``.grad`` of the sharded parameters, then run their hooks."""
-        start = total.storage_offset()
         accumulate_into: list[Tensor] = []
         accumulate_from: list[Tensor] = []
         for index in present:
             sharded = self._shards.parameters[index]
-            shape, stride, offset = self._slots[index]
-            value = total.as_strided(shape, stride, start + offset)
+            value = part_of(total, self._slots[index])
             if sharded.parameter.grad is None:
                 sharded.parameter.grad = sharded.wrap(value)
             else:
