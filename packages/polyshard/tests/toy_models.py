@@ -109,7 +109,9 @@ def assert_same_parameters(ours: nn.Module, other: nn.Module, *, exact: bool) ->
         if exact:
             assert torch.equal(whole, reference), name
         else:
-            torch.testing.assert_close(whole, reference, rtol=2e-4, atol=2e-5, msg=name)
+            # Sums of three or more in another order differ in the last bit, and Adam makes up to
+            # a few per cent of the learning rate (1e-2) of that where a gradient is nearly zero.
+            torch.testing.assert_close(whole, reference, rtol=2e-4, atol=3e-4, msg=name)
 
 
 def chain(plugin: object, layers: int) -> nn.Sequential:
