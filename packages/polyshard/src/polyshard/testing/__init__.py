@@ -1,5 +1,6 @@
 """For tests of polyshard and of its plugins; needs the extra ``polyshard[testing]``."""
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from polyshard.testing.world import RankError, World
@@ -9,15 +10,14 @@ if TYPE_CHECKING:
 
 __all__ = ["PluginConformance", "RankError", "World"]
 
+if "pytest" in sys.modules:  # not in ranks, which do without its import
+    sys.modules["pytest"].register_assert_rewrite("polyshard.testing.conformance")
+
 if not TYPE_CHECKING:  # else every misspelt name would have a type
 
     def __getattr__(name: str) -> Any:
-        """Import the conformance tests when they are asked for: ranks have no use for pytest."""
         if name != "PluginConformance":
             raise AttributeError(f"module 'polyshard.testing' has no attribute '{name}'")
-        import pytest
-
-        pytest.register_assert_rewrite("polyshard.testing.conformance")
         from polyshard.testing.conformance import PluginConformance
 
         return PluginConformance
