@@ -149,7 +149,7 @@ def demo(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure everything against FSDP2: `nox -s bench -- [--quick] [--only NAME ...] [--list]`."""
     python = str(dev_environment(session, PLUGINS) / "python")
-    session.run(python, "benchmarks/suite.py", *session.posargs, env=ONE_THREAD)
+    session.run(python, "-m", "benchmarks", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(venv_backend="none", default=False)

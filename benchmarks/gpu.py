@@ -1,23 +1,20 @@
 """On one accelerator: a step of Llama-3-8B-sized layers, host transfers, and codecs.
 
-    python benchmarks/gpu.py [--layers 4] [--json OUT]      (needs CUDA)
-    python benchmarks/gpu.py --backend nccl --ranks 1
-    python benchmarks/gpu.py --tiny                         (on the CPU: shows that it runs)
+    python -m benchmarks.gpu [--layers 4] [--json OUT]      (needs CUDA)
+    python -m benchmarks.gpu --backend nccl --ranks 1
+    python -m benchmarks.gpu --tiny                         (on the CPU: shows that it runs)
 
-With the fake process group this is rank 0 of 64, and transfers return at once (see silent.py): what
-is left is compute and what the engine adds to it. Columns that need CUDA say so without it.
+With the fake process group this is rank 0 of 64, and transfers return at once (host/silent.py):
+what is left is compute and what the engine adds to it. Columns that need CUDA say so without it.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import platform
 import statistics
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -29,14 +26,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-sys.path.insert(0, str(Path(__file__).parent))
-import quantized_codec
-from engines import library
-from host_transfers import host_transfers
-from launches import count
-from llama import Llama, LlamaSettings
-from report import About
-from silent import silent_group
+from benchmarks.clock import seconds
+from benchmarks.host.launches import count
+from benchmarks.host.silent import silent_group
+from benchmarks.host.transfers import host_transfers
+from benchmarks.llama import Llama, LlamaSettings
+from benchmarks.quantized.codec import measure as measure_codecs
+from benchmarks.result import save
+from benchmarks.step.engines import library
 
 ENGINES = ("polyshard", "torch")
 Table = list[dict[str, Any]]
@@ -75,7 +72,6 @@ class Settings:
 
 
 def has_device() -> bool:
-    """Whether the real thing can be run here."""
     return torch.cuda.is_available()
 
 
@@ -101,7 +97,6 @@ class Trainee:
         self.tokens = torch.randint(settings.model.vocabulary, shape, device=settings.device)
 
     def step(self) -> None:
-        """Forward, backward, optimizer."""
         logits: Tensor = self.model(self.tokens)
         F.cross_entropy(
             logits[:, :-1].flatten(0, 1).float(), self.tokens[:, 1:].flatten()
@@ -112,7 +107,6 @@ class Trainee:
 
 @contextmanager
 def process_group(settings: Settings) -> Iterator[DeviceMesh]:
-    """The mesh of all ranks."""
     if settings.backend == "fake":
         with silent_group(settings.ranks):
             yield init_device_mesh(settings.device, (settings.ranks,))
@@ -124,37 +118,29 @@ def process_group(settings: Settings) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def timed(work: Callable[[], None], device: str) -> float:
-    """Seconds until the device is done."""
-    begin = time.perf_counter()
-    work()
-    quantized_codec.synchronize(torch.device(device))
-    return time.perf_counter() - begin
-
-
 def step_table(settings: Settings) -> Table:
     """Time in turns; launches of one step; the allocator's peak, one engine at a time."""
     with process_group(settings) as mesh:
         peaks = {name: _peak(name, settings, mesh) for name in ENGINES}
         trainees = {name: Trainee(name, settings, mesh) for name in ENGINES}
-        seconds: dict[str, list[float]] = {name: [] for name in ENGINES}
+        samples: dict[str, list[float]] = {name: [] for name in ENGINES}
         for index in range(settings.warmup + settings.steps):
             for name, trainee in trainees.items():
-                value = timed(trainee.step, settings.device)
+                value = seconds(trainee.step, torch.device(settings.device))
                 if index >= settings.warmup:
-                    seconds[name].append(value)
+                    samples[name].append(value)
         counts = {name: count(trainee.step) for name, trainee in trainees.items()}
-    rows = [_step_row(name, seconds[name], counts[name], peaks[name]) for name in ENGINES]
+    rows = [_step_row(name, samples[name], counts[name], peaks[name]) for name in ENGINES]
     return [*rows, _ratio_row(*rows)]
 
 
-def _step_row(name: str, seconds: list[float], counts: Any, peak: int | None) -> dict[str, Any]:
+def _step_row(name: str, samples: list[float], counts: Any, peak: int | None) -> dict[str, Any]:
     def milli(value: float | None) -> float | None:
         return None if value is None else 1e3 * value
 
     return {
         "engine": name,
-        "step ms": 1e3 * statistics.median(seconds),
+        "step ms": 1e3 * statistics.median(samples),
         "launches": counts.launches,
         "copy kernels": counts.copy_kernels,
         "copy ms": milli(counts.copy_seconds),
@@ -189,7 +175,7 @@ def _peak(name: str, settings: Settings, mesh: DeviceMesh) -> int | None:
 
 def codec_table(settings: Settings) -> Table:
     """Encoding and decoding against a copy of the same bytes on the same device."""
-    found = quantized_codec.measure(settings.mib, 9, torch.device(settings.device))
+    found = measure_codecs(settings.mib, 9, torch.device(settings.device))
     nbytes = settings.mib * 2**20
     return [
         {"what": name, "ms": ms, "GB/s of fp32": nbytes / ms / 1e6, "x copy": ms / found["copy"]}
@@ -198,7 +184,6 @@ def codec_table(settings: Settings) -> Table:
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """All three tables."""
     if settings.device == "cuda" and not has_device():
         raise SystemExit("torch sees no CUDA device here; --tiny shows that the script runs")
     model = settings.model
@@ -220,7 +205,6 @@ def _cpu() -> str:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Every table, a line a row."""
     print(f"{found['device']}; {found['model']}; {found['group']}")
     for name, rows in found["tables"].items():
         print(name)
@@ -235,7 +219,6 @@ def _value(value: object) -> str:
 
 
 def parse() -> tuple[Settings, Path | None]:
-    """What to measure, and where to write it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="small, and on the CPU")
     parser.add_argument("--layers", type=int, help="of the model")
@@ -253,14 +236,12 @@ def parse() -> tuple[Settings, Path | None]:
 
 
 def main() -> None:
-    """Run all of it."""
     settings, path = parse()
     torch.set_num_threads(1)
     found = measure(settings)
     show(found)
     if path:
-        about = asdict(About.here(" ".join(sys.argv)))
-        path.write_text(json.dumps({"about": about, **found}, indent=1) + "\n")
+        save(found, path)
 
 
 if __name__ == "__main__":

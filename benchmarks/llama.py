@@ -37,7 +37,6 @@ class LlamaSettings:
 
     @property
     def head_width(self) -> int:
-        """Elements of one head."""
         return self.width // self.heads
 
 
@@ -49,7 +48,6 @@ class Attention(nn.Module):
     """Causal, with rotary positions; ``[B, T, D]`` to ``[B, T, D]``."""
 
     def __init__(self, settings: LlamaSettings) -> None:
-        """Four projections."""
         super().__init__()
         self.settings = settings
         keys = settings.kv_heads * settings.head_width
@@ -76,7 +74,6 @@ class Block(nn.Module):
     """Attention and feed-forward, each added to its normalised input."""
 
     def __init__(self, settings: LlamaSettings) -> None:
-        """One layer."""
         super().__init__()
         self.attention_norm = nn.RMSNorm(settings.width, eps=1e-5)
         self.attention = Attention(settings)
@@ -97,7 +94,6 @@ class Llama(nn.Module):
     """Logits of tokens."""
 
     def __init__(self, settings: LlamaSettings) -> None:
-        """On the current default device."""
         super().__init__()
         self.settings = settings
         self.embedding = nn.Embedding(settings.vocabulary, settings.width)

@@ -1,8 +1,8 @@
 """Every measurement, one after the other: JSON, pictures, and the page of tables.
 
-    python benchmarks/suite.py                   (all of it; about a quarter of an hour on 2 cores)
-    python benchmarks/suite.py --only wide-2 host-cost
-    python benchmarks/suite.py --quick           (small and short, to see that it runs)
+    python -m benchmarks                   (all of it; about a quarter of an hour on 2 cores)
+    python -m benchmarks --only wide-2 host-cost
+    python -m benchmarks --quick           (small and short, to see that it runs)
 
 A full run writes benchmarks/results/, docs/assets/ and docs/reference/benchmarks.md; a quick one
 writes everything to runs/bench/, unless told otherwise. Nothing else should run on the machine.
@@ -20,17 +20,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-import breakdown
-import figures
-import gpu
-import host_cost
-import page
-import steadiness
-import step_time
-from report import RESULTS, ROOT, About, Result, read_all
-from rows import MAIN_ROWS, ROWS, STEADY_ROW, Row, row
-from world import run_alone, run_ranks
+from benchmarks import gpu
+from benchmarks.host import cost
+from benchmarks.ranks import run_alone, run_ranks
+from benchmarks.report import figures, page
+from benchmarks.result import RESULTS, ROOT, About, Result, read_all
+from benchmarks.step import breakdown, steadiness
+from benchmarks.step import time as step_time
+from benchmarks.step.rows import MAIN_ROWS, ROWS, STEADY_ROW, Row, row
 
 QUICK_RESULTS = ROOT / "runs" / "bench"
 QUICK_STEADY_STEPS = 20
@@ -82,8 +79,8 @@ def _steadiness(quick: bool) -> dict[str, Any]:
 
 
 def _host_cost(quick: bool) -> dict[str, Any]:
-    sizes, steps = (host_cost.QUICK, 3) if quick else (host_cost.CROSS, 10)
-    found: dict[str, Any] = run_alone(host_cost.measure_all, sizes, steps)
+    sizes, steps = (cost.QUICK, 3) if quick else (cost.CROSS, 10)
+    found: dict[str, Any] = run_alone(cost.measure_all, sizes, steps)
     return found
 
 
@@ -97,7 +94,7 @@ PARTS: tuple[Part, ...] = (
     *map(_row_part, ROWS),
     *map(_breakdown_part, MAIN_ROWS),
     Part("steadiness", "steadiness", _steadiness, steadiness.show),
-    Part("host-cost", "host-cost", _host_cost, host_cost.show),
+    Part("host-cost", "host-cost", _host_cost, cost.show),
     Part("gpu", "gpu", _gpu, gpu.show),
 )
 
@@ -129,7 +126,6 @@ def publish(folder: Path) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """What to run, and where to put it."""
     names = [part.name for part in PARTS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small models, few steps")
@@ -157,7 +153,3 @@ def main() -> int:
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

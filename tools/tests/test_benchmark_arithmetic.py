@@ -4,10 +4,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from breakdown import Span, parts_by_group
-from host_cost import fit
-from steadiness import summarize
-from step_time import ratios_of
+
+from benchmarks.host.cost import fit
+from benchmarks.step.spans import Span, parts_by_group
+from benchmarks.step.steadiness import summarize
+from benchmarks.step.time import ratios_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,7 +67,7 @@ def test_the_fit_finds_a_line_among_rows_of_equal_ranks_and_groups() -> None:
 def test_the_script_for_accelerators_runs_on_the_cpu_when_tiny(tmp_path: Path) -> None:
     pytest.importorskip("polyshard_quantized")
     out = tmp_path / "gpu.json"
-    command = [sys.executable, "benchmarks/gpu.py", "--tiny", "--json", str(out)]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--json", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     tables = json.loads(out.read_text())["tables"]
@@ -83,7 +84,7 @@ def test_no_device_is_said_before_anything_runs() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a device")
     pytest.importorskip("polyshard_quantized")
-    command = [sys.executable, "benchmarks/gpu.py"]
+    command = [sys.executable, "-m", "benchmarks.gpu"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "sees no CUDA device" in done.stderr

@@ -2,10 +2,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from case import Case
-from page import PAGE, page
-from report import RESULTS, About, Result, read, read_all
-from rows import FLOOR, MAIN_ROWS, MEMORY, ROWS, STEADY_ROW, STEP, Bar, Row, row
+
+from benchmarks.report.page import PAGE, page
+from benchmarks.result import RESULTS, About, Result, read, read_all
+from benchmarks.step.case import Case
+from benchmarks.step.rows import FLOOR, MAIN_ROWS, MEMORY, ROWS, STEADY_ROW, STEP, Bar, Row, row
 
 ABOUT = About("a machine", {"torch": "2"}, "abc", "nox -s bench", "2026-01-01")
 
@@ -22,7 +23,7 @@ def found(ratio: float, *, equal: bool = True) -> dict[str, object]:
 
 
 def test_the_committed_page_is_made_from_the_committed_results() -> None:
-    assert PAGE.read_text("utf-8") == page(read_all(RESULTS)), "python benchmarks/page.py"
+    assert PAGE.read_text("utf-8") == page(read_all(RESULTS)), "python -m benchmarks.report.page"
 
 
 def test_rows_have_names_of_their_own_and_the_named_ones_exist() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +37,12 @@ def die_on_one(rank: int, size: int) -> None:
         os._exit(3)
 
 
+def fail_on_one_and_hang_on_the_other(rank: int, size: int) -> None:
+    if rank == 1:
+        raise ValueError("a message from rank one")
+    time.sleep(60)
+
+
 def test_answers_come_by_rank_from_the_same_processes() -> None:
     world = World(2)
     try:
@@ -59,3 +69,59 @@ def test_failures_are_reported_and_the_world_starts_anew() -> None:
         assert world.run(total, 0) == [1, 1]
     finally:
         world.close()
+
+
+def test_without_a_limit_a_failed_rank_still_ends_the_wait() -> None:
+    world = World(2, collective_seconds=0.1)
+    try:
+        with pytest.raises(RankError, match=r"(?s)message from rank one.*\[0\] did not answer"):
+            world.run(fail_on_one_and_hang_on_the_other, timeout=None)
+    finally:
+        world.close()
+
+
+PROBE = """
+import sys
+
+def modules(rank, size):
+    return set(sys.modules)
+
+def path(rank, size):
+    return sys.path
+"""
+
+
+def probe(folder: Path, name: str) -> Callable[..., Any]:
+    (folder / "probe.py").write_text(PROBE)
+    spec = importlib.util.spec_from_file_location("probe", folder / "probe.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: Callable[..., Any] = getattr(module, name)
+    return found
+
+
+def test_a_rank_imports_no_conformance_tests_for_a_function_that_needs_none(
+    tmp_path: Path,
+) -> None:
+    world = World(1)
+    try:
+        loaded = world.run(probe(tmp_path, "modules"))[0]
+    finally:
+        world.close()
+    assert "polyshard.testing.world" in loaded
+    assert not {"pytest", "polyshard.testing.conformance"} & loaded
+
+
+def test_only_a_file_outside_a_package_has_its_folder_on_the_path(tmp_path: Path) -> None:
+    world = World(1)
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "__init__.py").touch()
+    try:
+        inside = world.run(probe(tmp_path / "inside", "path"))[0]
+        outside = world.run(probe(tmp_path, "path"))[0]
+    finally:
+        world.close()
+    assert str(tmp_path / "inside") not in inside
+    assert str(tmp_path) in outside

@@ -1,4 +1,4 @@
-"""Trainings end where native ones do; for long ones see ``benchmarks/quantized_accuracy.py``."""
+"""Trainings end where native ones do; for long ones see ``benchmarks/quantized/accuracy.py``."""
 
 from __future__ import annotations
 

@@ -1,10 +1,23 @@
 """For tests of polyshard and of its plugins; needs the extra ``polyshard[testing]``."""
 
-import pytest
+import sys
+from typing import TYPE_CHECKING, Any
 
-pytest.register_assert_rewrite("polyshard.testing.conformance")
+from polyshard.testing.world import RankError, World
 
-from polyshard.testing.conformance import PluginConformance  # noqa: E402
-from polyshard.testing.world import RankError, World  # noqa: E402
+if TYPE_CHECKING:
+    from polyshard.testing.conformance import PluginConformance
 
 __all__ = ["PluginConformance", "RankError", "World"]
+
+if "pytest" in sys.modules:  # not in ranks, which do without its import
+    sys.modules["pytest"].register_assert_rewrite("polyshard.testing.conformance")
+
+if not TYPE_CHECKING:  # else every misspelt name would have a type
+
+    def __getattr__(name: str) -> Any:
+        if name != "PluginConformance":
+            raise AttributeError(f"module 'polyshard.testing' has no attribute '{name}'")
+        from polyshard.testing.conformance import PluginConformance
+
+        return PluginConformance

@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from typing import Any
 
 COLLECTIVE_SECONDS = 30.0
 """How long a rank waits for its peers by default."""
+_ANSWER_SECONDS = 5.0  # for a rank to tell that it waited in vain
 
 
 class RankError(AssertionError):
@@ -59,13 +61,16 @@ class World:
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: float | None = 60.0
+    ) -> list[Any]:
         """Call ``function(rank, size, *args)`` on every rank.
 
         Args:
             function: a module-level function.
             args: picklable.
-            timeout: seconds after which ranks that have not answered count as hung.
+            timeout: seconds after which ranks that have not answered count as hung; ``None``
+                waits for as long as no rank has failed.
 
         Returns:
             What each rank returned, by rank.
@@ -75,6 +80,7 @@ class World:
         """
         if not self._processes:
             self._start()
+        begin = time.monotonic()
         call = _Call(inspect.getfile(function), function.__qualname__, args)
         for pipe in self._pipes:
             pipe.send(call)
@@ -85,7 +91,8 @@ class World:
             self.close()
             parts = [f"--- rank {rank} ---\n{text}" for rank, text in sorted(failed.items())]
             if hung:
-                parts.append(f"--- ranks {hung} did not answer within {timeout:.0f} s ---")
+                waited = time.monotonic() - begin
+                parts.append(f"--- ranks {hung} did not answer within {waited:.0f} s ---")
             raise RankError("\n".join([f"{function.__name__} failed", *parts]))
         return [answers[rank][1] for rank in range(self.size)]
 
@@ -122,13 +129,14 @@ class World:
             else:
                 os.environ["OMP_NUM_THREADS"] = threads
 
-    def _collect(self, timeout: float) -> dict[int, tuple[str, Any]]:
-        import time
-
+    def _collect(self, timeout: float | None) -> dict[int, tuple[str, Any]]:
         answers: dict[int, tuple[str, Any]] = {}
-        deadline = time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
         open_pipes = dict(zip(self._pipes, range(self.size), strict=True))
-        while open_pipes and (left := deadline - time.monotonic()) > 0:
+        while open_pipes:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                break
             for pipe in wait(list(open_pipes), left):
                 assert isinstance(pipe, Connection)
                 rank = open_pipes.pop(pipe)
@@ -136,6 +144,10 @@ class World:
                     answers[rank] = pipe.recv()
                 except EOFError:
                     answers[rank] = ("error", "the process ended without an answer")
+                if answers[rank][0] == "error":
+                    # Peers in a collective with it give up after as long; others may be stuck.
+                    last = time.monotonic() + self._seconds + _ANSWER_SECONDS
+                    deadline = last if deadline is None else min(deadline, last)
         return answers
 
 
@@ -175,7 +187,8 @@ def _load(path: str, modules: dict[str, ModuleType]) -> ModuleType:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
-        sys.path.insert(0, str(Path(path).parent))  # helpers beside the test file
+        if not Path(path).with_name("__init__.py").exists():
+            sys.path.insert(0, str(Path(path).parent))  # helpers beside the test file
         spec.loader.exec_module(module)
         modules[path] = module
     return modules[path]

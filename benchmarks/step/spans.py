@@ -1,7 +1,5 @@
 """Where an engine's time goes, group by group, from the ranges both engines show to the profiler.
 
-    python benchmarks/breakdown.py [--row wide-2] [--steps 5]
-
 Parts of the time the training thread spends inside an engine's ranges:
 
 - ``wait``: what is left of ranges that wait for a transfer (their Python, which is little beside
@@ -12,32 +10,17 @@ Parts of the time the training thread spends inside an engine's ranges:
 - ``hook``: what is left of ranges that wait for nothing, the engine's own Python.
 
 ``transfer`` is apart from these: how long anything of the group was under way, hidden behind
-compute or not; gloo takes a send or receive for over only when somebody waits for it. Both engines
-take turns; a profiled step is slower than one that is not, so these are shares, not step times.
+compute or not; gloo takes a send or receive for over only when somebody waits for it.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
-
-sys.path.insert(0, str(Path(__file__).parent))
-from case import Case
-from engines import Sharded, batches
-from rows import MAIN_ROWS, row
-from world import run_ranks
-
-import polyshard
-
 PARTS = ("wait", "copy", "launch", "other", "hook")
+COLUMNS = (*PARTS, "transfer")
 ROOT = "(root)"
 RANGES = ("polyshard.", "FSDP::")
 WAITS = (
@@ -93,7 +76,7 @@ def parts_by_group(spans: list[Span]) -> dict[str, Parts]:
     ranges = [span for span in spans if span.is_range]
     for span in ranges:
         label, group = span.label_and_group
-        parts = found.setdefault(group, dict.fromkeys((*PARTS, "transfer"), 0.0))
+        parts = found.setdefault(group, dict.fromkeys(COLUMNS, 0.0))
         inner = 0.0
         for part, micros in _inside(span):
             inner += micros
@@ -139,64 +122,3 @@ def _union(intervals: list[tuple[float, float]]) -> float:
         total += max(end - max(start, reached), 0.0)
         reached = max(reached, end)
     return total
-
-
-def profile_engines(case: Case) -> dict[str, Any]:
-    """Medians over ``case.steps`` profiled steps by engine and group; on the ranks."""
-    engines = {name: Sharded(case, name) for name in ("polyshard", "torch")}
-    samples: dict[str, list[dict[str, Parts]]] = {name: [] for name in engines}
-    for index, batch in enumerate(batches(case)):
-        for name, engine in engines.items():
-            dist.barrier()
-            if index < case.warmup:
-                engine.step(batch)
-                continue
-            with profile(activities=[ProfilerActivity.CPU]) as profiler:
-                engine.step(batch)
-            samples[name].append(parts_by_group(spans_of(profiler.events())))
-    steps = case.warmup + case.steps
-    traffic = polyshard.stats(engines["polyshard"].model).groups
-    return {
-        "groups": {name: _medians(found) for name, found in samples.items()},
-        "sent_bytes": {name: group.sent_bytes // steps for name, group in traffic.items()},
-    }
-
-
-def _medians(samples: list[dict[str, Parts]]) -> dict[str, Parts]:
-    return {
-        group: {
-            part: statistics.median(sample[group][part] for sample in samples)
-            for part in (*PARTS, "transfer")
-        }
-        for group in samples[0]
-    }
-
-
-def measure(case: Case) -> dict[str, Any]:
-    """A row taken apart: seconds a step by engine, group and part."""
-    return {"case": asdict(case), **run_ranks(case.ranks, profile_engines, case)}
-
-
-def show(found: dict[str, Any]) -> None:
-    """Milliseconds a step for a person."""
-    names = (*PARTS, "transfer")
-    for engine, groups in found["groups"].items():
-        print(f"{engine:24}" + "".join(f"{part:>10}" for part in names))
-        for group, parts in groups.items():
-            print(f"  {group:22}" + "".join(f"{1e3 * parts[part]:>10.2f}" for part in names))
-
-
-def main() -> None:
-    """Take rows apart."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--row", nargs="+", default=list(MAIN_ROWS))
-    parser.add_argument("--quick", action="store_true", help="small models and few steps")
-    options = parser.parse_args()
-    for name in options.row:
-        chosen = row(name).quick() if options.quick else row(name)
-        print(name)
-        show(measure(chosen.case))
-
-
-if __name__ == "__main__":
-    main()

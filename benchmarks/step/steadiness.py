@@ -1,6 +1,6 @@
 """Whether memory and step time stay where they are: 200 steps, one engine a process.
 
-    python benchmarks/steadiness.py [--steps 200]
+    python -m benchmarks.step.steadiness [--steps 200]
 
 Growth is the least-squares slope of resident memory over the last three quarters of the steps;
 a spike is its largest value above the median there. Engines run one after the other, each in ranks
@@ -11,19 +11,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))
-from case import Case
-from engines import batches, build
-from memory import resident_bytes
-from rows import STEADY_ROW, row
-from world import run_ranks
+from benchmarks.ranks import run_ranks
+from benchmarks.step.case import Case
+from benchmarks.step.engines import batches, build
+from benchmarks.step.memory import resident_bytes
+from benchmarks.step.rows import STEADY_ROW, row
 
 STEPS = 200
 PERCENTILES = (50, 95, 99)
@@ -58,7 +55,6 @@ def summarize(samples: Samples) -> dict[str, float]:
 
 
 def measure(case: Case, steps: int = STEPS) -> dict[str, Any]:
-    """Both engines, one after the other."""
     long = replace(case, steps=steps)
     samples = {
         name: run_ranks(case.ranks, run_steps, long, name) for name in ("polyshard", "torch")
@@ -73,7 +69,6 @@ def measure(case: Case, steps: int = STEPS) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """The summary for a person."""
     for engine, values in found["summary"].items():
         times = ", ".join(f"p{p} {1e3 * values[f'p{p}_seconds']:.1f} ms" for p in PERCENTILES)
         print(
@@ -84,7 +79,6 @@ def show(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run the steady row."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=STEPS)
     options = parser.parse_args()

@@ -1,4 +1,6 @@
-"""Optimizer step and whole step per tier, in pairs with no offload: offload_step.py DIR.
+"""Optimizer step and whole step per tier, in pairs with no offload.
+
+    python -m benchmarks.offload.step DIRECTORY
 
 One process, gloo, W = 1. Ratios are medians of runs that take turns; memory is as predicted.
 """
@@ -7,17 +9,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.clock import seconds
 from polyshard import fully_shard
 from polyshard_offload import DiskSettings, Offload
 
+CPU = torch.device("cpu")
 Tiers = tuple[str, str, str]
 TIERS: tuple[Tiers, ...] = (
     ("device", "device", "host"),
@@ -54,24 +56,14 @@ class Subject:
         self.input = torch.randn(64, width)
 
     def backward(self) -> None:
-        """Forward and backward."""
         self.model(self.input).square().mean().backward()
 
     def step(self) -> None:
-        """The optimizer's."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
-def seconds(action: Callable[[], None]) -> float:
-    """How long ``action`` takes."""
-    begin = time.perf_counter()
-    action()
-    return time.perf_counter() - begin
-
-
 def main() -> None:
-    """Print a row for each combination."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--width", type=int, default=1024)
@@ -88,8 +80,8 @@ def main() -> None:
         subject = Subject(tiers, disk, chosen.width, chosen.layers)
         rows: list[tuple[float, float, float, float]] = []
         for _ in range(chosen.repeats + 2):
-            mine = seconds(subject.backward), seconds(subject.step)
-            theirs = seconds(plain.backward), seconds(plain.step)
+            mine = seconds(subject.backward, CPU), seconds(subject.step, CPU)
+            theirs = seconds(plain.backward, CPU), seconds(plain.step, CPU)
             rows.append((*mine, *theirs))
         steps = [row[1] for row in rows[2:]]
         ratio = statistics.median(row[1] / row[3] for row in rows[2:])

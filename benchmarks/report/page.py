@@ -1,26 +1,24 @@
 """Write docs/reference/benchmarks.md from the JSON files in benchmarks/results/.
 
-Usage: python benchmarks/page.py [--check]      (--check: only say whether it is current)
+    python -m benchmarks.report.page
 
-Bars, and the reasons why some are missed, come from benchmarks/rows.py.
+Bars, and the reasons why some are missed, come from step/rows.py.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-from report import RESULTS, ROOT, Result, read_all
-from rows import CLOSE, FLOOR, MEMORY, ROWS, STEP, Row
+from benchmarks.result import RESULTS, ROOT, Result, read_all
+from benchmarks.step.rows import CLOSE, FLOOR, MEMORY, ROWS, STEP, Row
+from benchmarks.step.spans import COLUMNS
 
 PAGE = ROOT / "docs" / "reference" / "benchmarks.md"
 ASSETS = ROOT / "docs" / "assets"
 HEAD = """# Benchmarks
 
-Generated from `benchmarks/results/` by `benchmarks/page.py`; run `nox -s bench`.
+Generated from `benchmarks/results/` by `python -m benchmarks.report.page`; run `nox -s bench`.
 
 Ratios are of medians within one run in which polyshard and torch's `fully_shard` (FSDP2) take turns
 on the same ranks and data; *paired* is the median of the ratios of single turns. The *floor* is the
@@ -57,7 +55,6 @@ def page(results: dict[str, Result], assets: str = "../assets") -> str:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
-    """Lines of a Markdown table."""
     cells = list(head)
     yield f"| {' | '.join(cells)} |"
     yield "|" + "---|" * len(cells)
@@ -148,16 +145,14 @@ def _missed(row: Row, found: dict[str, Any]) -> Iterator[str]:
 
 # --- the other measurements -----------------------------------------------------------------------
 
-_PARTS = ("wait", "copy", "launch", "other", "hook", "transfer")
-
 
 def _breakdown(found: dict[str, Any]) -> Iterator[str]:
     case = found["case"]
     yield f"Milliseconds a step at width {case['width']}, {case['tokens']} tokens, by group;"
     yield "`transfer` is how long anything was under way, behind compute or not (a send or receive"
     yield "of gloo until somebody waits for it); the rest is time of the training thread, as"
-    yield "`benchmarks/breakdown.py` defines it. What a rank sends a step is polyshard's count.\n"
-    head = ("group", "engine", *_PARTS, "MiB sent")
+    yield "`benchmarks/step/spans.py` defines it. What a rank sends a step is polyshard's count.\n"
+    head = ("group", "engine", *COLUMNS, "MiB sent")
     yield from table(head, _breakdown_rows(found))
 
 
@@ -165,10 +160,10 @@ def _breakdown_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     sent = found["sent_bytes"]
     for engine, groups in found["groups"].items():
         for group, parts in groups.items():
-            times = (f"{1e3 * parts[part]:.2f}" for part in _PARTS)
+            times = (f"{1e3 * parts[part]:.2f}" for part in COLUMNS)
             known = engine == "polyshard" and group in sent
             yield group, engine, *times, f"{sent[group] / 2**20:.1f}" if known else ""
-        totals = (1e3 * sum(parts[part] for parts in groups.values()) for part in _PARTS)
+        totals = (1e3 * sum(parts[part] for parts in groups.values()) for part in COLUMNS)
         yield "**all**", engine, *(f"{total:.2f}" for total in totals), ""
 
 
@@ -247,12 +242,7 @@ def _machines(results: Iterable[Result]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Write the page, or check it."""
-    found = page(read_all(RESULTS))
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(found, encoding="utf-8")
-    elif not PAGE.exists() or PAGE.read_text("utf-8") != found:
-        sys.exit(f"{PAGE.name} is out of date: run python benchmarks/page.py")
+    PAGE.write_text(page(read_all(RESULTS)), encoding="utf-8")
 
 
 if __name__ == "__main__":

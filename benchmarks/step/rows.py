@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from case import Case
+from benchmarks.step.case import Case
 
 STEP = "step / torch"
 FLOOR = "step / floor"
 MEMORY = "peak memory / torch"
 
+# Equal to FSDP2's to the last bit; to the rounding of another order of sums; not meant to be.
 Losses = Literal["bitwise", "close", "lossy"]
-"""Equal to FSDP2's to the last bit; to the rounding of another order of sums; not meant to be."""
 
 CLOSE = {"float32": 5e-5, "bfloat16": 2e-2, "float16": 1e-2}
 """Relative difference of losses that counts as close, by compute dtype."""
@@ -164,9 +164,9 @@ _PLUGINS = (
 
 ROWS: tuple[Row, ...] = (*_MAIN, *_MODES, *_PLUGINS)
 MAIN_ROWS = ("wide-2", "compute-2")
-"""Those taken apart by group (breakdown.py)."""
+"""Those taken apart by group (see breakdown.py)."""
 STEADY_ROW = "narrow-2"
-"""The one run for 200 steps (steadiness.py)."""
+"""The one run for 200 steps (see steadiness.py)."""
 
 
 def row(name: str) -> Row:

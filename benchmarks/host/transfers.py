@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.clock import Work, seconds
+
 TURNS = 9
 MATMULS = 8
-Work = Callable[[], object]
 
 
 def host_transfers(device: str, mib: int, matmul_size: int) -> list[dict[str, Any]]:
@@ -36,12 +36,12 @@ def _row(name: str, target: Tensor, source: Tensor, matrix: Tensor) -> dict[str,
     def copy() -> None:
         target.copy_(source, non_blocking=True)
 
-    alone = _median(copy)
+    alone = _median(copy, matrix.device)
     row: dict[str, Any] = {"direction": name, "GB/s alone": source.nbytes / alone / 1e9}
     row |= {"GB/s under matmul": None, "matmul slowdown": None, "overlap": None}
-    if not torch.cuda.is_available() or matrix.device.type != "cuda":
+    if matrix.device.type != "cuda":
         return row
-    compute_alone = _median(compute)
+    compute_alone = _median(compute, matrix.device)
     copied, computed, both = _together(copy, compute)
     hidden = alone + compute_alone - both
     return row | {
@@ -51,20 +51,8 @@ def _row(name: str, target: Tensor, source: Tensor, matrix: Tensor) -> dict[str,
     }
 
 
-def _median(work: Work) -> float:
-    samples = []
-    for _ in range(TURNS + 1):
-        _synchronize()
-        begin = time.perf_counter()
-        work()
-        _synchronize()
-        samples.append(time.perf_counter() - begin)
-    return statistics.median(samples[1:])
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def _median(work: Work, device: torch.device) -> float:
+    return statistics.median([seconds(work, device) for _ in range(TURNS + 1)][1:])
 
 
 def _together(copy: Work, compute: Work) -> tuple[float, float, float]:

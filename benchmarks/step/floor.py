@@ -60,7 +60,7 @@ class _Transfer:
 
 
 class Floor:
-    """A plain model with the transfers and the optimizer of its sharded twin. See the module."""
+    """A plain model with the transfers and the optimizer of its sharded twin."""
 
     def __init__(self, model: nn.Module, units: list[nn.Module], learning_rate: float) -> None:
         """``units`` are freed after forward, and so gathered twice; the rest is gathered once."""

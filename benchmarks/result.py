@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -30,7 +31,6 @@ class About:
 
     @classmethod
     def here(cls, command: str, *, quick: bool = False) -> About:
-        """This machine, now."""
         versions = {name: metadata.version(name) for name in ("torch", "polyshard")}
         versions["python"] = platform.python_version()
         date = datetime.now(UTC).date().isoformat()
@@ -53,8 +53,14 @@ class Result:
         (folder / f"{self.name}.json").write_text(text + "\n", encoding="utf-8")
 
 
+def save(found: dict[str, Any], path: Path) -> None:
+    """Write what one file, run by hand, has found."""
+    about = asdict(About.here(" ".join(["python", *sys.orig_argv[1:]])))
+    text = json.dumps({"about": about, **found}, indent=1)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
 def read(path: Path) -> Result:
-    """One file of :meth:`Result.write`."""
     data = json.loads(path.read_text("utf-8"))
     return Result(data["name"], data["kind"], About(**data["about"]), data["found"])
 

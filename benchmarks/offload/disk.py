@@ -1,4 +1,6 @@
-"""Read and write rates of a directory's disk, by block size and threads: offload_disk.py DIR.
+"""Read and write rates of a directory's disk, by block size and threads.
+
+    python -m benchmarks.offload.disk DIRECTORY
 
 Reads are cold: with direct I/O there is no page cache, and without it the file is synced and its
 pages are dropped first. The best pair is what DiskSettings should be given.
@@ -42,7 +44,6 @@ def rates(settings: DiskSettings, nbytes: int, repeats: int) -> tuple[float, flo
 
 
 def main() -> None:
-    """Print the grid and the best pair."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--mib", type=int, default=256)

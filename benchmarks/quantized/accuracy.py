@@ -1,6 +1,6 @@
 """Held-out loss of the demonstration training with and without quantized communication.
 
-Usage: python benchmarks/quantized_accuracy.py [--steps 200] [--seeds 3] [--lr 1e-3]
+    python -m benchmarks.quantized.accuracy [--steps 200] [--seeds 3] [--lr 1e-3]
 
 Every row is trained with the same seeds; a difference is to the native run of the same seed. Needs
 polyshard[demo] and polyshard-quantized.
@@ -37,7 +37,6 @@ def held_out(quantize: str, seed: int, options: argparse.Namespace) -> float:
 
 
 def main() -> None:
-    """Print one row a format, as soon as it is known."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)

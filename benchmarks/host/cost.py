@@ -1,7 +1,7 @@
 """What a step costs the host, without transfers: torch's fake process group, one process.
 
-    python benchmarks/host_cost.py                                       (a cross of sizes)
-    python benchmarks/host_cost.py --groups 40 --parameters 8 --ranks 8 64 512 4096
+    python -m benchmarks.host.cost                                       (a cross of sizes)
+    python -m benchmarks.host.cost --groups 40 --parameters 8 --ranks 8 64 512 4096
 
 Both engines shard the same model of tiny layers and take turns. Collectives return at once (see
 silent.py), so a step is autograd, the layers, and the engine's own Python; the same model unsharded
@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -28,12 +26,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-sys.path.insert(0, str(Path(__file__).parent))
-from launches import count_launches
-from report import About
-from silent import silent_group
-
 import polyshard
+from benchmarks.host.launches import count_launches
+from benchmarks.host.silent import silent_group
+from benchmarks.result import save
 
 WIDTH = 1
 ENGINES = ("polyshard", "torch")
@@ -71,7 +67,6 @@ class Layer(nn.Module):
         self.weights = nn.ParameterList(torch.zeros(rows, WIDTH) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
-        """One cheap operation a parameter."""
         for weight in self.weights:
             x = x + weight[0]
         return x
@@ -94,7 +89,6 @@ def shard(model: nn.Sequential, fully_shard: Callable[..., Any]) -> float:
 
 
 def train(model: nn.Module) -> None:
-    """One forward and backward."""
     device = next(model.parameters()).device
     model(torch.ones(2, WIDTH, device=device)).sum().backward()
 
@@ -185,7 +179,6 @@ def measure_all(sizes: tuple[Size, ...], steps: int) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """One line a row for a person."""
     for row in found["rows"]:
         ours, theirs = row["microseconds_per_group"].values()
         print(
@@ -202,7 +195,6 @@ def show(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run the rows asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+")
     parser.add_argument("--groups", type=int, nargs="+")
@@ -221,8 +213,7 @@ def main() -> None:
     found = measure_all(sizes, options.steps)
     show(found)
     if options.json:
-        about = asdict(About.here(" ".join(sys.argv)))
-        options.json.write_text(json.dumps({"about": about, **found}, indent=2) + "\n")
+        save(found, options.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Step time and peak memory against torch's ``fully_shard``, in pairs within one run.
 
-    python benchmarks/step_time.py --width 1024 --layers 8 --tokens 16 --ranks 2
+    python -m benchmarks.step.time --width 1024 --layers 8 --tokens 16 --ranks 2
 
 polyshard, torch's FSDP2 and the floor (see floor.py) take turns on the same ranks and data, so that
 whatever else the machine does hits all three alike. Reported are medians, the ratio of medians, and
@@ -11,9 +11,7 @@ Losses of polyshard and torch are compared step by step.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -21,12 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))
-from case import MODES, Case
-from engines import PHASES, batches, build
-from memory import peak_resident_bytes, resident_bytes
-from report import About
-from world import run_ranks
+from benchmarks.ranks import run_ranks
+from benchmarks.result import save
+from benchmarks.step.case import MODES, Case
+from benchmarks.step.engines import PHASES, batches, build
+from benchmarks.step.memory import peak_resident_bytes, resident_bytes
 
 MEMORY_STEPS = 4
 Seconds = dict[str, list[dict[str, float]]]
@@ -125,7 +122,6 @@ def summarize(
 
 
 def show(result: dict[str, Any]) -> None:
-    """A table for a person."""
     print(" ".join(f"{k}={v}" for k, v in result["case"].items()))
     print(f"{'':12}" + "".join(f"{phase:>12}" for phase in PHASES) + f"{'peak MiB':>12}")
     for name, medians in result["median_seconds"].items():
@@ -139,7 +135,6 @@ def show(result: dict[str, Any]) -> None:
 
 
 def parse() -> tuple[Case, argparse.Namespace]:
-    """The case, and what to do about it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for field, default in asdict(Case()).items():
         choices = MODES if field == "mode" else None
@@ -153,13 +148,11 @@ def parse() -> tuple[Case, argparse.Namespace]:
 
 
 def main() -> None:
-    """Run one case."""
     case, options = parse()
     result = measure(case, memory=not options.no_memory, floor=not options.no_floor)
     show(result)
     if options.json:
-        about = asdict(About.here(" ".join(sys.argv)))
-        options.json.write_text(json.dumps({"about": about, **result}, indent=2) + "\n")
+        save(result, options.json)
 
 
 if __name__ == "__main__":

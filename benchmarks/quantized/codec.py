@@ -1,6 +1,6 @@
 """Speed of the block formats against a plain copy, and their error on three kinds of values.
 
-Usage: python benchmarks/quantized_codec.py [--mib 64] [--threads 1] [--device cpu]
+    python -m benchmarks.quantized.codec [--mib 64] [--threads 1] [--device cpu]
 
 Times are medians of turns in which the copy and every format take part, so that the ratios hold on
 a busy machine. Errors are relative, of 2-norms, of one round trip. Needs polyshard-quantized.
@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from benchmarks.clock import Work, seconds
 from polyshard.layout import ParameterShape, plan_layout
 from polyshard_quantized import BlockFormat, Float8Block, Int4Block, Int8Block, round_trip
 from polyshard_quantized.gather import BoundGather
@@ -24,21 +23,6 @@ from polyshard_quantized.workspace import Workspace
 
 WIDTH = 4096
 FORMATS: tuple[BlockFormat, ...] = (Int8Block(), Float8Block(), Int4Block())
-Work = Callable[[], object]
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for what was launched."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
-
-
-def seconds(work: Work, device: torch.device) -> float:
-    """Time one call."""
-    begin = time.perf_counter()
-    work()
-    synchronize(device)
-    return time.perf_counter() - begin
 
 
 def codec_of(form: BlockFormat, values: Tensor) -> tuple[Work, Work]:
@@ -49,10 +33,7 @@ def codec_of(form: BlockFormat, values: Tensor) -> tuple[Work, Work]:
     payload = torch.empty(plan.nbytes, dtype=torch.uint8, device=values.device)
     shard, payloads = values.view(-1), payload[None]
     regions = [torch.empty_like(shard)[None]]
-    return (
-        lambda: codec.encode(shard, payload),
-        lambda: codec.decode(payloads, regions),
-    )
+    return lambda: codec.encode(shard, payload), lambda: codec.decode(payloads, regions)
 
 
 def measure(mib: int, turns: int, device: torch.device) -> dict[str, float]:
@@ -82,7 +63,6 @@ def kinds() -> dict[str, Tensor]:
 
 
 def main() -> None:
-    """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1)

@@ -1,7 +1,7 @@
 """Whether quantizing pays here: measures the link and the codec, then does the arithmetic.
 
-Usage: python benchmarks/quantized_breakeven.py [--mib 16]              (two ranks on loopback)
-       torchrun ... benchmarks/quantized_breakeven.py --joined          (on the ranks given)
+    python -m benchmarks.quantized.breakeven [--mib 16]              (two ranks on loopback)
+    torchrun ... -m benchmarks.quantized.breakeven --joined          (on the ranks given)
 
 For every world size and format it compares the time of an all-gather of ``mib`` of fp32 without
 overlap: moving the bytes, against encoding, moving fewer bytes, and decoding. Above 1.00 quantizing
@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))
-from quantized_codec import FORMATS, codec_of, seconds
-from world import run_ranks
+from benchmarks.clock import Work, seconds
+from benchmarks.quantized.codec import FORMATS, codec_of
+from benchmarks.ranks import run_ranks
 
 WORLDS = (2, 4, 8, 16, 64)
 MARGIN = 1.1
@@ -70,8 +68,7 @@ def measure(mib: int) -> Measured:
     return Measured(link, cast, encode, decode)
 
 
-def _median(work: object, device: torch.device) -> float:
-    assert callable(work)
+def _median(work: Work, device: torch.device) -> float:
     dist.barrier()
     return statistics.median([seconds(work, device) for _ in range(6)][1:])
 
@@ -88,7 +85,6 @@ def gains(found: Measured, world_size: int, number: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print what was measured, the table, and yes or no."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=16)
     parser.add_argument("--joined", action="store_true", help="use the ranks of torchrun")

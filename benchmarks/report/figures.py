@@ -9,11 +9,12 @@ import matplotlib as mpl
 
 mpl.use("Agg")  # no display is needed, and none is asked for
 import matplotlib.pyplot as plt
-from breakdown import PARTS
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from report import Result
-from rows import FLOOR, ROWS, STEP
+
+from benchmarks.result import Result
+from benchmarks.step.rows import FLOOR, ROWS, STEP
+from benchmarks.step.spans import PARTS
 
 COLORS = {"polyshard": "#1f6f8b", "torch": "#c8553d"}
 SIZE_INCHES = (9.0, 4.0)

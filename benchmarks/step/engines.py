@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from case import Case
-from floor import Floor
-from modes import data_rank, set_up
 from torch import Tensor, nn
 
+from benchmarks.step.case import Case
+from benchmarks.step.floor import Floor
+from benchmarks.step.modes import data_rank, set_up
 from polyshard.demo.model import LanguageModel, ModelSettings
 
 PHASES = ("forward", "backward", "optimizer", "step")
@@ -41,7 +41,6 @@ class Sharded:
     """A model sharded by polyshard or torch."""
 
     def __init__(self, case: Case, engine: str) -> None:
-        """Block by block, then the root."""
         fully_shard, policy = library(engine)
         self.model: Any = build_model(case)
         setup = set_up(engine, case.mode, self.model)
@@ -77,14 +76,12 @@ class Unsharded:
     """The floor, with the same phases."""
 
     def __init__(self, case: Case) -> None:
-        """The same model, whole on every rank."""
         model = build_model(case)
         if compute := param_dtype(case):
             model = model.to(compute)
         self.floor = Floor(model, list(model.blocks), LEARNING_RATE)
 
     def step(self, batch: Tensor) -> tuple[float, dict[str, float]]:
-        """One step of :class:`Floor`."""
         begin = time.perf_counter()
         self.floor.gather()
         loss = loss_of(self.floor.model, batch)

@@ -1,7 +1,7 @@
 """Step time with native and with quantized communication, in turns on the same ranks.
 
-Usage: python benchmarks/quantized_step.py [--width 1024] [--layers 8] [--tokens 16]
-       python benchmarks/quantized_step.py --link 1gbit      (root: two shaped namespaces)
+    python -m benchmarks.quantized.step [--width 1024] [--layers 8] [--tokens 16]
+    python -m benchmarks.quantized.step --link 1gbit      (root: two shaped namespaces)
 
 Every variant is a sharded copy of the same model; in each turn each variant makes one step, so that
 whatever else the machine does hits all alike. Ratios are to native fp32: the median over turns.
@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +25,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-from network import shaped_link
-from world import run_ranks
-
+from benchmarks.quantized.network import shaped_link
+from benchmarks.ranks import run_ranks
+from benchmarks.result import ROOT
 from polyshard import MixedPrecisionPolicy, fully_shard, stats
 from polyshard.demo.model import LanguageModel, ModelSettings
 from polyshard_quantized import ErrorFeedback, Int4Block, Int8Block, QuantizedComm
@@ -40,7 +38,6 @@ Samples = dict[str, Any]
 
 
 def keywords_for(variant: str) -> dict[str, Any]:
-    """What ``fully_shard`` gets."""
     if variant == "bf16":
         return {"mp_policy": BF16}
     if variant == "int8 weights":
@@ -57,7 +54,6 @@ class Trainee:
     """One variant of the model with its optimizer."""
 
     def __init__(self, variant: str, options: dict[str, int]) -> None:
-        """The same initial values for every variant."""
         torch.manual_seed(0)
         width, layers = options["width"], options["layers"]
         settings = ModelSettings(width=width, layers=layers, heads=8, hidden=4 * width)
@@ -113,27 +109,17 @@ def measure_joined(rank: int, address: str, options: dict[str, int]) -> None:
 
 
 def over_link(rate: str, options: dict[str, int]) -> Samples:
-    """Run two ranks at the ends of a shaped link."""
     with shaped_link(rate) as nodes:
         address = f"tcp://{nodes[0].address}:29513"
         ranks = []
         for rank, node in enumerate(nodes):
-            arguments = [
-                "--rank",
-                str(rank),
-                "--address",
-                address,
-                "--options",
-                json.dumps(options),
-            ]
+            words = ["--rank", str(rank), "--address", address, "--options", json.dumps(options)]
+            interface = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": node.interface}
             ranks.append(
                 subprocess.Popen(
-                    node.command(sys.executable, __file__, *arguments),
-                    env={
-                        **os.environ,
-                        "OMP_NUM_THREADS": "1",
-                        "GLOO_SOCKET_IFNAME": node.interface,
-                    },
+                    node.command(sys.executable, "-m", "benchmarks.quantized.step", *words),
+                    cwd=ROOT,
+                    env={**os.environ, **interface},
                     stdout=subprocess.PIPE,
                     text=True,
                 )
@@ -146,7 +132,6 @@ def over_link(rate: str, options: dict[str, int]) -> Samples:
 
 
 def main() -> None:
-    """Print a row a variant."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("width", 1024), ("layers", 8), ("tokens", 16), ("turns", 9)):
         parser.add_argument(f"--{name}", type=int, default=default)

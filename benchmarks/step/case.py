@@ -5,21 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MODES = (
-    "plain",
-    "keep",
-    "blocks",
-    "hsdp",
-    "columns",
-    "accumulate",
-    "quantized",
-    "offload-optimizer",
-    "offload-params",
-    "tensor-parallel",
+    "plain",  # weights are freed after forward
+    "keep",  # weights are kept until backward
+    "blocks",  # weights are kept by blocks of half the ranks
+    "hsdp",  # two replicas
+    "columns",  # matrices are sharded on dim 1
+    "accumulate",  # two micro-batches, the first without communication
+    "quantized",  # weights and gradients travel as int8
+    "offload-optimizer",  # optimizer state rests on the host
+    "offload-params",  # parameters, gradients and optimizer state rest on the host
+    "tensor-parallel",  # layers are divided over two ranks
 )
-"""Freed after forward; kept until backward; kept by blocks of half the ranks; two replicas;
-matrices sharded on dim 1; two micro-batches, the first without communication; int8 weights and
-gradients; optimizer state on the host; parameters, gradients and state on the host; layers divided
-over two ranks. See modes.py for what each means to polyshard and to torch."""
+"""What each is to polyshard and to torch stands in modes.py."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -1,0 +1,1 @@
+"""What the engine costs the host: its Python, its launches, its copies to and from a device."""

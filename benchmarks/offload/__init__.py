@@ -1,0 +1,1 @@
+"""What polyshard-offload costs, and what a disk gives."""

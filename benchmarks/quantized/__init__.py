@@ -1,0 +1,1 @@
+"""What polyshard-quantized costs in time and in accuracy, and where it pays."""

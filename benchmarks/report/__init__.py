@@ -1,0 +1,1 @@
+"""The page and the pictures that are made from results."""

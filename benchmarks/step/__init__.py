@@ -1,0 +1,1 @@
+"""A training step beside FSDP2: what is trained, by which engines, how long and how much memory."""
