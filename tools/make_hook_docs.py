@@ -25,7 +25,8 @@ What hooks are given and return is described in [seams](seams.md).
 flowchart LR
     subgraph plan [once, in fully_shard]
         prepare[polyshard_prepare_model] --> flatten[pre_flatten_transform]
-        flatten --> layout[polyshard_sharding_constraint]
+        flatten --> facts[polyshard_parameter_facts]
+        facts --> layout[polyshard_sharding_constraint]
         layout --> storage[polyshard_shard_storage]
         storage --> backend[polyshard_collectives_backend]
         backend --> codecs[polyshard_gather_codec, polyshard_reduce_codec]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from toy_plugins import (
     Preparing,
     ReduceFactory,
     Resting,
+    Signing,
     SlowBackend,
     Transposing,
     Watching,
@@ -83,6 +85,29 @@ def test_hook_post_unflatten_transform() -> None:
     back = onion.unflatten(flat, extensions, PARAM)
     assert torch.equal(back, value)
     assert back.data_ptr() == flat.data_ptr()
+
+
+def test_hook_polyshard_parameter_facts() -> None:
+    class Wrong(Plugin):
+        name = "wrong"
+
+        @hookimpl
+        def polyshard_parameter_facts(self) -> str:
+            return "two\nlines"
+
+    class Other(Plugin):
+        name = "other"
+
+        @hookimpl
+        def polyshard_parameter_facts(self) -> str:
+            return "fact"
+
+    tensor = torch.ones(2, 3)
+    assert build_stack([]).facts(tensor, PARAM) == ()
+    assert build_stack([Signing(), Other()]).facts(tensor, PARAM) == ("fact", "sum 6.0")
+    assert build_stack([Signing()]).facts(tensor, replace(PARAM, requires_grad=False)) == ()
+    with pytest.raises(PluginError, match=r"'wrong'.*for 'w'; return one line of text"):
+        build_stack([Wrong()]).facts(tensor, PARAM)
 
 
 def test_hook_polyshard_sharding_constraint() -> None:

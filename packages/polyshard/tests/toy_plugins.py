@@ -179,6 +179,16 @@ class Constrained(Plugin):
         return Blocks(self.elements)
 
 
+class Signing(Plugin):
+    """Says the sum of every parameter."""
+
+    name = "signing"
+
+    @hookimpl
+    def polyshard_parameter_facts(self, tensor: Tensor, param: ParamInfo) -> str | None:
+        return f"sum {float(tensor.sum())}" if param.requires_grad else None
+
+
 class Watcher:
     """Writes down what it sees."""
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         MixedPrecisionPolicy,
         OffloadPolicy,
     )
+    from polyshard.same_values import SameValues
 
 __all__ = [
     "HOOK_API",
@@ -42,6 +43,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Plugin",
+    "SameValues",
     "ShardPlacement",
     "UnshardHandle",
     "__version__",
@@ -65,6 +67,7 @@ _HOMES = {
     "MixedPrecisionPolicy": "policies",
     "OffloadPolicy": "policies",
     "Plugin": "contract",
+    "SameValues": "same_values",
     "ShardPlacement": "placement",
     "UnshardHandle": "module",
     "clip_grad_norm_": "clipping",

@@ -130,6 +130,7 @@ class Collector:
         if has_fsdp_protocol(value):
             check_protocol(fqn, value, placed.dim)
         info = replace(info, mesh=placed.roles.mesh, shard_dim=placed.dim)
+        info = replace(info, facts=self._stack.facts(value, info))
         source = Source(info, parameter, owners, placed, value, extensions)
         if any(extension is not None for extension in extensions):
             source = replace(source, form=self._form(source))

@@ -95,7 +95,7 @@ class RootContext:
             self._may_hold[id(group)] = group
 
     def _place_held(self) -> None:
-        """See [Note: held gradients] of the reduction: groups the last backward did not reach."""
+        """Place what is held of groups the last backward did not reach."""
         for group in self._may_hold.values():
             with FailureReport(group.roles.ranks, group.name), torch.no_grad():
                 group.prepare().reducer.place_held()
@@ -142,7 +142,7 @@ class RootContext:
     def reset(self) -> None:
         """Make the next iteration valid after an exception in forward or backward."""
         for _, flight in self._reductions:
-            flight.pending.wait()
+            flight.end()
         self._reductions.clear()
         self._may_hold.clear()
         self._order.clear()

@@ -13,6 +13,7 @@ from polyshard.group import ParameterGroup, State
 from polyshard.plan import GroupPlan
 from polyshard.root import group_names, units_below
 from polyshard.schedule import Unit
+from polyshard.seams import GroupIdentity
 from polyshard.traffic import Traffic
 from polyshard.ways import readable
 
@@ -169,3 +170,8 @@ class Stats:
 def stats(model: nn.Module) -> Stats:
     """Bytes, calls and waiting time of every group of ``model`` since it was sharded."""
     return Stats({group.name: group.meter.traffic for group in _groups(model)})
+
+
+def identities_of(model: nn.Module) -> frozenset[GroupIdentity]:
+    """The groups of ``model``, as plugins that serve several models tell them apart."""
+    return frozenset(group.identity for group in _groups(model))

@@ -39,6 +39,10 @@ class PlanMismatchError(PolyshardError, ValueError):
     """Ranks planned different things; raised on every rank before the first collective."""
 
 
+class GradientMismatchError(PolyshardError, ValueError, RuntimeError):
+    """Ranks have gradients of different parameters; raised on every rank before any sum is kept."""
+
+
 class LifecycleError(PolyshardError, RuntimeError):
     """A call at a moment when it cannot work (forward on meta, reset on a non-root, ...)."""
 

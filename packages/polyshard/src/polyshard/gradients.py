@@ -1,10 +1,18 @@
-"""A group's gradients on their way out of autograd: flattened, accumulated, reduced."""
+"""A group's gradients on their way out of autograd: flattened, accumulated, reduced.
+
+[Note: gradients of autograd]
+Autograd may give one tensor to two leaves (two views of one gradient), and what it gives to a leaf
+may be what a user's hook has kept. So its memory is read, never written: what is added to is a sum
+that belongs to the group alone. torch itself adds in place, and counts such gradients twice.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from polyshard._torch_private import storage_holders
+from polyshard.accumulation import Accumulation
 from polyshard.onion import Onion
 from polyshard.reduction import InFlight, ReduceSettings
 from polyshard.runtime import Runtime
@@ -22,38 +30,48 @@ class Gradients:
         self._shards = shards
         self._onion = onion
         self._settings = settings
-        self._accumulated: dict[int, Tensor] = {}
+        self.waiting = Accumulation()
         self._has_unreduced = False
         self._flattens = [any(e is not None for e in p.extensions) for p in shards.parameters]
 
     def accumulate(self, runtime: Runtime) -> None:
         """Keep this backward's gradients unsharded, in the reduce dtype, for a later reduction."""
         self._has_unreduced = True
-        for index, leaf in enumerate(runtime.leaves):
-            if leaf.grad is not None and leaf.grad.dtype != runtime.dtypes.reduce:
-                gradient = self._flattened(index, leaf.grad)
-                self._accumulated[index] = self._sum(index, gradient, runtime.dtypes.reduce)
-                leaf.grad = None
+        self._add(self._given_up(runtime), runtime.dtypes.reduce)
 
     def take(self, runtime: Runtime) -> dict[int, Tensor]:
         """Unsharded gradients by parameter index; the leaves give them up."""
-        taken: dict[int, Tensor] = {}
+        taken = self._given_up(runtime)
+        waiting = self.waiting.unsharded
+        if waiting:
+            self._add(taken, runtime.dtypes.reduce)
+            taken = dict(waiting)
+            waiting.clear()
+        if self._settings.reduce_unused:
+            self._add_zeros(taken, runtime)
+        return taken
+
+    def may_come(self) -> bool:
+        """Whether any parameter is trainable."""
+        return any(p.parameter.requires_grad for p in self._shards.parameters)
+
+    def _given_up(self, runtime: Runtime) -> dict[int, Tensor]:
+        """What autograd left in this backward."""
+        given: dict[int, Tensor] = {}
         for index, leaf in enumerate(runtime.leaves):
             gradient = leaf.grad
             if gradient is not None:
                 leaf.grad = None
-                gradient = self._flattened(index, gradient)
-                if index in self._accumulated:
-                    gradient = self._sum(index, gradient, runtime.dtypes.reduce)
-                taken[index] = gradient
-            elif index in self._accumulated:
-                taken[index] = self._accumulated[index]
-            elif self._settings.reduce_unused and leaf.requires_grad:
+                given[index] = self._flattened(index, gradient)
+        return given
+
+    def _add_zeros(self, taken: dict[int, Tensor], runtime: Runtime) -> None:
+        """Parameters without a gradient take part too."""
+        device = runtime.buffer.tensor.device
+        for index, leaf in enumerate(runtime.leaves):
+            if leaf.requires_grad and index not in taken:
                 placed = self._shards.layout.parameters[index]
-                device = runtime.buffer.tensor.device
                 taken[index] = torch.zeros(placed.shape, dtype=runtime.dtypes.param, device=device)
-        self._accumulated.clear()
-        return taken
 
     def _flattened(self, index: int, gradient: Tensor) -> Tensor:
         if not self._flattens[index]:
@@ -61,9 +79,22 @@ class Gradients:
         with torch.no_grad():
             return self._onion.flatten(gradient, self._shards.parameters[index].info)[0]
 
-    def _sum(self, index: int, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        held = self._accumulated.get(index)
-        return gradient.to(dtype) if held is None else held.add_(gradient)
+    def _add(self, gradients: dict[int, Tensor], dtype: torch.dtype) -> None:
+        """Add to what waits. See [Note: gradients of autograd]."""
+        waiting = self.waiting.unsharded
+        sums: list[Tensor] = []
+        terms: list[Tensor] = []
+        for index in list(gradients):
+            gradient = gradients.pop(index)
+            held = waiting.get(index)
+            if held is not None:
+                sums.append(held)
+                terms.append(gradient)
+            else:
+                waiting[index] = _own(gradient, dtype)
+        if sums:
+            with torch.no_grad():
+                torch._foreach_add_(sums, terms)
 
     def wire_dtype(self, runtime: Runtime) -> torch.dtype:
         """Dtype gradients travel in; from settings alone. See [Note: reduction]."""
@@ -83,4 +114,12 @@ class Gradients:
         """Forget everything a failed step left behind."""
         self.take(runtime)
         self._has_unreduced = False
-        runtime.reducer.discard()
+        self.waiting.clear()
+
+
+def _own(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """``gradient`` in memory that can be added to: its own, if nothing else looks at it."""
+    plain = type(gradient) is Tensor and gradient.is_contiguous()
+    if plain and gradient.dtype == dtype and storage_holders(gradient) == 1:
+        return gradient
+    return gradient.to(dtype, copy=True, memory_format=torch.contiguous_format)

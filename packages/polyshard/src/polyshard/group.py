@@ -38,7 +38,7 @@ from polyshard.protocol import (
 )
 from polyshard.reduction import InFlight, ReduceSettings
 from polyshard.runtime import Parts, Runtime, bind_reduce_codec, build_runtime
-from polyshard.seams import GroupInfo, ParamInfo, ShardStorage, Stack
+from polyshard.seams import GroupIdentity, GroupInfo, ParamInfo, ShardStorage, Stack
 from polyshard.shards import Shards
 from polyshard.traffic import Meter
 from polyshard.transport.base import Pending, Transport
@@ -79,6 +79,7 @@ class ParameterGroup:
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.reduce_settings = ReduceSettings()
+        self.identity = GroupIdentity()
         self.pool: PagePool | None = None
         self.block_size = setup.block_size
         self.device = setup.roles.device
@@ -142,6 +143,7 @@ class ParameterGroup:
             orig_dtype=dtypes.orig,
             param_dtype=dtypes.param,
             reduce_dtype=dtypes.reduce,
+            identity=self.identity,
         )
 
     def rename(self, name: str, fqns: Mapping[int, str]) -> None:
@@ -194,6 +196,7 @@ class ParameterGroup:
             onion=self.setup.stack.onion,
             pool=self.pool,
             block_size=self.block_size,
+            waiting=self.gradients.waiting,
         )
         runtime = build_runtime(parts, resolve_dtypes(self.setup.policy, self.shards.dtype))
         runtime.reducer.settings = self.reduce_settings
@@ -327,12 +330,23 @@ class ParameterGroup:
         """Unsharded gradients by parameter index; the leaves give them up."""
         return {} if self._runtime is None else self.gradients.take(self._runtime)
 
+    def expects_gradients(self) -> bool:
+        """Whether a backward that brought no gradients ends in a reduction nevertheless.
+
+        Other ranks may have some, and partial sums may wait for it.
+        """
+        runtime = self._runtime
+        if runtime is None or runtime.reducer.expects_nothing:
+            return False
+        return bool(self.gradients.waiting.partial) or self.gradients.may_come()
+
     def start_reduction(self, gradients: dict[int, Tensor]) -> InFlight:
         """Begin to reduce what :meth:`take_gradients` returned."""
         runtime = self.prepare()
         with self._failures, profiler_span("polyshard.reduce", self.name):
             flight, sent_bytes = self.gradients.start(runtime, gradients)
-        self.meter.reduction_started(self.name, sent_bytes)
+        if gradients:
+            self.meter.reduction_started(self.name, sent_bytes)
         return flight
 
     def finish_reduction(self, flight: InFlight) -> None:
@@ -343,6 +357,8 @@ class ParameterGroup:
             total = runtime.reducer.finish(flight)
             if total is not None:
                 runtime.reducer.store(total, flight.present)
+        if flight.total is None and total is None:
+            return  # nothing but words
         self.meter.reduced(self.name, time.perf_counter() - begin)
 
     def discard(self) -> None:

@@ -82,6 +82,10 @@ class Hooks:
         """``polyshard_state_dict_adapter``."""
         return self._manager.ask("polyshard_state_dict_adapter", group=group)
 
+    def parameter_facts(self, tensor: Tensor, param: ParamInfo) -> list[Answer[str]]:
+        """``polyshard_parameter_facts``."""
+        return self._manager.ask("polyshard_parameter_facts", tensor=tensor, param=param)
+
     # --- per parameter ------------------------------------------------------------------------
     # The engine is asked apart: it need not understand what a plugin claims.
 

@@ -67,6 +67,19 @@ def pre_flatten_transform(
 
 
 @hookspec
+def polyshard_parameter_facts(tensor: Tensor, param: ParamInfo) -> str | None:
+    """Say something of a parameter that all ranks must agree on, such as a digest of its values.
+
+    When: once for each parameter, with what is about to be sharded of it.
+    Return: a short text without line breaks, which becomes part of the parameter's line in the
+        plan.
+    Combine: all, in plugin order.
+    Ranks: are compared before the first transfer; a difference is an error naming the parameter.
+    """
+    raise NotImplementedError
+
+
+@hookspec
 def polyshard_sharding_constraint(group: GroupInfo) -> ShardingConstraint | None:
     """Say which elements of a parameter must stay on one rank.
 

@@ -80,6 +80,22 @@ class MeshRoles:
         """Global ranks of the whole mesh, in ascending order."""
         return tuple(sorted(self.mesh.mesh.flatten().tolist()))
 
+    @cached_property
+    def shard_members(self) -> tuple[int, ...]:
+        """Global ranks of the shard axis, in its order; this rank alone without one."""
+        if self.shard_axis is None:
+            return (dist.get_rank(),)
+        return tuple(dist.get_process_group_ranks(self.shard_group))
+
+    @cached_property
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """Global ranks of the mesh, those of one shard axis together."""
+        layout = self.mesh.mesh
+        if self.shard_axis is None:
+            return tuple((rank,) for rank in self.ranks)
+        rows = layout.movedim(self.shard_axis, -1).reshape(-1, self.shard_size)
+        return tuple(tuple(row) for row in rows.tolist())
+
     @property
     def data_parallel_size(self) -> int:
         """Ranks whose gradients are averaged."""

@@ -109,24 +109,29 @@ class FSDPModule(TorchFSDPModule):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backward reduces gradients; without, they add up unsharded on each rank."""
+        """Whether backward reduces gradients; without, they add up unsharded on each rank.
+
+        Over replicas too: what :meth:`set_requires_all_reduce` said before no longer holds.
+        """
         for group in self._groups(recurse):
             group.reduces = requires_gradient_sync
+            group.reduce_settings.all_reduce = requires_gradient_sync
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without communication inside the block; nests.
 
-        The setting of each unit below is restored on the way out, exceptions included.
+        The settings of each unit below are restored on the way out, exceptions included.
         """
         groups = self._groups(recurse=True)
-        before = [group.reduces for group in groups]
+        before = [(group.reduces, group.reduce_settings.all_reduce) for group in groups]
         self.set_requires_gradient_sync(requires_gradient_sync=False)
         try:
             yield
         finally:
-            for group, reduces in zip(groups, before, strict=True):
+            for group, (reduces, all_reduces) in zip(groups, before, strict=True):
                 group.reduces = reduces
+                group.reduce_settings.all_reduce = all_reduces
 
     @override
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:

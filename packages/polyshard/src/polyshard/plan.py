@@ -106,7 +106,7 @@ class GroupPlan:
         parameters = tuple(
             f"group {self.name}: parameter {info.fqn} {info.shape} dim {placed.dim} "
             f"{way.kind} at {placed.shard_offset} "
-            f"{'trainable' if info.requires_grad else 'frozen'}"
+            + " ".join(("trainable" if info.requires_grad else "frozen", *info.facts))
             for info, placed, way in zip(
                 self.parameters, self.layout.parameters, self.ways, strict=True
             )

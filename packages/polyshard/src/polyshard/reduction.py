@@ -6,10 +6,14 @@ arrives is summed per shard and averaged once. The wire dtype must be the same o
 they accumulated differently, so it follows from settings alone: the reduce dtype after backwards
 without synchronisation, else the parameter dtype. Sums are in the reduce dtype. fp16 sums are
 divided in two steps around the sum, so that neither overflows (as DDP and FSDP do).
+
+The sum of a whole shard has parts that no gradient fills: parameters without one, and padding.
+Where somebody sees all of it (a hook, replicas, a storage) they are zero; else they are undefined.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -20,17 +24,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from polyshard._torch_private import local_tensor
+from polyshard.accumulation import Accumulation, Slot, part_of
 from polyshard.averaging import Averaging
-from polyshard.buffers import Buffer, Recycled, new_buffer
+from polyshard.buffers import Buffer, Recycled
+from polyshard.defaults import DeviceStorage
+from polyshard.errors import GradientMismatchError
 from polyshard.gather import Line
-from polyshard.held import HeldGradients, Slot, part_of
-from polyshard.layout import ParameterLayout
 from polyshard.mesh import MeshRoles
+from polyshard.packing import Packing
 from polyshard.pages import PagePool
-from polyshard.pieces import chunk_pairs, extents_of
+from polyshard.pieces import extents_of
+from polyshard.presence import Difference, Presence, Told
 from polyshard.seams import BoundReduceCodec
 from polyshard.shards import Shards
-from polyshard.transport.base import Pending, ReduceRoute
+from polyshard.transport.base import DONE, Pending, ReduceRoute
 
 ReduceHook = Callable[[Tensor], None]
 
@@ -50,18 +57,30 @@ class ReduceSettings:
 class InFlight:
     """A reduction under way: what to wait for, and what to make of the result.
 
-    ``sources`` keeps the gradients alive until they were sent.
+    ``sources`` keeps the gradients alive until they were sent. ``total`` is ``None`` where this
+    rank has no gradient: it only hears whether others have any.
     """
 
     pending: Pending
-    total: Tensor
+    total: Tensor | None
     present: list[int]
     averaging: Averaging
-    sources: Sequence[Tensor | None] = field(repr=False)
+    wire_dtype: torch.dtype
+    told: Told | None
+    """What ranks say of their gradients; ``None`` where they cannot differ."""
+    sources: Sequence[Tensor | None] = field(default=(), repr=False)
     scratch: Buffer | None = None
     """Where staged gradients were packed; free once the transfer has ended."""
+    sums_replicas: bool = False
+    """Whether replicas are summed too, as settings said when it started."""
     is_last: bool = True
     """Whether no backward of this iteration follows."""
+
+    def end(self) -> None:
+        """Wait, and let go of the result."""
+        if self.told is not None:
+            self.told.works.wait()
+        self.pending.wait()
 
 
 class Reducer:
@@ -74,11 +93,12 @@ class Reducer:
         roles: MeshRoles,
         line: Line,
         codec: BoundReduceCodec | None,
+        waiting: Accumulation,
         pool: PagePool | None = None,
     ) -> None:
-        """Bind routes; ``dtype`` is the reduce dtype."""
-        self._pool = pool
-        self._scratch: Buffer | None = None
+        """Bind routes; ``dtype`` is the reduce dtype, ``waiting`` what outlives this object."""
+        self._waiting = waiting
+        self._packing = Packing(shards.layout, roles.shard_rank, pool)
         self._shards = shards
         self._layout = shards.layout
         self._dtype = dtype
@@ -88,13 +108,8 @@ class Reducer:
         self._route: ReduceRoute = self._transport.reduce_route(
             extents_of(self._layout), dtype, line.tag
         )
-        self._partial: Tensor | None = None
-        self._held = HeldGradients()
+        self._presence = Presence.of(roles, roles.device, line.tag, len(self._layout.parameters))
         self._totals = Recycled()
-        staged = [self._layout.parameters[i] for i in self._layout.staged]
-        self._fills_rows = all(p.is_even for p in staged) and (
-            sum(p.chunk_numel for p in staged) == self._layout.staged_numel
-        )
         # What local_view() would work out for every gradient of every step.
         rank = roles.shard_rank
         self._slots: list[Slot] = [
@@ -107,7 +122,15 @@ class Reducer:
     def rebind(self, codec: BoundReduceCodec | None) -> None:
         """Go on with another codec; nothing is in flight."""
         self._codec = codec
-        self._scratch = None
+
+    @property
+    def expects_nothing(self) -> bool:
+        """Whether a backward without a gradient of this group is nobody's business."""
+        return self._presence is None and not self._sums_partial
+
+    @property
+    def _sums_partial(self) -> bool:
+        return bool(self._waiting.partial) and self.settings.all_reduce
 
     def start(self, gradients: dict[int, Tensor], wire_dtype: torch.dtype) -> tuple[InFlight, int]:
         """Begin to reduce; ``gradients`` maps parameter indices to unsharded gradients.
@@ -117,19 +140,105 @@ class Reducer:
         """
         divisor = self.settings.divide_factor or float(self._roles.data_parallel_size)
         averaging = Averaging.of(divisor, self._dtype)
+        present = sorted(gradients)
+        flight = InFlight(DONE, None, present, averaging, wire_dtype, self._tell(present))
+        flight.sums_replicas = self.settings.all_reduce
+        if not self._may_start_before_hearing:
+            self._check(flight)
+            flight.told = None
+        if not gradients:
+            return flight, 0
         sources = {i: self._source(g, wire_dtype, averaging) for i, g in gradients.items()}
-        total = self._totals.take(
-            self._layout.shard_numel, self._dtype, self._first_device(sources)
-        )
-        scratch: Buffer | None = None
+        total = flight.total = self._new_total(present, self._first_device(sources))
         if self._codec is not None:
-            pending, keep, sent = self._start_codec(self._codec, sources, total)
+            flight.pending = self._start_codec(self._codec, sources, total)
+            return flight, (self._layout.world_size - 1) * self._codec.payload_bytes
+        pieces, flight.scratch = self._packing.pieces(sources, wire_dtype)
+        flight.sources = pieces
+        flight.pending = self._route.start(pieces, self._packing.piece_outs(total))
+        return flight, self._route.sent_bytes(pieces)
+
+    # Agreement --------------------------------------------------------------------------------
+
+    def _tell(self, present: list[int]) -> Told | None:
+        """See [Note: presence] in presence.py."""
+        if self._presence is None:
+            return None
+        summed = self._waiting.partial.present.union(present)
+        replicas = self._roles.is_replicated and self.settings.all_reduce
+        return self._presence.tell(present, summed, sums_replicas=replicas)
+
+    @property
+    def _may_start_before_hearing(self) -> bool:
+        """Whether transfers can be ended that not all ranks started.
+
+        Collectives pair by order: one that a rank does not join would shift all later ones.
+        """
+        return self._codec is not None or hasattr(self._route, "answer")
+
+    def _check(self, flight: InFlight) -> None:
+        """Wait for what others said.
+
+        Raises:
+            GradientMismatchError: on every rank, where gradients cannot be summed.
+        """
+        if flight.told is None:
+            return
+        try:
+            difference = flight.told.hear()
+        except RuntimeError as error:
+            error.add_note(
+                f"while this rank waited for others to reduce gradients of {self._names()}: a rank "
+                "that failed before, or whose backward does not reach them, never comes"
+            )
+            raise
+        if difference is None:
+            return
+        if self._may_start_before_hearing:
+            self._play_out(flight, difference)
+        raise GradientMismatchError(difference.describe(self._names()))
+
+    def _names(self) -> list[str]:
+        return [p.info.fqn for p in self._shards.parameters]
+
+    def _play_out(self, flight: InFlight, difference: Difference) -> None:
+        """End a reduction that not all ranks started alike, so that no message of it is left."""
+        ended: list[Pending] = [flight.pending]
+        if self._codec is not None:
+            if flight.total is None:
+                size = (2, self._layout.world_size, self._codec.payload_bytes)
+                payloads = torch.zeros(size, dtype=torch.uint8, device=self._roles.device)
+                ended.append(self._transport.exchange(*payloads))
         else:
-            keep, scratch = self._packed_pieces(sources, wire_dtype)
-            outs = self._piece_outs(total)
-            pending = self._route.start(keep, outs)
-            sent = self._route.sent_bytes(keep)
-        return InFlight(pending, total, sorted(gradients), averaging, keep, scratch), sent
+            own = self._packing.takes_part(difference.present(dist.get_rank()))
+            for peer, rank in enumerate(self._roles.shard_members):
+                takes_part = self._packing.takes_part(difference.present(rank))
+                if takes_part != own:
+                    answer = self._route.answer  # type: ignore[attr-defined]
+                    ended.append(answer(peer, takes_part, flight.wire_dtype))
+        for pending in reversed(ended):
+            pending.wait()
+        if flight.scratch is not None:
+            self._packing.give_back(flight.scratch)
+
+    # Packing ----------------------------------------------------------------------------------
+
+    def _new_total(self, present: Sequence[int], device: torch.device) -> Tensor:
+        """Memory for the sums, with zeros where no gradient comes if anybody may look there."""
+        numel = self._layout.shard_numel
+        total = self._totals.take(numel, self._dtype, device)
+        if self._is_exposed:
+            self._packing.clear_blanks(total, present, packs=self._codec is None)
+        return total
+
+    @property
+    def _is_exposed(self) -> bool:
+        """Whether anybody sees sums as a whole: see [Note: reduction]."""
+        return (
+            self._roles.is_replicated
+            or self.settings.hook is not None
+            or type(self._shards.storage) is not DeviceStorage
+        )
 
     @staticmethod
     def _first_device(sources: dict[int, Tensor]) -> torch.device:
@@ -137,100 +246,28 @@ class Reducer:
 
     @staticmethod
     def _source(gradient: Tensor, dtype: torch.dtype, averaging: Averaging) -> Tensor:
+        """What is sent of a gradient: its own memory, which is read only, or a copy."""
         source = gradient if gradient.dtype == dtype else gradient.to(dtype)
         if not source.is_contiguous():
             source = source.contiguous()
-        return source if averaging.before == 1.0 else source.div_(averaging.before)
-
-    def _packed_pieces(
-        self, sources: dict[int, Tensor], dtype: torch.dtype
-    ) -> tuple[list[Tensor | None], Buffer | None]:
-        """What goes on the wire: direct gradients as they are, staged ones packed in a buffer."""
-        layout = self._layout
-        staged = {i: sources[i] for i in layout.staged if i in sources}
-        scratch: Buffer | None = None
-        packed: Tensor | None = None
-        if staged:
-            nbytes = layout.world_size * layout.staged_numel * dtype.itemsize
-            scratch = self._take_scratch(nbytes, next(iter(staged.values())).device)
-            packed = scratch.tensor.view(dtype)
-            self._pack(staged, packed.view(layout.world_size, layout.staged_numel))
-        return self._pieces(sources, packed), scratch
-
-    def _pieces(self, sources: dict[int, Tensor], packed: Tensor | None) -> list[Tensor | None]:
-        layout = self._layout
-        direct = [sources[i].view(-1) if i in sources else None for i in layout.direct]
-        return [*direct, packed] if layout.staged else direct
-
-    def _pack(self, staged: dict[int, Tensor], packed: Tensor) -> None:
-        """Copy gradients into ``packed`` (``[W, staged_numel]``); what nobody fills is zero."""
-        layout = self._layout
-        if not (self._fills_rows and len(staged) == len(layout.staged)):
-            packed.zero_()
-        targets: list[Tensor] = []
-        parts: list[Tensor] = []
-        for index, source in staged.items():
-            placed = layout.parameters[index]
-            start = placed.shard_offset - layout.staged_offset
-            rows = packed[:, start : start + placed.chunk_numel]
-            for part, target in chunk_pairs(source, rows, placed):
-                parts.append(part)
-                targets.append(target)
-        if targets:
-            torch._foreach_copy_(targets, parts)
-
-    def _piece_outs(self, total: Tensor) -> list[Tensor]:
-        layout = self._layout
-        outs = [
-            total[p.shard_offset : p.shard_offset + p.chunk_numel]
-            for p in (layout.parameters[i] for i in layout.direct)
-        ]
-        if layout.staged:
-            outs.append(total[layout.staged_offset :])
-        return outs
+        if averaging.before == 1.0:
+            return source
+        # Autograd may have given this memory to another parameter too, or a user may hold it.
+        return source.div(averaging.before) if source is gradient else source.div_(averaging.before)
 
     def _start_codec(
         self, codec: BoundReduceCodec, sources: dict[int, Tensor], total: Tensor
-    ) -> tuple[Pending, list[Tensor | None], int]:
-        layout = self._layout
-        world = layout.world_size
-        chunks = [
-            self._chunk_rows(sources.get(index), placed, total)
-            for index, placed in enumerate(layout.parameters)
-        ]
-        scratch = self._take_scratch(2 * world * codec.payload_bytes, total.device)
-        payloads, received = scratch.tensor.view(2, world, codec.payload_bytes)
-        codec.encode(chunks, payloads)
+    ) -> Pending:
+        shape = (2, self._layout.world_size, codec.payload_bytes)
+        scratch = self._packing.take_scratch(math.prod(shape), total.device)
+        payloads, received = scratch.tensor.view(shape)
+        begin = getattr(codec, "begin", None)
+        if begin is not None:
+            begin(frozenset(sources))
+        codec.encode(self._packing.chunks(sources, total), payloads)
         pending = self._transport.exchange(payloads, received)
-        outs = [total[p.shard_offset : p.shard_offset + p.chunk_numel] for p in layout.parameters]
-        keep: list[Tensor | None] = [payloads]
-        sent = (world - 1) * codec.payload_bytes
-        return _Decoding(pending, codec, received, outs, scratch, self._give_back), keep, sent
-
-    def _take_scratch(self, nbytes: int, device: torch.device) -> Buffer:
-        """Bytes for payloads or packed gradients, on pages that unsharded buffers gave up."""
-        scratch, self._scratch = self._scratch, None  # a second reduction in flight makes its own
-        if scratch is None or scratch.nbytes != nbytes:
-            scratch = new_buffer(nbytes, torch.uint8, device, self._pool)
-        scratch.acquire()
-        return scratch
-
-    def _give_back(self, scratch: Buffer) -> None:
-        scratch.release()
-        self._scratch = scratch
-
-    @staticmethod
-    def _chunk_rows(source: Tensor | None, placed: ParameterLayout, total: Tensor) -> Tensor:
-        """``[W, chunk_numel]`` of one gradient: its own memory where that is laid out so."""
-        shape = (placed.world_size, placed.chunk_numel)
-        if source is None:
-            return total.new_zeros(1, 1).expand(shape)
-        if placed.dim == 0 and placed.is_even and source.dtype == total.dtype:
-            return source.view(shape)
-        rows = total.new_zeros(shape)
-        for part, target in chunk_pairs(source, rows, placed):
-            target.copy_(part)
-        return rows
+        outs = self._packing.chunk_outs(total)
+        return _Decoding(pending, codec, received, outs, scratch, self._packing.give_back)
 
     def predicted_bytes(self, gradients: dict[int, Tensor], wire_dtype: torch.dtype) -> int:
         """Bytes :meth:`start` would send for gradients of these shapes (meta tensors will do)."""
@@ -240,49 +277,60 @@ class Reducer:
         if self._codec is not None:
             return (world - 1) * self._codec.payload_bytes
         sources = {i: g.to(wire_dtype) for i, g in gradients.items()}
-        packed: Tensor | None = None
-        if any(i in sources for i in self._layout.staged):
-            numel = world * self._layout.staged_numel
-            packed = torch.empty(numel, dtype=wire_dtype, device="meta")
-        return self._route.sent_bytes(self._pieces(sources, packed))
+        return self._route.sent_bytes(self._packing.stand_ins(sources, wire_dtype))
 
     def finish(self, flight: InFlight) -> Tensor | None:
         """Wait, reduce over replicas, average, cast, and move to where gradients rest.
 
         Returns:
             The sharded gradients of the whole group (``[shard_numel]``, original dtype), or
-            ``None`` while replicas accumulate without all-reduce, and while a storage that asks
-            for it has them added up on the device (see [Note: held gradients] in held.py).
+            ``None`` while they wait (see [Note: gradients that wait] in accumulation.py), and where
+            no rank has any.
+
+        Raises:
+            GradientMismatchError: on every rank, where they have gradients of other parameters.
         """
+        self._check(flight)
         flight.pending.wait()
         if flight.scratch is not None:
-            self._give_back(flight.scratch)
-        total = flight.total
-        if self._roles.is_replicated:
-            if self._partial is not None:
-                total.add_(self._partial)
-                self._partial = None
-            if not self.settings.all_reduce:
-                self._partial = total
-                return None
-            self._sum_replicas(total)
+            self._packing.give_back(flight.scratch)
+        total = self._summed(flight)
+        if total is None:
+            return None
         if flight.averaging.after != 1.0:
             total.div_(flight.averaging.after)
         if self.settings.hook is not None:
             self.settings.hook(total)
         total = total.to(self._shards.dtype)
-        storage = self._shards.storage
-        if self._held or (not flight.is_last and getattr(storage, "holds_gradients", False)):
-            self._held.add(total, {i: self._slots[i] for i in flight.present})
+        storage, held = self._shards.storage, self._waiting.held
+        if held or (not flight.is_last and getattr(storage, "holds_gradients", False)):
+            held.add(total, flight.present)
             if not flight.is_last:
                 return None
-            total, flight.present = self._held.take()
+            total, flight.present = held.take()
         return storage.place_gradient(total)
+
+    def _summed(self, flight: InFlight) -> Tensor | None:
+        """The sum over all ranks, partial sums included; ``None`` while there is none."""
+        if not self._roles.is_replicated:
+            return flight.total
+        partial = self._waiting.partial
+        if flight.total is not None and (partial or not flight.sums_replicas):
+            partial.add(flight.total, flight.present)
+        if not flight.sums_replicas:
+            return None
+        total = flight.total
+        if partial:
+            total, flight.present = partial.take()
+        if total is not None:
+            self._sum_replicas(total)
+        return total
 
     def place_held(self) -> None:
         """Put in place what was held and no reduction of the last backward took along."""
-        if self._held:
-            total, present = self._held.take()
+        held = self._waiting.held
+        if held:
+            total, present = held.take()
             self.store(self._shards.storage.place_gradient(total), present)
 
     def _sum_replicas(self, total: Tensor) -> None:
@@ -297,11 +345,6 @@ class Reducer:
         codec.encode(total, payload)
         dist.all_gather(list(payloads.unbind()), payload, group=groups[0])
         codec.decode_sum(payloads, total)
-
-    def discard(self) -> None:
-        """Forget partial sums of a step that failed."""
-        self._partial = None
-        self._held = HeldGradients()
 
     def store(self, total: Tensor, present: Sequence[int]) -> None:
         """Set or add to ``.grad`` of the sharded parameters, then run their hooks."""

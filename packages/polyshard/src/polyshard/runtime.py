@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from polyshard.accumulation import Accumulation
 from polyshard.block import Block
 from polyshard.buffers import Buffer, new_buffer
 from polyshard.fit import fitting
@@ -52,6 +53,8 @@ class Parts:
     onion: Onion
     pool: PagePool | None
     block_size: int | None
+    waiting: Accumulation
+    """Gradients of backwards before this runtime was made."""
 
 
 def bind_reduce_codec(
@@ -75,7 +78,9 @@ def build_runtime(parts: Parts, dtypes: Dtypes) -> Runtime:
     block = None if parts.block_size is None else _block(parts, parts.block_size, buffer, tag)
     buffer.release()
     reduce_codec = bind_reduce_codec(parts.contributions, parts.info, parts.shards.layout)
-    reducer = Reducer(parts.shards, dtypes.reduce, parts.roles, line, reduce_codec, parts.pool)
+    reducer = Reducer(
+        parts.shards, dtypes.reduce, parts.roles, line, reduce_codec, parts.waiting, parts.pool
+    )
     owners = (p.owners for p in parts.shards.parameters)
     registry = Registry(zip(owners, leaves, strict=True))
     return Runtime(buffer, leaves, path, reducer, registry, dtypes, block)

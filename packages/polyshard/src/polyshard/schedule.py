@@ -255,7 +255,7 @@ class Unit:
             gradients = group.take_gradients()
             if group.reshard_after_backward:
                 group.reshard()
-            if gradients:
+            if gradients or group.expects_gradients():
                 self.context.reduce(group, gradients)
 
     # Life cycle -------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ Rules that hold for all of them:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -52,14 +52,26 @@ class ParamInfo:
     placements: tuple[Placement, ...] | None = None
     shard_dim: int | None = None
     reduce_dtype: torch.dtype | None = None
+    facts: tuple[str, ...] = ()
+    """What plugins say of it (``polyshard_parameter_facts``)."""
+
+
+class GroupIdentity:
+    """One parameter group for as long as it lives: what to key by where names will not do.
+
+    Names repeat between models, and a plugin object may serve several. Hashable, and may be
+    referred to weakly.
+    """
 
 
 @dataclass(frozen=True)
 class GroupInfo:
     """What a plugin may know of a parameter group while its plan is built.
 
-    ``rank`` and ``world_size`` are those of the shard axis. ``param_dtype`` is the dtype of the
-    unsharded parameters, ``reduce_dtype`` that of the gradient reduction.
+    ``name`` is unique in a model, and changes when the root names its units; ``identity`` is the
+    same object in every info of one group, and of no other. ``rank`` and ``world_size`` are those
+    of the shard axis. ``param_dtype`` is the dtype of the unsharded parameters, ``reduce_dtype``
+    that of the gradient reduction.
     """
 
     name: str
@@ -71,6 +83,7 @@ class GroupInfo:
     orig_dtype: torch.dtype
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
+    identity: GroupIdentity = field(default_factory=GroupIdentity, compare=False, repr=False)
 
 
 class Named(Protocol):
@@ -140,7 +153,10 @@ class BoundReduceCodec(Protocol):
     """A reduce-scatter codec bound to one group.
 
     With an attribute ``replicas``, a :class:`BoundReplicaCodec` or ``None``, it also owns how the
-    sums travel between replicas on a mesh that has some.
+    sums travel between replicas on a mesh that has some. One that keeps something of a gradient
+    for the next reduction defines ``begin(present: frozenset[int])``, called before :meth:`encode`
+    with the indices of the parameters that have a gradient, the same on all ranks: what is sent for
+    others reaches no ``.grad``.
     """
 
     payload_bytes: int
@@ -266,6 +282,8 @@ class ModelPreparation(Named, Protocol):
 class Observer(Protocol):
     """Watches the life cycle of groups. Must not change anything; costs nothing when absent.
 
+    Groups are called by name. Names repeat between models: a plugin that tells models apart gives
+    each group an observer of its own, made for :attr:`GroupInfo.identity`.
     May have ``notices``, a tuple of texts that ``describe()`` shows.
     """
 
@@ -360,6 +378,10 @@ class Stack(Protocol):
     @property
     def parameter_hooks(self) -> ParameterHooks:
         """The exclusive hooks of single parameters."""
+        ...
+
+    def facts(self, tensor: Tensor, param: ParamInfo) -> tuple[str, ...]:
+        """What plugins say of a parameter, for the plan."""
         ...
 
     def contributions(self, group: GroupInfo) -> Contributions:

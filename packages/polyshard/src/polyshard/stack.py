@@ -107,6 +107,22 @@ class PluginStack:
                     "polyshard_prepare_model, which would be dropped; change the module in place."
                 )
 
+    def facts(self, tensor: Tensor, param: ParamInfo) -> tuple[str, ...]:
+        """What plugins say of a parameter.
+
+        Raises:
+            PluginError: for an answer that is not a line of text.
+        """
+        answers = self._hooks.parameter_facts(tensor, param)
+        for answer in answers:
+            given: object = answer.value
+            if not isinstance(given, str) or "\n" in given:
+                raise PluginError(
+                    f"plugin {answer.member.label} returned {given!r} from "
+                    f"polyshard_parameter_facts for {name_of(param)}; return one line of text."
+                )
+        return tuple(answer.value for answer in answers)
+
     def contributions(self, group: GroupInfo) -> Contributions:
         """Who does what for ``group``: everything claimed, checked, then frozen.
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, get_args
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
 
 from polyshard import Plugin, hookimpl
+from polyshard.description import identities_of
 from polyshard.errors import SettingError
-from polyshard.seams import GroupInfo
+from polyshard.seams import GroupIdentity, GroupInfo
 from polyshard_quantized.__about__ import __version__
 from polyshard_quantized.exclusions import Exclusions
 from polyshard_quantized.feedback import ErrorFeedback
@@ -26,26 +27,16 @@ from polyshard_quantized.workspace import Workspace
 
 
 class _Served:
-    """The codecs given out so far; weakly, because groups own them."""
+    """The codecs given out so far, by the group each belongs to and as long as there is one."""
 
     def __init__(self) -> None:
-        self._gathers: list[weakref.ref[QuantizedGather]] = []
-        self._reduces: list[weakref.ref[QuantizedReduce]] = []
+        self.gathers: WeakKeyDictionary[GroupIdentity, QuantizedGather] = WeakKeyDictionary()
+        self.reduces: WeakKeyDictionary[GroupIdentity, QuantizedReduce] = WeakKeyDictionary()
         self.workspace = Workspace()
 
-    def add_gather(self, codec: QuantizedGather) -> QuantizedGather:
-        self._gathers.append(weakref.ref(codec))
-        return codec
-
-    def add_reduce(self, codec: QuantizedReduce) -> QuantizedReduce:
-        self._reduces.append(weakref.ref(codec))
-        return codec
-
-    def gathers(self) -> Iterator[QuantizedGather]:
-        yield from (codec for ref in self._gathers if (codec := ref()) is not None)
-
-    def reduces(self) -> Iterator[QuantizedReduce]:
-        yield from (codec for ref in self._reduces if (codec := ref()) is not None)
+    def groups(self) -> list[GroupIdentity]:
+        """In the order groups were made."""
+        return list({identity: None for d in (self.gathers, self.reduces) for identity in d})
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,23 +116,25 @@ class QuantizedComm(Plugin):
     @hookimpl
     def polyshard_gather_codec(self, group: GroupInfo) -> QuantizedGather | None:
         """A gather codec of its own for every group, unless weights stay native."""
-        del group
         if self.weights is None:
             return None
         served = self._served
-        return served.add_gather(QuantizedGather(self.weights, self.exclude, served.workspace))
+        codec = QuantizedGather(self.weights, self.exclude, served.workspace)
+        served.gathers[group.identity] = codec
+        return codec
 
     @hookimpl
     def polyshard_reduce_codec(self, group: GroupInfo) -> QuantizedReduce | None:
         """A reduce codec of its own for every group, unless gradients stay native."""
-        del group
         if self.gradients is None:
             return None
         settings = GradientSettings(
             self.gradients, self.rounding, self.seed, self.error_feedback, self.hierarchical
         )
         served = self._served
-        return served.add_reduce(QuantizedReduce(settings, self.exclude, served.workspace))
+        codec = QuantizedReduce(settings, self.exclude, served.workspace)
+        served.reduces[group.identity] = codec
+        return codec
 
     # Reports ----------------------------------------------------------------------------------
 
@@ -150,20 +143,15 @@ class QuantizedComm(Plugin):
 
         Complete once plans exist: after ``polyshard.describe(model)`` or the first forward.
         """
-        gathers = [g.report for g in self._served.gathers() if g.report is not None]
-        reduces = [r.report for r in self._served.reduces() if r.report is not None]
-        count = max(len(gathers), len(reduces))
-        pairs = zip(
-            [*gathers, *[None] * (count - len(gathers))],
-            [*reduces, *[None] * (count - len(reduces))],
-            strict=True,
-        )
-        groups = []
-        for gather, reduce in pairs:
+        served = self._served
+        groups: list[GroupReport] = []
+        for identity in served.groups():
+            codecs = (served.gathers.get(identity), served.reduces.get(identity))
+            gather, reduce = (codec.report if codec is not None else None for codec in codecs)
             known = gather if gather is not None else reduce
-            assert known is not None
-            groups.append(GroupReport(known.group, gather, reduce))
-        transfers = [*gathers, *reduces]
+            if known is not None:
+                groups.append(GroupReport(known.group, gather, reduce))
+        transfers = [t for g in groups for t in (g.gather, g.reduce) if t is not None]
         fqns = {p.fqn for transfer in transfers for p in transfer.parameters}
         unused = tuple(p for p in self.exclude.fqns if not any(fnmatchcase(fqn, p) for fqn in fqns))
         return Report(tuple(groups), unused)
@@ -175,10 +163,11 @@ class QuantizedComm(Plugin):
         """
         if self.weights is None:
             return {}
+        own = identities_of(model)
         served = {
             p.fqn: codec.format
-            for codec in self._served.gathers()
-            if codec.report is not None
+            for identity, codec in self._served.gathers.items()
+            if codec.report is not None and identity in own
             for p in codec.report.parameters
             if p.excluded is None
         }
@@ -186,24 +175,33 @@ class QuantizedComm(Plugin):
 
     # Checkpoints ------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, model: nn.Module | None = None) -> dict[str, Any]:
         """Errors and counts of reductions: what training must keep to go on as it would have.
 
         Parameters are not part of it: checkpoints hold them natively, with or without the plugin.
         Keys begin with the rank, because every rank has errors of its own.
-        """
-        rank = _rank()
-        return {f"rank{rank}.{r.state.group}": r.state.save() for r in self._served.reduces()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        Args:
+            model: whose groups; may be left out while this object serves one model.
+
+        Raises:
+            SettingError: when groups of several models would be saved under one name.
+        """
+        return {key: codec.state.save() for key, codec in self._reduces_of(model).items()}
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], model: nn.Module | None = None
+    ) -> None:
         """Go on from :meth:`state_dict`, after plans exist (``polyshard.describe(model)``).
+
+        Args:
+            state_dict: what was saved.
+            model: as in :meth:`state_dict`.
 
         Raises:
             SettingError: when state of a group is missing, or belongs to another world size.
         """
-        rank = _rank()
-        for codec in self._served.reduces():
-            key = f"rank{rank}.{codec.state.group}"
+        for key, codec in self._reduces_of(model).items():
             if key not in state_dict:
                 raise SettingError(
                     f"quantized: the state dict has no '{key}', only {sorted(state_dict)}. Call "
@@ -211,6 +209,23 @@ class QuantizedComm(Plugin):
                     "what the same rank of the same model saved."
                 )
             codec.state.load(state_dict[key])
+
+    def _reduces_of(self, model: nn.Module | None) -> dict[str, QuantizedReduce]:
+        """By the key that a state dict has for each."""
+        own = None if model is None else identities_of(model)
+        found: dict[str, QuantizedReduce] = {}
+        for identity, codec in self._served.reduces.items():
+            if own is not None and identity not in own:
+                continue
+            key = f"rank{_rank()}.{codec.state.group}"
+            if key in found:
+                raise SettingError(
+                    f"quantized: this object serves several models that have a group "
+                    f"'{codec.state.group}'. Say whose state is meant: state_dict(model) and "
+                    "load_state_dict(state, model), or give each model an object of its own."
+                )
+            found[key] = codec
+        return found
 
 
 def _rank() -> int:

@@ -139,6 +139,7 @@ class BoundReduce:
             rounding = self._noise = Stochastic(workspace, device)
         self._codec = BlockCodec(plan.format, workspace, rounding)
         self._summation = Summation(self._codec, workspace)
+        self._present: frozenset[int] | None = None
         self._compensation: _Compensation | None = None
         if state.residuals is not None:
             self._compensation = _Compensation(state.residuals, workspace)
@@ -147,6 +148,16 @@ class BoundReduce:
         """Own the second hop too."""
         self.replicas = BoundReplicas(self._plan, self._codec, workspace)
         return self
+
+    def begin(self, present: frozenset[int]) -> None:
+        """Hear which parameters have a gradient in the reduction that follows."""
+        self._present = present
+
+    def _compensation_of(self, index: int) -> _Compensation | None:
+        """Errors of a parameter without a gradient stay: nobody would keep what they add."""
+        if self._present is not None and index not in self._present:
+            return None
+        return self._compensation
 
     def encode(self, chunks: Sequence[Tensor], payloads: Tensor) -> None:
         """Quantize every rank's chunks; chunks are only read."""
@@ -161,16 +172,17 @@ class BoundReduce:
         limit = chunk_elements(payloads.device)
         for quantized in self._plan.quantized:
             rows = rows_of(chunks[quantized.index])
+            compensation = self._compensation_of(quantized.index)
             for tile in quantized.tiles:
-                if self._compensation is None:
+                if compensation is None:
                     for piece in pieces(rows, parts, tile, limit):
                         self._codec.encode(piece.values, piece.codes, piece.scales)
                 else:
-                    residual = self._compensation.residuals.values[quantized.index]
+                    residual = compensation.residuals.values[quantized.index]
                     mine = pieces(residual, parts, tile, limit)
                     theirs = pieces(rows, parts, tile, limit)
                     for piece, error in zip(theirs, mine, strict=True):
-                        self._encode_compensated(piece, error.values, self._compensation)
+                        self._encode_compensated(piece, error.values, compensation)
         raw = self._plan.raw
         if raw:
             targets = [parts.raw_rows(r) for r in raw]

@@ -11,7 +11,7 @@ from polyshard.transport.collective import CollectiveTransport
 from polyshard.transport.gloo import GlooTransport
 from polyshard.transport.local import LocalTransport
 
-__all__ = ["Transport", "choose_transport"]
+__all__ = ["Transport", "backend_for", "choose_transport"]
 
 
 def choose_transport(roles: MeshRoles, device: torch.device) -> Transport:
@@ -19,12 +19,12 @@ def choose_transport(roles: MeshRoles, device: torch.device) -> Transport:
     if roles.shard_size == 1:
         return LocalTransport()
     group = roles.shard_group
-    if device.type == "cpu" and _backend_for(group, device) == dist.Backend.GLOO:
+    if device.type == "cpu" and backend_for(group, device) == dist.Backend.GLOO:
         return GlooTransport(group)
     return CollectiveTransport(group, device)
 
 
-def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
     """Backend of ``group`` for ``device``: a group may have one per device type."""
     config = dist.get_backend_config(group)
     if ":" not in config:

@@ -61,7 +61,13 @@ class GatherRoute(Protocol):
 
 
 class ReduceRoute(Protocol):
-    """A reduce-scatter bound to a layout; gradients differ from step to step."""
+    """A reduce-scatter bound to a layout; gradients differ from step to step.
+
+    Ranks may turn out to have gradients of different pieces. A route whose transfers can be ended
+    then defines ``answer(peer, takes_part, dtype)``: take part, with zeros, in the reduction of the
+    pieces that ``peer`` started, and forget what it sends; every rank answers every other one.
+    Without it a reduction starts when ranks are known to agree.
+    """
 
     def start(self, sources: Sequence[Tensor | None], outs: Sequence[Tensor]) -> Pending:
         """Sum chunk ``rank`` of every rank's source into ``outs``.

@@ -10,11 +10,13 @@ the user's own traffic have other tags, so no order between groups is assumed.
 A reduction is the mirror image: chunk ``j`` of a gradient goes to rank ``j`` from where autograd
 wrote it, and each rank sums what it receives. Because the sum is local, a gradient travels in its
 own dtype and is added in the reduction's: bf16 gradients reduced in fp32 cost bf16 bytes, with the
-same bits as if they had been cast first.
+same bits as if they had been cast first. Gradients that this rank does not have are not sent. So
+that a peer which has them does not take others for them, the tag then says which pieces travel.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -133,7 +135,9 @@ class GlooReduce:
                 own.append(chunks[self._rank])
                 targets.append(out if real == extents.chunk_numel else out[:real])
         arrivals = [self._arrivals(own, targets, i) for i in range(len(self._peers))]
-        works = self._post(arrivals, outgoing)
+        works = self._post(
+            arrivals, outgoing, self._tag_of([source is not None for source in sources])
+        )
         return _Sum(works, self._rank, own, targets, arrivals)
 
     def _arrivals(self, own: list[Tensor], targets: list[Tensor], index: int) -> list[Tensor]:
@@ -142,10 +146,31 @@ class GlooReduce:
             return targets
         return [torch.empty_like(o) for o in own]
 
+    def _tag_of(self, takes_part: Sequence[bool]) -> int:
+        absent = [index for index, present in enumerate(takes_part) if not present]
+        if not absent:
+            return self._tag
+        return (zlib.crc32(f"{self._tag} {absent}".encode()) >> 2) * 2 + 1
+
+    def answer(self, peer: int, takes_part: Sequence[bool], dtype: torch.dtype) -> Pending:
+        """See :class:`polyshard.transport.base.ReduceRoute`."""
+        group, tag = self._group, self._tag_of(takes_part)
+        works: list[dist.Work] = []
+        kept: list[Tensor] = []
+        for extents in (e for e, present in zip(self._extents, takes_part, strict=True) if present):
+            mine, theirs = extents.numels[self._rank], extents.numels[peer]
+            if mine:
+                kept.append(torch.empty(mine, dtype=dtype))
+                works.append(group.recv([kept[-1]], peer, tag))
+            if theirs:
+                kept.append(torch.zeros(theirs, dtype=dtype))
+                works.append(group.send([kept[-1]], peer, tag))
+        return Works(works, kept)
+
     def _post(
-        self, arrivals: list[list[Tensor]], outgoing: list[Sequence[Tensor]]
+        self, arrivals: list[list[Tensor]], outgoing: list[Sequence[Tensor]], tag: int
     ) -> list[dist.Work]:
-        group, tag = self._group, self._tag
+        group = self._group
         works = [
             group.recv([tensor], peer, tag)
             for peer, tensors in zip(self._peers, arrivals, strict=True)

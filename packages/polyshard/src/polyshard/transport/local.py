@@ -32,6 +32,11 @@ class LocalGather:
 class LocalReduce:
     """The sum over one rank is the gradient itself."""
 
+    def answer(self, peer: int, takes_part: Sequence[bool], dtype: torch.dtype) -> Pending:
+        """There is no peer."""
+        del peer, takes_part, dtype
+        return DONE
+
     def sent_bytes(self, sources: Sequence[Tensor | None]) -> int:
         """Nothing."""
         del sources

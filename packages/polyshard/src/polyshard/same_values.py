@@ -1,0 +1,72 @@
+"""An opt-in check that all ranks start from the same values."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from polyshard.__about__ import __version__
+from polyshard.contract import Plugin
+from polyshard.defaults import SilentObserver
+from polyshard.markers import hookimpl
+from polyshard.notices import warn
+from polyshard.seams import GroupInfo, ParamInfo
+
+ON_META = "values unknown (meta device)"
+
+
+class _Unchecked(SilentObserver):
+    """Says in ``describe()`` which parameters had no values to compare."""
+
+    def __init__(self, fqns: list[str]) -> None:
+        self.notices = (
+            f"SameValues compares nothing of {', '.join(fqns)}: on the meta device when sharded. "
+            "What initialises them must give every rank the same values.",
+        )
+
+
+class SameValues(Plugin):
+    """Refuses to train when ranks brought different values of one parameter.
+
+    ``fully_shard`` keeps on each rank its own slice of its own values, and synchronises nothing:
+    ranks that were initialised differently would train a mixture of their models. With this plugin
+    a digest of every full parameter is part of the plan, so that a difference is a
+    ``PlanMismatchError`` on every rank before the first transfer, naming the parameter. It costs
+    one pass over the parameters while they are sharded, and nothing in a step.
+
+    Buffers are not compared, nor are parameters that are sharded on the meta device: they have no
+    values yet, which ``describe()`` says. Local parts of tensor parallelism are compared with those
+    of the same tensor-parallel rank.
+    """
+
+    name = "same_values"
+    version = __version__
+
+    @hookimpl
+    def polyshard_parameter_facts(self, tensor: Tensor, param: ParamInfo) -> str:
+        """A digest of the values, bit for bit."""
+        del param
+        if tensor.device.type == "meta":
+            return ON_META
+        return f"values {digest_of(tensor)}"
+
+    @hookimpl
+    def polyshard_observer(self, group: GroupInfo) -> SilentObserver | None:
+        """Nothing to watch, but something to say where values were not there yet."""
+        unchecked = [p.fqn for p in group.parameters if ON_META in p.facts]
+        if not unchecked:
+            return None
+        observer = _Unchecked(unchecked)
+        warn(observer.notices)
+        return observer
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Sixteen hex digits; equal for equal bits in equal order."""
+    if hasattr(tensor, "__tensor_flatten__"):  # a subclass around other tensors
+        inner, _ = tensor.__tensor_flatten__()
+        return "+".join(digest_of(getattr(tensor, name)) for name in inner)
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().data, digest_size=8).hexdigest()

@@ -1,0 +1,93 @@
+"""Ranks that start from different values: an error naming the parameter, where asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from toy_models import build, full, loss_of, shard, tokens_for
+
+import polyshard
+from polyshard import SameValues, describe, fully_shard
+from polyshard.errors import PlanMismatchError
+from polyshard.same_values import digest_of
+from polyshard.testing import World
+
+SMALL = {"width": 8, "hidden": 10, "layers": 2}
+
+
+def differing(rank: int, size: int, shape: tuple[int, ...], odd: int) -> str | None:
+    """One element of one parameter of one rank is off by the last bit."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    model = build(**SMALL)
+    if rank == odd:
+        with torch.no_grad():
+            value = model.blocks[1].up.weight[3, 2]  # type: ignore[union-attr, index]
+            value.copy_(torch.nextafter(value, torch.tensor(9.0)))
+    shard(model, fully_shard, mesh=mesh, plugins=[SameValues()])
+    if odd < 0:
+        loss_of(model, tokens_for(0, rank)).backward()
+        return None
+    with pytest.raises(PlanMismatchError) as caught:
+        loss_of(model, tokens_for(0, rank))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("odd", [-1, 0, 3])
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1)], ids=str)
+def test_ranks_are_compared(world4: World, shape: tuple[int, ...], odd: int) -> None:
+    for text in world4.run(differing, shape, odd):
+        if odd < 0:
+            assert text is None
+            continue
+        changed = [line for line in text.splitlines() if line[:1] in "+-"]
+        assert len(changed) == 2  # that parameter, as seen by the two sides
+        assert all("parameter blocks.1.up.weight" in line for line in changed)
+
+
+def without_values(rank: int, size: int) -> None:
+    """On the meta device there is nothing to compare, which is said."""
+    with torch.device("meta"):
+        model: Any = nn.Linear(3, 3)
+    with pytest.warns(polyshard.errors.IneffectiveSettingWarning, match="meta device"):
+        fully_shard(model, plugins=[SameValues()])
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    (plan,) = describe(model).groups
+    assert any("SameValues compares nothing of weight, bias" in n for n in plan.notices)
+    model(torch.ones(1, 3)).sum().backward()
+    assert model.weight.grad is not None
+
+
+def test_parameters_without_values_are_listed(world2: World) -> None:
+    world2.run(without_values)
+
+
+def unasked(rank: int, size: int) -> None:
+    """Without the plugin each rank keeps its part of its own values, as with FSDP2."""
+    model: Any = nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(float(rank))
+    fully_shard(model)
+    model(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(full(model.weight.detach()), torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
+
+
+def test_values_are_not_compared_by_default(world2: World) -> None:
+    world2.run(unasked)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool], ids=str
+)
+def test_digests_are_of_bits_in_order(dtype: torch.dtype) -> None:
+    values = torch.tensor([[0, 1, 0], [0, 0, 1]]).to(dtype)
+    assert digest_of(values) == digest_of(values.clone())
+    assert digest_of(values.t()) == digest_of(values.t().contiguous())
+    assert digest_of(values) != digest_of(values.flip(1))
+    assert len(digest_of(values[:0])) == len(digest_of(values[0, 0])) == 16
