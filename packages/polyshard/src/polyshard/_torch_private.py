@@ -69,6 +69,7 @@ __all__ = [
     "profiler_span",
     "queue_backward_callback",
     "reduces_in_original_dtype",
+    "root_mesh",
     "set_local_tensor",
     "shared_group",
     "storage_holders",
@@ -121,6 +122,11 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Whether this thread runs inside an autograd backward (activation checkpointing does)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def root_mesh(mesh: dist.DeviceMesh) -> dist.DeviceMesh:
+    """The mesh that ``mesh`` is a slice of."""
+    return mesh._get_root_mesh()
 
 
 def store_timeout_seconds(store: dist.Store) -> float:

@@ -121,6 +121,7 @@ class CodecGather:
         layout = unsharded.layout
         world, nbytes = layout.world_size, codec.payload_bytes
         self._codec = codec
+        self.payload_bytes = nbytes
         self._shard = unsharded.shard_view()
         self._copies = _Copies()
         self._rows: list[Tensor] = []

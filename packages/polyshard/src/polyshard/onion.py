@@ -48,6 +48,11 @@ class Onion:
             extensions.append(extension)
         return tensor, tuple(extensions)
 
+    def layers_of(self, extensions: Extensions) -> tuple[str, ...]:
+        """Names of the layers that took part when a tensor was flattened."""
+        pairs = zip(self._transforms, extensions, strict=True)
+        return tuple(layer.name for layer, extension in pairs if extension is not None)
+
     def unflatten(self, tensor: Tensor, extensions: Extensions, param: ParamInfo | None) -> Tensor:
         """Put every layer back, the last peeled first."""
         for layer, extension in zip(reversed(self._transforms), reversed(extensions), strict=True):

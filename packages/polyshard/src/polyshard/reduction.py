@@ -104,6 +104,15 @@ class Reducer:
         ]
         self.settings = ReduceSettings()
 
+    @property
+    def payload_bytes(self) -> tuple[int | None, int | None]:
+        """Bytes the codec sends to each peer, and to each replica; ``None`` without one."""
+        replicas = getattr(self._codec, "replicas", None)
+        return (
+            None if self._codec is None else self._codec.payload_bytes,
+            None if replicas is None else replicas.payload_bytes,
+        )
+
     def rebind(self, codec: BoundReduceCodec | None) -> None:
         """Go on with another codec; nothing is in flight."""
         self._codec = codec
