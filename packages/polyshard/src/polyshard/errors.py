@@ -38,6 +38,9 @@ class UnsupportedError(PolyshardError, ValueError, NotImplementedError):
 class PlanMismatchError(PolyshardError, ValueError):
     """Ranks planned different things; raised on every rank before the first collective."""
 
+    told: tuple[int, ...] = ()
+    """The ranks that raise it alike."""
+
 
 class LifecycleError(PolyshardError, RuntimeError):
     """A call at a moment when it cannot work (forward on meta, reset on a non-root, ...)."""

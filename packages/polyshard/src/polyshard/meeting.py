@@ -47,9 +47,10 @@ Audiences = Callable[[], Iterable[Sequence[int]]]
 
 def report_failure(audiences: Audiences, error: BaseException) -> None:
     """Tell every set of ranks in ``audiences`` why this one will not come to the next meeting."""
+    told = set(error.told) if isinstance(error, PlanMismatchError) else set()
     for ranks in audiences():
         board = open_board(ranks)
-        if board is None or len(ranks) == 1:
+        if board is None or len(ranks) == 1 or told.issuperset(ranks):
             continue
         number = _concluded(board)
         times = board.store.add(board.part(number).key(FAILURES, board.rank), 1)
@@ -113,12 +114,18 @@ def meet(board: Board, lines: Sequence[str], occasion: str = "the meeting") -> N
         knew = is_over and (meeting.own_failures() > 0 or board.rank in _culprits(ended))
         texts = meeting.exchange(lines) if ended == MET else {}
         board.store.add(board.key(CONCLUDED, board.rank), 1)
-        if len(texts) > 1:
-            raise PlanMismatchError(difference(texts))
+        if texts:
+            raise _refusal(board, difference(texts))
         if ended == MET:
             return
         if not knew:
-            raise PlanMismatchError(ended.partition("\n")[2])
+            raise _refusal(board, ended.partition("\n")[2])
+
+
+def _refusal(board: Board, text: str) -> PlanMismatchError:
+    error = PlanMismatchError(text)
+    error.told = board.ranks
+    return error
 
 
 def _concluded(board: Board) -> int:
