@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeVar, cast, overload
 
 from torch import nn
@@ -17,9 +18,10 @@ from polyshard.collect import (
     move_to_device,
     split_by_kind,
 )
-from polyshard.digest import report_failure
+from polyshard.digest import audiences
 from polyshard.errors import AlreadyShardedError, SettingError
 from polyshard.group import GroupSetup, ParameterGroup
+from polyshard.meeting import reporting
 from polyshard.mesh import MeshRoles, resolve_mesh
 from polyshard.module import mix_in
 from polyshard.offloading import with_policy
@@ -116,7 +118,7 @@ def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
     _check_supported(reshard_after_forward, dp_mesh_dims)
     plugins = with_policy(plugins, offload_policy)
     roles = resolve_mesh(mesh, dp_mesh_dims)
-    try:
+    with reporting(partial(audiences, roles.mesh)):
         stack = build_stack(plugins)
         for member in modules:
             stack.prepare(member, roles.mesh)
@@ -128,9 +130,6 @@ def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
         move_to_device(modules, collector, roles)
         sources = collector.sources(modules)
         _plan_groups(unit, sources, stack)
-    except Exception as error:
-        report_failure(roles.ranks, error)
-        raise
     _shard(unit, sources)
     return module
 

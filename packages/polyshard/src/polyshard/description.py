@@ -100,8 +100,8 @@ def _notes(groups: tuple[GroupPlan, ...]) -> list[str]:
             [],
         ).append(plan.name)
         facts.setdefault(f"transfers: {plan.transfers}", []).append(plan.name)
-        for line in plan.roles.plugins:
-            facts.setdefault(f"plugin {line}", []).append(plan.name)
+        for line in (*(f"plugin {line}" for line in plan.roles.plugins), *plan.roles.extras):
+            facts.setdefault(line, []).append(plan.name)
         for notice in plan.notices:
             facts.setdefault(notice, []).append(plan.name)
     return [

@@ -38,6 +38,9 @@ class UnsupportedError(PolyshardError, ValueError, NotImplementedError):
 class PlanMismatchError(PolyshardError, ValueError):
     """Ranks planned different things; raised on every rank before the first collective."""
 
+    told: tuple[int, ...] = ()
+    """The ranks that raise it alike."""
+
 
 class GradientMismatchError(PolyshardError, ValueError, RuntimeError):
     """Ranks have gradients of different parameters; raised on every rank before any sum is kept."""

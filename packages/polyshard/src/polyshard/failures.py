@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import TracebackType
 
-from polyshard.digest import Board, open_step_board
+from polyshard.board import Board, open_step_board, said_of
 from polyshard.errors import PeerError, PolyshardError
 
 KIND = "step"
@@ -62,8 +62,7 @@ class FailureReport:
 
 
 def _publish(board: Board, group: str, error: Exception) -> None:
-    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    board.post(KIND, f"in group '{group}': {type(error).__name__}: {error}{notes}")
+    board.post(KIND, f"in group '{group}': {said_of(error)}")
 
 
 def forget_failure(ranks: Sequence[int]) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from typing_extensions import override
 
+from polyshard.digest import compare_early
 from polyshard.errors import DeepcopyError, LifecycleError, SettingError, UnsupportedError
 from polyshard.group import ParameterGroup
 from polyshard.notices import warn, without_buffers
@@ -69,6 +70,8 @@ class FSDPModule(TorchFSDPModule):
             async_op: return a handle at once; forward waits by itself if nobody did before.
         """
         unit = self._unit()
+        if unit.is_root is None and unit.is_sharded():
+            compare_early(unit)  # nobody has compared plans yet
         unit.unshard()
         handle = UnshardHandle(unit)
         if async_op:

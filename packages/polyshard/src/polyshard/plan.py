@@ -45,11 +45,53 @@ def resolve_dtypes(policy: MixedPrecisionPolicy, orig: torch.dtype) -> Dtypes:
 class Roles:
     """Who does what for a group: names with settings, as they must agree on all ranks."""
 
+    collectives: str
     transport: str
     gather_codec: str
     reduce_codec: str
     storage: str
     plugins: tuple[str, ...] = ()
+    constraints: tuple[str, ...] = ()
+    """Each with the elements it keeps together, by parameter."""
+    adapters: tuple[str, ...] = ()
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """What plugins add beside the exclusive roles."""
+        constraints = (f"constraint {text}" for text in self.constraints)
+        return (*constraints, *(f"state-dict adapter {text}" for text in self.adapters))
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """What a parameter is between steps, beside its shape."""
+
+    placements: str
+    flat_shape: tuple[int, ...]
+    """Of what transforms make of it on this rank, before it is cut."""
+    transforms: tuple[str, ...] = ()
+    """Plugins that transform it, in order."""
+
+    @override
+    def __str__(self) -> str:
+        """As it appears in a plan."""
+        by = f" flattened by {', '.join(self.transforms)}" if self.transforms else ""
+        return f"{self.placements}{by}"
+
+
+@dataclass(frozen=True)
+class Payloads:
+    """Bytes a codec sends to each peer; ``None`` where the engine's own transfer is used."""
+
+    gather: int | None
+    reduce: int | None
+    replicas: int | None
+
+    @override
+    def __str__(self) -> str:
+        """As it appears in a plan."""
+        texts = (("gather", self.gather), ("reduce", self.reduce), ("replicas", self.replicas))
+        return ", ".join(f"{name} {'native' if n is None else n}" for name, n in texts)
 
 
 @dataclass(frozen=True)
@@ -74,6 +116,9 @@ class GroupPlan:
     """How each parameter travels in an all-gather, and why; gradients take the mirrored way."""
     transfers: str
     """The ways in one line, with where their threshold comes from."""
+    sharded: tuple[Sharded, ...]
+    """The sharded form of each parameter."""
+    payloads: Payloads
     notices: tuple[str, ...] = ()
     """Settings that change nothing for this group."""
 
@@ -93,22 +138,34 @@ class GroupPlan:
         return self.layout.shard_numel * self.dtypes.orig.itemsize
 
     def lines(self) -> tuple[str, ...]:
-        """Everything that must be equal on all ranks, one fact a line."""
-        head = (
-            f"group {self.name}: mesh {self.mesh}",
-            f"group {self.name}: dtypes (rest / compute / reduce) {self.dtypes}",
-            f"group {self.name}: transport {self.roles.transport}, gather codec "
-            f"{self.roles.gather_codec}, reduce codec {self.roles.reduce_codec}, storage "
-            f"{self.roles.storage}",
-            f"group {self.name}: reshard after forward {self.reshard_after_forward}",
-        )
-        plugins = tuple(f"group {self.name}: plugin {line}" for line in self.roles.plugins)
-        parameters = tuple(
-            f"group {self.name}: parameter {info.fqn} {info.shape} dim {placed.dim} "
-            f"{way.kind} at {placed.shard_offset} "
-            + " ".join(("trainable" if info.requires_grad else "frozen", *info.facts))
-            for info, placed, way in zip(
-                self.parameters, self.layout.parameters, self.ways, strict=True
+        """Everything that must be equal on the ranks of the data-parallel mesh, one fact a line."""
+        layout = tuple(
+            f"group {self.name}: layout of {info.fqn} {form.flat_shape} {way.kind} at "
+            f"{placed.shard_offset}"
+            for info, placed, way, form in zip(
+                self.parameters, self.layout.parameters, self.ways, self.sharded, strict=True
             )
         )
-        return head + plugins + parameters
+        payloads = f"group {self.name}: payload bytes {self.payloads}"
+        return (*self.shared_lines(), payloads, *layout)
+
+    def shared_lines(self) -> tuple[str, ...]:
+        """What must be equal on all ranks of the model, however other axes cut its parameters."""
+        roles, start = self.roles, f"group {self.name}:"
+        head = (
+            f"{start} mesh {self.mesh}",
+            f"{start} dtypes (rest / compute / reduce) {self.dtypes}",
+            f"{start} collectives {roles.collectives}, transport {roles.transport}, gather codec "
+            f"{roles.gather_codec}, reduce codec {roles.reduce_codec}, storage {roles.storage}",
+            f"{start} reshard after forward {self.reshard_after_forward}",
+        )
+        plugins = tuple(f"{start} plugin {line}" for line in roles.plugins)
+        extras = tuple(f"{start} {text}" for text in roles.extras)
+        parameters = tuple(
+            f"{start} parameter {info.fqn} {info.shape} dim {placed.dim} "
+            + " ".join(("trainable" if info.requires_grad else "frozen", str(form), *info.facts))
+            for info, placed, form in zip(
+                self.parameters, self.layout.parameters, self.sharded, strict=True
+            )
+        )
+        return (*head, *plugins, *extras, *parameters)

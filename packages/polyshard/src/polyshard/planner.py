@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polyshard.notices import all_notices
-from polyshard.plan import GroupPlan, Roles
+from polyshard.plan import GroupPlan, Payloads, Roles, Sharded
 from polyshard.protocol import ProtocolGather
 from polyshard.runtime import Runtime
 from polyshard.seams import Named
@@ -29,13 +29,7 @@ def plan_group(group: ParameterGroup, runtime: Runtime) -> GroupPlan:
         layout=shards.layout,
         mesh=group.roles.describe(),
         dtypes=runtime.dtypes,
-        roles=Roles(
-            transport.name,
-            gather_codec,
-            _named(contributions.reduce_codec),
-            _named(contributions.storage),
-            contributions.plugin_lines,
-        ),
+        roles=_roles(group, gather_codec),
         reshard_after_forward=group.block_size or group.setup.reshard_after_forward,
         gather_bytes=runtime.path.sent_bytes,
         regather_bytes=(runtime.block or runtime.path).sent_bytes,
@@ -44,8 +38,36 @@ def plan_group(group: ParameterGroup, runtime: Runtime) -> GroupPlan:
         ),
         ways=ways,
         transfers=summary(ways, transport),
+        sharded=tuple(_sharded(group, index) for index in range(len(shards.parameters))),
+        payloads=Payloads(
+            getattr(runtime.path, "payload_bytes", None), *runtime.reducer.payload_bytes
+        ),
         notices=all_notices(group.setup.policy, shards.dtype, contributions),
     )
+
+
+def _roles(group: ParameterGroup, gather_codec: str) -> Roles:
+    contributions, parameters = group.contributions, group.info().parameters
+    return Roles(
+        collectives=_named(contributions.backend),
+        transport=group.transport.name,
+        gather_codec=gather_codec,
+        reduce_codec=_named(contributions.reduce_codec),
+        storage=_named(contributions.storage),
+        plugins=contributions.plugin_lines,
+        constraints=tuple(
+            f"{_named(c)}: {', '.join(f'{p.fqn} {c.block_elements(p)}' for p in parameters)}"
+            for c in contributions.constraints
+        ),
+        adapters=tuple(map(_named, contributions.adapters)),
+    )
+
+
+def _sharded(group: ParameterGroup, index: int) -> Sharded:
+    parameter = group.shards.parameters[index]
+    layers = group.setup.stack.onion.layers_of(parameter.extensions)
+    flat_shape = group.shards.layout.parameters[index].shape
+    return Sharded(str(tuple(parameter.spec.placements)), flat_shape, layers)
 
 
 def _trainable(group: ParameterGroup, runtime: Runtime) -> dict[int, Tensor]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from polyshard.averaging import Averaging
 from polyshard.buffers import Buffer, Recycled
 from polyshard.defaults import DeviceStorage
 from polyshard.errors import GradientMismatchError
+from polyshard.fit import wordless
 from polyshard.gather import Line
 from polyshard.mesh import MeshRoles
 from polyshard.packing import Packing
@@ -83,6 +84,19 @@ class InFlight:
         self.pending.wait()
 
 
+@dataclass(frozen=True)
+class ReduceParts:
+    """What a group's reductions work with; all of it outlives the reducer."""
+
+    roles: MeshRoles
+    line: Line
+    waiting: Accumulation
+    """Gradients of backwards before, and of those that are not the last."""
+    check_placed: Callable[[Tensor, object], None]
+    """Looks at what the storage makes of the first gradient."""
+    pool: PagePool | None = None
+
+
 class Reducer:
     """Reduces the gradients of one group. See [Note: reduction]."""
 
@@ -90,24 +104,21 @@ class Reducer:
         self,
         shards: Shards,
         dtype: torch.dtype,
-        roles: MeshRoles,
-        line: Line,
+        parts: ReduceParts,
         codec: BoundReduceCodec | None,
-        waiting: Accumulation,
-        pool: PagePool | None = None,
     ) -> None:
-        """Bind routes; ``dtype`` is the reduce dtype, ``waiting`` what outlives this object."""
-        self._waiting = waiting
-        self._packing = Packing(shards.layout, roles.shard_rank, pool)
+        """Bind routes; ``dtype`` is the reduce dtype."""
+        roles, line = parts.roles, parts.line
+        self._check_placed: Callable[[Tensor, object], None] | None = parts.check_placed
+        self._waiting = parts.waiting
+        self._packing = Packing(shards.layout, roles.shard_rank, parts.pool)
         self._shards = shards
         self._layout = shards.layout
         self._dtype = dtype
         self._roles = roles
         self._transport = line.transport
         self._codec = codec
-        self._route: ReduceRoute = self._transport.reduce_route(
-            extents_of(self._layout), dtype, line.tag
-        )
+        self._route: ReduceRoute = line.reduce_route(extents_of(self._layout), dtype)
         self._presence = Presence.of(roles, roles.device, line.tag, len(self._layout.parameters))
         self._totals = Recycled()
         # What local_view() would work out for every gradient of every step.
@@ -118,6 +129,15 @@ class Reducer:
             for shape in (placed.local_shape(rank),)
         ]
         self.settings = ReduceSettings()
+
+    @property
+    def payload_bytes(self) -> tuple[int | None, int | None]:
+        """Bytes the codec sends to each peer, and to each replica; ``None`` without one."""
+        replicas = getattr(self._codec, "replicas", None)
+        return (
+            None if self._codec is None else self._codec.payload_bytes,
+            None if replicas is None else replicas.payload_bytes,
+        )
 
     def rebind(self, codec: BoundReduceCodec | None) -> None:
         """Go on with another codec; nothing is in flight."""
@@ -264,7 +284,8 @@ class Reducer:
         begin = getattr(codec, "begin", None)
         if begin is not None:
             begin(frozenset(sources))
-        codec.encode(self._packing.chunks(sources, total), payloads)
+        chunks = self._packing.chunks(sources, total)
+        wordless(cast("Any", codec).encode(chunks, payloads), codec, "encode")
         pending = self._transport.exchange(payloads, received)
         outs = self._packing.chunk_outs(total)
         return _Decoding(pending, codec, received, outs, scratch, self._packing.give_back)
@@ -308,7 +329,15 @@ class Reducer:
             if not flight.is_last:
                 return None
             total, flight.present = held.take()
-        return storage.place_gradient(total)
+        return self._place(total)
+
+    def _place(self, gradient: Tensor) -> Tensor:
+        """Next to the resting shard; the storage's first answer is looked at."""
+        placed = self._shards.storage.place_gradient(gradient)
+        if self._check_placed is not None:
+            self._check_placed(gradient, placed)
+            self._check_placed = None
+        return placed
 
     def _summed(self, flight: InFlight) -> Tensor | None:
         """The sum over all ranks, partial sums included; ``None`` while there is none."""
@@ -331,7 +360,7 @@ class Reducer:
         held = self._waiting.held
         if held:
             total, present = held.take()
-            self.store(self._shards.storage.place_gradient(total), present)
+            self.store(self._place(total), present)
 
     def _sum_replicas(self, total: Tensor) -> None:
         groups = self._roles.replicate_groups
@@ -342,9 +371,9 @@ class Reducer:
             return
         payload = total.new_empty(codec.payload_bytes, dtype=torch.uint8)
         payloads = payload.new_empty(self._roles.replicate_size, codec.payload_bytes)
-        codec.encode(total, payload)
+        wordless(codec.encode(total, payload), codec, "encode")
         dist.all_gather(list(payloads.unbind()), payload, group=groups[0])
-        codec.decode_sum(payloads, total)
+        wordless(codec.decode_sum(payloads, total), codec, "decode_sum")
 
     def store(self, total: Tensor, present: Sequence[int]) -> None:
         """Set or add to ``.grad`` of the sharded parameters, then run their hooks."""
@@ -375,7 +404,7 @@ class _Decoding:
     """An exchange of payloads whose sum is decoded when they have arrived."""
 
     pending: Pending
-    codec: BoundReduceCodec
+    codec: Any
     received: Tensor
     outs: list[Tensor]
     scratch: Buffer
@@ -383,5 +412,5 @@ class _Decoding:
 
     def wait(self) -> None:
         self.pending.wait()
-        self.codec.decode_sum(self.received, self.outs)
+        wordless(self.codec.decode_sum(self.received, self.outs), self.codec, "decode_sum")
         self.give_back(self.scratch)

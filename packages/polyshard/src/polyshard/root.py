@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from polyshard.digest import compare_plans
+from polyshard.digest import audiences, compare_plans
 from polyshard.errors import LifecycleError
+from polyshard.meeting import reporting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from polyshard.schedule import Unit
 
@@ -34,17 +36,42 @@ def units_below(root: nn.Module) -> Iterator[tuple[str, nn.Module, Unit]]:
 def initialize_root(root: Unit) -> None:
     """Share one context among all units, name them, and compare plans across ranks.
 
+    When that fails, everything is as before: the next forward tries again.
+
     Raises:
         LifecycleError: when a unit below already ran as a root of its own.
         PlanMismatchError: on every rank, when ranks planned different things.
     """
     found = list(units_below(root.modules[0]))
+    before = [(unit, unit.is_root, unit.context) for _, _, unit in found]
+    try:
+        with reporting(partial(audiences, root.roles.mesh)):
+            _check_fresh(root, found)
+            _gather_below(root, found)
+            compare_plans(root.roles, root.context.units)
+    except BaseException:
+        root.context.units.clear()
+        for unit, is_root, context in before:
+            unit.is_root, unit.context = is_root, context
+        raise
+
+
+def _check_fresh(root: Unit, found: Sequence[tuple[str, nn.Module, Unit]]) -> None:
+    if len(root.modules) > 1:
+        raise LifecycleError(
+            "the first forward went to a unit made from a list of modules "
+            f"({', '.join(type(m).__name__ for m in root.modules)}), which cannot be a root. "
+            "Apply fully_shard to the module that contains them as well, and call that."
+        )
     for name, _, unit in found:
         if unit is not root and unit.is_root is not None:
             raise LifecycleError(
                 f"'{name}' already ran forward on its own and became a root. Call the outermost "
                 "sharded module first, or shard only the part you call."
             )
+
+
+def _gather_below(root: Unit, found: Sequence[tuple[str, nn.Module, Unit]]) -> None:
     context = root.context
     for _, _, unit in found:
         unit.reshard()  # so that modules hold sharded parameters, which names are looked up by
@@ -57,7 +84,6 @@ def initialize_root(root: Unit) -> None:
         for group in unit.groups:
             group.pool = context.pool
             group.setup = replace(group.setup, reshard_after_forward=unit.reshards_in_training)
-    compare_plans(root)
 
 
 def group_names(unit: Unit, name: str) -> list[str]:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from polyshard._torch_private import in_backward
 from polyshard.context import Phase, RootContext
-from polyshard.errors import LifecycleError, UnsupportedError
+from polyshard.errors import UnsupportedError
 from polyshard.group import ParameterGroup, State
 from polyshard.trees import cast_floating, map_tensors, tensors
 from polyshard.untraced import untraced
@@ -276,15 +276,10 @@ class Unit:
 
         Raises:
             LifecycleError: when a unit below already ran on its own, or the root is a list.
+            PlanMismatchError: when ranks planned different things; the next forward looks again.
         """
         from polyshard.root import initialize_root
 
-        if len(self.modules) > 1:
-            raise LifecycleError(
-                "the first forward went to a unit made from a list of modules "
-                f"({', '.join(type(m).__name__ for m in self.modules)}), which cannot be a root. "
-                "Apply fully_shard to the module that contains them as well, and call that."
-            )
         initialize_root(self)
 
     def reset(self) -> None:
