@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -220,17 +221,38 @@ def test_a_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
     path = tmp_path / "transfers.json"
     calibrated(5).save(path)
 
-    def full(self: Path, *args: object) -> int:
+    def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         calibrated(6).save(path)
     assert Calibration.load(path).break_evens[0].staging_bytes == 5
     assert [p.name for p in tmp_path.iterdir()] == ["transfers.json"]
 
 
+def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
+    """Neither at a name that could be guessed, nor at the file's own."""
+    victim, path = tmp_path / "thesis", tmp_path / "transfers.json"
+    victim.write_text("irreplaceable")
+    path.symlink_to(victim)
+    (tmp_path / f"{path.name}.{os.getpid()}.partial").symlink_to(victim)
+    calibrated(5).save(path)
+    assert victim.read_text() == "irreplaceable"
+    assert not path.is_symlink()
+    assert Calibration.load(path).break_evens[0].staging_bytes == 5
+
+
 GOOD = {"transport": "t", "world_size": 2, "staging_bytes": 1, "coalesces": False, "timings": []}
+TIMING = {"chunk_bytes": 4, "packed": 0.5, "direct": 1, "coalesced": None}
+
+
+def holding(**changed: object) -> str:
+    return json.dumps({"format": 1, "break_evens": [GOOD, {**GOOD, **changed}]})
+
+
+def timed(**changed: object) -> str:
+    return holding(timings=[TIMING, {**TIMING, **changed}])
 
 
 @pytest.mark.parametrize(
@@ -240,14 +262,45 @@ GOOD = {"transport": "t", "world_size": 2, "staging_bytes": 1, "coalesces": Fals
         ("{", "cannot read a calibration"),
         ("[]", "no calibration of format 1"),
         ('{"format": 9}', r"no calibration of format 1 \(it says 9\)"),
-        ('{"format": 1}', "damaged: KeyError"),
-        (json.dumps({"format": 1, "break_evens": [{**GOOD, "staging_bytes": -1}]}), "damaged"),
-        (json.dumps({"format": 1, "break_evens": [{**GOOD, "timings": [{}]}]}), "damaged"),
+        ('{"format": true}', r"no calibration of format 1 \(it says True\)"),
+        ('{"format": 1}', "damaged: break_evens is missing"),
+        ('{"format": 1, "break_evens": {}}', "damaged: break_evens is an object, not a list"),
+        ('{"format": 1, "break_evens": [3]}', r"damaged: break_evens\[0\] is 3, not an object"),
+        ("[" * 100_000, "cannot read a calibration"),
+        ('{"format": 1, "break_evens": ' + "[" * 100_000, "cannot read a calibration"),
+        (" " * (1 << 20) + "{}", "cannot read a calibration.*larger than"),
+        ('{"format": ' + "9" * 5000 + "}", "cannot read a calibration"),
+        (holding(staging_bytes=-1), r"damaged: break_evens\[1\]\.staging_bytes is -1"),
+        (holding(staging_bytes=True), r"break_evens\[1\]\.staging_bytes is True"),
+        (holding(staging_bytes=1.0), r"break_evens\[1\]\.staging_bytes is 1\.0"),
+        (holding(staging_bytes=10**400), r"staging_bytes is an integer of more than 63 bits"),
+        (holding(world_size=0), r"break_evens\[1\]\.world_size is 0"),
+        (holding(world_size="2"), r"break_evens\[1\]\.world_size is '2'"),
+        (holding(coalesces=1), r"break_evens\[1\]\.coalesces is 1, not true or false"),
+        (holding(transport=["t"]), r"break_evens\[1\]\.transport is a list, not a text"),
+        (holding(transport=None), r"break_evens\[1\]\.transport is None, not a text"),
+        (holding(timings=None), r"break_evens\[1\]\.timings is None, not a list"),
+        (holding(timings=[{}]), r"break_evens\[1\]\.timings\[0\]\.chunk_bytes is missing"),
+        (timed(packed=float("nan")), "cannot read a calibration.*NaN"),
+        (timed(direct=float("-inf")), "cannot read a calibration.*-Infinity"),
+        (
+            timed(packed=0).replace('"packed": 0,', '"packed": 1e999,'),
+            r"timings\[1\]\.packed is inf",
+        ),
+        (timed(packed=-0.5), r"break_evens\[1\]\.timings\[1\]\.packed is -0\.5"),
+        (timed(direct=False), r"timings\[1\]\.direct is False, not a number of seconds"),
+        (timed(direct=10**300), r"timings\[1\]\.direct is an integer of more than 63 bits"),
+        (timed(coalesced="1"), r"timings\[1\]\.coalesced is '1'"),
+        (timed(chunk_bytes=0), r"timings\[1\]\.chunk_bytes is 0"),
+        (timed(chunk_bytes="x" * 1000), r"chunk_bytes is 'x{56}\.\.\., not an integer"),
     ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "absent",
 )
 def test_a_bad_file_says_what_to_do(tmp_path: Path, text: str | None, complaint: str) -> None:
     path = tmp_path / "transfers.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(SettingError, match=complaint + r"[\s\S]*Calibration.measure\(\)"):
+    with pytest.raises(SettingError, match=complaint + r"[\s\S]*Calibration.measure\(\)") as caught:
         Calibration.load(path)
+    assert f"'{path}'" in str(caught.value)
+    assert len(str(caught.value)) < 1000

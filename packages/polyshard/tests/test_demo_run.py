@@ -16,7 +16,12 @@ import pytest
 import torch.distributed as dist
 
 import polyshard
-from polyshard.demo.checkpoint import complete_checkpoints, find_checkpoint
+from polyshard.demo.checkpoint import (
+    Checkpoints,
+    complete_checkpoints,
+    find_checkpoint,
+    read_state,
+)
 from polyshard.demo.errors import DemoError, RankError
 from polyshard.demo.launch import launch, run_local_ranks, threads_per_rank
 from polyshard.demo.settings import EngineName, Settings
@@ -159,6 +164,28 @@ def test_broken_and_old_checkpoints(tmp_path: Path) -> None:
         launch(settings)
     with pytest.raises(DemoError, match="--seed: saved 0, now 1"):
         launch(replace(settings, resume=tmp_path, seed=1))
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"settings": 3, "history": {}}', '{"settings": {}}', "[" * 100_000]
+)
+def test_a_bad_state_says_which(tmp_path: Path, text: str) -> None:
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(DemoError, match=r"cannot read .*state\.json"):
+        read_state(tmp_path)
+
+
+def test_a_checkpoint_that_is_a_link_is_not_dropped(tmp_path: Path) -> None:
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "run" / "checkpoints"
+    elsewhere.mkdir()
+    (elsewhere / "state.json").touch()
+    folder.mkdir(parents=True)
+    (folder / "step-000001").symlink_to(elsewhere)
+    for step in (2, 3):
+        (folder / f"step-00000{step}").mkdir()
+        (folder / f"step-00000{step}" / "state.json").touch()
+    Checkpoints(tmp_path / "run", None)._drop_old()  # type: ignore[arg-type]
+    assert (elsewhere / "state.json").exists()
 
 
 def test_nothing_to_resume_from(tmp_path: Path) -> None:

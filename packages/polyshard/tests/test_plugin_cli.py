@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from typer.testing import CliRunner
 
 from polyshard import Plugin, discovery, hookimpl
 from polyshard.cli import app
+from polyshard.discovery import installed_plugins
+from polyshard.plugin_cli import Loaded
 from polyshard.stack import build_stack
 
 
@@ -132,6 +135,55 @@ def test_doctor_survives_odd_plugins(
     code, text = run("doctor")
     assert code == 1
     assert reason in text.replace("\n", " ")
+
+
+LEAVING = {
+    "module": "import sys; sys.exit('no licence found')",
+    "factory": "def make(): raise SystemExit(3)",
+    "base": "class Gone(BaseException): pass\nraise Gone('no licence found')",
+    "contract": """
+class Shy:
+    @property
+    def polyshard_contract(self):
+        raise SystemExit('no licence found')
+make = Shy()
+""",
+    "attribute": """
+from polyshard import Contract
+class Shy:
+    polyshard_contract = Contract('leaving')
+    def __dir__(self):
+        raise SystemExit('no licence found')
+make = Shy()
+""",
+}
+
+
+@pytest.mark.parametrize("kind", LEAVING)
+@pytest.mark.parametrize("command", ["list", "doctor"])
+def test_a_module_that_leaves_silences_nobody(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, command: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / f"leaving_{kind}.py").write_text(LEAVING[kind])
+    entry = ("leaving", f"leaving_{kind}" + ("" if kind in ("module", "base") else ":make"))
+    install(monkeypatch, entry, ("codecs", "toy_plugins:Codecs"))
+    code, text = run(command)
+    assert code == (command == "doctor")
+    if command == "list":
+        assert re.search(r"leaving .* has problems, see doctor", text)
+        assert "polyshard_gather_codec, polyshard_reduce_codec" in text
+    else:
+        assert re.search(r"✘ leaving .*(SystemExit|Gone): (no licence found|3)", text)
+        assert "✔ codecs" in text
+
+
+def test_an_interrupt_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "slow_module.py").write_text("raise KeyboardInterrupt")
+    install(monkeypatch, ("slow", "slow_module"))
+    with pytest.raises(KeyboardInterrupt):
+        Loaded.of(installed_plugins()[0])
 
 
 def test_tracing_shows_each_call(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -156,3 +159,26 @@ def slices_and_strides(rank: int, size: int) -> None:
 
 def test_meshes_know_their_root_and_placements_their_strides(world4: World) -> None:
     world4.run(slices_and_strides)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_metadata_of_checkpoints_names_known_classes(tmp_path: Path) -> None:
+    known = private.metadata_classes()
+    named: list[tuple[str, str]] = []
+
+    class Listing(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            named.append((module, name))
+            return super().find_class(module, name)
+
+    state = {"a": torch.ones(2), "b": {"c": [1, (2.5, "x")]}}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    with (tmp_path / ".metadata").open("rb") as file:
+        Listing(file).load()
+    others = {(m, n) for m, n in named if (m, n) not in known}
+    assert others <= {
+        ("torch", "float32"),
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),
+    }
+    assert len(named) > 8

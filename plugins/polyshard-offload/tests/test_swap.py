@@ -20,8 +20,9 @@ from swap_toys import BLOCK, aligned, noise, swap
 
 from polyshard_offload import StorageError
 from polyshard_offload.memory import Arena
+from polyshard_offload.nameless import PREFIX
 from polyshard_offload.store import DiskStore, Extent, HostStore, Store
-from polyshard_offload.swap import PREFIX, SwapFile
+from polyshard_offload.swap import SwapFile
 
 
 @pytest.mark.parametrize("direct", [True, False, "auto"])
@@ -123,7 +124,7 @@ def test_nothing_is_left_after_a_signal(tmp_path: Path) -> None:
         signals = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT)
         for holder, number in zip(holders, signals, strict=True):
             links = [os.readlink(link) for link in Path(f"/proc/{holder}/fd").iterdir()]
-            (held,) = (link for link in links if PREFIX in link)
+            (held,) = (link for link in links if link.startswith(str(tmp_path)))
             assert held.endswith("(deleted)")  # the kernel frees it with the last descriptor
             os.kill(holder, number)
             assert process.stdout.readline().split() == [str(holder), str(-number)]
@@ -140,7 +141,7 @@ def test_a_start_removes_what_a_kill_left(tmp_path: Path) -> None:
     alive = tmp_path / f"{PREFIX}{socket.gethostname()}-{os.getpid()}-abc"
     other = tmp_path / f"{PREFIX}elsewhere-{process.pid}-abc"
     for folder in (dead, alive, other):
-        folder.mkdir()
+        folder.mkdir(mode=0o700)
         (folder / "swap").touch()
     swap(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([alive, other])

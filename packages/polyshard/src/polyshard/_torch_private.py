@@ -67,6 +67,7 @@ __all__ = [
     "is_strided",
     "join_meshes",
     "local_tensor",
+    "metadata_classes",
     "preserve_version",
     "profiler_span",
     "queue_backward_callback",
@@ -209,6 +210,34 @@ def tag_managed_module(module: nn.Module) -> None:
     """Mark ``module`` as ``torch.compile`` expects it: guards skip parameters that get swapped."""
     module._is_fsdp_managed_module = True  # type: ignore[assignment]
     module._fsdp_use_orig_params = True  # type: ignore[assignment]
+
+
+@functools.cache
+def metadata_classes() -> Mapping[tuple[str, str], Any]:
+    """What the pickled metadata of a distributed checkpoint may name, by module and name.
+
+    Beside these there are dtypes, and the path it was written to.
+    """
+    from torch.distributed.checkpoint import filesystem, metadata
+    from torch.serialization import _get_layout
+
+    classes = (
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        metadata.TensorProperties,
+        metadata.TensorStorageMetadata,
+        metadata._MEM_FORMAT_ENCODING,
+        filesystem._StorageInfo,
+    )
+    found: dict[tuple[str, str], Any] = {(c.__module__, c.__name__): c for c in classes}
+    return {
+        **found,
+        ("torch", "Size"): torch.Size,
+        ("torch.serialization", "_get_layout"): _get_layout,
+    }
 
 
 @functools.cache

@@ -34,7 +34,9 @@ class Installed:
         try:
             found = self.entry_point.load()
             plugin: object = found() if callable(found) and not _is_plugin(found) else found
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a module may leave with SystemExit, say: its own problem
             raise PluginError(
                 f"plugin '{self.name}' of {self.distribution} ({self.entry_point.value}) failed to "
                 f"load: {type(error).__name__}: {error}. If it has settings without defaults, pass "

@@ -58,6 +58,10 @@ class NonFiniteError(PolyshardError, RuntimeError):
     """A gradient norm that is infinite or not a number (torch raises ``RuntimeError`` here)."""
 
 
+class CheckpointError(PolyshardError, ValueError):
+    """A checkpoint that cannot be read safely, or does not mean what it is loaded for."""
+
+
 class PluginError(PolyshardError, ValueError):
     """A plugin that cannot be loaded, registered or combined."""
 

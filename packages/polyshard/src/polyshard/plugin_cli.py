@@ -49,6 +49,14 @@ class Loaded:
             return cls(installed, plugin, contract_of(plugin), "")
         except PluginError as error:
             return cls(installed, None, None, str(error))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            return cls(installed, None, None, _fault("declaring its contract", error))
+
+
+def _fault(doing: str, error: BaseException) -> str:
+    return f"{doing} raised {type(error).__name__}: {error}"
 
 
 def examine(loaded: Loaded, everyone: Sequence[Loaded]) -> Report:
@@ -66,7 +74,7 @@ def examine(loaded: Loaded, everyone: Sequence[Loaded]) -> Report:
     if contract is None:
         problems.append(loaded.problem)
         return Report(installed.name, installed.distribution, "", "", (), tuple(problems))
-    problems.extend(problems_of(plugin))
+    problems.extend(_problems(plugin))
     if contract.name != installed.name:
         problems.append(
             f"its entry point is named '{installed.name}' and its contract '{contract.name}'; use "
@@ -80,6 +88,16 @@ def examine(loaded: Loaded, everyone: Sequence[Loaded]) -> Report:
     api = ".".join(map(str, contract.hook_api))
     version = contract.version
     return Report(installed.name, installed.distribution, version, api, hooks, tuple(problems))
+
+
+def _problems(plugin: object) -> list[str]:
+    """Those of the plugin itself, whose attributes are code that may do anything."""
+    try:
+        return problems_of(plugin)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return [_fault("looking for its hooks", error)]
 
 
 def _present(everyone: Sequence[Loaded]) -> Set[str]:

@@ -1,10 +1,9 @@
 """One file of a rank's disk tier: grows in pages, read and written in blocks by a few threads.
 
 [Note: swap files]
-A swap file is no checkpoint: nobody reads it after the process has ended. It is made in a fresh
-private directory, loses its name at once and the directory with it, and so is freed by the kernel
-when the process ends, however it ends. Only a kill between those three calls leaves an empty
-directory; the next start on that path removes it.
+A swap file is no checkpoint: nobody reads it after the process has ended. It never has a name
+(see [Note: shared places] of ``nameless`` for file systems without such files), and so is freed by
+the kernel when the process ends, however it ends.
 
 Space is reserved before it is used (``posix_fallocate``), so a full disk is an error while planning
 and not in the middle of a step. The first page says what the file is and how much of which dtype it
@@ -22,13 +21,10 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
-import tempfile
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -38,48 +34,8 @@ from polyshard_offload.bounce import BlockPool
 from polyshard_offload.errors import CorruptedError, StorageError, storage_error
 from polyshard_offload.header import Header
 from polyshard_offload.memory import Slab, bytes_of, pages
+from polyshard_offload.nameless import open_nameless
 from polyshard_offload.settings import PAGE_BYTES, DiskSettings
-
-PREFIX = "polyshard-offload-"
-
-
-def open_nameless(path: Path) -> int:
-    """A descriptor of a new file below ``path`` that has no name (mode 0600)."""
-    remove_abandoned(path)
-    owner = f"{PREFIX}{socket.gethostname()}-{os.getpid()}-"
-    folder = tempfile.mkdtemp(prefix=owner, dir=path)
-    file = os.path.join(folder, "swap")
-    try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        descriptor = os.open(file, flags, 0o600)
-        os.unlink(file)
-    finally:
-        with suppress(OSError):  # network file systems keep a stand-in until the file is closed
-            os.rmdir(folder)
-    return descriptor
-
-
-def remove_abandoned(path: Path) -> None:
-    """Remove what processes of this host left below ``path`` when they were killed."""
-    host = socket.gethostname()
-    for folder in path.glob(f"{PREFIX}{host}-*"):
-        pid = folder.name.removeprefix(f"{PREFIX}{host}-").partition("-")[0]
-        if not pid.isdigit() or _is_alive(int(pid)):
-            continue
-        with suppress(OSError):
-            for file in folder.iterdir():
-                file.unlink()
-            folder.rmdir()
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 class SwapFile:

@@ -19,8 +19,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from polyshard.checkpoint import CheckpointPlanner, CheckpointReader
 from polyshard.demo.errors import DemoError
+from polyshard.demo.history import History
 from polyshard.demo.worker import Worker
+from polyshard.replacing import replace_file
 
 __all__ = ["Checkpoints", "find_checkpoint", "read_state"]
 
@@ -57,7 +60,7 @@ class Checkpoints:
         tensors, _ = _tensors(model, optimizer)
         dcp.save(tensors, checkpoint_id=partial)
         if self.worker.leads:
-            (partial / STATE).write_text(json.dumps({"step": step, **state}, indent=1))
+            replace_file(partial / STATE, json.dumps({"step": step, **state}, indent=1).encode())
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
             self._drop_old()
@@ -68,7 +71,8 @@ class Checkpoints:
         """Fill model and optimizer, however they are sharded, from a checkpoint directory."""
         tensors, groups = _tensors(model, optimizer)
         try:
-            dcp.load(tensors, checkpoint_id=path)
+            reader = CheckpointReader(path)
+            dcp.load(tensors, storage_reader=reader, planner=CheckpointPlanner())
         except (dcp.api.CheckpointException, RuntimeError, ValueError) as error:
             raise DemoError(f"cannot load {path} into this model: {error}") from error
         set_state_dict(
@@ -80,7 +84,8 @@ class Checkpoints:
 
     def _drop_old(self) -> None:
         for old in complete_checkpoints(self.run)[:-KEPT]:
-            shutil.rmtree(old)
+            if not old.is_symlink():  # what it points to is not ours to drop
+                shutil.rmtree(old)
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
@@ -103,11 +108,15 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The plain data of a checkpoint directory."""
+    """The plain data of a checkpoint directory, in the form that runs expect."""
     try:
-        state: dict[str, Any] = json.loads((path / STATE).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise DemoError(f"cannot read {path / STATE}: {error}") from error
+        state = json.loads((path / STATE).read_text())
+        if not isinstance(state, dict) or not isinstance(state.get("settings"), dict):
+            raise ValueError("it holds no settings")
+        History.from_plain(state["history"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        kind = type(error).__name__
+        raise DemoError(f"cannot read {path / STATE}: {kind}: {error}") from error
     return state
 
 

@@ -1,5 +1,6 @@
 """The final report: a table, ``report.json`` and the loss curve ``loss.png``."""
 
+import io
 import json
 import platform
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from polyshard.demo.history import History
 from polyshard.demo.settings import Settings
 from polyshard.demo.text import Corpus
 from polyshard.demo.worker import Memory
+from polyshard.replacing import replace_file
 
 __all__ = ["Report", "draw", "write_report"]
 
@@ -79,7 +81,8 @@ class Report:
 def write_report(report: Report, directory: Path) -> None:
     """Write both files and print the table."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "report.json").write_text(json.dumps(report.to_plain(), indent=1) + "\n")
+    text = json.dumps(report.to_plain(), indent=1) + "\n"
+    replace_file(directory / "report.json", text.encode())
     draw(report, directory / "loss.png")
     console = Console(highlight=False)
     console.print(table(report))
@@ -136,7 +139,9 @@ def draw(report: Report, path: Path) -> None:
     speeds.set_ylabel("tokens per second")
     speeds.set_xlabel("optimizer step")
     speeds.grid(alpha=0.3)
-    figure.savefig(path)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    replace_file(path, picture.getvalue())
 
 
 def _title(report: Report) -> str:

@@ -1,0 +1,166 @@
+"""Checkpoints that were written to harm whoever loads them."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from toy_models import assert_same_parameters, build, shard
+
+from polyshard import fully_shard
+from polyshard.checkpoint import CheckpointPlanner, CheckpointReader
+from polyshard.demo.checkpoint import Checkpoints
+from polyshard.demo.errors import DemoError
+from polyshard.errors import CheckpointError
+from polyshard.testing import World
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+class Call:
+    """Pickled, it calls a function when it is loaded."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.what = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self.what
+
+
+def saved(folder: Path, **more: Any) -> Path:
+    """A checkpoint of a few tensors and plain values."""
+    state = {"weight": torch.arange(6.0), "lr": 0.5, "betas": (0.9, 0.95), **more}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def load(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    reader, planner = CheckpointReader(folder), CheckpointPlanner()
+    dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+    return state
+
+
+def test_honest_checkpoints_load(tmp_path: Path) -> None:
+    found = load(saved(tmp_path), {"weight": torch.zeros(6), "lr": 0.0, "betas": ()})
+    assert found["weight"].tolist() == list(range(6))
+    assert (found["lr"], found["betas"]) == (0.5, (0.9, 0.95))
+
+
+def make(path: Path) -> None:
+    path.touch()
+
+
+def payloads(victim: Path) -> dict[str, Any]:
+    return {
+        "plain": Call(make, victim),
+        "builtin": Call(eval, f"__import__('pathlib').Path({str(victim)!r}).touch()"),
+        "system": Call(os.system, f"touch {victim}"),
+        "torch": Call(torch.save, [1], str(victim)),
+        "inside": Metadata({}, planner_data=Call(make, victim), storage_data={}),
+    }
+
+
+@pytest.mark.parametrize("kind", payloads(Path()))
+def test_metadata_runs_nothing(tmp_path: Path, kind: str) -> None:
+    victim, folder = tmp_path / "pwned", saved(tmp_path / "saved")
+    (folder / ".metadata").write_bytes(pickle.dumps(payloads(victim)[kind]))
+    with pytest.raises(CheckpointError, match=r"saved/\.metadata.*it names \w+[\w.]*\..*Nothing"):
+        CheckpointReader(folder)
+    assert not victim.exists()
+    with suppress(BaseException):
+        dcp.load({"weight": torch.zeros(6)}, checkpoint_id=folder, no_dist=True)
+    assert victim.exists(), "torch's own reader would have run it"
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", pickle.dumps(3), pickle.dumps(Metadata({}))])
+def test_damaged_metadata_is_an_error(tmp_path: Path, content: bytes) -> None:
+    folder = saved(tmp_path)
+    (folder / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match="cannot be trusted"):
+        CheckpointReader(folder)
+
+
+def test_nothing_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"FileNotFoundError.*\.metadata"):
+        CheckpointReader(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["/etc/passwd", "../other", "a/../../b"])
+def test_tensors_are_in_the_checkpoint(tmp_path: Path, place: str) -> None:
+    folder = saved(tmp_path)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    next(iter(metadata.storage_data.values())).relative_path = place
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"outside of the checkpoint"):
+        CheckpointReader(folder)
+
+
+def test_values_that_are_no_tensors_run_nothing(tmp_path: Path) -> None:
+    """Under a name that the loader knows as a tensor as well: metadata says what is what."""
+    victim, folder = tmp_path / "pwned", saved(tmp_path / "saved")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    evil = io.BytesIO()
+    torch.save(Call(make, victim), evil)
+    (folder / "evil.distcp").write_bytes(evil.getvalue())
+    for index, place in metadata.storage_data.items():
+        if index.fqn == "weight":
+            place.relative_path, place.offset, place.length = "evil.distcp", 0, evil.tell()
+    metadata.state_dict_metadata["weight"] = BytesStorageMetadata()
+    metadata.storage_data = {
+        (type(index)(index.fqn) if index.fqn == "weight" else index): place
+        for index, place in metadata.storage_data.items()
+    }
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    state = {"weight": torch.zeros(6)}
+    with pytest.raises(BaseException, match="'weight' of the checkpoint is not plain data"):
+        load(folder, state)
+    assert not victim.exists()
+
+
+# On ranks --------------------------------------------------------------------------------------
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments}
+
+
+def saves_and_loads(rank: int, size: int, folder: str) -> None:
+    model = shard(build(1), fully_shard)
+    optimizer = torch.optim.AdamW(model.parameters())
+    dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+    other = shard(build(2), fully_shard)
+    state = state_of(other, torch.optim.AdamW(other.parameters()))
+    dcp.load(state, storage_reader=CheckpointReader(folder), planner=CheckpointPlanner())
+    other.load_state_dict(state["model"])
+    assert_same_parameters(other, model, exact=True)
+
+
+def test_sharded_checkpoints(world2: World, tmp_path: Path) -> None:
+    world2.run(saves_and_loads, str(tmp_path))
+
+
+def refuses(rank: int, size: int, folder: str, victim: str) -> None:
+    model = shard(build(1), fully_shard)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoints = Checkpoints(Path(folder), None)  # type: ignore[arg-type]
+    with pytest.raises(DemoError, match=r"cannot load .*it names .*make"):
+        checkpoints.load(Path(folder), model, optimizer)
+    assert not Path(victim).exists()
+
+
+def test_every_rank_of_the_demo_refuses(world2: World, tmp_path: Path) -> None:
+    victim = tmp_path / "pwned"
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Call(make, victim)))
+    world2.run(refuses, str(tmp_path), str(victim))
