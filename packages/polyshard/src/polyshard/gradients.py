@@ -14,7 +14,8 @@ from polyshard.shards import Shards
 class Gradients:
     """Unsharded gradients of one group, from the leaves to the reducer.
 
-    The runtime is passed in, because a conversion of the parameters makes a new one.
+    The runtime is passed in, because a conversion of the parameters makes a new one, and then
+    :meth:`carry` moves what was accumulated.
     """
 
     def __init__(self, shards: Shards, onion: Onion, settings: ReduceSettings) -> None:
@@ -34,6 +35,22 @@ class Gradients:
                 gradient = self._flattened(index, leaf.grad)
                 self._accumulated[index] = self._sum(index, gradient, runtime.dtypes.reduce)
                 leaf.grad = None
+
+    def carry(self, before: Runtime, after: Runtime) -> None:
+        """Take what was accumulated along, in the dtypes that hold from now on."""
+        reduce = after.dtypes.reduce
+        for index, held in self._accumulated.items():
+            self._accumulated[index] = held.to(after.buffer.tensor.device, reduce)
+        for index, (old, new) in enumerate(zip(before.leaves, after.leaves, strict=True)):
+            gradient = old.grad
+            if gradient is None or old is new:
+                continue
+            old.grad = None
+            if gradient.dtype == new.dtype and gradient.device == new.device:
+                new.grad = gradient
+            else:
+                gradient = self._flattened(index, gradient).to(new.device)
+                self._accumulated[index] = self._sum(index, gradient, reduce)
 
     def take(self, runtime: Runtime) -> dict[int, Tensor]:
         """Unsharded gradients by parameter index; the leaves give them up."""

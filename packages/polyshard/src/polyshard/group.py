@@ -114,6 +114,7 @@ class ParameterGroup:
         self._pending: Pending | None = None
         self._gathered_versions: list[int] = []
         self._stale = True
+        self._is_outdated = False
 
     def shard(self) -> None:
         """Cut the parameters and register their sharded forms; called once, when all plans hold."""
@@ -151,7 +152,7 @@ class ParameterGroup:
         for parameter in self.shards.parameters:
             fqn = fqns.get(id(parameter.parameter), parameter.info.fqn)
             parameter.info = replace(parameter.info, fqn=fqn)
-        self._runtime = None  # transfers are tagged with the name, which ranks must agree on
+        self._is_outdated = True  # transfers are tagged with the name, which ranks must agree on
         self._stale = True
 
     def plan(self) -> GroupPlan:
@@ -167,20 +168,27 @@ class ParameterGroup:
 
     # --- life cycle ---------------------------------------------------------------------------
 
-    def mark_stale(self) -> None:
-        """Parameters may have been replaced or moved: look before the next use."""
+    def adopt_replaced(self) -> None:
+        """Parameters may have been replaced or moved: have them rest in the shard at once.
+
+        What does not fit together yet waits for the next use. See [Note: changing hands].
+        """
         self._stale = True
+        if self.shards.try_adopt_replaced():
+            self._is_outdated = True
 
     def prepare(self) -> Runtime:
         """Everything the step needs, made on first use and after a conversion."""
         runtime = self._runtime
-        if runtime is not None and not (self._stale or self.shards.buffer.is_meta):
+        if runtime is not None and not (self._stale or self.shards.is_vacant):
             return runtime
-        self._stale = False
         # Everything made here outlives the call, which may come from a forward in inference mode.
         with torch.inference_mode(mode=False):
-            if self.shards.adopt_replaced() or runtime is None:
+            if self.shards.adopt_replaced():
+                self._is_outdated = True
+            if self._is_outdated or runtime is None:
                 runtime = self._runtime = self._build()
+        self._is_outdated = self._stale = False
         return runtime
 
     def _build(self) -> Runtime:
@@ -195,12 +203,17 @@ class ParameterGroup:
             pool=self.pool,
             block_size=self.block_size,
         )
-        runtime = build_runtime(parts, resolve_dtypes(self.setup.policy, self.shards.dtype))
+        last = self._runtime
+        runtime = build_runtime(parts, resolve_dtypes(self.setup.policy, self.shards.dtype), last)
         runtime.reducer.settings = self.reduce_settings
+        if last is not None:
+            self.gradients.carry(last, runtime)
         return runtime
 
     def unshard(self) -> None:
         """Begin to gather, unless gathered or on the way."""
+        if self.state is State.SHARDED and self.shards.have_moved():
+            self._stale = True
         runtime = self.prepare()
         if self.state is not State.SHARDED:
             if self.state is State.UNSHARDED and self._shards_changed():
@@ -284,13 +297,13 @@ class ParameterGroup:
         self.state = State.SHARDED
         self.meter.resharded(self.name)
 
-    def set_block(self, size: int | None) -> None:
-        """Have ``size`` ranks (``None``: none) keep the parameters between forward and backward."""
-        if self.block_size != size:
+    def end_block(self) -> None:
+        """No block keeps the parameters between forward and backward any more."""
+        if self.block_size is not None:
             self.reshard()
             self.drop_block()
-            self.block_size = size
-            self._runtime = None
+            self.block_size = None
+            self._stale = self._is_outdated = True
 
     def set_comms(self, comms: CustomComms) -> None:
         """Have the user's own objects move bytes, where there are any and more than one rank."""
@@ -300,7 +313,7 @@ class ParameterGroup:
         if comms and self.roles.shard_size > 1:
             group = self.roles.shard_group
             self._transport = CustomTransport(self._base_transport, comms, group)
-        self._runtime = None
+        self._stale = self._is_outdated = True
 
     @property
     def comms(self) -> CustomComms:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 Slot = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -38,6 +39,12 @@ class HeldGradients:
             else:  # what is there is no gradient
                 held.copy_(new)
         self._slots.update(slots)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> HeldGradients:
+        """The same sums elsewhere; ``self`` is not used any more."""
+        if self._total is not None:
+            self._total = self._total.to(device, dtype)
+        return self
 
     def take(self) -> tuple[Tensor, list[int]]:
         """The sums, and the indices of the parameters that have one; nothing is held any more."""

@@ -26,6 +26,7 @@ from polyshard.gather import Line
 from polyshard.held import HeldGradients, Slot, part_of
 from polyshard.layout import ParameterLayout
 from polyshard.mesh import MeshRoles
+from polyshard.own_storage import own_storage_of_step
 from polyshard.pages import PagePool
 from polyshard.pieces import chunk_pairs, extents_of
 from polyshard.seams import BoundReduceCodec
@@ -108,6 +109,12 @@ class Reducer:
         """Go on with another codec; nothing is in flight."""
         self._codec = codec
         self._scratch = None
+
+    def inherit(self, last: Reducer) -> None:
+        """Take over the sums that ``last`` holds for a later reduction."""
+        if last._partial is not None:
+            self._partial = last._partial.to(dtype=self._dtype)
+        self._held = last._held.to(self._roles.device, self._shards.dtype)
 
     def start(self, gradients: dict[int, Tensor], wire_dtype: torch.dtype) -> tuple[InFlight, int]:
         """Begin to reduce; ``gradients`` maps parameter indices to unsharded gradients.
@@ -311,7 +318,7 @@ class Reducer:
             sharded = self._shards.parameters[index]
             value = part_of(total, self._slots[index])
             if sharded.parameter.grad is None:
-                sharded.parameter.grad = sharded.wrap(value)
+                sharded.parameter.grad = sharded.wrap(own_storage_of_step(value))
             else:
                 accumulate_into.append(local_tensor(cast("DTensor", sharded.parameter.grad)))
                 accumulate_from.append(value)
