@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from offload_toys import Recipe, on, sharded_toy, train, wrapped
+from offload_toys import Recipe, loss_of, on, sharded_toy, tokens_for, train, values, wrapped
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -94,3 +97,87 @@ def test_checkpoints_outlive_a_kill(spare_world: World, world2: World, tmp_path:
         spare_world.run(trains_until_killed, str(swap), KINDS[0], timeout=3)  # killed after it
     assert sorted(p.name for p in swap.iterdir()) == ["started-0", "started-1"]
     assert world2.run(resumes, str(swap), str(tmp_path / "saved"), KINDS[0]) == expected
+
+
+def saved_alone(rank: int, size: int, path: str, tier: str) -> None:
+    """A parameter or a gradient that is saved or copied carries itself and nothing else."""
+    recipe, offload = Recipe(schedule=False), on(path, optimizer="host", params=tier)
+    plain, model = sharded_toy(None, recipe), sharded_toy(offload, recipe)
+    for each in (plain, model):
+        loss_of(each, tokens_for(0, rank)).backward()
+    expected, state = plain.state_dict(), model.state_dict()
+    for name, parameter in model.named_parameters():
+        for value in (parameter, parameter.grad):
+            local: Any = None if value is None else value.to_local()  # type: ignore[attr-defined]
+            if local is not None:
+                assert local.storage_offset() == 0, name
+                assert local.untyped_storage().nbytes() == local.nbytes, name
+        buffer, reference = io.BytesIO(), io.BytesIO()
+        torch.save(state[name], buffer)
+        torch.save(expected[name], reference)
+        assert buffer.tell() <= reference.tell() + 64, name
+    whole = io.BytesIO()
+    torch.save(state, whole)
+    whole.seek(0)
+    loaded = torch.load(whole, weights_only=True)
+    for copied in (loaded, copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        for name, value in copied.items():
+            assert torch.equal(value.to_local(), expected[name].to_local()), name
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_parameters_are_saved_alone(world2: World, tmp_path: Path, tier: str) -> None:
+    world2.run(saved_alone, str(tmp_path), tier)
+
+
+def swapped_out(rank: int, size: int, path: str, tier: str) -> None:
+    """What other weights were swapped in for is not written over, and follows when it is back."""
+    recipe, offload = Recipe(schedule=False), on(path, optimizer="host", params=tier)
+    model, other = sharded_toy(offload, recipe), sharded_toy(None, recipe, seed=1)
+    first, second = values(model), values(other)
+    kept = model.state_dict()
+    model.load_state_dict({n: v.clone() for n, v in other.state_dict().items()}, assign=True)
+    with torch.no_grad():
+        assert torch.equal(loss_of(model, tokens_for(0, 0)), loss_of(other, tokens_for(0, 0)))
+    for name, value in kept.items():
+        assert torch.equal(value.full_tensor(), first[name]), name
+    assert all(torch.equal(value, second[name]) for name, value in values(model).items())
+    model.load_state_dict(kept, assign=True)
+    cached = model.state_dict()
+    optimizer = wrapped(recipe.make_optimizer(model), offload)
+    train(model, optimizer, rank, recipe, range(2))
+    for name, value in model.state_dict().items():
+        assert torch.equal(cached[name].to_local(), value.to_local()), name
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_weights_swapped_out_are_kept(world2: World, tmp_path: Path, tier: str) -> None:
+    world2.run(swapped_out, str(tmp_path), tier)
+
+
+def from_meta(rank: int, size: int, path: str, tier: str) -> None:
+    """A state dict taken after ``to_empty``, or in the middle of loading, follows the model."""
+    recipe, source = Recipe(schedule=False), sharded_toy(None)
+    given = {n: v.clone() for n, v in source.state_dict().items()}
+    for pieces in (False, True):
+        offload = on(path, optimizer="host", params=tier)
+        with torch.device("meta"):
+            model = sharded_toy(offload, recipe)
+        cached: dict[str, Any] = {}
+        if pieces:
+            for name, value in given.items():
+                model.load_state_dict({name: value}, strict=False, assign=True)
+                cached[name] = model.state_dict()[name]
+        else:
+            model.to_empty(device="cpu")
+            cached = model.state_dict()
+            model.load_state_dict(given)
+        optimizer = wrapped(recipe.make_optimizer(model), offload)
+        train(model, optimizer, rank, recipe, range(2))
+        for name, value in model.state_dict().items():
+            assert torch.equal(cached[name].to_local(), value.to_local()), (name, pieces)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_state_dicts_taken_early_follow(world2: World, tmp_path: Path, tier: str) -> None:
+    world2.run(from_meta, str(tmp_path), tier)

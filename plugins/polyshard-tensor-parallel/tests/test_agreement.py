@@ -31,7 +31,7 @@ OTHER_PLAN: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": Colwise
 WRONG_PLAN: dict[str, ParallelStyle] = {"upp": ColwiseParallel(), "down": RowwiseParallel()}
 
 
-# Different plans ----------------------------------------------------------------------------------
+# Different plans --------------------------------------------------------------------------
 
 
 def whole_run(plan: Mapping[str, ParallelStyle] | None, model: nn.Module, mesh: Any) -> None:
@@ -159,7 +159,7 @@ def test_uneven_pieces_are_no_difference(world4: World) -> None:
     world4.run(uneven)
 
 
-# Plans that forget something -----------------------------------------------------------------------
+# Plans that forget something --------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -310,7 +310,7 @@ def test_keys_left_whole_get_wrong_gradients(world4: World) -> None:
     world4.run(left_whole_is_wrong)
 
 
-# What applies to nothing ---------------------------------------------------------------------------
+# What applies to nothing ------------------------------------------------------------------
 
 
 def test_plans_that_do_nothing_are_refused() -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 Slot = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -55,6 +56,11 @@ class Sums:
         self.clear()
         return total, present
 
+    def convert(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Wait elsewhere, as parameters that were converted or moved do."""
+        if self._total is not None:
+            self._total = self._total.to(device, dtype)
+
     def clear(self) -> None:
         """Nothing waits any more."""
         self._total, self._present = None, frozenset()
@@ -68,6 +74,13 @@ class Accumulation:
     """By parameter index, in the reduce dtype, in memory nobody else knows of."""
     partial: Sums = field(default_factory=Sums)
     held: Sums = field(default_factory=Sums)
+
+    def convert(self, device: torch.device, reduce: torch.dtype, orig: torch.dtype) -> None:
+        """Follow parameters whose device or dtypes are others from now on."""
+        for index, gradient in self.unsharded.items():
+            self.unsharded[index] = gradient.to(device, reduce)
+        self.partial.convert(device, reduce)
+        self.held.convert(device, orig)
 
     def clear(self) -> None:
         """Forget the gradients of a step that failed."""

@@ -23,7 +23,8 @@ from polyshard.shards import Shards
 class Gradients:
     """Unsharded gradients of one group, from the leaves to the reducer.
 
-    The runtime is passed in, because a conversion of the parameters makes a new one.
+    The runtime is passed in, because a conversion of the parameters makes a new one, and then
+    :meth:`carry` moves what was accumulated.
     """
 
     def __init__(self, shards: Shards, onion: Onion, settings: ReduceSettings) -> None:
@@ -39,6 +40,14 @@ class Gradients:
         """Keep this backward's gradients unsharded, in the reduce dtype, for a later reduction."""
         self._has_unreduced = True
         self._add(self._given_up(runtime), runtime.dtypes.reduce)
+
+    def carry(self, before: Runtime, after: Runtime) -> None:
+        """Take what was accumulated along, in the dtypes that hold from now on."""
+        device, dtypes = after.buffer.tensor.device, after.dtypes
+        self.waiting.convert(device, dtypes.reduce, dtypes.orig)
+        if before.leaves is not after.leaves:
+            left = {i: g.to(device) for i, g in self._given_up(before).items()}
+            self._add(left, dtypes.reduce)
 
     def take(self, runtime: Runtime) -> dict[int, Tensor]:
         """Unsharded gradients by parameter index; the leaves give them up."""

@@ -92,7 +92,6 @@ class ParameterGroup:
             refuse_claims(self.contributions, info)
             refuse_block(setup.block_size, info)
         self.meter = Meter(self.contributions.observers)
-        resting = self.contributions.storage
         binding = Binding(self.contributions, self.name)
         self._base_transport = binding.transport(setup.roles, self.device)
         warn(getattr(self.contributions.backend, "notices", ()))
@@ -108,8 +107,8 @@ class ParameterGroup:
         self._failures = FailureReport(setup.roles.ranks, self.name)
         self._sources: Sequence[Source] = sources
         self._layout = layout
-        storage = resting.create(info, layout)
-        self._storage = fitting(storage, ShardStorage, resting, "create")
+        resting = self.contributions.storage
+        self._storage = fitting(resting.create(info, layout), ShardStorage, resting, "create")
         self.shards: Shards
         self.gradients: Gradients
         self._runtime: Runtime | None = None
@@ -117,6 +116,7 @@ class ParameterGroup:
         self._pending: Pending | None = None
         self._gathered_versions: list[int] = []
         self._stale = True
+        self._is_outdated = False
 
     def shard(self) -> None:
         """Cut the parameters and register their sharded forms; called once, when all plans hold."""
@@ -156,7 +156,7 @@ class ParameterGroup:
         for parameter in self.shards.parameters:
             fqn = fqns.get(id(parameter.parameter), parameter.info.fqn)
             parameter.info = replace(parameter.info, fqn=fqn)
-        self._runtime = None  # transfers are tagged with the name, which ranks must agree on
+        self._is_outdated = True  # transfers are tagged with the name, which ranks must agree on
         self._stale = True
 
     def plan(self) -> GroupPlan:
@@ -172,20 +172,27 @@ class ParameterGroup:
 
     # --- life cycle ---------------------------------------------------------------------------
 
-    def mark_stale(self) -> None:
-        """Parameters may have been replaced or moved: look before the next use."""
+    def adopt_replaced(self) -> None:
+        """Parameters may have been replaced or moved: have them rest in the shard at once.
+
+        What does not fit together yet waits for the next use. See [Note: changing hands].
+        """
         self._stale = True
+        if self.shards.try_adopt_replaced():
+            self._is_outdated = True
 
     def prepare(self) -> Runtime:
         """Everything the step needs, made on first use and after a conversion."""
         runtime = self._runtime
-        if runtime is not None and not (self._stale or self.shards.buffer.is_meta):
+        if runtime is not None and not (self._stale or self.shards.is_vacant):
             return runtime
-        self._stale = False
         # Everything made here outlives the call, which may come from a forward in inference mode.
         with torch.inference_mode(mode=False):
-            if self.shards.adopt_replaced() or runtime is None:
+            if self.shards.adopt_replaced():
+                self._is_outdated = True
+            if self._is_outdated or runtime is None:
                 runtime = self._runtime = self._build()
+        self._is_outdated = self._stale = False
         return runtime
 
     def _build(self) -> Runtime:
@@ -201,12 +208,17 @@ class ParameterGroup:
             block_size=self.block_size,
             waiting=self.gradients.waiting,
         )
-        runtime = build_runtime(parts, resolve_dtypes(self.setup.policy, self.shards.dtype))
+        last = self._runtime
+        runtime = build_runtime(parts, resolve_dtypes(self.setup.policy, self.shards.dtype), last)
         runtime.reducer.settings = self.reduce_settings
+        if last is not None:
+            self.gradients.carry(last, runtime)
         return runtime
 
     def unshard(self) -> None:
         """Begin to gather, unless gathered or on the way."""
+        if self.state is State.SHARDED and self.shards.have_moved():
+            self._stale = True
         runtime = self.prepare()
         if self.state is not State.SHARDED:
             if self.state is State.UNSHARDED and self._shards_changed():
@@ -290,13 +302,13 @@ class ParameterGroup:
         self.state = State.SHARDED
         self.meter.resharded(self.name)
 
-    def set_block(self, size: int | None) -> None:
-        """Have ``size`` ranks (``None``: none) keep the parameters between forward and backward."""
-        if self.block_size != size:
+    def end_block(self) -> None:
+        """No block keeps the parameters between forward and backward any more."""
+        if self.block_size is not None:
             self.reshard()
             self.drop_block()
-            self.block_size = size
-            self._runtime = None
+            self.block_size = None
+            self._stale = self._is_outdated = True
 
     def set_comms(self, comms: CustomComms) -> None:
         """Have the user's own objects move bytes, where there are any and more than one rank."""
@@ -306,7 +318,7 @@ class ParameterGroup:
         if comms and self.roles.shard_size > 1:
             group = self.roles.shard_group
             self._transport = CustomTransport(self._base_transport, comms, group)
-        self._runtime = None
+        self._stale = self._is_outdated = True
 
     @property
     def comms(self) -> CustomComms:

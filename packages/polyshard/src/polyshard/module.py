@@ -154,7 +154,7 @@ class FSDPModule(TorchFSDPModule):
         for unit in self._units(recurse):
             unit.reshard_after_forward = reshard_after_forward
             for group in unit.groups:
-                group.set_block(None)
+                group.end_block()
 
     @override
     def set_reshard_after_backward(
@@ -293,12 +293,12 @@ class FSDPModule(TorchFSDPModule):
 
     @override
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Convert or move sharded parameters; their memory is put together again on next use."""
+        """Convert or move sharded parameters; their memory is put together again at once."""
         unit = self._unit()
         unit.reshard()
         applied = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         for group in unit.groups:
-            group.mark_stale()
+            group.adopt_replaced()
         return applied
 
     @override

@@ -1,11 +1,11 @@
 """One parameter of a group: where modules register it, and its sharded form.
 
 [Note: three forms]
-*Sharded parameter*: a ``DTensor`` parameter whose local tensor is a view of the group's shard
-buffer; what the optimizer, the state dict and the user see between steps. *Unsharded parameter*:
-a plain leaf over the group's unsharded buffer; what forward and backward compute with. *Sharded
-gradient*: a ``DTensor`` like the sharded parameter. Registering one form or the other with the
-modules is a dictionary write, prepared once.
+*Sharded parameter*: a ``DTensor`` parameter whose local tensor rests in the group's shard buffer
+(see [Note: own storage]); what the optimizer, the state dict and the user see between steps.
+*Unsharded parameter*: a plain leaf over the group's unsharded buffer; what forward and backward
+compute with. *Sharded gradient*: a ``DTensor`` like the sharded parameter. Registering one form or
+the other with the modules is a dictionary write, prepared once.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ class Owner:
 
     module: nn.Module
     name: str
+
+    @property
+    def held(self) -> nn.Parameter | None:
+        """What the module holds under the name now."""
+        return self.module._parameters.get(self.name)
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,7 @@ class ShardedParameter:
     """The sharded form of one parameter, and what makes more ``DTensor`` s like it."""
 
     def __init__(self, source: Source, local: Tensor) -> None:
-        """``local`` is the view of the shard buffer that holds this rank's rows."""
+        """``local`` is the part of the shard buffer that holds this rank's rows."""
         self.info = source.info
         self.owners = source.owners
         self.dim = source.placed.dim

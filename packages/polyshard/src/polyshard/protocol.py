@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from polyshard._torch_private import has_fsdp_protocol, local_tensor, preserve_version
 from polyshard.defaults import DeviceStorage, DeviceStorageFactory, NativeGatherCodec
@@ -73,15 +74,17 @@ class ProtocolShards(Shards):
         self.buffer = torch.empty(0, dtype=first.dtype, device=first.device)
         self.storage = DeviceStorage()  # gradients stay where they are reduced
         self.storage.rest(self.buffer)
+        self.is_vacant = self.buffer.is_meta
+        self._strays = set()
         self.parameters = [
-            ShardedParameter(source, self._local(source.value, placed))
+            ShardedParameter(source, self._rows(source.value, placed))
             for source, placed in zip(sources, layout.parameters, strict=True)
         ]
         self.registry = self._new_registry()
         self.registry.register()
 
     @torch.no_grad()
-    def _local(self, value: Tensor, placed: ParameterLayout) -> Tensor:
+    def _rows(self, value: Tensor, placed: ParameterLayout) -> Tensor:
         start, stop = placed.bounds(self._rank)
         return value.narrow(0, start, stop - start).clone()
 
@@ -97,9 +100,17 @@ class ProtocolShards(Shards):
             padded.narrow(0, 0, local.shape[0]).copy_(local)
         return padded
 
+    @override
+    def have_moved(self) -> bool:
+        """Unknown: such tensors need not have an address. Hooks tell of most changes."""
+        return False
+
+    @override
     def adopt_replaced(self) -> bool:
         """Take over parameter objects that replaced ours; memory is theirs anyway."""
-        return self._adopt_registered()
+        changed = self._adopt_registered()
+        self.is_vacant = any(p.parameter.is_meta for p in self.parameters)
+        return changed
 
 
 @dataclass

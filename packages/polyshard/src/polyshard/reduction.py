@@ -32,6 +32,7 @@ from polyshard.errors import GradientMismatchError
 from polyshard.fit import wordless
 from polyshard.gather import Line
 from polyshard.mesh import MeshRoles
+from polyshard.own_storage import own_storage_of_step
 from polyshard.packing import Packing
 from polyshard.pages import PagePool
 from polyshard.pieces import extents_of
@@ -383,7 +384,7 @@ class Reducer:
             sharded = self._shards.parameters[index]
             value = part_of(total, self._slots[index])
             if sharded.parameter.grad is None:
-                sharded.parameter.grad = sharded.wrap(value)
+                sharded.parameter.grad = sharded.wrap(own_storage_of_step(value))
             else:
                 accumulate_into.append(local_tensor(cast("DTensor", sharded.parameter.grad)))
                 accumulate_from.append(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 from torch import nn
 
@@ -37,6 +38,8 @@ class Runtime:
     reducer: Reducer
     registry: Registry
     dtypes: Dtypes
+    unsharded: Unsharded | None
+    """What owns buffer and leaves, unless a tensor class does."""
     block: Block | None = None
 
 
@@ -57,13 +60,21 @@ class Parts:
     """Gradients of backwards before this runtime was made."""
 
 
-def build_runtime(parts: Parts, dtypes: Dtypes) -> Runtime:
-    """Bind every transfer of a group to memory. Leaves the unsharded side freed."""
+def build_runtime(parts: Parts, dtypes: Dtypes, last: Runtime | None) -> Runtime:
+    """Bind every transfer of a group to memory. Leaves the unsharded side freed.
+
+    Args:
+        parts: what it is built from.
+        dtypes: of the group as it is now.
+        last: what served until now; memory and leaves go on where they suit.
+    """
     # Ranks agree on names, so they agree on tags without a word.
     tag = zlib.crc32(f"{parts.roles.describe()} {parts.info.name}".encode()) >> 2
     line = Line(parts.transport, tag, parts.roles.shard_rank)
     binding = Binding(parts.contributions, parts.info.name)
-    buffer, leaves, path = _unsharded_side(parts, dtypes, line, binding)
+    unsharded, path = _unsharded_side(parts, dtypes, line, binding, last)
+    side: Unsharded | ProtocolGather = unsharded or cast("ProtocolGather", path)
+    buffer, leaves = side.buffer, side.leaves
     block = None if parts.block_size is None else _block(parts, parts.block_size, buffer, tag)
     buffer.release()
     reduce_codec = binding.reduce_codec(parts.info, parts.shards.layout)
@@ -76,7 +87,7 @@ def build_runtime(parts: Parts, dtypes: Dtypes) -> Runtime:
     )
     owners = (p.owners for p in parts.shards.parameters)
     registry = Registry(zip(owners, leaves, strict=True))
-    return Runtime(buffer, leaves, path, reducer, registry, dtypes, block)
+    return Runtime(buffer, leaves, path, reducer, registry, dtypes, unsharded, block)
 
 
 def _block(parts: Parts, size: int, buffer: Buffer, tag: int) -> Block:
@@ -87,28 +98,35 @@ def _block(parts: Parts, size: int, buffer: Buffer, tag: int) -> Block:
 
 
 def _unsharded_side(
-    parts: Parts, dtypes: Dtypes, line: Line, binding: Binding
-) -> tuple[Buffer, list[nn.Parameter], GatherPath]:
+    parts: Parts, dtypes: Dtypes, line: Line, binding: Binding, last: Runtime | None
+) -> tuple[Unsharded | None, GatherPath]:
     shards = parts.shards
     if isinstance(shards, ProtocolShards):
-        gather = ProtocolGather(shards, parts.policy, dtypes.param, (line.transport, line.tag))
-        return gather.buffer, gather.leaves, gather
+        route = (line.transport, line.tag)
+        return None, ProtocolGather(shards, parts.policy, dtypes.param, route)
     codec = binding.gather_codec(parts.info, shards.layout)
     serve = getattr(shards.storage, "serve_codec", None)
     if serve is not None:
         serve(codec is not None)
     crosses, device = codec is not None, parts.info.device
     binding.check_view(shards.storage, shards.buffer, device, may_cross=crosses)
-    unsharded = Unsharded(
-        shards,
+    unsharded = _memory(parts, dtypes, last, is_decoded=codec is not None)
+    if codec is None:
+        return unsharded, NativeGather(unsharded, line)
+    return unsharded, CodecGather(codec, unsharded, line)
+
+
+def _memory(parts: Parts, dtypes: Dtypes, last: Runtime | None, *, is_decoded: bool) -> Unsharded:
+    old = None if last is None else last.unsharded
+    if old is not None and old.serves(dtypes.param, parts.pool, is_decoded):
+        old.follow()
+        return old
+    return Unsharded(
+        parts.shards,
         dtypes.param,
         parts.info.device,
         parts.pool,
         parts.onion,
         parts.block_size,
-        is_decoded=codec is not None,
+        is_decoded=is_decoded,
     )
-    path: GatherPath = (
-        NativeGather(unsharded, line) if codec is None else CodecGather(codec, unsharded, line)
-    )
-    return unsharded.buffer, unsharded.leaves, path

@@ -58,7 +58,7 @@ class StateDictHooks:
         """``assign=True`` puts new parameters in place of ours."""
         del args, kwargs
         for group in self._unit.groups:
-            group.mark_stale()
+            group.adopt_replaced()
 
     def _adapt_saved(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: object

@@ -45,29 +45,59 @@ class Unsharded:
         self.buffer.acquire()
         self.leaves = [self._leaf(i) for i in range(len(self.layout.parameters))]
 
-    def _new_buffer(self) -> Buffer:
-        layout, shard = self.layout, self._shards.buffer
+    def _computes_with_shard(self) -> bool:
+        """A world of one computes with the shard itself: chunks and regions coincide.
+
+        A plugin whose storage fills another tensor may rest the shard where computing is slow.
+        """
+        shard = self._shards.buffer
         rests_here = shard.dtype == self.dtype and self.shard_view() is shard
-        if layout.world_size == 1 and rests_here and not self._is_decoded:
-            # A world of one computes with the shard itself: chunks and regions coincide. A plugin
-            # whose storage fills another tensor may rest the shard where computing is slow.
-            return FixedBuffer(shard)
+        return self.layout.world_size == 1 and rests_here and not self._is_decoded
+
+    def _new_buffer(self) -> Buffer:
+        layout = self.layout
+        if self._computes_with_shard():
+            return FixedBuffer(self._shards.buffer)
         numel = block_padded(layout.unsharded_numel, self._block_size)
         return new_buffer(numel, self.dtype, self._device, self._pool)
 
+    def serves(self, dtype: torch.dtype, pool: PagePool | None, is_decoded: bool) -> bool:
+        """Whether memory and leaves suit parameters that were replaced or moved meanwhile.
+
+        Leaves that stay keep the gradients accumulated in them, and a graph that waits for its
+        backward keeps its leaves.
+        """
+        was_shard = isinstance(self.buffer, FixedBuffer)
+        same = dtype == self.dtype and is_decoded == self._is_decoded and pool is self._pool
+        return same and was_shard == self._computes_with_shard() and not (was_shard and self._onion)
+
+    def follow(self) -> None:
+        """Go on with the shards as they are now."""
+        if isinstance(self.buffer, FixedBuffer):
+            self.buffer = FixedBuffer(self._shards.buffer)
+            for index, leaf in enumerate(self.leaves):
+                leaf.data = self._view(index)
+        self.buffer.acquire()
+        for leaf, sharded in zip(self.leaves, self._shards.parameters, strict=True):
+            leaf.__dict__.update(sharded.parameter.__dict__)
+
     def _leaf(self, index: int) -> nn.Parameter:
-        placed = self.layout.parameters[index]
         sharded = self._shards.parameters[index].parameter
-        view = torch.empty(0, dtype=self.dtype, device=self._device)
-        stride = torch.empty(placed.shape, device="meta").stride()
-        storage = self.buffer.tensor.untyped_storage()
-        offset = self.buffer.tensor.storage_offset() + placed.region_offset
-        view.set_(storage, offset, placed.shape, stride)
+        view = self._view(index)
         if self._onion:
             view = self._unflattened(view, index)
         leaf = nn.Parameter(view, requires_grad=sharded.requires_grad)
         leaf.__dict__.update(sharded.__dict__)
         return leaf
+
+    def _view(self, index: int) -> Tensor:
+        placed = self.layout.parameters[index]
+        view = torch.empty(0, dtype=self.dtype, device=self._device)
+        stride = torch.empty(placed.shape, device="meta").stride()
+        storage = self.buffer.tensor.untyped_storage()
+        offset = self.buffer.tensor.storage_offset() + placed.region_offset
+        view.set_(storage, offset, placed.shape, stride)
+        return view
 
     def _unflattened(self, view: Tensor, index: int) -> Tensor:
         parameter = self._shards.parameters[index]
@@ -93,7 +123,7 @@ class Unsharded:
     @property
     def rests_near(self) -> bool:
         """Whether :meth:`shard_view` is what rests, so that it holds the shard at any time."""
-        return self.shard_view() is self._shards.buffer
+        return self.shard_view() is self._shards.buffer and not self._shards.has_strays
 
     def versions(self) -> list[int]:
         """See :meth:`polyshard.shards.Shards.versions`."""

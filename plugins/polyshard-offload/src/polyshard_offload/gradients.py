@@ -58,8 +58,9 @@ class DiskGradients:
         offset = free.pop() if free else self.file.allocate(nbytes, {gradient.dtype: nbytes})
         self.file.write(offset, gradient.view(torch.uint8))
         self.file.check_written(offset, gradient.view(torch.uint8))
-        return typed(self.file.window(offset, nbytes, _giver(free, offset)), gradient.dtype)
+        return typed(self.file.window(offset, nbytes, giver(free, offset)), gradient.dtype)
 
 
-def _giver(free: list[int], offset: int) -> Callable[[], None]:
+def giver(free: list[int], offset: int) -> Callable[[], None]:
+    """Puts ``offset`` back when nobody looks at what is there any more."""
     return lambda: free.append(offset)

@@ -3,7 +3,8 @@
 [Note: norms before the move]
 Clipping needs the norm of all gradients. Once they rest on the host or on disk, reading them again
 costs what moving them cost. So each parameter's is taken while the reduced gradient is still on the
-device, and counts as long as nobody changed the gradient since: version counters tell.
+device, and counts as long as nobody changed the gradient since: version counters tell, which begin
+at 0 for each gradient.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ class GradientNorms:
         self._places: dict[int, tuple[Tensor, int, int]] = {}
         self._norms: dict[int, Tensor] = {}
         self._address = 0
-        self._version = -1
 
     def hold(self, parameters: Sequence[Tensor], shard: Tensor) -> None:
         """``parameters`` are parts of ``shard``, and their gradients of what is recorded."""
@@ -43,7 +43,7 @@ class GradientNorms:
         """``gradient`` (``[shard_numel]``) was just moved to ``placed``."""
         parts = [gradient[start : start + numel] for _, start, numel in self._places.values()]
         self._norms = dict(zip(self._places, norms_of(parts), strict=True))
-        self._address, self._version = placed.data_ptr(), placed._version
+        self._address = placed.data_ptr()
 
     def of(self, parameter: Tensor) -> Tensor | None:
         """The 2-norm of the local part of ``parameter.grad`` (0-dim), if it is still that."""
@@ -53,7 +53,5 @@ class GradientNorms:
         _, start, _ = self._places[id(parameter)]
         local = local_of(gradient)
         here = self._address + start * local.itemsize
-        untouched = local._version == self._version and (
-            local is gradient or gradient._version == 0
-        )
+        untouched = local._version == gradient._version == 0
         return norm if untouched and local.data_ptr() == here else None

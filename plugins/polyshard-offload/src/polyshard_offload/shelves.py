@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from polyshard_offload.gradients import GradientShelf
+from polyshard_offload.gradients import GradientShelf, giver
 from polyshard_offload.memory import Arena, launched, typed
 from polyshard_offload.norms import GradientNorms
 from polyshard_offload.staging import Staging, StagingCount
@@ -196,7 +196,7 @@ class DiskShelf(Shelf):
         self._file = file
         self._bench_count = bench_count
         self._offset = 0
-        self._size = -1
+        self._free: dict[int, list[int]] = {}
         self._coming: Future[None] | None = None
         self._opening: Future[None] | None = None
         self._going: Future[None] | None = None
@@ -207,11 +207,14 @@ class DiskShelf(Shelf):
     def _keep(self, shard: Tensor) -> Tensor:
         self._wait_written()
         self._fresh = shard if self._file.verifies else None
-        if shard.nbytes != self._size:
-            dtypes = {shard.dtype: shard.nbytes}
-            self._offset, self._size = self._file.allocate(shard.nbytes, dtypes), shard.nbytes
+        self._shard = torch.empty(0)  # gives its place back, unless somebody holds a window on it
+        nbytes = shard.nbytes
+        free = self._free.setdefault(nbytes, [])
+        self._offset = free.pop() if free else self._file.allocate(nbytes, {shard.dtype: nbytes})
         self._file.write(self._offset, raw(shard))
-        return typed(self._file.window(self._offset, shard.nbytes), shard.dtype)
+        return typed(
+            self._file.window(self._offset, nbytes, giver(free, self._offset)), shard.dtype
+        )
 
     @override
     def hold(self, parameters: Sequence[Tensor]) -> None:
