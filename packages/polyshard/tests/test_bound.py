@@ -408,7 +408,7 @@ class Sometimes(Flattening):
         return (tensor.t(), "t") if self.takes and tensor.ndim == 2 else None
 
     @hookimpl
-    def post_unflatten_transform(self, tensor: Tensor) -> Tensor:
+    def post_unflatten_transform(self, tensor: Tensor, param_extension: Any) -> Tensor:
         return tensor.t()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from tp_models import Mlp, full, meshes, mlp, mlp_plan
 
 from polyshard import Plugin, fully_shard, hookimpl
 from polyshard.errors import PlanMismatchError, PolyshardError, SettingError
+from polyshard.meeting import GRACE_SECONDS
 from polyshard.seams import GroupInfo
 from polyshard.testing import World
 from polyshard_tensor_parallel import Heads, Plan, TensorParallel
@@ -31,7 +33,7 @@ OTHER_PLAN: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": Colwise
 WRONG_PLAN: dict[str, ParallelStyle] = {"upp": ColwiseParallel(), "down": RowwiseParallel()}
 
 
-# Different plans --------------------------------------------------------------------------
+# Different plans ----------------------------------------------------------------------------------
 
 
 def whole_run(plan: Mapping[str, ParallelStyle] | None, model: nn.Module, mesh: Any) -> None:
@@ -56,6 +58,7 @@ def refuses(rank: int, size: int, case: str) -> str:
     with pytest.raises(PolyshardError) as caught:
         whole_run(plan, model, mesh)
     assert time.monotonic() - begin < 10, "nobody ran into a time-out"
+    time.sleep(3 * GRACE_SECONDS)  # a rank that starts again at once would be waited for
     whole_run(mlp_plan(), mlp(), mesh)
     return f"{type(caught.value).__name__}: {caught.value}"
 
@@ -71,8 +74,6 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_differences_along_the_model_axis_are_errors_everywhere(world4: World, case: str) -> None:
-    import re
-
     found = world4.run(refuses, case)
     for text, pattern in zip(found[:2], CASES[case], strict=True):
         assert re.search(pattern, text, re.DOTALL), text
@@ -159,7 +160,7 @@ def test_uneven_pieces_are_no_difference(world4: World) -> None:
     world4.run(uneven)
 
 
-# Plans that forget something --------------------------------------------------------------
+# Plans that forget something ----------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -310,7 +311,7 @@ def test_keys_left_whole_get_wrong_gradients(world4: World) -> None:
     world4.run(left_whole_is_wrong)
 
 
-# What applies to nothing ------------------------------------------------------------------
+# What applies to nothing --------------------------------------------------------------------------
 
 
 def test_plans_that_do_nothing_are_refused() -> None:

@@ -110,7 +110,7 @@ def _storages(tensor: Tensor) -> set[int]:
     if parts is None:
         return {tensor.untyped_storage()._cdata}
     inner = (getattr(tensor, name) for name in parts()[0])
-    return set().union(*(_storages(part) for part in inner))
+    return set().union(*(_storages(part) for part in inner if isinstance(part, Tensor)))
 
 
 def _differ(found: Tensor, given: Tensor) -> bool:
