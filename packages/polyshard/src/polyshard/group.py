@@ -20,8 +20,10 @@ from polyshard._torch_private import profiler_span
 from polyshard.constraints import check_constraints
 from polyshard.failures import FailureReport
 from polyshard.fit import fitting
-from polyshard.gather import GatherPath
+from polyshard.freshness import Turn
+from polyshard.gather import Filling
 from polyshard.gradients import Gradients
+from polyshard.kept import free_outdated
 from polyshard.layout import plan_layout
 from polyshard.mesh import MeshRoles
 from polyshard.notices import policy_notices, warn
@@ -80,6 +82,7 @@ class ParameterGroup:
         self.unshard_in_backward = True
         self.reduce_settings = ReduceSettings()
         self.pool: PagePool | None = None
+        self.turn = Turn()
         self.block_size = setup.block_size
         self.device = setup.roles.device
         info = self._info(tuple(s.info for s in sources), sources[0].value.dtype)
@@ -110,9 +113,9 @@ class ParameterGroup:
         self.shards: Shards
         self.gradients: Gradients
         self._runtime: Runtime | None = None
-        self._path: GatherPath | None = None
+        self._path: Filling | None = None
         self._pending: Pending | None = None
-        self._gathered_versions: list[int] = []
+        self._made = 0
         self._stale = True
 
     def shard(self) -> None:
@@ -194,45 +197,59 @@ class ParameterGroup:
             onion=self.setup.stack.onion,
             pool=self.pool,
             block_size=self.block_size,
+            turn=self.turn,
         )
         runtime = build_runtime(parts, resolve_dtypes(self.setup.policy, self.shards.dtype))
         runtime.reducer.settings = self.reduce_settings
         return runtime
 
     def unshard(self) -> None:
-        """Begin to gather, unless gathered or on the way."""
+        """Begin to gather, unless gathered or on the way; see [Note: kept parameters]."""
         runtime = self.prepare()
-        if self.state is not State.SHARDED:
-            if self.state is State.UNSHARDED and self._shards_changed():
-                self.reshard()
-            else:
-                return
+        if self._stays_unsharded():
+            return
         self.shards.check_materialized()
         with self._failures, profiler_span("polyshard.unshard", self.name):
             runtime.buffer.acquire()
             self._path = self._choose_path(runtime)
-            if self._path is runtime.path:
-                self._gathered_versions = self.shards.versions()
             self._pending = self._path.start(self.shards.fetch)
         self.state = State.GATHERING  # only now: a start that raised leaves the group sharded
+        self._made = self.turn.number
         self.meter.gather_started(self.name, self._path.sent_bytes, self._path.received_bytes)
 
-    def _choose_path(self, runtime: Runtime) -> GatherPath:
-        """From the block if it holds what the shards still say, else from all shards."""
+    def _stays_unsharded(self) -> bool:
+        """Whether nothing is to be gathered; what another turn left is looked at first."""
+        if self.state is State.SHARDED:
+            return False
+        if not self.turn.vouches(self._made):
+            self.wait()
+            free_outdated([self])
+        return not self.is_sharded
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether nothing is gathered or on the way."""
+        return self.state is State.SHARDED
+
+    def _choose_path(self, runtime: Runtime) -> Filling:
+        """From the block if it holds something of this turn, else from all shards."""
         block = runtime.block
         if block is None or not block.holds:
             return runtime.path
-        if self._shards_changed():
+        if not self.turn.vouches(self._made):
             block.drop()
             return runtime.path
         return block
 
-    def _shards_changed(self) -> bool:
-        """Whether an optimizer (or anybody) wrote to the shards since they were gathered.
+    def differs(self) -> Tensor:
+        """Whether this rank's shard is not what is unsharded (a 0-dim bool)."""
+        found = self.prepare().path.differs(self.shards.fetch)
+        self.shards.release()
+        return found
 
-        Parameters kept unsharded across an optimizer step would otherwise be silently out of date.
-        """
-        return self.shards.versions() != self._gathered_versions
+    def vouch(self) -> None:
+        """The unsharded parameters are what the shards are now, on all ranks."""
+        self._made = self.turn.number
 
     def wait(self) -> None:
         """Finish the gather and register the unsharded parameters."""

@@ -55,7 +55,7 @@ def initialize_root(root: Unit) -> None:
         context.units.append(unit)
         _name_unit(unit, name, fqns)
         for group in unit.groups:
-            group.pool = context.pool
+            group.pool, group.turn = context.pool, context.turn
             group.setup = replace(group.setup, reshard_after_forward=unit.reshards_in_training)
     compare_plans(root)
 

@@ -10,6 +10,7 @@ from torch import nn
 from polyshard.block import Block
 from polyshard.buffers import Buffer, new_buffer
 from polyshard.fit import fitting
+from polyshard.freshness import Turn
 from polyshard.gather import CodecGather, GatherPath, Line, NativeGather
 from polyshard.layout import GroupLayout
 from polyshard.mesh import MeshRoles
@@ -52,6 +53,7 @@ class Parts:
     onion: Onion
     pool: PagePool | None
     block_size: int | None
+    turn: Turn
 
 
 def bind_reduce_codec(
@@ -111,6 +113,8 @@ def _unsharded_side(
         is_decoded=codec is not None,
     )
     path: GatherPath = (
-        NativeGather(unsharded, line) if codec is None else CodecGather(codec, unsharded, line)
+        NativeGather(unsharded, line)
+        if codec is None
+        else CodecGather(codec, unsharded, line, parts.turn)
     )
     return unsharded.buffer, unsharded.leaves, path
