@@ -15,6 +15,7 @@ from polyshard_offload.norms import GradientNorms
 from polyshard_offload.staging import Staging, StagingCount
 from polyshard_offload.sums import PartSums
 from polyshard_offload.swap import SwapFile
+from polyshard_offload.written import PrivateWindow
 
 
 class Shelf:
@@ -202,6 +203,7 @@ class DiskShelf(Shelf):
         self._going: Future[None] | None = None
         self._bench: Staging | None = None
         self._sums = PartSums()
+        self._window: PrivateWindow | None = None
         self._fresh: Tensor | None = None
 
     def _keep(self, shard: Tensor) -> Tensor:
@@ -211,7 +213,10 @@ class DiskShelf(Shelf):
             dtypes = {shard.dtype: shard.nbytes}
             self._offset, self._size = self._file.allocate(shard.nbytes, dtypes), shard.nbytes
         self._file.write(self._offset, raw(shard))
-        return typed(self._file.window(self._offset, shard.nbytes), shard.dtype)
+        self._window = self._file.private_window(self._offset, shard.nbytes)
+        if self._window is None:
+            return typed(self._file.window(self._offset, shard.nbytes), shard.dtype)
+        return typed(self._window.memory[: shard.nbytes], shard.dtype)
 
     @override
     def hold(self, parameters: Sequence[Tensor]) -> None:
@@ -237,6 +242,7 @@ class DiskShelf(Shelf):
 
     def _read_later(self, staging: Staging) -> Future[None]:
         self._wait_written()
+        self._put_back()
         # The memory just taken may be in use by work launched before; other threads have other
         # streams, and a disk that writes to a device follows none.
         idle = launched(staging.tensor.device)
@@ -246,6 +252,18 @@ class DiskShelf(Shelf):
             self._file.read(self._offset, raw(staging.tensor))
 
         return self._count.ahead.submit(read)
+
+    def _put_back(self) -> None:
+        """Have the file hold what people wrote to the window. See [Note: who may write]."""
+        if self._window is None:
+            if self._file.verifies:
+                self._sums.forget(0, self._shard.numel())  # nobody knows what was written
+            return
+        size = self._shard.itemsize
+        for start, stop in self._window.written():
+            self._file.write(self._offset + start, self._window.memory[start:stop])
+            self._window.give_up(start, stop)
+            self._sums.forget(start // size, -(-stop // size))
 
     def fetch(self) -> None:
         """Have the shard on the device.
@@ -301,11 +319,11 @@ class DiskShelf(Shelf):
         self._verify(self._bench.tensor)
         return self._bench.tensor
 
-    def note_stepped(self, parameter: Tensor, local: Tensor, stepped: Tensor) -> None:
-        """A step left ``stepped`` for ``parameter``, whose ``local`` is a part of the window."""
+    def note_stepped(self, local: Tensor, stepped: Tensor) -> None:
+        """A step left ``stepped`` for a parameter whose ``local`` is a part of the window."""
         if self._file.verifies and local.numel():
             start = (local.data_ptr() - self._shard.data_ptr()) // local.itemsize
-            self._sums.note(parameter, start, stepped)
+            self._sums.note(start, stepped)
 
     def part(self, local: Tensor, opened: Tensor) -> Tensor:
         """What ``local``, a part of the window, is in the opened shard."""
