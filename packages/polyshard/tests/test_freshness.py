@@ -73,7 +73,7 @@ class Model:
 # Ways of writing -----------------------------------------------------------------------------
 
 
-def step_with(kind: type[torch.optim.Optimizer], **how: bool) -> Callable[[Model], None]:
+def step_with(kind: type[torch.optim.Optimizer], **how: Any) -> Callable[[Model], None]:
     def write(model: Model) -> None:
         optimizer = kind(model.parameters, lr=0.1, **how)  # type: ignore[call-arg]
         for number, parameter in enumerate(model.parameters):
@@ -99,7 +99,8 @@ def local_parts(model: Model) -> list[Tensor]:
     parts: list[Tensor] = []
     for parameter in model.parameters:
         if isinstance(parameter, DTensor):
-            local = parameter.data.to_local()
+            data: Any = parameter.data
+            local = data.to_local()
             parts.append(getattr(local, "held", local))
         else:
             parts.extend(parameter.data.chunk(model.size))
@@ -268,6 +269,10 @@ def expected_of(keeper: Keeper, plain: Model) -> Tensor:
     return keeper.run(Model(cast.to(torch.bfloat16), [], 1))
 
 
+def told(when: str) -> Callable[[str], str]:
+    return lambda text: f"{when}: {text}"
+
+
 def written_between(rank: int, size: int, keeping: str) -> None:
     keeper = KEEPERS[keeping]
     model = sharded(keeper, size)
@@ -281,9 +286,7 @@ def written_between(rank: int, size: int, keeping: str) -> None:
             write(each)
         for _ in range(2):
             ours, wanted = keeper.run(model), expected_of(keeper, plain)
-            torch.testing.assert_close(
-                ours, wanted, msg=lambda text, w=writing: f"after {w}: {text}"
-            )
+            torch.testing.assert_close(ours, wanted, msg=told(f"after {writing}"))
 
 
 @pytest.mark.parametrize("keeping", [k for k in KEEPERS if "replicas" not in k])
@@ -358,8 +361,13 @@ def looks_once(rank: int, size: int) -> None:
     model = sharded(Keeper(train, plugin=Keeping), size)
     train(model)
     seen: list[int] = []
+
+    def counted(shard: Tensor) -> int | None:
+        seen.append(1)
+        return imprint(shard)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(freshness, "imprint", lambda shard: seen.append(1) or imprint(shard))
+        patch.setattr(freshness, "imprint", counted)
         for _ in range(2):
             seen.clear()
             train(model)

@@ -28,6 +28,8 @@ _PAGE = mmap.PAGESIZE
 _NO_RESERVE = 0x4000
 """MAP_NORESERVE: only pages somebody writes to take memory."""
 
+_NOT_WRITTEN = torch.zeros(1, dtype=torch.int8)
+
 
 @dataclass(frozen=True)
 class PrivateWindow:
@@ -51,7 +53,7 @@ class PrivateWindow:
         own = there & ~(flags >> 61 & 1).bool()
         if not bool(own.any()):
             return []
-        edges = own.to(torch.int8).diff(prepend=torch.zeros(1), append=torch.zeros(1)).nonzero()
+        edges = own.to(torch.int8).diff(prepend=_NOT_WRITTEN, append=_NOT_WRITTEN).nonzero()
         bounds = [int(edge) * _PAGE for edge in edges.flatten()]
         return list(zip(bounds[::2], bounds[1::2], strict=True))
 
