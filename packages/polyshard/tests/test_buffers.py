@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import io
+import subprocess
+import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -121,3 +125,61 @@ def test_memory_nobody_lives_in_is_given_up() -> None:
     memory.take(100, torch.float32, device)
     memory.drop()
     assert memory._memory is None
+
+
+ACCESSES: dict[str, Callable[[torch.Tensor], object]] = {
+    "read": lambda t: t.sum(),
+    "elementwise": lambda t: t + 1,
+    "matmul": lambda t: t[:4].view(2, 2) @ t[:4].view(2, 2),
+    "item": lambda t: t[0].item(),
+    "copy": lambda t: t.clone(),
+    "write": lambda t: t.mul_(2),
+    "foreach": lambda t: torch._foreach_add([t], 1),
+    "numpy": lambda t: t.numpy().sum(),
+    "save": lambda t: torch.save(t, io.BytesIO()),
+    "print": repr,
+}
+
+
+@pytest.mark.parametrize("access", ACCESSES)
+@pytest.mark.parametrize("kind", ["heap", pytest.param("mapped", marks=mapped)])
+def test_released_memory_is_not_read_as_zeros(kind: str, access: str) -> None:
+    """Where torch's own, resized to nothing, raises or takes the process down."""
+    buffer = make(kind)
+    buffer.acquire()
+    buffer.tensor.fill_(3.0)
+    alias = torch.empty(0).set_(buffer.tensor.untyped_storage(), 0, (NUMEL,), (1,))
+    buffer.release()
+    assert alias.untyped_storage().nbytes() == 0
+    with pytest.raises(RuntimeError, match=r"data pointer|out of bounds"):
+        ACCESSES[access](alias)
+    buffer.acquire()
+    buffer.tensor.fill_(4.0)
+    assert alias.untyped_storage().nbytes() == NUMEL * 4
+    ACCESSES[access](alias)
+
+
+AT_EXIT = """
+import torch
+from polyshard.buffers import MappedBuffer
+from polyshard.pages import PagePool
+
+class Late:
+    def __del__(self):
+        print(self.tensor.sum().item())
+
+buffer = MappedBuffer(1 << 20, torch.float32, PagePool())
+buffer.acquire()
+buffer.tensor.fill_(1.0)
+late = Late()
+late.tensor = buffer.tensor.view(-1)
+late.itself = late
+"""
+
+
+@mapped
+def test_tensors_outlive_the_interpreter() -> None:
+    command = [sys.executable, "-c", AT_EXIT]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in ("", "1048576.0"), "collected late, or not at all"

@@ -5,7 +5,10 @@ Each name is exercised by ``tests/test_torch_private.py`` on every torch version
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import itertools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -59,9 +62,11 @@ def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 __all__ = [
     "DataParallelMeshDims",
+    "StorageGate",
     "coalescing",
     "default_store",
     "dtensor_spec",
+    "gates_work",
     "has_fsdp_protocol",
     "in_backward",
     "is_strided",
@@ -116,6 +121,93 @@ def storage_holders(tensor: Tensor) -> int:
     storage = tensor.untyped_storage()
     counted: int = torch._C._storage_Use_Count(storage._cdata)
     return counted - 1  # without ``storage``
+
+
+class StorageGate:
+    """Closes a storage: torch raises whenever it is asked for the memory, and says it has 0 bytes.
+
+    The flags are those torch itself sets on storages without data (``FakeTensor``'s, say) and
+    offers no way to take back. They and the size are two neighbouring words of the object. Where
+    they are not found (see :func:`gates_work`) a gate does nothing.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        """Begin open."""
+        self._storage = storage
+        self._words: ctypes.Array[ctypes.c_uint64] | None = None
+        found = _gate_words()
+        if found is not None:
+            self._words = (ctypes.c_uint64 * 2).from_address(storage._cdata + found.offset)
+            self._nbytes, self._flags = self._words
+            self._closed_flags = self._flags | found.flags
+
+    def close(self) -> None:
+        """From now on reading and writing raise ``RuntimeError``; open before closing again."""
+        if self._words is not None:
+            self._nbytes = self._words[0]
+            self._words[0], self._words[1] = 0, self._closed_flags
+
+    def open(self) -> None:
+        """As it was when it was closed."""
+        if self._words is not None:
+            self._words[0], self._words[1] = self._nbytes, self._flags
+
+
+def gates_work() -> bool:
+    """Whether this torch's storages can be closed; probed once per process."""
+    return _gate_words() is not None
+
+
+@dataclass(frozen=True)
+class _GateWords:
+    """Where a storage keeps its size (the next word has the flags), and which flags close it."""
+
+    offset: int
+    flags: int
+
+
+_STORAGE_WORDS = 10
+"""How much of a storage is searched, in words: less than its size in every torch supported."""
+
+
+@functools.cache
+def _gate_words() -> _GateWords | None:
+    """Found by what happens to a throwaway storage."""
+    memory = (ctypes.c_float * 1021)()
+    tensor = torch.frombuffer(memory, dtype=torch.float32)
+    storage = tensor.untyped_storage()
+    words = (ctypes.c_uint64 * _STORAGE_WORDS).from_address(storage._cdata)
+    sizes = [i for i, word in enumerate(words) if word == storage.nbytes()]
+    if sys.byteorder != "little" or len(sizes) != 1 or sizes[0] + 1 == _STORAGE_WORDS:
+        return None
+    size = sizes[0]
+    nbytes, before = words[size], words[size + 1]
+    try:
+        for flags in _flag_pairs(before):
+            words[size + 1] = before | flags
+            if not (_is_refused(tensor.sum) and _is_refused(tensor.zero_)):
+                continue
+            words[size] = 0
+            if storage.nbytes() == 0 and _is_refused(storage.data_ptr):
+                return _GateWords(8 * size, flags)
+            words[size] = nbytes
+    finally:
+        words[size], words[size + 1] = nbytes, before
+    return None
+
+
+def _flag_pairs(before: int) -> list[int]:
+    """Every two of the flags (a byte each) that are not set yet."""
+    unset = [1 << 8 * byte for byte in range(8) if not before >> 8 * byte & 0xFF]
+    return [first | second for first, second in itertools.combinations(unset, 2)]
+
+
+def _is_refused(access: Callable[[], object]) -> bool:
+    try:
+        access()
+    except RuntimeError as error:
+        return "data pointer" in str(error)
+    return False
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

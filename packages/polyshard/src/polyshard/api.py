@@ -20,7 +20,8 @@ from polyshard.collect import (
 )
 from polyshard.digest import audiences
 from polyshard.errors import AlreadyShardedError, SettingError
-from polyshard.group import GroupSetup, ParameterGroup
+from polyshard.group import ParameterGroup
+from polyshard.group_setup import GroupSetup
 from polyshard.meeting import reporting
 from polyshard.mesh import MeshRoles, resolve_mesh
 from polyshard.module import mix_in

@@ -11,6 +11,11 @@ change only the memory behind it. Two ways:
   and moves physical pages in and out, because fresh pages from the C allocator cost several times
   the transfer itself in page faults.
 
+Whoever reads or writes a released buffer (a weight kept from a hook, a backward that was told not
+to gather what it needs) must hear of it. A resized storage has no memory, where torch raises or
+faults depending on the operation, and a range of addresses would quietly show zeros or what it held
+before. So both are closed as well: torch then raises whenever it is asked for their memory.
+
 Writes into a buffer go through its own base tensor. Parameters are built with ``set_`` and so have
 a version counter of their own: refilling never trips autograd's check on saved tensors.
 """
@@ -22,7 +27,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from polyshard._torch_private import storage_holders
+from polyshard._torch_private import StorageGate, gates_work, storage_holders
 from polyshard.pages import PagePool, PageRange
 
 
@@ -54,11 +59,13 @@ class HeapBuffer:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._storage = self.tensor.untyped_storage()
         self.nbytes = self._storage.nbytes()
+        self._gate = StorageGate(self._storage)
         self._acquired = True
 
     def acquire(self) -> None:
         """Allocate."""
         if not self._acquired:
+            self._gate.open()
             self._storage.resize_(self.nbytes)
             self._acquired = True
 
@@ -66,6 +73,7 @@ class HeapBuffer:
         """Free."""
         if self._acquired:
             self._storage.resize_(0)
+            self._gate.close()
             self._acquired = False
 
 
@@ -78,17 +86,20 @@ class MappedBuffer:
         self._pool = pool
         self._range = PageRange(self.nbytes)
         self.tensor = self._range.tensor(numel, dtype)
+        self._gate = StorageGate(self.tensor.untyped_storage())
         self._acquired = False
 
     def acquire(self) -> None:
         """Move pages in."""
         if not self._acquired:
             self._pool.fill(self._range)
+            self._gate.open()
             self._acquired = True
 
     def release(self) -> None:
         """Leave the pages to whoever needs some next."""
         if self._acquired:
+            self._gate.close()
             self._pool.offer(self._range)
             self._acquired = False
 
@@ -117,7 +128,7 @@ def new_buffer(
 ) -> Buffer:
     """The kind of buffer that suits ``device``."""
     large = numel * dtype.itemsize >= MAPPED_BYTES
-    if device.type == "cpu" and pool is not None and large:
+    if device.type == "cpu" and pool is not None and large and gates_work():
         return MappedBuffer(numel, dtype, pool)
     return HeapBuffer(numel, dtype, device)
 

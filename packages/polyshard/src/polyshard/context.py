@@ -18,13 +18,15 @@ from torch import Tensor
 
 from polyshard._torch_private import queue_backward_callback
 from polyshard.failures import FailureReport, forget_failure
+from polyshard.freshness import Turn
+from polyshard.kept import free_outdated
 from polyshard.lookahead import Lookahead
 from polyshard.pages import PagePool, pages_can_move
 from polyshard.replay import Replay
 
 if TYPE_CHECKING:
+    from polyshard.flight import InFlight
     from polyshard.group import ParameterGroup
-    from polyshard.reduction import InFlight
     from polyshard.schedule import Unit
     from polyshard.seams import Observer
 
@@ -46,10 +48,10 @@ class RootContext:
         self.units: list[Unit] = []
         self.pool = PagePool() if pages_can_move() else None
         self.forward_root: Unit | None = None
+        self.turn = Turn()
         self.is_last_backward = True
         self.max_reductions = 1
         self.post_optim_event: torch.Event | None = None
-        self._callback_queued = False
         self.replay = Replay()
         self.lookahead = Lookahead()
         self._order: list[Unit] = []
@@ -61,6 +63,29 @@ class RootContext:
         if self.post_optim_event is not None:
             torch.accelerator.current_stream().wait_event(self.post_optim_event)
             self.post_optim_event = None
+
+    # Turns ------------------------------------------------------------------------------------
+
+    def begin_forward(self, unit: Unit) -> None:
+        """``unit`` is called from outside of any other: a turn begins. See [Note: turns]."""
+        self.forward_root = unit
+        self.turn.begin()
+
+    def refresh(self, unit: Unit) -> None:
+        """Free what was kept from an earlier turn and is out of date; the rest as it is reached."""
+        if self.turn.in_backward:
+            return
+        units = self.units if unit.is_root else (unit,)
+        kept = [g for u in units for g in u.groups if g.state.name == "UNSHARDED"]
+        if kept:
+            free_outdated(kept)
+
+    def end_forward(self) -> None:
+        """The outermost forward has ended."""
+        self.forward_root = None
+        self.turn.in_forward = False
+        if not self.turn.in_backward:
+            self.lookahead.forget()
 
     # Forward order ----------------------------------------------------------------------------
 
@@ -111,14 +136,14 @@ class RootContext:
 
     def queue_end_of_backward(self) -> None:
         """Have :meth:`end_backward` called once when this backward has ended."""
-        if not self._callback_queued:
-            self._callback_queued = True
+        if not self.turn.in_backward:
+            self.turn.in_backward = True
             queue_backward_callback(self.end_backward)
 
     def end_backward(self) -> None:
         """Reduce what no post-backward reached, finish reductions, and leave all units idle."""
-        self._callback_queued = False
-        self.forward_root = None
+        self.turn.in_backward = False
+        self.end_forward()
         for unit in self.units:
             unit.pending_modules.clear()
             if unit.phase is not Phase.POST_BACKWARD:
@@ -146,10 +171,10 @@ class RootContext:
         self._reductions.clear()
         self._may_hold.clear()
         self._order.clear()
-        self._callback_queued = False
-        self.forward_root = None
+        self.turn.in_backward = False
         self.replay.reset()
         for unit in self.units:
             unit.reset()
             for group in unit.groups:
                 forget_failure(group.roles.ranks)
+        self.end_forward()

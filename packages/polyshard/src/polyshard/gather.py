@@ -6,7 +6,7 @@ Everything that depends only on the plan (views, routes, copy lists) is made onc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,10 +15,11 @@ from torch import Tensor
 
 from polyshard.buffers import Buffer
 from polyshard.fit import fitting, wordless
-from polyshard.freshness import Freshness
+from polyshard.freshness import Freshness, Turn, differs
 from polyshard.payload_writer import payload_writer
 from polyshard.pieces import extents_of, home_pairs
 from polyshard.seams import BoundGatherCodec
+from polyshard.shards import local_view
 from polyshard.transport.base import (
     Extents,
     GatherPiece,
@@ -30,8 +31,8 @@ from polyshard.transport.base import (
 from polyshard.unsharded import Unsharded
 
 
-class GatherPath(Protocol):
-    """How an all-gather fills the regions of a group."""
+class Filling(Protocol):
+    """A transfer that fills the regions of a group, from shards or from a block."""
 
     sent_bytes: int
     received_bytes: int
@@ -45,6 +46,14 @@ class GatherPath(Protocol):
 
     def finish(self) -> None:
         """Called after the pending transfer was waited for; the parameters are complete then."""
+        ...
+
+
+class GatherPath(Filling, Protocol):
+    """How an all-gather fills the regions of a group from all shards."""
+
+    def differs(self, fetch: Callable[[], None]) -> Tensor:
+        """Whether this rank's shard is not what the parameters were gathered from (0-dim bool)."""
         ...
 
 
@@ -90,6 +99,7 @@ class NativeGather:
     def __init__(self, unsharded: Unsharded, line: Line) -> None:
         """Bind pieces and copies; the unsharded buffer must be acquired."""
         layout, shard = unsharded.layout, unsharded.shard_view()
+        self._own = list(_own_chunks(unsharded, line.rank))
         extents = extents_of(layout)
         pieces = [
             GatherPiece(
@@ -130,11 +140,30 @@ class NativeGather:
             self._copies.run()
             self._staging.release()
 
+    def differs(self, fetch: Callable[[], None]) -> Tensor:
+        """Compare the shard with this rank's part of the parameters, which is a copy of it."""
+        fetch()
+        return differs(self._own)
+
+
+def _own_chunks(unsharded: Unsharded, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Per parameter this rank's part of it and of the shard, where they are not the same memory."""
+    shard = unsharded.shard_view()
+    for index, placed in enumerate(unsharded.layout.parameters):
+        part, original = unsharded.home(index), local_view(shard, placed, rank)
+        if placed.dim is not None:
+            start, stop = placed.bounds(rank)
+            part = part.narrow(placed.dim, start, stop - start)
+        if original.numel() and part.data_ptr() != original.data_ptr():
+            yield part, original
+
 
 class CodecGather:
     """One payload per rank, decoded into the regions."""
 
-    def __init__(self, codec: BoundGatherCodec, unsharded: Unsharded, line: Line) -> None:
+    def __init__(
+        self, codec: BoundGatherCodec, unsharded: Unsharded, line: Line, turn: Turn
+    ) -> None:
         """Bind payloads and rows; the unsharded buffer must be acquired."""
         layout = unsharded.layout
         world, nbytes = layout.world_size, codec.payload_bytes
@@ -151,7 +180,7 @@ class CodecGather:
             self._rows.append(row)
             self._copies.add(home_pairs(unsharded.home(index), row, placed, line.rank))
         keeps = getattr(codec, "keeps_payload", False)
-        self._freshness = Freshness(self._shard, unsharded.versions) if keeps else None
+        self._freshness = Freshness(self._shard, unsharded.versions, turn) if keeps else None
         self._is_near = unsharded.rests_near
         self._scratch = unsharded.scratch((world if keeps else world + 1) * nbytes, torch.uint8)
         self._received = self._scratch.tensor[: world * nbytes].view(world, nbytes)
@@ -169,7 +198,7 @@ class CodecGather:
         self.received_bytes = self._route.received_bytes
 
     def resends(self) -> bool:
-        """Whether a gather now would send the kept payload, without a look at the shard."""
+        """Whether a gather now would send the kept payload, without having the shard fetched."""
         return self._freshness is not None and self._freshness.is_current(is_near=self._is_near)
 
     def start(self, fetch: Callable[[], None]) -> Pending:
@@ -193,3 +222,13 @@ class CodecGather:
         wordless(self._codec.decode(self._received, self._rows), self._codec, "decode")
         self._copies.run()
         self._scratch.release()
+
+    def differs(self, fetch: Callable[[], None]) -> Tensor:
+        """Whether the shard is not what the payload was encoded from; unknown without a kept one.
+
+        What was decoded says nothing: another shard may decode to the same.
+        """
+        if self._freshness is None or self.resends():
+            return torch.tensor(self._freshness is None)
+        fetch()
+        return torch.tensor(not self._freshness.is_current(is_near=True))

@@ -14,8 +14,9 @@ from torch import Tensor
 from polyshard._torch_private import storage_holders
 from polyshard.accumulation import Accumulation
 from polyshard.errors import PluginError
+from polyshard.flight import InFlight
 from polyshard.onion import Onion
-from polyshard.reduction import InFlight, ReduceSettings
+from polyshard.reduction import ReduceSettings
 from polyshard.runtime import Runtime
 from polyshard.shards import Shards
 

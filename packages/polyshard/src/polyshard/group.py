@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
 
@@ -22,25 +22,27 @@ from polyshard.bound import Binding
 from polyshard.constraints import check_constraints
 from polyshard.failures import FailureReport
 from polyshard.fit import fitting
-from polyshard.gather import GatherPath
+from polyshard.flight import InFlight
+from polyshard.freshness import Turn
+from polyshard.gather import Filling
 from polyshard.gradients import Gradients
+from polyshard.group_setup import GroupSetup
+from polyshard.kept import free_outdated
 from polyshard.layout import plan_layout
-from polyshard.mesh import MeshRoles
 from polyshard.notices import policy_notices, warn
 from polyshard.pages import PagePool
 from polyshard.parameter import Source
 from polyshard.plan import GroupPlan, resolve_dtypes
 from polyshard.planner import plan_group
-from polyshard.policies import MixedPrecisionPolicy
 from polyshard.protocol import (
     ProtocolShards,
     refuse_block,
     refuse_claims,
     uses_protocol,
 )
-from polyshard.reduction import InFlight, ReduceSettings
+from polyshard.reduction import ReduceSettings
 from polyshard.runtime import Parts, Runtime, build_runtime
-from polyshard.seams import GroupIdentity, GroupInfo, ParamInfo, ShardStorage, Stack
+from polyshard.seams import GroupIdentity, GroupInfo, ParamInfo, ShardStorage
 from polyshard.shards import Shards
 from polyshard.traffic import Meter
 from polyshard.transport.base import Pending, Transport
@@ -55,19 +57,6 @@ class State(Enum):
     UNSHARDED = auto()
 
 
-@dataclass(frozen=True)
-class GroupSetup:
-    """What a group is made from, apart from its parameters."""
-
-    name: str
-    roles: MeshRoles
-    policy: MixedPrecisionPolicy
-    stack: Stack
-    reshard_after_forward: bool
-    block_size: int | None = None
-    """Ranks that together keep the parameters between forward and backward, if not all free."""
-
-
 class ParameterGroup:
     """The parameters of a unit that communicate together."""
 
@@ -77,12 +66,11 @@ class ParameterGroup:
         self.name = setup.name
         self.roles = setup.roles
         self.state = State.SHARDED
-        self.reduces = True
-        self.reshard_after_backward = True
-        self.unshard_in_backward = True
+        self.reduces = self.reshard_after_backward = self.unshard_in_backward = True
         self.reduce_settings = ReduceSettings()
         self.identity = GroupIdentity()
         self.pool: PagePool | None = None
+        self.turn = Turn()
         self.block_size = setup.block_size
         self.device = setup.roles.device
         info = self._info(tuple(s.info for s in sources), sources[0].value.dtype)
@@ -112,9 +100,9 @@ class ParameterGroup:
         self.shards: Shards
         self.gradients: Gradients
         self._runtime: Runtime | None = None
-        self._path: GatherPath | None = None
+        self._path: Filling | None = None
         self._pending: Pending | None = None
-        self._gathered_versions: list[int] = []
+        self._made = 0
         self._stale = True
         self._is_outdated = False
 
@@ -207,6 +195,7 @@ class ParameterGroup:
             pool=self.pool,
             block_size=self.block_size,
             waiting=self.gradients.waiting,
+            turn=self.turn,
         )
         last = self._runtime
         runtime = build_runtime(parts, resolve_dtypes(self.setup.policy, self.shards.dtype), last)
@@ -216,41 +205,54 @@ class ParameterGroup:
         return runtime
 
     def unshard(self) -> None:
-        """Begin to gather, unless gathered or on the way."""
+        """Begin to gather, unless gathered or on the way; see [Note: kept parameters]."""
         if self.state is State.SHARDED and self.shards.have_moved():
             self._stale = True
         runtime = self.prepare()
-        if self.state is not State.SHARDED:
-            if self.state is State.UNSHARDED and self._shards_changed():
-                self.reshard()
-            else:
-                return
+        if self._stays_unsharded():
+            return
         self.shards.check_materialized()
         with self._failures, profiler_span("polyshard.unshard", self.name):
             runtime.buffer.acquire()
             self._path = self._choose_path(runtime)
-            if self._path is runtime.path:
-                self._gathered_versions = self.shards.versions()
             self._pending = self._path.start(self.shards.fetch)
         self.state = State.GATHERING  # only now: a start that raised leaves the group sharded
+        self._made = self.turn.number
         self.meter.gather_started(self.name, self._path.sent_bytes, self._path.received_bytes)
 
-    def _choose_path(self, runtime: Runtime) -> GatherPath:
-        """From the block if it holds what the shards still say, else from all shards."""
+    def _stays_unsharded(self) -> bool:
+        """Whether nothing is to be gathered; what another turn left is looked at first."""
+        if self.state is State.SHARDED:
+            return False
+        if not self.turn.vouches(self._made):
+            self.wait()
+            free_outdated([self])
+        return not self.is_sharded
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether nothing is gathered or on the way."""
+        return self.state is State.SHARDED
+
+    def _choose_path(self, runtime: Runtime) -> Filling:
+        """From the block if it holds something of this turn, else from all shards."""
         block = runtime.block
         if block is None or not block.holds:
             return runtime.path
-        if self._shards_changed():
+        if not self.turn.vouches(self._made):
             block.drop()
             return runtime.path
         return block
 
-    def _shards_changed(self) -> bool:
-        """Whether an optimizer (or anybody) wrote to the shards since they were gathered.
+    def differs(self) -> Tensor:
+        """Whether this rank's shard is not what is unsharded (a 0-dim bool)."""
+        found = self.prepare().path.differs(self.shards.fetch)
+        self.shards.release()
+        return found
 
-        Parameters kept unsharded across an optimizer step would otherwise be silently out of date.
-        """
-        return self.shards.versions() != self._gathered_versions
+    def vouch(self) -> None:
+        """The unsharded parameters are what the shards are now, on all ranks."""
+        self._made = self.turn.number
 
     def wait(self) -> None:
         """Finish the gather and register the unsharded parameters."""

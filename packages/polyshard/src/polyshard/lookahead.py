@@ -4,9 +4,8 @@
 A gather reads a shard on the device; a storage elsewhere needs time to bring it there. Units run in
 the same order step after step, so the order noted last time says what comes next: in forward the
 units behind the one that starts, in backward those before the one whose gather was just started. A
-wrong guess costs the transfer, never a value: what changed after it was brought near is fetched
-again (see :meth:`polyshard.shards.Shards.fetch`), and what nobody gathered is dropped when the step
-ends.
+wrong guess costs the transfer, never a value: what nobody gathered is dropped when the forward or
+backward ends, since shards may change then (see [Note: turns] of the freshness).
 """
 
 from __future__ import annotations
@@ -34,6 +33,9 @@ class Lookahead:
         if self._order != order:
             self._order = list(order)
             self._units = max((_wanted(unit) for unit in order), default=0)
+
+    def forget(self) -> None:
+        """A turn has ended: what was brought near and not gathered may be out of date soon."""
         if self._units:
             for unit in self._order:
                 for group in unit.groups:

@@ -34,6 +34,13 @@ class MeshRoles:
         return self.mesh.get_group(self.shard_axis)
 
     @cached_property
+    def shard_ranks(self) -> tuple[int, ...]:
+        """Global ranks of the shard axis, in its order; none without one."""
+        return (
+            () if self.shard_axis is None else tuple(dist.get_process_group_ranks(self.shard_group))
+        )
+
+    @cached_property
     def shard_rank(self) -> int:
         """This rank's position on the shard axis."""
         return 0 if self.shard_axis is None else self.mesh.get_local_rank(self.shard_axis)

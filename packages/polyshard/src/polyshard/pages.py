@@ -8,8 +8,8 @@ moves pages from one address range to another by relinking page tables, a few mi
 the pages wander: a released range *offers* its pages, and the next range to be filled takes them,
 or the very same range finds its pages still in place and pays nothing.
 
-``MREMAP_DONTUNMAP`` leaves the emptied range mapped, so that no other allocation can land there; a
-stray read of a released buffer sees zeros or stale values, never somebody else's memory.
+``MREMAP_DONTUNMAP`` leaves the emptied range mapped, so that no other allocation can land there:
+memory of somebody else is never seen through a released buffer (which its gate keeps closed).
 
 Source: mremap(2), flags MREMAP_MAYMOVE, MREMAP_FIXED (2.3.31), MREMAP_DONTUNMAP (5.7).
 """
@@ -63,7 +63,8 @@ class PageRange:
         self.start = -(-raw // EXTENT_BYTES) * EXTENT_BYTES
         _libc().madvise(self.start, self.extents * EXTENT_BYTES, _MADV_HUGEPAGE)
         self.filled: list[bool] = [False] * self.extents
-        weakref.finalize(self, _libc().munmap, raw, length)
+        # Tensors over the range may outlive it at exit, where the kernel unmaps by itself.
+        weakref.finalize(self, _libc().munmap, raw, length).atexit = False
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
         """``[numel]`` over the range; its storage keeps the range alive."""

@@ -13,7 +13,7 @@ Source of the protocol: ``torch.distributed.fsdp``, ``fully_shard`` (torch 2.11 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from typing_extensions import override
 from polyshard._torch_private import has_fsdp_protocol, local_tensor, preserve_version
 from polyshard.defaults import DeviceStorage, DeviceStorageFactory, NativeGatherCodec
 from polyshard.errors import ConflictError, ModuleError, PluginError, UnsupportedError
+from polyshard.freshness import differs
 from polyshard.layout import ParameterLayout, align
 from polyshard.mesh import MeshRoles
 from polyshard.parameter import ShardedParameter, Source
@@ -269,11 +270,22 @@ class ProtocolGather:
     def start(self, fetch: Callable[[], None]) -> Pending:
         """Ask every parameter what to send, and send it."""
         fetch()
+        for part, tensor in self._outgoing():
+            part.copy_(tensor)
+        return self._route.start()
+
+    def _outgoing(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Parts of the payload, and the bytes that belong there now."""
         for member in self._members:
             for wire, tensor in zip(member.wires, member.inputs(), strict=True):
                 part = self._payload[wire.offset : wire.offset + wire.nbytes]
-                part.copy_(tensor.contiguous().view(-1).view(torch.uint8))
-        return self._route.start()
+                yield part, tensor.contiguous().view(-1).view(torch.uint8)
+
+    @torch.no_grad()
+    def differs(self, fetch: Callable[[], None]) -> Tensor:
+        """Ask again what to send, and compare it with what was sent."""
+        fetch()
+        return differs(self._outgoing())
 
     def finish(self) -> None:
         """Give every parameter what arrived for it."""

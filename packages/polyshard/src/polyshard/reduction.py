@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -26,10 +26,11 @@ from torch.distributed.tensor import DTensor
 from polyshard._torch_private import local_tensor
 from polyshard.accumulation import Accumulation, Slot, part_of
 from polyshard.averaging import Averaging
-from polyshard.buffers import Buffer, Recycled
+from polyshard.buffers import Recycled
 from polyshard.defaults import DeviceStorage
 from polyshard.errors import GradientMismatchError
 from polyshard.fit import wordless
+from polyshard.flight import Decoding, InFlight
 from polyshard.gather import Line
 from polyshard.mesh import MeshRoles
 from polyshard.own_storage import own_storage_of_step
@@ -53,36 +54,6 @@ class ReduceSettings:
     all_reduce: bool = True
     hook: ReduceHook | None = None
     """Called with the averaged shard (``[shard_numel]``, reduce dtype) to change it in place."""
-
-
-@dataclass
-class InFlight:
-    """A reduction under way: what to wait for, and what to make of the result.
-
-    ``sources`` keeps the gradients alive until they were sent. ``total`` is ``None`` where this
-    rank has no gradient: it only hears whether others have any.
-    """
-
-    pending: Pending
-    total: Tensor | None
-    present: list[int]
-    averaging: Averaging
-    wire_dtype: torch.dtype
-    told: Told | None
-    """What ranks say of their gradients; ``None`` where they cannot differ."""
-    sources: Sequence[Tensor | None] = field(default=(), repr=False)
-    scratch: Buffer | None = None
-    """Where staged gradients were packed; free once the transfer has ended."""
-    sums_replicas: bool = False
-    """Whether replicas are summed too, as settings said when it started."""
-    is_last: bool = True
-    """Whether no backward of this iteration follows."""
-
-    def end(self) -> None:
-        """Wait, and let go of the result."""
-        if self.told is not None:
-            self.told.works.wait()
-        self.pending.wait()
 
 
 @dataclass(frozen=True)
@@ -289,7 +260,7 @@ class Reducer:
         wordless(cast("Any", codec).encode(chunks, payloads), codec, "encode")
         pending = self._transport.exchange(payloads, received)
         outs = self._packing.chunk_outs(total)
-        return _Decoding(pending, codec, received, outs, scratch, self._packing.give_back)
+        return Decoding(pending, codec, received, outs, scratch, self._packing.give_back)
 
     def predicted_bytes(self, gradients: dict[int, Tensor], wire_dtype: torch.dtype) -> int:
         """Bytes :meth:`start` would send for gradients of these shapes (meta tensors will do)."""
@@ -398,20 +369,3 @@ class Reducer:
             hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
             for hook in tuple(hooks.values()) if hooks else ():
                 hook(parameter)
-
-
-@dataclass
-class _Decoding:
-    """An exchange of payloads whose sum is decoded when they have arrived."""
-
-    pending: Pending
-    codec: Any
-    received: Tensor
-    outs: list[Tensor]
-    scratch: Buffer
-    give_back: Callable[[Buffer], None]
-
-    def wait(self) -> None:
-        self.pending.wait()
-        wordless(self.codec.decode_sum(self.received, self.outs), self.codec, "decode_sum")
-        self.give_back(self.scratch)

@@ -82,7 +82,7 @@ def _gather_below(root: Unit, found: Sequence[tuple[str, nn.Module, Unit]]) -> N
         context.units.append(unit)
         _name_unit(unit, name, fqns)
         for group in unit.groups:
-            group.pool = context.pool
+            group.pool, group.turn = context.pool, context.turn
             group.setup = replace(group.setup, reshard_after_forward=unit.reshards_in_training)
 
 

@@ -13,6 +13,7 @@ from polyshard.accumulation import Accumulation
 from polyshard.block import Block
 from polyshard.bound import Binding
 from polyshard.buffers import Buffer, new_buffer
+from polyshard.freshness import Turn
 from polyshard.gather import CodecGather, GatherPath, Line, NativeGather
 from polyshard.mesh import MeshRoles
 from polyshard.onion import Onion
@@ -58,6 +59,7 @@ class Parts:
     block_size: int | None
     waiting: Accumulation
     """Gradients of backwards before this runtime was made."""
+    turn: Turn
 
 
 def build_runtime(parts: Parts, dtypes: Dtypes, last: Runtime | None) -> Runtime:
@@ -113,7 +115,7 @@ def _unsharded_side(
     unsharded = _memory(parts, dtypes, last, is_decoded=codec is not None)
     if codec is None:
         return unsharded, NativeGather(unsharded, line)
-    return unsharded, CodecGather(codec, unsharded, line)
+    return unsharded, CodecGather(codec, unsharded, line, parts.turn)
 
 
 def _memory(parts: Parts, dtypes: Dtypes, last: Runtime | None, *, is_decoded: bool) -> Unsharded:

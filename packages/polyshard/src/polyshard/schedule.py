@@ -138,12 +138,13 @@ class Unit:
         self.phase = Phase.FORWARD
         self.pending_modules.update(self.modules)
         if self.context.forward_root is None:
-            self.context.forward_root = self
+            self.context.begin_forward(self)
             self.context.replay.begin(self)
             if self.roles.device.type != "cpu":
                 self.context.wait_for_optimizer()
                 device = self.roles.device
                 args, kwargs = map_tensors(lambda t: t.to(device), (args, kwargs))
+            self.context.refresh(self)
         return args, kwargs
 
     def _cast_inputs(
@@ -198,9 +199,9 @@ class Unit:
             if unit.phase is Phase.FORWARD:
                 unit.pending_modules.clear()
                 unit._leave_forward()
-        self.context.forward_root = None
         for unit in self.context.replay.end():
             unit.reshard()
+        self.context.end_forward()
 
     def _watch_output(self, output: Any) -> None:
         if torch.is_grad_enabled():

@@ -112,9 +112,10 @@ class Shards:
         return self.buffer.dtype
 
     def versions(self) -> list[int]:
-        """Version counters of the sharded parameters: they count writes.
+        """Version counters of the sharded parameters, which count some of the writes to them.
 
-        The parameters' own: a write through a ``DTensor`` does not count on its local tensor.
+        The parameters' own: a write through a ``DTensor`` does not count on its local tensor. See
+        [Note: turns] of the freshness for what decides.
         """
         return [p.parameter._version for p in self.parameters]
 
@@ -135,9 +136,10 @@ class Shards:
         self.storage.release()
 
     def fetch(self) -> None:
-        """Have the shard where the gather reads it; what was prefetched and changed since is not.
+        """Have the shard where the gather reads it.
 
-        See :meth:`versions` for what counts as a change.
+        What was prefetched is of this turn (see [Note: turns] of the freshness), and dropped if a
+        write since then was counted.
         """
         if self._prefetched is not None and self._prefetched != self.versions():
             self.storage.release()

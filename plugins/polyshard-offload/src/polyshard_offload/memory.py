@@ -44,15 +44,16 @@ class Slab:
             memory = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
             start = -(-memory.data_ptr() // PAGE_BYTES) * PAGE_BYTES
             return cls(start, nbytes, memory)
-        return cls._of_map(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        return cls.of_map(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
     @classmethod
     def of_file(cls, descriptor: int, offset: int, nbytes: int) -> Slab:
         """A shared mapping of whole pages of a file."""
-        return cls._of_map(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED, offset=offset))
+        return cls.of_map(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED, offset=offset))
 
     @classmethod
-    def _of_map(cls, mapped: mmap.mmap) -> Slab:
+    def of_map(cls, mapped: mmap.mmap) -> Slab:
+        """Memory that is mapped already; it stays so as long as somebody looks at it."""
         raw = (ctypes.c_uint8 * len(mapped)).from_buffer(mapped)  # unmapped when this ends
         return cls(ctypes.addressof(raw), len(mapped), raw)
 

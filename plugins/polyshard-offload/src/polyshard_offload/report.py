@@ -14,6 +14,7 @@ from polyshard_offload.gradients import HostGradients
 from polyshard_offload.memory import pages
 from polyshard_offload.shelves import DiskShelf
 from polyshard_offload.store import HostStore
+from polyshard_offload.written import writes_show
 
 if TYPE_CHECKING:
     from polyshard_offload.stepping import StateOffload
@@ -97,6 +98,12 @@ def _lines(tiers: Tiers, optimizer_tier: str) -> Iterator[str]:
             yield f"offload: {total:,} bytes in all on {tier}: {kinds}"
     if optimizer_tier != "device" and not offloads:
         yield f"offload: optimizer state goes to {optimizer_tier} once wrap() has the optimizer"
+    file = tiers.files.get("parameters")
+    if file is not None and file.verifies and not writes_show():
+        yield (
+            "offload: checksums of parameters are not kept: this kernel does not say which pages "
+            "were written to (/proc/self/pagemap)"
+        )
     parts = (
         ("staging of shards", memory.staging),
         ("step buffers", memory.buffers),

@@ -15,6 +15,7 @@ from polyshard_offload.norms import GradientNorms
 from polyshard_offload.staging import Staging, StagingCount
 from polyshard_offload.sums import PartSums
 from polyshard_offload.swap import SwapFile
+from polyshard_offload.written import PrivateWindow
 
 
 class Shelf:
@@ -202,19 +203,23 @@ class DiskShelf(Shelf):
         self._going: Future[None] | None = None
         self._bench: Staging | None = None
         self._sums = PartSums()
+        self._window: PrivateWindow | None = None
         self._fresh: Tensor | None = None
 
     def _keep(self, shard: Tensor) -> Tensor:
         self._wait_written()
         self._fresh = shard if self._file.verifies else None
-        self._shard = torch.empty(0)  # gives its place back, unless somebody holds a window on it
+        # Gives its place back, unless somebody holds a window on it.
+        self._shard, self._window = torch.empty(0), None
         nbytes = shard.nbytes
         free = self._free.setdefault(nbytes, [])
         self._offset = free.pop() if free else self._file.allocate(nbytes, {shard.dtype: nbytes})
         self._file.write(self._offset, raw(shard))
-        return typed(
-            self._file.window(self._offset, nbytes, giver(free, self._offset)), shard.dtype
-        )
+        self._window = self._file.private_window(self._offset, nbytes, giver(free, self._offset))
+        if self._window is not None:
+            return typed(self._window.memory[:nbytes], shard.dtype)
+        back = giver(free, self._offset)
+        return typed(self._file.window(self._offset, nbytes, back), shard.dtype)
 
     @override
     def hold(self, parameters: Sequence[Tensor]) -> None:
@@ -240,6 +245,7 @@ class DiskShelf(Shelf):
 
     def _read_later(self, staging: Staging) -> Future[None]:
         self._wait_written()
+        self._put_back()
         # The memory just taken may be in use by work launched before; other threads have other
         # streams, and a disk that writes to a device follows none.
         idle = launched(staging.tensor.device)
@@ -249,6 +255,18 @@ class DiskShelf(Shelf):
             self._file.read(self._offset, raw(staging.tensor))
 
         return self._count.ahead.submit(read)
+
+    def _put_back(self) -> None:
+        """Have the file hold what people wrote to the window. See [Note: who may write]."""
+        if self._window is None:
+            if self._file.verifies:
+                self._sums.forget(0, self._shard.numel())  # nobody knows what was written
+            return
+        size = self._shard.itemsize
+        for start, stop in self._window.written():
+            self._file.write(self._offset + start, self._window.memory[start:stop])
+            self._window.give_up(start, stop)
+            self._sums.forget(start // size, -(-stop // size))
 
     def fetch(self) -> None:
         """Have the shard on the device.
@@ -304,11 +322,11 @@ class DiskShelf(Shelf):
         self._verify(self._bench.tensor)
         return self._bench.tensor
 
-    def note_stepped(self, parameter: Tensor, local: Tensor, stepped: Tensor) -> None:
-        """A step left ``stepped`` for ``parameter``, whose ``local`` is a part of the window."""
+    def note_stepped(self, local: Tensor, stepped: Tensor) -> None:
+        """A step left ``stepped`` for a parameter whose ``local`` is a part of the window."""
         if self._file.verifies and local.numel():
             start = (local.data_ptr() - self._shard.data_ptr()) // local.itemsize
-            self._sums.note(parameter, start, stepped)
+            self._sums.note(start, stepped)
 
     def part(self, local: Tensor, opened: Tensor) -> Tensor:
         """What ``local``, a part of the window, is in the opened shard."""

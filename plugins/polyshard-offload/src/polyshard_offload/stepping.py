@@ -196,7 +196,7 @@ class StateOffload:
             self._harvest(slot, views[slot], state[key], parts[slot])
             if slot.shelf is not None:
                 local = local_of(slot.parameter)
-                slot.shelf.note_stepped(slot.parameter, local, local_of(key))
+                slot.shelf.note_stepped(local, local_of(key))
 
     def _views(self, slot: Slot, part: Tensor | None) -> dict[str, Tensor]:
         """The state tensors the step is to use, over the buffer or where they are kept."""

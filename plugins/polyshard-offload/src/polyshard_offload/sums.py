@@ -1,18 +1,13 @@
 """Checksums of parameters that rest on disk, as the last step or the last reader left them.
 
-[Note: who may write]
-People write to parameters between steps: they load state dicts, average weights, clip. Such writes
-go to the file through a window, where nothing notes them; version counters do. So a checksum counts
-only as long as the parameter's counters are those of the moment it was taken: when the shard was
-made, when a step left it, or when it was first read after somebody wrote to it. Writes through
-``.data`` count nowhere and look like corruption.
+Which of them count after somebody wrote to the parameters is the windows' to say: see
+[Note: who may write] there.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -20,52 +15,49 @@ from polyshard_offload._torch_private import local_of
 from polyshard_offload.memory import bytes_of
 
 
-@dataclass(frozen=True)
-class Part:
-    """One parameter within a shard: its counters, and the checksum of what it held then."""
-
-    versions: tuple[int, int]
-    checksum: int
-
-
 class PartSums:
-    """The checksums of one shard. See [Note: who may write]."""
+    """The checksums of the parameters of one shard."""
 
     def __init__(self) -> None:
         """Nothing is known of the shard."""
-        self._parts: dict[int, Part] = {}
-        self._held: list[tuple[Tensor, int, int]] = []
+        self._known: dict[int, int] = {}
+        self._held: list[tuple[int, int]] = []
 
     def hold(self, parameters: Sequence[Tensor], shard: Tensor, values: Tensor | None) -> None:
         """``parameters`` are parts of ``shard``, a window; ``values`` is what it should hold."""
-        self._parts.clear()
+        self._known.clear()
         self._held.clear()
         for parameter in parameters:
             local = local_of(parameter)
             if not local.numel():
                 continue
             start = (local.data_ptr() - shard.data_ptr()) // local.itemsize
-            self._held.append((parameter, start, local.numel()))
+            self._held.append((start, local.numel()))
             if values is not None:
-                self.note(parameter, start, values[start : start + local.numel()])
+                self.note(start, values[start : start + local.numel()])
 
-    def note(self, parameter: Tensor, start: int, values: Tensor) -> None:
+    def note(self, start: int, values: Tensor) -> None:
         """``values`` (contiguous, on the host) is what is right from element ``start`` on."""
-        self._parts[start] = Part(_versions(parameter), _checksum(values))
+        self._known[start] = _checksum(values)
+
+    def forget(self, first: int, last: int) -> None:
+        """Somebody wrote to elements from ``first`` up to ``last`` (which is not one of them)."""
+        for start, numel in self._held:
+            if start < last and first < start + numel:
+                self._known.pop(start, None)
 
     def broken(self, shard: Tensor) -> int | None:
-        """The first element of a parameter that ``shard`` (``[shard_numel]``) has changed."""
-        for parameter, start, numel in self._held:
-            known, found = self._parts.get(start), shard[start : start + numel]
-            if known is None or known.versions != _versions(parameter):
-                self.note(parameter, start, found)
-            elif _checksum(found) != known.checksum:
+        """The first element of a parameter that ``shard`` (``[shard_numel]``) has changed.
+
+        What nothing is known of is right as it is found now.
+        """
+        for start, numel in self._held:
+            found = shard[start : start + numel]
+            if start not in self._known:
+                self.note(start, found)
+            elif _checksum(found) != self._known[start]:
                 return start
         return None
-
-
-def _versions(parameter: Tensor) -> tuple[int, int]:
-    return parameter._version, local_of(parameter)._version
 
 
 def _checksum(values: Tensor) -> int:

@@ -12,7 +12,8 @@ holds, for people who look at it through ``/proc/PID/fd``; ranks with equal shar
 [Note: windows]
 A *window* is a shared mapping of a part of the file: a tensor whose values are those of the file.
 It is what state dicts and users see, so that looking needs no memory and loading no special case.
-Steps never use it; they read and write explicitly, which reports errors and does not fault. The
+Those of parameters whose checksums are kept are private, see [Note: who may write]. Steps never
+use a window; they read and write explicitly, which reports errors and does not fault. The
 kernel keeps both views the same as long as they are not used at the same moment, which is so: steps
 and users run one after another.
 """
@@ -36,6 +37,7 @@ from polyshard_offload.header import Header
 from polyshard_offload.memory import Slab, bytes_of, pages
 from polyshard_offload.nameless import open_nameless
 from polyshard_offload.settings import PAGE_BYTES, DiskSettings
+from polyshard_offload.written import PrivateWindow, writes_show
 
 
 class SwapFile:
@@ -131,6 +133,14 @@ class SwapFile:
             self._header.note(offset, size, dtypes)
             self._header_is_current = False
         return offset
+
+    def private_window(
+        self, offset: int, nbytes: int, on_return: Callable[[], None] | None = None
+    ) -> PrivateWindow | None:
+        """A window that tells what is written to it, where that is needed and can be known."""
+        if nbytes == 0 or not (self.verifies and writes_show()):
+            return None
+        return PrivateWindow.of_file(self._descriptor, offset, nbytes, on_return)
 
     def window(
         self, offset: int, nbytes: int, on_return: Callable[[], None] | None = None

@@ -1,0 +1,64 @@
+"""Reductions under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyshard.averaging import Averaging
+from polyshard.buffers import Buffer
+from polyshard.fit import wordless
+from polyshard.presence import Told
+from polyshard.transport.base import Pending
+
+
+@dataclass
+class InFlight:
+    """A reduction under way: what to wait for, and what to make of the result.
+
+    ``sources`` keeps the gradients alive until they were sent. ``total`` is ``None`` where this
+    rank has no gradient: it only hears whether others have any.
+    """
+
+    pending: Pending
+    total: Tensor | None
+    present: list[int]
+    averaging: Averaging
+    wire_dtype: torch.dtype
+    told: Told | None
+    """What ranks say of their gradients; ``None`` where they cannot differ."""
+    sources: Sequence[Tensor | None] = field(default=(), repr=False)
+    scratch: Buffer | None = None
+    """Where staged gradients were packed; free once the transfer has ended."""
+    sums_replicas: bool = False
+    """Whether replicas are summed too, as settings said when it started."""
+    is_last: bool = True
+    """Whether no backward of this iteration follows."""
+
+    def end(self) -> None:
+        """Wait, and let go of the result."""
+        if self.told is not None:
+            self.told.works.wait()
+        self.pending.wait()
+
+
+@dataclass
+class Decoding:
+    """An exchange of payloads whose sum is decoded when they have arrived."""
+
+    pending: Pending
+    codec: Any
+    received: Tensor
+    outs: list[Tensor]
+    scratch: Buffer
+    give_back: Callable[[Buffer], None]
+
+    def wait(self) -> None:
+        """Wait for the payloads, and sum them."""
+        self.pending.wait()
+        wordless(self.codec.decode_sum(self.received, self.outs), self.codec, "decode_sum")
+        self.give_back(self.scratch)
