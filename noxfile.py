@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+from itertools import combinations
 from pathlib import Path
 
 import nox
@@ -27,10 +28,18 @@ PACKAGES = [path.parent.name for path in sorted(ROOT.glob("packages/*/pyproject.
 PLUGINS = [path.parent.name for path in sorted(ROOT.glob("plugins/*/pyproject.toml"))]
 FOLDERS = [f"packages/{name}" for name in PACKAGES] + [f"plugins/{name}" for name in PLUGINS]
 
-# No plugin, each one alone, all of them.
-SUBSETS = {"core": [], **{name.removeprefix("polyshard-"): [name] for name in PLUGINS}}
-if len(PLUGINS) > 1:
-    SUBSETS["all"] = PLUGINS
+
+def stack_of(plugins: tuple[str, ...]) -> str:
+    """The subset as tests name it: ``core``, ``offload``, ``offload+quantized``, ..."""
+    return "+".join(name.removeprefix("polyshard-") for name in plugins) or "core"
+
+
+# Every subset of the plugins: none, each one, pairs, all.
+SUBSETS = {
+    "all" if len(names) == len(PLUGINS) > 1 else stack_of(names): list(names)
+    for count in range(len(PLUGINS) + 1)
+    for names in combinations(PLUGINS, count)
+}
 
 
 # [Note: one environment with torch]
@@ -78,6 +87,7 @@ def typecheck(session: nox.Session) -> None:
     session.run(
         mypy, *existing("noxfile.py", "conftest.py", "tools", "benchmarks", "examples/train_lm.py")
     )
+    session.run(mypy, *existing("integration_tests"))
 
 
 @nox.session(venv_backend="none")
@@ -127,14 +137,20 @@ def template(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 @nox.parametrize("plugins", [nox.param(names, id=key) for key, names in SUBSETS.items()])
 def tests(session: nox.Session, plugins: list[str]) -> None:
-    """Test core alone, each plugin with nothing else beside it, and everything together."""
+    """Test every subset of the plugins with nothing else installed; each in what is its own.
+
+    A subset runs the combinations of exactly its plugins, so a session repeats none of another's.
+    Core's tests run alone and beside everything, a plugin's likewise.
+    """
     python = str(dev_environment(session, plugins) / "python")
-    paths = [f"{folder}/tests" for folder in FOLDERS if Path(folder).name in plugins]
+    paths = []
+    if len(plugins) == 1 or plugins == PLUGINS:
+        paths += [f"{folder}/tests" for folder in FOLDERS if Path(folder).name in plugins]
     if plugins in ([], PLUGINS):
         paths += [f"packages/{name}/tests" for name in PACKAGES] + ["tools/tests"]
-    if plugins == PLUGINS:
-        paths += ["integration_tests"]
-    session.run(python, "-m", "pytest", *existing(*paths), *session.posargs, env=ONE_THREAD)
+    paths += ["integration_tests"]
+    stack = f"--stack={stack_of(tuple(plugins))}"
+    session.run(python, "-m", "pytest", *existing(*paths), stack, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(venv_backend="none", default=False)

@@ -134,6 +134,22 @@ def test_activation_checkpointing_changes_nothing(world4: World) -> None:
     torch.testing.assert_close(losses, expected.losses, rtol=1e-4, atol=1e-4)
 
 
+def compiled(rank: int, size: int) -> tuple[int, Curve, dict[str, torch.Tensor]]:
+    import torch._dynamo as dynamo
+
+    model = tiny()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    curve = train(sharded(model), [rank // 2], 2)
+    dynamo.reset()
+    return rank // 2, curve, {n: full(p.detach()) for n, p in model.named_parameters()}
+
+
+def test_compiled_blocks_give_their_inputs_gradients(world4: World) -> None:
+    """A block compiled by AOT autograd is handed what the embedding's collective still owes."""
+    compare(world4.run(compiled, timeout=180), one_process(2, False, 2), 1e-4)
+
+
 def mixed(rank: int, size: int) -> tuple[int, Curve, bool]:
     model = sharded(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     curve = train(model, [rank // 2], 4)

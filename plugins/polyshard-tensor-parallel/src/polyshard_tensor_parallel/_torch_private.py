@@ -18,6 +18,7 @@ __all__ = [
     "join_meshes",
     "local_tensor",
     "mark_flattened",
+    "plain",
     "root_mesh",
     "strided_shard",
     "waited",
@@ -66,6 +67,26 @@ def local_tensor(value: DTensor) -> Tensor:
 def waited(tensor: Tensor) -> Tensor:
     """``tensor`` with its collective done, if one is pending."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+class _Plain(torch.autograd.Function):
+    """Waits in forward; the gradient passes as it is."""
+
+    @staticmethod
+    def forward(ctx: object, tensor: AsyncCollectiveTensor) -> Tensor:
+        return tensor.trigger_wait()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """What ``tensor`` is once its collective is done, for autograd too."""
+    if not isinstance(tensor, AsyncCollectiveTensor):
+        return tensor
+    found: Tensor = _Plain.apply(tensor)  # type: ignore[no-untyped-call]
+    return found
 
 
 def mark_flattened(tensor: Tensor) -> None:

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from polyshard_tensor_parallel._torch_private import local_tensor
+from polyshard_tensor_parallel._torch_private import local_tensor, plain
 from polyshard_tensor_parallel.checking import DISTRIBUTING, Checked, tied
 from polyshard_tensor_parallel.report import ParameterReport, Report
 
@@ -24,6 +24,7 @@ def apply(checked: Checked, model: nn.Module, mesh: DeviceMesh) -> Report:
     ties = tied(model)
     for one in checked.assignments:
         parallelize_module(one.module, mesh, one.style)
+        one.module.register_forward_hook(_finish)
     for owners in ties:
         _, first, name = owners[0]
         for _, module, other in owners[1:]:
@@ -32,6 +33,17 @@ def apply(checked: Checked, model: nn.Module, mesh: DeviceMesh) -> Report:
         setattr(count.module, count.attribute, count.after)
     synchronize(model, mesh)
     return _report(checked, model, mesh)
+
+
+def _finish(module: nn.Module, args: object, output: object) -> Tensor | None:
+    """Wait for the collective that a style left pending in a module's output.
+
+    A block compiled by AOT autograd that is handed a pending result gives its producer no gradient
+    (torch 2.13), and nothing says so. Inside a compiled block nothing is pending.
+    """
+    if torch.compiler.is_compiling() or not isinstance(output, Tensor):
+        return None
+    return plain(output)
 
 
 @torch.no_grad()

@@ -1,0 +1,19 @@
+"""Helpers beside the tests can be imported, by ranks too; a session says which cells it runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--stack`` is how a session runs its own cells, and no other's."""
+    parser.addoption(
+        "--stack",
+        help="plugins that are to be installed, joined by '+', or 'core' for none: run the cells "
+        "of exactly this stack (default: of every stack that can be made of what is installed)",
+    )
