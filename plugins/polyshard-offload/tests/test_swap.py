@@ -215,7 +215,7 @@ def test_an_error_in_a_lane_is_raised_once_all_have_ended() -> None:
     for _ in range(2):
         with pytest.raises(StorageError, match="no"):
             pipeline.run(jobs, lambda index, buffer: None)
-    assert [lane.holds for lane in pipeline._lanes] == [None] * 3
+    assert [lane.saving for lane in pipeline._lanes] == [None] * 3
 
 
 def test_memory_that_was_moved_can_still_be_resized(tmp_path: Path) -> None:

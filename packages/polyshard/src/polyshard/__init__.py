@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
         share_comm_ctx,
     )
+    from polyshard.native_state import attach_optimizer
     from polyshard.placement import ShardPlacement
     from polyshard.policies import (
         CPUOffloadPolicy,
@@ -47,6 +48,7 @@ __all__ = [
     "ShardPlacement",
     "UnshardHandle",
     "__version__",
+    "attach_optimizer",
     "clip_grad_norm_",
     "describe",
     "fully_shard",
@@ -70,6 +72,7 @@ _HOMES = {
     "SameValues": "same_values",
     "ShardPlacement": "placement",
     "UnshardHandle": "module",
+    "attach_optimizer": "native_state",
     "clip_grad_norm_": "clipping",
     "describe": "description",
     "fully_shard": "api",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from polyshard.errors import PluginError
+from polyshard.errors import CheckpointError, PluginError
+from polyshard.native_state import Adapted, native_state
 
 if TYPE_CHECKING:
     from polyshard.group import ParameterGroup
@@ -22,6 +24,7 @@ class StateDictHooks:
     def __init__(self, unit: Unit) -> None:
         """Register with every module that owns a parameter of ``unit``."""
         self._unit = unit
+        self._adapted: dict[ShardedParameter, Adapted] = {}
         self._owned: dict[nn.Module, list[tuple[str, ShardedParameter, ParameterGroup]]] = {}
         for group in unit.groups:
             for parameter in group.shards.parameters:
@@ -32,9 +35,15 @@ class StateDictHooks:
             module.register_state_dict_pre_hook(self._reshard)
             module.register_load_state_dict_pre_hook(self._before_load)
             module.register_load_state_dict_post_hook(self._after_load)
-            if any(g.contributions.adapters for g in unit.groups):
+            if self._has_adapters:
                 # torch marks the hook with an attribute, which a bound method does not take
                 module.register_state_dict_post_hook(partial(self._adapt_saved))
+        if self._has_adapters:
+            native_state().add(self)
+
+    @property
+    def _has_adapters(self) -> bool:
+        return any(group.contributions.adapters for group in self._unit.groups)
 
     def _reshard(self, *args: object, **kwargs: object) -> None:
         del args, kwargs
@@ -49,6 +58,7 @@ class StateDictHooks:
             for adapter in reversed(group.contributions.adapters):
                 if prefix + name in state_dict:
                     value = state_dict[prefix + name]
+                    _refuse_itself(parameter, value)
                     found = adapter.on_load(parameter.info, value)
                     state_dict[prefix + name] = _adapted(
                         adapter, "on_load", parameter, value, found
@@ -69,6 +79,36 @@ class StateDictHooks:
                 value = state_dict[prefix + name]
                 found = adapter.on_save(parameter.info, value)
                 state_dict[prefix + name] = _adapted(adapter, "on_save", parameter, value, found)
+
+    def adapted(self) -> Iterator[tuple[int, Adapted]]:
+        """Parameters with adapters, by the ``id`` of every object that is one of them now."""
+        for module, owned in self._owned.items():
+            for name, parameter, group in owned:
+                if not group.contributions.adapters:
+                    continue
+                if parameter not in self._adapted:
+                    self._adapted[parameter] = Adapted(parameter, group.contributions.adapters)
+                found = self._adapted[parameter]
+                yield id(parameter.parameter), found
+                yield id(module._parameters.get(name)), found
+
+
+def _refuse_itself(parameter: ShardedParameter, value: object) -> None:
+    """Refuse the parameter as a value for itself, where a plugin keeps another form of it.
+
+    torch's helpers for full state dicts write full values straight into parameters, and then load
+    those. They would be converted although they never were in the saved form.
+
+    Raises:
+        CheckpointError: naming the parameter.
+    """
+    if value is parameter.parameter:
+        raise CheckpointError(
+            f"'{parameter.info.fqn}' is to be loaded from itself, but a plugin's state-dict "
+            "adapter saves it in another form. Full values cannot be loaded past the adapter, as "
+            "torch's set_model_state_dict does: distribute them like the values of "
+            "model.state_dict() and call model.load_state_dict()."
+        )
 
 
 def _adapted(

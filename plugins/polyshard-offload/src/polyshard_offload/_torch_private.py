@@ -19,6 +19,7 @@ __all__ = [
     "norms_of",
     "plain_step",
     "profiled",
+    "repointed",
     "shell",
     "spec_of",
 ]
@@ -39,6 +40,22 @@ def spec_of(value: Tensor) -> object | None:
 def like(spec: object | None, local: Tensor) -> Tensor:
     """``local`` as a ``DTensor`` of ``spec``; unlike ``from_local`` it may rest off the mesh."""
     return local if spec is None else DTensor(local, cast(Any, spec), requires_grad=False)
+
+
+def repointed(old: object, new: Tensor) -> Tensor:
+    """``old`` over the memory of ``new`` (a window) where it is such a tensor; else ``new``."""
+    if type(old) is not type(new) or not isinstance(old, Tensor):
+        return new
+    alike = old.shape == new.shape and old.dtype == new.dtype and old.device == new.device
+    if not alike or old.requires_grad or old.is_inference():
+        return new
+    if isinstance(old, DTensor):
+        if spec_of(old) != spec_of(new):
+            return new
+        old._local_tensor = local_of(new)
+    else:
+        old.data = new
+    return old
 
 
 def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -8,16 +8,17 @@ parameter depends on that parameter alone (see [Note: twins] of ``stepping``), s
 no bit. State is read ahead in the order of the backward before; another order costs the reading
 ahead, nothing else.
 
-A step cannot be taken back. So everything that would have changed a gradient or a setting after
-backward is an error, not a difference: a spent gradient refuses to be used, a second gradient and
-settings changed before ``optimizer.step()`` are refused, and after a backward that raised half way
-only a checkpoint helps.
+A step cannot be taken back. So everything that would have changed a gradient, a setting or state
+after backward is an error, not a difference: a spent gradient refuses to be used, a second gradient
+is refused, and so are parameter groups and optimizer state that were changed before
+``optimizer.step()``. After a backward that raised half way only a checkpoint helps.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from polyshard_offload.stepping import StateOffload
 
 
+Traces = Mapping[str, tuple[object, tuple[int, int] | None]]
+
+
 class BackwardSteps:
     """What of one step has happened in backward. See [Note: stepping in backward]."""
 
@@ -44,7 +48,9 @@ class BackwardSteps:
         self._landed: list[Slot] = []
         self._spent: set[int] = set()
         self._ended = True
-        self._settings: list[dict[str, Any]] = []
+        self._settings: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._groups: dict[int, dict[str, Any]] = {}
+        self._left: dict[int, tuple[Slot, Traces]] = {}
         self._cuts: dict[tuple[tuple[int, int], ...], list[Chunk]] = {}
         self._order: list[Chunk] = []
         self._done: list[Chunk] = []
@@ -73,6 +79,10 @@ class BackwardSteps:
             OffloadError: when it was stepped already, or an earlier step failed.
         """
         self._offload.check_whole()
+        if not (self._landed or self._spent):
+            self._offload.keeper.refresh()
+        if not slot.is_member:
+            return
         if id(slot) in self._spent:
             raise OffloadError(f"a parameter got a second gradient before step(): {MESSAGE}")
         if not any(known is slot for known in self._landed):
@@ -102,7 +112,9 @@ class BackwardSteps:
     def _begin(self) -> None:
         offload = self._offload
         offload.begin()
-        self._settings = [_settings_of(group) for group in offload.groups]
+        self._settings = [(group, _settings_of(group)) for group in offload.groups]
+        self._groups = {id(slot): offload.groups[slot.group] for slot in offload.keeper.slots}
+        self._left = {}
         self._done = []
         self._norms = {}
         if offload.keeper.streams:
@@ -135,6 +147,7 @@ class BackwardSteps:
         for slot in chunk.slots:
             spend(slot.parameter)
             self._spent.add(id(slot))
+            self._left[id(slot)] = (slot, _traces(self._offload.state_of(slot)))
 
     def norm_of(self, parameter: Tensor) -> Tensor | None:
         """The 2-norm of the local part of a spent gradient."""
@@ -178,21 +191,42 @@ class BackwardSteps:
                 "backward raised after the optimizer had stepped some parameters in it "
                 "(step_in_backward=True)."
             )
-        for index, (before, group) in enumerate(
-            zip(self._settings, self._offload.groups, strict=False)
-        ):
-            for name, value in _settings_of(group).items():
-                if name in before and not _same(before[name], value):
+        self._check_settings()
+        self._check_members()
+        self._check_state()
+
+    def _check_settings(self) -> None:
+        for index, (group, before) in enumerate(self._settings):
+            now = _settings_of(group)
+            for name, value in before.items():
+                if name not in now or not _same(value, now[name]):
                     raise OffloadError(
-                        f"'{name}' of parameter group {index} was changed from {before[name]!r} to "
-                        f"{value!r} between backward and step(), but with "
-                        "Offload(step_in_backward=True) backward used it. Change it before "
-                        "backward, or after step() as schedulers do."
+                        f"'{name}' of parameter group {index} was changed from {value!r} to "
+                        f"{now.get(name)!r} {LATE} {REMEDY}"
                     )
+
+    def _check_members(self) -> None:
+        keeper, groups = self._offload.keeper, self._offload.groups
+        keeper.refresh()
+        for key, (slot, _) in self._left.items():
+            if not slot.is_member or groups[slot.group] is not self._groups[key]:
+                shape = tuple(slot.parameter.shape)
+                what = "moved to another group" if slot.is_member else "taken out of its group"
+                raise OffloadError(f"a parameter of shape {shape} was {what} {LATE} {REMEDY}")
+
+    def _check_state(self) -> None:
+        for slot, traces in self._left.values():
+            if not _leads_to(traces, self._offload.state_of(slot)):
+                shape = tuple(slot.parameter.shape)
+                raise OffloadError(
+                    f"the optimizer state of a parameter of shape {shape} was changed {LATE} "
+                    f"{REMEDY}"
+                )
 
     def clear(self) -> None:
         """A step is over, or what it did was loaded anew."""
         self._spent.clear()
+        self._left = {}
 
     def abandon(self) -> None:
         """Forget a backward that failed, and its spent gradients."""
@@ -204,6 +238,13 @@ class BackwardSteps:
         for slot in self._offload.keeper.slots:
             if isinstance(slot.parameter.grad, SpentGradient):
                 slot.parameter.grad = None
+
+
+LATE = (
+    "between backward and step(), but with Offload(step_in_backward=True) backward has used it "
+    "already."
+)
+REMEDY = "Change it before backward, or after step() as schedulers do."
 
 
 def _hook(steps: BackwardSteps, slot: Slot) -> Callable[[Tensor], None]:
@@ -227,15 +268,34 @@ def _by_dtype(slots: Sequence[Slot]) -> list[list[Slot]]:
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Of one parameter group, tensors copied: learning rates may be changed in place."""
-    return {
-        name: value.clone() if isinstance(value, Tensor) else value
-        for name, value in group.items()
-        if name != "params"
-    }
+    """Of one parameter group, copied: they may be changed in place."""
+    return {name: _copied(value) for name, value in group.items() if name != "params"}
+
+
+def _copied(value: object) -> object:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return copy.copy(value) if isinstance(value, list | dict | set) else value
 
 
 def _same(one: object, other: object) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     return bool(one == other)
+
+
+def _traces(state: Mapping[str, Any]) -> Traces:
+    """What ``state`` holds, and how often it was written to."""
+    return {name: (value, _versions(value)) for name, value in state.items()}
+
+
+def _versions(value: object) -> tuple[int, int] | None:
+    return (value._version, local_of(value)._version) if isinstance(value, Tensor) else None
+
+
+def _leads_to(traces: Traces, state: Mapping[str, Any]) -> bool:
+    """Whether nobody has put anything into ``state`` since, or written to its tensors."""
+    return traces.keys() == state.keys() and all(
+        state[name] is value and _versions(value) == versions
+        for name, (value, versions) in traces.items()
+    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -13,14 +14,17 @@ from polyshard_offload.records import Record
 from polyshard_offload.shelves import DiskShelf
 from polyshard_offload.spent import SpentGradient
 
+NO_GROUP = -1
+
 
 @dataclass(eq=False)
 class Slot:
     """One parameter of the optimizer.
 
-    ``group`` indexes ``param_groups``; ``weight`` is the state in bytes that the largest shard on
-    any rank has. ``record`` is where its state is kept, if it is; ``filled``
-    says that there are values. ``shelf`` holds the parameter itself when it rests on disk.
+    ``group`` indexes ``param_groups``, or is :data:`NO_GROUP`; ``weight`` is the state in bytes
+    that the largest shard on any rank has. ``record`` is where its state is kept, if it is;
+    ``filled`` says that there are values, of which ``optimizer.state`` shows ``windows`` among
+    ``shown`` entries. ``shelf`` holds the parameter itself when it rests on disk.
     """
 
     parameter: Tensor
@@ -31,6 +35,28 @@ class Slot:
     record: Record | None = None
     filled: bool = False
     windows: dict[str, Tensor] = field(default_factory=dict)
+    shown: int = 0
+    _places: tuple[tuple[str, Tensor, int], ...] = ()
+
+    @property
+    def is_member(self) -> bool:
+        """Whether the optimizer has the parameter; state outlives that, as without offload."""
+        return self.group != NO_GROUP
+
+    def show(self, windows: dict[str, Tensor]) -> None:
+        """``windows`` on the record are what the user sees from now on."""
+        self.windows = windows
+        self._places = tuple((n, w, local_of(w).data_ptr()) for n, w in windows.items())
+
+    def is_shown(self, state: Mapping[str, Any]) -> bool:
+        """Whether ``state``, which the user sees, is still the windows on what is kept.
+
+        Writes through them need not be noticed: they change what is kept.
+        """
+        return len(state) == self.shown and all(
+            state.get(name) is window and local_of(window).data_ptr() == address
+            for name, window, address in self._places
+        )
 
     @property
     def nbytes(self) -> int:
@@ -42,14 +68,6 @@ class Slot:
         """Whether a step changes it; one that a step in backward used does not count."""
         gradient = self.parameter.grad
         return gradient is not None and not isinstance(gradient, SpentGradient)
-
-    def stamp(self) -> tuple[int, ...]:
-        """Changes when anybody writes to the state through :attr:`windows`."""
-        return tuple(
-            version
-            for window in self.windows.values()
-            for version in (window._version, local_of(window)._version)
-        )
 
 
 @dataclass(frozen=True)
@@ -76,7 +94,6 @@ class Chunk:
             key=self.key,
             extents=tuple(s.record.extent for s in kept if s.record is not None),
             reads=any(s.filled for s in kept),
-            stamp=tuple(s.stamp() for s in kept),
         )
 
 

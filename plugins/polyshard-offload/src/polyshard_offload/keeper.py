@@ -1,4 +1,15 @@
-"""Which state is kept where, and what of it the user sees between steps."""
+"""Which state is kept where, and what of it the user sees between steps.
+
+[Note: edits]
+``optimizer.state`` and ``optimizer.param_groups`` are the user's as well. Whatever was done to them
+since the last step is taken over before the next: windows that were replaced, removed or pointed
+elsewhere, entries that came, parameters that moved between groups, left or came. What was written
+*through* a window needs nothing: it is in what is kept, which every step reads.
+
+It is taken over as torch would: tensors that were put into the state are the state from then on
+(the objects stay, over memory of the tier), and windows that were taken out keep their values, so
+that they can be put back. That is why edited state gets a new place.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from polyshard_offload._torch_private import local_of
-from polyshard_offload.chunks import Chunk, Slot, plan_chunks
+from polyshard_offload._torch_private import local_of, repointed
+from polyshard_offload.chunks import NO_GROUP, Chunk, Slot, plan_chunks
 from polyshard_offload.memory import Slab, pages
 from polyshard_offload.records import (
     Entry,
@@ -47,11 +58,12 @@ class StateKeeper:
         assert settings.optimizer is not None
         self.store = self._tiers.state_store(settings.optimizer)
         self.slots: list[Slot] = []
+        self.every_slot: dict[int, Slot] = {}
+        """By parameter: also of those that left the optimizer, whose state it still has."""
+        self._members: list[list[int]] = []
         self._chunks: list[Chunk] = []
-        self._new_slots()
-        for slot in self.slots:
-            if optimizer.state.get(slot.parameter):
-                self.keep(slot, optimizer.state[slot.parameter])
+        self.refresh()
+        self.adopt_edits()
 
     @property
     def streams(self) -> bool:
@@ -60,18 +72,22 @@ class StateKeeper:
 
     # Slots ------------------------------------------------------------------------------------
 
-    def _new_slots(self) -> None:
-        """Slots for parameters that have none yet, at first and after ``add_param_group``."""
-        known = {id(slot.parameter) for slot in self.slots}
+    def _assign_slots(self) -> None:
+        """Slots for the parameters the optimizer has now, in its order."""
         groups = self._optimizer.param_groups
         every = [(p, i) for i, group in enumerate(groups) for p in group["params"]]
         total = sum(p.numel() for p, _ in every)
         passed = 0
+        for slot in self.slots:
+            slot.group = NO_GROUP
+        self.slots = []
         for parameter, index in every:
             chosen = passed < self._settings.fraction * total
             passed += parameter.numel()
-            if id(parameter) not in known:
-                self.slots.append(self._slot(parameter, index, chosen))
+            slot = self.every_slot.get(id(parameter)) or self._slot(parameter, index, chosen)
+            slot.group = index
+            self.every_slot[id(parameter)] = slot
+            self.slots.append(slot)
         self._chunks = []
 
     def _slot(self, parameter: Tensor, index: int, chosen: bool) -> Slot:
@@ -92,9 +108,11 @@ class StateKeeper:
         return slot
 
     def refresh(self) -> list[Chunk]:
-        """The chunks, planned anew when parameters came, moved, or changed their state."""
-        if sum(len(g["params"]) for g in self._optimizer.param_groups) != len(self.slots):
-            self._new_slots()
+        """The chunks, planned anew when parameters came, left, moved, or changed their state."""
+        members = [list(map(id, group["params"])) for group in self._optimizer.param_groups]
+        if members != self._members:
+            self._members = members
+            self._assign_slots()
         if self._settings.params == "disk":
             self._find_shelves()
         if not self._chunks:
@@ -119,7 +137,7 @@ class StateKeeper:
         """
         entries = entries_of(state) if slot.offloaded else ()
         if not slot.offloaded:
-            self._optimizer.state[slot.parameter] = dict(state)
+            self.publish(slot, state)
             return
         before = slot.record.extent if slot.record is not None else None
         self._place(slot, entries)
@@ -138,7 +156,7 @@ class StateKeeper:
         """Give ``slot`` a record for ``entries``: its own if it fits, else a new one."""
         if (slot.record.entries if slot.record is not None else ()) == entries:
             return
-        slot.windows = {}
+        slot.show({})
         self._chunks = []
         if not entries:
             slot.record = None
@@ -152,16 +170,53 @@ class StateKeeper:
         return self.store.allocate(record_bytes(entries), dtype_bytes(entries))
 
     def publish(self, slot: Slot, state: Mapping[str, Any]) -> None:
-        """Have ``optimizer.state`` show what is kept."""
+        """Have ``optimizer.state`` show what is kept, in the dict that people may hold."""
         slot.filled = True
+        held = self._optimizer.state.setdefault(slot.parameter, {})
         if slot.record is not None and not slot.windows:
-            slot.windows = slot.record.windows(self.store.window(slot.record.extent))
-        self._optimizer.state[slot.parameter] = {**state, **slot.windows}
+            fresh = slot.record.windows(self.store.window(slot.record.extent))
+            slot.show({n: repointed(held.get(n), window) for n, window in fresh.items()})
+        shown = {**state, **slot.windows}
+        slot.shown = len(shown)
+        if held.keys() != shown.keys():
+            held.clear()
+        held.update(shown)
 
-    def adopt_state(self) -> None:
-        """Move to the tier what ``load_state_dict`` left in ``optimizer.state``."""
-        for slot in self.slots:
+    def forget(self, slot: Slot) -> None:
+        """There is no state for the parameter any more, until a step makes some."""
+        slot.filled = False
+        slot.shown = 0
+        self._vacate(slot)
+
+    def _vacate(self, slot: Slot) -> None:
+        """Leave the place of a record that people may still hold windows on."""
+        if slot.record is not None and slot.windows:
+            self.store.release(slot.record.extent)
+            slot.record = None
+            slot.show({})
+
+    def adopt_edits(self) -> None:
+        """Take over what was done to ``optimizer.state``. See [Note: edits].
+
+        Raises:
+            StorageError: when there is no room for it.
+        """
+        for slot in self.every_slot.values():
             state = self._optimizer.state.get(slot.parameter)
-            slot.filled = False
-            if state:
+            if not state:
+                self.forget(slot)
+            elif slot.offloaded and not slot.is_shown(state):
+                self._vacate(slot)
+                self.keep(slot, dict(state))
+
+    def adopt_loaded(self) -> None:
+        """Move to the tier what ``load_state_dict`` left in ``optimizer.state``, as a copy."""
+        self.refresh()
+        every = self._optimizer.state
+        for slot in self.every_slot.values():
+            state = every.get(slot.parameter)
+            if state and slot.offloaded and not slot.is_shown(state):
+                every[slot.parameter] = {}
+                self._vacate(slot)
                 self.keep(slot, state)
+        self.adopt_edits()

@@ -6,8 +6,8 @@ chunk k, (be visited), write chunk k, read chunk k + lanes. While chunk k is vis
 after it are read and the one before it is written, and a buffer is never overwritten before its
 write has ended: that is the order of its lane. How long any transfer takes changes nothing else.
 
-What a lane read or wrote last stays valid until another writes the same extents. A run that begins
-with those chunks (callers alternate the order from step to step) need not read them.
+Every run reads anew, also what a lane still holds from the run before: between steps users write to
+what is kept, in ways that leave no trace (``.data``, foreach operations on ``DTensor`` s).
 """
 
 from __future__ import annotations
@@ -27,16 +27,12 @@ from polyshard_offload.store import Extent, Store
 
 @dataclass(frozen=True)
 class Job:
-    """One chunk of a run.
-
-    ``key`` names it among those of its run; ``stamp`` changes when somebody wrote to what is kept.
-    """
+    """One chunk of a run; ``key`` names it among the others."""
 
     key: int
     extents: tuple[Extent, ...]
     reads: bool = True
     writes: bool = True
-    stamp: object = None
 
     @property
     def nbytes(self) -> int:
@@ -55,17 +51,15 @@ class Lane:
     store: Store
     buffer: Tensor
     executor: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
-    holds: tuple[object, object] | None = None
     loading: Future[None] | None = None
     saving: Future[None] | None = None
 
     def load(self, job: Job) -> None:
         """Have the chunk in the buffer by the time :meth:`ready` returns."""
-        holds, self.holds = self.holds, None
-        if not job.reads or (holds is not None and holds == (job.extents, job.stamp)):
-            self.loading = None
-            return
-        self.loading = self.executor.submit(self.store.load, job.extents, self.buffer[: job.nbytes])
+        self.loading = None
+        if job.reads:
+            part = self.buffer[: job.nbytes]
+            self.loading = self.executor.submit(self.store.load, job.extents, part)
 
     def ready(self) -> None:
         """Wait for what was asked of the lane last; raises what it met."""
@@ -88,12 +82,12 @@ class Lane:
         self.saving = self.executor.submit(write)
 
     def settle(self) -> None:
-        """Wait without raising, and trust nothing of what is held: for the way out of an error."""
+        """Wait without raising: for the way out of an error."""
         for future in (self.saving, self.loading):
             if future is not None:
                 with suppress(Exception):
                     future.result()
-        self.loading = self.saving = self.holds = None
+        self.loading = self.saving = None
 
 
 class Stream:
@@ -113,7 +107,6 @@ class Stream:
         lane = self._lanes[self._index % len(self._lanes)]
         lane.ready()
         visit(lane.buffer[: job.nbytes])
-        lane.holds = (job.extents, job.stamp)
         lane.save(job)
         following = self._index + len(self._lanes)
         if following < len(self._jobs):
@@ -169,10 +162,10 @@ class Pipeline:
         if not jobs:
             return Stream((), ())
         self._make_room(max(job.nbytes for job in jobs), min(self._count, len(jobs)))
-        return Stream(self._matched(jobs), jobs)
+        return Stream(self._lanes, jobs)
 
     def settle(self) -> None:
-        """Wait for all transfers without raising, and trust nothing that buffers hold."""
+        """Wait for all transfers without raising."""
         for lane in self._lanes:
             lane.settle()
 
@@ -189,17 +182,3 @@ class Pipeline:
         if self._device.type == "cpu":
             return Slab.of_host(max(nbytes, 1), pinned=False).lease(0, nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-
-    def _matched(self, jobs: Sequence[Job]) -> list[Lane]:
-        """Lanes in the order of the first jobs they will take: those that hold them already."""
-        rest = list(self._lanes)
-        chosen: list[Lane | None] = []
-        for job in jobs[: len(rest)]:
-            held = next((x for x in rest if x.holds == (job.extents, job.stamp)), None)
-            chosen.append(held)
-            if held is not None:
-                rest.remove(held)
-        found = [lane or rest.pop() for lane in chosen]
-        for lane in rest:  # the run may write to what they hold
-            lane.holds = None
-        return found

@@ -61,7 +61,7 @@ def resting(tiers: Tiers, offloads: Iterable[StateOffload]) -> Counter[tuple[str
         # Stepped in backward they are there group by group.
         found[key] = max(found[key], nbytes) if tiers.in_backward else found[key] + nbytes
     for offload in offloads:
-        kept = sum(slot.nbytes for slot in offload.keeper.slots)
+        kept = sum(slot.nbytes for slot in offload.keeper.every_slot.values())
         in_host = isinstance(offload.keeper.store, HostStore)
         found["host" if in_host else "disk", "optimizer state"] += kept
     return found

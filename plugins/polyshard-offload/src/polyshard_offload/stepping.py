@@ -46,9 +46,8 @@ class StateOffload:
         self.keeper = StateKeeper(optimizer, settings)
         self.pipeline = Pipeline(self.keeper.store, self._device(), settings.prefetch + 1)
         self._opened = OpenedShelves()
-        self._reverse = False
         self._failure: Exception | None = None
-        self._group_values: list[dict[str, Any]] = []
+        self._group_values: dict[int, dict[str, Any]] = {}
         chunk_bytes = settings.chunk_bytes
         self.in_backward = BackwardSteps(self, chunk_bytes) if settings.step_in_backward else None
 
@@ -71,7 +70,7 @@ class StateOffload:
         self._abandon()
         if self.in_backward is not None:
             self.in_backward.abandon()
-        self.keeper.adopt_state()
+        self.keeper.adopt_loaded()
         self._failure = None
 
     def verify(self) -> None:
@@ -100,14 +99,13 @@ class StateOffload:
                 self.in_backward.finish()
             if self.in_backward is None or not self.in_backward.has_begun:
                 self.begin()
-            chunks = [c for c in self.keeper.refresh() if c.is_due]
-            if self._reverse:
-                chunks.reverse()  # begin with what is still in the buffers
-            self._reverse = not self._reverse
-            self.run(chunks)
+            else:
+                self.keeper.refresh()
+                self.keeper.adopt_edits()
+            self.run([c for c in self.keeper.refresh() if c.is_due])
             self.close_shelves()
-        for group, values in zip(self.groups, self._group_values, strict=True):
-            group.update(values)
+        for group in self.groups:
+            group.update(self._group_values.get(id(group), {}))
         if self.in_backward is not None:
             self.in_backward.clear()
 
@@ -115,6 +113,11 @@ class StateOffload:
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's parameter groups."""
         return self._optimizer.param_groups
+
+    def state_of(self, slot: Slot) -> dict[str, Any]:
+        """What the user sees of a parameter's state."""
+        found: dict[str, Any] = self._optimizer.state.get(slot.parameter, {})
+        return found
 
     def check_whole(self) -> None:
         """Refuse to go on after a step that failed.
@@ -145,9 +148,10 @@ class StateOffload:
         self._opened.abandon({s.shelf for s in self.keeper.slots if s.shelf is not None})
 
     def begin(self) -> None:
-        """A step begins."""
+        """A step begins: with what the user has made of state and groups since the last."""
         self.keeper.refresh()
-        self._group_values = [{} for _ in self.groups]
+        self.keeper.adopt_edits()
+        self._group_values = {}
 
     def close_shelves(self) -> None:
         """Have parameters on disk written.
@@ -205,7 +209,7 @@ class StateOffload:
         if part is not None:
             return slot.record.views(part)
         if not slot.windows:
-            slot.windows = slot.record.windows(self.keeper.store.window(slot.record.extent))
+            slot.show(slot.record.windows(self.keeper.store.window(slot.record.extent)))
         return slot.windows
 
     @staticmethod
@@ -237,7 +241,8 @@ class StateOffload:
         Raises:
             OffloadError: for an optimizer that couples parameters.
         """
-        before, noted = self.groups[index], self._group_values[index]
+        before = self.groups[index]
+        noted = self._group_values.setdefault(id(before), {})
         for name, value in stepped.items():
             if name == "params" or value is before.get(name):
                 continue
@@ -263,6 +268,9 @@ class StateOffload:
         if not slot.offloaded or slot.record is None or slot.record.entries != entries:
             if state:
                 self.keeper.keep(slot, state, part)
+            elif slot.filled:
+                self._optimizer.state.get(slot.parameter, {}).clear()
+                self.keeper.forget(slot)
             return
         for entry in entries:
             new, kept = local_of(state[entry.name]), local_of(views[entry.name])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -30,6 +31,10 @@ class Store(Protocol):
 
     def window(self, extent: Extent) -> Tensor:
         """``[nbytes]`` uint8 on the host that shows, and changes, what is kept."""
+        ...
+
+    def release(self, extent: Extent) -> None:
+        """Use ``extent`` for something else once no window on it is left."""
         ...
 
     def load(self, extents: Sequence[Extent], target: Tensor) -> None:
@@ -82,6 +87,10 @@ class HostStore:
         """The memory itself."""
         return self._kept[extent.offset] if extent.nbytes else torch.empty(0, dtype=torch.uint8)
 
+    def release(self, extent: Extent) -> None:
+        """The arena has it back with the last window."""
+        self._kept.pop(extent.offset, None)
+
     def load(self, extents: Sequence[Extent], target: Tensor) -> None:
         """Copy."""
         for extent, part in slices(extents, target):
@@ -93,12 +102,41 @@ class HostStore:
             self.window(extent).copy_(part)
 
 
+@dataclass
+class _Released:
+    """Extents of a swap file that are not needed any more: free when no window is left on them."""
+
+    windows: Counter[Extent] = field(default_factory=Counter)
+    waiting: set[Extent] = field(default_factory=set)
+    free: dict[int, list[Extent]] = field(default_factory=dict)
+
+    def taken(self, nbytes: int) -> Extent | None:
+        found = self.free.get(nbytes)
+        return found.pop() if found else None
+
+    def opened(self, extent: Extent) -> Callable[[], None]:
+        """A window was made; call what is returned when it is gone."""
+        self.windows[extent] += 1
+
+        def closed() -> None:
+            self.windows[extent] -= 1
+            self.settle(extent)
+
+        return closed
+
+    def settle(self, extent: Extent) -> None:
+        if extent in self.waiting and not self.windows[extent]:
+            self.waiting.remove(extent)
+            self.free.setdefault(extent.nbytes, []).append(extent)
+
+
 class DiskStore:
     """Extents in a swap file."""
 
     def __init__(self, file: SwapFile) -> None:
         """Take space from ``file``."""
         self._file = file
+        self._released = _Released()
 
     def allocate(self, nbytes: int, dtypes: Mapping[torch.dtype, int] | None = None) -> Extent:
         """See :class:`Store`.
@@ -106,11 +144,19 @@ class DiskStore:
         Raises:
             StorageError: when there is not enough space.
         """
-        return Extent(self._file.allocate(nbytes, dtypes), pages(nbytes))
+        again = self._released.taken(pages(nbytes))
+        return again or Extent(self._file.allocate(nbytes, dtypes), pages(nbytes))
 
     def window(self, extent: Extent) -> Tensor:
         """A mapping of the file."""
-        return self._file.window(extent.offset, extent.nbytes)
+        closed = self._released.opened(extent) if extent.nbytes else None
+        return self._file.window(extent.offset, extent.nbytes, closed)
+
+    def release(self, extent: Extent) -> None:
+        """Free the space with the last window."""
+        if extent.nbytes:
+            self._released.waiting.add(extent)
+            self._released.settle(extent)
 
     def load(self, extents: Sequence[Extent], target: Tensor) -> None:
         """Read; verify where checksums are on.
