@@ -1,0 +1,91 @@
+"""Random cases on real ranks against one process; a longer session is ``nox -s fuzz``."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("polyshard_tensor_parallel")
+pytest.importorskip("polyshard_quantized")
+pytest.importorskip("polyshard_offload")
+
+sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks get it with the rest of sys.path
+
+from fuzzing.case import Case, Clip, Leaf, Mesh, Save, Step, Train, Tree, Unit, parse
+from fuzzing.draw import draw
+from fuzzing.known import KNOWN
+from fuzzing.program import program
+from fuzzing.session import Session
+from fuzzing.shrink import candidates, shrink
+
+SEED = 0
+BATCHES = 4
+SECONDS = 20.0
+"""Of each batch; a slow machine runs fewer cases."""
+
+SMALL = Case(
+    tree=Tree(children=(Leaf(), Leaf(kind="raw", shapes=((), (5, 3)))), unit=Unit()),
+    script=(Train(), Clip(), Step()),
+)
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    session = Session()
+    yield session
+    session.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_random_cases(session: Session, batch: int) -> None:
+    deadline = time.monotonic() + SECONDS
+    number, ran = batch * 1000, 0
+    while time.monotonic() < deadline:
+        case = draw(SEED, number)
+        verdict = session.check(case)
+        title = f"seed {SEED}, case {number}"
+        assert not verdict.failed, f"{verdict.kind}: {verdict.text}\n{program(case, title)}"
+        number, ran = number + 1, ran + (verdict.kind == "passed")
+    assert ran, "every case was refused or is known to fail"
+
+
+def wrong_gradients(case: Case) -> Case:
+    """The same case with something that no sharded model does as one process would."""
+    return dataclasses.replace(case, script=(*case.script, Train(), Save("nonsense")))
+
+
+def test_what_is_wrong_is_found_shrunk_and_printed(session: Session, tmp_path: Path) -> None:
+    """An unknown way to save stands for an error of the engine: it raises on every rank."""
+    case = dataclasses.replace(wrong_gradients(SMALL), mesh=Mesh(1, replicas=2))
+    verdict = session.check(case)
+    assert verdict.kind == "raised"
+    assert "nonsense" in verdict.text
+
+    def fails(other: Case) -> bool:
+        return Save("nonsense") in other.script  # as the ranks would say, but at once
+
+    smallest = shrink(case, fails, seconds=10.0)
+    assert smallest.script == (Save("nonsense"),)
+    assert smallest.mesh == Mesh()
+    text = program(smallest, "an example")
+    compile(text, "example.py", "exec")
+    assert repr(smallest) in text
+
+
+def test_cases_are_data() -> None:
+    """The same seed and number give the same case, which is what its ``repr`` says."""
+    for number in range(300):
+        case = draw(7, number)
+        assert case == draw(7, number)
+        assert parse(repr(case)) == case
+        assert all(parse(repr(smaller)) == smaller for smaller in list(candidates(case))[:5])
+
+
+def test_nothing_is_excused() -> None:
+    assert KNOWN == ()
