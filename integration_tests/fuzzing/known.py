@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fuzzing.case import Case, Save, Train, leaves
+from fuzzing.case import Case, Save, Train, Write, leaves
 
 
 def saves(case: Case, *ways: str) -> bool:
@@ -30,10 +30,17 @@ def partial_sums_of_some(case: Case) -> bool:
     return later and some and case.mesh.replicas > 0
 
 
+def writes_below_checksums(case: Case) -> bool:
+    """Whether parameters on disk, with checksums, are written by what bumps no version."""
+    summed = case.offload is not None and case.offload.params == "disk" and case.offload.checksums
+    return summed and any(isinstance(a, Write) for a in case.script)
+
+
 KNOWN: tuple[tuple[str, Callable[[Case], bool]], ...] = (
     ("A2: torch.save and deepcopy of a state dict", lambda c: saves(c, "torch.save", "deepcopy")),
     ("A11: assign drops accumulated gradients", assigns_while_accumulating),
     ("A4: partial sums of parameters not always used", partial_sums_of_some),
+    ("A5: checksums take writes of foreach for corruption", writes_below_checksums),
 )
 """Reason, and which cases it is about."""
 
