@@ -137,7 +137,7 @@ class Train(Short):
     """One micro-batch: forward and backward.
 
     ``forwards``: as many forwards before the first backward; ``joint``: one backward for all.
-    ``keep``: do not reshard after backward (ignored unless another micro-batch follows).
+    ``keep``: do not reshard after backward.
     """
 
     sync: bool = True
@@ -213,6 +213,7 @@ class Case(Short):
     """One model, one way to shard it, one script.
 
     ``optimizer``: a name of ``build.OPTIMIZERS``. ``meta``: sharded before it has memory.
+    ``prefetch``: seed of random explicit prefetches, 0 for none.
     """
 
     tree: Tree = Tree()
@@ -223,6 +224,7 @@ class Case(Short):
     optimizer: str = "sgd"
     input_grad: bool = False
     meta: bool = False
+    prefetch: int = 0
     script: tuple[Action, ...] = ()
     seed: int = 0
 

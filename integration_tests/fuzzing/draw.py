@@ -116,6 +116,7 @@ class _Draw:
             optimizer=dice.choice(list(OPTIMIZERS)),
             input_grad=self.chance(0.3),
             meta=self.chance(0.1),
+            prefetch=dice.randrange(1, 1000) if self.chance(0.15) else 0,
             script=self.script(mesh),
             seed=number,
         )

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map_only
 from fuzzing.build import OPTIMIZERS, Flow, batch, build, dtype, loss_of, unit_calls
 from fuzzing.case import Case, Policy, Train, units
 
-FORMAT_ERRORS = {"int8": 1 / 254, "float8": 1 / 16, "int4": 1 / 14}
+FORMAT_ERRORS = {"Int8Block": 1 / 254, "Float8Block": 1 / 16, "Int4Block": 1 / 14}
 """Of one value, relative to the largest of its block."""
 ROUNDINGS = 16
 """Roundings between an input and a gradient that may differ; products amplify each a little."""
@@ -43,7 +43,7 @@ class Rounded:
     """How a parameter travels: formats by transfer, and the dims that cut it."""
 
     weights: Any = None
-    gradients: str | None = None
+    gradients: Any = None
     shard_dim: int = 0
     tensor_dim: int | None = None
 
@@ -170,7 +170,7 @@ class Oracle:
         assert self.case.quantized is not None
         hops = 2 if self.case.mesh.replicas > 1 else 1
         whole = 2 if self.case.quantized.stochastic else 1  # up or down, not to the nearest
-        return scale * FORMAT_ERRORS[form] * hops * whole * 1.1
+        return scale * FORMAT_ERRORS[type(form).__name__] * hops * whole * 1.1
 
     def forget_pending(self) -> None:
         """Drop what was not reduced."""

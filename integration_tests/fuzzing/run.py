@@ -12,21 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
-from fuzzing.build import (
-    OPTIMIZERS,
-    PLACEMENTS,
-    Mlp,
-    Table,
-    batch,
-    build,
-    loss_of,
-    policy_of,
-    unit_calls,
-)
+from fuzzing.build import batch, loss_of
 from fuzzing.case import (
     Action,
     ByHand,
@@ -42,8 +32,11 @@ from fuzzing.case import (
     Zero,
     parse,
 )
-from fuzzing.oracle import DeliberateError, Oracle, Rounded, failing
+from fuzzing.oracle import DeliberateError, Oracle, failing
 from fuzzing.saving import WAYS, WRITES
+from fuzzing.sharded import Sharded
+from polyshard import clip_grad_norm_
+from polyshard.errors import PolyshardError
 
 
 @dataclass(frozen=True)
@@ -78,8 +71,6 @@ def on_ranks(rank: int, size: int, text: str, folder: str) -> tuple[str, str]:
 
 
 def _outcome(rank: int, text: str, folder: str) -> Outcome:
-    from polyshard.errors import PolyshardError
-
     case = parse(text)
     mesh = mesh_of(case.mesh)
     everyone = ranks_of(case.mesh.ranks)
@@ -124,143 +115,28 @@ class Run:
         self.where = "sharding"
         self.micro = 0
         self.saves = 0
-        self.mesh = mesh
-        self.offload: Any = None
-        self.quantized: Any = None
-        self.model: Any = self._sharded()
-        self.parameters: dict[str, Tensor] = dict(self.model.named_parameters())
-        self.optimizer = self._new_optimizer()
-        self.oracle = Oracle(case, self._rounded())
-        self.stopped = False
+        self.sharded = Sharded(case, mesh, folder)
+        self.model: Any = self.sharded.model
+        self.optimizer = self.sharded.new_optimizer()
+        self.oracle = Oracle(case, self.sharded.rounded())
+        self.differences: list[str] = []
 
-    # Building ---------------------------------------------------------------------------------
-
-    def _sharded(self) -> nn.Module:
-        from polyshard import fully_shard
-
-        case = self.case
-        source = build(case)
-        if case.meta:
-            with torch.device("meta"):
-                model = build(case)
-        else:
-            model = source
-        plugins = self._plugins(model)
-        data = self.mesh[case.mesh.names[:-1]] if case.mesh.tensor else self.mesh
-        calls = list(unit_calls(case, model))
-        for modules, unit in calls:
-            fully_shard(
-                modules if len(modules) > 1 else modules[0],  # type: ignore[arg-type]
-                mesh=data,
-                reshard_after_forward=unit.reshard,
-                shard_placement_fn=PLACEMENTS[unit.placement],
-                mp_policy=policy_of(unit.policy),
-                plugins=plugins,
-            )
-        self.units = [module for modules, _ in calls for module in modules]
-        if case.meta:
-            self._materialize(model, source)
-        return model
-
-    def _materialize(self, model: nn.Module, source: nn.Module) -> None:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-        model.to_empty(device="cpu")
-        buffers = dict(source.named_buffers())
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
-        options = StateDictOptions(full_state_dict=True)
-        set_model_state_dict(model, source.state_dict(), options=options)
-
-    def _plugins(self, model: nn.Module) -> list[object]:
-        case = self.case
-        plugins: list[object] = []
-        if case.mesh.tensor:
-            plugins.append(self._tensor_parallel(model))
-        if case.quantized is not None:
-            self.quantized = _quantized(case)
-            plugins.append(self.quantized)
-        if case.offload is not None:
-            from polyshard_offload import DiskSettings, Offload
-
-            chosen = case.offload
-            self.offload = Offload(
-                params=chosen.params,  # type: ignore[arg-type]
-                grads=chosen.grads,  # type: ignore[arg-type]
-                optimizer=chosen.optimizer,  # type: ignore[arg-type]
-                fraction=chosen.fraction,
-                prefetch=chosen.prefetch,
-                chunk_bytes=chosen.chunk_bytes,
-                disk=DiskSettings(path=self.folder, checksums=chosen.checksums),
-            )
-            plugins.append(self.offload)
-        return plugins
-
-    def _tensor_parallel(self, model: nn.Module) -> object:
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-        from polyshard_tensor_parallel import TensorParallel
-
-        tensor = self.case.mesh.tensor
-        styles: dict[str, Any] = {}
-        for name, module in model.named_modules():
-            if isinstance(module, Mlp) and module.up.out_features % tensor == 0:
-                styles[f"{name}.up"] = ColwiseParallel()
-                styles[f"{name}.down"] = RowwiseParallel()
-            if isinstance(module, Table) and module.table.num_embeddings % tensor == 0:
-                styles[f"{name}.table"] = RowwiseParallel(input_layouts=Replicate())
-        plugin = TensorParallel(styles, mesh=self.mesh["tensor"])
-        plugin.apply(model)
-        return plugin
-
-    def _new_optimizer(self) -> torch.optim.Optimizer | None:
-        trained = [p for p in self.parameters.values() if p.requires_grad]
-        if not trained:
-            return None
-        optimizer = OPTIMIZERS[self.case.optimizer](trained)
-        return optimizer if self.offload is None else self.offload.wrap(optimizer)
-
-    def _rounded(self) -> dict[str, Rounded]:
-        """How each parameter travels, as the plugin says before the first step."""
-        if self.quantized is None:
-            return {}
-        from polyshard import describe
-
-        describe(self.model)
-        found: dict[str, Rounded] = {}
-        for group in self.quantized.report().groups:
-            for transfer, gathers in ((group.gather, True), (group.reduce, False)):
-                for parameter in transfer.parameters if transfer is not None else ():
-                    if parameter.excluded is None:
-                        how = found.setdefault(parameter.fqn, self._cut(parameter.fqn))
-                        if gathers:
-                            how.weights = transfer.format
-                        else:
-                            how.gradients = self.case.quantized.gradients[0]  # type: ignore[union-attr,index]
-        return found
-
-    def _cut(self, name: str) -> Rounded:
-        parameter = self.parameters[name]
-        assert isinstance(parameter, DTensor)
-        axes = list(parameter.placements)
-        tensor = axes.pop() if self.case.mesh.tensor else None
-        shard: Any = axes[-1]
-        dims = {"shard_dim": shard.dim} if not shard.is_replicate() else {}
-        cut: Any = tensor
-        return Rounded(**dims, tensor_dim=getattr(cut, "dim", None))
+    def zero(self, *, to_none: bool) -> None:
+        """Not the model's ``zero_grad``: it may hold unsharded parameters now."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=to_none)
+        self.oracle.zero(to_none=to_none)
 
     # Script -----------------------------------------------------------------------------------
 
     def script(self) -> None:
         """Run all actions, comparing after each."""
         self.compare_parameters(exact=True)
-        script = self.case.script
-        for number, action in enumerate(script):
+        for number, action in enumerate(self.case.script):
             self.where = f"action {number}, {action}"
-            trains_on = any(isinstance(a, Train) for a in script[number + 1 : number + 2])
-            self.act(action if trains_on else _resharding(action))
+            self.act(action)
         self.where = "the end"
-        self.compare_parameters(exact=True)
+        self.compare_state()
 
     def act(self, action: Action) -> None:
         """Do one thing to both models."""
@@ -274,8 +150,7 @@ class Run:
             case Step():
                 self.step()
             case Zero():
-                self.model.zero_grad(set_to_none=action.to_none)
-                self.oracle.zero(to_none=action.to_none)
+                self.zero(to_none=action.to_none)
                 self.compare_gradients()
             case Save():
                 self.save(action)
@@ -321,11 +196,8 @@ class Run:
         self.agree()
 
     def clip(self, action: Clip) -> None:
-        from polyshard import clip_grad_norm_
-
-        clip = clip_grad_norm_
-        trained = [p for p in self.parameters.values() if p.requires_grad]
-        found = clip(trained, action.max_norm, action.norm_type)
+        trained = [p for p in self.sharded.parameters.values() if p.requires_grad]
+        found = clip_grad_norm_(trained, action.max_norm, action.norm_type)
         expected = float(self.oracle.norm(action.norm_type))
         if not torch.isclose(found.double(), torch.tensor(expected).double(), rtol=1e-4, atol=1e-7):
             self.differ(f"norm {found.item()} instead of {expected}")
@@ -346,22 +218,20 @@ class Run:
         folder = self.folder / f"checkpoint{self.saves}"
         load = WAYS[action.how](self.model, folder, self.everyone)
         with torch.no_grad():
-            for parameter in self.parameters.values():
+            for parameter in self.sharded.parameters.values():
                 if parameter.is_floating_point():
                     parameter.add_(1.0)
         load()
+        self.compare_state()
         if action.how == "assign":
-            self.parameters = dict(self.model.named_parameters())
-            self.model.zero_grad()
-            self.oracle.zero(to_none=True)
-            self.optimizer, self.oracle.optimizer = (
-                self._new_optimizer(),
-                self.oracle.new_optimizer(),
-            )
+            self.sharded.refresh()
+            self.optimizer = self.sharded.new_optimizer()
+            self.oracle.optimizer = self.oracle.new_optimizer()
+            self.zero(to_none=True)
         self.compare_parameters(exact=True)
 
     def write(self, action: Write) -> None:
-        floats = [p for p in self.parameters.values() if p.is_floating_point()]
+        floats = [p for p in self.sharded.parameters.values() if p.is_floating_point()]
         if floats:
             with torch.no_grad():
                 WRITES[action.how](floats)
@@ -369,7 +239,7 @@ class Run:
         self.compare_parameters(exact=True)
 
     def by_hand(self, action: ByHand) -> None:
-        unit: Any = self.units[action.unit % len(self.units)]
+        unit = self.sharded.units[action.unit % len(self.sharded.units)]
         handle = unit.unshard(async_op=not action.wait)
         if handle is not None and action.reshard:
             handle.wait()
@@ -387,9 +257,8 @@ class Run:
             except DeliberateError:
                 pass
         self.model.reset_iter_state()
-        self.model.zero_grad()
         self.oracle.forget_pending()
-        self.oracle.zero(to_none=True)
+        self.zero(to_none=True)
         self.compare_gradients()
 
     # Comparing --------------------------------------------------------------------------------
@@ -406,7 +275,7 @@ class Run:
         """Whether every gradient is what it should be, ``None`` where it should be ``None``."""
         oracle = self.oracle
         found: dict[str, Tensor] = {}
-        for name, parameter in self.parameters.items():
+        for name, parameter in self.sharded.parameters.items():
             gradient = parameter.grad
             if (gradient is None) != (name not in oracle.grads):
                 theirs = "a tensor" if name in oracle.grads else "None"
@@ -428,16 +297,23 @@ class Run:
         oracle.adopt(found)
 
     def compare_parameters(self, *, exact: bool) -> None:
-        state = self.model.state_dict()
+        """What the optimizer holds. Not the state dict: taking one may reshard units."""
         for name, value in self.oracle.values.items():
-            if name not in state:
-                self.differ(f"{name} is not in the state dict")
-                continue
-            whole = full(state[name].detach())
+            whole = full(self.sharded.parameters[name].detach())
             slack = self.oracle.value_slack(name, exact=exact)
             self.compare(f"parameter {name}", whole, value.detach(), slack)
             if whole.shape == value.shape:
                 self.oracle.take(name, whole)
+        self.agree()
+
+    def compare_state(self) -> None:
+        """What a checkpoint would hold."""
+        state = self.model.state_dict()
+        expected = self.oracle.model.state_dict()
+        if list(state) != list(expected):
+            self.differ(f"the state dict has {list(state)}, not {list(expected)}")
+        for name in state.keys() & expected.keys():
+            self.compare(f"state {name}", full(state[name].detach()), expected[name], 0.0)
         self.agree()
 
     def compare(self, what: str, found: Tensor, expected: Tensor, slack: float) -> None:
@@ -452,39 +328,15 @@ class Run:
 
     def differ(self, text: str) -> None:
         """Note a difference; :meth:`agree` raises it on all ranks at once."""
-        self.differences = [*getattr(self, "differences", []), text]
+        self.differences.append(text)
 
     def agree(self) -> None:
-        found: list[str] = getattr(self, "differences", [])
+        found = self.differences
         flag = torch.tensor(float(bool(found)))
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.everyone)
         if flag.item():
             text = "; ".join(found[:4]) or "(on another rank)"
             raise DifferenceError(f"{self.where}: {text}")
-
-
-def _resharding(action: Action) -> Action:
-    """The same, but resharding after backward: nothing but a micro-batch may come before that."""
-    return replace(action, keep=False) if isinstance(action, Train) else action
-
-
-def _quantized(case: Case) -> Any:
-    from polyshard_quantized import Exclusions, Float8Block, Int4Block, Int8Block, QuantizedComm
-
-    chosen = case.quantized
-    assert chosen is not None
-    formats = {"int8": Int8Block, "float8": Float8Block, "int4": Int4Block}
-
-    def made(form: tuple[str, int] | None) -> Any:
-        return None if form is None else formats[form[0]](form[1])
-
-    return QuantizedComm(
-        weights=made(chosen.weights),
-        gradients=made(chosen.gradients),
-        exclude=Exclusions(min_ndim=chosen.min_ndim, min_numel=chosen.min_numel),
-        rounding="stochastic" if chosen.stochastic else "nearest",
-        hierarchical=chosen.hierarchical,
-    )
 
 
 def full(value: Tensor) -> Tensor:
