@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks get it with the 
 
 from fuzzing.case import Case, Clip, Leaf, Mesh, Save, Step, Train, Tree, Unit, parse
 from fuzzing.draw import draw
-from fuzzing.known import KNOWN
 from fuzzing.program import program
 from fuzzing.session import Session
 from fuzzing.shrink import candidates, shrink
@@ -55,14 +54,10 @@ def test_random_cases(session: Session, batch: int) -> None:
     assert ran, "every case was refused or is known to fail"
 
 
-def wrong_gradients(case: Case) -> Case:
-    """The same case with something that no sharded model does as one process would."""
-    return dataclasses.replace(case, script=(*case.script, Train(), Save("nonsense")))
-
-
-def test_what_is_wrong_is_found_shrunk_and_printed(session: Session, tmp_path: Path) -> None:
+def test_what_is_wrong_is_found_shrunk_and_printed(session: Session) -> None:
     """An unknown way to save stands for an error of the engine: it raises on every rank."""
-    case = dataclasses.replace(wrong_gradients(SMALL), mesh=Mesh(1, replicas=2))
+    script = (*SMALL.script, Train(), Save("nonsense"))
+    case = dataclasses.replace(SMALL, script=script, mesh=Mesh(1, replicas=2))
     verdict = session.check(case)
     assert verdict.kind == "raised"
     assert "nonsense" in verdict.text
@@ -85,7 +80,3 @@ def test_cases_are_data() -> None:
         assert case == draw(7, number)
         assert parse(repr(case)) == case
         assert all(parse(repr(smaller)) == smaller for smaller in list(candidates(case))[:5])
-
-
-def test_nothing_is_excused() -> None:
-    assert KNOWN == ()

@@ -222,12 +222,12 @@ class _Draw:
             actions += self.between(0.3)
             for _ in range(self.dice.choice((0, 0, 0, 1, 2))):
                 actions.append(self.micro(mesh, last=False))
-                actions += self.between(0.15)
+                actions += self.between(0.2)
             actions.append(self.micro(mesh, last=True))
             if self.chance(0.4):
                 norm = self.dice.choice((1.0, 2.0, 2.0, float("inf")))
                 actions.append(Clip(self.dice.choice((0.01, 0.1, 100.0)), norm))
-            actions += self.between(0.1)
+            actions += self.between(0.2)
             actions.append(Step())
             if self.chance(0.9):
                 actions.append(Zero(to_none=self.chance(0.7)))
@@ -238,7 +238,7 @@ class _Draw:
         return Train(
             sync=last or self.chance(0.4),
             all_reduce=last or not mesh.replicas or self.chance(0.5),
-            keep=not last and self.chance(0.3),
+            keep=self.chance(0.15 if last else 0.3),
             forwards=2 if self.chance(0.15) else 1,
             joint=self.chance(0.5),
         )
