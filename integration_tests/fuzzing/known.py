@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fuzzing.case import Case, Save, Train, Write, leaves
+from fuzzing.case import ByHand, Case, Evaluate, Save, Step, Train, Write, leaves, units
 
 
 def saves(case: Case, *ways: str) -> bool:
@@ -36,11 +36,26 @@ def writes_below_checksums(case: Case) -> bool:
     return summed and any(isinstance(a, Write) for a in case.script)
 
 
+def changes_while_gathered(case: Case) -> bool:
+    """Whether parameters change while a unit may be kept unsharded."""
+    keeps = any(unit.reshard is False for unit in units(case.tree))
+    gathered = False
+    for action in case.script:
+        if gathered and isinstance(action, Step | Write | Save):
+            return True
+        if isinstance(action, Train):
+            gathered = action.keep
+        gathered |= isinstance(action, ByHand) and not action.reshard
+        gathered |= isinstance(action, Evaluate) and keeps
+    return False
+
+
 KNOWN: tuple[tuple[str, Callable[[Case], bool]], ...] = (
     ("A2: torch.save and deepcopy of a state dict", lambda c: saves(c, "torch.save", "deepcopy")),
     ("A11: assign drops accumulated gradients", assigns_while_accumulating),
     ("A4: partial sums of parameters not always used", partial_sums_of_some),
     ("A5: checksums take writes of foreach for corruption", writes_below_checksums),
+    ("A5: what is kept unsharded does not see the optimizer", changes_while_gathered),
 )
 """Reason, and which cases it is about."""
 
