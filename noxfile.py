@@ -179,3 +179,11 @@ def kernels(session: nox.Session) -> None:
         session.run(python, "-m", "pytest", tests, *session.posargs, env=ONE_THREAD)
     finally:
         session.run_install(*pip, "uninstall", "--yes", "triton", silent=True)
+
+
+@nox.session(venv_backend="none", default=False)
+def fuzz(session: nox.Session) -> None:
+    """Throw random models and scripts at four ranks: `nox -s fuzz -- --cases 2000 --seed 1`."""
+    python = str(dev_environment(session, PLUGINS) / "python")
+    with session.chdir("integration_tests"):
+        session.run(python, "-m", "fuzzing", *session.posargs, env=ONE_THREAD)

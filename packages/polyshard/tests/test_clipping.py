@@ -64,6 +64,26 @@ def test_norms_are_those_of_one_process(world4: World, shape: tuple[int, ...]) -
     world4.run(clipped, shape)
 
 
+def wide_on_one(rank: int, size: int) -> None:
+    """Only the first rank holds a row of the ``float64`` parameter."""
+    module: Any = nn.Module()
+    torch.manual_seed(0)
+    module.short = nn.Parameter(torch.randn(1, 3, dtype=torch.float64))
+    module.long = nn.Parameter(torch.randn(4, 3))
+    module.forward = lambda: module.short.square().sum() + module.long.square().sum()
+    expected = torch.cat([2 * p.detach().double().flatten() for p in module.parameters()])
+    fully_shard(module)
+    module().backward()
+    for norm_type in (2.0, math.inf):
+        norm = grad_norm(module.parameters(), norm_type)
+        assert norm.dtype == torch.float64
+        torch.testing.assert_close(norm, torch.linalg.vector_norm(expected, norm_type))
+
+
+def test_ranks_without_elements_of_a_dtype_add_in_it_too(world2: World) -> None:
+    world2.run(wide_on_one)
+
+
 def mixed_meshes(rank: int, size: int) -> None:
     """Two meshes, a replicated parameter, a plain one, two dtypes; torch refuses this."""
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))

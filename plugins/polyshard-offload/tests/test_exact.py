@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from offload_toys import (
-    SMALL,
-    Recipe,
-    same_as_without,
-)
+import torch
+from offload_toys import SMALL, Recipe, same_as_without, values, wrapped
+from torch import Tensor, nn
 
+from polyshard import fully_shard
 from polyshard.testing import World
 from polyshard_offload import DiskSettings, Offload
 
@@ -102,6 +102,44 @@ def test_uneven_ranks(world4: World, tmp_path: Path) -> None:
     """Nothing divides by four here, and the last rank has nothing of some parameters."""
     for tiers in FAR:
         world4.run(same_as_without, make(tiers, str(tmp_path)), Recipe(steps=4, clip=0.1))
+
+
+class Between(nn.Module):
+    """A parameter without elements, which rests nowhere, between two of the first shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(4, 3))
+        self.empty = nn.Parameter(torch.ones(0, 3))
+        self.second = nn.Parameter(torch.ones(5, 3))
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.cat((self.first, self.empty, self.second)) @ self.inner(x)
+        return out
+
+
+def nothing_between(rank: int, size: int, offload: Offload) -> None:
+    found = []
+    for plugin in (None, offload):
+        torch.manual_seed(0)
+        model: Any = Between()
+        plugins = [] if plugin is None else [plugin]
+        fully_shard(model.inner, plugins=plugins)
+        fully_shard(model, plugins=plugins)
+        optimizer = wrapped(torch.optim.AdamW(model.parameters(), lr=0.1), plugin)
+        for step in range(3):
+            model(torch.full((3,), float(rank + step))).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(values(model))
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
+def test_parameters_that_rest_nowhere_come_between_others(world2: World, tmp_path: Path) -> None:
+    for settings in ({}, {"grads": "host", "step_in_backward": True}):
+        tiers = ("disk", str(settings.pop("grads", "disk")), "disk")
+        world2.run(nothing_between, make(tiers, str(tmp_path), **settings))
 
 
 def test_worlds_of_one(world2: World, tmp_path: Path) -> None:

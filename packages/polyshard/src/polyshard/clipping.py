@@ -188,15 +188,20 @@ def _total_norm(parts: Iterable[_Part], norm_type: float) -> Tensor:
 def _local_power(parts: list[_Part], norm_type: float) -> Tensor:
     """Sum of ``|x|^p`` over all elements, in fp32 at least (the maximum, for infinity)."""
     device = parts[0].local.device
-    total = torch.zeros((), dtype=torch.float32, device=device)
+    # Of all parts, those without elements here included: the ranks of a sum must agree on it.
+    dtype = torch.float32
+    for part in parts:
+        dtype = torch.promote_types(dtype, part.local.dtype)
+    total = torch.zeros((), dtype=dtype, device=device)
     known = [part.norm.to(device) for part in parts if part.norm is not None]
     every = [torch.stack(known)] if known else []
     for same in _by_kind([part.local for part in parts if part.norm is None]):
-        dtype = torch.promote_types(same[0].dtype, torch.float32)
-        every.append(torch.stack(torch._foreach_norm(same, norm_type, dtype=dtype)).to(device))
+        at_least = torch.promote_types(same[0].dtype, torch.float32)
+        every.append(torch.stack(torch._foreach_norm(same, norm_type, dtype=at_least)).to(device))
     for norms in every:
-        part = norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
-        total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
+        wide = norms.to(dtype)
+        value = wide.max() if math.isinf(norm_type) else wide.pow(norm_type).sum()
+        total = torch.maximum(total, value) if math.isinf(norm_type) else total + value
     return total
 
 

@@ -24,17 +24,20 @@ class OpenedShelves:
     def open(self, chunks: Sequence[Chunk], index: int) -> Tensor | None:
         """The shard with the parameters of chunk ``index``; the one needed next is begun.
 
+        ``None`` where they rest on no disk. Such a chunk may come between two of one shelf, which
+        then stays open: closed, it would be changed again while it is written.
+
         Raises:
             StorageError: when reading, or writing an earlier one, fails.
         """
         shelf = chunks[index].shelf
         if self._current is not None and self._current[0] is shelf:
             return self._current[1]
-        self._close_current()
         if shelf is None:
             return None
+        self._close_current()
         self._current = (shelf, shelf.open())
-        following = (c.shelf for c in chunks[index:] if c.shelf is not shelf)
+        following = (c.shelf for c in chunks[index:] if c.shelf not in (None, shelf))
         upcoming = next(following, None)
         if upcoming is not None:
             upcoming.begin_open()

@@ -1,0 +1,1 @@
+"""Random models and scripts on real ranks, each against one process: see ``python -m fuzzing``."""
