@@ -6,7 +6,7 @@ Each name is exercised by ``tests/test_torch_private.py`` on every torch version
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -62,6 +62,7 @@ __all__ = [
     "default_store",
     "dtensor_spec",
     "has_fsdp_protocol",
+    "have_moved",
     "in_backward",
     "join_meshes",
     "local_tensor",
@@ -72,6 +73,7 @@ __all__ = [
     "set_local_tensor",
     "shared_group",
     "storage_holders",
+    "storages_are_held",
     "store_timeout_seconds",
     "tag_managed_module",
     "wrap_local",
@@ -111,6 +113,26 @@ def storage_holders(tensor: Tensor) -> int:
     storage = tensor.untyped_storage()
     counted: int = torch._C._storage_Use_Count(storage._cdata)
     return counted - 1  # without ``storage``
+
+
+def storages_are_held(storages: Iterable[torch.UntypedStorage]) -> bool:
+    """Whether other tensors hold one of them than one each, which the caller knows of."""
+    count = torch._C._storage_Use_Count
+    return any(count(storage._cdata) > 2 for storage in storages)
+
+
+Watched = tuple[Mapping[str, object], str, nn.Parameter, Tensor, int]
+"""What a module's dictionary is to hold under a name, its local tensor, and that one's address."""
+
+
+def have_moved(watched: Iterable[Watched]) -> bool:
+    """Whether anything is not as it was; one loop, because it runs in every forward."""
+    for held, name, parameter, local, address in watched:
+        if held.get(name) is not parameter:
+            return True
+        if parameter._local_tensor is not local or local.data_ptr() != address:  # type: ignore[attr-defined]
+            return True
+    return False
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

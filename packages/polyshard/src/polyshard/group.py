@@ -16,7 +16,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from polyshard._torch_private import profiler_span
+from polyshard._torch_private import in_backward, profiler_span
 from polyshard.constraints import check_constraints
 from polyshard.failures import FailureReport
 from polyshard.fit import fitting
@@ -212,7 +212,7 @@ class ParameterGroup:
 
     def unshard(self) -> None:
         """Begin to gather, unless gathered or on the way."""
-        if self.state is State.SHARDED and self.shards.have_moved():
+        if self.state is State.SHARDED and not in_backward() and self.shards.have_moved():
             self._stale = True
         runtime = self.prepare()
         if self.state is not State.SHARDED:
