@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from polyshard.buffers import Buffer, HeapBuffer, MappedBuffer, Recycled, new_buffer
+from polyshard.own_storage import own_storage_of_gradient
 from polyshard.pages import EXTENT_BYTES, PagePool, PageRange, pages_can_move
 
 mapped = pytest.mark.skipif(not pages_can_move(), reason="this kernel cannot move pages")
@@ -183,3 +184,25 @@ def test_tensors_outlive_the_interpreter() -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() in ("", "1048576.0"), "collected late, or not at all"
+
+
+def test_parts_handed_out_hold_memory_too() -> None:
+    memory, device = Recycled(), torch.device("cpu")
+    total = memory.take(100, torch.float32, device)
+    address = total.data_ptr()
+    assert memory.parts_of(torch.empty(100)) == {}, "other memory"
+    memory.parts_of(total)[0] = own_storage_of_gradient(total[10:20])
+    memory.parts_of(total)[1] = own_storage_of_gradient(total[20:20])
+    kept = memory.parts_of(total)[0].detach()
+    del total
+    fresh = memory.take(100, torch.float32, device)
+    assert fresh.data_ptr() != address, "somebody holds a part"
+    assert memory.parts_of(fresh) == {}
+    memory.parts_of(fresh)[0] = own_storage_of_gradient(fresh[10:20])
+    address = fresh.data_ptr()
+    given = memory.parts_of(fresh)[0].detach()
+    del given, fresh
+    again = memory.take(100, torch.float32, device)
+    assert again.data_ptr() == address
+    assert list(memory.parts_of(again)) == [0], "made once"
+    assert kept.shape == (10,)

@@ -222,11 +222,12 @@ def test_memory_shared_with_processes(world2: World, engine: str) -> None:
 
 def plain_child(rank: int, size: int) -> None:
     """``to`` of a plain module inside a unit passes no method of ours."""
-    model, reference = sharded("polyshard"), build(0, **SMALL)
+    model: Any = sharded("polyshard")
+    reference: Any = build(0, **SMALL)
     with torch.no_grad():
         loss_of(model, tokens_for(0, 0))
     for whole in (model, reference):
-        child = whole.blocks[0].up
+        child: Any = whole.blocks[0].up
         child.to_empty(device="cpu")
         with torch.no_grad():
             for parameter in child.parameters():

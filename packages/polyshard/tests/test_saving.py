@@ -23,7 +23,7 @@ from toy_models import build, full, loss_of, shard, tokens_for
 
 from polyshard import fully_shard
 from polyshard._torch_private import storage_holders
-from polyshard.own_storage import own_storage, own_storage_of_step
+from polyshard.own_storage import own_storage, own_storage_of_gradient
 from polyshard.testing import World
 
 # --- one tensor -----------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def test_an_alias_has_a_storage_of_its_own(dtype: torch.dtype) -> None:
     assert alone._version == before, "a counter of its own"
 
 
-@pytest.mark.parametrize("make", [own_storage, own_storage_of_step])
+@pytest.mark.parametrize("make", [own_storage, own_storage_of_gradient])
 def test_shapes_keep_their_strides(make: Callable[[Tensor], Tensor]) -> None:
     base = torch.arange(24.0)
     for part in (base[5], base[2:2].view(0, 3), base[4:8].view(1, 4), base[4:8].view(4, 1)):
@@ -188,8 +188,8 @@ def test_parameters_and_gradients_have_storages_of_their_own(world1: World, worl
 def checkpoints(rank: int, size: int, folder: str) -> None:
     model, reference = shard(build(1, hidden=251), fully_shard), build(1, hidden=251)
     state: dict[str, Any] = dict(get_model_state_dict(model))
-    future = dcp.async_save({"model": state}, checkpoint_id=folder)
-    getattr(future, "upload_completion", future).result()
+    future: Any = dcp.async_save({"model": state}, checkpoint_id=folder)
+    future.result()
     other = shard(build(2, hidden=251), fully_shard)
     target: dict[str, Any] = dict(get_model_state_dict(other))
     dcp.load({"model": target}, checkpoint_id=folder)
@@ -210,14 +210,13 @@ def options(rank: int, size: int) -> None:
         for on_host in (False, True):
             chosen = StateDictOptions(full_state_dict=whole, cpu_offload=on_host)
             ours: dict[str, Any] = dict(get_model_state_dict(model, options=chosen))
-            expected = get_model_state_dict(theirs, options=chosen)
+            expected: dict[str, Any] = dict(get_model_state_dict(theirs, options=chosen))
             assert list(ours) == list(expected)
             for name, value in ours.items():
                 assert type(value) is type(expected[name])
                 assert torch.equal(full(value), reference[name]), (whole, on_host, name)
             again = torch.load(io.BytesIO(saved(ours)), weights_only=True)
-            for name, value in again.items():
-                assert torch.equal(full(value), reference[name])
+            assert all(torch.equal(full(v), reference[n]) for n, v in again.items())
 
 
 def test_every_option_of_a_state_dict(world2: World) -> None:

@@ -9,6 +9,7 @@ resident size of a process.) Stacks of threads count in full, so they are small 
 
 from __future__ import annotations
 
+import gc
 import resource
 import threading
 from collections.abc import Iterator
@@ -101,7 +102,8 @@ def unlimited(rank: int, size: int) -> tuple[list[float], int]:
 
 @contextmanager
 def limit(more_bytes: int) -> Iterator[None]:
-    """Let this process have so much more than it has now."""
+    """Let this process have so much more than it has now, models that are gone not counted."""
+    gc.collect()
     infinity = resource.RLIM_INFINITY
     resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + more_bytes, infinity))
     try:

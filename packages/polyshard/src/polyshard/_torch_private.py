@@ -9,7 +9,7 @@ import ctypes
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -68,6 +68,7 @@ __all__ = [
     "dtensor_spec",
     "gates_work",
     "has_fsdp_protocol",
+    "have_moved",
     "in_backward",
     "is_strided",
     "join_meshes",
@@ -81,6 +82,7 @@ __all__ = [
     "set_local_tensor",
     "shared_group",
     "storage_holders",
+    "storages_are_held",
     "store_timeout_seconds",
     "strided_shard",
     "tag_managed_module",
@@ -207,6 +209,26 @@ def _is_refused(access: Callable[[], object]) -> bool:
         access()
     except RuntimeError as error:
         return "data pointer" in str(error)
+    return False
+
+
+def storages_are_held(storages: Iterable[torch.UntypedStorage]) -> bool:
+    """Whether other tensors hold one of them than one each, which the caller knows of."""
+    count = torch._C._storage_Use_Count
+    return any(count(storage._cdata) > 2 for storage in storages)
+
+
+Watched = tuple[Mapping[str, object], str, nn.Parameter, Tensor, int]
+"""What a module's dictionary is to hold under a name, its local tensor, and that one's address."""
+
+
+def have_moved(watched: Iterable[Watched]) -> bool:
+    """Whether anything is not as it was; one loop, because it runs in every forward."""
+    for held, name, parameter, local, address in watched:
+        if held.get(name) is not parameter:
+            return True
+        if parameter._local_tensor is not local or local.data_ptr() != address:  # type: ignore[attr-defined]
+            return True
     return False
 
 

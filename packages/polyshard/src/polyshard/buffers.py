@@ -27,7 +27,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from polyshard._torch_private import StorageGate, gates_work, storage_holders
+from polyshard._torch_private import (
+    StorageGate,
+    gates_work,
+    storage_holders,
+    storages_are_held,
+)
 from polyshard.pages import PagePool, PageRange
 
 
@@ -144,25 +149,38 @@ class Recycled:
     def __init__(self) -> None:
         """Nothing is allocated yet."""
         self._memory: Tensor | None = None
+        self._parts: dict[int, Tensor] = {}
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """``[numel]``, contents undefined; an alias, so that holders can be counted."""
         memory = self._memory
         if memory is None or not self._fits(memory, numel, dtype, device):
             memory = self._memory = torch.empty(numel, dtype=dtype, device=device)
+            self._parts = {}
         return memory.view(-1)
+
+    def parts_of(self, value: Tensor) -> dict[int, Tensor]:
+        """What was cut from ``value`` before, to be added to; empty if it lives elsewhere.
+
+        A part (in a storage of its own) may be handed out as an alias, so that its holders count.
+        """
+        memory = self._memory
+        lives_here = memory is not None and memory.data_ptr() == value.data_ptr()
+        return self._parts if lives_here else {}
 
     def keep_only_if_used_by(self, value: Tensor) -> None:
         """Give the memory up unless ``value`` lives in it: then keeping it costs nothing."""
         memory = self._memory
         if memory is not None and memory.data_ptr() != value.data_ptr():
-            self._memory = None
+            self.drop()
 
     def drop(self) -> None:
         """Give the memory up; whoever holds it keeps it."""
         self._memory = None
+        self._parts = {}
 
-    @staticmethod
-    def _fits(memory: Tensor, numel: int, dtype: torch.dtype, device: torch.device) -> bool:
-        same = memory.numel() == numel and memory.dtype == dtype and memory.device == device
-        return same and storage_holders(memory) == 1
+    def _fits(self, memory: Tensor, numel: int, dtype: torch.dtype, device: torch.device) -> bool:
+        if not (memory.numel() == numel and memory.dtype == dtype and memory.device == device):
+            return False
+        parts = [part.untyped_storage() for part in self._parts.values() if part.numel()]
+        return storage_holders(memory) == 1 + len(parts) and not storages_are_held(parts)

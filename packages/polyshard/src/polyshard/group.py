@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from polyshard._torch_private import profiler_span
+from polyshard._torch_private import in_backward, profiler_span
 from polyshard.bound import Binding
 from polyshard.constraints import check_constraints
 from polyshard.failures import FailureReport
@@ -206,7 +206,7 @@ class ParameterGroup:
 
     def unshard(self) -> None:
         """Begin to gather, unless gathered or on the way; see [Note: kept parameters]."""
-        if self.state is State.SHARDED and self.shards.have_moved():
+        if self.state is State.SHARDED and not in_backward() and self.shards.have_moved():
             self._stale = True
         runtime = self.prepare()
         if self._stays_unsharded():

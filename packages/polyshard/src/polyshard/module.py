@@ -340,7 +340,7 @@ def refuse_deepcopy(*args: object, **kwargs: object) -> NoReturn:
     """Stands in for ``__deepcopy__`` of sharded classes."""
     del args, kwargs
     raise DeepcopyError(
-        "a sharded module cannot be deep-copied: its parameters are views of shared buffers. Build "
+        "a sharded module cannot be deep-copied: its parameters rest in shared buffers. Build "
         "the copy anew, shard it, and load the state dict of the first."
     )
 

@@ -30,8 +30,10 @@ def own_storage(part: Tensor) -> Tensor:
     return alone.set_(storage, 0, part.shape, part.stride())
 
 
-def own_storage_of_step(part: Tensor) -> Tensor:
-    """As :func:`own_storage`, quicker, for the dtypes of gradients."""
+def own_storage_of_gradient(part: Tensor) -> Tensor:
+    """As :func:`own_storage`, quicker, and with a version counter that begins at 0."""
+    if not part.numel():
+        return torch.empty(part.shape, dtype=part.dtype, device=part.device)
     alone = from_dlpack(to_dlpack(part))
     # DLPack forgets the strides of dims of size 1, by which optimizers tell that tensors are alike.
     return alone.as_strided(part.shape, part.stride()) if 1 in part.shape else alone

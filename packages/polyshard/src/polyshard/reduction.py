@@ -33,7 +33,7 @@ from polyshard.fit import wordless
 from polyshard.flight import Decoding, InFlight
 from polyshard.gather import Line
 from polyshard.mesh import MeshRoles
-from polyshard.own_storage import own_storage_of_step
+from polyshard.own_storage import own_storage_of_gradient
 from polyshard.packing import Packing
 from polyshard.pages import PagePool
 from polyshard.pieces import extents_of
@@ -351,14 +351,17 @@ class Reducer:
         """Set or add to ``.grad`` of the sharded parameters, then run their hooks."""
         accumulate_into: list[Tensor] = []
         accumulate_from: list[Tensor] = []
+        parts = self._totals.parts_of(total)
         for index in present:
-            sharded = self._shards.parameters[index]
-            value = part_of(total, self._slots[index])
+            sharded, slot = self._shards.parameters[index], self._slots[index]
             if sharded.parameter.grad is None:
-                sharded.parameter.grad = sharded.wrap(own_storage_of_step(value))
+                part = parts.get(index)
+                if part is None:
+                    part = parts[index] = own_storage_of_gradient(part_of(total, slot))
+                sharded.parameter.grad = sharded.wrap(part.detach())
             else:
                 accumulate_into.append(local_tensor(cast("DTensor", sharded.parameter.grad)))
-                accumulate_from.append(value)
+                accumulate_from.append(part_of(total, slot))
         if accumulate_into:
             torch._foreach_add_(accumulate_into, accumulate_from)
             self._totals.drop()  # gradients live elsewhere: this would be a second copy of them

@@ -199,8 +199,10 @@ class ShardStorage(Protocol):
 
     A storage that wants to hear of gathers early sets ``prefetch_units``, the number of units that
     may be brought near ahead of the one that computes; without it :meth:`prefetch` is not called.
-    One with a method ``hold(parameters)`` is shown the sharded parameters (views of what
-    :meth:`rest` returned) when they are made, and again after they were replaced or moved. With
+    One with a method ``hold(parameters)`` is shown the sharded parameters, all of which rest in the
+    memory that :meth:`rest` returned, when they are made and again after they were replaced or
+    moved. Each is the start of a storage of its own that keeps that memory alive, as do parts of
+    what :meth:`place_gradient` returns: who counts on memory being unused asks its owner. With
     ``holds_gradients = True`` gradients of backwards that ``set_is_last_backward(False)`` says are
     not the last add up on the device, and :meth:`place_gradient` gets their sum.
 

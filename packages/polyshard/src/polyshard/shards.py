@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from polyshard._torch_private import local_tensor, set_local_tensor
+from polyshard._torch_private import Watched, have_moved, local_tensor, set_local_tensor
 from polyshard.errors import LifecycleError, ModuleError
 from polyshard.layout import GroupLayout, ParameterLayout
 from polyshard.mesh import MeshRoles
@@ -80,7 +80,7 @@ class Shards:
         ]
         self.registry = self._new_registry()
         self.registry.register()
-        self._watch = self._new_watch()
+        self._watched = self._new_watched()
         self._introduce()
 
     def _introduce(self) -> None:
@@ -179,17 +179,13 @@ class Shards:
 
         Some ways to change them pass no hook: ``child.to()`` on a plain module within a unit.
         """
-        for held, name, parameter, address in self._watch:
-            if held.get(name) is not parameter:
-                return True
-            if local_tensor(cast("DTensor", parameter)).data_ptr() != address:
-                return True
-        return False
+        return have_moved(self._watched)
 
-    def _new_watch(self) -> list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, int]]:
+    def _new_watched(self) -> list[Watched]:
+        locals_ = [self._local(i) for i in range(len(self.parameters))]
         return [
-            (o.module._parameters, o.name, p.parameter, self._local(i).data_ptr())
-            for i, p in enumerate(self.parameters)
+            (o.module._parameters, o.name, p.parameter, local, local.data_ptr())
+            for p, local in zip(self.parameters, locals_, strict=True)
             for o in p.owners
         ]
 
@@ -215,7 +211,7 @@ class Shards:
         with torch.inference_mode(mode=False), torch.no_grad():
             changed = self._adopt_registered()
             changed = self._settle() or changed
-        self._watch = self._new_watch()
+        self._watched = self._new_watched()
         if changed:
             self._introduce()
         return changed

@@ -29,7 +29,7 @@ class PartSums:
         self._held.clear()
         for parameter in parameters:
             local = local_of(parameter)
-            if not local.numel():
+            if not local.numel() or local.is_meta:
                 continue
             start = (local.data_ptr() - shard.data_ptr()) // local.itemsize
             self._held.append((start, local.numel()))
