@@ -79,9 +79,10 @@ class Plan:
                 )
         object.__setattr__(self, "styles", MappingProxyType(dict(self.styles)))
         object.__setattr__(self, "heads", tuple(self.heads))
-        if isinstance(self.whole, str):
+        whole: object = self.whole
+        if isinstance(whole, str):
             raise SettingError(
-                f"Plan: whole takes several patterns, got {self.whole!r}; pass ({self.whole!r},)."
+                f"Plan: whole takes several patterns, got {whole!r}; pass ({whole!r},)."
             )
         object.__setattr__(self, "whole", tuple(self.whole))
 
