@@ -6,6 +6,7 @@ raises the same error before the first collective.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from polyshard.errors import SettingError
+from polyshard_tensor_parallel.attention import left_out
 from polyshard_tensor_parallel.matching import matches, suggestion
 from polyshard_tensor_parallel.plan import Heads, Plan
 
@@ -62,13 +64,14 @@ def check(plan: Plan, model: nn.Module, world_size: int) -> Checked:
         SettingError: listing everything that is wrong.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    problems: list[str] = []
-    assignments: list[Assignment] = []
-    for pattern, style in plan.styles.items():
-        names = matches(pattern, modules)
-        if not names:
-            problems.append(_unknown(pattern, modules))
-        assignments += [Assignment(name, modules[name], pattern, style) for name in names]
+    problems = [] if plan.styles else [_empty(modules)]
+    patterns = (*plan.styles, *(heads.modules for heads in plan.heads), *plan.whole)
+    problems += [_unknown(p, modules) for p in patterns if not matches(p, modules)]
+    assignments = [
+        Assignment(name, modules[name], pattern, style)
+        for pattern, style in plan.styles.items()
+        for name in matches(pattern, modules)
+    ]
     problems += _already_distributed(model)
     problems += _twice(assignments)
     for assignment in assignments:
@@ -76,12 +79,10 @@ def check(plan: Plan, model: nn.Module, world_size: int) -> Checked:
     problems += _ties(model, assignments)
     counts: list[HeadCount] = []
     for heads in plan.heads:
-        names = matches(heads.modules, modules)
-        if not names:
-            problems.append(_unknown(heads.modules, modules))
-        for name in names:
+        for name in matches(heads.modules, modules):
             problems += _check_heads(heads, name, modules[name], world_size)
-            counts += _head_counts(heads, name, modules[name], world_size)
+            counts += _head_counts(heads, name, modules[name], world_size, problems)
+    problems += left_out(plan, modules, {one.name: one.style for one in assignments}, world_size)
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems)
         raise SettingError(
@@ -113,6 +114,15 @@ def _unknown(pattern: str, modules: Mapping[str, nn.Module]) -> str:
     return f"no module is called '{pattern}'; names begin with one of: {children or '(none)'}."
 
 
+def _empty(modules: Mapping[str, nn.Module]) -> str:
+    linear = next((name for name, m in modules.items() if isinstance(m, nn.Linear)), None)
+    example = f", such as {{'{linear}': ColwiseParallel()}}" if linear else ""
+    return (
+        f"the plan has no styles, so nothing would be divided; give modules styles{example}, or "
+        "leave the plugin out."
+    )
+
+
 def _already_distributed(model: nn.Module) -> Iterator[str]:
     found = [n for n, p in model.named_parameters() if isinstance(p, DTensor)]
     if found:
@@ -138,6 +148,13 @@ def _twice(assignments: list[Assignment]) -> Iterator[str]:
 
 def _check_module(one: Assignment, world_size: int) -> Iterator[str]:
     style, module = one.style, one.module
+    if isinstance(style, SequenceParallel) and isinstance(module, nn.Linear | nn.Embedding):
+        yield (
+            f"'{one.name}' is a {type(module).__name__}; SequenceParallel is for norms and "
+            "dropout, which every rank holds whole. Divide it with ColwiseParallel or "
+            "RowwiseParallel."
+        )
+        return
     if not isinstance(style, ColwiseParallel | RowwiseParallel):
         return
     kind = type(style).__name__
@@ -203,14 +220,19 @@ def _check_heads(heads: Heads, name: str, module: nn.Module, world_size: int) ->
             )
 
 
-def _head_counts(heads: Heads, name: str, module: nn.Module, world_size: int) -> list[HeadCount]:
-    found = []
+def _head_counts(
+    heads: Heads, name: str, module: nn.Module, world_size: int, problems: list[str]
+) -> Iterator[HeadCount]:
+    """Attributes to divide; what is wrong with the others goes to ``problems``."""
     for attribute in heads.counts:
         count = getattr(module, attribute, None)
         if not isinstance(count, int) or count % world_size:
-            raise SettingError(
+            known = [n for n, v in vars(module).items() if isinstance(v, int) and v > 1]
+            close = difflib.get_close_matches(attribute, known, n=1)
+            meant = f" Did you mean '{close[0]}'?" if count is None and close else ""
+            problems.append(
                 f"'{name}.{attribute}' is {count!r}, which does not divide over {world_size} "
-                "ranks; Heads(counts=...) names attributes that count heads. Nothing was changed."
+                f"ranks; Heads(counts=...) names attributes that count heads.{meant}"
             )
-        found.append(HeadCount(module, name, attribute, count, count // world_size))
-    return found
+            continue
+        yield HeadCount(module, name, attribute, count, count // world_size)

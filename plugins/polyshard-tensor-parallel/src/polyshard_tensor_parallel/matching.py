@@ -37,7 +37,14 @@ def suggestion(pattern: str, modules: Mapping[str, nn.Module]) -> str | None:
     if close:
         return close[0]
     whole = difflib.get_close_matches(pattern, [n for n in modules if n], n=1, cutoff=0.6)
-    return whole[0] if whole else None
+    return whole[0] if whole else _without_beginning(pattern, modules)
+
+
+def _without_beginning(pattern: str, modules: Mapping[str, nn.Module]) -> str | None:
+    """``pattern`` without first parts that belong to a module around the model."""
+    parts = pattern.split(".")
+    tails = (".".join(parts[start:]) for start in range(1, len(parts)) if parts[start] != "*")
+    return next((tail for tail in tails if matches(tail, modules)), None)
 
 
 def _extended(

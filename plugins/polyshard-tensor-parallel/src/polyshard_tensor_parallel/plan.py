@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -10,6 +11,8 @@ from typing import Any
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from polyshard.errors import SettingError
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 Styles = Mapping[str, ParallelStyle]
 
@@ -53,10 +56,13 @@ class Plan:
         styles: as for torch's ``parallelize_module``: names relative to the model, each part of
             which may hold ``*``, ``?`` and ``[...]``; ``**`` stands for any number of parts.
         heads: attention modules whose head counts are checked or adjusted.
+        whole: patterns of modules inside attention that every rank is meant to hold whole: what
+            they compute does not depend on which heads a rank has.
     """
 
     styles: Styles
     heads: tuple[Heads, ...] = field(default=())
+    whole: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
         """Freeze the styles.
@@ -73,6 +79,23 @@ class Plan:
                 )
         object.__setattr__(self, "styles", MappingProxyType(dict(self.styles)))
         object.__setattr__(self, "heads", tuple(self.heads))
+        whole: object = self.whole
+        if isinstance(whole, str):
+            raise SettingError(
+                f"Plan: whole takes several patterns, got {whole!r}; pass ({whole!r},)."
+            )
+        object.__setattr__(self, "whole", tuple(self.whole))
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The plan as text, one entry a line: the same for equal plans in every process."""
+        styles = (f"style '{pattern}': {text_of(style)}" for pattern, style in self.styles.items())
+        return (*styles, *map(str, self.heads), *(f"whole '{pattern}'" for pattern in self.whole))
+
+
+def text_of(style: ParallelStyle) -> str:
+    """A style with its settings, as far as it shows them."""
+    return f"{type(style).__name__} {_ADDRESS.sub('', repr(style))}"
 
 
 def as_plan(plan: Plan | Styles | ParallelStyle) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -13,13 +14,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from polyshard import Plugin, hookimpl
+from polyshard.digest import audiences
 from polyshard.errors import LifecycleError, MeshError, SettingError
+from polyshard.meeting import agree, reporting
 from polyshard.seams import ParamInfo
 from polyshard_tensor_parallel import application, chunks, sharded_tensors, transform
 from polyshard_tensor_parallel.__about__ import __version__
 from polyshard_tensor_parallel._torch_private import root_mesh, waited
 from polyshard_tensor_parallel.axes import check_apart
-from polyshard_tensor_parallel.checking import check
+from polyshard_tensor_parallel.checking import Checked, check
 from polyshard_tensor_parallel.plan import Plan, Styles, as_plan
 from polyshard_tensor_parallel.report import Report
 
@@ -93,21 +96,34 @@ class TensorParallel(Plugin):
         """Apply the plan to ``model`` in place; a collective over the mesh.
 
         The plan is checked first: what is wrong with it is raised on every rank before anything
-        is moved.
+        is moved, and so is a difference between the plans or models of ranks.
 
         Raises:
             SettingError: listing everything that does not fit the model.
             LifecycleError: when the plan was applied to the model before.
+            PlanMismatchError: when another rank of the mesh applies another plan, or refused its.
         """
         plan, mesh = self._needed()
+        with reporting(partial(audiences, mesh)):
+            checked = self._check(plan, model, mesh)
+        report = application.apply(checked, model, mesh)
+        self._applied.modules.update(model.modules())
+        return report
+
+    def _check(self, plan: Plan, model: nn.Module, mesh: DeviceMesh) -> Checked:
         if model in self._applied.modules:
             raise LifecycleError(
                 f"this TensorParallel was applied to the {type(model).__name__} already; apply it "
                 "once, to the whole model."
             )
-        report = application.apply(check(plan, model, mesh.size()), model, mesh)
-        self._applied.modules.update(model.modules())
-        return report
+        checked = check(plan, model, mesh.size())
+        parameters = (
+            f"parameter {n} {tuple(p.shape)} {p.dtype}" for n, p in model.named_parameters()
+        )
+        ranks = sorted(mesh.mesh.flatten().tolist())
+        first = f"applies a plan of tensor_parallel {__version__} over {mesh.size()} ranks"
+        agree(ranks, [first, *plan.lines, *parameters], "the application of a tensor-parallel plan")
+        return checked
 
     def synchronize(self, model: nn.Module) -> None:
         """Make equal on all tensor-parallel ranks what they must hold alike; a collective.
