@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from polyshard import _torch_private as private
 from polyshard.errors import MeshError
@@ -139,3 +139,20 @@ def test_meshes_are_joined_and_groups_shared() -> None:
         world.run(other_counts)
     finally:
         world.close()
+
+
+def slices_and_strides(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    assert private.root_mesh(mesh["tp"]) == mesh
+    strided = private.strided_shard(0, 2)
+    assert private.is_strided(strided)
+    assert not private.is_strided(Shard(0))
+    rows = torch.arange(8.0)
+    own = rows.chunk(2)[rank % 2].chunk(2)[rank // 2]
+    assert torch.equal(
+        DTensor.from_local(own, mesh, [strided, Shard(0)], run_check=False).full_tensor(), rows
+    )
+
+
+def test_meshes_know_their_root_and_placements_their_strides(world4: World) -> None:
+    world4.run(slices_and_strides)

@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from polyshard.errors import MeshError
 
@@ -63,6 +64,7 @@ __all__ = [
     "dtensor_spec",
     "has_fsdp_protocol",
     "in_backward",
+    "is_strided",
     "join_meshes",
     "local_tensor",
     "preserve_version",
@@ -74,6 +76,7 @@ __all__ = [
     "shared_group",
     "storage_holders",
     "store_timeout_seconds",
+    "strided_shard",
     "tag_managed_module",
     "wrap_local",
 ]
@@ -127,6 +130,16 @@ def in_backward() -> bool:
 def root_mesh(mesh: dist.DeviceMesh) -> dist.DeviceMesh:
     """The mesh that ``mesh`` is a slice of."""
     return mesh._get_root_mesh()
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Sharded on a dim that later axes cut into ``split_factor`` pieces before this one did."""
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def is_strided(placement: Placement) -> bool:
+    """Whether ``placement`` is what :func:`strided_shard` makes."""
+    return isinstance(placement, _StridedShard)
 
 
 def store_timeout_seconds(store: dist.Store) -> float:

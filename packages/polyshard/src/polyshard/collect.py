@@ -11,11 +11,13 @@ from torch.distributed.tensor import DTensor, Placement
 
 from polyshard._torch_private import has_fsdp_protocol, local_tensor
 from polyshard.errors import ModuleError, PluginError, SettingError, UnsupportedError
+from polyshard.layout import chunk_bounds
 from polyshard.mesh import MeshRoles
 from polyshard.parameter import Form, Owner, Source
-from polyshard.placement import PlacementFunction, resolve_placement, shard_shape
+from polyshard.placement import Placed, PlacementFunction, resolve_placement, shard_shape
 from polyshard.protocol import check_protocol
 from polyshard.root import unit_of
+from polyshard.rows import is_local_part, placements_of_rows
 from polyshard.seams import ParamInfo, Stack
 
 TIE = "_polyshard_unit_name"
@@ -124,6 +126,8 @@ class Collector:
         )
         with torch.no_grad():
             value, extensions = self._stack.onion.flatten(parameter.detach(), info)
+            if any(extension is not None for extension in extensions):
+                self._stack.onion.verify(value, extensions, info, parameter.detach())
         _check_shardable(fqn, value)
         wanted = self._placement(parameter) if self._placement is not None else None
         placed = resolve_placement(wanted, fqn, value, self._roles)
@@ -159,7 +163,35 @@ class Collector:
                 f"chunk_dtensor gave '{fqn}' a local shape of {local}, but rank {rank} of the "
                 f"shard axis holds {expected} of what pre_flatten_transform made of it."
             )
-        return Form(answer.device_mesh, tuple(answer.placements), answer.shape)
+        return Form(answer.device_mesh, _placements_for(source, answer), answer.shape)
+
+
+def _placements_for(source: Source, answer: DTensor) -> tuple[Placement, ...]:
+    """Those of ``answer``, if they speak of the rows that this rank holds. See [Note: rows]."""
+    given, value, placed = source.parameter.detach(), source.value, source.placed
+    if is_local_part(value, given):
+        placements = placements_of_rows(answer, given, placed)
+        if placements is not None:
+            return placements
+    elif _holds_rows(value, placed, local_tensor(answer)):
+        return tuple(answer.placements)
+    raise PluginError(
+        f"chunk_dtensor answered {tuple(answer.placements)} on {answer.device_mesh} for "
+        f"'{source.info.fqn}' {source.info.shape}, which describes other rows than those of what "
+        f"pre_flatten_transform made of it that this rank holds (dim {placed.dim}). Answer for "
+        "the rows that are there: for a dim that tensor parallelism has cut, strided placements, "
+        "as TensorParallel() of polyshard-tensor-parallel gives."
+    )
+
+
+def _holds_rows(value: Tensor, placed: Placed, local: Tensor) -> bool:
+    """Whether ``local`` has the values of this rank's rows of ``value``, where there are any."""
+    if placed.dim is not None:
+        start, stop = chunk_bounds(
+            value.shape[placed.dim], placed.roles.shard_size, placed.roles.shard_rank
+        )
+        value = value.narrow(placed.dim, start, stop - start)
+    return value.is_meta or local.is_meta or torch.equal(value, local)
 
 
 def _placements_of(parameter: Tensor) -> tuple[Placement, ...] | None:

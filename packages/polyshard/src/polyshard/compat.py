@@ -21,6 +21,7 @@ from typing_extensions import override
 from polyshard._torch_fsdp1 import FSDPExtensions, set_extensions, wrapping_with
 from polyshard.contract import Contract
 from polyshard.markers import hookimpl
+from polyshard.seams import ParamInfo
 from polyshard.stack import PluginStack, build_stack
 
 __all__ = [
@@ -41,8 +42,16 @@ class ExtensionsPlugin:
         self.polyshard_contract = contract
 
     @hookimpl
-    def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, Any | None]:
-        """As the object says; its tensor counts only with an extension, as in FSDP1."""
+    def pre_flatten_transform(
+        self, tensor: Tensor, param: ParamInfo | None
+    ) -> tuple[Tensor, Any | None]:
+        """As the object says; its tensor counts only with an extension, as in FSDP1.
+
+        A gradient that autograd left with other placements is first brought to those of its
+        parameter: FSDP1 hands over parameters only, so extensions need not look.
+        """
+        if param is not None and param.placements is not None and isinstance(tensor, DTensor):
+            tensor = tensor.redistribute(placements=param.placements)
         flat, extension = self._extensions.pre_flatten_transform(tensor)
         return (tensor, None) if extension is None else (flat, extension)
 
@@ -68,7 +77,7 @@ class ExtensionsPlugin:
 
     @hookimpl
     def chunk_dtensor(self, tensor: Tensor, rank: int, device_mesh: DeviceMesh) -> Tensor:
-        """As the object says."""
+        """As the object says; where it cuts a dim twice, the engine makes placements strided."""
         return self._extensions.chunk_dtensor(tensor, rank, device_mesh)
 
     @hookimpl
