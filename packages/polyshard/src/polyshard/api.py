@@ -118,7 +118,7 @@ def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
     _check_supported(reshard_after_forward, dp_mesh_dims)
     plugins = with_policy(plugins, offload_policy)
     roles = resolve_mesh(mesh, dp_mesh_dims)
-    with reporting(partial(audiences, roles)):
+    with reporting(partial(audiences, roles.mesh)):
         stack = build_stack(plugins)
         for member in modules:
             stack.prepare(member, roles.mesh)

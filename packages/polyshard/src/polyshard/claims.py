@@ -65,6 +65,10 @@ def contributions_of(
     ]
     if conflicts:
         raise ConflictError("\n".join(conflicts))
+    exclusive: list[Answer[Any]] = [
+        found[0] for found in (gather_codecs, reduce_codecs, storages, backends)
+    ]
+    answers = [*exclusive, *constraints, *observers, *adapters]
     # Order puts the engine last: the first answer is a plugin's claim wherever there is one.
     return Contributions(
         gather_codec=gather_codecs[0].value,
@@ -75,6 +79,7 @@ def contributions_of(
         observers=_values(observers),
         adapters=_values(adapters),
         plugin_lines=plugin_lines,
+        labels=tuple((a.value, a.member.label) for a in answers),
     )
 
 

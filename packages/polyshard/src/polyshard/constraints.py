@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
+from polyshard.bound import Binding
 from polyshard.errors import PluginError
 from polyshard.layout import GroupLayout, ParameterLayout
-from polyshard.seams import GroupInfo, ShardingConstraint
+from polyshard.seams import GroupInfo
 
 
 def contiguous_run(placed: ParameterLayout) -> int:
@@ -17,18 +17,16 @@ def contiguous_run(placed: ParameterLayout) -> int:
     return math.prod(placed.chunk_shape[placed.dim :])
 
 
-def check_constraints(
-    constraints: Sequence[ShardingConstraint], group: GroupInfo, layout: GroupLayout
-) -> None:
+def check_constraints(binding: Binding, group: GroupInfo, layout: GroupLayout) -> None:
     """Refuse a layout that would separate elements a plugin needs together.
 
     Raises:
         PluginError: listing every parameter and plugin concerned.
     """
     problems = []
-    for constraint in constraints:
+    for constraint in binding.contributions.constraints:
         for info, placed in zip(group.parameters, layout.parameters, strict=True):
-            block = constraint.block_elements(info)
+            block = binding.block_elements(constraint, info)
             run = contiguous_run(placed)
             if layout.world_size > 1 and block > 1 and run % block and placed.dim is not None:
                 problems.append(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from polyshard.__about__ import __version__
@@ -31,15 +32,15 @@ if TYPE_CHECKING:
 MAX_AXES = 5
 
 
-def audiences(roles: MeshRoles) -> list[tuple[int, ...]]:
-    """Every set of ranks in which somebody may wait for this one.
+def audiences(mesh: DeviceMesh) -> list[tuple[int, ...]]:
+    """Every set of ranks in which somebody may wait for this one, which works on ``mesh``.
 
     All slices of the whole mesh that hold this rank: who fails early may not know yet which other
     axes its model would have had.
     """
-    root = root_mesh(roles.mesh).mesh
+    root = root_mesh(mesh).mesh
     place = (root == dist.get_rank()).nonzero()
-    found = {roles.ranks}
+    found = {tuple(sorted(mesh.mesh.flatten().tolist()))}
     if len(place) and root.ndim <= MAX_AXES:
         at = place[0].tolist()
         for kept in itertools.product((False, True), repeat=root.ndim):
@@ -67,7 +68,7 @@ def compare_early(unit: Unit) -> None:
     Raises:
         PlanMismatchError: on every rank.
     """
-    with reporting(partial(audiences, unit.roles)):
+    with reporting(partial(audiences, unit.roles.mesh)):
         compare_plans(unit.roles, [unit])
 
 
@@ -81,7 +82,7 @@ def ranks_of(roles: MeshRoles, units: Sequence[Unit]) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _meshes(units: Sequence[Unit]) -> Iterator[dist.DeviceMesh]:
+def _meshes(units: Sequence[Unit]) -> Iterator[DeviceMesh]:
     seen: set[int] = set()
     for group in (group for unit in units for group in unit.groups):
         held = (cast("DTensor", p.parameter).device_mesh for p in group.shards.parameters)
@@ -91,8 +92,6 @@ def _meshes(units: Sequence[Unit]) -> Iterator[dist.DeviceMesh]:
                 yield mesh
 
 
-def _lines(
-    plans: Sequence[GroupPlan], facts: Callable[[GroupPlan], tuple[str, ...]]
-) -> list[str]:
+def _lines(plans: Sequence[GroupPlan], facts: Callable[[GroupPlan], tuple[str, ...]]) -> list[str]:
     first = f"polyshard {__version__}, torch {torch.__version__}"
     return [first, *(line for plan in plans for line in facts(plan))]

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from polyshard.errors import PluginError
-from polyshard.seams import Named
 
 T = TypeVar("T")
+
+
+class HasName(Protocol):
+    """Whatever an error can call by its name."""
+
+    @property
+    def name(self) -> str:
+        """Short public name."""
+        ...
 
 
 @functools.cache
@@ -29,11 +37,11 @@ def misfit(value: object, seam: type) -> str | None:
         return None
     return (
         f"a {type(value).__name__}, which lacks {', '.join(missing)} of "
-        f"polyshard.seams.{seam.__name__}"
+        f"{seam.__module__}.{seam.__name__}"
     )
 
 
-def fitting(value: T, seam: type, factory: Named, method: str) -> T:
+def fitting(value: T, seam: type, factory: HasName, method: str) -> T:
     """``value``, which ``factory.method(...)`` returned.
 
     Raises:
@@ -43,3 +51,16 @@ def fitting(value: T, seam: type, factory: Named, method: str) -> T:
         call = f"{type(factory).__name__}.{method}"
         raise PluginError(f"'{factory.name}': {call} returned {problem}")
     return value
+
+
+def wordless(answer: object, part: object, method: str) -> None:
+    """Refuse an ``answer`` of a method that writes into what it was given.
+
+    Raises:
+        PluginError: because what was returned would be dropped, and what was sent is garbage.
+    """
+    if answer is not None:
+        raise PluginError(
+            f"{type(part).__name__}.{method} returned a {type(answer).__name__}, which would be "
+            "dropped; write into the tensors it is given, and return nothing."
+        )

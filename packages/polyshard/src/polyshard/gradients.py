@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from polyshard.errors import PluginError
 from polyshard.onion import Onion
 from polyshard.reduction import InFlight, ReduceSettings
 from polyshard.runtime import Runtime
@@ -58,8 +59,17 @@ class Gradients:
     def _flattened(self, index: int, gradient: Tensor) -> Tensor:
         if not self._flattens[index]:
             return gradient
+        parameter = self._shards.parameters[index]
         with torch.no_grad():
-            return self._onion.flatten(gradient, self._shards.parameters[index].info)[0]
+            flat = self._onion.flatten(gradient, parameter.info)[0]
+        expected = self._shards.layout.parameters[index].shape
+        if flat.shape != expected:
+            layers = ", ".join(f"'{n}'" for n in self._onion.layers_of(parameter.extensions))
+            raise PluginError(
+                f"plugins {layers}: pre_flatten_transform made {tuple(flat.shape)} of the gradient "
+                f"of '{parameter.info.fqn}', but {expected} of the parameter; flatten both alike."
+            )
+        return flat
 
     def _sum(self, index: int, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         held = self._accumulated.get(index)

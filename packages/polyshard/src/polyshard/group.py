@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from polyshard._torch_private import profiler_span
+from polyshard.bound import Binding
 from polyshard.constraints import check_constraints
 from polyshard.failures import FailureReport
 from polyshard.fit import fitting
@@ -37,7 +39,7 @@ from polyshard.protocol import (
     uses_protocol,
 )
 from polyshard.reduction import InFlight, ReduceSettings
-from polyshard.runtime import Parts, Runtime, bind_reduce_codec, build_runtime
+from polyshard.runtime import Parts, Runtime, build_runtime
 from polyshard.seams import GroupInfo, ParamInfo, ShardStorage, Stack
 from polyshard.shards import Shards
 from polyshard.traffic import Meter
@@ -89,10 +91,10 @@ class ParameterGroup:
             refuse_claims(self.contributions, info)
             refuse_block(setup.block_size, info)
         self.meter = Meter(self.contributions.observers)
-        backend, resting = self.contributions.backend, self.contributions.storage
-        transport = backend.connect(setup.roles, self.device)
-        self._base_transport = fitting(transport, Transport, backend, "connect")
-        warn(getattr(backend, "notices", ()))
+        resting = self.contributions.storage
+        binding = Binding(self.contributions, self.name)
+        self._base_transport = binding.transport(setup.roles, self.device)
+        warn(getattr(self.contributions.backend, "notices", ()))
         self._transport: Transport = self._base_transport
         self._comms = CustomComms()
         layout = plan_layout(
@@ -101,7 +103,7 @@ class ParameterGroup:
             info.orig_dtype.itemsize,
             self._transport.staging_bytes,
         )
-        check_constraints(self.contributions.constraints, info, layout)
+        check_constraints(binding, info, layout)
         self._failures = FailureReport(setup.roles.ranks, self.name)
         self._sources: Sequence[Source] = sources
         self._layout = layout
@@ -120,7 +122,8 @@ class ParameterGroup:
         if uses_protocol(self._sources):
             self.shards = ProtocolShards(self._sources, self._layout, self.roles)
         else:
-            self.shards = Shards(self._sources, self._layout, self.roles, self._storage)
+            rest = partial(Binding(self.contributions, self.name).rested, self._storage)
+            self.shards = Shards(self._sources, self._layout, self.roles, self._storage, rest)
         self.gradients = Gradients(self.shards, self.setup.stack.onion, self.reduce_settings)
         self._sources = ()  # the full parameters may go now
 
@@ -262,8 +265,8 @@ class ParameterGroup:
                 leaf.requires_grad_(wanted)
                 changed = True
         if changed:
-            codec = bind_reduce_codec(self.contributions, self.info(), self.shards.layout)
-            runtime.reducer.rebind(codec)
+            binding = Binding(self.contributions, self.name)
+            runtime.reducer.rebind(binding.reduce_codec(self.info(), self.shards.layout))
 
     def reshard(self, *, until_backward: bool = False) -> None:
         """Free the unsharded parameters and register the sharded ones.

@@ -107,8 +107,10 @@ def chunk_dtensor(
     When: a parameter that :func:`pre_flatten_transform` took is sharded (``tensor`` is the
         parameter as it was; a ``DTensor`` must be answered for); and when a state dict of
         ``DTensor`` values is made.
-    Return: the ``DTensor``, whose placements must describe reality. Its mesh may have more axes
-        than ``device_mesh``: the sharded parameter will be such a ``DTensor``.
+    Return: the ``DTensor``, whose placements must describe the rows that this rank holds of the
+        flattened tensor; others are refused, except that plain ones are made strided where they
+        cut a dim that a later axis had cut. Its mesh may have more axes than ``device_mesh``: the
+        sharded parameter will be such a ``DTensor``.
     Combine: exclusive for each parameter; two answers are an error.
     Ranks: must return the same placements.
     """
@@ -157,8 +159,9 @@ def post_unflatten_transform(
 ) -> Tensor | None:
     """Undo :func:`pre_flatten_transform` on the unsharded tensor, without a copy.
 
-    When: once for each parameter, when its unsharded form is made.
-    Return: the tensor that modules compute with; it must alias ``tensor``.
+    When: once for each parameter before it is sharded, to see that it is undone; and whenever its
+        unsharded form is made.
+    Return: the tensor that modules compute with; it must alias ``tensor``. A copy is refused.
     Combine: the onion in reverse; each plugin gets back the extension it returned.
     Ranks: must return tensors of the same shape and dtype.
     """

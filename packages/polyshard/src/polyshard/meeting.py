@@ -32,6 +32,7 @@ LOOK_SECONDS = 0.1
 GRACE_SECONDS = 0.75
 """How long a rank that reported a failure may take to start again before the others give up."""
 MET = "met"
+_TOLD = "_polyshard_was_reported"
 STANDING, FAILURES, CONCLUDED = "standing", "failures", "concluded"
 
 _REPORTED: ContextVar[frozenset[tuple[int, ...]]] = ContextVar("_REPORTED", default=frozenset())
@@ -75,7 +76,9 @@ def reporting(audiences: Audiences) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        report_failure(audiences, error)
+        if not getattr(error, _TOLD, False):  # by a block inside this one
+            report_failure(audiences, error)
+            setattr(error, _TOLD, True)
         raise
 
 

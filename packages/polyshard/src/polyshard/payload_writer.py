@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from polyshard.fit import wordless
 from polyshard.seams import BoundGatherCodec
 
 
@@ -23,13 +24,13 @@ class NearWriter:
 
     def __init__(self, codec: BoundGatherCodec, shard: Tensor, payload: Tensor) -> None:
         """``shard`` is ``[shard_numel]``, ``payload`` ``[payload_bytes]`` ``uint8``."""
-        self._codec = codec
+        self._codec: Any = codec  # its answer is looked at, though it should have none
         self._shard = shard
         self._payload = payload
 
     def write(self) -> None:
         """Encode straight into the payload."""
-        self._codec.encode(self._shard, self._payload)
+        wordless(self._codec.encode(self._shard, self._payload), self._codec, "encode")
 
 
 class CrossingWriter:
@@ -37,7 +38,7 @@ class CrossingWriter:
 
     def __init__(self, codec: BoundGatherCodec, shard: Tensor, payload: Tensor) -> None:
         """Page-locked memory for one payload, so that its copy runs beside other work."""
-        self._codec = codec
+        self._codec: Any = codec
         self._shard = shard
         self._payload = payload
         self._encoded = torch.empty(payload.numel(), dtype=torch.uint8, pin_memory=True)
@@ -46,7 +47,7 @@ class CrossingWriter:
     def write(self) -> None:
         """Encode on the host, after the last copy has read what was encoded before; copy."""
         self._copied.synchronize()
-        self._codec.encode(self._shard, self._encoded)
+        wordless(self._codec.encode(self._shard, self._encoded), self._codec, "encode")
         self._payload.copy_(self._encoded, non_blocking=True)
         self._copied.record(torch.accelerator.current_stream(self._payload.device))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from polyshard._torch_private import local_tensor
 from polyshard.averaging import Averaging
 from polyshard.buffers import Buffer, Recycled, new_buffer
+from polyshard.fit import wordless
 from polyshard.gather import Line
 from polyshard.held import HeldGradients, Slot, part_of
 from polyshard.layout import ParameterLayout
@@ -74,9 +75,14 @@ class Reducer:
         roles: MeshRoles,
         line: Line,
         codec: BoundReduceCodec | None,
+        check_placed: Callable[[Tensor, object], None],
         pool: PagePool | None = None,
     ) -> None:
-        """Bind routes; ``dtype`` is the reduce dtype."""
+        """Bind routes; ``dtype`` is the reduce dtype.
+
+        ``check_placed`` looks at what the storage makes of the first gradient.
+        """
+        self._check_placed: Callable[[Tensor, object], None] | None = check_placed
         self._pool = pool
         self._scratch: Buffer | None = None
         self._shards = shards
@@ -85,9 +91,7 @@ class Reducer:
         self._roles = roles
         self._transport = line.transport
         self._codec = codec
-        self._route: ReduceRoute = self._transport.reduce_route(
-            extents_of(self._layout), dtype, line.tag
-        )
+        self._route: ReduceRoute = line.reduce_route(extents_of(self._layout), dtype)
         self._partial: Tensor | None = None
         self._held = HeldGradients()
         self._totals = Recycled()
@@ -209,7 +213,7 @@ class Reducer:
         ]
         scratch = self._take_scratch(2 * world * codec.payload_bytes, total.device)
         payloads, received = scratch.tensor.view(2, world, codec.payload_bytes)
-        codec.encode(chunks, payloads)
+        wordless(cast("Any", codec).encode(chunks, payloads), codec, "encode")
         pending = self._transport.exchange(payloads, received)
         outs = [total[p.shard_offset : p.shard_offset + p.chunk_numel] for p in layout.parameters]
         keep: list[Tensor | None] = [payloads]
@@ -286,13 +290,21 @@ class Reducer:
             if not flight.is_last:
                 return None
             total, flight.present = self._held.take()
-        return storage.place_gradient(total)
+        return self._place(total)
+
+    def _place(self, gradient: Tensor) -> Tensor:
+        """Next to the resting shard; the storage's first answer is looked at."""
+        placed = self._shards.storage.place_gradient(gradient)
+        if self._check_placed is not None:
+            self._check_placed(gradient, placed)
+            self._check_placed = None
+        return placed
 
     def place_held(self) -> None:
         """Put in place what was held and no reduction of the last backward took along."""
         if self._held:
             total, present = self._held.take()
-            self.store(self._shards.storage.place_gradient(total), present)
+            self.store(self._place(total), present)
 
     def _sum_replicas(self, total: Tensor) -> None:
         groups = self._roles.replicate_groups
@@ -303,9 +315,9 @@ class Reducer:
             return
         payload = total.new_empty(codec.payload_bytes, dtype=torch.uint8)
         payloads = payload.new_empty(self._roles.replicate_size, codec.payload_bytes)
-        codec.encode(total, payload)
+        wordless(codec.encode(total, payload), codec, "encode")
         dist.all_gather(list(payloads.unbind()), payload, group=groups[0])
-        codec.decode_sum(payloads, total)
+        wordless(codec.decode_sum(payloads, total), codec, "decode_sum")
 
     def discard(self) -> None:
         """Forget partial sums of a step that failed."""
@@ -341,7 +353,7 @@ class _Decoding:
     """An exchange of payloads whose sum is decoded when they have arrived."""
 
     pending: Pending
-    codec: BoundReduceCodec
+    codec: Any
     received: Tensor
     outs: list[Tensor]
     scratch: Buffer
@@ -349,5 +361,5 @@ class _Decoding:
 
     def wait(self) -> None:
         self.pending.wait()
-        self.codec.decode_sum(self.received, self.outs)
+        wordless(self.codec.decode_sum(self.received, self.outs), self.codec, "decode_sum")
         self.give_back(self.scratch)

@@ -45,7 +45,7 @@ def initialize_root(root: Unit) -> None:
     found = list(units_below(root.modules[0]))
     before = [(unit, unit.is_root, unit.context) for _, _, unit in found]
     try:
-        with reporting(partial(audiences, root.roles)):
+        with reporting(partial(audiences, root.roles.mesh)):
             _check_fresh(root, found)
             _gather_below(root, found)
             compare_plans(root.roles, root.context.units)

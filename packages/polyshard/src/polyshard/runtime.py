@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
 from polyshard.block import Block
+from polyshard.bound import Binding
 from polyshard.buffers import Buffer, new_buffer
-from polyshard.fit import fitting
 from polyshard.gather import CodecGather, GatherPath, Line, NativeGather
-from polyshard.layout import GroupLayout
 from polyshard.mesh import MeshRoles
 from polyshard.onion import Onion
 from polyshard.pages import PagePool
@@ -20,7 +20,7 @@ from polyshard.plan import Dtypes
 from polyshard.policies import MixedPrecisionPolicy
 from polyshard.protocol import ProtocolGather, ProtocolShards
 from polyshard.reduction import Reducer
-from polyshard.seams import BoundGatherCodec, BoundReduceCodec, Contributions, GroupInfo
+from polyshard.seams import Contributions, GroupInfo
 from polyshard.shards import Shards
 from polyshard.transport import Transport
 from polyshard.unsharded import Unsharded
@@ -54,28 +54,20 @@ class Parts:
     block_size: int | None
 
 
-def bind_reduce_codec(
-    contributions: Contributions, info: GroupInfo, layout: GroupLayout
-) -> BoundReduceCodec | None:
-    """The reduce codec of a group as it is now.
-
-    Raises:
-        PluginError: when what the codec makes lacks members of its seam.
-    """
-    codec = contributions.reduce_codec
-    return fitting(codec.bind(info, layout), BoundReduceCodec, codec, "bind")
-
-
 def build_runtime(parts: Parts, dtypes: Dtypes) -> Runtime:
     """Bind every transfer of a group to memory. Leaves the unsharded side freed."""
     # Ranks agree on names, so they agree on tags without a word.
     tag = zlib.crc32(f"{parts.roles.describe()} {parts.info.name}".encode()) >> 2
     line = Line(parts.transport, tag, parts.roles.shard_rank)
-    buffer, leaves, path = _unsharded_side(parts, dtypes, line)
+    binding = Binding(parts.contributions, parts.info.name)
+    buffer, leaves, path = _unsharded_side(parts, dtypes, line, binding)
     block = None if parts.block_size is None else _block(parts, parts.block_size, buffer, tag)
     buffer.release()
-    reduce_codec = bind_reduce_codec(parts.contributions, parts.info, parts.shards.layout)
-    reducer = Reducer(parts.shards, dtypes.reduce, parts.roles, line, reduce_codec, parts.pool)
+    reduce_codec = binding.reduce_codec(parts.info, parts.shards.layout)
+    check = partial(binding.check_placed, parts.shards.storage)
+    reducer = Reducer(
+        parts.shards, dtypes.reduce, parts.roles, line, reduce_codec, check, parts.pool
+    )
     owners = (p.owners for p in parts.shards.parameters)
     registry = Registry(zip(owners, leaves, strict=True))
     return Runtime(buffer, leaves, path, reducer, registry, dtypes, block)
@@ -89,18 +81,18 @@ def _block(parts: Parts, size: int, buffer: Buffer, tag: int) -> Block:
 
 
 def _unsharded_side(
-    parts: Parts, dtypes: Dtypes, line: Line
+    parts: Parts, dtypes: Dtypes, line: Line, binding: Binding
 ) -> tuple[Buffer, list[nn.Parameter], GatherPath]:
     shards = parts.shards
     if isinstance(shards, ProtocolShards):
         gather = ProtocolGather(shards, parts.policy, dtypes.param, (line.transport, line.tag))
         return gather.buffer, gather.leaves, gather
-    gathering = parts.contributions.gather_codec
-    bound = gathering.bind(parts.info, shards.layout)
-    codec = fitting(bound, BoundGatherCodec, gathering, "bind")
+    codec = binding.gather_codec(parts.info, shards.layout)
     serve = getattr(shards.storage, "serve_codec", None)
     if serve is not None:
         serve(codec is not None)
+    crosses, device = codec is not None, parts.info.device
+    binding.check_view(shards.storage, shards.buffer, device, may_cross=crosses)
     unsharded = Unsharded(
         shards,
         dtypes.param,

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from polyshard._torch_private import in_backward
 from polyshard.context import Phase, RootContext
-from polyshard.errors import LifecycleError, UnsupportedError
+from polyshard.errors import UnsupportedError
 from polyshard.group import ParameterGroup, State
 from polyshard.trees import cast_floating, map_tensors, tensors
 from polyshard.untraced import untraced

@@ -343,6 +343,13 @@ class Contributions:
     adapters: tuple[StateDictAdapter, ...] = ()
     plugin_lines: tuple[str, ...] = ()
     """One line per plugin of the stack, in order: name, version, settings."""
+    labels: tuple[tuple[object, str], ...] = ()
+    """The plugin that each part came from: name and version, as errors call it."""
+
+    def plugin_of(self, part: object) -> str:
+        """How an error calls the plugin that contributed ``part``."""
+        found = (label for owned, label in self.labels if owned is part)
+        return f"plugin {next(found, repr(getattr(part, 'name', type(part).__name__)))}"
 
 
 class Stack(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -36,13 +36,18 @@ class Shards:
         layout: GroupLayout,
         roles: MeshRoles,
         storage: ShardStorage,
+        rest: Callable[[Tensor], Tensor],
     ) -> None:
-        """Cut every source parameter and register its sharded form in its place."""
+        """Cut every source parameter and register its sharded form in its place.
+
+        ``rest`` is the storage's own, checked.
+        """
         self.layout = layout
         self.storage = storage
+        self._rest = rest
         self._rank = roles.shard_rank
         first = sources[0].value
-        resting = storage.rest(self._cut(sources, first.dtype, first.device))
+        resting = rest(self._cut(sources, first.dtype, first.device))
         self.buffer = resting
         self.parameters = [
             ShardedParameter(source, local_view(resting, placed, self._rank))
@@ -200,7 +205,7 @@ class Shards:
                     f"{tuple(view.shape)} on rank {self._rank}: its mesh or placement changed."
                 )
             view.copy_(local)
-        self.buffer = self.storage.rest(shard)
+        self.buffer = self._rest(shard)
         for parameter, placed in self._slots():
             view = local_view(self.buffer, placed, self._rank)
             set_local_tensor(cast("DTensor", parameter.parameter), view)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from polyshard.errors import PluginError
 
 if TYPE_CHECKING:
     from polyshard.group import ParameterGroup
     from polyshard.parameter import ShardedParameter
     from polyshard.schedule import Unit
+    from polyshard.seams import StateDictAdapter
 
 
 class StateDictHooks:
@@ -46,7 +49,10 @@ class StateDictHooks:
             for adapter in reversed(group.contributions.adapters):
                 if prefix + name in state_dict:
                     value = state_dict[prefix + name]
-                    state_dict[prefix + name] = adapter.on_load(parameter.info, value)
+                    found = adapter.on_load(parameter.info, value)
+                    state_dict[prefix + name] = _adapted(
+                        adapter, "on_load", parameter, value, found
+                    )
 
     def _after_load(self, *args: object, **kwargs: object) -> None:
         """``assign=True`` puts new parameters in place of ours."""
@@ -61,4 +67,17 @@ class StateDictHooks:
         for name, parameter, group in self._owned[module]:
             for adapter in group.contributions.adapters:
                 value = state_dict[prefix + name]
-                state_dict[prefix + name] = adapter.on_save(parameter.info, value)
+                found = adapter.on_save(parameter.info, value)
+                state_dict[prefix + name] = _adapted(adapter, "on_save", parameter, value, found)
+
+
+def _adapted(
+    adapter: StateDictAdapter, method: str, parameter: ShardedParameter, given: Any, found: Any
+) -> Any:
+    """``found``, which an adapter made of a ``given`` value; a tensor must stay one."""
+    if isinstance(given, Tensor) and not isinstance(found, Tensor):
+        raise PluginError(
+            f"state-dict adapter '{adapter.name}': {method} returned a {type(found).__name__} for "
+            f"'{parameter.info.fqn}'; return a tensor, the one it is given where nothing changes."
+        )
+    return found

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from polyshard.block import block_padded
 from polyshard.buffers import Buffer, FixedBuffer, new_buffer
-from polyshard.errors import PluginError
 from polyshard.onion import Onion
 from polyshard.pages import PagePool
 from polyshard.shards import Shards
@@ -72,15 +71,8 @@ class Unsharded:
 
     def _unflattened(self, view: Tensor, index: int) -> Tensor:
         parameter = self._shards.parameters[index]
-        with torch.no_grad():
-            outer = self._onion.unflatten(view, parameter.extensions, parameter.info)
-        if tuple(outer.shape) != parameter.info.shape:
-            raise PluginError(
-                f"plugins flattened '{parameter.info.fqn}' {parameter.info.shape} but unflattened "
-                f"it to {tuple(outer.shape)}; post_unflatten_transform must undo "
-                "pre_flatten_transform."
-            )
-        return outer
+        with torch.no_grad():  # the dtype is that of compute now, and a cast may have become a copy
+            return self._onion.rebuild(view, parameter.extensions, parameter.info)
 
     def region(self, index: int) -> Tensor:
         """``[W, chunk_numel]`` of a direct parameter."""
