@@ -9,6 +9,7 @@ resident size of a process.) Stacks of threads count in full, so they are small 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import resource
 import threading
@@ -102,8 +103,7 @@ def unlimited(rank: int, size: int) -> tuple[list[float], int]:
 
 @contextmanager
 def limit(more_bytes: int) -> Iterator[None]:
-    """Let this process have so much more than it has now, models that are gone not counted."""
-    gc.collect()
+    """Let this process have so much more than it has now."""
     infinity = resource.RLIM_INFINITY
     resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + more_bytes, infinity))
     try:
@@ -127,6 +127,8 @@ def fits(rank: int, size: int, path: str, budget_bytes: int) -> list[float]:
 
 def does_not_fit(rank: int, size: int, path: str, budget_bytes: int) -> str:
     """Without offload the parameters alone are too much: nothing is sent, nobody waits."""
+    gc.collect()  # memory of models that are gone would be taken again within the limit
+    ctypes.CDLL(None).malloc_trim(0)
     with limit(budget_bytes):
         try:
             build(None, LARGE)
