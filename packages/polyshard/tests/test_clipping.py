@@ -45,7 +45,7 @@ def clipped(rank: int, size: int, shape: tuple[int, ...]) -> None:
     model, reference = shard(build(**SMALL), fully_shard, **kwargs), reference_of(size)
     loss_of(model, tokens_for(0, rank)).backward()
     gradients = [[p.grad for p in m.parameters()] for m in (model, reference)]
-    for norm_type in (2.0, 1.0, 3.0, math.inf):
+    for norm_type in (2.0, 1.0, 3.0, math.inf, 0.0, -math.inf, -1.0, -2.5):
         for each, saved in zip((model, reference), gradients, strict=True):
             for parameter, gradient in zip(each.parameters(), saved, strict=True):
                 assert gradient is not None
@@ -115,8 +115,7 @@ def mixed_meshes(rank: int, size: int) -> None:
     torch.testing.assert_close(norm, expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(looked, norm)
     torch.testing.assert_close(told, norm, rtol=1e-6, atol=0)
-    with pytest.raises(SettingError, match="norm_type must be above 0"):
-        grad_norm(module.parameters(), 0)
+    assert grad_norm(module.parameters(), 0).item() == 5
 
 
 def known_norm(parameter: torch.Tensor, module: Any) -> torch.Tensor | None:
@@ -133,6 +132,31 @@ def test_meshes_placements_and_dtypes_may_differ(world4: World) -> None:
     world4.run(mixed_meshes)
 
 
+def empty_shards(rank: int, size: int, dtype: torch.dtype, order: float) -> None:
+    """One row for each rank but the last: what it sends is what the others send."""
+    module: Any = nn.Module()
+    torch.manual_seed(0)
+    module.rows = nn.Parameter(torch.randn(size - 1, 3, dtype=dtype))
+    module.more = nn.Parameter(torch.randn(1, dtype=dtype))
+    module.forward = lambda: None
+    whole = [nn.Parameter(p.detach().clone()) for p in module.parameters()]
+    fully_shard(module)
+    for parameter in (*module.parameters(), *whole):
+        parameter.grad = parameter.detach().clone()
+    norm = clip_grad_norm_(module.parameters(), 0.5, order)
+    expected = nn.utils.clip_grad_norm_(whole, 0.5, order)
+    assert norm.dtype == expected.dtype == dtype
+    torch.testing.assert_close(norm, expected)
+    for ours, theirs in zip(module.parameters(), whole, strict=True):
+        torch.testing.assert_close(full(ours.grad), theirs.grad)
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf, 0.0, -math.inf, -2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_shards_may_be_empty(world3: World, dtype: torch.dtype, order: float) -> None:
+    world3.run(empty_shards, dtype, order)
+
+
 def distinct_experts(rank: int, size: int) -> None:
     """Experts that differ between halves of the world count all."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))
@@ -147,6 +171,7 @@ def distinct_experts(rank: int, size: int) -> None:
     over = {mesh.get_group("ep"): expert.parameters()}
     norm = clip_grad_norm_(everything, 1.0, distinct_over=over)
     assert norm.item() == pytest.approx(math.sqrt(9 * (1 + 4 + 9)))
+    assert grad_norm(everything, 0, distinct_over=over).item() == 3
     weight = expert.weight
     expected = (2.0 + half) / norm.item()
     assert weight.grad.full_tensor()[0, 0].item() == pytest.approx(expected, rel=1e-4)
@@ -188,8 +213,10 @@ def test_every_rank_hears_of_a_norm_that_is_not_finite(world3: World) -> None:
 
 def test_nothing_to_clip_and_bad_orders() -> None:
     assert clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0).item() == 0.0
-    with pytest.raises(SettingError, match="above 0"):
-        clip_grad_norm_([], 1.0, 0.0)
+    assert clip_grad_norm_([], 1.0, 0.0).item() == 0.0
+    for order in (math.nan, "two", None):
+        with pytest.raises(SettingError, match="norm_type must be a number"):
+            clip_grad_norm_([], 1.0, order)  # type: ignore[arg-type]
 
 
 def strided(rank: int, size: int) -> None:

@@ -278,6 +278,7 @@ def blocks_and_changes(rank: int, size: int) -> None:
     plain: Any = shard(build(), fully_shard)
     for each in (model, plain):
         each(tokens_for(0, rank))  # no backward follows
+        each.reshard()  # so that what is written below are shards, not the root's gathered copies
         with torch.no_grad():
             for parameter in each.parameters():
                 parameter.mul_(0.5)

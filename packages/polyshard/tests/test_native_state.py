@@ -200,7 +200,7 @@ def plain(rank: int, size: int) -> None:
     weights = {k: v.clone() for k, v in model.state_dict().items()}
     saved = copy.deepcopy(optimizer.state_dict())
     live = optimizer.state[model.head.weight]["exp_avg"].full_tensor()
-    assert live.shape == model.head.weight.shape == (SIZES["width"], 31)
+    assert live.shape == model.head.weight.shape == (SIZES["width"], 101)
     expected = run(model, optimizer, range(3, 5))
 
     model.load_state_dict(weights)

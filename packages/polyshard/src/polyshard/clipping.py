@@ -7,8 +7,9 @@ added over exactly the mesh axes that shard them: replicas count once.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,16 +20,21 @@ from torch.distributed.tensor import DTensor, Replicate
 from polyshard._torch_private import local_tensor
 from polyshard.errors import NonFiniteError, SettingError
 
+Groups = tuple[dist.ProcessGroup, ...]
 Distinct = Mapping[dist.ProcessGroup, Iterable[Tensor]]
 Known = Callable[[Tensor], Tensor | None]
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A gradient's local part, and the process groups whose ranks hold different parts of it."""
+    """A gradient's local part, and the process groups whose ranks hold different parts of it.
+
+    Ranks of ``distinct`` hold different gradients altogether.
+    """
 
     local: Tensor
-    groups: tuple[dist.ProcessGroup, ...]
+    groups: Groups
+    distinct: Groups = ()
     norm: Tensor | None = None
     """Of the local part, where somebody knows it: then ``local`` is not read."""
 
@@ -45,7 +51,8 @@ def grad_norm(
 
     Args:
         parameters: as of :func:`clip_grad_norm_`.
-        norm_type: the ``p`` of the p-norm, above 0; may be ``inf``.
+        norm_type: the ``p`` of the p-norm. As in torch it may be infinite, negative, or 0: how many
+            gradients are not all zero.
         distinct_over: as of :func:`clip_grad_norm_`.
         known: called with a parameter, returns the norm of the local part of its gradient (0-dim,
             at least float32), or ``None``: then the gradient is read. All ranks need not know the
@@ -55,7 +62,7 @@ def grad_norm(
         A plain 0-dim tensor, the same on all ranks.
 
     Raises:
-        SettingError: for a ``norm_type`` that is not above 0.
+        SettingError: for a ``norm_type`` that is no number.
     """
     _check_norm_type(norm_type)
     tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -63,8 +70,12 @@ def grad_norm(
 
 
 def _check_norm_type(norm_type: float) -> None:
-    if not norm_type > 0:
-        raise SettingError(f"norm_type must be above 0 (or inf), got {norm_type!r}.")
+    try:
+        usable = not math.isnan(float(norm_type))
+    except (TypeError, ValueError):
+        usable = False
+    if not usable:
+        raise SettingError(f"norm_type must be a number, 0 and infinities too, got {norm_type!r}.")
 
 
 @torch.no_grad()
@@ -85,7 +96,8 @@ def clip_grad_norm_(
     Args:
         parameters: tensors with gradients, on any mix of meshes, placements and dtypes.
         max_norm: the largest norm allowed.
-        norm_type: the ``p`` of the p-norm, above 0; may be ``inf``.
+        norm_type: the ``p`` of the p-norm. As in torch it may be infinite, negative, or 0: how many
+            gradients are not all zero.
         error_if_nonfinite: raise instead of scaling by a norm that is not finite.
         foreach: accepted for compatibility; parts of one dtype and device are always done together.
         distinct_over: parameters that differ between the ranks of a process group although their
@@ -95,7 +107,7 @@ def clip_grad_norm_(
         The norm before clipping: a plain 0-dim tensor, the same on all ranks.
 
     Raises:
-        SettingError: for a ``norm_type`` that is not above 0.
+        SettingError: for a ``norm_type`` that is no number.
         NonFiniteError: on every rank, when asked for.
     """
     del foreach
@@ -115,8 +127,8 @@ def clip_grad_norm_(
     return total
 
 
-def _extra_groups(distinct_over: Distinct | None) -> dict[int, tuple[dist.ProcessGroup, ...]]:
-    found: dict[int, tuple[dist.ProcessGroup, ...]] = {}
+def _extra_groups(distinct_over: Distinct | None) -> dict[int, Groups]:
+    found: dict[int, Groups] = {}
     for group, tensors in (distinct_over or {}).items():
         for tensor in tensors:
             found[id(tensor)] = (*found.get(id(tensor), ()), group)
@@ -125,7 +137,7 @@ def _extra_groups(distinct_over: Distinct | None) -> dict[int, tuple[dist.Proces
 
 def _parts(
     tensors: Iterable[Tensor],
-    extra: Mapping[int, tuple[dist.ProcessGroup, ...]],
+    extra: Mapping[int, Groups],
     known: Known | None = None,
 ) -> list[_Part]:
     parts = []
@@ -133,20 +145,20 @@ def _parts(
         gradient = tensor.grad
         if gradient is None:
             continue
-        groups = extra.get(id(tensor), ())
+        distinct = extra.get(id(tensor), ())
         norm = known(tensor) if known is not None else None
         if norm is not None:
-            parts.append(_Part(gradient, (*_sharding_groups(tensor), *groups), norm))
+            parts.append(_Part(gradient, _sharding_groups(tensor), distinct, norm))
         elif isinstance(gradient, DTensor):
             gradient = _without_partial(tensor, gradient)
-            groups = (*_sharding_groups(gradient), *groups)
-            parts.append(_Part(local_tensor(gradient), groups))
+            groups = _sharding_groups(gradient)
+            parts.append(_Part(local_tensor(gradient), groups, distinct))
         else:
-            parts.append(_Part(gradient, groups))
+            parts.append(_Part(gradient, (), distinct))
     return parts
 
 
-def _sharding_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+def _sharding_groups(tensor: Tensor) -> Groups:
     """Of the axes whose ranks hold different parts of ``tensor``."""
     if not isinstance(tensor, DTensor):
         return ()
@@ -166,43 +178,65 @@ def _without_partial(tensor: Tensor, gradient: DTensor) -> DTensor:
     return tensor.grad
 
 
-def _total_norm(parts: Iterable[_Part], norm_type: float) -> Tensor:
-    """The p-norm over all parts: ``max`` for infinity, else a sum of powers."""
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[_Part]] = {}
+def _total_norm(parts: Sequence[_Part], order: float) -> Tensor:
+    """The norm of the norms of whole gradients, as torch defines it for every order."""
+    by_groups: dict[tuple[Groups, Groups], list[_Part]] = {}
     for part in parts:
-        by_groups.setdefault(part.groups, []).append(part)
-    infinite = math.isinf(norm_type)
-    operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+        by_groups.setdefault((part.groups, part.distinct), []).append(part)
+    operation = _reduction(order)
+    # From all gradients: a rank whose parts are empty has to send what the others send.
+    dtype = functools.reduce(
+        torch.promote_types, (part.local.dtype for part in parts), torch.float32
+    )
     sums = []
-    for groups, members in by_groups.items():
-        value = _local_power(members, norm_type)
+    for (groups, distinct), members in by_groups.items():
+        value = (_counts(members) if order == 0 else _local_power(members, order)).to(dtype)
         for group in groups:
+            dist.all_reduce(value, operation, group=group)
+        if order == 0:  # how many gradients are not all zero
+            value = (value > 0).sum().to(dtype)
+        for group in distinct:
             dist.all_reduce(value, operation, group=group)
         sums.append(value)
     if not sums:
         return torch.tensor(0.0)
     stacked = torch.stack([value.to(sums[0].device) for value in sums])
-    return stacked.max() if infinite else stacked.sum().pow(1.0 / norm_type)
+    if math.isinf(order):
+        return stacked.max() if order > 0 else stacked.min()
+    return stacked.sum() if order == 0 else stacked.sum().pow(1.0 / order)
 
 
-def _local_power(parts: list[_Part], norm_type: float) -> Tensor:
-    """Sum of ``|x|^p`` over all elements, in fp32 at least (the maximum, for infinity)."""
+def _reduction(order: float) -> dist.ReduceOp.RedOpType:
+    if math.isinf(order):
+        return dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
+    return dist.ReduceOp.SUM
+
+
+def _counts(parts: list[_Part]) -> Tensor:
+    """For each gradient, how many elements of the local part are not zero."""
+    device = parts[0].local.device
+    return torch.stack([part.local.count_nonzero().to(device) for part in parts])
+
+
+def _local_power(parts: list[_Part], order: float) -> Tensor:
+    """Sum of ``|x|^p`` over all elements (the largest or smallest ``|x|``, for infinities)."""
     device = parts[0].local.device
     # Of all parts, those without elements here included: the ranks of a sum must agree on it.
     dtype = torch.float32
     for part in parts:
         dtype = torch.promote_types(dtype, part.local.dtype)
-    total = torch.zeros((), dtype=dtype, device=device)
     known = [part.norm.to(device) for part in parts if part.norm is not None]
     every = [torch.stack(known)] if known else []
     for same in _by_kind([part.local for part in parts if part.norm is None]):
         at_least = torch.promote_types(same[0].dtype, torch.float32)
-        every.append(torch.stack(torch._foreach_norm(same, norm_type, dtype=at_least)).to(device))
-    for norms in every:
-        wide = norms.to(dtype)
-        value = wide.max() if math.isinf(norm_type) else wide.pow(norm_type).sum()
-        total = torch.maximum(total, value) if math.isinf(norm_type) else total + value
-    return total
+        every.append(torch.stack(torch._foreach_norm(same, order, dtype=at_least)).to(device))
+    if not every:
+        nothing = math.inf if order == -math.inf else 0.0
+        return torch.full((), nothing, dtype=dtype, device=device)
+    norms = torch.cat([norms.to(dtype) for norms in every])
+    if math.isinf(order):
+        return norms.max() if order > 0 else norms.min()
+    return norms.pow(order).sum()
 
 
 def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

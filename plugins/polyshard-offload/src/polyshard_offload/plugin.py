@@ -235,7 +235,7 @@ class Offload(Plugin):
 
         Args:
             parameters: as of :func:`polyshard.clip_grad_norm_`, on any mix of meshes.
-            norm_type: the ``p`` of the p-norm, above 0; may be ``inf``.
+            norm_type: the ``p`` of the p-norm, as of :func:`polyshard.clip_grad_norm_`.
 
         Returns:
             A plain 0-dim tensor, the same on all ranks.
