@@ -184,8 +184,7 @@ class Run:
         for ours, theirs in zip(found, expected, strict=True):
             self.compare_outputs(ours, theirs)
         self.agree()
-        if not action.keep:
-            self.compare_gradients()
+        self.compare_gradients()
 
     def evaluate(self, action: Evaluate) -> None:
         self.model.train(action.training)
