@@ -127,11 +127,11 @@ class Recompute(nn.Sequential):
 
     reentrant = False
 
-    def forward(self, flow: Flow) -> Flow:  # type: ignore[override]
+    def forward(self, flow: Flow) -> Flow:
         x, index, micro = flow
         if not torch.is_grad_enabled() or (self.reentrant and not x.requires_grad):
             return self._run(x, index, micro)
-        out: Any = checkpoint(self._run, x, index, micro, use_reentrant=self.reentrant)
+        out: Flow = checkpoint(self._run, x, index, micro, use_reentrant=self.reentrant)
         return out
 
     def _run(self, x: Tensor, index: Tensor, micro: int) -> Flow:

@@ -199,7 +199,9 @@ class Oracle:
     def norm(self, norm_type: float) -> Tensor:
         """Of all gradients."""
         flat = [g.reshape(-1) for g in self.grads.values() if g.numel()]
-        return torch.linalg.vector_norm(torch.cat(flat or [torch.zeros(1)]).double(), norm_type)
+        found: Tensor
+        found = torch.linalg.vector_norm(torch.cat(flat or [torch.zeros(1)]).double(), norm_type)
+        return found
 
     def scale_gradients(self, factor: float) -> None:
         """Clip."""

@@ -59,8 +59,8 @@ def checkpoint(model: nn.Module, folder: Path, ranks: Any) -> Load:
 
 def full_state(model: nn.Module, folder: Path, ranks: Any) -> Load:
     options = StateDictOptions(full_state_dict=True, cpu_offload=False)
-    state = get_model_state_dict(model, options=options)
-    state = {name: value.clone() for name, value in state.items()}
+    found: dict[str, Any] = get_model_state_dict(model, options=options)
+    state = {name: value.clone() for name, value in found.items()}
 
     def load() -> None:
         set_model_state_dict(model, state, options=options)

@@ -54,7 +54,7 @@ class Sharded:
         data = self.mesh[case.mesh.names[:-1]] if case.mesh.tensor else self.mesh
         for modules, unit in unit_calls(case, model):
             fully_shard(
-                modules if len(modules) > 1 else modules[0],  # type: ignore[arg-type]
+                modules if len(modules) > 1 else modules[0],
                 mesh=data,
                 reshard_after_forward=unit.reshard,
                 shard_placement_fn=PLACEMENTS[unit.placement],

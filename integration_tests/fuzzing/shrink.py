@@ -40,9 +40,10 @@ def candidates(case: Case) -> Iterator[Case]:
     """Simpler cases, the boldest first."""
     for script in _shorter(case.script):
         yield replace(case, script=script)
-    for name in ("quantized", "offload"):
-        if getattr(case, name) is not None:
-            yield replace(case, **{name: None})
+    if case.quantized is not None:
+        yield replace(case, quantized=None)
+    if case.offload is not None:
+        yield replace(case, offload=None)
     for tree in _smaller_trees(case.tree):
         if isinstance(tree, Tree):
             yield replace(case, tree=tree)

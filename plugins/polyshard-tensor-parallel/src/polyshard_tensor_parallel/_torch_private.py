@@ -74,10 +74,11 @@ class _Plain(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: object, tensor: AsyncCollectiveTensor) -> Tensor:
-        return tensor.trigger_wait()
+        waited: Tensor = tensor.trigger_wait()
+        return waited
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
         return gradient
 
 
