@@ -168,7 +168,7 @@ def distinct_experts(rank: int, size: int) -> None:
         weight: Any = module.weight
         weight.grad = torch.full_like(weight, value)
     everything = [*shared.parameters(), *expert.parameters()]
-    over = {mesh.get_group("ep"): expert.parameters()}
+    over = {mesh.get_group("ep"): list(expert.parameters())}
     norm = clip_grad_norm_(everything, 1.0, distinct_over=over)
     assert norm.item() == pytest.approx(math.sqrt(9 * (1 + 4 + 9)))
     assert grad_norm(everything, 0, distinct_over=over).item() == 3

@@ -231,14 +231,25 @@ def test_optimizers_by_themselves(world2: World) -> None:
 
 
 def itself(rank: int, size: int) -> None:
-    model = nn.Sequential(nn.Linear(4, 4, bias=False))
-    fully_shard(model, plugins=[NativeTransposing()])
+    """Full values are in the saved form, square or not; a parameter itself is not."""
     options = StateDictOptions(full_state_dict=True)
-    with pytest.raises(CheckpointError, match=r"'0\.weight' is to be loaded from itself"):
-        set_model_state_dict(model, {"0.weight": torch.ones(4, 4)}, options=options)
+    for columns, rows in ((4, 4), (4, 6), (5, 3)):
+        model = nn.Sequential(nn.Linear(columns, rows, bias=False))
+        fully_shard(model, plugins=[NativeTransposing()])
+        given = torch.arange(float(rows * columns)).view(rows, columns)
+        set_model_state_dict(model, {"0.weight": given.clone()}, options=options)
+        x = torch.eye(columns)
+        assert torch.equal(model(x).detach(), given.t())
+        model.reshard()
+        assert torch.equal(full(model.state_dict()["0.weight"]), given)
+        model.load_state_dict(model.state_dict())
+        assert torch.equal(model(x).detach(), given.t())
+        model.reshard()
+        with pytest.raises(CheckpointError, match=r"'0\.weight' is to be loaded from itself"):
+            model.load_state_dict({"0.weight": model[0].weight.detach()})
 
 
-def test_full_values_do_not_pass_an_adapter_by(world2: World) -> None:
+def test_full_values_pass_through_an_adapter(world2: World) -> None:
     world2.run(itself)
 
 

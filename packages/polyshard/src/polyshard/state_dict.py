@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from polyshard._torch_private import local_tensor
 from polyshard.errors import CheckpointError, PluginError
 from polyshard.native_state import Adapted, native_state
 
@@ -55,10 +57,12 @@ class StateDictHooks:
         del rest
         self._unit.reshard()
         for name, parameter, group in self._owned[module]:
-            for adapter in reversed(group.contributions.adapters):
+            adapters = group.contributions.adapters
+            if adapters and prefix + name in state_dict:
+                _refuse_itself(parameter, state_dict[prefix + name], adapters)
+            for adapter in reversed(adapters):
                 if prefix + name in state_dict:
                     value = state_dict[prefix + name]
-                    _refuse_itself(parameter, value)
                     found = adapter.on_load(parameter.info, value)
                     state_dict[prefix + name] = _adapted(
                         adapter, "on_load", parameter, value, found
@@ -93,22 +97,35 @@ class StateDictHooks:
                 yield id(module._parameters.get(name)), found
 
 
-def _refuse_itself(parameter: ShardedParameter, value: object) -> None:
+def _refuse_itself(
+    parameter: ShardedParameter, value: object, adapters: Sequence[StateDictAdapter]
+) -> None:
     """Refuse the parameter as a value for itself, where a plugin keeps another form of it.
 
-    torch's helpers for full state dicts write full values straight into parameters, and then load
-    those. They would be converted although they never were in the saved form.
+    It would be converted although it never was in the saved form.
 
     Raises:
         CheckpointError: naming the parameter.
     """
-    if value is parameter.parameter:
+    own = parameter.parameter.detach()
+    if not _is_same(value, own):
+        return
+    saved: Any = own
+    for adapter in adapters:
+        saved = adapter.on_save(parameter.info, saved)
+    if not _is_same(saved, own):
         raise CheckpointError(
             f"'{parameter.info.fqn}' is to be loaded from itself, but a plugin's state-dict "
-            "adapter saves it in another form. Full values cannot be loaded past the adapter, as "
-            "torch's set_model_state_dict does: distribute them like the values of "
-            "model.state_dict() and call model.load_state_dict()."
+            "adapter saves it in another form. Load what model.state_dict() returns, or values in "
+            "that form."
         )
+
+
+def _is_same(value: object, own: Tensor) -> bool:
+    """Whether both show the same memory in the same way; alike on ranks whose part is empty."""
+    if not (isinstance(value, DTensor) and isinstance(own, DTensor)):
+        return value is own
+    return value.shape == own.shape and local_tensor(value).is_set_to(local_tensor(own))
 
 
 def _adapted(
