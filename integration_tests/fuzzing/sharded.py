@@ -33,6 +33,7 @@ class Sharded:
         self.offload = _offload(case, folder)
         self.quantized = _quantized(case)
         self.units: list[Any] = []
+        self.divides = False
         self.model: Any = self._sharded()
         self._choose_prefetch()
         self.parameters: dict[str, Tensor] = {}
@@ -49,8 +50,12 @@ class Sharded:
             with torch.device("meta"):
                 model = build(case)
         plugins: list[object] = [p for p in (self.offload, self.quantized) if p is not None]
-        if case.mesh.tensor:
-            plugins.append(self._tensor_parallel(model))
+        styles = self._styles(model) if case.mesh.tensor else {}
+        self.divides = bool(styles)
+        if styles:
+            tensor_parallel = TensorParallel(styles, mesh=self.mesh["tensor"])
+            tensor_parallel.apply(model)
+            plugins.append(tensor_parallel)
         data = self.mesh[case.mesh.names[:-1]] if case.mesh.tensor else self.mesh
         for modules, unit in unit_calls(case, model):
             fully_shard(
@@ -66,7 +71,8 @@ class Sharded:
             _materialize(model, source)
         return model
 
-    def _tensor_parallel(self, model: nn.Module) -> TensorParallel:
+    def _styles(self, model: nn.Module) -> dict[str, Any]:
+        """What can be divided; where there is nothing, ranks of the axis do the same."""
         tensor = self.case.mesh.tensor
         styles: dict[str, Any] = {}
         for name, module in model.named_modules():
@@ -75,9 +81,7 @@ class Sharded:
                 styles[f"{name}.down"] = RowwiseParallel()
             if isinstance(module, Table) and module.table.num_embeddings % tensor == 0:
                 styles[f"{name}.table"] = RowwiseParallel(input_layouts=Replicate())
-        plugin = TensorParallel(styles, mesh=self.mesh["tensor"])
-        plugin.apply(model)
-        return plugin
+        return styles
 
     def _choose_prefetch(self) -> None:
         dice = Random(self.case.prefetch)
@@ -113,7 +117,7 @@ class Sharded:
         parameter = self.parameters[name]
         assert isinstance(parameter, DTensor)
         axes: list[Any] = list(parameter.placements)
-        tensor = axes.pop() if self.case.mesh.tensor else None
+        tensor = axes.pop() if self.divides else None
         dims = {} if axes[-1].is_replicate() else {"shard_dim": axes[-1].dim}
         return Rounded(**dims, tensor_dim=getattr(tensor, "dim", None))
 

@@ -7,19 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from wire import counted
 
 from polyshard import clip_grad_norm_, describe, fully_shard, stats
 from polyshard.demo.model import LanguageModel, ModelSettings
 from polyshard.testing import World
-from polyshard_quantized import Int8Block, QuantizedComm, round_trip
+from polyshard_quantized import Exclusions, Int4Block, Int8Block, QuantizedComm, round_trip
 
 pytest.importorskip("polyshard_tensor_parallel", reason="needs polyshard-tensor-parallel")
-from polyshard_tensor_parallel import TensorParallel, demo_plan
+from polyshard_tensor_parallel import Plan, TensorParallel, demo_plan
 
 SEQUENCE, STEPS = 16, 4
 FORM = Int8Block()
@@ -178,3 +180,46 @@ def summed(rank: int, size: int) -> None:
 
 def test_gradients_are_sums_of_quantized_local_parts(world4: World) -> None:
     world4.run(summed)
+
+
+class Partly(nn.Module):
+    """A pair of layers in the plan, and one outside it, whole on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)
+        self.whole = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.whole(self.down(self.up(x)))
+        return out
+
+
+def noise(rank: int, size: int, replicas: bool) -> None:
+    """What several tensor-parallel ranks hold whole stays the same on all of them."""
+    names = ("replicate", "dp", "tp")
+    mesh = init_device_mesh("cpu", (2, 1, 2) if replicas else (1, 2, 2), mesh_dim_names=names)
+    torch.manual_seed(0)
+    model: Any = Partly()
+    tensor_parallel = TensorParallel(
+        Plan({"up": ColwiseParallel(), "down": RowwiseParallel()}), mesh=mesh["tp"]
+    )
+    tensor_parallel.apply(model)
+    quantized = QuantizedComm(
+        gradients=Int4Block(8), rounding="stochastic", exclude=Exclusions(min_numel=0)
+    )
+    data = mesh["replicate", "dp"] if replicas else mesh["dp"]
+    fully_shard(model, mesh=data, plugins=[tensor_parallel, quantized])
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(rank // 2))
+    for _ in range(2):
+        model(x).square().sum().backward()
+    gradient = model.whole.weight.grad
+    local = gradient.to_local()
+    others = [torch.empty_like(local) for _ in range(2)]
+    dist.all_gather(others, local.contiguous(), group=mesh.get_group("tp"))
+    assert torch.equal(others[0], others[1])
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+def test_ranks_that_hold_the_same_draw_the_same_noise(world4: World, replicas: bool) -> None:
+    world4.run(noise, replicas)

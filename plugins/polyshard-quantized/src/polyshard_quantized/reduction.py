@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from polyshard.layout import GroupLayout
@@ -87,17 +86,36 @@ def add_rows(outs: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
 class BoundReplicas:
     """The second hop, over the replicate axis. Works on flat ``[shard_numel]`` sums."""
 
-    def __init__(self, plan: Payload, codec: BlockCodec, workspace: Workspace) -> None:
+    def __init__(
+        self, plan: Payload, codec: BlockCodec, workspace: Workspace, noise: _Noise | None
+    ) -> None:
         """The same payload as that of the first hop, once for the whole shard."""
         self.payload_bytes = plan.nbytes
         self._plan = plan
         self._codec = codec
+        self._noise = noise
         self._summation = Summation(codec, workspace)
 
     def encode(self, total: Tensor, payload: Tensor) -> None:
         """Quantize the sum over the shard axis."""
+        if self._noise is not None:
+            self._encode_each(total, payload, self._noise)
+            return
         # An encoder for one use: one that stays would keep the gradients' memory alive.
         ShardEncoder(self._plan, self._codec).encode(total, payload)
+
+    def _encode_each(self, total: Tensor, payload: Tensor, noise: _Noise) -> None:
+        """Parameter by parameter, each with noise of its own. See [Note: noise]."""
+        flat, parts = total[None], Parts(payload[None], self._plan)
+        limit = chunk_elements(payload.device)
+        for quantized in self._plan.quantized:
+            noise.begin("replicas", quantized.index)
+            for tile in quantized.tiles:
+                for piece in pieces(flat, parts, tile.moved(quantized.shard_offset), limit):
+                    self._codec.encode(piece.values, piece.codes, piece.scales)
+        for raw in self._plan.raw:
+            source = total[raw.shard_offset : raw.shard_offset + raw.numel]
+            parts.raw_rows(raw)[0].copy_(source)
 
     def decode_sum(self, payloads: Tensor, total: Tensor) -> None:
         """Sum what all replicas sent, the own payload included."""
@@ -106,6 +124,29 @@ class BoundReplicas:
         raw = self._plan.raw
         outs = [total[r.shard_offset : r.shard_offset + r.numel] for r in raw]
         add_rows(outs, [parts.raw_rows(r) for r in raw])
+
+
+@dataclass(frozen=True)
+class _Noise:
+    """Where the noise of a group's reductions starts.
+
+    [Note: noise]
+    Ranks that hold the same values must draw the same noise, or what they hold drifts apart: beside
+    tensor parallelism a parameter outside its plan is whole on every tensor-parallel rank. So noise
+    follows the place on the data-parallel mesh, not the rank, and starts anew for every parameter,
+    because what comes before it in the group may be cut differently.
+    """
+
+    source: Stochastic
+    seed: int
+    place: tuple[int, ...]
+    """On the data-parallel mesh."""
+    state: ReductionState
+
+    def begin(self, hop: str, index: int) -> None:
+        """Start the noise of one parameter."""
+        state = self.state
+        self.source.seed(self.seed, state.group, self.place, state.calls, hop, index)
 
 
 @dataclass(frozen=True)
@@ -125,7 +166,7 @@ class BoundReduce:
         settings: GradientSettings,
         workspace: Workspace,
         state: ReductionState,
-        device: torch.device,
+        group: GroupInfo,
     ) -> None:
         """``state`` outlives this object: it is what a checkpoint holds."""
         self.payload_bytes = plan.nbytes
@@ -134,9 +175,10 @@ class BoundReduce:
         self._settings = settings
         self._state = state
         rounding: Rounding = Nearest()
-        self._noise: Stochastic | None = None
+        self._noise: _Noise | None = None
         if settings.rounding == "stochastic":
-            rounding = self._noise = Stochastic(workspace, device)
+            rounding = source = Stochastic(workspace, group.device)
+            self._noise = _Noise(source, settings.seed, _place(group), state)
         self._codec = BlockCodec(plan.format, workspace, rounding)
         self._summation = Summation(self._codec, workspace)
         self._present: frozenset[int] | None = None
@@ -146,7 +188,7 @@ class BoundReduce:
 
     def with_replicas(self, workspace: Workspace) -> BoundReduce:
         """Own the second hop too."""
-        self.replicas = BoundReplicas(self._plan, self._codec, workspace)
+        self.replicas = BoundReplicas(self._plan, self._codec, workspace, self._noise)
         return self
 
     def begin(self, present: frozenset[int]) -> None:
@@ -162,8 +204,6 @@ class BoundReduce:
     def encode(self, chunks: Sequence[Tensor], payloads: Tensor) -> None:
         """Quantize every rank's chunks; chunks are only read."""
         state = self._state
-        if self._noise is not None:
-            self._noise.seed(self._settings.seed, state.group, _global_rank(), state.calls)
         if self._compensation is not None:
             self._compensation.residuals.prepare(
                 self._plan, payloads.shape[0], state.calls, payloads.device
@@ -171,6 +211,8 @@ class BoundReduce:
         parts = Parts(payloads, self._plan)
         limit = chunk_elements(payloads.device)
         for quantized in self._plan.quantized:
+            if self._noise is not None:
+                self._noise.begin("shards", quantized.index)
             rows = rows_of(chunks[quantized.index])
             compensation = self._compensation_of(quantized.index)
             for tile in quantized.tiles:
@@ -207,8 +249,10 @@ class BoundReduce:
         add_rows([outs[r.index] for r in raw], [parts.raw_rows(r) for r in raw])
 
 
-def _global_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def _place(group: GroupInfo) -> tuple[int, ...]:
+    """This rank's coordinate on the data-parallel mesh of ``group``."""
+    mesh: Any = group.mesh  # None in tests of plans, where there are no processes
+    return () if mesh is None else tuple(mesh.get_coordinate() or ())
 
 
 def replicas_of(group: GroupInfo) -> int:
@@ -252,7 +296,7 @@ class QuantizedReduce:
         self.state.belong_to(group)
         if plan is None:
             return None
-        bound = BoundReduce(plan, self._settings, self._workspace, self.state, group.device)
+        bound = BoundReduce(plan, self._settings, self._workspace, self.state, group)
         replicas = replicas_of(group)
         if replicas == 1:
             return bound
