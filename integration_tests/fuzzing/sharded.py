@@ -76,7 +76,7 @@ class Sharded:
         tensor = self.case.mesh.tensor
         styles: dict[str, Any] = {}
         for name, module in model.named_modules():
-            if isinstance(module, Mlp) and module.up.out_features % tensor == 0:
+            if isinstance(module, Mlp) and _divides(module.up.out_features, tensor):
                 styles[f"{name}.up"] = ColwiseParallel()
                 styles[f"{name}.down"] = RowwiseParallel()
             if isinstance(module, Table) and module.table.num_embeddings % tensor == 0:
@@ -129,6 +129,11 @@ def _materialize(model: nn.Module, source: nn.Module) -> None:
         buffer.copy_(buffers[name])
     options = StateDictOptions(full_state_dict=True)
     set_model_state_dict(model, source.state_dict(), options=options)
+
+
+def _divides(features: int, tensor: int) -> bool:
+    """Torch's own tensor parallelism has no backward for a layer of one feature."""
+    return features > 1 and features % tensor == 0
 
 
 def _offload(case: Case, folder: Path) -> Offload | None:
