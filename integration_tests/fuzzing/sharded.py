@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from fuzzing.build import OPTIMIZERS, PLACEMENTS, Mlp, Table, build, policy_of, unit_calls
-from fuzzing.case import Case
+from fuzzing.case import Case, Save
 from fuzzing.oracle import Rounded
 from polyshard import describe, fully_shard
 from polyshard_offload import DiskSettings, Offload
@@ -73,15 +73,21 @@ class Sharded:
 
     def _styles(self, model: nn.Module) -> dict[str, Any]:
         """What can be divided; where there is nothing, ranks of the axis do the same."""
-        tensor = self.case.mesh.tensor
+        parts = self._parts()
         styles: dict[str, Any] = {}
         for name, module in model.named_modules():
-            if isinstance(module, Mlp) and _divides(module.up.out_features, tensor):
+            if isinstance(module, Mlp) and _divides(module.up.out_features, parts):
                 styles[f"{name}.up"] = ColwiseParallel()
                 styles[f"{name}.down"] = RowwiseParallel()
-            if isinstance(module, Table) and module.table.num_embeddings % tensor == 0:
+            if isinstance(module, Table) and module.table.num_embeddings % parts == 0:
                 styles[f"{name}.table"] = RowwiseParallel(input_layouts=Replicate())
         return styles
+
+    def _parts(self) -> int:
+        """Torch cannot distribute full values to ranks that hold unlike parts of what is divided."""
+        case = self.case
+        full = case.meta or any(isinstance(a, Save) and a.how == "full" for a in case.script)
+        return case.mesh.tensor * (case.mesh.shards if full else 1)
 
     def _choose_prefetch(self) -> None:
         dice = Random(self.case.prefetch)
