@@ -84,7 +84,7 @@ class Sharded:
         return styles
 
     def _parts(self) -> int:
-        """Torch cannot distribute full values to ranks that hold unlike parts of what is divided."""
+        """Torch cannot distribute full values where ranks hold unlike parts of what is divided."""
         case = self.case
         full = case.meta or any(isinstance(a, Save) and a.how == "full" for a in case.script)
         return case.mesh.tensor * (case.mesh.shards if full else 1)
