@@ -190,7 +190,7 @@ class Oracle:
     def settle(self) -> None:
         """From here on only one more rounding separates gradients that were adopted."""
         self.slack = {
-            name: 4 * torch.finfo(self.values[name].dtype).eps * _largest(gradient) + 1e-30
+            name: _few_roundings(self.values[name].dtype, gradient)
             for name, gradient in self.grads.items()
         }
 
@@ -236,6 +236,12 @@ class Oracle:
     def take(self, name: str, value: Tensor) -> None:
         """Go on with a parameter that was compared."""
         self.values[name].copy_(value)
+
+
+def _few_roundings(dtype: torch.dtype, value: Tensor) -> float:
+    """Below its smallest normal number a dtype has steps of one size."""
+    info = torch.finfo(dtype)
+    return 4 * info.eps * max(_largest(value), info.smallest_normal)
 
 
 def _largest(value: Tensor) -> float:
