@@ -339,3 +339,24 @@ def two_models(rank: int, size: int) -> None:
     gc.collect()
     assert len(plugin.report().groups) == 3
     assert isinstance(second, Model)
+
+
+def after_inference(rank: int, size: int) -> None:
+    """What a first forward in inference mode makes is used by those that train."""
+    model: Any = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    quantized = QuantizedComm(weights=Int8Block(16), exclude=Exclusions(min_numel=0))
+    for layer in model:
+        fully_shard(layer, plugins=[quantized])
+    fully_shard(model, plugins=[quantized])
+    with torch.inference_mode():
+        before = model(torch.eye(16)).clone()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    after = model(torch.eye(16))
+    assert not torch.equal(before, after.detach())
+    after.sum().backward()
+
+
+def test_training_after_inference_mode(world2: World) -> None:
+    world2.run(after_inference)

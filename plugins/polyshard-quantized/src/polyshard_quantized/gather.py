@@ -36,7 +36,8 @@ class ShardEncoder:
     def encode(self, shard: Tensor, payload: Tensor) -> None:
         """Fill ``payload`` (``[nbytes]`` ``uint8``); gaps between parts keep what they hold."""
         if self._seen is None or self._seen[0] is not shard or self._seen[1] is not payload:
-            self._bind(shard, payload)
+            with torch.inference_mode(mode=False):  # these views outlive an evaluation
+                self._bind(shard, payload)
             self._seen = (shard, payload)
         for piece in self._pieces:
             self._codec.encode(piece.values, piece.codes, piece.scales)
@@ -77,7 +78,8 @@ class BoundGather:
     def decode(self, payloads: Tensor, regions: Sequence[Tensor]) -> None:
         """Fill every region from all payloads, the own one included."""
         if not self._is_bound(payloads, regions):
-            self._bind(payloads, regions)
+            with torch.inference_mode(mode=False):  # these views outlive an evaluation
+                self._bind(payloads, regions)
             self._seen = (payloads, tuple(regions))
         for piece in self._pieces:
             self._codec.decode(piece.codes, piece.scales, piece.values)
