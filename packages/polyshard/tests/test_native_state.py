@@ -234,7 +234,7 @@ def itself(rank: int, size: int) -> None:
     """Full values are in the saved form, square or not; a parameter itself is not."""
     options = StateDictOptions(full_state_dict=True)
     for columns, rows in ((4, 4), (4, 6), (5, 3)):
-        model = nn.Sequential(nn.Linear(columns, rows, bias=False))
+        model: Any = nn.Sequential(nn.Linear(columns, rows, bias=False))
         fully_shard(model, plugins=[NativeTransposing()])
         given = torch.arange(float(rows * columns)).view(rows, columns)
         set_model_state_dict(model, {"0.weight": given.clone()}, options=options)
