@@ -190,7 +190,7 @@ def _total_norm(parts: Sequence[_Part], order: float) -> Tensor:
     )
     sums = []
     for (groups, distinct), members in by_groups.items():
-        value = (_counts(members) if order == 0 else _local_power(members, order)).to(dtype)
+        value = _counts(members).to(dtype) if order == 0 else _local_power(members, order, dtype)
         for group in groups:
             dist.all_reduce(value, operation, group=group)
         if order == 0:  # how many gradients are not all zero
@@ -218,13 +218,9 @@ def _counts(parts: list[_Part]) -> Tensor:
     return torch.stack([part.local.count_nonzero().to(device) for part in parts])
 
 
-def _local_power(parts: list[_Part], order: float) -> Tensor:
+def _local_power(parts: list[_Part], order: float, dtype: torch.dtype) -> Tensor:
     """Sum of ``|x|^p`` over all elements (the largest or smallest ``|x|``, for infinities)."""
     device = parts[0].local.device
-    # Of all parts, those without elements here included: the ranks of a sum must agree on it.
-    dtype = torch.float32
-    for part in parts:
-        dtype = torch.promote_types(dtype, part.local.dtype)
     known = [part.norm.to(device) for part in parts if part.norm is not None]
     every = [torch.stack(known)] if known else []
     for same in _by_kind([part.local for part in parts if part.norm is None]):
