@@ -79,9 +79,10 @@ def clipping_after_steps(rank: int, folder: str) -> None:
 
     offload = Offload(params="host", step_in_backward=True)
     model: Any = fully_shard(_linear(), plugins=[offload])
-    offload.wrap(torch.optim.AdamW(model.parameters()))
+    optimizer = offload.wrap(torch.optim.AdamW(model.parameters()))
     model(torch.ones(2, 64)).sum().backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    del optimizer  # it steps in backward for as long as somebody holds it
 
 
 def steps_without_gradients(rank: int, folder: str) -> None:
