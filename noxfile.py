@@ -34,12 +34,18 @@ def stack_of(plugins: tuple[str, ...]) -> str:
     return "+".join(name.removeprefix("polyshard-") for name in plugins) or "core"
 
 
-# Every subset of the plugins: none, each one, pairs, all.
+# Plugins that change when and how bytes travel and nothing that is computed: tested alone and
+# beside everything, but not in every combination.
+NEUTRAL = {"polyshard-calibration"}
+COMPOSED = [name for name in PLUGINS if name not in NEUTRAL]
+
+# Every subset of the plugins that are combined (none, each one, pairs, all), and the others alone.
 SUBSETS = {
-    "all" if len(names) == len(PLUGINS) > 1 else stack_of(names): list(names)
-    for count in range(len(PLUGINS) + 1)
-    for names in combinations(PLUGINS, count)
-}
+    "all" if len(names) == len(COMPOSED) else stack_of(names): list(names)
+    for count in range(len(COMPOSED) + 1)
+    for names in combinations(COMPOSED, count)
+} | {stack_of((name,)): [name] for name in PLUGINS if name in NEUTRAL}
+SUBSETS["all"] = PLUGINS
 
 
 # [Note: one environment with torch]
@@ -57,7 +63,7 @@ def dev_environment(session: nox.Session, plugins: list[str]) -> Path:
     if absent:
         session.run_install(*pip, "uninstall", "--yes", *absent, silent=True)
     editable = [f"--editable=packages/{name}" for name in PACKAGES if name != "polyshard"]
-    editable += ["--editable=packages/polyshard[demo,testing]"]
+    editable += ["--editable=packages/polyshard[cli,testing]"]
     editable += [f"--editable=plugins/{name}" for name in plugins]
     groups = nox.project.dependency_groups(PYPROJECT, "test", "type")
     session.run_install(*pip, "install", TORCH, *editable, *groups, silent=True)
@@ -71,11 +77,13 @@ def existing(*paths: str) -> list[str]:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, formatting and the layout of the repository."""
+    """Check style, formatting, which room may import which, and the layout of the repository."""
     session.install(*nox.project.dependency_groups(PYPROJECT, "lint"))
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("python", "tools/check_layout.py")
+    sources = os.pathsep.join(f"{folder}/src" for folder in FOLDERS)
+    session.run("lint-imports", env={"PYTHONPATH": sources})  # reads files, imports nothing
 
 
 @nox.session(venv_backend="none")
@@ -148,8 +156,9 @@ def tests(session: nox.Session, plugins: list[str]) -> None:
         paths += [f"{folder}/tests" for folder in FOLDERS if Path(folder).name in plugins]
     if plugins in ([], PLUGINS):
         paths += [f"packages/{name}/tests" for name in PACKAGES] + ["tools/tests"]
-    paths += ["integration_tests"]
-    stack = f"--stack={stack_of(tuple(plugins))}"
+    if plugins == PLUGINS or not NEUTRAL.intersection(plugins):
+        paths += ["integration_tests"]
+    stack = f"--stack={stack_of(tuple(name for name in plugins if name not in NEUTRAL))}"
     session.run(python, "-m", "pytest", *existing(*paths), stack, *session.posargs, env=ONE_THREAD)
 
 

@@ -6,7 +6,7 @@ By itself it starts two local processes; under torchrun it is one of torchrun's:
     torchrun --nproc-per-node 4 examples/train_lm.py --steps 200
     python examples/train_lm.py --help
 
-The part that shards is four lines (``polyshard/demo/engine.py``)::
+The part that shards is four lines (``polyshard_demo/engine.py``)::
 
     from polyshard import fully_shard
 
@@ -15,12 +15,12 @@ The part that shards is four lines (``polyshard/demo/engine.py``)::
     fully_shard(model, mesh=mesh)
 
 Everything around it is ordinary PyTorch: AdamW, ``clip_grad_norm_``, distributed checkpoint. The
-loop is ``polyshard/demo/train.py``.
+loop is ``polyshard_demo/train.py``.
 """
 
 import typer
 
-from polyshard.demo.command import train
+from polyshard_demo.command import train
 
 if __name__ == "__main__":
     typer.run(train)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from composition_table import Cell
-from polyshard.demo.model import LanguageModel, ModelSettings
+from polyshard_demo.model import LanguageModel, ModelSettings
 
 SEQUENCE = 8
 BACKEND = "aot_eager"

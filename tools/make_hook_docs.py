@@ -44,8 +44,8 @@ flowchart LR
 
 def hook_page() -> str:
     """The whole page."""
-    from polyshard import hookspecs
-    from polyshard.problems import hook_arguments
+    from polyshard.plugins import hookspecs
+    from polyshard.plugins.validation import hook_arguments
 
     parts = [HEAD]
     for name, arguments in hook_arguments().items():

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from polyshard_offload import DiskSettings
-from polyshard_offload.memory import Slab
-from polyshard_offload.swap import SwapFile
+from polyshard_offload.tiers.host_memory import Slab
+from polyshard_offload.tiers.swap_file import SwapFile
 
 MIB = 1 << 20
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.clock import Work, seconds
-from polyshard.layout import ParameterShape, plan_layout
+from polyshard.sharding.layout import ParameterShape, plan_layout
 from polyshard_quantized import BlockFormat, Float8Block, Int4Block, Int8Block, round_trip
 from polyshard_quantized.gather import BoundGather
 from polyshard_quantized.payload import plan_payload

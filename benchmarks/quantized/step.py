@@ -29,7 +29,7 @@ from benchmarks.quantized.network import shaped_link
 from benchmarks.ranks import run_ranks
 from benchmarks.result import ROOT
 from polyshard import MixedPrecisionPolicy, fully_shard, stats
-from polyshard.demo.model import LanguageModel, ModelSettings
+from polyshard_demo.model import LanguageModel, ModelSettings
 from polyshard_quantized import ErrorFeedback, Int4Block, Int8Block, QuantizedComm
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)

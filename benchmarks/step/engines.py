@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from benchmarks.step.case import Case
 from benchmarks.step.floor import Floor
 from benchmarks.step.modes import data_rank, set_up
-from polyshard.demo.model import LanguageModel, ModelSettings
+from polyshard_demo.model import LanguageModel, ModelSettings
 
 PHASES = ("forward", "backward", "optimizer", "step")
 LEARNING_RATE = 1e-3

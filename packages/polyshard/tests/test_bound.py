@@ -24,8 +24,8 @@ from typing_extensions import override
 
 from polyshard import MixedPrecisionPolicy, Plugin, describe, fully_shard, hookimpl
 from polyshard.errors import PlanMismatchError, PluginError
-from polyshard.layout import GroupLayout
 from polyshard.seams import GroupInfo
+from polyshard.sharding.layout import GroupLayout
 from polyshard.testing import World
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from polyshard.buffers import Buffer, HeapBuffer, MappedBuffer, Recycled, new_buffer
-from polyshard.own_storage import own_storage_of_gradient
-from polyshard.pages import EXTENT_BYTES, PagePool, PageRange, pages_can_move
+from polyshard.memory.buffers import Buffer, HeapBuffer, MappedBuffer, Recycled, new_buffer
+from polyshard.memory.own_storage import own_storage_of_gradient
+from polyshard.memory.pages import EXTENT_BYTES, PagePool, PageRange, pages_can_move
 
 mapped = pytest.mark.skipif(not pages_can_move(), reason="this kernel cannot move pages")
 NUMEL = 3 * EXTENT_BYTES // 4 + 5
@@ -162,8 +162,8 @@ def test_released_memory_is_not_read_as_zeros(kind: str, access: str) -> None:
 
 AT_EXIT = """
 import torch
-from polyshard.buffers import MappedBuffer
-from polyshard.pages import PagePool
+from polyshard.memory.buffers import MappedBuffer
+from polyshard.memory.pages import PagePool
 
 class Late:
     def __del__(self):

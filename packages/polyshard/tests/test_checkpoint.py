@@ -20,10 +20,10 @@ from toy_models import assert_same_parameters, build, shard
 
 from polyshard import fully_shard
 from polyshard.checkpoint import CheckpointPlanner, CheckpointReader
-from polyshard.demo.checkpoint import Checkpoints
-from polyshard.demo.errors import DemoError
 from polyshard.errors import CheckpointError
 from polyshard.testing import World
+from polyshard_demo.checkpoint import Checkpoints
+from polyshard_demo.errors import DemoError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

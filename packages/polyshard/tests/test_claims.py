@@ -13,8 +13,8 @@ from toy_plugins import Codecs, Resting
 
 from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.errors import ConflictError, PluginError
+from polyshard.plugins.stack import build_stack
 from polyshard.seams import GroupInfo
-from polyshard.stack import build_stack
 from polyshard.testing import World
 
 ROLES = {

@@ -11,9 +11,9 @@ from toy_models import build, full, shard, tokens_for, train
 from toy_plugins import Codecs, Keeping, Names, TwoHopReduction
 
 from polyshard import Plugin, describe, fully_shard, hookimpl
-from polyshard.defaults import DeviceStorage, DeviceStorageFactory, SilentObserver
-from polyshard.layout import GroupLayout
+from polyshard.plugins.builtin import DeviceStorage, DeviceStorageFactory, SilentObserver
 from polyshard.seams import GroupInfo
+from polyshard.sharding.layout import GroupLayout
 from polyshard.testing import World
 
 

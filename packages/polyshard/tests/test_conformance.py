@@ -21,9 +21,9 @@ from toy_plugins import (
 )
 
 from polyshard import Plugin, hookimpl
-from polyshard.layout import GroupLayout
+from polyshard.plugins.stack import build_stack
 from polyshard.seams import GroupInfo
-from polyshard.stack import build_stack
+from polyshard.sharding.layout import GroupLayout
 from polyshard.testing import PluginConformance
 from polyshard.testing.kit import Factory
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from polyshard import HOOK_API, Contract, Plugin, hookimpl
-from polyshard.contract import contract_of, settings_of
 from polyshard.errors import PluginError
-from polyshard.stack import build_stack
+from polyshard.plugins.contract import contract_of, settings_of
+from polyshard.plugins.stack import build_stack
 
 
 class Minimal(Plugin):
@@ -118,7 +118,8 @@ def test_settings_are_equal_text_for_equal_settings() -> None:
 def test_settings_do_not_depend_on_the_process(seed: str) -> None:
     """Every rank hashes strings its own way; a plan must not differ for that."""
     program = (
-        "from dataclasses import make_dataclass; from polyshard.contract import settings_of\n"
+        "from dataclasses import make_dataclass\n"
+        "from polyshard.plugins.contract import settings_of\n"
         "S = make_dataclass('S', ['words', 'made'])\n"
         "print(settings_of(S({'alpha', 'beta', 'gamma', 'delta'}, object())))"
     )

@@ -11,10 +11,12 @@ from types import ModuleType
 import pytest
 from toy_plugins import Codecs, Watching
 
-from polyshard import CPUOffloadPolicy, OffloadPolicy, discovery, offloading
-from polyshard.discovery import installed_plugins, load_plugin
+from polyshard import CPUOffloadPolicy, OffloadPolicy
 from polyshard.errors import PluginError, UnsupportedError
-from polyshard.stack import build_stack
+from polyshard.plugins import discovery
+from polyshard.plugins import discovery as offloading
+from polyshard.plugins.discovery import installed_plugins, load_plugin
+from polyshard.plugins.stack import build_stack
 
 
 def make(site: Path, name: str, *entries: str, version: str = "1.0") -> None:

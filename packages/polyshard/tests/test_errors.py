@@ -29,6 +29,7 @@ from polyshard import (
     fully_shard,
     hookimpl,
 )
+from polyshard.agreement.failures import FailureReport
 from polyshard.errors import (
     AlreadyShardedError,
     MeshError,
@@ -39,8 +40,7 @@ from polyshard.errors import (
     SettingError,
     UnsupportedError,
 )
-from polyshard.failures import FailureReport
-from polyshard.layout import GroupLayout
+from polyshard.sharding.layout import GroupLayout
 from polyshard.testing import World
 
 
@@ -77,7 +77,7 @@ def bad_settings(rank: int, size: int) -> None:
         fully_shard(nn.Linear(4, 4), **kwargs)
 
     text: Any = "dp"
-    with patch("polyshard.offloading.installed_plugins", return_value=[]):
+    with patch("polyshard.plugins.discovery.installed_plugins", return_value=[]):
         refused(UnsupportedError, r"polyshard-offload", call, offload_policy=CPUOffloadPolicy())
     refused(UnsupportedError, r"not known to polyshard", call, offload_policy="cpu")
     refused(MeshError, r"names \['a'\]", call, dp_mesh_dims=DataParallelMeshDims(shard="a"))
@@ -315,7 +315,7 @@ def test_a_failure_that_was_reset_is_forgotten(world2: World) -> None:
 def one_rank_stays_away(rank: int, size: int) -> None:
     from datetime import timedelta
 
-    from polyshard._torch_private import default_store
+    from polyshard._torch.private import default_store
 
     store = default_store()
     assert store is not None

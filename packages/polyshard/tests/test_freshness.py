@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 from toy_plugins import GatherFactory, Keeping
 from toy_tensors import OldForm
 
-from polyshard import MixedPrecisionPolicy, Plugin, freshness, fully_shard, hookimpl
-from polyshard.freshness import Freshness, Turn, differs, imprint
-from polyshard.gather import NativeGather
+from polyshard import MixedPrecisionPolicy, Plugin, fully_shard, hookimpl
+from polyshard.exchange import freshness
+from polyshard.exchange.freshness import Freshness, Turn, differs, imprint
+from polyshard.exchange.gather import NativeGather
 from polyshard.seams import GroupInfo
 from polyshard.testing import World
 

@@ -17,10 +17,10 @@ from toy_plugins import Codecs
 from typing_extensions import override
 
 from polyshard import MixedPrecisionPolicy, Plugin, fully_shard, hookimpl
-from polyshard.accumulation import blanks
-from polyshard.defaults import DeviceStorage
-from polyshard.layout import GroupLayout
+from polyshard.exchange.accumulation import blanks
+from polyshard.plugins.builtin import DeviceStorage
 from polyshard.seams import GroupInfo
+from polyshard.sharding.layout import GroupLayout
 from polyshard.testing import World
 
 SHAPES = {"fsdp": (4,), "hsdp": (2, 2), "replicas": (4, 1)}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from polyshard import hookspecs
-from polyshard.problems import hook_arguments
+from polyshard.plugins import hookspecs
+from polyshard.plugins.validation import hook_arguments
 
 ROOT = Path(__file__).parents[3]
 HOOKS = list(hook_arguments())

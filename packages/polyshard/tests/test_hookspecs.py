@@ -31,16 +31,16 @@ from toy_plugins import (
 )
 
 from polyshard import Plugin, hookimpl
-from polyshard.defaults import (
+from polyshard.errors import ConflictError, PluginError
+from polyshard.plugins.builtin import (
     DefaultBackend,
     DeviceStorageFactory,
     NativeGatherCodec,
     NativeReduceCodec,
 )
-from polyshard.errors import ConflictError, PluginError
-from polyshard.problems import hook_arguments
+from polyshard.plugins.stack import build_stack
+from polyshard.plugins.validation import hook_arguments
 from polyshard.seams import ParamInfo
-from polyshard.stack import build_stack
 from polyshard.testing import World
 
 

@@ -11,9 +11,9 @@ from toy_plugins import Keeping, KeptFactory
 from typing_extensions import override
 
 from polyshard import hookimpl
-from polyshard.defaults import DeviceStorage
-from polyshard.layout import GroupLayout
+from polyshard.plugins.builtin import DeviceStorage
 from polyshard.seams import GroupInfo
+from polyshard.sharding.layout import GroupLayout
 from polyshard.testing import World
 
 

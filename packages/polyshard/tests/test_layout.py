@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyshard.layout import (
+from polyshard.sharding.layout import (
     ALIGNMENT_BYTES,
     GroupLayout,
     ParameterLayout,

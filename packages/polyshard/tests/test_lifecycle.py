@@ -25,10 +25,10 @@ from toy_models import (
 )
 
 from polyshard import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
+from polyshard.engine.root import units_below
+from polyshard.engine.unit import Unit
 from polyshard.errors import DeepcopyError, LifecycleError
-from polyshard.group import State
-from polyshard.root import units_below
-from polyshard.schedule import Unit
+from polyshard.group.group import State
 from polyshard.testing import World
 
 

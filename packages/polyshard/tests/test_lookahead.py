@@ -11,9 +11,9 @@ from toy_models import chain, run_chain
 from typing_extensions import override
 
 from polyshard import Plugin, fully_shard, hookimpl
-from polyshard.defaults import DeviceStorage
-from polyshard.layout import GroupLayout
+from polyshard.plugins.builtin import DeviceStorage
 from polyshard.seams import GroupInfo
+from polyshard.sharding.layout import GroupLayout
 from polyshard.testing import World
 
 

@@ -17,10 +17,11 @@ from torch import nn
 from toy_models import build, loss_of, shard, tokens_for
 from toy_plugins import BytesGather, Codecs, GatherFactory, OtherCodec
 
-from polyshard import describe, fully_shard, hookimpl, meeting
-from polyshard.board import Board
+from polyshard import describe, fully_shard, hookimpl
+from polyshard.agreement import meeting
+from polyshard.agreement.board import Board
+from polyshard.agreement.meeting import meet, report_failure, start_again
 from polyshard.errors import PlanMismatchError, SettingError
-from polyshard.meeting import meet, report_failure, start_again
 from polyshard.testing import World
 
 SECONDS = 10.0

@@ -23,7 +23,7 @@ from polyshard import (
     fully_shard,
     stats,
 )
-from polyshard.root import units_below
+from polyshard.engine.root import units_below
 from polyshard.testing import World
 
 STEPS = 3

@@ -24,13 +24,13 @@ from toy_models import Model, build, full, loss_of, shard, tokens_for
 from toy_plugins import Adapting, Transposing
 
 from polyshard import Plugin, attach_optimizer, fully_shard, hookimpl
+from polyshard.engine.native_state import native_state
 from polyshard.errors import (
     CheckpointError,
     IneffectiveSettingWarning,
     LifecycleError,
     SettingError,
 )
-from polyshard.native_state import native_state
 from polyshard.seams import GroupInfo, ParamInfo
 from polyshard.testing import World
 

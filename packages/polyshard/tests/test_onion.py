@@ -15,9 +15,9 @@ from toy_plugins import Flattening, Transposing, Unsqueezing
 
 from polyshard import Plugin, hookimpl
 from polyshard.errors import PluginError
-from polyshard.onion import Onion
+from polyshard.plugins.stack import build_stack
+from polyshard.plugins.transforms import Onion
 from polyshard.seams import ParamInfo
-from polyshard.stack import build_stack
 
 PARAM = ParamInfo("w", (2, 3), torch.float32, True, None, nn.Linear)  # type: ignore[arg-type]
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from toy_models import full
 
 from polyshard import MixedPrecisionPolicy, describe, fully_shard
+from polyshard.engine.root import unit_of
 from polyshard.errors import IneffectiveSettingWarning, ModuleError
-from polyshard.root import unit_of
 from polyshard.testing import World
 
 STEPS = 3

@@ -13,11 +13,12 @@ from torch import nn
 from toy_plugins import Codecs, Preparing
 from typer.testing import CliRunner
 
-from polyshard import Plugin, discovery, hookimpl
-from polyshard.cli import app
-from polyshard.discovery import installed_plugins
-from polyshard.plugin_cli import Loaded
-from polyshard.stack import build_stack
+from polyshard import Plugin, hookimpl
+from polyshard.cli.main import app
+from polyshard.cli.plugins import Loaded
+from polyshard.plugins import discovery
+from polyshard.plugins.discovery import installed_plugins
+from polyshard.plugins.stack import build_stack
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *entries: tuple[str, str]) -> None:

@@ -14,10 +14,10 @@ from toy_plugins import Codecs
 
 import polyshard
 from polyshard import fully_shard
-from polyshard.defaults import DefaultBackend
 from polyshard.errors import GradientMismatchError
-from polyshard.mesh import MeshRoles
+from polyshard.plugins.builtin import DefaultBackend
 from polyshard.seams import GroupInfo
+from polyshard.sharding.mesh import MeshRoles
 from polyshard.testing import World
 from polyshard.transport.base import Transport
 from polyshard.transport.collective import CollectiveTransport

@@ -14,8 +14,8 @@ from toy_plugins import Codecs
 from toy_tensors import Coded, Moody, Nibbles, OldForm, Wrapped
 
 from polyshard import describe, fully_shard, stats
+from polyshard.engine.root import unit_of
 from polyshard.errors import ConflictError, ModuleError, PluginError, UnsupportedError
-from polyshard.root import unit_of
 from polyshard.testing import World
 
 

@@ -18,11 +18,11 @@ from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 from toy_models import assert_same_parameters
 
 from polyshard import Plugin, fully_shard, hookimpl
-from polyshard.compat import from_fsdp_extensions
 from polyshard.errors import PluginError
-from polyshard.mesh import resolve_mesh
-from polyshard.placement import Placed
-from polyshard.rows import placements_of_rows
+from polyshard.fsdp1 import from_fsdp_extensions
+from polyshard.sharding.mesh import resolve_mesh
+from polyshard.sharding.placement import Placed
+from polyshard.sharding.rows import placements_of_rows
 from polyshard.testing import World
 
 

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from toy_models import build, full, loss_of, shard, tokens_for
 
 from polyshard import fully_shard
-from polyshard._torch_private import storage_holders
-from polyshard.own_storage import own_storage, own_storage_of_gradient
+from polyshard._torch.private import storage_holders
+from polyshard.memory.own_storage import own_storage, own_storage_of_gradient
 from polyshard.testing import World
 
 # --- one tensor -----------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def test_memory_lives_as_long_as_any_alias() -> None:
 
 def test_an_alias_outlives_the_interpreter_quietly() -> None:
     program = (
-        "import torch; from polyshard.own_storage import own_storage\n"
+        "import torch; from polyshard.memory.own_storage import own_storage\n"
         "torch.kept = own_storage(torch.ones(9)[3:])\n"
         "cycle = [own_storage(torch.ones(9)[3:])]; cycle.append(cycle)\n"
     )

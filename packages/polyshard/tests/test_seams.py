@@ -28,7 +28,7 @@ from toy_plugins import (
 
 from polyshard import MixedPrecisionPolicy, Plugin, describe, fully_shard, hookimpl, stats
 from polyshard.errors import ConflictError, PlanMismatchError, PluginError
-from polyshard.manager import Manager
+from polyshard.plugins.manager import Manager
 from polyshard.seams import ParamInfo
 from polyshard.testing import World
 

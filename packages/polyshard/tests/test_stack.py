@@ -17,16 +17,16 @@ from toy_groups import GROUP
 from toy_plugins import Codecs, Constrained, GatherFactory, Watching
 
 import polyshard
-from polyshard import HOOK_API, Contract, Plugin, discovery, hookimpl
-from polyshard.builtin import EnginePlugin
-from polyshard.contract import contract_of, settings_of
-from polyshard.defaults import NativeReduceCodec
+from polyshard import HOOK_API, Contract, Plugin, hookimpl
 from polyshard.errors import ConflictError, PluginError
-from polyshard.onion import Onion
-from polyshard.ordering import check_relations, order
-from polyshard.problems import hook_arguments, problems_of
+from polyshard.plugins import discovery
+from polyshard.plugins.builtin import EnginePlugin, NativeReduceCodec
+from polyshard.plugins.contract import contract_of, settings_of
+from polyshard.plugins.ordering import check_relations, order
+from polyshard.plugins.stack import build_stack
+from polyshard.plugins.transforms import Onion
+from polyshard.plugins.validation import hook_arguments, problems_of
 from polyshard.seams import ParamInfo
-from polyshard.stack import build_stack
 
 other_marker = pluggy.HookimplMarker("polyshrad")
 

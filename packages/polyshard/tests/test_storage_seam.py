@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from polyshard import Plugin, fully_shard, hookimpl
-from polyshard.defaults import DeviceStorage
-from polyshard.layout import GroupLayout
+from polyshard.plugins.builtin import DeviceStorage
 from polyshard.seams import GroupInfo
+from polyshard.sharding.layout import GroupLayout
 from polyshard.testing import World
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from polyshard import _torch_private as private
+from polyshard._torch import private
 from polyshard.errors import MeshError
 from polyshard.testing import World
 

@@ -26,9 +26,9 @@ from toy_models import (
 )
 
 from polyshard import MixedPrecisionPolicy, describe, fully_shard
+from polyshard.engine.root import units_below
 from polyshard.errors import PeerError, UnsupportedError
-from polyshard.group import State
-from polyshard.root import units_below
+from polyshard.group.group import State
 from polyshard.testing import World
 from polyshard.testing.world import RankError
 

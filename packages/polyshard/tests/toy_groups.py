@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from polyshard.plugins.stack import build_stack
 from polyshard.seams import Contributions, GroupInfo, ParamInfo
-from polyshard.stack import build_stack
 
 NO_MESH: Any = None
 PARAM = ParamInfo("w", (2, 3), torch.float32, True, NO_MESH, nn.Linear)

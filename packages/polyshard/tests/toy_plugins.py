@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from polyshard import Plugin, hookimpl
-from polyshard.defaults import DefaultBackend, DeviceStorage
-from polyshard.layout import GroupLayout
-from polyshard.mesh import MeshRoles
+from polyshard.plugins.builtin import DefaultBackend, DeviceStorage
 from polyshard.seams import GroupInfo, ParamInfo
+from polyshard.sharding.layout import GroupLayout
+from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import Transport
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from polyshard_offload import DiskSettings
-from polyshard_offload.blocks import Calls
-from polyshard_offload.memory import Slab
-from polyshard_offload.swap import SwapFile
+from polyshard_offload.tiers.block_io import Calls
+from polyshard_offload.tiers.host_memory import Slab
+from polyshard_offload.tiers.swap_file import SwapFile
 
 BLOCK = 8192
 

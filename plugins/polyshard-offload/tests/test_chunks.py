@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyshard_offload.chunks import Slot, plan_chunks
-from polyshard_offload.records import Entry, Record, entries_of, record_bytes
-from polyshard_offload.store import Extent, merged
+from polyshard_offload.optimizer.chunks import Slot, plan_chunks
+from polyshard_offload.optimizer.records import Entry, Record, entries_of, record_bytes
+from polyshard_offload.tiers.state_store import Extent, merged
 
 SHELVES = [cast(Any, object()) for _ in range(3)]
 

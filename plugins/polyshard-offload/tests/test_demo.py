@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("typer", reason="the demo needs polyshard[demo]")
 pytest.importorskip("matplotlib", reason="the demo needs polyshard[demo]")
-from polyshard.cli import app
+from polyshard.cli.main import app
 
 OPTIONS = ["train", "--preset", "tiny", "--ranks", "2"]
 

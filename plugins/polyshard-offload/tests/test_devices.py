@@ -15,7 +15,7 @@ from torch import nn
 from polyshard import fully_shard
 from polyshard.testing import World
 from polyshard_offload import DiskSettings, Offload, StorageError
-from polyshard_offload.swap import SwapFile
+from polyshard_offload.tiers.swap_file import SwapFile
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -166,9 +166,9 @@ def test_host_memory_is_pinned() -> None:
 
 def overlaps(rank: int, size: int) -> None:
     """A prefetched copy runs beside the compute stream, into memory whose last use has ended."""
-    from polyshard_offload.memory import Arena
-    from polyshard_offload.shelves import HostShelf
-    from polyshard_offload.staging import StagingCount
+    from polyshard_offload.shards.staging import StagingCount
+    from polyshard_offload.shards.storage import HostShelf
+    from polyshard_offload.tiers.host_memory import Arena
 
     class Nowhere:
         def place(self, gradient: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,8 @@ import torch
 from swap_toys import BLOCK, aligned, noise, swap
 
 from polyshard_offload import CorruptedError, StorageError
-from polyshard_offload.blocks import Calls
-from polyshard_offload.store import DiskStore
+from polyshard_offload.tiers.block_io import Calls
+from polyshard_offload.tiers.state_store import DiskStore
 
 
 class Faulty:

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from polyshard import fully_shard
-from polyshard.demo.model import (
+from polyshard.testing import World
+from polyshard_demo.model import (
     VOCABULARY,
     Block,
     Embedding,
@@ -28,7 +29,6 @@ from polyshard.demo.model import (
     ModelSettings,
     Projection,
 )
-from polyshard.testing import World
 from polyshard_offload import DiskSettings, Offload
 
 MIB = 1 << 20

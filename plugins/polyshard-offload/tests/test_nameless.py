@@ -16,8 +16,9 @@ import pytest
 import torch
 from swap_toys import BLOCK, noise, swap
 
-from polyshard_offload import StorageError, nameless
-from polyshard_offload.nameless import PREFIX, open_nameless
+from polyshard_offload import StorageError
+from polyshard_offload.tiers import nameless
+from polyshard_offload.tiers.nameless import PREFIX, open_nameless
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from torch import nn
 from polyshard.errors import PeerError
 from polyshard.testing import World
 from polyshard_offload import CorruptedError, DiskSettings, Offload, OffloadError, StorageError
-from polyshard_offload.blocks import Calls
+from polyshard_offload.tiers.block_io import Calls
 
 
 def parameters(count: int = 3) -> list[nn.Parameter]:

@@ -92,7 +92,7 @@ def test_tiers_left_out_are_beside_the_parameters() -> None:
 
 def test_settings_travel_and_paths_may_differ(tmp_path: Path) -> None:
     """Ranks compare settings; where each rank's disk is mounted is its own business."""
-    from polyshard.contract import settings_of
+    from polyshard.plugins.contract import settings_of
 
     offload = Offload(optimizer="disk", disk=DiskSettings(path=tmp_path))
     again = pickle.loads(pickle.dumps(offload))

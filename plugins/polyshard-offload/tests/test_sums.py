@@ -14,7 +14,7 @@ from torch import nn
 from polyshard import fully_shard
 from polyshard.testing import World
 from polyshard_offload import CorruptedError, DiskSettings, Offload
-from polyshard_offload.blocks import Calls
+from polyshard_offload.tiers.block_io import Calls
 
 
 def made(path: str, *, checksums: bool = True, calls: Calls | None = None) -> tuple[Any, Any, Any]:

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from swap_toys import BLOCK, aligned, noise, swap
 
 from polyshard_offload import StorageError
-from polyshard_offload.memory import Arena
-from polyshard_offload.nameless import PREFIX
-from polyshard_offload.store import DiskStore, Extent, HostStore, Store
-from polyshard_offload.swap import SwapFile
+from polyshard_offload.tiers.host_memory import Arena
+from polyshard_offload.tiers.nameless import PREFIX
+from polyshard_offload.tiers.state_store import DiskStore, Extent, HostStore, Store
+from polyshard_offload.tiers.swap_file import SwapFile
 
 
 @pytest.mark.parametrize("direct", [True, False, "auto"])
@@ -90,7 +90,7 @@ def test_files_have_no_names(tmp_path: Path) -> None:
 HOLDERS = """
 import os, sys, time, torch
 from polyshard_offload import DiskSettings
-from polyshard_offload.swap import SwapFile
+from polyshard_offload.tiers.swap_file import SwapFile
 from pathlib import Path
 
 def say(*words):
@@ -163,7 +163,7 @@ def test_arenas_take_few_slabs_and_back_what_is_dropped() -> None:
 
 def test_lanes_wait_for_each_other(tmp_path: Path) -> None:
     """However long transfers take, each visit sees what the visit before left."""
-    from polyshard_offload.pipeline import Job, Pipeline
+    from polyshard_offload.optimizer.pipeline import Job, Pipeline
 
     generator = torch.Generator().manual_seed(0)
 
@@ -203,7 +203,7 @@ def test_lanes_wait_for_each_other(tmp_path: Path) -> None:
 
 
 def test_an_error_in_a_lane_is_raised_once_all_have_ended() -> None:
-    from polyshard_offload.pipeline import Job, Pipeline
+    from polyshard_offload.optimizer.pipeline import Job, Pipeline
 
     class Broken(HostStore):
         def save(self, extents: Sequence[Extent], source: torch.Tensor) -> None:

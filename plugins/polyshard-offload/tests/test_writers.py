@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from polyshard import describe, fully_shard
 from polyshard.testing import World
-from polyshard_offload import CorruptedError, DiskSettings, Offload, written
-from polyshard_offload.written import PrivateWindow, writes_show
+from polyshard_offload import CorruptedError, DiskSettings, Offload
+from polyshard_offload.shards import written
+from polyshard_offload.shards.written import PrivateWindow, writes_show
 
 Write = Callable[[Any, list[nn.Parameter], int], None]
 
@@ -172,7 +173,7 @@ def test_reading_vouches_for_nothing(world1: World, tmp_path: Path) -> None:
 def unknown_to_the_kernel(rank: int, size: int, path: str) -> None:
     """Then no write is taken for corruption, and describe() says what is not checked."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polyshard_offload.swap.writes_show", lambda: False)
+        patch.setattr("polyshard_offload.tiers.swap_file.writes_show", lambda: False)
         patch.setattr("polyshard_offload.report.writes_show", lambda: False)
         model, _ = sharded(path, "disk", checksums=True)
         plain = make()

@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from polyshard.layout import GroupLayout, ParameterShape, plan_layout
 from polyshard.seams import GroupInfo, ParamInfo
+from polyshard.sharding.layout import GroupLayout, ParameterShape, plan_layout
 from polyshard.testing.cases import chunk_rows, local_part
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

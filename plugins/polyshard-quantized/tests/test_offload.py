@@ -18,7 +18,7 @@ from polyshard_quantized import ErrorFeedback, Float8Block, Int4Block, Int8Block
 
 pytest.importorskip("polyshard_offload", reason="needs polyshard-offload")
 from polyshard_offload import DiskSettings, Offload
-from polyshard_offload.swap import SwapFile
+from polyshard_offload.tiers.swap_file import SwapFile
 
 STEPS = 4
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from wire import counted
 
 from polyshard import clip_grad_norm_, describe, fully_shard, stats
-from polyshard.demo.model import LanguageModel, ModelSettings
 from polyshard.testing import World
+from polyshard_demo.model import LanguageModel, ModelSettings
 from polyshard_quantized import Exclusions, Int4Block, Int8Block, QuantizedComm, round_trip
 
 pytest.importorskip("polyshard_tensor_parallel", reason="needs polyshard-tensor-parallel")

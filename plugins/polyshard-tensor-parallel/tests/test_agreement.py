@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import (
 from tp_models import Mlp, full, meshes, mlp, mlp_plan
 
 from polyshard import Plugin, fully_shard, hookimpl
+from polyshard.agreement.meeting import GRACE_SECONDS
 from polyshard.errors import PlanMismatchError, PolyshardError, SettingError
-from polyshard.meeting import GRACE_SECONDS
 from polyshard.seams import GroupInfo
 from polyshard.testing import World
 from polyshard_tensor_parallel import Heads, Plan, TensorParallel

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from tp_models import mean_over, meshes, mlp, mlp_plan, train
 
-from polyshard.compat import as_fsdp_extensions, wrapping_with
+from polyshard.fsdp1 import as_fsdp_extensions, wrapping_with
 from polyshard.testing import World
 from polyshard_tensor_parallel import TensorParallel
 

@@ -28,8 +28,8 @@ from tp_models import full, meshes
 
 from polyshard import MixedPrecisionPolicy, fully_shard
 from polyshard.errors import MeshError, UnsupportedError
-from polyshard.layout import chunk_bounds
 from polyshard.seams import ParamInfo
+from polyshard.sharding.layout import chunk_bounds
 from polyshard.testing import World
 from polyshard_tensor_parallel import TensorParallel
 from polyshard_tensor_parallel.chunks import data_placement, whole_of

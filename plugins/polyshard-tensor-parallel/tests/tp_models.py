@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from polyshard import clip_grad_norm_, fully_shard
-from polyshard.demo.model import LanguageModel, ModelSettings
+from polyshard_demo.model import LanguageModel, ModelSettings
 
 SEQUENCE = 16
 

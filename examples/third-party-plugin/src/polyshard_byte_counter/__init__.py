@@ -3,7 +3,7 @@
 from collections import Counter
 
 from polyshard import Plugin, hookimpl
-from polyshard.defaults import SilentObserver
+from polyshard.plugins.builtin import SilentObserver
 
 
 class ByteObserver(SilentObserver):

@@ -1,7 +1,7 @@
 """A composable fully-sharded data-parallel engine for PyTorch.
 
-Names are imported when they are first used, so that ``polyshard.markers`` and the command line
-do not load torch.
+Names are imported when they are first used, so that ``polyshard.plugins.contract`` and the command
+line do not load torch.
 """
 
 from __future__ import annotations
@@ -9,23 +9,21 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from polyshard import _moved
 from polyshard.__about__ import __version__
 
 if TYPE_CHECKING:
     from polyshard.api import fully_shard
-    from polyshard.calibration import Calibration
     from polyshard.clipping import clip_grad_norm_, grad_norm
-    from polyshard.contract import Contract, Plugin
     from polyshard.description import describe, stats
-    from polyshard.markers import HOOK_API, hookimpl
+    from polyshard.engine.native_state import attach_optimizer
     from polyshard.module import (
         FSDPModule,
         UnshardHandle,
         register_fsdp_forward_method,
         share_comm_ctx,
     )
-    from polyshard.native_state import attach_optimizer
-    from polyshard.placement import ShardPlacement
+    from polyshard.plugins.contract import HOOK_API, Contract, Plugin, hookimpl
     from polyshard.policies import (
         CPUOffloadPolicy,
         DataParallelMeshDims,
@@ -33,11 +31,11 @@ if TYPE_CHECKING:
         OffloadPolicy,
     )
     from polyshard.same_values import SameValues
+    from polyshard.sharding.placement import ShardPlacement
 
 __all__ = [
     "HOOK_API",
     "CPUOffloadPolicy",
-    "Calibration",
     "Contract",
     "DataParallelMeshDims",
     "FSDPModule",
@@ -61,23 +59,22 @@ __all__ = [
 
 _HOMES = {
     "CPUOffloadPolicy": "policies",
-    "Calibration": "calibration",
-    "Contract": "contract",
+    "Contract": "plugins.contract",
     "DataParallelMeshDims": "policies",
     "FSDPModule": "module",
-    "HOOK_API": "markers",
+    "HOOK_API": "plugins.contract",
     "MixedPrecisionPolicy": "policies",
     "OffloadPolicy": "policies",
-    "Plugin": "contract",
+    "Plugin": "plugins.contract",
     "SameValues": "same_values",
-    "ShardPlacement": "placement",
+    "ShardPlacement": "sharding.placement",
     "UnshardHandle": "module",
-    "attach_optimizer": "native_state",
+    "attach_optimizer": "engine.native_state",
     "clip_grad_norm_": "clipping",
     "describe": "description",
     "fully_shard": "api",
     "grad_norm": "clipping",
-    "hookimpl": "markers",
+    "hookimpl": "plugins.contract",
     "register_fsdp_forward_method": "module",
     "share_comm_ctx": "module",
     "stats": "description",
@@ -88,10 +85,13 @@ if not TYPE_CHECKING:  # else every misspelt name would have a type
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
-            raise AttributeError(f"module 'polyshard' has no attribute '{name}'")
+            return _moved.moved_name(name)
         value = getattr(importlib.import_module(f"polyshard.{_HOMES[name]}"), name)
         globals()[name] = value
         return value
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
+
+
+_moved.install()

@@ -10,30 +10,29 @@ from typing import TypeVar, cast, overload
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from polyshard._torch_private import tag_managed_module
-from polyshard.collect import (
+from polyshard._torch.private import tag_managed_module
+from polyshard.agreement.meeting import reporting
+from polyshard.engine.collect import (
     TIE,
     Collector,
     check_modules,
     move_to_device,
     split_by_kind,
 )
-from polyshard.digest import audiences
+from polyshard.engine.plans import audiences
+from polyshard.engine.root import unit_of
+from polyshard.engine.state_dict import StateDictHooks
+from polyshard.engine.unit import Unit
 from polyshard.errors import AlreadyShardedError, SettingError
-from polyshard.group import ParameterGroup
-from polyshard.group_setup import GroupSetup
-from polyshard.meeting import reporting
-from polyshard.mesh import MeshRoles, resolve_mesh
+from polyshard.group.group import ParameterGroup
+from polyshard.group.setup import GroupSetup
 from polyshard.module import mix_in
-from polyshard.offloading import with_policy
-from polyshard.parameter import Source
-from polyshard.placement import PlacementFunction
+from polyshard.params.parameter import Source
+from polyshard.plugins.discovery import with_policy
+from polyshard.plugins.stack import PluginStack, build_stack
 from polyshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from polyshard.root import unit_of
-from polyshard.schedule import Unit
-from polyshard.seams import Stack
-from polyshard.stack import build_stack
-from polyshard.state_dict import StateDictHooks
+from polyshard.sharding.mesh import MeshRoles, resolve_mesh
+from polyshard.sharding.placement import PlacementFunction
 
 logger = logging.getLogger("polyshard")
 M = TypeVar("M", bound=nn.Module)
@@ -173,7 +172,7 @@ def _reshards(reshard_after_forward: bool | int | None, roles: MeshRoles) -> boo
     return reshard_after_forward
 
 
-def _plan_groups(unit: Unit, sources: Sequence[Source], stack: Stack) -> None:
+def _plan_groups(unit: Unit, sources: Sequence[Source], stack: PluginStack) -> None:
     label = ", ".join(type(m).__name__ for m in unit.modules)
     kinds = split_by_kind(sources)
     for index, members in enumerate(kinds):

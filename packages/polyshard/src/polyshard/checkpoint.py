@@ -29,7 +29,7 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import StorageMeta
 from typing_extensions import override
 
-from polyshard._torch_private import metadata_classes
+from polyshard._torch.private import metadata_classes
 from polyshard.errors import CheckpointError
 
 __all__ = ["CheckpointPlanner", "CheckpointReader"]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from polyshard._torch_private import local_tensor
+from polyshard._torch.private import local_tensor
 from polyshard.errors import NonFiniteError, SettingError
 
 Groups = tuple[dist.ProcessGroup, ...]

@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from torch import nn
 from typing_extensions import override
 
+from polyshard.engine.root import group_names, units_below
+from polyshard.engine.unit import Unit
 from polyshard.errors import SettingError
-from polyshard.group import ParameterGroup, State
-from polyshard.plan import GroupPlan
-from polyshard.root import group_names, units_below
-from polyshard.schedule import Unit
+from polyshard.group.group import ParameterGroup, State
+from polyshard.group.plan import GroupPlan
+from polyshard.group.planner import plan_of
+from polyshard.group.traffic import Traffic
+from polyshard.group.transfers import readable
 from polyshard.seams import GroupIdentity
-from polyshard.traffic import Traffic
-from polyshard.ways import readable
 
 _COLUMNS = ("group", "parameters", "elements", "gather", "reduce", "unsharded", "shard", "frees")
 
@@ -24,7 +25,7 @@ _COLUMNS = ("group", "parameters", "elements", "gather", "reduce", "unsharded", 
 class Description:
     """The plans of all groups of a model. ``print`` it, or read its numbers.
 
-    Byte counts are this rank's, for one transfer; see :class:`polyshard.plan.GroupPlan`.
+    Byte counts are this rank's, for one transfer; see :class:`polyshard.group.plan.GroupPlan`.
     """
 
     groups: tuple[GroupPlan, ...]
@@ -127,7 +128,7 @@ def describe(model: nn.Module) -> Description:
     fqns = {id(p): name for name, p in model.named_parameters()}
     for name, _, unit in units_below(model):
         if unit.is_root is not None:
-            plans.extend(group.plan() for group in unit.groups)
+            plans.extend(plan_of(group) for group in unit.groups)
             continue
         # Before the first forward nobody knows the root: take ``model`` for it, as it will be.
         stays = not name and unit.reshard_after_forward is None
@@ -141,7 +142,7 @@ def _preview(
     for group, label in zip(unit.groups, group_names(unit, name), strict=True):
         if group.state is State.SHARDED:
             group.rename(label, fqns)  # as the root will: plugins choose parameters by their names
-        plan = group.plan()
+        plan = plan_of(group)
         parameters = tuple(
             replace(info, fqn=fqns.get(id(sharded.parameter), info.fqn))
             for info, sharded in zip(plan.parameters, group.shards.parameters, strict=True)

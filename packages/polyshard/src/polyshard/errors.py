@@ -6,6 +6,9 @@ place, so that callers who match on torch's type keep working.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
+
 
 class PolyshardError(Exception):
     """Base of all errors raised on purpose."""
@@ -72,3 +75,9 @@ class ConflictError(PluginError):
 
 class IneffectiveSettingWarning(UserWarning):
     """A setting that changes nothing where it was given; ``describe()`` says so as well."""
+
+
+def warn(notices: Iterable[str]) -> None:
+    """Say each once (by Python's filter of repeated warnings)."""
+    for notice in notices:
+        warnings.warn(notice, IneffectiveSettingWarning, stacklevel=2)

@@ -13,14 +13,13 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from typing_extensions import override
 
-from polyshard.digest import compare_early
-from polyshard.errors import DeepcopyError, LifecycleError, SettingError, UnsupportedError
-from polyshard.group import ParameterGroup
-from polyshard.notices import warn, without_buffers
-from polyshard.root import unit_of, units_below
-from polyshard.schedule import Unit
+from polyshard._torch.untraced import untraced
+from polyshard.engine.plans import compare_early
+from polyshard.engine.root import unit_of, units_below
+from polyshard.engine.unit import Unit
+from polyshard.errors import DeepcopyError, LifecycleError, SettingError, UnsupportedError, warn
+from polyshard.group.group import ParameterGroup
 from polyshard.transport.custom import AllGather, ReduceScatter
-from polyshard.untraced import untraced
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -281,13 +280,13 @@ class FSDPModule(TorchFSDPModule):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """No effect, and a warning: transfers use parameters and gradients where they rest."""
         if enable:
-            warn([without_buffers("set_allocate_memory_from_process_group_for_comm")])
+            warn([_without_buffers("set_allocate_memory_from_process_group_for_comm")])
 
     @override
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """No effect, and a warning: transfers use parameters and gradients where they rest."""
         del backend
-        warn([without_buffers("set_symm_mem_for_comm")])
+        warn([_without_buffers("set_symm_mem_for_comm")])
 
     # nn.Module --------------------------------------------------------------------------------
 
@@ -398,3 +397,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     gathered.__name__ = method_name
     gathered.__doc__ = method.__doc__
     setattr(module, method_name, gathered)
+
+
+def _without_buffers(setter: str) -> str:
+    return (
+        f"{setter}() has no effect: polyshard sends parameters and gradients from where they rest "
+        "and has no communication buffers to allocate elsewhere"
+    )

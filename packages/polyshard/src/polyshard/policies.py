@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from polyshard._torch_private import DataParallelMeshDims
+from polyshard._torch.private import DataParallelMeshDims
 
 __all__ = ["CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy"]

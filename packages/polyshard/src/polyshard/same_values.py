@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from polyshard.__about__ import __version__
-from polyshard.contract import Plugin
-from polyshard.defaults import SilentObserver
-from polyshard.markers import hookimpl
-from polyshard.notices import warn
+from polyshard.errors import warn
+from polyshard.plugins.builtin import SilentObserver
+from polyshard.plugins.contract import Plugin, hookimpl
 from polyshard.seams import GroupInfo, ParamInfo
 
 ON_META = "values unknown (meta device)"

@@ -1,6 +1,6 @@
 """The seams of the engine: what a plugin may replace or watch, as small protocols.
 
-The engine's own behaviour goes through the same protocols (see :mod:`polyshard.builtin`), so a
+The engine's own behaviour goes through the same protocols (see ``plugins.builtin``), so a
 plugin adds a class and edits no engine file. Everything here is asked for at plan time, frozen into
 the plan of a group, and used as plain objects during a step.
 
@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
 
-    from polyshard.layout import GroupLayout
-    from polyshard.mesh import MeshRoles
-    from polyshard.onion import Onion
-    from polyshard.parameter_hooks import ParameterHooks
+    from polyshard.sharding.layout import GroupLayout
+    from polyshard.sharding.mesh import MeshRoles
     from polyshard.transport.base import Transport
 
 
@@ -370,29 +368,3 @@ class Contributions:
         """How an error calls the plugin that contributed ``part``."""
         found = (label for owned, label in self.labels if owned is part)
         return f"plugin {next(found, repr(getattr(part, 'name', type(part).__name__)))}"
-
-
-class Stack(Protocol):
-    """The plugins of one ``fully_shard`` call, resolved and in order."""
-
-    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Let every plugin change the module before its parameters are collected."""
-        ...
-
-    @property
-    def onion(self) -> Onion:
-        """The transforms around every parameter."""
-        ...
-
-    @property
-    def parameter_hooks(self) -> ParameterHooks:
-        """The exclusive hooks of single parameters."""
-        ...
-
-    def facts(self, tensor: Tensor, param: ParamInfo) -> tuple[str, ...]:
-        """What plugins say of a parameter, for the plan."""
-        ...
-
-    def contributions(self, group: GroupInfo) -> Contributions:
-        """Who does what for one group."""
-        ...

@@ -14,15 +14,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from polyshard import CPUOffloadPolicy, Plugin, grad_norm, hookimpl
-from polyshard.defaults import SilentObserver
 from polyshard.errors import IneffectiveSettingWarning
+from polyshard.plugins.builtin import SilentObserver
 from polyshard.seams import GroupInfo
 from polyshard_offload.__about__ import __version__
 from polyshard_offload._torch_private import local_of
 from polyshard_offload.errors import OffloadError, SettingError
-from polyshard_offload.memory import may_pin
-from polyshard_offload.optimizer import check_optimizer, install
+from polyshard_offload.optimizer.spent import MESSAGE
+from polyshard_offload.optimizer.step import StateOffload
+from polyshard_offload.optimizer.wrap import check_optimizer, install
 from polyshard_offload.report import Memory, measured, notices, predicted
+from polyshard_offload.resources import ShelfFactory, Tiers
 from polyshard_offload.settings import (
     DiskSettings,
     Tier,
@@ -31,9 +33,7 @@ from polyshard_offload.settings import (
     check_tiers,
     one_of,
 )
-from polyshard_offload.spent import MESSAGE
-from polyshard_offload.stepping import StateOffload
-from polyshard_offload.tiers import ShelfFactory, Tiers
+from polyshard_offload.tiers.host_memory import may_pin
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 

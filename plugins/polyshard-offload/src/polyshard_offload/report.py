@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 from typing_extensions import override
 
-from polyshard_offload.gradients import HostGradients
-from polyshard_offload.memory import pages
-from polyshard_offload.shelves import DiskShelf
-from polyshard_offload.store import HostStore
-from polyshard_offload.written import writes_show
+from polyshard_offload.shards.gradients import HostGradients
+from polyshard_offload.shards.storage import DiskShelf
+from polyshard_offload.shards.written import writes_show
+from polyshard_offload.tiers.host_memory import pages
+from polyshard_offload.tiers.state_store import HostStore
 
 if TYPE_CHECKING:
-    from polyshard_offload.stepping import StateOffload
-    from polyshard_offload.tiers import Tiers
+    from polyshard_offload.optimizer.step import StateOffload
+    from polyshard_offload.resources import Tiers
 
 
 @dataclass(frozen=True)

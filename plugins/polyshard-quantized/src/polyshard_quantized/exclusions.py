@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from polyshard.errors import SettingError
-from polyshard.layout import ParameterLayout
 from polyshard.seams import ParamInfo
+from polyshard.sharding.layout import ParameterLayout
 from polyshard_quantized.blocks import RowBlocks
 from polyshard_quantized.formats import SCALE_BYTES, BlockFormat
 

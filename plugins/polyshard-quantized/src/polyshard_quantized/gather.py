@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from polyshard.layout import GroupLayout
 from polyshard.seams import GroupInfo
+from polyshard.sharding.layout import GroupLayout
 from polyshard_quantized.coding import BlockCodec, Nearest
 from polyshard_quantized.exclusions import Exclusions
 from polyshard_quantized.formats import BlockFormat

@@ -20,7 +20,7 @@ from functools import cached_property
 
 import torch
 
-from polyshard.layout import GroupLayout
+from polyshard.sharding.layout import GroupLayout
 from polyshard_quantized.blocks import RowBlocks, Tile, merged
 from polyshard_quantized.exclusions import row_elements
 from polyshard_quantized.formats import SCALE_BYTES, BlockFormat

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from polyshard.layout import GroupLayout
 from polyshard.seams import GroupInfo
+from polyshard.sharding.layout import GroupLayout
 from polyshard_quantized.blocks import Tile
 from polyshard_quantized.coding import BlockCodec, Nearest, Rounding
 from polyshard_quantized.exclusions import Exclusions

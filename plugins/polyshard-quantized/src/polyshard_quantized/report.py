@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from polyshard.layout import GroupLayout
 from polyshard.seams import GroupInfo
+from polyshard.sharding.layout import GroupLayout
 from polyshard_quantized.exclusions import Exclusions
 from polyshard_quantized.formats import BlockFormat
 from polyshard_quantized.payload import Payload, plan_payload

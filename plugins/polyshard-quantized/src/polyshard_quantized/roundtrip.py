@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from polyshard.layout import ParameterShape, plan_layout
+from polyshard.sharding.layout import ParameterShape, plan_layout
 from polyshard_quantized.formats import BlockFormat
 from polyshard_quantized.gather import BoundGather
 from polyshard_quantized.payload import plan_payload

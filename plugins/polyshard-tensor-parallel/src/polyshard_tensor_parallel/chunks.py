@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from polyshard.errors import UnsupportedError
-from polyshard.layout import chunk_bounds
+from polyshard.sharding.layout import chunk_bounds
 from polyshard_tensor_parallel._torch_private import (
     is_strided,
     local_tensor,

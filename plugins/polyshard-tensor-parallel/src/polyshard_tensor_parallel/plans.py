@@ -19,7 +19,7 @@ from polyshard_tensor_parallel.plan import Heads, Plan
 
 
 def demo_plan(*, sequence_parallel: bool = False, loss_parallel: bool = False) -> Plan:
-    """For ``polyshard.demo.model.LanguageModel``, tied or not.
+    """For ``polyshard_demo.model.LanguageModel``, tied or not.
 
     Args:
         sequence_parallel: cut activations between the linear layers along the sequence, whose

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from polyshard import Plugin, hookimpl
-from polyshard.digest import audiences
+from polyshard.agreement.meeting import agree, reporting
+from polyshard.engine.plans import audiences
 from polyshard.errors import LifecycleError, MeshError, SettingError
-from polyshard.meeting import agree, reporting
 from polyshard.seams import ParamInfo
 from polyshard_tensor_parallel import application, chunks, sharded_tensors, transform
 from polyshard_tensor_parallel.__about__ import __version__

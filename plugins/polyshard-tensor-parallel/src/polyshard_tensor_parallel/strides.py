@@ -8,7 +8,7 @@ two agree unless pieces differ in size; :func:`is_expressible` says whether they
 
 from __future__ import annotations
 
-from polyshard.layout import chunk_bounds
+from polyshard.sharding.layout import chunk_bounds
 
 
 def chunk_length(size: int, world_size: int, rank: int) -> int:

@@ -1,5 +1,6 @@
 """For tests of polyshard and of its plugins; needs the extra ``polyshard[testing]``."""
 
+import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -7,8 +8,11 @@ from polyshard.testing.world import RankError, World
 
 if TYPE_CHECKING:
     from polyshard.testing.conformance import PluginConformance
+    from polyshard.testing.rank_tests import ranks
 
-__all__ = ["PluginConformance", "RankError", "World"]
+__all__ = ["PluginConformance", "RankError", "World", "ranks"]
+
+_HOMES = {"PluginConformance": "conformance", "ranks": "rank_tests"}
 
 if "pytest" in sys.modules:  # not in ranks, which do without its import
     sys.modules["pytest"].register_assert_rewrite("polyshard.testing.conformance")
@@ -16,8 +20,6 @@ if "pytest" in sys.modules:  # not in ranks, which do without its import
 if not TYPE_CHECKING:  # else every misspelt name would have a type
 
     def __getattr__(name: str) -> Any:
-        if name != "PluginConformance":
+        if name not in _HOMES:
             raise AttributeError(f"module 'polyshard.testing' has no attribute '{name}'")
-        from polyshard.testing.conformance import PluginConformance
-
-        return PluginConformance
+        return getattr(importlib.import_module(f"polyshard.testing.{_HOMES[name]}"), name)

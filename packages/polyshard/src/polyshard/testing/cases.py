@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from polyshard.layout import GroupLayout, ParameterLayout, ParameterShape, plan_layout
-from polyshard.plan import Dtypes
+from polyshard.group.plan import Dtypes
 from polyshard.seams import GroupInfo, ParamInfo
+from polyshard.sharding.layout import GroupLayout, ParameterLayout, ParameterShape, plan_layout
 
 WORLD_SIZES = (1, 2, 3, 5)
 SHAPES: tuple[tuple[int, ...], ...] = ((64, 48), (7, 5), (1, 6), (0, 4), (33,), ())

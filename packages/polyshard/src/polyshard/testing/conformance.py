@@ -20,13 +20,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from polyshard.builtin import EnginePlugin
-from polyshard.contract import Contract
 from polyshard.errors import PluginError
-from polyshard.manager import Member
-from polyshard.markers import hookimpl
-from polyshard.problems import problems_of
-from polyshard.stack import PluginStack, build_stack
+from polyshard.plugins.builtin import EnginePlugin
+from polyshard.plugins.contract import Contract, hookimpl
+from polyshard.plugins.manager import Member
+from polyshard.plugins.stack import PluginStack, build_stack
+from polyshard.plugins.validation import problems_of
 from polyshard.testing.cases import (
     SmallModel,
     case,
@@ -198,7 +197,7 @@ def train_with(rank: int, size: int, factory: Factory | None) -> list[float]:
 def release_with(rank: int, size: int, factory: Factory) -> tuple[set[str], list[int]]:
     """States of all groups after each of some steps, and resident pages."""
     from polyshard import fully_shard
-    from polyshard.root import unit_of
+    from polyshard.engine.root import unit_of
 
     del rank, size
     model = SmallModel()

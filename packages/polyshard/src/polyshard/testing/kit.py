@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from polyshard.plugins.stack import PluginStack, build_stack
 from polyshard.seams import Contributions
-from polyshard.stack import PluginStack, build_stack
 from polyshard.testing.cases import Case, case
 
 Factory = Callable[[], object]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from polyshard.mesh import MeshRoles
+from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport.base import Transport
 from polyshard.transport.collective import CollectiveTransport
 from polyshard.transport.gloo import GlooTransport

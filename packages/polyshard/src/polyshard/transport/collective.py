@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polyshard._torch_private import coalescing, shared_group
+from polyshard._torch.private import coalescing, shared_group
 from polyshard.transport.base import Extents, GatherPiece, Pending
 
 STAGING_BYTES = 256 << 10

@@ -1,0 +1,138 @@
+"""Starts the ranks of a run, or is one of them when torchrun has already started them."""
+
+import logging
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from polyshard_demo.errors import DemoError, RankError
+from polyshard_demo.settings import Settings
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+__all__ = ["launch", "run_local_ranks", "threads_per_rank"]
+
+
+def launch(settings: Settings) -> None:
+    """Run a training to its end.
+
+    Under torchrun this process is one rank and `settings.ranks` gives way to torchrun's number.
+    Otherwise that many local processes are started by torch's elastic launcher.
+
+    Raises:
+        DemoError: Settings, text or checkpoint cannot be used; found before any rank starts.
+        RankError: A rank died. The others have been ended; nothing is left running.
+    """
+    if "RANK" in os.environ:
+        _run_under_torchrun(settings)
+    else:
+        from polyshard_demo.train import run_worker
+
+        check(settings)
+        run_local_ranks(run_worker, settings)
+
+
+def check(settings: Settings) -> None:
+    """Find in this process, with a short message, what every rank would trip over."""
+    from polyshard_demo.checkpoint import find_checkpoint, read_state
+    from polyshard_demo.text import load_corpus
+    from polyshard_demo.train import check_output
+
+    if find_spec("matplotlib") is None:
+        raise DemoError("matplotlib is missing; pip install 'polyshard[demo]'")
+    load_corpus(settings.text, settings.sequence)
+    check_output(settings)
+    if settings.resume is not None:
+        path = find_checkpoint(settings.resume)
+        settings.check_continues(read_state(path)["settings"], path)
+
+
+def threads_per_rank(ranks: int) -> int:
+    """Compute threads for each of `ranks` processes that share this machine."""
+    return max(1, (os.cpu_count() or 1) // ranks)
+
+
+def _run_under_torchrun(settings: Settings) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from polyshard_demo.train import run_worker
+
+    check(replace(settings, ranks=int(os.environ["WORLD_SIZE"])))
+    record(run_worker)(settings)
+
+
+def run_local_ranks(work: Callable[[Settings], None], settings: Settings) -> None:
+    """Call `work`, which must be importable, in `settings.ranks` new processes; wait for all.
+
+    Raises:
+        RankError: One of them failed; the others have been ended.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=settings.ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+    )
+    try:
+        with _quiet_elastic(), _limited_threads(settings.ranks):
+            elastic_launch(config, work)(settings)
+    except ChildFailedError as error:
+        raise _rank_error(error) from None
+    except SignalException as error:
+        raise KeyboardInterrupt(error.sigval.name) from None
+
+
+@contextmanager
+def _limited_threads(ranks: int) -> Iterator[None]:
+    """Let new processes share the cores, unless the user has said otherwise."""
+    given = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = given or str(threads_per_rank(ranks))
+    try:
+        yield
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        if given:
+            os.environ["OMP_NUM_THREADS"] = given
+
+
+@contextmanager
+def _quiet_elastic() -> Iterator[None]:
+    """Leave the traceback of a failed rank to `RankError`; the launcher would log it as well."""
+    loggers = [
+        logging.getLogger("torch.distributed.elastic.multiprocessing.api"),
+        logging.getLogger("torch.multiprocessing.spawn"),
+    ]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _rank_error(error: "ChildFailedError") -> RankError:
+    """The first failure, with its traceback where the rank could still write one."""
+    rank, failure = error.get_first_failure()
+    found: Any = failure.message
+    if isinstance(found, dict):
+        text = found.get("extraInfo", {}).get("py_callstack") or found.get("message")
+    elif failure.exitcode < 0:
+        text = f"killed by {failure.signal_name()}, without a traceback"
+    else:
+        text = "it left without a traceback; what it printed is above"
+    return RankError(f"rank {rank} failed (exit code {failure.exitcode}):\n{text}")

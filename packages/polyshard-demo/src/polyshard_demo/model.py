@@ -1,0 +1,206 @@
+"""A Llama-style language model over bytes: RMSNorm, rotary positions, SwiGLU, causal attention.
+
+Shapes in this file: B sequences, T bytes per sequence, D width, H heads, K = D / H.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+from polyshard_demo.settings import PresetName
+
+__all__ = ["PRESETS", "Block", "LanguageModel", "ModelSettings", "Rotary"]
+
+VOCABULARY = 256
+INITIAL_STD = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """Shape of the model.
+
+    Attributes:
+        width: D, elements per position.
+        layers: Number of blocks.
+        heads: H; divides `width` into an even K.
+        hidden: Elements inside the feed-forward part.
+        sequence: Longest T the rotary tables cover, in bytes.
+        tied: Whether the head uses the embedding's weight.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    hidden: int
+    sequence: int = 128
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            raise ValueError(f"width {self.width} must be heads {self.heads} x an even number")
+
+
+PRESETS: Final[Mapping[PresetName, ModelSettings]] = MappingProxyType(
+    {
+        "tiny": ModelSettings(width=32, layers=2, heads=2, hidden=96),
+        "small": ModelSettings(width=256, layers=4, heads=4, hidden=704),
+        "medium": ModelSettings(width=768, layers=12, heads=12, hidden=2048),
+    }
+)
+
+
+class LanguageModel(nn.Module):
+    """Predicts the next byte. Each module resets its own parameters, so meta init works."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__()
+        self.settings = settings
+        self.embedding = Embedding(VOCABULARY, settings.width)
+        self.blocks = nn.ModuleList(Block(settings) for _ in range(settings.layers))
+        self.norm = nn.RMSNorm(settings.width, eps=1e-6)
+        self.head = Projection(settings.width, VOCABULARY, INITIAL_STD)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Tie the head, also again: `to_empty` gives every use of a weight its own memory."""
+        if self.settings.tied:
+            self.head.weight = self.embedding.weight
+
+    @override
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (B, T, 256) of the byte that follows each of the tokens (B, T), int64."""
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each added to its normalised input."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(settings.width, eps=1e-6)
+        self.attention = Attention(settings)
+        self.feed_forward_norm = nn.RMSNorm(settings.width, eps=1e-6)
+        self.feed_forward = FeedForward(settings)
+
+    @override
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(B, T, D) to (B, T, D)."""
+        hidden = hidden + self.attention(self.attention_norm(hidden))
+        output: Tensor = hidden + self.feed_forward(self.feed_forward_norm(hidden))
+        return output
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions.
+
+    The number of heads follows from the projections' outputs, so that a tensor-parallel plan that
+    leaves each rank some of the heads needs no change here.
+    """
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__()
+        width = settings.width
+        self.head_width = width // settings.heads
+        self.query = Projection(width, width, INITIAL_STD)
+        self.key = Projection(width, width, INITIAL_STD)
+        self.value = Projection(width, width, INITIAL_STD)
+        self.output = Projection(width, width, _residual_std(settings))
+        self.rotary = Rotary(self.head_width, settings.sequence)
+
+    @override
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(B, T, D) to (B, T, D)."""
+        query = self.rotary(self._heads(self.query(hidden)))
+        key = self.rotary(self._heads(self.key(hidden)))
+        value = self._heads(self.value(hidden))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return output
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        """(B, T, H * K) to (B, H, T, K)."""
+        heads: Tensor = projected.unflatten(-1, (-1, self.head_width))
+        return heads.transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__()
+        self.gate = Projection(settings.width, settings.hidden, INITIAL_STD)
+        self.up = Projection(settings.width, settings.hidden, INITIAL_STD)
+        self.down = Projection(settings.hidden, settings.width, _residual_std(settings))
+
+    @override
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(B, T, D) to (B, T, D)."""
+        output: Tensor = self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        return output
+
+
+class Rotary(nn.Module):
+    """Turns element pairs (i, i + K/2) of position t by the angle ``t * 10000 ** (-2i / K)``."""
+
+    cosine: Tensor
+    sine: Tensor
+
+    def __init__(self, head_width: int, sequence: int) -> None:
+        super().__init__()
+        shape = (sequence, head_width // 2)
+        self.register_buffer("cosine", torch.empty(shape), persistent=False)
+        self.register_buffer("sine", torch.empty(shape), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill the tables, float32, shape (sequence, K / 2)."""
+        sequence, half = self.cosine.shape
+        device = self.cosine.device
+        frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=device) / half)
+        angle = torch.arange(sequence, dtype=torch.float64, device=device).outer(frequency)
+        self.cosine.copy_(angle.cos())
+        self.sine.copy_(angle.sin())
+
+    @override
+    def forward(self, heads: Tensor) -> Tensor:
+        """(B, H, T, K) to the same shape and dtype; the turn itself is done in float32."""
+        length = heads.shape[-2]
+        cosine, sine = self.cosine[:length], self.sine[:length]
+        first, second = heads.float().chunk(2, dim=-1)
+        turned = (first * cosine - second * sine, second * cosine + first * sine)
+        return torch.cat(turned, dim=-1).to(heads.dtype)
+
+
+class Projection(nn.Linear):
+    """A linear map without bias, drawn from a normal distribution of standard deviation `std`."""
+
+    def __init__(self, inputs: int, outputs: int, std: float) -> None:
+        self.std = std
+        super().__init__(inputs, outputs, bias=False)
+
+    @override
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+
+class Embedding(nn.Embedding):
+    """A vector per byte value, drawn like the projections."""
+
+    @override
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=INITIAL_STD)
+
+
+def _residual_std(settings: ModelSettings) -> float:
+    """Standard deviation that keeps the sum of all blocks' outputs at its initial scale."""
+    return float(INITIAL_STD / (2 * settings.layers) ** 0.5)

@@ -1,0 +1,97 @@
+"""One rank of a run: its place among the others, its device, its memory."""
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from polyshard_demo.errors import DemoError
+from polyshard_demo.settings import DeviceName
+
+__all__ = ["Memory", "Worker", "join", "peak_memory"]
+
+T = TypeVar("T")
+
+PEER_GONE = ("closed by peer", "reset by peer", "remote process exited")
+GRACE_SECONDS = 3.0
+
+
+class Memory(NamedTuple):
+    """Peak memory of one process in bytes; `device_bytes` is None on the CPU."""
+
+    resident_bytes: int
+    device_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Worker:
+    """This process within the run."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank prints and writes files for all."""
+        return self.rank == 0
+
+    def mean(self, value: torch.Tensor) -> float:
+        """Mean of a scalar over the ranks, added up in float64."""
+        total = value.detach().double()
+        dist.all_reduce(total)
+        return float(total) / self.world_size
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in rank order, on every rank."""
+        values: list[T | None] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return cast("list[T]", values)
+
+
+@contextmanager
+def join(device: DeviceName) -> Iterator[Worker]:
+    """Join the process group that the launcher's environment describes; leave it at the end."""
+    chosen = _choose_device(device)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo")
+    try:
+        yield Worker(dist.get_rank(), dist.get_world_size(), chosen)
+    except RuntimeError as error:
+        if any(sign in str(error) for sign in PEER_GONE):
+            time.sleep(GRACE_SECONDS)  # the rank that broke off knows why: let it be heard first
+        raise
+    # Not in a `finally`: after an error the peers may hang in a collective, and the launcher,
+    # which sees this process die, ends them.
+    dist.destroy_process_group()
+
+
+def peak_memory(device: torch.device) -> Memory:
+    """Peak memory of this process so far."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return Memory(resident, on_device)
+
+
+def _choose_device(name: DeviceName) -> torch.device:
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise DemoError("--device cuda: torch finds no CUDA device; use --device cpu")
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise DemoError(
+            f"local rank {local_rank} has no CUDA device, there are {torch.cuda.device_count()}; "
+            "lower --ranks or use --device cpu"
+        )
+    return torch.device("cuda", local_rank)

@@ -1,0 +1,229 @@
+"""Whole runs of the demo: engines, ranks, resuming and failing ranks.
+
+Runs of several ranks start processes of their own and cost seconds each, so a module-wide fixture
+shares the reference run, and runs of one rank happen in this process.
+"""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import polyshard
+from polyshard_demo.checkpoint import (
+    Checkpoints,
+    complete_checkpoints,
+    find_checkpoint,
+    read_state,
+)
+from polyshard_demo.errors import DemoError, RankError
+from polyshard_demo.launch import launch, run_local_ranks, threads_per_rank
+from polyshard_demo.settings import EngineName, Settings
+
+ENGINES = [
+    pytest.param(
+        "polyshard",
+        marks=pytest.mark.skipif(
+            not hasattr(polyshard, "fully_shard"), reason="the engine is not there yet"
+        ),
+    ),
+    "torch",
+]
+STEPS = 6
+
+BROKEN = """
+import torch
+from polyshard_demo.worker import join
+
+def work(settings):
+    with join("cpu") as worker:
+        if worker.rank == 1:
+            raise ArithmeticError("broken on purpose")
+        worker.mean(torch.ones(()))
+"""
+
+
+def tiny(out: Path, **options: Any) -> Settings:
+    """Six steps of the smallest model, checkpoints after the third and the last."""
+    fixed = {"preset": "tiny", "steps": STEPS, "batch": 4, "sequence": 32, "lr": 1e-2}
+    rest = {"checkpoint_every": 3, "eval_every": 3, "eval_batches": 2, "device": "cpu"}
+    return Settings(**{"out": out, **fixed, **rest, **options})
+
+
+def report(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "report.json").read_text())
+    return found
+
+
+def losses(run: Path) -> list[float]:
+    """Training losses, then held-out ones."""
+    found = report(run)
+    return [entry["loss"] for entry in found["steps"] + found["evaluations"]]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of torch's engine on two ranks."""
+    out = tmp_path_factory.mktemp("reference")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        launch(tiny(out, engine="torch"))
+    return out
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process is the only rank, as torchrun would have started it."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_report_says_what_happened(reference: Path) -> None:
+    found = report(reference)
+    assert [step["step"] for step in found["steps"]] == list(range(1, STEPS + 1))
+    assert [entry["step"] for entry in found["evaluations"]] == [3, 6]
+    assert found["steps"][0]["loss"] == pytest.approx(5.55, abs=0.1)
+    # The default text ships with Python and differs between versions, and so does the loss.
+    assert losses(reference)[STEPS - 1] < losses(reference)[0] - 0.7
+    assert found["tokens_per_second"] > 0
+    assert [rank["wire"] for rank in found["ranks"]] == [None, None]
+    assert all(rank["memory"]["resident_bytes"] > 1 << 20 for rank in found["ranks"])
+    assert (reference / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_resume_at_the_same_world_size_is_bitwise(
+    engine: EngineName, reference: Path, tmp_path: Path
+) -> None:
+    start = reference / "checkpoints" / "step-000003"
+    launch(tiny(tmp_path, engine=engine, resume=start))
+    assert losses(tmp_path) == losses(reference)
+
+
+@pytest.mark.skipif(not hasattr(polyshard, "fully_shard"), reason="the engine is not there yet")
+def test_polyshard_equals_torch_bitwise_at_two_ranks(reference: Path, tmp_path: Path) -> None:
+    launch(tiny(tmp_path, engine="polyshard"))
+    assert losses(tmp_path) == losses(reference)
+    assert all(rank["wire"]["sent"] > 0 for rank in report(tmp_path)["ranks"])
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("engine", [*ENGINES, "single"])
+def test_resume_at_another_world_size(engine: EngineName, reference: Path, tmp_path: Path) -> None:
+    start = reference / "checkpoints" / "step-000003"
+    launch(tiny(tmp_path, engine=engine, ranks=1, resume=start))
+    assert losses(tmp_path) == pytest.approx(losses(reference), rel=1e-5)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("engine", [*ENGINES, "single"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_engine_ranks_and_micro_batches_do_not_change_the_losses(
+    engine: EngineName, accumulate: int, reference: Path, tmp_path: Path
+) -> None:
+    launch(tiny(tmp_path, engine=engine, ranks=1, accumulate=accumulate))
+    assert losses(tmp_path) == pytest.approx(losses(reference), rel=1e-5)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_bf16_with_tied_head_learns_about_the_same(
+    engine: EngineName, reference: Path, tmp_path: Path
+) -> None:
+    launch(tiny(tmp_path, engine=engine, ranks=1, bf16=True, tied=True))
+    assert losses(tmp_path) == pytest.approx(losses(reference), rel=0.1)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_broken_and_old_checkpoints(tmp_path: Path) -> None:
+    settings = tiny(tmp_path, engine="single", ranks=1, checkpoint_every=1, steps=4)
+    partial = tmp_path / "checkpoints" / ".step-000003.partial"
+    partial.mkdir(parents=True)
+    (partial / "state.json").write_text("{")
+    launch(settings)
+    names = [path.name for path in complete_checkpoints(tmp_path)]
+    assert names == ["step-000003", "step-000004"]
+    assert not partial.exists()
+    (tmp_path / "checkpoints" / ".step-000009.partial").mkdir()
+    (tmp_path / "checkpoints" / "step-000009").mkdir()
+    assert find_checkpoint(tmp_path).name == "step-000004"
+    with pytest.raises(DemoError, match="already holds checkpoints"):
+        launch(settings)
+    with pytest.raises(DemoError, match="--seed: saved 0, now 1"):
+        launch(replace(settings, resume=tmp_path, seed=1))
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"settings": 3, "history": {}}', '{"settings": {}}', "[" * 100_000]
+)
+def test_a_bad_state_says_which(tmp_path: Path, text: str) -> None:
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(DemoError, match=r"cannot read .*state\.json"):
+        read_state(tmp_path)
+
+
+def test_a_checkpoint_that_is_a_link_is_not_dropped(tmp_path: Path) -> None:
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "run" / "checkpoints"
+    elsewhere.mkdir()
+    (elsewhere / "state.json").touch()
+    folder.mkdir(parents=True)
+    (folder / "step-000001").symlink_to(elsewhere)
+    for step in (2, 3):
+        (folder / f"step-00000{step}").mkdir()
+        (folder / f"step-00000{step}" / "state.json").touch()
+    Checkpoints(tmp_path / "run", None)._drop_old()  # type: ignore[arg-type]
+    assert (elsewhere / "state.json").exists()
+
+
+def test_nothing_to_resume_from(tmp_path: Path) -> None:
+    with pytest.raises(DemoError, match="no checkpoint there"):
+        launch(tiny(tmp_path, resume=tmp_path))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_another_text_cannot_be_resumed(reference: Path, tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text("another text " * 100)
+    with pytest.raises(DemoError, match=r"other\.txt"):
+        launch(
+            tiny(
+                tmp_path / "run",
+                engine="single",
+                ranks=1,
+                resume=reference,
+                text=tmp_path / "other.txt",
+            )
+        )
+
+
+def test_failing_rank_ends_the_run_with_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_rank.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    import broken_rank  # type: ignore[import-not-found]
+
+    started = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 failed") as caught:
+        run_local_ranks(broken_rank.work, tiny(tmp_path))
+    assert "ArithmeticError: broken on purpose" in str(caught.value)
+    assert "broken_rank.py" in str(caught.value)
+    assert time.monotonic() - started < 60
+
+
+def test_threads_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    assert [threads_per_rank(ranks) for ranks in (1, 2, 3, 16)] == [8, 4, 2, 1]

@@ -1,0 +1,1 @@
+"""Ranks compare their plans, and quote each other's failures."""

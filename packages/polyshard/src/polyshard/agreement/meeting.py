@@ -1,0 +1,252 @@
+"""All ranks compare what they are going to do, before anything is communicated.
+
+[Note: meetings]
+Every set of ranks meets on its board again and again, and each meeting is concluded once: a single
+key, written by whoever is first, says *met* (all have come) or why not. So ranks never disagree
+about how a meeting ended, and whoever comes to one that was given up gets the same error as those
+who waited. Each rank counts the meetings it knows the end of, and goes to the next one.
+
+A rank that fails before it gets here leaves a report, which stands until that rank starts again.
+Others wait :data:`GRACE_SECONDS` for that, then give the meeting up, quoting it; and do so again at
+every further attempt while the report stands. A rank that failed as often itself in this meeting
+takes no notice: all were told the same, and those who recover may need longer than others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from polyshard._torch.private import store_timeout_seconds
+from polyshard.agreement.board import Board, open_board, said_of
+from polyshard.agreement.differences import difference
+from polyshard.errors import PlanMismatchError
+
+POLL_SECONDS = 0.01
+LOOK_SECONDS = 0.1
+"""How often a rank that waits looks for reports of those that have not come."""
+GRACE_SECONDS = 0.75
+"""How long a rank that reported a failure may take to start again before the others give up."""
+MET = "met"
+_TOLD = "_polyshard_was_reported"
+STANDING, FAILURES, CONCLUDED = "standing", "failures", "concluded"
+
+_REPORTED: ContextVar[frozenset[tuple[int, ...]]] = ContextVar("_REPORTED", default=frozenset())
+"""On which boards a report of this rank (a process, or a thread of one) stands."""
+
+
+# Failures -----------------------------------------------------------------------------------------
+
+
+Audiences = Callable[[], Iterable[Sequence[int]]]
+"""Sets of ranks to tell; worked out only when there is something to tell."""
+
+
+def report_failure(audiences: Audiences, error: BaseException) -> None:
+    """Tell every set of ranks in ``audiences`` why this one will not come to the next meeting."""
+    told = set(error.told) if isinstance(error, PlanMismatchError) else set()
+    for ranks in audiences():
+        board = open_board(ranks)
+        if board is None or len(ranks) == 1 or told.issuperset(ranks):
+            continue
+        number = _concluded(board)
+        times = board.store.add(board.part(number).key(FAILURES, board.rank), 1)
+        board.post(STANDING, f"{number} {times} {said_of(error)}")
+        board.store.add(f"{board.prefix}/reports", 1)
+        _REPORTED.set(_REPORTED.get() | {tuple(ranks)})
+
+
+def start_again() -> None:
+    """Take back what this rank reported: it is about to try anew."""
+    for ranks in _REPORTED.get():
+        board = open_board(ranks)
+        if board is not None:
+            board.post(STANDING, "")
+    _REPORTED.set(frozenset())
+
+
+@contextmanager
+def reporting(audiences: Audiences) -> Iterator[None]:
+    """A block whose exceptions are told to ``audiences``, so that no rank of them waits in vain."""
+    start_again()
+    try:
+        yield
+    except Exception as error:
+        if not getattr(error, _TOLD, False):  # by a block inside this one
+            report_failure(audiences, error)
+            setattr(error, _TOLD, True)
+        raise
+
+
+# Meetings -----------------------------------------------------------------------------------------
+
+
+def agree(
+    ranks: Sequence[int],
+    lines: Sequence[str],
+    occasion: str = "the first forward of their sharded model",
+) -> None:
+    """Return on every one of ``ranks`` when all have come with the same ``lines``.
+
+    Args:
+        ranks: the same on each of them, in the same order.
+        lines: what must be equal.
+        occasion: what they are about to do, for the error about ranks that do not come.
+
+    Raises:
+        PlanMismatchError: on every one of ``ranks``: when lines differ, a rank failed before, or
+            one does not come within the time-out of the store.
+    """
+    board = open_board(ranks)
+    if board is not None and len(ranks) > 1:
+        start_again()
+        meet(board, lines, occasion)
+
+
+def meet(board: Board, lines: Sequence[str], occasion: str = "the meeting") -> None:
+    """See :func:`agree`."""
+    while True:
+        meeting = Meeting(board, _concluded(board), occasion)
+        is_over = meeting.ended() is not None
+        ended = meeting.attend(_digest(lines))
+        # Given up because, or after, this rank itself had failed: it was told when it did.
+        knew = is_over and (meeting.own_failures() > 0 or board.rank in _culprits(ended))
+        texts = meeting.exchange(lines) if ended == MET else {}
+        board.store.add(board.key(CONCLUDED, board.rank), 1)
+        if texts:
+            raise _refusal(board, difference(texts))
+        if ended == MET:
+            return
+        if not knew:
+            raise _refusal(board, ended.partition("\n")[2])
+
+
+def _refusal(board: Board, text: str) -> PlanMismatchError:
+    error = PlanMismatchError(text)
+    error.told = board.ranks
+    return error
+
+
+def _concluded(board: Board) -> int:
+    return int(board.look(board.key(CONCLUDED, board.rank)) or 0)
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _culprits(ended: str) -> tuple[int, ...]:
+    """Ranks whose own reports ended a meeting: its first line."""
+    return tuple(int(rank) for rank in ended.partition("\n")[0].split(",") if rank)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One meeting of a board's ranks. See [Note: meetings]."""
+
+    board: Board
+    number: int
+    occasion: str
+
+    @property
+    def _here(self) -> Board:
+        return self.board.part(self.number)
+
+    def attend(self, digest: str) -> str:
+        """Come, wait for the others, and return how the meeting ended."""
+        here, store = self._here, self.board.store
+        here.post("digest", digest)
+        if store.compare_set(f"{here.prefix}/first", "", digest).decode() != digest:
+            store.add(f"{here.prefix}/differing", 1)
+        if store.add(f"{here.prefix}/arrived", 1) == len(here.ranks):
+            return self._end(MET)
+        return self._wait()
+
+    def ended(self) -> str | None:
+        """How the meeting ended, if it has."""
+        return self._here.look(f"{self._here.prefix}/ended")
+
+    def own_failures(self) -> int:
+        """How often this rank reported a failure for this meeting."""
+        return self._failures_of(self.board.rank)
+
+    def exchange(self, lines: Sequence[str]) -> dict[tuple[int, ...], str]:
+        """Every kind of lines that ranks came with, by those ranks; empty if all are alike."""
+        here = self._here
+        if here.look(f"{here.prefix}/differing") is None:
+            return {}
+        kinds: dict[str, list[int]] = {}
+        for rank in here.ranks:
+            kinds.setdefault(here.read("digest", rank) or "", []).append(rank)
+        if any(ranks[0] == here.rank for ranks in kinds.values()):
+            here.post("lines", "\n".join(lines))
+        return {tuple(ranks): self._lines_of(ranks[0]) for ranks in kinds.values()}
+
+    def _lines_of(self, rank: int) -> str:
+        deadline = time.monotonic() + store_timeout_seconds(self.board.store)
+        while time.monotonic() < deadline:
+            if (text := self._here.look(self._here.key("lines", rank))) is not None:
+                return text
+            time.sleep(POLL_SECONDS)
+        return f"(rank {rank} is gone)"
+
+    def _end(self, how: str) -> str:
+        """End the meeting, unless somebody else was first; how it ended."""
+        ended: bytes = self.board.store.compare_set(f"{self._here.prefix}/ended", "", how)
+        return ended.decode()
+
+    def _wait(self) -> str:
+        now = time.monotonic()
+        deadline = now + store_timeout_seconds(self.board.store)
+        look_at, blamed_since = now, None
+        while (ended := self.ended()) is None:
+            now = time.monotonic()
+            if now > deadline:
+                return self._end(f"\n{self._absent()}")
+            if now >= look_at:
+                look_at = now + LOOK_SECONDS
+                failures = self._failures()
+                blamed_since = (blamed_since or now) if failures else None
+                if blamed_since is not None and now - blamed_since > GRACE_SECONDS:
+                    return self._end(_quoted(failures))
+            time.sleep(POLL_SECONDS)
+        return ended
+
+    def _missing(self) -> list[int]:
+        return [r for r in self.board.ranks if self._here.read("digest", r) is None]
+
+    def _failures(self) -> dict[int, str]:
+        """What ranks that have not come reported, and this rank did not meet with as well."""
+        if self.board.look(f"{self.board.prefix}/reports") is None:
+            return {}
+        found = {}
+        for rank in self._missing():
+            report = self.board.read(STANDING, rank)
+            if report is not None:
+                number, times, text = report.split(" ", 2)
+                if int(number) != self.number or int(times) > self.own_failures():
+                    found[rank] = text
+        return found
+
+    def _failures_of(self, rank: int) -> int:
+        return int(self._here.look(self._here.key(FAILURES, rank)) or 0)
+
+    def _absent(self) -> str:
+        missing, seconds = self._missing(), store_timeout_seconds(self.board.store)
+        said = {r: text for r in missing if (text := self.board.read(STANDING, r))}
+        quotes = "".join(f" Rank {r} failed: {t.split(' ', 2)[2]}." for r, t in said.items())
+        return (
+            f"ranks {missing} of {list(self.board.ranks)} did not reach {self.occasion} within "
+            f"{seconds:.0f} s (rank {self.board.rank} did). Every rank of the mesh must shard the "
+            f"same model and call it; check that all were started.{quotes}"
+        )
+
+
+def _quoted(failures: dict[int, str]) -> str:
+    ranks = ",".join(map(str, failures))
+    texts = "; ".join(f"rank {r} failed while planning: {text}" for r, text in failures.items())
+    return f"{ranks}\n{texts}"

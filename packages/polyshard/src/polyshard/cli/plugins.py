@@ -1,0 +1,167 @@
+"""``polyshard plugins``: what is installed, and what is wrong with it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import asdict, dataclass
+from inspect import getattr_static
+
+import typer
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from polyshard.__about__ import __version__
+from polyshard.errors import PluginError
+from polyshard.plugins.contract import HOOK_API, Contract, contract_of
+from polyshard.plugins.discovery import Installed, installed_plugins
+from polyshard.plugins.validation import hook_arguments, problems_of
+
+
+@dataclass(frozen=True)
+class Report:
+    """One installed plugin as ``list`` and ``doctor`` show it."""
+
+    name: str
+    distribution: str
+    version: str
+    hook_api: str
+    hooks: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An installed plugin and what became of importing it."""
+
+    installed: Installed
+    plugin: object | None
+    contract: Contract | None
+    problem: str
+
+    @classmethod
+    def of(cls, installed: Installed) -> Loaded:
+        """Import it; a failure is kept, not raised."""
+        try:
+            plugin = installed.load()
+            return cls(installed, plugin, contract_of(plugin), "")
+        except PluginError as error:
+            return cls(installed, None, None, str(error))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            return cls(installed, None, None, _fault("declaring its contract", error))
+
+
+def _fault(doing: str, error: BaseException) -> str:
+    return f"{doing} raised {type(error).__name__}: {error}"
+
+
+def examine(loaded: Loaded, everyone: Sequence[Loaded]) -> Report:
+    """Collect everything wrong with a plugin among ``everyone`` that is installed."""
+    installed, plugin, contract = loaded.installed, loaded.plugin, loaded.contract
+    owners = [
+        one.installed.distribution for one in everyone if one.installed.name == installed.name
+    ]
+    problems = []
+    if len(owners) > 1:
+        problems.append(
+            f"several distributions provide a plugin named '{installed.name}': {', '.join(owners)}"
+        )
+    problems.extend(_version_problems(installed))
+    if contract is None:
+        problems.append(loaded.problem)
+        return Report(installed.name, installed.distribution, "", "", (), tuple(problems))
+    problems.extend(_problems(plugin))
+    if contract.name != installed.name:
+        problems.append(
+            f"its entry point is named '{installed.name}' and its contract '{contract.name}'; use "
+            "one name, so that before=, after= and requires= mean the same"
+        )
+    problems.extend(
+        f"it requires '{need}', which no installed plugin is or provides"
+        for need in sorted(contract.requires - _present(everyone))
+    )
+    hooks = tuple(h for h in hook_arguments() if callable(getattr_static(plugin, h, None)))
+    api = ".".join(map(str, contract.hook_api))
+    version = contract.version
+    return Report(installed.name, installed.distribution, version, api, hooks, tuple(problems))
+
+
+def _problems(plugin: object) -> list[str]:
+    """Those of the plugin itself, whose attributes are code that may do anything."""
+    try:
+        return problems_of(plugin)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return [_fault("looking for its hooks", error)]
+
+
+def _present(everyone: Sequence[Loaded]) -> Set[str]:
+    """Names and capabilities of all installed plugins, loadable or not."""
+    words = {one.installed.name for one in everyone}
+    return words.union(*(one.contract.answers_to() for one in everyone if one.contract))
+
+
+def _version_problems(installed: Installed) -> Iterator[str]:
+    """Bounds of the plugin's distribution on polyshard that this polyshard does not meet."""
+    distribution = installed.entry_point.dist
+    for line in (distribution.requires or []) if distribution else []:
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement as error:
+            yield f"{installed.distribution} has a requirement that cannot be read: {error}"
+            continue
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue  # for another platform or an extra
+        named = canonicalize_name(requirement.name) == "polyshard"
+        if named and not requirement.specifier.contains(__version__, prereleases=True):
+            yield f"{installed.distribution} needs {requirement}, this is polyshard {__version__}"
+
+
+def reports() -> list[Report]:
+    """Every installed plugin."""
+    everyone = [Loaded.of(installed) for installed in installed_plugins()]
+    return [examine(loaded, everyone) for loaded in everyone]
+
+
+def app() -> typer.Typer:
+    """The subcommands of ``polyshard plugins``."""
+    commands = typer.Typer(help="Installed plugins.", no_args_is_help=True)
+
+    @commands.command("list")
+    def show(
+        *, as_json: bool = typer.Option(False, "--json", help="For programs: one JSON list.")
+    ) -> None:
+        """List installed plugins. Being listed activates nothing."""
+        found = reports()
+        if as_json:
+            typer.echo(json.dumps([asdict(r) for r in found], indent=2))
+            return
+        if not found:
+            typer.echo("no plugins are installed (entry points 'polyshard.plugins')")
+        for report in found:
+            state = "has problems, see doctor" if report.problems else ", ".join(report.hooks)
+            typer.echo(f"{report.name}  {report.distribution}  {state}")
+
+    @commands.command("doctor")
+    def doctor() -> None:
+        """Check every installed plugin; exit with 1 if anything is wrong."""
+        found = reports()
+        for report in found:
+            for problem in report.problems:
+                typer.echo(f"✘ {report.name} ({report.distribution}): {problem}")
+            if not report.problems:
+                typer.echo(f"✔ {report.name} ({report.distribution})")
+        api = ".".join(map(str, HOOK_API))
+        typer.echo(f"polyshard {__version__}, hook API {api}, torch {_torch_version()}")
+        if any(report.problems for report in found):
+            raise typer.Exit(1)
+
+    return commands
+
+
+def _torch_version() -> str:
+    return importlib.metadata.version("torch")

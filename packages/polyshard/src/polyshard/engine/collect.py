@@ -1,0 +1,242 @@
+"""Which parameters a unit takes, and how each is to be sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement
+
+from polyshard._torch.private import has_fsdp_protocol, local_tensor
+from polyshard.engine.root import unit_of
+from polyshard.errors import ModuleError, PluginError, SettingError, UnsupportedError
+from polyshard.exchange.tensor_protocol import check_protocol
+from polyshard.params.parameter import Form, Owner, Source
+from polyshard.plugins.stack import PluginStack
+from polyshard.seams import ParamInfo
+from polyshard.sharding.layout import chunk_bounds
+from polyshard.sharding.mesh import MeshRoles
+from polyshard.sharding.placement import Placed, PlacementFunction, resolve_placement, shard_shape
+from polyshard.sharding.rows import is_local_part, placements_of_rows
+
+TIE = "_polyshard_unit_name"
+"""Set on an original parameter when a unit takes it, so that a tie across units is seen at once."""
+
+
+def check_modules(modules: Sequence[nn.Module]) -> None:
+    """Refuse what cannot be a unit.
+
+    Raises:
+        SettingError: for things that are not modules, or an empty list.
+        ModuleError: for containers without a forward, and modules without any parameter.
+        AlreadyShardedError: raised by the caller for a second application.
+    """
+    if not modules:
+        raise SettingError("fully_shard was given an empty list of modules.")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise SettingError(f"fully_shard takes modules, got {type(module).__name__}.")
+        container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if container and type(module).forward is nn.Module.forward:
+            raise ModuleError(
+                f"fully_shard does not support containers without a forward, got "
+                f"{type(module).__name__}. Shard its members one by one, or pass them as a list."
+            )
+    if not any(True for m in modules for _ in m.parameters()):
+        names = ", ".join(type(m).__name__ for m in modules)
+        raise ModuleError(
+            f"fully_shard({names}): there are no parameters to shard in this module or below it."
+        )
+
+
+def managed_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules whose own parameters belong to a unit over ``roots``, with names inside the unit."""
+    seen: set[nn.Module] = set()
+    for index, root in enumerate(roots):
+        prefix = f"{index}." if len(roots) > 1 else ""
+        yield from _walk(root, prefix, seen, is_root=True)
+
+
+def _walk(
+    module: nn.Module, prefix: str, seen: set[nn.Module], *, is_root: bool
+) -> Iterator[tuple[str, nn.Module]]:
+    if not is_root and unit_of(module) is not None:
+        return
+    # A module reached by a second name is walked again: it owns its parameters under both.
+    repeated = module in seen
+    seen.add(module)
+    yield prefix, module
+    if repeated:
+        return
+    for name, child in module.named_children():
+        yield from _walk(child, f"{prefix}{name}.", seen, is_root=False)
+
+
+class Collector:
+    """Gathers the parameters of one unit into sources, tied ones into one."""
+
+    def __init__(
+        self,
+        roles: MeshRoles,
+        ignored: set[nn.Parameter],
+        placement: PlacementFunction | None,
+        stack: PluginStack,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        """``placement`` is the user's ``shard_placement_fn``, ``reduce_dtype`` the policy's."""
+        self._reduce_dtype = reduce_dtype
+        self._roles = roles
+        self._ignored = {id(p) for p in ignored}
+        self._placement = placement
+        self._stack = stack
+
+    def takes(self, parameter: nn.Parameter) -> bool:
+        """Whether the unit takes ``parameter`` if one of its modules registers it."""
+        return id(parameter) not in self._ignored
+
+    def sources(self, roots: Sequence[nn.Module]) -> list[Source]:
+        """Every parameter the unit takes, in the order modules list them."""
+        owners: dict[int, list[Owner]] = {}
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for prefix, module in managed_modules(roots):
+            for name, parameter in module._parameters.items():
+                if parameter is None or not self.takes(parameter):
+                    continue
+                owner = Owner(module, name)
+                if owner not in owners.setdefault(id(parameter), []):
+                    owners[id(parameter)].append(owner)
+                found.setdefault(id(parameter), (f"{prefix}{name}", parameter))
+        return [
+            self._source(fqn, parameter, tuple(owners[key]))
+            for key, (fqn, parameter) in found.items()
+        ]
+
+    def _source(self, fqn: str, parameter: nn.Parameter, owners: tuple[Owner, ...]) -> Source:
+        _check_untied(fqn, parameter)
+        info = ParamInfo(
+            fqn=fqn,
+            shape=tuple(parameter.shape),
+            dtype=parameter.dtype,
+            requires_grad=parameter.requires_grad,
+            mesh=self._roles.mesh,
+            module_class=type(owners[0].module),
+            placements=_placements_of(parameter),
+            reduce_dtype=self._reduce_dtype,
+        )
+        with torch.no_grad():
+            value, extensions = self._stack.onion.flatten(parameter.detach(), info)
+            if any(extension is not None for extension in extensions):
+                self._stack.onion.verify(value, extensions, info, parameter.detach())
+        _check_shardable(fqn, value)
+        wanted = self._placement(parameter) if self._placement is not None else None
+        placed = resolve_placement(wanted, fqn, value, self._roles)
+        if has_fsdp_protocol(value):
+            check_protocol(fqn, value, placed.dim)
+        info = replace(info, mesh=placed.roles.mesh, shard_dim=placed.dim)
+        info = replace(info, facts=self._stack.facts(value, info))
+        source = Source(info, parameter, owners, placed, value, extensions)
+        if any(extension is not None for extension in extensions):
+            source = replace(source, form=self._form(source))
+        return source
+
+    def _form(self, source: Source) -> Form | None:
+        """What a plugin makes of the sharded form of a parameter that was flattened.
+
+        For a ``DTensor`` some plugin must say; for others the engine's own form will do.
+        """
+        placed, fqn = source.placed, source.info.fqn
+        given = source.parameter.detach()
+        rank, mesh = placed.roles.shard_rank, placed.roles.mesh
+        answer = self._stack.parameter_hooks.claimed_dtensor(given, rank, mesh, source.info)
+        if not isinstance(answer, DTensor):
+            if not isinstance(given, DTensor):
+                return None
+            raise PluginError(
+                f"'{fqn}' is a DTensor that a plugin flattened, and chunk_dtensor returned a "
+                f"{type(answer).__name__} for it. Return the sharded parameter as a DTensor, so "
+                "that its other axes are not lost."
+            )
+        expected = shard_shape(source.value.shape, placed, rank)
+        local = tuple(local_tensor(answer).shape)
+        if local != expected:
+            raise PluginError(
+                f"chunk_dtensor gave '{fqn}' a local shape of {local}, but rank {rank} of the "
+                f"shard axis holds {expected} of what pre_flatten_transform made of it."
+            )
+        return Form(answer.device_mesh, _placements_for(source, answer), answer.shape)
+
+
+def _placements_for(source: Source, answer: DTensor) -> tuple[Placement, ...]:
+    """Those of ``answer``, if they speak of the rows that this rank holds. See [Note: rows]."""
+    given, value, placed = source.parameter.detach(), source.value, source.placed
+    if is_local_part(value, given):
+        placements = placements_of_rows(answer, given, placed)
+        if placements is not None:
+            return placements
+    elif _holds_rows(value, placed, local_tensor(answer)):
+        return tuple(answer.placements)
+    raise PluginError(
+        f"chunk_dtensor answered {tuple(answer.placements)} on {answer.device_mesh} for "
+        f"'{source.info.fqn}' {source.info.shape}, which describes other rows than those of what "
+        f"pre_flatten_transform made of it that this rank holds (dim {placed.dim}). Answer for "
+        "the rows that are there: for a dim that tensor parallelism has cut, strided placements, "
+        "as TensorParallel() of polyshard-tensor-parallel gives."
+    )
+
+
+def _holds_rows(value: Tensor, placed: Placed, local: Tensor) -> bool:
+    """Whether ``local`` has the values of this rank's rows of ``value``, where there are any."""
+    if placed.dim is not None:
+        start, stop = chunk_bounds(
+            value.shape[placed.dim], placed.roles.shard_size, placed.roles.shard_rank
+        )
+        value = value.narrow(placed.dim, start, stop - start)
+    return value.is_meta or local.is_meta or torch.equal(value, local)
+
+
+def _placements_of(parameter: Tensor) -> tuple[Placement, ...] | None:
+    return tuple(parameter.placements) if isinstance(parameter, DTensor) else None
+
+
+def _check_shardable(fqn: str, value: Tensor) -> None:
+    if isinstance(value, DTensor):
+        raise UnsupportedError(
+            f"'{fqn}' is a DTensor already ({value.placements} on {value.device_mesh}). Sharding "
+            "it once more over the data-parallel mesh needs a plugin for tensor parallelism "
+            "(polyshard-tensor-parallel)."
+        )
+
+
+def _check_untied(fqn: str, parameter: nn.Parameter) -> None:
+    taken_by = getattr(parameter, TIE, None)
+    if taken_by is not None:
+        raise ModuleError(
+            f"'{fqn}' shares its values with a parameter that unit {taken_by} took already. Tied "
+            "parameters must be in one unit: pass both modules as one list to fully_shard, or "
+            "leave both to the unit that contains them."
+        )
+
+
+def move_to_device(roots: Sequence[nn.Module], collector: Collector, roles: MeshRoles) -> None:
+    """Move parameters and buffers of a unit to the mesh's device; meta tensors stay meta."""
+    device = roles.device
+    for _, module in managed_modules(roots):
+        parameters = [p for p in module.parameters(recurse=False) if collector.takes(p)]
+        for tensor in (*parameters, *module.buffers(recurse=False)):
+            if tensor.device != device and tensor.device.type != "meta":
+                tensor.data = tensor.to(device)
+
+
+def _kind(source: Source) -> tuple[object, ...]:
+    value = source.value
+    return value.dtype, value.device, has_fsdp_protocol(value), source.placed.roles.key
+
+
+def split_by_kind(sources: Sequence[Source]) -> list[list[Source]]:
+    """One list per original dtype, device, mesh, and whether tensors bring FSDP2's protocol."""
+    kinds: dict[tuple[object, ...], list[Source]] = {}
+    for source in sources:
+        kinds.setdefault(_kind(source), []).append(source)
+    return list(kinds.values())

@@ -1,0 +1,100 @@
+"""What happens once, at the first forward of the outermost unit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from polyshard.agreement.meeting import reporting
+from polyshard.engine.plans import audiences, compare_plans
+from polyshard.errors import LifecycleError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from polyshard.engine.unit import Unit
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that ``fully_shard`` made of ``module``, if any."""
+    return module.__dict__.get("_polyshard_unit")
+
+
+def units_below(root: nn.Module) -> Iterator[tuple[str, nn.Module, Unit]]:
+    """Every unit in ``root``'s tree with the first name that leads to it, outermost first."""
+    seen: set[int] = set()
+    for name, module in root.named_modules():
+        unit = unit_of(module)
+        if unit is not None and id(unit) not in seen:
+            seen.add(id(unit))
+            yield name, module, unit
+
+
+def initialize_root(root: Unit) -> None:
+    """Share one context among all units, name them, and compare plans across ranks.
+
+    When that fails, everything is as before: the next forward tries again.
+
+    Raises:
+        LifecycleError: when a unit below already ran as a root of its own.
+        PlanMismatchError: on every rank, when ranks planned different things.
+    """
+    found = list(units_below(root.modules[0]))
+    before = [(unit, unit.is_root, unit.context) for _, _, unit in found]
+    try:
+        with reporting(partial(audiences, root.roles.mesh)):
+            _check_fresh(root, found)
+            _gather_below(root, found)
+            compare_plans(root.roles, root.context.units)
+    except BaseException:
+        root.context.units.clear()
+        for unit, is_root, context in before:
+            unit.is_root, unit.context = is_root, context
+        raise
+
+
+def _check_fresh(root: Unit, found: Sequence[tuple[str, nn.Module, Unit]]) -> None:
+    if len(root.modules) > 1:
+        raise LifecycleError(
+            "the first forward went to a unit made from a list of modules "
+            f"({', '.join(type(m).__name__ for m in root.modules)}), which cannot be a root. "
+            "Apply fully_shard to the module that contains them as well, and call that."
+        )
+    for name, _, unit in found:
+        if unit is not root and unit.is_root is not None:
+            raise LifecycleError(
+                f"'{name}' already ran forward on its own and became a root. Call the outermost "
+                "sharded module first, or shard only the part you call."
+            )
+
+
+def _gather_below(root: Unit, found: Sequence[tuple[str, nn.Module, Unit]]) -> None:
+    context = root.context
+    for _, _, unit in found:
+        unit.reshard()  # so that modules hold sharded parameters, which names are looked up by
+    fqns = {id(p): n for n, p in root.modules[0].named_parameters()}
+    for name, _, unit in found:
+        unit.is_root = unit is root
+        unit.context = context
+        context.units.append(unit)
+        _name_unit(unit, name, fqns)
+        for group in unit.groups:
+            group.pool, group.turn = context.pool, context.turn
+            group.setup = replace(group.setup, reshard_after_forward=unit.reshards_in_training)
+
+
+def group_names(unit: Unit, name: str) -> list[str]:
+    """Names of a unit's groups, given its own below the root."""
+    label = name or "(root)"
+    if len(unit.groups) == 1:
+        return [label]
+    return [f"{label}#{index}" for index in range(len(unit.groups))]
+
+
+def _name_unit(unit: Unit, name: str, fqns: Mapping[int, str]) -> None:
+    unit.name = name or "(root)"
+    for group, label in zip(unit.groups, group_names(unit, name), strict=True):
+        group.rename(label, fqns)

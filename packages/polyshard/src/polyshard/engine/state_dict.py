@@ -1,0 +1,140 @@
+"""Hooks on modules so that state dicts hold sharded, native values under original names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from polyshard._torch.private import local_tensor
+from polyshard.engine.native_state import Adapted, native_state
+from polyshard.errors import CheckpointError, PluginError
+
+if TYPE_CHECKING:
+    from polyshard.engine.unit import Unit
+    from polyshard.group.group import ParameterGroup
+    from polyshard.params.parameter import ShardedParameter
+    from polyshard.seams import StateDictAdapter
+
+
+class StateDictHooks:
+    """What happens around ``state_dict`` and ``load_state_dict`` of a unit's modules."""
+
+    def __init__(self, unit: Unit) -> None:
+        """Register with every module that owns a parameter of ``unit``."""
+        self._unit = unit
+        self._adapted: dict[ShardedParameter, Adapted] = {}
+        self._owned: dict[nn.Module, list[tuple[str, ShardedParameter, ParameterGroup]]] = {}
+        for group in unit.groups:
+            for parameter in group.shards.parameters:
+                for owner in parameter.owners:
+                    entry = (owner.name, parameter, group)
+                    self._owned.setdefault(owner.module, []).append(entry)
+        for module in self._owned:
+            module.register_state_dict_pre_hook(self._reshard)
+            module.register_load_state_dict_pre_hook(self._before_load)
+            module.register_load_state_dict_post_hook(self._after_load)
+            if self._has_adapters:
+                # torch marks the hook with an attribute, which a bound method does not take
+                module.register_state_dict_post_hook(partial(self._adapt_saved))
+        if self._has_adapters:
+            native_state().add(self)
+
+    @property
+    def _has_adapters(self) -> bool:
+        return any(group.contributions.adapters for group in self._unit.groups)
+
+    def _reshard(self, *args: object, **kwargs: object) -> None:
+        del args, kwargs
+        self._unit.reshard()
+
+    def _before_load(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: object
+    ) -> None:
+        del rest
+        self._unit.reshard()
+        for name, parameter, group in self._owned[module]:
+            adapters = group.contributions.adapters
+            if adapters and prefix + name in state_dict:
+                _refuse_itself(parameter, state_dict[prefix + name], adapters)
+            for adapter in reversed(adapters):
+                if prefix + name in state_dict:
+                    value = state_dict[prefix + name]
+                    found = adapter.on_load(parameter.info, value)
+                    state_dict[prefix + name] = _adapted(
+                        adapter, "on_load", parameter, value, found
+                    )
+
+    def _after_load(self, *args: object, **kwargs: object) -> None:
+        """``assign=True`` puts new parameters in place of ours."""
+        del args, kwargs
+        for group in self._unit.groups:
+            group.adopt_replaced()
+
+    def _adapt_saved(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: object
+    ) -> None:
+        del rest
+        for name, parameter, group in self._owned[module]:
+            for adapter in group.contributions.adapters:
+                value = state_dict[prefix + name]
+                found = adapter.on_save(parameter.info, value)
+                state_dict[prefix + name] = _adapted(adapter, "on_save", parameter, value, found)
+
+    def adapted(self) -> Iterator[tuple[int, Adapted]]:
+        """Parameters with adapters, by the ``id`` of every object that is one of them now."""
+        for module, owned in self._owned.items():
+            for name, parameter, group in owned:
+                if not group.contributions.adapters:
+                    continue
+                if parameter not in self._adapted:
+                    self._adapted[parameter] = Adapted(parameter, group.contributions.adapters)
+                found = self._adapted[parameter]
+                yield id(parameter.parameter), found
+                yield id(module._parameters.get(name)), found
+
+
+def _refuse_itself(
+    parameter: ShardedParameter, value: object, adapters: Sequence[StateDictAdapter]
+) -> None:
+    """Refuse the parameter as a value for itself, where a plugin keeps another form of it.
+
+    It would be converted although it never was in the saved form.
+
+    Raises:
+        CheckpointError: naming the parameter.
+    """
+    own = parameter.parameter.detach()
+    if not _is_same(value, own):
+        return
+    saved: Any = own
+    for adapter in adapters:
+        saved = adapter.on_save(parameter.info, saved)
+    if not _is_same(saved, own):
+        raise CheckpointError(
+            f"'{parameter.info.fqn}' is to be loaded from itself, but a plugin's state-dict "
+            "adapter saves it in another form. Load what model.state_dict() returns, or values in "
+            "that form."
+        )
+
+
+def _is_same(value: object, own: Tensor) -> bool:
+    """Whether both show the same memory in the same way; alike on ranks whose part is empty."""
+    if not (isinstance(value, DTensor) and isinstance(own, DTensor)):
+        return value is own
+    return value.shape == own.shape and local_tensor(value).is_set_to(local_tensor(own))
+
+
+def _adapted(
+    adapter: StateDictAdapter, method: str, parameter: ShardedParameter, given: Any, found: Any
+) -> Any:
+    """``found``, which an adapter made of a ``given`` value; a tensor must stay one."""
+    if isinstance(given, Tensor) and not isinstance(found, Tensor):
+        raise PluginError(
+            f"state-dict adapter '{adapter.name}': {method} returned a {type(found).__name__} for "
+            f"'{parameter.info.fqn}'; return a tensor, the one it is given where nothing changes."
+        )
+    return found

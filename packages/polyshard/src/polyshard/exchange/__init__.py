@@ -1,0 +1,1 @@
+"""What travels between ranks: parameters gathered, gradients reduced."""

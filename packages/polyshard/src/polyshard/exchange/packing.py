@@ -1,0 +1,152 @@
+"""A group's gradients as what travels: pieces on the wire, chunks for a codec, parts of the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from polyshard.exchange.accumulation import blanks
+from polyshard.exchange.pieces import chunk_pairs
+from polyshard.memory.buffers import Buffer, new_buffer
+from polyshard.memory.pages import PagePool
+from polyshard.sharding.layout import GroupLayout, ParameterLayout
+
+
+class Packing:
+    """Maps gradients of one group to memory that is sent, and to memory that receives."""
+
+    def __init__(self, layout: GroupLayout, rank: int, pool: PagePool | None) -> None:
+        """``rank`` is that on the shard axis; buffers share pages through ``pool``."""
+        self._layout = layout
+        self._pool = pool
+        self._scratch: Buffer | None = None
+        staged = [layout.parameters[i] for i in layout.staged]
+        self._fills_rows = all(p.is_even for p in staged) and (
+            sum(p.chunk_numel for p in staged) == layout.staged_numel
+        )
+        self._filled = [
+            (p.shard_offset, p.shard_offset + p.local_numel(rank)) for p in layout.parameters
+        ]
+        self._last_blanks: tuple[tuple[bool | int, ...] | None, list[tuple[int, int]]] = (None, [])
+
+    # What travels -----------------------------------------------------------------------------
+
+    def pieces(
+        self, sources: Mapping[int, Tensor], dtype: torch.dtype
+    ) -> tuple[list[Tensor | None], Buffer | None]:
+        """What goes on the wire: direct gradients as they are, staged ones packed in a buffer."""
+        layout = self._layout
+        staged = {i: sources[i] for i in layout.staged if i in sources}
+        scratch: Buffer | None = None
+        packed: Tensor | None = None
+        if staged:
+            nbytes = layout.world_size * layout.staged_numel * dtype.itemsize
+            scratch = self.take_scratch(nbytes, next(iter(staged.values())).device)
+            packed = scratch.tensor.view(dtype)
+            self._pack(staged, packed.view(layout.world_size, layout.staged_numel))
+        return self._listed(sources, packed), scratch
+
+    def takes_part(self, present: Callable[[int], bool]) -> list[bool]:
+        """Which pieces travel when there are gradients of these parameters."""
+        layout = self._layout
+        direct = [present(i) for i in layout.direct]
+        return [*direct, any(map(present, layout.staged))] if layout.staged else direct
+
+    def stand_ins(self, sources: Mapping[int, Tensor], dtype: torch.dtype) -> list[Tensor | None]:
+        """Pieces of the same sizes on the meta device."""
+        packed: Tensor | None = None
+        if any(i in sources for i in self._layout.staged):
+            numel = self._layout.world_size * self._layout.staged_numel
+            packed = torch.empty(numel, dtype=dtype, device="meta")
+        return self._listed(sources, packed)
+
+    def _listed(self, sources: Mapping[int, Tensor], packed: Tensor | None) -> list[Tensor | None]:
+        layout = self._layout
+        direct = [sources[i].view(-1) if i in sources else None for i in layout.direct]
+        return [*direct, packed] if layout.staged else direct
+
+    def _pack(self, staged: Mapping[int, Tensor], packed: Tensor) -> None:
+        """Copy gradients into ``packed`` (``[W, staged_numel]``); what nobody fills is zero."""
+        layout = self._layout
+        if not (self._fills_rows and len(staged) == len(layout.staged)):
+            packed.zero_()
+        targets: list[Tensor] = []
+        parts: list[Tensor] = []
+        for index, source in staged.items():
+            placed = layout.parameters[index]
+            start = placed.shard_offset - layout.staged_offset
+            rows = packed[:, start : start + placed.chunk_numel]
+            for part, target in chunk_pairs(source, rows, placed):
+                parts.append(part)
+                targets.append(target)
+        if targets:
+            torch._foreach_copy_(targets, parts)
+
+    def chunks(self, sources: Mapping[int, Tensor], total: Tensor) -> list[Tensor]:
+        """Each parameter's ``[W, chunk_numel]``, as codecs read them; in the dtype of ``total``."""
+        return [
+            self._rows(sources.get(index), placed, total)
+            for index, placed in enumerate(self._layout.parameters)
+        ]
+
+    @staticmethod
+    def _rows(source: Tensor | None, placed: ParameterLayout, total: Tensor) -> Tensor:
+        """One gradient: its own memory where that is laid out so."""
+        shape = (placed.world_size, placed.chunk_numel)
+        if source is None:
+            return total.new_zeros(1, 1).expand(shape)
+        if placed.dim == 0 and placed.is_even and source.dtype == total.dtype:
+            return source.view(shape)
+        rows = total.new_zeros(shape)
+        for part, target in chunk_pairs(source, rows, placed):
+            target.copy_(part)
+        return rows
+
+    def take_scratch(self, nbytes: int, device: torch.device) -> Buffer:
+        """Bytes for payloads or packed gradients, on pages that unsharded buffers gave up."""
+        scratch, self._scratch = self._scratch, None  # a second reduction in flight makes its own
+        if scratch is None or scratch.nbytes != nbytes:
+            scratch = new_buffer(nbytes, torch.uint8, device, self._pool)
+        scratch.acquire()
+        return scratch
+
+    def give_back(self, scratch: Buffer) -> None:
+        """Nothing is read from or written to it any more."""
+        scratch.release()
+        self._scratch = scratch
+
+    # What arrives -----------------------------------------------------------------------------
+
+    def piece_outs(self, total: Tensor) -> list[Tensor]:
+        """Where the sum of each piece belongs in ``total`` (``[shard_numel]``)."""
+        layout = self._layout
+        outs = [
+            total[p.shard_offset : p.shard_offset + p.chunk_numel]
+            for p in (layout.parameters[i] for i in layout.direct)
+        ]
+        if layout.staged:
+            outs.append(total[layout.staged_offset :])
+        return outs
+
+    def chunk_outs(self, total: Tensor) -> list[Tensor]:
+        """Where the sum of each parameter's chunks belongs."""
+        return [
+            total[p.shard_offset : p.shard_offset + p.chunk_numel] for p in self._layout.parameters
+        ]
+
+    def clear_blanks(self, total: Tensor, present: Sequence[int], *, packs: bool) -> None:
+        """Write zeros wherever sums of these parameters leave ``total`` as it was.
+
+        ``packs`` says that staged ones arrive as one piece, with zeros between them.
+        """
+        if self._last_blanks[0] != (key := (packs, *present)):
+            layout = self._layout
+            filled = [self._filled[i] for i in present]
+            if packs and any(i in layout.staged for i in present):
+                filled.append((layout.staged_offset, layout.shard_numel))
+            self._last_blanks = (key, blanks(layout.shard_numel, filled))
+        empty = [total[start:stop] for start, stop in self._last_blanks[1]]
+        if empty:
+            torch._foreach_zero_(empty)

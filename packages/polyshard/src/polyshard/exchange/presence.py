@@ -1,0 +1,145 @@
+"""Ranks tell each other of which parameters they have gradients, so that no sum is a wrong one.
+
+[Note: presence]
+Ranks whose control flow differs have gradients of different parameters. Their messages would meet
+as if they were of one parameter, or wait for ever; and where a sum does come about, only the ranks
+with a gradient of their own would keep their part of it. So every reduction is accompanied by one
+small message to each rank of the mesh: a bit for each parameter of the group. They are compared
+before anything reaches ``.grad``, and since every rank hears from every other, all come to the same
+verdict. Replicas that add up partial sums may differ until those are summed over the replicas: so
+the message also says what that sum would hold.
+
+The messages need gloo over all ranks of the mesh, and tensors on the CPU. On an accelerator reading
+them would stop the host in every reduction; there ranks are not compared.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from polyshard.sharding.mesh import MeshRoles
+from polyshard.transport import backend_for
+from polyshard.transport.gloo import Works
+
+WORD_BITS = 32
+
+
+@dataclass(frozen=True)
+class Told:
+    """Messages in flight, and what this rank said."""
+
+    works: Works
+    own: list[int]
+    received: Tensor
+    """``[peers, 2 * words]``."""
+    presence: Presence
+    sums_replicas: bool
+
+    def hear(self) -> Difference | None:
+        """Wait for all ranks; what they said, if not all said the same."""
+        self.works.wait()
+        rows = self.received.tolist()
+        if all(row == self.own for row in rows):
+            return None
+        said = dict(zip(self.presence.peers, rows, strict=True))
+        said[self.presence.rank] = self.own
+        found = self.presence.difference(said, sums_replicas=self.sums_replicas)
+        return None if found is None else Difference(found, said)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Ranks that cannot be summed: bits by rank, of what was compared and of all that was said."""
+
+    compared: Mapping[int, Sequence[int]]
+    said: Mapping[int, Sequence[int]]
+
+    def present(self, rank: int) -> Callable[[int], bool]:
+        """Whether ``rank`` has a gradient of a parameter, by its index."""
+        row = self.said[rank]
+        return lambda index: bool(row[index // WORD_BITS] >> index % WORD_BITS & 1)
+
+    def describe(self, names: Sequence[str]) -> str:
+        """Who has gradients of what, and the remedy."""
+        return (
+            "ranks have gradients of different parameters, and cannot sum them: "
+            f"{'; '.join(self._lines(names))}. Use the same parameters on every rank, or call "
+            "set_reduce_scatter_unused_params(True) on the model, which has ranks without a "
+            "gradient take part with zeros. Then call reset_iter_state() on every rank."
+        )
+
+    def _lines(self, names: Sequence[str]) -> Iterator[str]:
+        rows = self.compared
+        for index, name in enumerate(names):
+            word, bit = index // WORD_BITS, 1 << index % WORD_BITS
+            having = sorted(rank for rank, row in rows.items() if row[word] & bit)
+            if having and len(having) < len(rows):
+                lacking = sorted(set(rows) - set(having))
+                yield f"'{name}' has one on ranks {having} and none on ranks {lacking}"
+
+
+class Presence:
+    """The messages of one group. See [Note: presence]."""
+
+    def __init__(self, roles: MeshRoles, group: dist.ProcessGroup, tag: int, count: int) -> None:
+        """For ``count`` parameters; ``group`` holds all ranks of the mesh, and runs on gloo."""
+        numbers = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(group))}
+        self.rank = dist.get_rank()
+        self.peers = tuple(rank for rank in roles.ranks if rank != self.rank)
+        self._replicas = list(roles.replicas)
+        self._group = group
+        self._numbers = [numbers[rank] for rank in self.peers]
+        self._tag = zlib.crc32(f"presence {tag} {roles.ranks}".encode()) >> 1
+        self._count = count
+        self._words = -(-count // WORD_BITS)
+        self._said: tuple[list[int], Tensor] = ([], torch.empty(0))
+
+    @classmethod
+    def of(cls, roles: MeshRoles, device: torch.device, tag: int, count: int) -> Presence | None:
+        """``None`` where there is nobody to tell, or no cheap way to."""
+        if device.type != "cpu" or len(roles.ranks) == 1:
+            return None
+        whole = roles.mesh.get_group(0) if roles.mesh.ndim == 1 else dist.group.WORLD
+        if whole is None or backend_for(whole, device) != dist.Backend.GLOO:
+            return None
+        return cls(roles, whole, tag, count)
+
+    def tell(self, present: Iterable[int], summed: Iterable[int], *, sums_replicas: bool) -> Told:
+        """Say which gradients this reduction sums, and which sums it leaves behind."""
+        own = [*self._bits(present), *self._bits(summed)]
+        if own != self._said[0]:  # a new tensor: the old one may still be on its way
+            self._said = (own, torch.tensor(own, dtype=torch.int64))
+        message = self._said[1]
+        received = torch.empty((len(self.peers), len(own)), dtype=torch.int64)
+        group, tag = self._group, self._tag
+        works = [
+            group.recv([row], peer, tag)
+            for row, peer in zip(received.unbind(), self._numbers, strict=True)
+        ]
+        works += [group.send([message], peer, tag) for peer in self._numbers]
+        return Told(Works(works, message), own, received, self, sums_replicas)
+
+    def _bits(self, indices: Iterable[int]) -> list[int]:
+        words = [0] * self._words
+        for index in indices:
+            words[index // WORD_BITS] |= 1 << index % WORD_BITS
+        return words
+
+    def difference(
+        self, said: Mapping[int, Sequence[int]], *, sums_replicas: bool
+    ) -> dict[int, Sequence[int]] | None:
+        """The bits by rank, where those that are summed together do not agree."""
+        checks = [(slice(0, self._words), self._replicas)]
+        if sums_replicas:
+            checks.append((slice(self._words, None), [tuple(said)]))
+        for part, together in checks:
+            rows = {rank: row[part] for rank, row in said.items()}
+            if any(len({tuple(rows[rank]) for rank in ranks}) > 1 for ranks in together):
+                return rows
+        return None

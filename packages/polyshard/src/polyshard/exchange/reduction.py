@@ -1,0 +1,373 @@
+"""The gradient side of a group: from what autograd wrote to sharded gradients.
+
+[Note: reduction]
+A direct gradient is sent from the memory autograd wrote it to; staged ones are packed first. What
+arrives is summed per shard and averaged once. The wire dtype must be the same on all ranks even if
+they accumulated differently, so it follows from settings alone: the reduce dtype after backwards
+without synchronisation, else the parameter dtype. Sums are in the reduce dtype. fp16 sums are
+divided in two steps around the sum, so that neither overflows (as DDP and FSDP do).
+
+The sum of a whole shard has parts that no gradient fills: parameters without one, and padding.
+Where somebody sees all of it (a hook, replicas, a storage) they are zero; else they are undefined.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from polyshard._torch.private import local_tensor
+from polyshard.errors import GradientMismatchError
+from polyshard.exchange.accumulation import Accumulation, Slot, part_of
+from polyshard.exchange.flight import Averaging, Decoding, InFlight
+from polyshard.exchange.gather import Line
+from polyshard.exchange.packing import Packing
+from polyshard.exchange.pieces import extents_of
+from polyshard.exchange.presence import Difference, Presence, Told
+from polyshard.memory.buffers import Recycled
+from polyshard.memory.own_storage import own_storage_of_gradient
+from polyshard.memory.pages import PagePool
+from polyshard.params.sharded import Shards
+from polyshard.plugins.builtin import DeviceStorage
+from polyshard.plugins.validation import wordless
+from polyshard.seams import BoundReduceCodec
+from polyshard.sharding.mesh import MeshRoles
+from polyshard.transport.base import DONE, Pending, ReduceRoute
+
+ReduceHook = Callable[[Tensor], None]
+
+
+@dataclass
+class ReduceSettings:
+    """What a user may change about a group's reduction between steps."""
+
+    divide_factor: float | None = None
+    reduce_unused: bool = False
+    all_reduce: bool = True
+    hook: ReduceHook | None = None
+    """Called with the averaged shard (``[shard_numel]``, reduce dtype) to change it in place."""
+
+
+@dataclass(frozen=True)
+class ReduceParts:
+    """What a group's reductions work with; all of it outlives the reducer."""
+
+    roles: MeshRoles
+    line: Line
+    waiting: Accumulation
+    """Gradients of backwards before, and of those that are not the last."""
+    check_placed: Callable[[Tensor, object], None]
+    """Looks at what the storage makes of the first gradient."""
+    pool: PagePool | None = None
+
+
+class Reducer:
+    """Reduces the gradients of one group. See [Note: reduction]."""
+
+    def __init__(
+        self,
+        shards: Shards,
+        dtype: torch.dtype,
+        parts: ReduceParts,
+        codec: BoundReduceCodec | None,
+    ) -> None:
+        """Bind routes; ``dtype`` is the reduce dtype."""
+        roles, line = parts.roles, parts.line
+        self._check_placed: Callable[[Tensor, object], None] | None = parts.check_placed
+        self._waiting = parts.waiting
+        self._packing = Packing(shards.layout, roles.shard_rank, parts.pool)
+        self._shards = shards
+        self._layout = shards.layout
+        self._dtype = dtype
+        self._roles = roles
+        self._transport = line.transport
+        self._codec = codec
+        self._route: ReduceRoute = line.reduce_route(extents_of(self._layout), dtype)
+        self._presence = Presence.of(roles, roles.device, line.tag, len(self._layout.parameters))
+        self._totals = Recycled()
+        # What local_view() would work out for every gradient of every step.
+        rank = roles.shard_rank
+        self._slots: list[Slot] = [
+            (shape, torch.empty(shape, device="meta").stride(), placed.shard_offset)
+            for placed in self._layout.parameters
+            for shape in (placed.local_shape(rank),)
+        ]
+        self.settings = ReduceSettings()
+
+    @property
+    def payload_bytes(self) -> tuple[int | None, int | None]:
+        """Bytes the codec sends to each peer, and to each replica; ``None`` without one."""
+        replicas = getattr(self._codec, "replicas", None)
+        return (
+            None if self._codec is None else self._codec.payload_bytes,
+            None if replicas is None else replicas.payload_bytes,
+        )
+
+    def rebind(self, codec: BoundReduceCodec | None) -> None:
+        """Go on with another codec; nothing is in flight."""
+        self._codec = codec
+
+    @property
+    def expects_nothing(self) -> bool:
+        """Whether a backward without a gradient of this group is nobody's business."""
+        return self._presence is None and not self._sums_partial
+
+    @property
+    def _sums_partial(self) -> bool:
+        return bool(self._waiting.partial) and self.settings.all_reduce
+
+    def start(self, gradients: dict[int, Tensor], wire_dtype: torch.dtype) -> tuple[InFlight, int]:
+        """Begin to reduce; ``gradients`` maps parameter indices to unsharded gradients.
+
+        Returns:
+            The reduction in flight, and the bytes that leave this rank.
+        """
+        divisor = self.settings.divide_factor or float(self._roles.data_parallel_size)
+        averaging = Averaging.of(divisor, self._dtype)
+        present = sorted(gradients)
+        flight = InFlight(DONE, None, present, averaging, wire_dtype, self._tell(present))
+        flight.sums_replicas = self.settings.all_reduce
+        if not self._may_start_before_hearing:
+            self._check(flight)
+            flight.told = None
+        if not gradients:
+            return flight, 0
+        sources = {i: self._source(g, wire_dtype, averaging) for i, g in gradients.items()}
+        total = flight.total = self._new_total(present, self._first_device(sources))
+        if self._codec is not None:
+            flight.pending = self._start_codec(self._codec, sources, total)
+            return flight, (self._layout.world_size - 1) * self._codec.payload_bytes
+        pieces, flight.scratch = self._packing.pieces(sources, wire_dtype)
+        flight.sources = pieces
+        flight.pending = self._route.start(pieces, self._packing.piece_outs(total))
+        return flight, self._route.sent_bytes(pieces)
+
+    # Agreement --------------------------------------------------------------------------------
+
+    def _tell(self, present: list[int]) -> Told | None:
+        """See [Note: presence] in presence.py."""
+        if self._presence is None:
+            return None
+        summed = self._waiting.partial.present.union(present)
+        replicas = self._roles.is_replicated and self.settings.all_reduce
+        return self._presence.tell(present, summed, sums_replicas=replicas)
+
+    @property
+    def _may_start_before_hearing(self) -> bool:
+        """Whether transfers can be ended that not all ranks started.
+
+        Collectives pair by order: one that a rank does not join would shift all later ones.
+        """
+        return self._codec is not None or hasattr(self._route, "answer")
+
+    def _check(self, flight: InFlight) -> None:
+        """Wait for what others said.
+
+        Raises:
+            GradientMismatchError: on every rank, where gradients cannot be summed.
+        """
+        if flight.told is None:
+            return
+        try:
+            difference = flight.told.hear()
+        except RuntimeError as error:
+            error.add_note(
+                f"while this rank waited for others to reduce gradients of {self._names()}: a rank "
+                "that failed before, or whose backward does not reach them, never comes"
+            )
+            raise
+        if difference is None:
+            return
+        if self._may_start_before_hearing:
+            self._play_out(flight, difference)
+        raise GradientMismatchError(difference.describe(self._names()))
+
+    def _names(self) -> list[str]:
+        return [p.info.fqn for p in self._shards.parameters]
+
+    def _play_out(self, flight: InFlight, difference: Difference) -> None:
+        """End a reduction that not all ranks started alike, so that no message of it is left."""
+        ended: list[Pending] = [flight.pending]
+        if self._codec is not None:
+            if flight.total is None:
+                size = (2, self._layout.world_size, self._codec.payload_bytes)
+                payloads = torch.zeros(size, dtype=torch.uint8, device=self._roles.device)
+                ended.append(self._transport.exchange(*payloads))
+        else:
+            own = self._packing.takes_part(difference.present(dist.get_rank()))
+            for peer, rank in enumerate(self._roles.shard_members):
+                takes_part = self._packing.takes_part(difference.present(rank))
+                if takes_part != own:
+                    answer = self._route.answer  # type: ignore[attr-defined]
+                    ended.append(answer(peer, takes_part, flight.wire_dtype))
+        for pending in reversed(ended):
+            pending.wait()
+        if flight.scratch is not None:
+            self._packing.give_back(flight.scratch)
+
+    # Packing ----------------------------------------------------------------------------------
+
+    def _new_total(self, present: Sequence[int], device: torch.device) -> Tensor:
+        """Memory for the sums, with zeros where no gradient comes if anybody may look there."""
+        numel = self._layout.shard_numel
+        total = self._totals.take(numel, self._dtype, device)
+        if self._is_exposed:
+            self._packing.clear_blanks(total, present, packs=self._codec is None)
+        return total
+
+    @property
+    def _is_exposed(self) -> bool:
+        """Whether anybody sees sums as a whole: see [Note: reduction]."""
+        return (
+            self._roles.is_replicated
+            or self.settings.hook is not None
+            or type(self._shards.storage) is not DeviceStorage
+        )
+
+    @staticmethod
+    def _first_device(sources: dict[int, Tensor]) -> torch.device:
+        return next(iter(sources.values())).device
+
+    @staticmethod
+    def _source(gradient: Tensor, dtype: torch.dtype, averaging: Averaging) -> Tensor:
+        """What is sent of a gradient: its own memory, which is read only, or a copy."""
+        source = gradient if gradient.dtype == dtype else gradient.to(dtype)
+        if not source.is_contiguous():
+            source = source.contiguous()
+        if averaging.before == 1.0:
+            return source
+        # Autograd may have given this memory to another parameter too, or a user may hold it.
+        return source.div(averaging.before) if source is gradient else source.div_(averaging.before)
+
+    def _start_codec(
+        self, codec: BoundReduceCodec, sources: dict[int, Tensor], total: Tensor
+    ) -> Pending:
+        shape = (2, self._layout.world_size, codec.payload_bytes)
+        scratch = self._packing.take_scratch(math.prod(shape), total.device)
+        payloads, received = scratch.tensor.view(shape)
+        begin = getattr(codec, "begin", None)
+        if begin is not None:
+            begin(frozenset(sources))
+        chunks = self._packing.chunks(sources, total)
+        wordless(cast("Any", codec).encode(chunks, payloads), codec, "encode")
+        pending = self._transport.exchange(payloads, received)
+        outs = self._packing.chunk_outs(total)
+        return Decoding(pending, codec, received, outs, scratch, self._packing.give_back)
+
+    def predicted_bytes(self, gradients: dict[int, Tensor], wire_dtype: torch.dtype) -> int:
+        """Bytes :meth:`start` would send for gradients of these shapes (meta tensors will do)."""
+        world = self._layout.world_size
+        if not gradients:
+            return 0
+        if self._codec is not None:
+            return (world - 1) * self._codec.payload_bytes
+        sources = {i: g.to(wire_dtype) for i, g in gradients.items()}
+        return self._route.sent_bytes(self._packing.stand_ins(sources, wire_dtype))
+
+    def finish(self, flight: InFlight) -> Tensor | None:
+        """Wait, reduce over replicas, average, cast, and move to where gradients rest.
+
+        Returns:
+            The sharded gradients of the whole group (``[shard_numel]``, original dtype), or
+            ``None`` while they wait (see [Note: gradients that wait] in accumulation.py), and where
+            no rank has any.
+
+        Raises:
+            GradientMismatchError: on every rank, where they have gradients of other parameters.
+        """
+        self._check(flight)
+        flight.pending.wait()
+        if flight.scratch is not None:
+            self._packing.give_back(flight.scratch)
+        total = self._summed(flight)
+        if total is None:
+            return None
+        if flight.averaging.after != 1.0:
+            total.div_(flight.averaging.after)
+        if self.settings.hook is not None:
+            self.settings.hook(total)
+        total = total.to(self._shards.dtype)
+        storage, held = self._shards.storage, self._waiting.held
+        if held or (not flight.is_last and getattr(storage, "holds_gradients", False)):
+            held.add(total, flight.present)
+            if not flight.is_last:
+                return None
+            total, flight.present = held.take()
+        return self._place(total)
+
+    def _place(self, gradient: Tensor) -> Tensor:
+        """Next to the resting shard; the storage's first answer is looked at."""
+        placed = self._shards.storage.place_gradient(gradient)
+        if self._check_placed is not None:
+            self._check_placed(gradient, placed)
+            self._check_placed = None
+        return placed
+
+    def _summed(self, flight: InFlight) -> Tensor | None:
+        """The sum over all ranks, partial sums included; ``None`` while there is none."""
+        if not self._roles.is_replicated:
+            return flight.total
+        partial = self._waiting.partial
+        if flight.total is not None and (partial or not flight.sums_replicas):
+            partial.add(flight.total, flight.present)
+        if not flight.sums_replicas:
+            return None
+        total = flight.total
+        if partial:
+            total, flight.present = partial.take()
+        if total is not None:
+            self._sum_replicas(total)
+        return total
+
+    def place_held(self) -> None:
+        """Put in place what was held and no reduction of the last backward took along."""
+        held = self._waiting.held
+        if held:
+            total, present = held.take()
+            self.store(self._place(total), present)
+
+    def _sum_replicas(self, total: Tensor) -> None:
+        groups = self._roles.replicate_groups
+        codec = getattr(self._codec, "replicas", None)
+        if codec is None or len(groups) != 1:
+            for group in groups:
+                dist.all_reduce(total, group=group)
+            return
+        payload = total.new_empty(codec.payload_bytes, dtype=torch.uint8)
+        payloads = payload.new_empty(self._roles.replicate_size, codec.payload_bytes)
+        wordless(codec.encode(total, payload), codec, "encode")
+        dist.all_gather(list(payloads.unbind()), payload, group=groups[0])
+        wordless(codec.decode_sum(payloads, total), codec, "decode_sum")
+
+    def store(self, total: Tensor, present: Sequence[int]) -> None:
+        """Set or add to ``.grad`` of the sharded parameters, then run their hooks."""
+        accumulate_into: list[Tensor] = []
+        accumulate_from: list[Tensor] = []
+        parts = self._totals.parts_of(total)
+        for index in present:
+            sharded, slot = self._shards.parameters[index], self._slots[index]
+            if sharded.parameter.grad is None:
+                part = parts.get(index)
+                if part is None:
+                    part = parts[index] = own_storage_of_gradient(part_of(total, slot))
+                sharded.parameter.grad = sharded.wrap(part.detach())
+            else:
+                accumulate_into.append(local_tensor(cast("DTensor", sharded.parameter.grad)))
+                accumulate_from.append(part_of(total, slot))
+        if accumulate_into:
+            torch._foreach_add_(accumulate_into, accumulate_from)
+            self._totals.drop()  # gradients live elsewhere: this would be a second copy of them
+        else:
+            self._totals.keep_only_if_used_by(total)
+        for index in present:
+            parameter = self._shards.parameters[index].parameter
+            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+            for hook in tuple(hooks.values()) if hooks else ():
+                hook(parameter)

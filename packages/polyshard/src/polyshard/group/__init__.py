@@ -1,0 +1,1 @@
+"""The life of one parameter group, and the plan it follows."""

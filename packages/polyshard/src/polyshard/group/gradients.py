@@ -1,0 +1,145 @@
+"""A group's gradients on their way out of autograd: flattened, accumulated, reduced.
+
+[Note: gradients of autograd]
+Autograd may give one tensor to two leaves (two views of one gradient), and what it gives to a leaf
+may be what a user's hook has kept. So its memory is read, never written: what is added to is a sum
+that belongs to the group alone. torch itself adds in place, and counts such gradients twice.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polyshard._torch.private import storage_holders
+from polyshard.errors import PluginError
+from polyshard.exchange.accumulation import Accumulation
+from polyshard.exchange.flight import InFlight
+from polyshard.exchange.reduction import ReduceSettings
+from polyshard.group.runtime import Runtime
+from polyshard.params.sharded import Shards
+from polyshard.plugins.transforms import Onion
+
+
+class Gradients:
+    """Unsharded gradients of one group, from the leaves to the reducer.
+
+    The runtime is passed in, because a conversion of the parameters makes a new one, and then
+    :meth:`carry` moves what was accumulated.
+    """
+
+    def __init__(self, shards: Shards, onion: Onion, settings: ReduceSettings) -> None:
+        """``onion`` flattens gradients the way parameters were."""
+        self._shards = shards
+        self._onion = onion
+        self._settings = settings
+        self.waiting = Accumulation()
+        self._has_unreduced = False
+        self._flattens = [any(e is not None for e in p.extensions) for p in shards.parameters]
+
+    def accumulate(self, runtime: Runtime) -> None:
+        """Keep this backward's gradients unsharded, in the reduce dtype, for a later reduction."""
+        self._has_unreduced = True
+        self._add(self._given_up(runtime), runtime.dtypes.reduce)
+
+    def carry(self, before: Runtime, after: Runtime) -> None:
+        """Take what was accumulated along, in the dtypes that hold from now on."""
+        device, dtypes = after.buffer.tensor.device, after.dtypes
+        self.waiting.convert(device, dtypes.reduce, dtypes.orig)
+        if before.leaves is not after.leaves:
+            left = {i: g.to(device) for i, g in self._given_up(before).items()}
+            self._add(left, dtypes.reduce)
+
+    def take(self, runtime: Runtime) -> dict[int, Tensor]:
+        """Unsharded gradients by parameter index; the leaves give them up."""
+        taken = self._given_up(runtime)
+        waiting = self.waiting.unsharded
+        if waiting:
+            self._add(taken, runtime.dtypes.reduce)
+            taken = dict(waiting)
+            waiting.clear()
+        if self._settings.reduce_unused:
+            self._add_zeros(taken, runtime)
+        return taken
+
+    def may_come(self) -> bool:
+        """Whether any parameter is trainable."""
+        return any(p.parameter.requires_grad for p in self._shards.parameters)
+
+    def _given_up(self, runtime: Runtime) -> dict[int, Tensor]:
+        """What autograd left in this backward."""
+        given: dict[int, Tensor] = {}
+        for index, leaf in enumerate(runtime.leaves):
+            gradient = leaf.grad
+            if gradient is not None:
+                leaf.grad = None
+                given[index] = self._flattened(index, gradient)
+        return given
+
+    def _add_zeros(self, taken: dict[int, Tensor], runtime: Runtime) -> None:
+        """Parameters without a gradient take part too."""
+        device = runtime.buffer.tensor.device
+        for index, leaf in enumerate(runtime.leaves):
+            if leaf.requires_grad and index not in taken:
+                placed = self._shards.layout.parameters[index]
+                taken[index] = torch.zeros(placed.shape, dtype=runtime.dtypes.param, device=device)
+
+    def _flattened(self, index: int, gradient: Tensor) -> Tensor:
+        if not self._flattens[index]:
+            return gradient
+        parameter = self._shards.parameters[index]
+        with torch.no_grad():
+            flat = self._onion.flatten(gradient, parameter.info)[0]
+        expected = self._shards.layout.parameters[index].shape
+        if flat.shape != expected:
+            layers = ", ".join(f"'{n}'" for n in self._onion.layers_of(parameter.extensions))
+            raise PluginError(
+                f"plugins {layers}: pre_flatten_transform made {tuple(flat.shape)} of the gradient "
+                f"of '{parameter.info.fqn}', but {expected} of the parameter; flatten both alike."
+            )
+        return flat
+
+    def _add(self, gradients: dict[int, Tensor], dtype: torch.dtype) -> None:
+        """Add to what waits. See [Note: gradients of autograd]."""
+        waiting = self.waiting.unsharded
+        sums: list[Tensor] = []
+        terms: list[Tensor] = []
+        for index in list(gradients):
+            gradient = gradients.pop(index)
+            held = waiting.get(index)
+            if held is not None:
+                sums.append(held)
+                terms.append(gradient)
+            else:
+                waiting[index] = _own(gradient, dtype)
+        if sums:
+            with torch.no_grad():
+                torch._foreach_add_(sums, terms)
+
+    def wire_dtype(self, runtime: Runtime) -> torch.dtype:
+        """Dtype gradients travel in; from settings alone. See [Note: reduction]."""
+        dtypes = runtime.dtypes
+        if self._has_unreduced or dtypes.param.itemsize > dtypes.reduce.itemsize:
+            return dtypes.reduce
+        same = dtypes.param.itemsize == dtypes.reduce.itemsize
+        return dtypes.reduce if same else dtypes.param
+
+    def start(self, runtime: Runtime, gradients: dict[int, Tensor]) -> tuple[InFlight, int]:
+        """Begin to reduce what :meth:`take` returned; also the bytes that leave this rank."""
+        wire = self.wire_dtype(runtime)
+        self._has_unreduced = False
+        return runtime.reducer.start(gradients, wire)
+
+    def discard(self, runtime: Runtime) -> None:
+        """Forget everything a failed step left behind."""
+        self.take(runtime)
+        self._has_unreduced = False
+        self.waiting.clear()
+
+
+def _own(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """``gradient`` in memory that can be added to: its own, if nothing else looks at it."""
+    plain = type(gradient) is Tensor and gradient.is_contiguous()
+    if plain and gradient.dtype == dtype and storage_holders(gradient) == 1:
+        return gradient
+    return gradient.to(dtype, copy=True, memory_format=torch.contiguous_format)

@@ -1,0 +1,392 @@
+"""One parameter group at run time: unshard, reshard, reduce.
+
+A group is SHARDED (only the shard buffer has memory), GATHERING (a transfer fills the unsharded
+buffer) or UNSHARDED (the modules hold the unsharded parameters). Every transition may be asked for
+at any time; one that has happened already is a no-op.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from enum import Enum, auto
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from polyshard._torch.private import in_backward, profiler_span
+from polyshard.agreement.failures import FailureReport
+from polyshard.errors import warn
+from polyshard.exchange.flight import InFlight
+from polyshard.exchange.freshness import Turn
+from polyshard.exchange.gather import Filling
+from polyshard.exchange.reduction import ReduceSettings
+from polyshard.exchange.tensor_protocol import (
+    ProtocolShards,
+    refuse_block,
+    refuse_claims,
+    uses_protocol,
+)
+from polyshard.group.gradients import Gradients
+from polyshard.group.kept import free_outdated
+from polyshard.group.notices import policy_notices
+from polyshard.group.plan import resolve_dtypes
+from polyshard.group.runtime import Parts, Runtime, build_runtime
+from polyshard.group.setup import GroupSetup
+from polyshard.group.traffic import Meter
+from polyshard.memory.pages import PagePool
+from polyshard.params.parameter import Source
+from polyshard.params.sharded import Shards
+from polyshard.plugins.answers import Binding
+from polyshard.plugins.claims import check_constraints
+from polyshard.plugins.validation import fitting
+from polyshard.seams import GroupIdentity, GroupInfo, ParamInfo, ShardStorage
+from polyshard.sharding.layout import plan_layout
+from polyshard.transport.base import Pending, Transport
+from polyshard.transport.custom import CustomComms, CustomTransport
+
+
+class State(Enum):
+    """Which form of its parameters a group holds."""
+
+    SHARDED = auto()
+    GATHERING = auto()
+    UNSHARDED = auto()
+
+
+class ParameterGroup:
+    """The parameters of a unit that communicate together."""
+
+    def __init__(self, sources: Sequence[Source], setup: GroupSetup) -> None:
+        """Plan a group of ``sources``, which share one original dtype; nothing changes yet."""
+        self.setup = setup
+        self.name = setup.name
+        self.roles = setup.roles
+        self.state = State.SHARDED
+        self.reduces = self.reshard_after_backward = self.unshard_in_backward = True
+        self.reduce_settings = ReduceSettings()
+        self.identity = GroupIdentity()
+        self.pool: PagePool | None = None
+        self.turn = Turn()
+        self.block_size = setup.block_size
+        self.device = setup.roles.device
+        info = self._info(tuple(s.info for s in sources), sources[0].value.dtype)
+        warn(policy_notices(setup.policy, info.orig_dtype))
+        self.contributions = setup.stack.contributions(info)
+        if uses_protocol(sources):
+            refuse_claims(self.contributions, info)
+            refuse_block(setup.block_size, info)
+        self.meter = Meter(self.contributions.observers)
+        binding = Binding(self.contributions, self.name)
+        self._base_transport = binding.transport(setup.roles, self.device)
+        warn(getattr(self.contributions.backend, "notices", ()))
+        self._transport: Transport = self._base_transport
+        self._comms = CustomComms()
+        layout = plan_layout(
+            [s.shape for s in sources],
+            setup.roles.shard_size,
+            info.orig_dtype.itemsize,
+            self._transport.staging_bytes,
+        )
+        check_constraints(binding, info, layout)
+        self._failures = FailureReport(setup.roles.ranks, self.name)
+        self._sources: Sequence[Source] = sources
+        self._layout = layout
+        resting = self.contributions.storage
+        self._storage = fitting(resting.create(info, layout), ShardStorage, resting, "create")
+        self.shards: Shards
+        self.gradients: Gradients
+        self._runtime: Runtime | None = None
+        self._path: Filling | None = None
+        self._pending: Pending | None = None
+        self._made = 0
+        self._stale = True
+        self._is_outdated = False
+
+    def shard(self) -> None:
+        """Cut the parameters and register their sharded forms; called once, when all plans hold."""
+        if uses_protocol(self._sources):
+            self.shards = ProtocolShards(self._sources, self._layout, self.roles)
+        else:
+            rest = partial(Binding(self.contributions, self.name).rested, self._storage)
+            self.shards = Shards(self._sources, self._layout, self.roles, self._storage, rest)
+        self.gradients = Gradients(self.shards, self.setup.stack.onion, self.reduce_settings)
+        self._sources = ()  # the full parameters may go now
+
+    # --- plan ---------------------------------------------------------------------------------
+
+    def info(self) -> GroupInfo:
+        """The group as plugins see it, with current names, dtypes and frozen parameters."""
+        return self._info(tuple(p.current_info for p in self.shards.parameters), self.shards.dtype)
+
+    def _info(self, parameters: tuple[ParamInfo, ...], orig: torch.dtype) -> GroupInfo:
+        dtypes = resolve_dtypes(self.setup.policy, orig)
+        return GroupInfo(
+            name=self.name,
+            parameters=parameters,
+            mesh=self.roles.mesh,
+            rank=self.roles.shard_rank,
+            world_size=self.roles.shard_size,
+            device=self.device,
+            orig_dtype=dtypes.orig,
+            param_dtype=dtypes.param,
+            reduce_dtype=dtypes.reduce,
+            identity=self.identity,
+        )
+
+    def rename(self, name: str, fqns: Mapping[int, str]) -> None:
+        """Take the names that the root gives: the unit's, and each parameter's by identity."""
+        self.name = name
+        self._failures = FailureReport(self.roles.ranks, name)
+        for parameter in self.shards.parameters:
+            fqn = fqns.get(id(parameter.parameter), parameter.info.fqn)
+            parameter.info = replace(parameter.info, fqn=fqn)
+        self._is_outdated = True  # transfers are tagged with the name, which ranks must agree on
+        self._stale = True
+
+    @property
+    def transport(self) -> Transport:
+        """How bytes move: the backend's way, or the user's own objects over it."""
+        return self._transport
+
+    # --- life cycle ---------------------------------------------------------------------------
+
+    def adopt_replaced(self) -> None:
+        """Parameters may have been replaced or moved: have them rest in the shard at once.
+
+        What does not fit together yet waits for the next use. See [Note: changing hands].
+        """
+        self._stale = True
+        if self.shards.try_adopt_replaced():
+            self._is_outdated = True
+
+    def prepare(self) -> Runtime:
+        """Everything the step needs, made on first use and after a conversion."""
+        runtime = self._runtime
+        if runtime is not None and not (self._stale or self.shards.is_vacant):
+            return runtime
+        # Everything made here outlives the call, which may come from a forward in inference mode.
+        with torch.inference_mode(mode=False):
+            if self.shards.adopt_replaced():
+                self._is_outdated = True
+            if self._is_outdated or runtime is None:
+                runtime = self._runtime = self._build()
+        self._is_outdated = self._stale = False
+        return runtime
+
+    def _build(self) -> Runtime:
+        parts = Parts(
+            info=self.info(),
+            shards=self.shards,
+            roles=self.roles,
+            policy=self.setup.policy,
+            contributions=self.contributions,
+            transport=self._transport,
+            onion=self.setup.stack.onion,
+            pool=self.pool,
+            block_size=self.block_size,
+            waiting=self.gradients.waiting,
+            turn=self.turn,
+        )
+        last = self._runtime
+        runtime = build_runtime(parts, resolve_dtypes(self.setup.policy, self.shards.dtype), last)
+        runtime.reducer.settings = self.reduce_settings
+        if last is not None:
+            self.gradients.carry(last, runtime)
+        return runtime
+
+    def unshard(self) -> None:
+        """Begin to gather, unless gathered or on the way; see [Note: kept parameters]."""
+        if self.state is State.SHARDED and not in_backward() and self.shards.have_moved():
+            self._stale = True
+        runtime = self.prepare()
+        if self._stays_unsharded():
+            return
+        self.shards.check_materialized()
+        with self._failures, profiler_span("polyshard.unshard", self.name):
+            runtime.buffer.acquire()
+            self._path = self._choose_path(runtime)
+            self._pending = self._path.start(self.shards.fetch)
+        self.state = State.GATHERING  # only now: a start that raised leaves the group sharded
+        self._made = self.turn.number
+        self.meter.gather_started(self.name, self._path.sent_bytes, self._path.received_bytes)
+
+    def _stays_unsharded(self) -> bool:
+        """Whether nothing is to be gathered; what another turn left is looked at first."""
+        if self.state is State.SHARDED:
+            return False
+        if not self.turn.vouches(self._made):
+            self.wait()
+            free_outdated([self])
+        return not self.is_sharded
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether nothing is gathered or on the way."""
+        return self.state is State.SHARDED
+
+    def _choose_path(self, runtime: Runtime) -> Filling:
+        """From the block if it holds something of this turn, else from all shards."""
+        block = runtime.block
+        if block is None or not block.holds:
+            return runtime.path
+        if not self.turn.vouches(self._made):
+            block.drop()
+            return runtime.path
+        return block
+
+    def differs(self) -> Tensor:
+        """Whether this rank's shard is not what is unsharded (a 0-dim bool)."""
+        found = self.prepare().path.differs(self.shards.fetch)
+        self.shards.release()
+        return found
+
+    def vouch(self) -> None:
+        """The unsharded parameters are what the shards are now, on all ranks."""
+        self._made = self.turn.number
+
+    def wait(self) -> None:
+        """Finish the gather and register the unsharded parameters."""
+        if self.state is not State.GATHERING:
+            return
+        runtime = self.prepare()
+        assert self._pending is not None
+        assert self._path is not None
+        begin = time.perf_counter()
+        with self._failures, profiler_span("polyshard.wait", self.name):
+            self._pending.wait()
+            self._path.finish()
+        self._pending = None
+        if self._path is runtime.path:
+            self.shards.release()
+        self.sync_requires_grad(runtime)
+        runtime.registry.register()
+        self.state = State.UNSHARDED
+        self.meter.gathered(self.name, time.perf_counter() - begin)
+
+    def sync_requires_grad(self, runtime: Runtime) -> None:
+        """Freezing and unfreezing happens on the sharded parameter; the leaf follows."""
+        changed = False
+        for sharded, leaf in zip(self.shards.parameters, runtime.leaves, strict=True):
+            wanted = sharded.parameter.requires_grad
+            if leaf.requires_grad is not wanted:
+                leaf.requires_grad_(wanted)
+                changed = True
+        if changed:
+            binding = Binding(self.contributions, self.name)
+            runtime.reducer.rebind(binding.reduce_codec(self.info(), self.shards.layout))
+
+    def reshard(self, *, until_backward: bool = False) -> None:
+        """Free the unsharded parameters and register the sharded ones.
+
+        Args:
+            until_backward: a backward will come, so the block (if there is one) keeps its slices.
+        """
+        if self.state is State.GATHERING:
+            self.wait()
+        if self.state is State.SHARDED or self._runtime is None:
+            return
+        block = self._runtime.block
+        with profiler_span("polyshard.reshard", self.name):
+            if until_backward and block is not None:
+                block.keep()
+            self.shards.registry.register()
+            self._runtime.buffer.release()
+        self.state = State.SHARDED
+        self.meter.resharded(self.name)
+
+    def end_block(self) -> None:
+        """No block keeps the parameters between forward and backward any more."""
+        if self.block_size is not None:
+            self.reshard()
+            self.drop_block()
+            self.block_size = None
+            self._stale = self._is_outdated = True
+
+    def set_comms(self, comms: CustomComms) -> None:
+        """Have the user's own objects move bytes, where there are any and more than one rank."""
+        self.reshard()
+        self._comms = comms
+        self._transport = self._base_transport
+        if comms and self.roles.shard_size > 1:
+            group = self.roles.shard_group
+            self._transport = CustomTransport(self._base_transport, comms, group)
+        self._stale = self._is_outdated = True
+
+    @property
+    def comms(self) -> CustomComms:
+        """The user's own communication objects."""
+        return self._comms
+
+    def separate_reductions(self, enable: bool) -> None:
+        """Whether reductions get a communicator of their own."""
+        self._transport.separate_reductions(enable)
+
+    def drop_block(self) -> None:
+        """Free what the block kept for a backward that is over."""
+        if self._runtime is not None and self._runtime.block is not None:
+            self._runtime.block.drop()
+
+    # --- gradients ----------------------------------------------------------------------------
+
+    def accumulate(self) -> None:
+        """Keep this backward's gradients unsharded for a later reduction."""
+        if self._runtime is not None:
+            self.gradients.accumulate(self._runtime)
+
+    def take_gradients(self) -> dict[int, Tensor]:
+        """Unsharded gradients by parameter index; the leaves give them up."""
+        return {} if self._runtime is None else self.gradients.take(self._runtime)
+
+    def expects_gradients(self) -> bool:
+        """Whether a backward that brought no gradients ends in a reduction nevertheless.
+
+        Other ranks may have some, and partial sums may wait for it.
+        """
+        runtime = self._runtime
+        if runtime is None or runtime.reducer.expects_nothing:
+            return False
+        return bool(self.gradients.waiting.partial) or self.gradients.may_come()
+
+    def start_reduction(self, gradients: dict[int, Tensor]) -> InFlight:
+        """Begin to reduce what :meth:`take_gradients` returned."""
+        runtime = self.prepare()
+        with self._failures, profiler_span("polyshard.reduce", self.name):
+            flight, sent_bytes = self.gradients.start(runtime, gradients)
+        if gradients:
+            self.meter.reduction_started(self.name, sent_bytes)
+        return flight
+
+    def finish_reduction(self, flight: InFlight) -> None:
+        """Wait for a reduction and put the sharded gradients in place."""
+        runtime = self.prepare()
+        begin = time.perf_counter()
+        with self._failures, profiler_span("polyshard.reduced", self.name), torch.no_grad():
+            total = runtime.reducer.finish(flight)
+            if total is not None:
+                runtime.reducer.store(total, flight.present)
+        if flight.total is None and total is None:
+            return  # nothing but words
+        self.meter.reduced(self.name, time.perf_counter() - begin)
+
+    def discard(self) -> None:
+        """Forget everything a failed step left behind; end sharded."""
+        if self._runtime is not None:
+            self.gradients.discard(self._runtime)
+            self._abandon_gather(self._runtime)
+        self.reshard()
+        self.drop_block()
+
+    def _abandon_gather(self, runtime: Runtime) -> None:
+        """End a gather nobody waits for any more, whether or not its peers are still there."""
+        if self.state is not State.GATHERING:
+            return
+        assert self._pending is not None
+        with suppress(RuntimeError):  # a peer that is gone sends nothing into freed memory either
+            self._pending.wait()
+        self._pending = None
+        runtime.buffer.release()
+        self.state = State.SHARDED

@@ -1,0 +1,171 @@
+"""The frozen description of a group: what it holds, what travels, and who takes part.
+
+A plan is text and numbers only. All ranks compare its lines before the first collective, and
+``describe()`` shows the same lines to a person.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from typing_extensions import override
+
+from polyshard._torch.private import reduces_in_original_dtype
+from polyshard.group.transfers import Way
+from polyshard.policies import MixedPrecisionPolicy
+from polyshard.seams import ParamInfo
+from polyshard.sharding.layout import GroupLayout
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """The three dtypes of a group: at rest, in compute and on the wire, in reduction."""
+
+    orig: torch.dtype
+    param: torch.dtype
+    reduce: torch.dtype
+
+    @override
+    def __str__(self) -> str:
+        """Short names in that order."""
+        names = (str(d).removeprefix("torch.") for d in (self.orig, self.param, self.reduce))
+        return " / ".join(names)
+
+
+def resolve_dtypes(policy: MixedPrecisionPolicy, orig: torch.dtype) -> Dtypes:
+    """What ``policy`` makes of parameters of dtype ``orig``; defaults are the installed torch's."""
+    param = policy.param_dtype if orig.is_floating_point else None
+    compute = param or orig
+    default = orig if reduces_in_original_dtype() else compute
+    return Dtypes(orig, compute, policy.reduce_dtype or default)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Who does what for a group: names with settings, as they must agree on all ranks."""
+
+    collectives: str
+    transport: str
+    gather_codec: str
+    reduce_codec: str
+    storage: str
+    plugins: tuple[str, ...] = ()
+    constraints: tuple[str, ...] = ()
+    """Each with the elements it keeps together, by parameter."""
+    adapters: tuple[str, ...] = ()
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """What plugins add beside the exclusive roles."""
+        constraints = (f"constraint {text}" for text in self.constraints)
+        return (*constraints, *(f"state-dict adapter {text}" for text in self.adapters))
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """What a parameter is between steps, beside its shape."""
+
+    placements: str
+    flat_shape: tuple[int, ...]
+    """Of what transforms make of it on this rank, before it is cut."""
+    transforms: tuple[str, ...] = ()
+    """Plugins that transform it, in order."""
+
+    @override
+    def __str__(self) -> str:
+        """As it appears in a plan."""
+        by = f" flattened by {', '.join(self.transforms)}" if self.transforms else ""
+        return f"{self.placements}{by}"
+
+
+@dataclass(frozen=True)
+class Payloads:
+    """Bytes a codec sends to each peer; ``None`` where the engine's own transfer is used."""
+
+    gather: int | None
+    reduce: int | None
+    replicas: int | None
+
+    @override
+    def __str__(self) -> str:
+        """As it appears in a plan."""
+        texts = (("gather", self.gather), ("reduce", self.reduce), ("replicas", self.replicas))
+        return ", ".join(f"{name} {'native' if n is None else n}" for name, n in texts)
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """One parameter group. Sizes are per rank unless a name says otherwise."""
+
+    name: str
+    parameters: tuple[ParamInfo, ...]
+    layout: GroupLayout
+    mesh: str
+    dtypes: Dtypes
+    roles: Roles
+    reshard_after_forward: bool | int
+    """Freed after forward, kept, or kept once by each block of so many ranks."""
+    gather_bytes: int
+    """Bytes this rank sends in one all-gather."""
+    regather_bytes: int
+    """Bytes this rank sends to gather again in backward, if freed after forward."""
+    reduce_bytes: int
+    """Bytes this rank sends in one reduce-scatter of all trainable parameters."""
+    ways: tuple[Way, ...]
+    """How each parameter travels in an all-gather, and why; gradients take the mirrored way."""
+    transfers: str
+    """The ways in one line, with where their threshold comes from."""
+    sharded: tuple[Sharded, ...]
+    """The sharded form of each parameter."""
+    payloads: Payloads
+    notices: tuple[str, ...] = ()
+    """Settings that change nothing for this group."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of all full parameters."""
+        return sum(p.numel for p in self.layout.parameters)
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Memory the unsharded parameters take while gathered."""
+        return self.layout.unsharded_numel * self.dtypes.param.itemsize
+
+    @property
+    def shard_bytes(self) -> int:
+        """Memory of the shard at rest."""
+        return self.layout.shard_numel * self.dtypes.orig.itemsize
+
+    def lines(self) -> tuple[str, ...]:
+        """Everything that must be equal on the ranks of the data-parallel mesh, one fact a line."""
+        layout = tuple(
+            f"group {self.name}: layout of {info.fqn} {form.flat_shape} {way.kind} at "
+            f"{placed.shard_offset}"
+            for info, placed, way, form in zip(
+                self.parameters, self.layout.parameters, self.ways, self.sharded, strict=True
+            )
+        )
+        payloads = f"group {self.name}: payload bytes {self.payloads}"
+        return (*self.shared_lines(), payloads, *layout)
+
+    def shared_lines(self) -> tuple[str, ...]:
+        """What must be equal on all ranks of the model, however other axes cut its parameters."""
+        roles, start = self.roles, f"group {self.name}:"
+        head = (
+            f"{start} mesh {self.mesh}",
+            f"{start} dtypes (rest / compute / reduce) {self.dtypes}",
+            f"{start} collectives {roles.collectives}, transport {roles.transport}, gather codec "
+            f"{roles.gather_codec}, reduce codec {roles.reduce_codec}, storage {roles.storage}",
+            f"{start} reshard after forward {self.reshard_after_forward}",
+        )
+        plugins = tuple(f"{start} plugin {line}" for line in roles.plugins)
+        extras = tuple(f"{start} {text}" for text in roles.extras)
+        parameters = tuple(
+            f"{start} parameter {info.fqn} {info.shape} dim {placed.dim} "
+            + " ".join(("trainable" if info.requires_grad else "frozen", str(form), *info.facts))
+            for info, placed, form in zip(
+                self.parameters, self.layout.parameters, self.sharded, strict=True
+            )
+        )
+        return (*head, *plugins, *extras, *parameters)

@@ -1,0 +1,134 @@
+"""What a group needs during a step, made when it is first used and after conversions."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+from torch import nn
+
+from polyshard.exchange.accumulation import Accumulation
+from polyshard.exchange.block import Block
+from polyshard.exchange.freshness import Turn
+from polyshard.exchange.gather import CodecGather, GatherPath, Line, NativeGather
+from polyshard.exchange.reduction import ReduceParts, Reducer
+from polyshard.exchange.tensor_protocol import ProtocolGather, ProtocolShards
+from polyshard.group.plan import Dtypes
+from polyshard.memory.buffers import Buffer, new_buffer
+from polyshard.memory.pages import PagePool
+from polyshard.params.parameter import Registry
+from polyshard.params.sharded import Shards
+from polyshard.params.unsharded import Unsharded
+from polyshard.plugins.answers import Binding
+from polyshard.plugins.transforms import Onion
+from polyshard.policies import MixedPrecisionPolicy
+from polyshard.seams import Contributions, GroupInfo
+from polyshard.sharding.mesh import MeshRoles
+from polyshard.transport import Transport
+
+
+@dataclass
+class Runtime:
+    """The unsharded side (memory, leaves, how they are filled), and the way back."""
+
+    buffer: Buffer
+    leaves: list[nn.Parameter]
+    path: GatherPath
+    reducer: Reducer
+    registry: Registry
+    dtypes: Dtypes
+    unsharded: Unsharded | None
+    """What owns buffer and leaves, unless a tensor class does."""
+    block: Block | None = None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a runtime is built from; all of it is settled by the plan."""
+
+    info: GroupInfo
+    shards: Shards
+    roles: MeshRoles
+    policy: MixedPrecisionPolicy
+    contributions: Contributions
+    transport: Transport
+    onion: Onion
+    pool: PagePool | None
+    block_size: int | None
+    waiting: Accumulation
+    """Gradients of backwards before this runtime was made."""
+    turn: Turn
+
+
+def build_runtime(parts: Parts, dtypes: Dtypes, last: Runtime | None) -> Runtime:
+    """Bind every transfer of a group to memory. Leaves the unsharded side freed.
+
+    Args:
+        parts: what it is built from.
+        dtypes: of the group as it is now.
+        last: what served until now; memory and leaves go on where they suit.
+    """
+    # Ranks agree on names, so they agree on tags without a word.
+    tag = zlib.crc32(f"{parts.roles.describe()} {parts.info.name}".encode()) >> 2
+    line = Line(parts.transport, tag, parts.roles.shard_rank)
+    binding = Binding(parts.contributions, parts.info.name)
+    unsharded, path = _unsharded_side(parts, dtypes, line, binding, last)
+    side: Unsharded | ProtocolGather = unsharded or cast("ProtocolGather", path)
+    buffer, leaves = side.buffer, side.leaves
+    block = None if parts.block_size is None else _block(parts, parts.block_size, buffer, tag)
+    buffer.release()
+    reduce_codec = binding.reduce_codec(parts.info, parts.shards.layout)
+    check = partial(binding.check_placed, parts.shards.storage)
+    reducer = Reducer(
+        parts.shards,
+        dtypes.reduce,
+        ReduceParts(parts.roles, line, parts.waiting, check, parts.pool),
+        reduce_codec,
+    )
+    owners = (p.owners for p in parts.shards.parameters)
+    registry = Registry(zip(owners, leaves, strict=True))
+    return Runtime(buffer, leaves, path, reducer, registry, dtypes, unsharded, block)
+
+
+def _block(parts: Parts, size: int, buffer: Buffer, tag: int) -> Block:
+    whole = buffer.tensor
+    held = new_buffer(whole.numel() // size, whole.dtype, whole.device, parts.pool)
+    held.acquire()
+    return Block(held, whole, parts.transport.block(size), tag)
+
+
+def _unsharded_side(
+    parts: Parts, dtypes: Dtypes, line: Line, binding: Binding, last: Runtime | None
+) -> tuple[Unsharded | None, GatherPath]:
+    shards = parts.shards
+    if isinstance(shards, ProtocolShards):
+        route = (line.transport, line.tag)
+        return None, ProtocolGather(shards, parts.policy, dtypes.param, route)
+    codec = binding.gather_codec(parts.info, shards.layout)
+    serve = getattr(shards.storage, "serve_codec", None)
+    if serve is not None:
+        serve(codec is not None)
+    crosses, device = codec is not None, parts.info.device
+    binding.check_view(shards.storage, shards.buffer, device, may_cross=crosses)
+    unsharded = _memory(parts, dtypes, last, is_decoded=codec is not None)
+    if codec is None:
+        return unsharded, NativeGather(unsharded, line)
+    return unsharded, CodecGather(codec, unsharded, line, parts.turn)
+
+
+def _memory(parts: Parts, dtypes: Dtypes, last: Runtime | None, *, is_decoded: bool) -> Unsharded:
+    old = None if last is None else last.unsharded
+    if old is not None and old.serves(dtypes.param, parts.pool, is_decoded):
+        old.follow()
+        return old
+    return Unsharded(
+        parts.shards,
+        dtypes.param,
+        parts.info.device,
+        parts.pool,
+        parts.onion,
+        parts.block_size,
+        is_decoded=is_decoded,
+    )

@@ -1,0 +1,1 @@
+"""Memory that comes and goes under tensors that stay."""

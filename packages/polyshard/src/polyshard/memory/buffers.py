@@ -1,0 +1,186 @@
+"""Memory whose aliases stay valid while it is given back and taken again.
+
+[Note: stable storage]
+Autograd saves views of unsharded parameters in forward and reads them in backward, after the memory
+was freed and gathered anew. All those views share one ``StorageImpl``, so a buffer must keep it and
+change only the memory behind it. Two ways:
+
+* :class:`HeapBuffer` resizes the storage: the device's allocator frees and allocates. On an
+  accelerator its caching allocator makes that cheap.
+* :class:`MappedBuffer` (CPU on Linux, see ``pages``) keeps an address range for life
+  and moves physical pages in and out, because fresh pages from the C allocator cost several times
+  the transfer itself in page faults.
+
+Whoever reads or writes a released buffer (a weight kept from a hook, a backward that was told not
+to gather what it needs) must hear of it. A resized storage has no memory, where torch raises or
+faults depending on the operation, and a range of addresses would quietly show zeros or what it held
+before. So both are closed as well: torch then raises whenever it is asked for their memory.
+
+Writes into a buffer go through its own base tensor. Parameters are built with ``set_`` and so have
+a version counter of their own: refilling never trips autograd's check on saved tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from polyshard._torch.private import (
+    StorageGate,
+    gates_work,
+    storage_holders,
+    storages_are_held,
+)
+from polyshard.memory.pages import PagePool, PageRange
+
+
+class Buffer(Protocol):
+    """A 1-D tensor whose memory comes and goes."""
+
+    tensor: Tensor
+    """``[numel]``; readable and writable only while acquired."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes while acquired."""
+        ...
+
+    def acquire(self) -> None:
+        """Back the buffer with memory; contents are undefined. A no-op when acquired."""
+        ...
+
+    def release(self) -> None:
+        """Give the memory back. A no-op when not acquired."""
+        ...
+
+
+class HeapBuffer:
+    """A buffer that allocates and frees through the device's allocator."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Reserve nothing yet; the storage starts at its full size so that views can be built."""
+        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self._storage = self.tensor.untyped_storage()
+        self.nbytes = self._storage.nbytes()
+        self._gate = StorageGate(self._storage)
+        self._acquired = True
+
+    def acquire(self) -> None:
+        """Allocate."""
+        if not self._acquired:
+            self._gate.open()
+            self._storage.resize_(self.nbytes)
+            self._acquired = True
+
+    def release(self) -> None:
+        """Free."""
+        if self._acquired:
+            self._storage.resize_(0)
+            self._gate.close()
+            self._acquired = False
+
+
+class MappedBuffer:
+    """A buffer at a fixed address whose pages come from a pool shared by many."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, pool: PagePool) -> None:
+        """Reserve an address range; no memory is used until :meth:`acquire`."""
+        self.nbytes = numel * dtype.itemsize
+        self._pool = pool
+        self._range = PageRange(self.nbytes)
+        self.tensor = self._range.tensor(numel, dtype)
+        self._gate = StorageGate(self.tensor.untyped_storage())
+        self._acquired = False
+
+    def acquire(self) -> None:
+        """Move pages in."""
+        if not self._acquired:
+            self._pool.fill(self._range)
+            self._gate.open()
+            self._acquired = True
+
+    def release(self) -> None:
+        """Leave the pages to whoever needs some next."""
+        if self._acquired:
+            self._gate.close()
+            self._pool.offer(self._range)
+            self._acquired = False
+
+
+class FixedBuffer:
+    """A buffer that is always there: memory somebody else owns, such as a shard at world size 1."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Wrap ``tensor`` (1-D)."""
+        self.tensor = tensor
+        self.nbytes = 0
+
+    def acquire(self) -> None:
+        """Nothing to do."""
+
+    def release(self) -> None:
+        """Nothing to do."""
+
+
+MAPPED_BYTES = 1 << 20
+"""Buffers below this many bytes come from the heap: they fit its free lists and cost no faults."""
+
+
+def new_buffer(
+    numel: int, dtype: torch.dtype, device: torch.device, pool: PagePool | None
+) -> Buffer:
+    """The kind of buffer that suits ``device``."""
+    large = numel * dtype.itemsize >= MAPPED_BYTES
+    if device.type == "cpu" and pool is not None and large and gates_work():
+        return MappedBuffer(numel, dtype, pool)
+    return HeapBuffer(numel, dtype, device)
+
+
+class Recycled:
+    """Memory handed out again when nobody holds what was handed out last.
+
+    Sharded gradients live from one backward to ``zero_grad``; taken afresh in every step they cost
+    more in page faults than in arithmetic. Whoever keeps a gradient longer keeps its memory: then
+    new memory is taken instead.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is allocated yet."""
+        self._memory: Tensor | None = None
+        self._parts: dict[int, Tensor] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """``[numel]``, contents undefined; an alias, so that holders can be counted."""
+        memory = self._memory
+        if memory is None or not self._fits(memory, numel, dtype, device):
+            memory = self._memory = torch.empty(numel, dtype=dtype, device=device)
+            self._parts = {}
+        return memory.view(-1)
+
+    def parts_of(self, value: Tensor) -> dict[int, Tensor]:
+        """What was cut from ``value`` before, to be added to; empty if it lives elsewhere.
+
+        A part (in a storage of its own) may be handed out as an alias, so that its holders count.
+        """
+        memory = self._memory
+        lives_here = memory is not None and memory.data_ptr() == value.data_ptr()
+        return self._parts if lives_here else {}
+
+    def keep_only_if_used_by(self, value: Tensor) -> None:
+        """Give the memory up unless ``value`` lives in it: then keeping it costs nothing."""
+        memory = self._memory
+        if memory is not None and memory.data_ptr() != value.data_ptr():
+            self.drop()
+
+    def drop(self) -> None:
+        """Give the memory up; whoever holds it keeps it."""
+        self._memory = None
+        self._parts = {}
+
+    def _fits(self, memory: Tensor, numel: int, dtype: torch.dtype, device: torch.device) -> bool:
+        if not (memory.numel() == numel and memory.dtype == dtype and memory.device == device):
+            return False
+        parts = [part.untyped_storage() for part in self._parts.values() if part.numel()]
+        return storage_holders(memory) == 1 + len(parts) and not storages_are_held(parts)

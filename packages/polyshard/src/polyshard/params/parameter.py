@@ -1,0 +1,162 @@
+"""One parameter of a group: where modules register it, and its sharded form.
+
+[Note: three forms]
+*Sharded parameter*: a ``DTensor`` parameter whose local tensor rests in the group's shard buffer
+(see [Note: own storage]); what the optimizer, the state dict and the user see between steps.
+*Unsharded parameter*: a plain leaf over the group's unsharded buffer; what forward and backward
+compute with. *Sharded gradient*: a ``DTensor`` like the sharded parameter. Registering one form or
+the other with the modules is a dictionary write, prepared once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from polyshard._torch.private import dtensor_spec, wrap_local
+from polyshard.plugins.transforms import Extensions
+from polyshard.sharding.layout import ParameterShape
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    from polyshard.seams import ParamInfo
+    from polyshard.sharding.mesh import MeshRoles
+    from polyshard.sharding.placement import Placed
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A module that registers a parameter, and the name it uses."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def held(self) -> nn.Parameter | None:
+        """What the module holds under the name now."""
+        return self.module._parameters.get(self.name)
+
+
+@dataclass(frozen=True)
+class Registration:
+    """Everything needed to put one form of a parameter where a module looks it up."""
+
+    owner: Owner
+    value: nn.Parameter
+
+    def apply(self) -> None:
+        """Through ``setattr``, for modules that watch their attributes (``nn.RNNBase``)."""
+        setattr(self.owner.module, self.owner.name, self.value)
+
+
+class Registry:
+    """One form of all parameters of a group, registered with one call."""
+
+    def __init__(self, forms: Iterable[tuple[Sequence[Owner], nn.Parameter]]) -> None:
+        """Resolve each module's way of registering once."""
+        self._slots: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        self._watched: list[Registration] = []
+        for owners, value in forms:
+            for owner in owners:
+                if type(owner.module).__setattr__ is nn.Module.__setattr__:
+                    self._slots.append((owner.module._parameters, owner.name, value))
+                else:
+                    self._watched.append(Registration(owner, value))
+
+    def register(self) -> None:
+        """Make this form the one that modules hold."""
+        for parameters, name, value in self._slots:
+            parameters[name] = value
+        for registration in self._watched:
+            registration.apply()
+
+
+def placements_for(dim: int | None, roles: MeshRoles) -> tuple[Placement, ...]:
+    """Placements of a sharded parameter on the data-parallel mesh."""
+    placements: list[Placement] = [Replicate()] * roles.mesh.ndim
+    if dim is not None and roles.shard_axis is not None:
+        placements[roles.shard_axis] = Shard(dim)
+    return tuple(placements)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the sharded parameter is as a ``DTensor``: its mesh, placements and global shape."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, placed: Placed, shape: torch.Size) -> Form:
+        """Sharded over the data-parallel mesh alone."""
+        return cls(placed.roles.mesh, placements_for(placed.dim, placed.roles), shape)
+
+    def spec(self, dtype: torch.dtype) -> DTensorSpec:
+        """As torch wants it."""
+        return dtensor_spec(self.mesh, self.placements, self.shape, dtype)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A parameter as found on the module, before sharding.
+
+    ``value`` is what is sharded: the parameter's data, unless plugins flattened it into something
+    else; ``extensions`` is what they need to undo that.
+    """
+
+    info: ParamInfo
+    parameter: nn.Parameter
+    owners: tuple[Owner, ...]
+    placed: Placed
+    value: Tensor
+    extensions: Extensions = ()
+    form: Form | None = None
+    """What a plugin makes of the sharded parameter, where it takes part in other axes too."""
+
+    @property
+    def shape(self) -> ParameterShape:
+        """What the layout needs of it."""
+        return ParameterShape(self.info.fqn, tuple(self.value.shape), self.placed.dim)
+
+
+class ShardedParameter:
+    """The sharded form of one parameter, and what makes more ``DTensor`` s like it."""
+
+    def __init__(self, source: Source, local: Tensor) -> None:
+        """``local`` is the part of the shard buffer that holds this rank's rows."""
+        self.info = source.info
+        self.owners = source.owners
+        self.dim = source.placed.dim
+        self.extensions = source.extensions
+        self._form = source.form or Form.of(source.placed, source.value.shape)
+        self.spec = self._form.spec(local.dtype)
+        self.parameter = nn.Parameter(
+            wrap_local(local, self.spec), requires_grad=source.parameter.requires_grad
+        )
+        if type(source.parameter) is nn.Parameter:  # a subclass keeps its own state there
+            self.parameter.__dict__.update(source.parameter.__dict__)
+
+    @property
+    def current_info(self) -> ParamInfo:
+        """``info``, with what ``requires_grad`` says now."""
+        wanted = self.parameter.requires_grad
+        if self.info.requires_grad is wanted:
+            return self.info
+        return replace(self.info, requires_grad=wanted)
+
+    def adopt(self, parameter: nn.Parameter) -> None:
+        """Take over a parameter object that replaced ours (``to_empty``, ``assign=True``)."""
+        self.parameter = parameter
+        self.spec = self._form.spec(parameter.dtype)
+
+    def wrap(self, local: Tensor) -> DTensor:
+        """A gradient (or any value) with this parameter's placements."""
+        return wrap_local(local, self.spec)

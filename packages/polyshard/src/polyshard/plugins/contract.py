@@ -1,0 +1,189 @@
+"""What a plugin declares: hooks by two markers, itself by a contract; importable without torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import inspect
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pluggy
+
+from polyshard.errors import PluginError
+
+PROJECT = "polyshard"
+HOOK_API = (1, 0)
+"""Version of the hook specifications (major, minor). A new hook or argument is a minor change; a
+changed meaning is a major one, and plugins written for another major are refused."""
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+ATTRIBUTE = "polyshard_contract"
+"""Where a plugin of any kind keeps its contract."""
+
+_RELATIONS = ("provides", "requires", "conflicts_with", "before", "after")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+@dataclass(frozen=True)
+class Contract:
+    """Name, version and relations of a plugin.
+
+    Attributes:
+        name: unique in a stack; what errors, plans and ``before``/``after`` use.
+        version: of the plugin; ranks must agree on it.
+        provides: capabilities, as free words, that others may require.
+        requires: plugin names or capabilities that must be in the stack.
+        conflicts_with: plugin names or capabilities that must not.
+        before: plugin names this one comes before, where both are in the stack.
+        after: plugin names this one comes after, where both are in the stack.
+        hook_api: version of the hook specifications the plugin was written for.
+    """
+
+    name: str
+    version: str = "0"
+    provides: frozenset[str] = frozenset()
+    requires: frozenset[str] = frozenset()
+    conflicts_with: frozenset[str] = frozenset()
+    before: frozenset[str] = frozenset()
+    after: frozenset[str] = frozenset()
+    hook_api: tuple[int, int] = HOOK_API
+
+    def __post_init__(self) -> None:
+        """Refuse what would be misread later.
+
+        Raises:
+            PluginError: naming the plugin and the field.
+        """
+        name: object = self.name
+        if not (isinstance(name, str) and name):
+            raise PluginError(f"a plugin's name must be a text that is not empty, got {name!r}.")
+        for relation in _RELATIONS:
+            value = _words(self.name, relation, getattr(self, relation))
+            object.__setattr__(self, relation, value)
+        if not _is_version(self.hook_api):
+            raise PluginError(
+                f"plugin '{self.name}': hook_api must be two integers such as {HOOK_API}, got "
+                f"{self.hook_api!r}."
+            )
+
+    def answers_to(self) -> frozenset[str]:
+        """Everything another plugin may mean this one by."""
+        return self.provides | {self.name}
+
+
+def _is_version(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(isinstance(v, int) for v in value)
+
+
+def _words(plugin: str, relation: str, value: Iterable[str]) -> frozenset[str]:
+    # A string is an iterable of strings as well: its letters, which nobody means.
+    words = () if isinstance(value, str) else tuple(value)
+    if isinstance(value, str) or not all(isinstance(word, str) for word in words):
+        raise PluginError(
+            f"plugin '{plugin}': {relation} takes several names, got {value!r}; write "
+            f"{relation} = ('name',)."
+        )
+    return frozenset(words)
+
+
+class Plugin:
+    """Base of a plugin: subclass, name it, and implement the hooks it cares about.
+
+    Class attributes declare the contract. The fields of a subclass that is a dataclass count as
+    its settings, which all ranks compare; use ``@dataclass(frozen=True, eq=False)``, because the
+    plugin manager tells plugins apart by identity.
+    """
+
+    name: ClassVar[str] = ""
+    version: ClassVar[str] = ""
+    """That of the distribution which holds the class, unless given."""
+    provides: ClassVar[Iterable[str]] = ()
+    requires: ClassVar[Iterable[str]] = ()
+    conflicts_with: ClassVar[Iterable[str]] = ()
+    before: ClassVar[Iterable[str]] = ()
+    after: ClassVar[Iterable[str]] = ()
+    hook_api: ClassVar[tuple[int, int]] = HOOK_API
+
+    @property
+    def polyshard_contract(self) -> Contract:
+        """The class attributes as a contract."""
+        name = self.name or type(self).__name__
+        return Contract(
+            name=name,
+            version=self.version or _version_of(type(self).__module__.partition(".")[0]),
+            provides=_words(name, "provides", self.provides),
+            requires=_words(name, "requires", self.requires),
+            conflicts_with=_words(name, "conflicts_with", self.conflicts_with),
+            before=_words(name, "before", self.before),
+            after=_words(name, "after", self.after),
+            hook_api=self.hook_api,
+        )
+
+
+def contract_of(plugin: object) -> Contract:
+    """The contract a plugin declares, or a plain one under the name of its module or class.
+
+    Raises:
+        PluginError: when it declares something that is no contract.
+    """
+    if isinstance(plugin, type):  # a mistake of its own, to be reported under the right name
+        return Contract(plugin.__name__)
+    # Not getattr with a default: that would take an AttributeError inside a property for absence.
+    if inspect.getattr_static(plugin, ATTRIBUTE, None) is not None:
+        declared = getattr(plugin, ATTRIBUTE)
+        if isinstance(declared, Contract):
+            return declared
+        owner = plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__name__
+        raise PluginError(
+            f"plugin '{owner}': its {ATTRIBUTE} is a {type(declared).__name__}; make it a "
+            "polyshard.Contract(...)."
+        )
+    if isinstance(plugin, ModuleType):
+        package = plugin.__name__.partition(".")[0]
+        return Contract(plugin.__name__.rpartition(".")[2], _version_of(package))
+    return Contract(type(plugin).__name__, _version_of(type(plugin).__module__.partition(".")[0]))
+
+
+@functools.cache  # looking through every installed distribution takes a tenth of a second
+def _version_of(package: str) -> str:
+    for name in importlib.metadata.packages_distributions().get(package, ()):
+        return importlib.metadata.version(name)
+    return "0"
+
+
+def settings_of(plugin: object) -> str:
+    """The fields of a dataclass plugin as text, in the order they are declared.
+
+    Ranks compare it, so equal settings give equal text in every process: sets are sorted and
+    memory addresses left out.
+    """
+    if not dataclasses.is_dataclass(plugin) or isinstance(plugin, type):
+        return ""
+    return _fields(plugin)
+
+
+def _fields(value: Any) -> str:
+    shown = (f for f in dataclasses.fields(value) if f.repr)
+    return ", ".join(f"{f.name}={_text(getattr(value, f.name))}" for f in shown)
+
+
+def _text(value: object) -> str:
+    """``repr(value)``, the same in every process."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return f"{type(value).__qualname__}({_fields(value)})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_text(k)}: {_text(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(map(_text, value))) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    if type(value) is tuple:
+        return "(" + ", ".join(map(_text, value)) + ("," if len(value) == 1 else "") + ")"
+    return _ADDRESS.sub("", repr(value))

@@ -1,0 +1,132 @@
+"""A strict layer over pluggy: what that accepts in silence is an error here, all at once.
+
+One manager serves one stack and is asked only while plans are built. It calls implementations one
+by one instead of through ``pm.hook``, so that every answer and every exception has a name on it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Generic, TypeVar
+
+import pluggy
+
+from polyshard.plugins import hookspecs
+from polyshard.plugins.contract import PROJECT, Contract, contract_of, settings_of
+from polyshard.plugins.validation import hook_arguments
+
+TRACE = "POLYSHARD_TRACE"
+"""Environment variable: set to 1 to have every hook call shown on stderr."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Member:
+    """A plugin of a stack with what it declares."""
+
+    plugin: object
+    contract: Contract
+    settings: str
+
+    @property
+    def label(self) -> str:
+        """Name and version, as errors call it."""
+        return f"'{self.contract.name}' ({self.contract.version})"
+
+    @property
+    def origin(self) -> str:
+        """Where the plugin was defined."""
+        plugin = self.plugin
+        if isinstance(plugin, ModuleType):
+            return plugin.__name__
+        return f"{type(plugin).__module__}.{type(plugin).__qualname__}"
+
+    @classmethod
+    def of(cls, plugin: object) -> Member:
+        """Read the contract and the settings of ``plugin``."""
+        return cls(plugin, contract_of(plugin), settings_of(plugin))
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One plugin's function for one hook: all that outlives pluggy's manager."""
+
+    member: Member
+    hook: str
+    function: Callable[..., Any]
+    arguments: tuple[str, ...]
+    trace: bool
+
+    def __call__(self, given: Mapping[str, Any]) -> Any:
+        """The answer to what it takes of ``given``; an exception gets the names of both."""
+        begin = time.perf_counter() if self.trace else 0.0
+        try:
+            return self.function(*(given[name] for name in self.arguments))
+        except Exception as error:
+            error.add_note(f"raised by plugin {self.member.label} in {self.hook}")
+            raise
+        finally:
+            if self.trace:
+                seconds = time.perf_counter() - begin
+                sys.stderr.write(f"polyshard: {self.hook} {self.member.label} {seconds:.6f} s\n")
+
+
+@dataclass(frozen=True)
+class Answer(Generic[T]):
+    """What one plugin returned to a hook."""
+
+    member: Member
+    value: T
+
+
+class Manager:
+    """The plugins of one stack, validated, in an order given by the caller."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        """Register all; they have been checked (see :mod:`polyshard.plugins.validation`)."""
+        self._members = tuple(members)
+        manager = pluggy.PluginManager(PROJECT)
+        manager.add_hookspecs(hookspecs)
+        for member in members:
+            manager.register(member.plugin, name=member.contract.name)
+        manager.check_pending()
+        self._implementations = {hook: self._ordered(manager, hook) for hook in hook_arguments()}
+
+    def _ordered(self, manager: pluggy.PluginManager, hook: str) -> list[Implementation]:
+        trace = os.environ.get(TRACE) == "1"
+        found = getattr(manager.hook, hook).get_hookimpls()
+        return [
+            Implementation(member, hook, one.function, tuple(one.argnames), trace)
+            for member in self._members
+            for one in found
+            if one.plugin is member.plugin
+        ]
+
+    def implementations(self, hook: str) -> Sequence[Implementation]:
+        """The functions for ``hook``, in order, to be called without the manager."""
+        return tuple(self._implementations[hook])
+
+    def ask(self, hook: str, *, leave_out: str = "", **arguments: Any) -> list[Answer[Any]]:
+        """Call every implementation but that of ``leave_out``; ``None`` is no answer.
+
+        An exception gets a note that names the plugin and the hook.
+        """
+        answers = []
+        for implementation in self._implementations[hook]:
+            if implementation.member.contract.name == leave_out:
+                continue
+            value = self._call(implementation, arguments)
+            if value is not None:
+                answers.append(Answer(implementation.member, value))
+        return answers
+
+    def _call(self, implementation: Implementation, arguments: Mapping[str, Any]) -> Any:
+        known = set(hook_arguments()[implementation.hook])
+        assert arguments.keys() == known, implementation.hook
+        return implementation(arguments)

@@ -1,0 +1,211 @@
+"""The plugins of one ``fully_shard`` call: resolved, checked, ordered, and asked per group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from polyshard.errors import ConflictError, PluginError
+from polyshard.plugins.builtin import EnginePlugin
+from polyshard.plugins.claims import contributions_of
+from polyshard.plugins.discovery import load_plugin
+from polyshard.plugins.hooks import Hooks, ParameterHooks
+from polyshard.plugins.manager import Implementation, Manager, Member
+from polyshard.plugins.ordering import check_relations, order
+from polyshard.plugins.transforms import Onion, name_of
+from polyshard.plugins.validation import problems_of
+from polyshard.seams import Contributions, GroupInfo, ParamInfo
+
+ENGINE = EnginePlugin.name
+
+
+@dataclass(frozen=True)
+class PluginTransform:
+    """One plugin's layer of the onion: its own functions, because steps run them on gradients."""
+
+    member: Member
+    flattening: Implementation
+    unflattening: Implementation
+
+    @property
+    def name(self) -> str:
+        """Of the plugin."""
+        return self.member.contract.name
+
+    @property
+    def settings(self) -> str:
+        """Of the plugin."""
+        return self.member.settings
+
+    def flatten(self, tensor: Tensor, param: ParamInfo | None) -> tuple[Tensor, Any | None]:
+        """Ask ``pre_flatten_transform``; no answer means the tensor itself."""
+        answer = self.flattening({"tensor": tensor, "param": param})
+        if answer is None:
+            return tensor, None
+        if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Tensor)):
+            raise PluginError(
+                f"plugin {self.member.label} returned a {type(answer).__name__} from "
+                f"pre_flatten_transform for {name_of(param)}; return a tensor and an extension."
+            )
+        flat, extension = answer
+        return flat, extension
+
+    def unflatten(self, tensor: Tensor, param_extension: Any, param: ParamInfo | None) -> Tensor:
+        """Ask ``post_unflatten_transform`` with the extension of :meth:`flatten`."""
+        given = {"tensor": tensor, "param_extension": param_extension, "param": param}
+        answer: Tensor | None = self.unflattening(given)
+        if answer is None:
+            raise PluginError(
+                f"plugin {self.member.label} flattened {name_of(param)} but gave no answer in "
+                "post_unflatten_transform; return the unflattened tensor."
+            )
+        return answer
+
+
+class PluginStack:
+    """Plugins in order. Immutable; the same plugin objects may serve many stacks."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        """``members`` are in plugin order, the engine last."""
+        self._members = tuple(members)
+        self._hooks = Hooks(Manager(members))
+        self._onion = Onion([PluginTransform(*layer) for layer in self._hooks.layers()])
+
+    def lines(self) -> tuple[str, ...]:
+        """One line per plugin, engine excluded: what ranks compare."""
+        return tuple(
+            f"{m.contract.name} {m.contract.version}" + (f" ({m.settings})" if m.settings else "")
+            for m in self._members
+            if m.contract.name != ENGINE
+        )
+
+    @property
+    def onion(self) -> Onion:
+        """The transforms of all plugins, in plugin order."""
+        return self._onion
+
+    @property
+    def parameter_hooks(self) -> ParameterHooks:
+        """The exclusive hooks of single parameters."""
+        return ParameterHooks(self._hooks, ENGINE)
+
+    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Let every plugin change the module before its parameters are collected.
+
+        Raises:
+            PluginError: for a plugin that returns another module, which would be lost.
+        """
+        for answer in self._hooks.prepare_model(module, mesh):
+            if answer.value is not module:
+                raise PluginError(
+                    f"plugin {answer.member.label} returned a {type(answer.value).__name__} from "
+                    "polyshard_prepare_model, which would be dropped; change the module in place."
+                )
+
+    def facts(self, tensor: Tensor, param: ParamInfo) -> tuple[str, ...]:
+        """What plugins say of a parameter.
+
+        Raises:
+            PluginError: for an answer that is not a line of text.
+        """
+        answers = self._hooks.parameter_facts(tensor, param)
+        for answer in answers:
+            given: object = answer.value
+            if not isinstance(given, str) or "\n" in given:
+                raise PluginError(
+                    f"plugin {answer.member.label} returned {given!r} from "
+                    f"polyshard_parameter_facts for {name_of(param)}; return one line of text."
+                )
+        return tuple(answer.value for answer in answers)
+
+    def contributions(self, group: GroupInfo) -> Contributions:
+        """Who does what for ``group``: everything claimed, checked, then frozen.
+
+        Raises:
+            ConflictError: listing every role that two plugins claim.
+            PluginError: listing every answer that is not what its hook asks for.
+        """
+        return contributions_of(self._hooks, ENGINE, group, self.lines())
+
+
+def build_stack(plugins: Sequence[object | str]) -> PluginStack:
+    """Resolve names, check contracts, order, and register.
+
+    Args:
+        plugins: plugin objects, or names of installed plugins.
+
+    Raises:
+        PluginError: for everything that is wrong with any of the plugins, at once.
+        ConflictError: when they exclude each other, or cannot be ordered, and all else is well.
+    """
+    if isinstance(plugins, str):
+        raise PluginError(f"plugins= takes a list, got the string '{plugins}'; pass ['{plugins}'].")
+    refusals: list[PluginError] = []
+    members = _resolve(plugins, refusals)
+    contracts = [m.contract for m in members]
+    if not refusals:  # else what seems to be missing may be what could not be loaded
+        _keep(refusals, lambda: _check_names(members))
+        _keep(refusals, lambda: check_relations(contracts))
+    ordered: list[str] = []
+    if not refusals:
+        _keep(refusals, lambda: ordered.extend(order(contracts)))
+    objections = [
+        f"plugin {m.label}: {problem}" for m in members for problem in problems_of(m.plugin)
+    ]
+    if refusals or objections:
+        _refuse(refusals, objections)
+    by_name = {m.contract.name: m for m in members}
+    return PluginStack([*(by_name[name] for name in ordered), Member.of(EnginePlugin())])
+
+
+def _resolve(plugins: Sequence[object | str], refusals: list[PluginError]) -> list[Member]:
+    members: list[Member] = []
+    for given in plugins:
+        try:
+            members.append(Member.of(load_plugin(given) if isinstance(given, str) else given))
+        except PluginError as error:
+            refusals.append(error)
+    return members
+
+
+def _check_names(members: Sequence[Member]) -> None:
+    """Every plugin has a name of its own.
+
+    Raises:
+        PluginError: saying where each plugin of a name comes from.
+    """
+    problems = []
+    by_name: dict[str, list[Member]] = {ENGINE: []}
+    for member in members:
+        by_name.setdefault(member.contract.name, []).append(member)
+    for name, same in by_name.items():
+        origins = " and ".join(f"{m.origin} ({m.contract.version})" for m in same)
+        if name == ENGINE and same:
+            problems.append(
+                f"'{ENGINE}' is the name of the built-in plugin; choose another for {origins}."
+            )
+        elif len(same) > 1:
+            problems.append(f"{len(same)} plugins are named '{name}': {origins}; pass one of them.")
+    if problems:
+        raise PluginError("\n".join(problems))
+
+
+def _keep(refusals: list[PluginError], check: Callable[[], None]) -> None:
+    try:
+        check()
+    except PluginError as error:
+        refusals.append(error)
+
+
+def _refuse(refusals: Sequence[PluginError], objections: Sequence[str]) -> NoReturn:
+    """Raise everything that was found, in one error."""
+    if len(refusals) == 1 and not objections:
+        raise refusals[0]
+    conflicts_only = not objections and all(isinstance(r, ConflictError) for r in refusals)
+    kind = ConflictError if conflicts_only else PluginError
+    cause = refusals[0] if refusals else None
+    raise kind("\n".join([*map(str, refusals), *objections])) from cause

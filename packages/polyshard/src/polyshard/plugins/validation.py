@@ -1,0 +1,198 @@
+"""What is wrong with a plugin, or with what it gives: all that pluggy accepts in silence.
+
+Found where it is given, all at once, not where it is used.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType, ModuleType
+from typing import Any, Protocol, TypeVar
+
+from polyshard.errors import PluginError
+from polyshard.plugins import hookspecs
+from polyshard.plugins.contract import ATTRIBUTE, HOOK_API, PROJECT, contract_of
+
+T = TypeVar("T")
+
+_IMPLEMENTATION = f"{PROJECT}_impl"
+_PREFIX = f"{PROJECT}_"
+_ONION = ("pre_flatten_transform", "post_unflatten_transform")
+
+
+@functools.cache
+def hook_arguments() -> Mapping[str, tuple[str, ...]]:
+    """Every hook and its arguments, in the order of the specification."""
+    marked = vars(hookspecs).items()
+    return MappingProxyType(
+        {
+            name: tuple(inspect.signature(spec).parameters)
+            for name, spec in marked
+            if hasattr(spec, f"{PROJECT}_spec")
+        }
+    )
+
+
+def _candidates(plugin: object) -> Iterator[tuple[str, Any]]:
+    """What of a plugin is, or looks like, a hook implementation."""
+    hooks = hook_arguments()
+    for name in dir(plugin):
+        if name.startswith("__") or name == ATTRIBUTE:
+            continue
+        found = inspect.getattr_static(plugin, name, None)
+        if not isinstance(found, property):  # whose value may be costly
+            found = getattr(plugin, name, None)
+        if not inspect.isroutine(found):
+            if name in hooks and found is not None:  # None turns an inherited hook off
+                yield name, found
+        elif hasattr(found, _IMPLEMENTATION) or name in hooks or name.startswith(_PREFIX):
+            yield name, found
+
+
+def problems_of(plugin: object) -> list[str]:
+    """Everything wrong with ``plugin`` as a plugin; empty when all is well."""
+    if isinstance(plugin, type):
+        return [f"it is a class; pass an instance, {plugin.__name__}(...)"]
+    problems: list[str] = []
+    if not isinstance(plugin, ModuleType) and type(plugin).__eq__ is not object.__eq__:
+        problems.append(
+            "it overrides __eq__, and plugins are told apart by identity; use "
+            "@dataclass(frozen=True, eq=False)"
+        )
+    try:
+        written_for = contract_of(plugin).hook_api
+    except PluginError as error:
+        return [*problems, str(error)]
+    if written_for[0] != HOOK_API[0] or written_for > HOOK_API:
+        problems.append(
+            f"it was written for hook API {_dotted(written_for)}, this polyshard has "
+            f"{_dotted(HOOK_API)}"
+        )
+    found = list(_candidates(plugin))
+    if not found:
+        problems.append("it implements no hook; mark its functions with @polyshard.hookimpl")
+    for name, function in found:
+        problems.extend(_problems_of_hook(name, function))
+    problems.extend(_problems_together(found))
+    return problems
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def _problems_together(found: Sequence[tuple[str, Any]]) -> Iterator[str]:
+    """What is wrong with the implementations of one plugin taken together."""
+    implemented: dict[str, list[str]] = defaultdict(list)
+    for name, function in found:
+        options = getattr(function, _IMPLEMENTATION, None)
+        if options is not None:
+            implemented[options.get("specname") or name].append(name)
+    for hook, names in implemented.items():
+        if len(names) > 1:
+            shown = " and ".join(f"'{name}'" for name in names)
+            yield f"{shown} all implement '{hook}'; a plugin has one answer, so keep one"
+    for one, other in (_ONION, _ONION[::-1]):
+        if one in implemented and other not in implemented:
+            yield f"it implements '{one}' without '{other}'; one undoes the other, so add it"
+
+
+def _problems_of_hook(name: str, function: Any) -> Iterator[str]:
+    hooks = hook_arguments()
+    if not inspect.isroutine(function):
+        kind = type(function).__name__
+        yield f"'{name}' is a {kind} and not a function, so it would never be called"
+        return
+    options = getattr(function, _IMPLEMENTATION, None)
+    if options is None:
+        yield f"'{name}' is not marked with @polyshard.hookimpl, so it would never be called"
+        return
+    hook = options.get("specname") or name
+    if hook not in hooks:
+        if not options.get("optionalhook"):
+            close = difflib.get_close_matches(hook, hooks, n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else f"; hooks: {', '.join(hooks)}"
+            yield f"no hook is named '{hook}'{hint}"
+        return
+    if options.get("hookwrapper") or options.get("wrapper"):
+        yield f"'{name}' is a hook wrapper; order is declared with before and after instead"
+    elif inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        yield f"'{name}' is a coroutine or generator; return the answer from a plain function"
+    for option in ("tryfirst", "trylast"):
+        if options.get(option):
+            yield f"'{name}' sets {option}; order is declared with before and after instead"
+    for parameter in inspect.signature(function).parameters.values():
+        yield from _problems_of_argument(name, parameter, hooks[hook])
+
+
+def _problems_of_argument(
+    name: str, parameter: inspect.Parameter, known: Sequence[str]
+) -> Iterator[str]:
+    if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        kind = parameter.kind.description
+        yield f"'{name}' takes '{parameter.name}' {kind}; take it plainly by name"
+    elif parameter.name not in known:
+        close = difflib.get_close_matches(parameter.name, known, n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else f"; it may take {', '.join(known)}"
+        yield f"'{name}' takes '{parameter.name}', which the hook does not have{hint}"
+    elif parameter.default is not inspect.Parameter.empty:
+        yield f"'{name}' gives '{parameter.name}' a default, which would hide the real value"
+
+
+class HasName(Protocol):
+    """Whatever an error can call by its name."""
+
+    @property
+    def name(self) -> str:
+        """Short public name."""
+        ...
+
+
+@functools.cache
+def members_of(seam: type) -> tuple[str, ...]:
+    """Public names that a protocol asks for."""
+    own = [base for base in seam.__mro__ if base.__module__ == seam.__module__]
+    names = {n for base in own for n in (*vars(base), *inspect.get_annotations(base))}
+    return tuple(sorted(n for n in names if not n.startswith("_")))
+
+
+def misfit(value: object, seam: type) -> str | None:
+    """What is wrong with ``value`` as a ``seam``, to be read after "returned"; else ``None``."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}; return an instance"
+    missing = [name for name in members_of(seam) if not hasattr(value, name)]
+    if not missing:
+        return None
+    return (
+        f"a {type(value).__name__}, which lacks {', '.join(missing)} of "
+        f"{seam.__module__}.{seam.__name__}"
+    )
+
+
+def fitting(value: T, seam: type, factory: HasName, method: str) -> T:
+    """``value``, which ``factory.method(...)`` returned.
+
+    Raises:
+        PluginError: naming the factory, when it does not fit ``seam``.
+    """
+    if value is not None and (problem := misfit(value, seam)):
+        call = f"{type(factory).__name__}.{method}"
+        raise PluginError(f"'{factory.name}': {call} returned {problem}")
+    return value
+
+
+def wordless(answer: object, part: object, method: str) -> None:
+    """Refuse an ``answer`` of a method that writes into what it was given.
+
+    Raises:
+        PluginError: because what was returned would be dropped, and what was sent is garbage.
+    """
+    if answer is not None:
+        raise PluginError(
+            f"{type(part).__name__}.{method} returned a {type(answer).__name__}, which would be "
+            "dropped; write into the tensors it is given, and return nothing."
+        )

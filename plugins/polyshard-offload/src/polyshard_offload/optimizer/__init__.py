@@ -1,0 +1,1 @@
+"""Steps of optimizers whose state rests elsewhere."""

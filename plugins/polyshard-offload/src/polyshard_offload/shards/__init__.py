@@ -1,0 +1,1 @@
+"""Shards and gradients that rest elsewhere, and what is known of them there."""

@@ -1,0 +1,66 @@
+"""Where reduced gradients rest: in host memory or in a file, never written over while in use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from polyshard_offload.tiers.host_memory import Arena, typed
+from polyshard_offload.tiers.swap_file import SwapFile
+
+
+class GradientShelf(Protocol):
+    """Takes gradients of one group."""
+
+    def place(self, gradient: Tensor) -> Tensor:
+        """``gradient`` (``[shard_numel]``) at rest; valid as long as anybody looks at it."""
+        ...
+
+
+@dataclass(eq=False)
+class HostGradients:
+    """Gradients in an arena."""
+
+    arena: Arena
+
+    def place(self, gradient: Tensor) -> Tensor:
+        """Copy to the host. See [Note: leases] for when the memory is used again."""
+        resting = typed(self.arena.take(gradient.nbytes), gradient.dtype)
+        resting.copy_(gradient)
+        return resting
+
+
+@dataclass(eq=False)
+class DiskGradients:
+    """Gradients in a file, seen through windows: the kernel reads and drops pages as it likes.
+
+    There is a second place only if gradients accumulate over reductions, where the sum so far is
+    still in use when the next gradient comes.
+    """
+
+    file: SwapFile
+    _free: dict[int, list[int]] = field(default_factory=dict)
+
+    def place(self, gradient: Tensor) -> Tensor:
+        """Write to the file; read it back where checksums are on.
+
+        What rests is not checked again: clipping and people may change it through the window.
+
+        Raises:
+            StorageError: naming the place.
+        """
+        nbytes = gradient.nbytes
+        free = self._free.setdefault(nbytes, [])
+        offset = free.pop() if free else self.file.allocate(nbytes, {gradient.dtype: nbytes})
+        self.file.write(offset, gradient.view(torch.uint8))
+        self.file.check_written(offset, gradient.view(torch.uint8))
+        return typed(self.file.window(offset, nbytes, giver(free, offset)), gradient.dtype)
+
+
+def giver(free: list[int], offset: int) -> Callable[[], None]:
+    """Puts ``offset`` back when nobody looks at what is there any more."""
+    return lambda: free.append(offset)

@@ -1,0 +1,1 @@
+"""Where bytes rest: host memory and files of the swap."""
