@@ -3,7 +3,7 @@
     python -m benchmarks.quantized.accuracy [--steps 200] [--seeds 3] [--lr 1e-3]
 
 Every row is trained with the same seeds; a difference is to the native run of the same seed. Needs
-polyshard[demo] and polyshard-quantized.
+polyshard-demo and polyshard-quantized.
 """
 
 from __future__ import annotations

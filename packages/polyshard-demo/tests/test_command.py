@@ -55,4 +55,4 @@ def test_missing_matplotlib_is_found_before_training(
 ) -> None:
     monkeypatch.setattr("polyshard_demo.launch.find_spec", lambda name: None)
     code, text = run("train", "--out", str(tmp_path / "new"))
-    assert (code, text) == (2, "error: matplotlib is missing; pip install 'polyshard[demo]'\n")
+    assert (code, text) == (2, "error: matplotlib is missing; pip install matplotlib\n")

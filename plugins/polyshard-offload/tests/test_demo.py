@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("typer", reason="the demo needs polyshard[demo]")
-pytest.importorskip("matplotlib", reason="the demo needs polyshard[demo]")
+pytest.importorskip("polyshard_demo")
 from polyshard.cli.main import app
 
 OPTIONS = ["train", "--preset", "tiny", "--ranks", "2"]

@@ -44,7 +44,7 @@ def check(settings: Settings) -> None:
     from polyshard_demo.train import check_output
 
     if find_spec("matplotlib") is None:
-        raise DemoError("matplotlib is missing; pip install 'polyshard[demo]'")
+        raise DemoError("matplotlib is missing; pip install matplotlib")
     load_corpus(settings.text, settings.sequence)
     check_output(settings)
     if settings.resume is not None:
