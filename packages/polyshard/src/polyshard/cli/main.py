@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
-REQUIRED = ("typer", "rich", "packaging")
+REQUIRED = ("typer", "rich")
 
 
 def app() -> typer.Typer:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.metadata
 import json
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from inspect import getattr_static
 
 import typer
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.utils import canonicalize_name
 
 from polyshard.__about__ import __version__
 from polyshard.errors import PluginError
 from polyshard.plugins.contract import HOOK_API, Contract, contract_of
 from polyshard.plugins.discovery import Installed, installed_plugins
+from polyshard.plugins.needs import unmet
+from polyshard.plugins.ordering import circle_of
 from polyshard.plugins.validation import hook_arguments, problems_of
 
 
@@ -69,7 +70,6 @@ def examine(loaded: Loaded, everyone: Sequence[Loaded]) -> Report:
         problems.append(
             f"several distributions provide a plugin named '{installed.name}': {', '.join(owners)}"
         )
-    problems.extend(_version_problems(installed))
     if contract is None:
         problems.append(loaded.problem)
         return Report(installed.name, installed.distribution, "", "", (), tuple(problems))
@@ -79,10 +79,8 @@ def examine(loaded: Loaded, everyone: Sequence[Loaded]) -> Report:
             f"its entry point is named '{installed.name}' and its contract '{contract.name}'; use "
             "one name, so that before=, after= and requires= mean the same"
         )
-    problems.extend(
-        f"it requires '{need}', which no installed plugin is or provides"
-        for need in sorted(contract.requires - _present(everyone))
-    )
+    contracts = {one.contract.name: one.contract for one in everyone if one.contract}
+    problems.extend(_relation_problems(contract, list(contracts.values())))
     hooks = tuple(h for h in hook_arguments() if callable(getattr_static(plugin, h, None)))
     api = ".".join(map(str, contract.hook_api))
     version = contract.version
@@ -99,26 +97,22 @@ def _problems(plugin: object) -> list[str]:
         return [_fault("looking for its hooks", error)]
 
 
-def _present(everyone: Sequence[Loaded]) -> Set[str]:
-    """Names and capabilities of all installed plugins, loadable or not."""
-    words = {one.installed.name for one in everyone}
-    return words.union(*(one.contract.answers_to() for one in everyone if one.contract))
-
-
-def _version_problems(installed: Installed) -> Iterator[str]:
-    """Bounds of the plugin's distribution on polyshard that this polyshard does not meet."""
-    distribution = installed.entry_point.dist
-    for line in (distribution.requires or []) if distribution else []:
-        try:
-            requirement = Requirement(line)
-        except InvalidRequirement as error:
-            yield f"{installed.distribution} has a requirement that cannot be read: {error}"
-            continue
-        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
-            continue  # for another platform or an extra
-        named = canonicalize_name(requirement.name) == "polyshard"
-        if named and not requirement.specifier.contains(__version__, prereleases=True):
-            yield f"{installed.distribution} needs {requirement}, this is polyshard {__version__}"
+def _relation_problems(contract: Contract, everyone: Sequence[Contract]) -> Iterator[str]:
+    """What does not fit among all plugins that could be loaded."""
+    for need in unmet(contract, everyone, "that is installed"):
+        yield f"it {need}"
+    circle = circle_of(everyone)
+    if contract.name in circle:
+        yield (
+            f"it cannot be ordered: {' before '.join(circle)}; remove one of these before= or "
+            "after= declarations"
+        )
+    known = sorted({word for other in everyone for word in other.answers_to()})
+    for relation in ("before", "after", "conflicts_with"):
+        for word in sorted(getattr(contract, relation).difference(known)):
+            # Others may be installed elsewhere; only what looks like a slip is worth a word.
+            for close in difflib.get_close_matches(word, known, n=1, cutoff=0.8):
+                yield f"{relation} names '{word}', which is not installed; did you mean '{close}'?"
 
 
 def reports() -> list[Report]:

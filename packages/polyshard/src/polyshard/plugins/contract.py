@@ -28,6 +28,7 @@ ATTRIBUTE = "polyshard_contract"
 """Where a plugin of any kind keeps its contract."""
 
 _RELATIONS = ("provides", "requires", "conflicts_with", "before", "after")
+_BOUNDS = re.compile(r"[<>=!~]")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
@@ -39,7 +40,8 @@ class Contract:
         name: unique in a stack; what errors, plans and ``before``/``after`` use.
         version: of the plugin; ranks must agree on it.
         provides: capabilities, as free words, that others may require.
-        requires: plugin names or capabilities that must be in the stack.
+        requires: plugin names or capabilities that must be in the stack; a plugin's name may have
+            bounds on its version, ``"obs>=2,<3"``.
         conflicts_with: plugin names or capabilities that must not.
         before: plugin names this one comes before, where both are in the stack.
         after: plugin names this one comes after, where both are in the stack.
@@ -89,6 +91,12 @@ def _words(plugin: str, relation: str, value: Iterable[str]) -> frozenset[str]:
         raise PluginError(
             f"plugin '{plugin}': {relation} takes several names, got {value!r}; write "
             f"{relation} = ('name',)."
+        )
+    bounded = next((word for word in words if _BOUNDS.search(word)), None)
+    if bounded is not None and relation != "requires":
+        raise PluginError(
+            f"plugin '{plugin}': {relation} takes names without version bounds, got {bounded!r}; "
+            "only requires may have them."
         )
     return frozenset(words)
 

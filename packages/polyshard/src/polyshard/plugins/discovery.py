@@ -14,6 +14,7 @@ from importlib.metadata import EntryPoint
 from types import ModuleType
 
 from polyshard.errors import PluginError, UnsupportedError
+from polyshard.plugins.needs import unmet_by_polyshard
 from polyshard.policies import CPUOffloadPolicy, OffloadPolicy
 
 ENTRY_POINTS = "polyshard.plugins"
@@ -33,8 +34,14 @@ class Installed:
         """Import it and make a plugin of it: an instance, a module, or what a factory returns.
 
         Raises:
-            PluginError: naming the distribution and the entry point, when anything fails.
+            PluginError: naming the distribution and the entry point, when it is for another
+                polyshard, or anything fails.
         """
+        for problem in unmet_by_polyshard(self.entry_point.dist):
+            raise PluginError(
+                f"plugin '{self.name}': {self.distribution} {problem}. Install versions that fit; "
+                "'polyshard plugins doctor' checks all."
+            )
         try:
             found = self.entry_point.load()
             plugin: object = found() if callable(found) and not _is_plugin(found) else found

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from polyshard.errors import ConflictError, PluginError
 from polyshard.plugins.contract import Contract
+from polyshard.plugins.needs import unmet
 
 
 def check_relations(contracts: Sequence[Contract]) -> None:
@@ -16,15 +17,12 @@ def check_relations(contracts: Sequence[Contract]) -> None:
         PluginError: for requirements nobody meets.
         ConflictError: when plugins exclude each other (and nothing else is wrong).
     """
-    problems: list[str] = []
-    present = {word for c in contracts for word in c.answers_to()}
-    for contract in contracts:
-        missing = sorted(contract.requires - present)
-        problems.extend(
-            f"plugin '{contract.name}' requires '{need}', which no plugin of the stack is or "
-            f"provides (present: {', '.join(sorted(present))}); add one to plugins="
-            for need in missing
-        )
+    words = ", ".join(sorted({word for c in contracts for word in c.answers_to()}))
+    problems = [
+        f"plugin '{contract.name}' {need} (present: {words}); add one to plugins="
+        for contract in contracts
+        for need in unmet(contract, contracts, "of the stack")
+    ]
     conflicts = [
         f"plugin '{a.name}' conflicts with '{b.name}' (declared by '{a.name}': "
         f"{', '.join(sorted(a.conflicts_with & b.answers_to()))}); drop one of them from plugins="
@@ -44,13 +42,37 @@ def order(contracts: Sequence[Contract]) -> list[str]:
     Raises:
         ConflictError: showing the circle, when the declarations form one.
     """
+    later = _later(contracts)
+    ordered = _sorted(later)
+    if len(ordered) < len(later):
+        raise ConflictError(
+            f"plugins cannot be ordered: {' before '.join(_circle(later, set(ordered)))}. Remove "
+            "one of these before= or after= declarations."
+        )
+    return ordered
+
+
+def circle_of(contracts: Sequence[Contract]) -> list[str]:
+    """Names of plugins that declare to come before each other, the first repeated; or none."""
+    later = _later(contracts)
+    ordered = _sorted(later)
+    return _circle(later, set(ordered)) if len(ordered) < len(later) else []
+
+
+def _later(contracts: Sequence[Contract]) -> dict[str, set[str]]:
+    """By name, the plugins that have to come later."""
     present = {c.name for c in contracts}
     later: dict[str, set[str]] = {name: set() for name in present}
     for contract in contracts:
         later[contract.name] |= contract.before & present
         for earlier in contract.after & present:
             later[earlier].add(contract.name)
-    waits = dict.fromkeys(present, 0)
+    return later
+
+
+def _sorted(later: Mapping[str, set[str]]) -> list[str]:
+    """Names in order, without those that wait for each other in a circle."""
+    waits = dict.fromkeys(later, 0)
     for targets in later.values():
         for target in targets:
             waits[target] += 1
@@ -64,11 +86,6 @@ def order(contracts: Sequence[Contract]) -> list[str]:
             waits[target] -= 1
             if waits[target] == 0:
                 heapq.heappush(ready, target)
-    if len(ordered) < len(present):
-        raise ConflictError(
-            f"plugins cannot be ordered: {' before '.join(_circle(later, set(ordered)))}. Remove "
-            "one of these before= or after= declarations."
-        )
     return ordered
 
 

@@ -43,14 +43,18 @@ def _candidates(plugin: object) -> Iterator[tuple[str, Any]]:
     for name in dir(plugin):
         if name.startswith("__") or name == ATTRIBUTE:
             continue
-        found = inspect.getattr_static(plugin, name, None)
-        if not isinstance(found, property):  # whose value may be costly
+        written = found = inspect.getattr_static(plugin, name, None)
+        if not isinstance(written, property):  # whose value may be costly
             found = getattr(plugin, name, None)
         if not inspect.isroutine(found):
             if name in hooks and found is not None:  # None turns an inherited hook off
                 yield name, found
-        elif hasattr(found, _IMPLEMENTATION) or name in hooks or name.startswith(_PREFIX):
+        elif _is_marked(found) or _is_marked(written) or name in hooks or name.startswith(_PREFIX):
             yield name, found
+
+
+def _is_marked(found: object) -> bool:
+    return hasattr(found, _IMPLEMENTATION)
 
 
 def problems_of(plugin: object) -> list[str]:
@@ -76,7 +80,7 @@ def problems_of(plugin: object) -> list[str]:
     if not found:
         problems.append("it implements no hook; mark its functions with @polyshard.hookimpl")
     for name, function in found:
-        problems.extend(_problems_of_hook(name, function))
+        problems.extend(_problems_of_hook(plugin, name, function))
     problems.extend(_problems_together(found))
     return problems
 
@@ -101,7 +105,7 @@ def _problems_together(found: Sequence[tuple[str, Any]]) -> Iterator[str]:
             yield f"it implements '{one}' without '{other}'; one undoes the other, so add it"
 
 
-def _problems_of_hook(name: str, function: Any) -> Iterator[str]:
+def _problems_of_hook(plugin: object, name: str, function: Any) -> Iterator[str]:
     hooks = hook_arguments()
     if not inspect.isroutine(function):
         kind = type(function).__name__
@@ -109,7 +113,7 @@ def _problems_of_hook(name: str, function: Any) -> Iterator[str]:
         return
     options = getattr(function, _IMPLEMENTATION, None)
     if options is None:
-        yield f"'{name}' is not marked with @polyshard.hookimpl, so it would never be called"
+        yield _unmarked(plugin, name)
         return
     hook = options.get("specname") or name
     if hook not in hooks:
@@ -127,6 +131,15 @@ def _problems_of_hook(name: str, function: Any) -> Iterator[str]:
             yield f"'{name}' sets {option}; order is declared with before and after instead"
     for parameter in inspect.signature(function).parameters.values():
         yield from _problems_of_argument(name, parameter, hooks[hook])
+
+
+def _unmarked(plugin: object, name: str) -> str:
+    if _is_marked(inspect.getattr_static(plugin, name, None)):
+        return (
+            f"'{name}' hides its mark, so it would never be called: write @staticmethod and "
+            "@classmethod above @polyshard.hookimpl, which marks the function itself"
+        )
+    return f"'{name}' is not marked with @polyshard.hookimpl, so it would never be called"
 
 
 def _problems_of_argument(
