@@ -31,6 +31,11 @@ class Case:
         """Whose view it is."""
         return self.info.rank
 
+    @property
+    def group(self) -> tuple[GroupInfo, GroupLayout]:
+        """What a part of a plugin is bound to."""
+        return self.info, self.layout
+
     def values(self, seed: int = 0) -> list[Tensor]:
         """Full values of every parameter, the same on all ranks."""
         generator = torch.Generator().manual_seed(seed)

@@ -19,10 +19,26 @@ class CodecConformance(Kit):
 
     # Gather codec -----------------------------------------------------------------------------
 
+    def _skip_without_gather_codec(self, stack: PluginStack) -> None:
+        """Nothing to test where a codec is not claimed, or leaves the standard group alone."""
+        at = case(2, 0)
+        codec = self.contributions(stack, at).gather_codec
+        self.skip_unless_claimed(codec, "gather codec")
+        self.skip_unless_claimed(codec.bind(*at.group), "gather codec for this group")
+
+    def _skip_without_reduce_codec(self, stack: PluginStack) -> None:
+        """Nothing to test where a codec is not claimed, or leaves the standard group alone."""
+        at = case(2, 0)
+        codec = self.contributions(stack, at).reduce_codec
+        self.skip_unless_claimed(codec, "reduce codec")
+        self.skip_unless_claimed(codec.bind(*at.group), "reduce codec for this group")
+
     def test_gather_round_trip(self, stack: PluginStack) -> None:
         """Every rank decodes every value, its own included, into strided memory."""
-        self.skip_unless_claimed(self.contributions(stack, case(2, 0)).gather_codec, "gather codec")
+        self._skip_without_gather_codec(stack)
         for members in cases():
+            if self.contributions(stack, members[0]).gather_codec.bind(*members[0].group) is None:
+                continue
             values = members[0].values()
             payloads = torch.stack([self._payload(stack, at, values) for at in members])
             for at in members:
@@ -32,7 +48,7 @@ class CodecConformance(Kit):
                 self._check_regions(at, regions, values)
 
     def _gather_codec(self, stack: PluginStack, at: Case) -> Any:
-        codec = self.contributions(stack, at).gather_codec.bind(at.info, at.layout)
+        codec = self.contributions(stack, at).gather_codec.bind(*at.group)
         assert codec is not None
         return codec
 
@@ -51,14 +67,31 @@ class CodecConformance(Kit):
 
     def test_gather_is_deterministic(self, stack: PluginStack) -> None:
         """The same shard gives the same payload."""
-        self.skip_unless_claimed(self.contributions(stack, case(2, 0)).gather_codec, "gather codec")
+        self._skip_without_gather_codec(stack)
         at = case(3, 1)
         first, second = (self._payload(stack, at, at.values()) for _ in range(2))
         assert torch.equal(first, second)
 
+    def test_gathers_of_two_groups_do_not_mix(self, stack: PluginStack) -> None:
+        """What one group encodes and decodes does not reach another of the same plugin."""
+        self._skip_without_gather_codec(stack)
+        at = case(2, 0)
+        large, small = at.values(), [0.01 * value for value in at.values(seed=1)]
+        alone = self._payload(stack, at, large)
+        first, second = (self._gather_codec(stack, at) for _ in range(2))
+        payloads = torch.full((2, 2, first.payload_bytes), 0xAB, dtype=torch.uint8)
+        for codec, values, rows in ((first, large, payloads[0]), (second, small, payloads[1])):
+            for rank, payload in enumerate(rows):
+                codec.encode(case(2, rank).shard(values), payload)
+        assert torch.equal(payloads[0, 0], alone)
+        for codec, values, rows in ((first, large, payloads[0]), (second, small, payloads[1])):
+            regions = [strided_rows(2, p.chunk_numel) for p in at.layout.parameters]
+            codec.decode(rows, regions)
+            self._check_regions(at, regions, values)
+
     def test_gather_ignores_padding(self, stack: PluginStack) -> None:
         """Whatever stands in padding does not reach a value."""
-        self.skip_unless_claimed(self.contributions(stack, case(2, 0)).gather_codec, "gather codec")
+        self._skip_without_gather_codec(stack)
         members = [case(3, rank) for rank in range(3)]
         values = members[0].values()
         payloads = torch.stack(
@@ -71,7 +104,7 @@ class CodecConformance(Kit):
     @pytest.mark.parametrize("dtypes", MIXED, ids=str)
     def test_gather_with_mixed_precision(self, stack: PluginStack, dtypes: Dtypes) -> None:
         """Shards come in the original dtype, regions are in the parameter dtype."""
-        self.skip_unless_claimed(self.contributions(stack, case(2, 0)).gather_codec, "gather codec")
+        self._skip_without_gather_codec(stack)
         members = [case(3, rank, dtypes) for rank in range(3)]
         values = members[0].values()
         payloads = torch.stack([self._payload(stack, at, values) for at in members])
@@ -91,7 +124,7 @@ class CodecConformance(Kit):
     @pytest.mark.parametrize("dtypes", MIXED, ids=str)
     def test_reduce_with_mixed_precision(self, stack: PluginStack, dtypes: Dtypes) -> None:
         """Chunks come in the reduce dtype, and sums go out in it."""
-        self.skip_unless_claimed(self.contributions(stack, case(2, 0)).reduce_codec, "reduce codec")
+        self._skip_without_reduce_codec(stack)
         members = [case(3, rank, dtypes) for rank in range(3)]
         sent = [self._sent(stack, at) for at in members]
         at = members[1]
@@ -107,8 +140,10 @@ class CodecConformance(Kit):
 
     def test_reduce_sums_over_ranks(self, stack: PluginStack) -> None:
         """Chunk ``r`` of all ranks ends up summed on rank ``r``."""
-        self.skip_unless_claimed(self.contributions(stack, case(2, 0)).reduce_codec, "reduce codec")
+        self._skip_without_reduce_codec(stack)
         for members in cases():
+            if self.contributions(stack, members[0]).reduce_codec.bind(*members[0].group) is None:
+                continue
             sent = [self._sent(stack, at) for at in members]
             for at in members:
                 codec = self._reduce_codec(stack, at)
@@ -116,13 +151,30 @@ class CodecConformance(Kit):
                 codec.decode_sum(torch.stack([s[at.rank] for s in sent]), outs)
                 self._check_sums(at, outs, len(members))
 
+    def test_reductions_of_two_groups_do_not_mix(self, stack: PluginStack) -> None:
+        """What one group sends does not reach another of the same plugin."""
+        self._skip_without_reduce_codec(stack)
+        members = [case(2, rank) for rank in range(2)]
+        pairs = [[self._reduce_codec(stack, at) for at in members] for _ in range(2)]
+        sent = [
+            [self._sent_by(codec, at) for codec, at in zip(p, members, strict=True)] for p in pairs
+        ]
+        for codecs, rows in zip(pairs, sent, strict=True):
+            at = members[0]
+            outs = [torch.full((p.chunk_numel,), float("nan")) for p in at.layout.parameters]
+            codecs[0].decode_sum(torch.stack([s[0] for s in rows]), outs)
+            self._check_sums(at, outs, 2)
+
     def _reduce_codec(self, stack: PluginStack, at: Case) -> Any:
-        codec = self.contributions(stack, at).reduce_codec.bind(at.info, at.layout)
+        codec = self.contributions(stack, at).reduce_codec.bind(*at.group)
         assert codec is not None
         return codec
 
     def _sent(self, stack: PluginStack, at: Case) -> Tensor:
-        codec = self._reduce_codec(stack, at)
+        return self._sent_by(self._reduce_codec(stack, at), at)
+
+    @staticmethod
+    def _sent_by(codec: Any, at: Case) -> Tensor:
         pairs = zip(at.values(seed=at.rank), at.layout.parameters, strict=True)
         dtype = at.info.reduce_dtype
         chunks = [chunk_rows(value, placed).to(dtype) for value, placed in pairs]

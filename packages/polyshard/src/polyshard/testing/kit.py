@@ -13,12 +13,28 @@ from polyshard.seams import Contributions
 from polyshard.testing.cases import Case, case
 
 Factory = Callable[[], object]
+ROUNDING = 1e-5
+"""What the order of a sum changes, for a matrix that lies another way, say."""
 
 
 class Kit:
     """Fixtures and comparisons. Override :meth:`factory`."""
 
     tolerance: float = 0.0
+    """Error a lossy codec admits, relative to the largest value of a parameter."""
+    loss_tolerance: float | None = None
+    """How far losses may be off, relative and absolute; by default twice :attr:`tolerance`."""
+
+    @property
+    def closeness(self) -> float:
+        """How far the losses of a plugin that is not exact may be off."""
+        if self.loss_tolerance is not None:
+            return self.loss_tolerance
+        return max(2 * self.tolerance, ROUNDING)
+
+    def is_exact(self, factory: Factory) -> bool:
+        """Whether training with the plugin has to give every bit of training without."""
+        return self.tolerance == 0.0 and not build_stack([factory()]).onion
 
     @pytest.fixture
     def factory(self) -> Factory:
@@ -41,7 +57,7 @@ class Kit:
         """Skip where the engine's own part answered."""
         engine = build_stack([]).contributions(case(2, 0).info)
         own = {type(p) for p in (engine.gather_codec, engine.reduce_codec, engine.storage)}
-        if type(part) in own:
+        if part is None or type(part) in own:
             pytest.skip(f"the plugin takes no {what}")
 
     def assert_close(self, found: Tensor, expected: Tensor) -> None:

@@ -144,6 +144,8 @@ class World:
                     answers[rank] = pipe.recv()
                 except EOFError:
                     answers[rank] = ("error", "the process ended without an answer")
+                except Exception as error:  # of a class that only the rank can import, say
+                    answers[rank] = ("error", f"its answer cannot be read here: {error!r}")
                 if answers[rank][0] == "error":
                     # Peers in a collective with it give up after as long; others may be stuck.
                     last = time.monotonic() + self._seconds + _ANSWER_SECONDS

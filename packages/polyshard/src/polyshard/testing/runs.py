@@ -1,0 +1,114 @@
+"""What ranks run with a plugin and without, so that a test can compare."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+from polyshard.testing.cases import SmallModel
+from polyshard.testing.kit import Factory
+
+STEPS = 4
+Tensors = dict[str, Tensor]
+
+
+def train_with(rank: int, size: int, factory: Factory | None) -> list[float]:
+    """Losses of a few steps on two gloo ranks, with the plugin or without."""
+    from polyshard import fully_shard
+
+    del size
+    torch.manual_seed(0)
+    model = SmallModel()
+    plugins = [] if factory is None else [factory()]
+    fully_shard(model.first, plugins=plugins)
+    fully_shard(model, plugins=plugins)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(STEPS):
+        x = torch.randn(8, 96, generator=generator)
+        loss = F.cross_entropy(model(x), torch.arange(8) % 7)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(cast("float", loss.item()))
+    return losses
+
+
+def release_with(rank: int, size: int, factory: Factory) -> tuple[set[str], list[int]]:
+    """States of all groups after each of some steps, and resident pages."""
+    from polyshard import fully_shard
+    from polyshard.engine.root import unit_of
+
+    del rank, size
+    model = SmallModel()
+    fully_shard(model, plugins=[factory()])
+    resident = []
+    for _ in range(STEPS):
+        model(torch.ones(4, 96)).sum().backward()
+        model.zero_grad()
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            resident.append(int(statm.read().split()[1]))
+    unit = unit_of(model)
+    assert unit is not None
+    return {group.state.name for group in unit.groups}, resident
+
+
+def describe_with(rank: int, size: int, factory: Factory) -> tuple[str, int, int]:
+    """The printed plan, and the bytes of a step as predicted and as sent."""
+    from polyshard import describe, fully_shard, stats
+
+    del rank, size
+    model = SmallModel()
+    fully_shard(model, plugins=[factory()])
+    plan = describe(model)
+    model(torch.ones(4, 96)).sum().backward()
+    return str(plan), plan.step_bytes, stats(model).bytes_sent
+
+
+def reload_with(rank: int, size: int, factory: Factory) -> bool:
+    """Whether a model that loads another one's state dict gives the same outputs."""
+    from polyshard import fully_shard
+
+    del rank, size
+    models = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = SmallModel()
+        fully_shard(model, plugins=[factory()])
+        models.append(model)
+    models[1].load_state_dict(models[0].state_dict())
+    with torch.no_grad():
+        first, second = (m(torch.ones(4, 96)) for m in models)
+    return torch.equal(first, second)
+
+
+def saved_with(rank: int, size: int, factory: Factory | None) -> tuple[Tensors, Tensors]:
+    """Full tensors of a model before its first step, and of its optimizer after two."""
+    from polyshard import fully_shard
+
+    del size
+    torch.manual_seed(0)
+    model = SmallModel()
+    fully_shard(model, plugins=[] if factory is None else [factory()])
+    parameters = {name: full(value) for name, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(2):
+        x = torch.randn(8, 96, generator=generator)
+        F.cross_entropy(model(x), torch.arange(8) % 7).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state: dict[str, object] = dict(get_optimizer_state_dict(model, optimizer, options=options))
+    return parameters, {n: full(v) for n, v in state.items() if isinstance(v, Tensor)}
+
+
+def full(value: Tensor) -> Tensor:
+    """The whole of a tensor, which may be sharded, in memory of its own."""
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
