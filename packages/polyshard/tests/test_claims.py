@@ -126,7 +126,7 @@ def test_answers_that_do_not_fit_are_refused(hook: str) -> None:
     with pytest.raises(PluginError, match=rf"'odd' \(0\): {hook} returned the class int; return"):
         contributions(answering(int))
     with pytest.raises(
-        PluginError, match=rf"{hook} returned a str, which lacks .*polyshard\.seams"
+        PluginError, match=rf"{hook} returned a str, which lacks .* inherit from polyshard\.[A-Z]"
     ):
         contributions(answering("gather"))
 
@@ -163,7 +163,7 @@ def unbound(rank: int, size: int, hook: str, words: str) -> None:
             r"Unbound\.bind returned .*lacks decode, encode, payload_bytes",
         ),
         ("polyshard_reduce_codec", r"Unbound\.bind returned .*decode_sum, encode, payload_bytes"),
-        ("polyshard_shard_storage", r"Unbound\.create returned .*fetch, place_gradient, prefetch"),
+        ("polyshard_shard_storage", r"Unbound\.create returned .*fetch, rest, view"),
         ("polyshard_collectives_backend", r"Unbound\.connect returned .*gather_route"),
     ],
 )

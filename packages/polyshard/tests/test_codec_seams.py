@@ -11,8 +11,8 @@ from toy_models import build, full, shard, tokens_for, train
 from toy_plugins import Codecs, Keeping, Names, TwoHopReduction
 
 from polyshard import Plugin, describe, fully_shard, hookimpl
-from polyshard.plugins.builtin import DeviceStorage, DeviceStorageFactory, SilentObserver
-from polyshard.seams import GroupInfo
+from polyshard.plugins.builtin import DeviceStorage, DeviceStorageFactory
+from polyshard.seams import GroupInfo, Observer
 from polyshard.sharding.layout import GroupLayout
 from polyshard.testing import World
 
@@ -108,7 +108,7 @@ def test_a_preview_binds_codecs_with_the_names_of_the_root(world1: World) -> Non
     world1.run(named)
 
 
-class Place(DeviceStorageFactory, SilentObserver):
+class Place(DeviceStorageFactory, Observer):
     """A storage and an observer that have something to say."""
 
     nbytes = 0

@@ -74,14 +74,14 @@ def test_an_extension_object_of_torch_is_a_plugin(world2: World) -> None:
 def exclusive_hooks(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,))
     extensions = Transposed()
-    hooks = build_stack([from_fsdp_extensions(extensions)]).parameter_hooks
+    hooks: Any = build_stack([from_fsdp_extensions(extensions)]).parameter_hooks
     tensor = torch.arange(5.0)
     assert hooks.chunk_dtensor(tensor, rank, mesh) == 2
-    assert hooks.chunk_tensor(tensor, rank, size, size, dist.group.WORLD) == 1  # type: ignore[arg-type]
-    assert hooks.all_gather_dtensor(tensor, mesh) == 3  # type: ignore[arg-type]
+    assert hooks.chunk_tensor(tensor, rank, size, size, dist.group.WORLD) == 1
+    assert hooks.all_gather_dtensor(tensor, mesh) == 3
     assert hooks.pre_load_state_dict_transform(tensor) == (tensor, [])
     named = from_fsdp_extensions(Transposed(), Contract("second"))
-    both = build_stack([from_fsdp_extensions(extensions), named]).parameter_hooks
+    both: Any = build_stack([from_fsdp_extensions(extensions), named]).parameter_hooks
     with pytest.raises(ConflictError, match=r"'Transposed' .* and 'second' .* both answer chunk_d"):
         both.chunk_dtensor(tensor, rank, mesh)
 
@@ -104,7 +104,7 @@ class OnlyBias(Plugin):
 
 def engine_answers(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,))
-    hooks = build_stack([OnlyBias()]).parameter_hooks
+    hooks: Any = build_stack([OnlyBias()]).parameter_hooks
     bias, weight = torch.arange(5.0), torch.arange(15.0).view(5, 3)
     assert hooks.chunk_dtensor(bias, rank, mesh).placements == (Replicate(),)
     sharded = hooks.chunk_dtensor(weight, rank, mesh)

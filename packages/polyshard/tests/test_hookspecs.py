@@ -199,7 +199,7 @@ def check_exclusive(hook: str) -> None:
 
 
 def default_chunk_dtensor(rank: int, size: int) -> None:
-    hooks = build_stack([]).parameter_hooks
+    hooks: Any = build_stack([]).parameter_hooks  # as FSDP1 asks: without param
     line, square = init_device_mesh("cpu", (size,)), init_device_mesh("cpu", (1, size))
     value = torch.arange(6.0).view(3, 2)
     assert hooks.chunk_dtensor(value, rank, line).placements == (Shard(0),)
@@ -216,7 +216,7 @@ def test_hook_chunk_dtensor(world2: World) -> None:
 
 
 def default_all_gather_dtensor(rank: int, size: int) -> None:
-    hooks = build_stack([]).parameter_hooks
+    hooks: Any = build_stack([]).parameter_hooks  # as FSDP1 asks: without param
     value = torch.arange(6.0).view(3, 2)
     mesh: DeviceMesh = init_device_mesh("cpu", (size,))
     whole = hooks.all_gather_dtensor(hooks.chunk_dtensor(value, rank, mesh), None)
@@ -231,8 +231,8 @@ def test_hook_all_gather_dtensor(world2: World) -> None:
 
 def sharded_tensor(rank: int, size: int, value: Tensor) -> Any:
     group: Any = dist.group.WORLD
-    sharded: Any = build_stack([]).parameter_hooks.chunk_tensor(value, rank, size, size, group)
-    return sharded
+    hooks: Any = build_stack([]).parameter_hooks
+    return hooks.chunk_tensor(value, rank, size, size, group)
 
 
 def default_chunk_tensor(rank: int, size: int) -> None:
@@ -247,7 +247,7 @@ def test_hook_chunk_tensor(world2: World) -> None:
 
 
 def default_pre_load(rank: int, size: int) -> None:
-    hooks = build_stack([]).parameter_hooks
+    hooks: Any = build_stack([]).parameter_hooks  # as FSDP1 asks: without param
     sharded = sharded_tensor(rank, size, torch.arange(6.0).view(3, 2))
     tensor, shards = hooks.pre_load_state_dict_transform(sharded)
     assert torch.equal(shards[0].tensor, sharded.local_shards()[0].tensor)

@@ -11,13 +11,20 @@ from torch import Tensor, nn
 
 from polyshard import Plugin, hookimpl
 from polyshard.plugins.builtin import DefaultBackend, DeviceStorage
-from polyshard.seams import GroupInfo, ParamInfo
+from polyshard.seams import (
+    BoundGatherCodec,
+    GatherCodec,
+    GroupInfo,
+    Observer,
+    ParamInfo,
+    ShardingConstraint,
+)
 from polyshard.sharding.layout import GroupLayout
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import Transport
 
 
-class BytesGather:
+class BytesGather(BoundGatherCodec):
     """Ships each parameter's chunk as raw fp32 bytes: exact, one payload."""
 
     def __init__(self, layout: GroupLayout) -> None:
@@ -55,7 +62,7 @@ class BytesReduce:
             start += out.numel()
 
 
-class GatherFactory:
+class GatherFactory(GatherCodec):
     name = "bytes"
     settings = "fp32"
 
@@ -156,7 +163,7 @@ class Resting(Plugin):
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Blocks(ShardingConstraint):
     """Keeps blocks of so many elements on one rank."""
 
     elements: int
@@ -189,7 +196,7 @@ class Signing(Plugin):
         return f"sum {float(tensor.sum())}" if param.requires_grad else None
 
 
-class Watcher:
+class Watcher(Observer):
     """Writes down what it sees."""
 
     def __init__(self) -> None:

@@ -31,19 +31,43 @@ if TYPE_CHECKING:
         OffloadPolicy,
     )
     from polyshard.same_values import SameValues
+    from polyshard.seams import (
+        BoundGatherCodec,
+        BoundReduceCodec,
+        BoundReplicaCodec,
+        CollectivesBackend,
+        GatherCodec,
+        Observer,
+        ReduceCodec,
+        ShardingConstraint,
+        ShardStorage,
+        StateDictAdapter,
+        StorageFactory,
+    )
     from polyshard.sharding.placement import ShardPlacement
 
 __all__ = [
     "HOOK_API",
+    "BoundGatherCodec",
+    "BoundReduceCodec",
+    "BoundReplicaCodec",
     "CPUOffloadPolicy",
+    "CollectivesBackend",
     "Contract",
     "DataParallelMeshDims",
     "FSDPModule",
+    "GatherCodec",
     "MixedPrecisionPolicy",
+    "Observer",
     "OffloadPolicy",
     "Plugin",
+    "ReduceCodec",
     "SameValues",
     "ShardPlacement",
+    "ShardStorage",
+    "ShardingConstraint",
+    "StateDictAdapter",
+    "StorageFactory",
     "UnshardHandle",
     "__version__",
     "attach_optimizer",
@@ -58,6 +82,17 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BoundGatherCodec": "seams",
+    "BoundReduceCodec": "seams",
+    "BoundReplicaCodec": "seams",
+    "CollectivesBackend": "seams",
+    "GatherCodec": "seams",
+    "Observer": "seams",
+    "ReduceCodec": "seams",
+    "ShardStorage": "seams",
+    "ShardingConstraint": "seams",
+    "StateDictAdapter": "seams",
+    "StorageFactory": "seams",
     "CPUOffloadPolicy": "policies",
     "Contract": "plugins.contract",
     "DataParallelMeshDims": "policies",

@@ -50,11 +50,12 @@ def moved_name(name: str) -> Any:
             f"polyshard.{name} moved to {home}, which is not installed: pip install "
             f"{home.replace('_', '-')}"
         ) from error
-    _say(f"polyshard.{name}", f"{home}.{name}")
+    say_moved(f"polyshard.{name}", f"{home}.{name}")
     return found
 
 
-def _say(old: str, new: str) -> None:
+def say_moved(old: str, new: str) -> None:
+    """Warn the caller's caller that ``old`` is ``new`` now."""
     warnings.warn(
         f"{old} moved to {new}; the old name works through 0.x", DeprecationWarning, stacklevel=3
     )
@@ -75,7 +76,7 @@ class MovedModules(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """The module at its new place, itself: its classes stay one and the same."""
         new = MODULES[spec.name]
-        _say(spec.name, new)
+        say_moved(spec.name, new)
         module = importlib.import_module(new)
         spec.loader_state = module.__spec__
         return module

@@ -95,11 +95,7 @@ def _notes(groups: tuple[GroupPlan, ...]) -> list[str]:
     for plan in groups:
         facts.setdefault(f"mesh: {plan.mesh}", []).append(plan.name)
         facts.setdefault(f"dtypes (rest / compute / reduce): {plan.dtypes}", []).append(plan.name)
-        facts.setdefault(
-            f"transport {plan.roles.transport}, gather codec {plan.roles.gather_codec}, reduce "
-            f"codec {plan.roles.reduce_codec}, storage {plan.roles.storage}",
-            [],
-        ).append(plan.name)
+        facts.setdefault(plan.roles.summary, []).append(plan.name)
         facts.setdefault(f"transfers: {plan.transfers}", []).append(plan.name)
         for line in (*(f"plugin {line}" for line in plan.roles.plugins), *plan.roles.extras):
             facts.setdefault(line, []).append(plan.name)

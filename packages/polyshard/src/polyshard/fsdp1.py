@@ -133,22 +133,24 @@ class StackExtensions(FSDPExtensions):
         device: torch.device | None = None,
     ) -> Tensor:
         """Whoever claims it, else as FSDP1."""
-        return self._hooks.chunk_tensor(tensor, rank, world_size, num_devices_per_node, pg, device)
+        return self._hooks.chunk_tensor(
+            tensor, rank, world_size, num_devices_per_node, pg, device, None
+        )
 
     @override
     def chunk_dtensor(self, tensor: Tensor, rank: int, device_mesh: DeviceMesh) -> Tensor:
         """Whoever claims it, else sharded on dim 0."""
-        return self._hooks.chunk_dtensor(tensor, rank, device_mesh)
+        return self._hooks.chunk_dtensor(tensor, rank, device_mesh, None)
 
     @override
     def pre_load_state_dict_transform(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
         """Whoever claims it, else the tensor and its shards."""
-        return self._hooks.pre_load_state_dict_transform(tensor)
+        return self._hooks.pre_load_state_dict_transform(tensor, None)
 
     @override
     def all_gather_dtensor(self, tensor: DTensor, parent_mesh: DeviceMesh | None) -> Tensor:
         """Whoever claims it, else gathered on every axis."""
-        return self._hooks.all_gather_dtensor(tensor, parent_mesh)
+        return self._hooks.all_gather_dtensor(tensor, parent_mesh, None)
 
 
 def as_fsdp_extensions(plugins: Sequence[object | str]) -> StackExtensions:

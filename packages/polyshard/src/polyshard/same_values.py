@@ -9,18 +9,17 @@ from torch import Tensor
 
 from polyshard.__about__ import __version__
 from polyshard.errors import warn
-from polyshard.plugins.builtin import SilentObserver
 from polyshard.plugins.contract import Plugin, hookimpl
-from polyshard.seams import GroupInfo, ParamInfo
+from polyshard.seams import GroupInfo, Observer, ParamInfo
 
 ON_META = "values unknown (meta device)"
 
 
-class _Unchecked(SilentObserver):
+class _Unchecked(Observer):
     """Says in ``describe()`` which parameters had no values to compare."""
 
     def __init__(self, fqns: list[str]) -> None:
-        self.notices = (
+        self.notices: tuple[str, ...] = (
             f"SameValues compares nothing of {', '.join(fqns)}: on the meta device when sharded. "
             "What initialises them must give every rank the same values.",
         )
@@ -52,7 +51,7 @@ class SameValues(Plugin):
         return f"values {digest_of(tensor)}"
 
     @hookimpl
-    def polyshard_observer(self, group: GroupInfo) -> SilentObserver | None:
+    def polyshard_observer(self, group: GroupInfo) -> Observer | None:
         """Nothing to watch, but something to say where values were not there yet."""
         unchecked = [p.fqn for p in group.parameters if ON_META in p.facts]
         if not unchecked:

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from polyshard.group.transfers import readable
 from polyshard.plugins.contract import Plugin, hookimpl
-from polyshard.seams import GroupInfo
+from polyshard.seams import CollectivesBackend, GroupInfo
 from polyshard.sharding.mesh import MeshRoles, resolve_mesh
 from polyshard.transport import Transport, choose_transport
 from polyshard_calibration.file import read, write
@@ -41,7 +41,7 @@ WARMUP, TURNS = 2, 5
 _ITEMSIZE = 4
 
 
-class MeasuredBackend:
+class MeasuredBackend(CollectivesBackend):
     """The engine's own transports with thresholds from a calibration."""
 
     name = "measured"
@@ -49,11 +49,10 @@ class MeasuredBackend:
     def __init__(self, break_evens: tuple[BreakEven, ...]) -> None:
         """Made for one group."""
         self._break_evens = break_evens
-        self.settings = ""
         self.notices: tuple[str, ...] = ()
 
+    @override
     def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
-        """The transport that suits ``roles``, told what was measured for it."""
         transport = choose_transport(roles, device)
         if transport.size == 1:
             return transport
@@ -69,14 +68,14 @@ class MeasuredBackend:
             )
             return transport
         apply(transport, found[-1].staging_bytes, coalesces=found[-1].coalesces)
-        setattr(transport, "staging_reason", f"measured with {transport.size} ranks")  # noqa: B010
+        transport.staging_reason = f"measured with {transport.size} ranks"
         return transport
 
 
 def apply(transport: Transport, staging_bytes: int, *, coalesces: bool) -> None:
     """Have ``transport`` pack below ``staging_bytes``, and coalesce the rest where it can."""
     transport.staging_bytes = staging_bytes
-    if hasattr(transport, "coalesces"):
+    if transport.can_coalesce:
         transport.coalesces = coalesces
 
 
@@ -161,7 +160,7 @@ def _table(found: BreakEven) -> Iterator[str]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Forced(Plugin):
+class _Forced(Plugin, CollectivesBackend):
     """Every chunk packed, or none."""
 
     name = "forced"
@@ -174,8 +173,7 @@ class _Forced(Plugin):
         del group
         return self
 
-    settings = ""
-
+    @override
     def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
         transport = choose_transport(roles, device)
         apply(transport, self.staging_bytes, coalesces=self.coalesces)
@@ -204,7 +202,7 @@ def _measure_axis(roles: MeshRoles) -> Iterator[BreakEven]:
     if axis.ndim > 1:
         assert axis.mesh_dim_names is not None
         axis = axis[axis.mesh_dim_names[roles.shard_axis]]
-    ways = ["packed", "direct"] + (["coalesced"] if hasattr(transport, "coalesces") else [])
+    ways = ["packed", "direct"] + (["coalesced"] if transport.can_coalesce else [])
     measured = {size: _medians(axis, roles, size, ways) for size in CHUNK_BYTES}
     agreed = _slowest(roles, torch.tensor([list(measured[size]) for size in CHUNK_BYTES]))
     timings = tuple(

@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from polyshard import CPUOffloadPolicy, Plugin, grad_norm, hookimpl
 from polyshard.errors import IneffectiveSettingWarning
-from polyshard.plugins.builtin import SilentObserver
-from polyshard.seams import GroupInfo
+from polyshard.seams import GroupInfo, Observer
 from polyshard_offload.__about__ import __version__
 from polyshard_offload._torch_private import local_of
 from polyshard_offload.errors import OffloadError, SettingError
@@ -38,7 +37,7 @@ from polyshard_offload.tiers.host_memory import may_pin
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
 
-class WrapWatcher(SilentObserver):
+class WrapWatcher(Observer):
     """Says once when the optimizer state stays where it is because nobody wrapped the optimizer."""
 
     def __init__(
@@ -54,13 +53,13 @@ class WrapWatcher(SilentObserver):
         self._flush = flush
 
     @property
+    @override
     def notices(self) -> tuple[str, ...]:
         """Where the optimizer state rests, for models whose shards stay on the device."""
         return self._notices()
 
     @override
     def on_reduced(self, group: str, wait_seconds: float) -> None:
-        """The gradients of a group are in place."""
         if self._flush is not None:
             self._flush()
 

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
 from polyshard.agreement.failures import FailureReport
-from polyshard.seams import GroupInfo
+from polyshard.seams import GroupInfo, StorageFactory
 from polyshard.sharding.layout import GroupLayout
 from polyshard_offload._torch_private import local_of
 from polyshard_offload.settings import DiskSettings, Tier
@@ -134,8 +135,8 @@ class Tiers:
         return None
 
 
-class ShelfFactory:
-    """A :class:`polyshard.seams.StorageFactory` for one group."""
+class ShelfFactory(StorageFactory):
+    """Makes the shelf of one group."""
 
     def __init__(self, tiers: Tiers, settings: Offload) -> None:
         """Makes a shelf of the tiers that ``settings`` names."""
@@ -144,16 +145,17 @@ class ShelfFactory:
         self._shelf: weakref.ref[Shelf] | None = None  # the group owns it
 
     @property
+    @override
     def name(self) -> str:
-        """The tier of the parameters."""
         return self._plugin.params
 
     @property
+    @override
     def settings(self) -> str:
-        """Where gradients go."""
         return f"gradients on {self._plugin.grads}"
 
     @property
+    @override
     def notices(self) -> tuple[str, ...]:
         """Bytes of this group at rest, and those of all tiers."""
         shelf = self._shelf() if self._shelf is not None else None
@@ -166,8 +168,8 @@ class ShelfFactory:
             *self._plugin.notices(),
         )
 
+    @override
     def create(self, group: GroupInfo, layout: GroupLayout) -> Shelf:
-        """A place for one group."""
         del layout
         plugin = self._plugin
         grads = plugin.grads or "host"

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from polyshard.seams import GroupInfo
+from polyshard.seams import BoundGatherCodec, GatherCodec, GroupInfo
 from polyshard.sharding.layout import GroupLayout
 from polyshard_quantized.coding import BlockCodec, Nearest
 from polyshard_quantized.exclusions import Exclusions
@@ -56,7 +57,7 @@ class ShardEncoder:
         )
 
 
-class BoundGather:
+class BoundGather(BoundGatherCodec):
     """The codec of one group."""
 
     keeps_payload = True
@@ -71,12 +72,12 @@ class BoundGather:
         self._pieces: list[Piece] = []
         self._raw: tuple[list[Tensor], list[Tensor]] = ([], [])
 
+    @override
     def encode(self, shard: Tensor, payload: Tensor) -> None:
-        """Write codes, scales and raw values of ``shard``."""
         self._encoder.encode(shard, payload)
 
+    @override
     def decode(self, payloads: Tensor, regions: Sequence[Tensor]) -> None:
-        """Fill every region from all payloads, the own one included."""
         if not self._is_bound(payloads, regions):
             with torch.inference_mode(mode=False):  # these views outlive an evaluation
                 self._bind(payloads, regions)
@@ -107,7 +108,7 @@ class BoundGather:
         )
 
 
-class QuantizedGather:
+class QuantizedGather(GatherCodec):
     """The gather codec of one group; what it decided stands in :attr:`report`."""
 
     name = "quantized"
@@ -115,16 +116,17 @@ class QuantizedGather:
     def __init__(self, form: BlockFormat, exclusions: Exclusions, workspace: Workspace) -> None:
         """``workspace`` is shared by all codecs of the plugin."""
         self.format = form
-        self.settings = f"weights {form}, {exclusions}"
+        self.settings: str = f"weights {form}, {exclusions}"
         self.report: TransferReport | None = None
         self._exclusions = exclusions
         self._workspace = workspace
 
     @property
+    @override
     def notices(self) -> tuple[str, ...]:
-        """What ``describe()`` says of the group."""
         return () if self.report is None else self.report.notices("gather")
 
+    @override
     def bind(self, group: GroupInfo, layout: GroupLayout) -> BoundGather | None:
         """Decide for each parameter; a group with nothing to quantize stays native."""
         coverage = Coverage.of(group, layout, self.format, self._exclusions)

@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from polyshard.seams import GroupInfo
+from polyshard.seams import BoundReduceCodec, BoundReplicaCodec, GroupInfo, ReduceCodec
 from polyshard.sharding.layout import GroupLayout
 from polyshard_quantized.blocks import Tile
 from polyshard_quantized.coding import BlockCodec, Nearest, Rounding
@@ -83,7 +84,7 @@ def add_rows(outs: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
         torch._foreach_add_(list(outs), [r[rank] for r in rows])
 
 
-class BoundReplicas:
+class BoundReplicas(BoundReplicaCodec):
     """The second hop, over the replicate axis. Works on flat ``[shard_numel]`` sums."""
 
     def __init__(
@@ -96,8 +97,8 @@ class BoundReplicas:
         self._noise = noise
         self._summation = Summation(codec, workspace)
 
+    @override
     def encode(self, total: Tensor, payload: Tensor) -> None:
-        """Quantize the sum over the shard axis."""
         if self._noise is not None:
             self._encode_each(total, payload, self._noise)
             return
@@ -117,8 +118,8 @@ class BoundReplicas:
             source = total[raw.shard_offset : raw.shard_offset + raw.numel]
             parts.raw_rows(raw)[0].copy_(source)
 
+    @override
     def decode_sum(self, payloads: Tensor, total: Tensor) -> None:
-        """Sum what all replicas sent, the own payload included."""
         parts = Parts(payloads, self._plan)
         self._summation.add(total, parts, self._plan.shard_tiles)
         raw = self._plan.raw
@@ -157,7 +158,7 @@ class _Compensation:
     workspace: Workspace
 
 
-class BoundReduce:
+class BoundReduce(BoundReduceCodec):
     """The codec of one group."""
 
     def __init__(
@@ -191,8 +192,8 @@ class BoundReduce:
         self.replicas = BoundReplicas(self._plan, self._codec, workspace, self._noise)
         return self
 
+    @override
     def begin(self, present: frozenset[int]) -> None:
-        """Hear which parameters have a gradient in the reduction that follows."""
         self._present = present
 
     def _compensation_of(self, index: int) -> _Compensation | None:
@@ -201,8 +202,8 @@ class BoundReduce:
             return None
         return self._compensation
 
+    @override
     def encode(self, chunks: Sequence[Tensor], payloads: Tensor) -> None:
-        """Quantize every rank's chunks; chunks are only read."""
         state = self._state
         if self._compensation is not None:
             self._compensation.residuals.prepare(
@@ -240,8 +241,8 @@ class BoundReduce:
         self._codec.decode(piece.codes, piece.scales, sent)
         own.residuals.keep(error, wanted, sent)
 
+    @override
     def decode_sum(self, payloads: Tensor, outs: Sequence[Tensor]) -> None:
-        """Sum what all ranks sent of this rank's chunks, in rank order."""
         parts = Parts(payloads, self._plan)
         for quantized in self._plan.quantized:
             self._summation.add(outs[quantized.index], parts, quantized.tiles)
@@ -261,7 +262,7 @@ def replicas_of(group: GroupInfo) -> int:
     return 1 if mesh is None else mesh.size() // group.world_size
 
 
-class QuantizedReduce:
+class QuantizedReduce(ReduceCodec):
     """The reduce codec of one group; what it decided stands in :attr:`report`."""
 
     name = "quantized"
@@ -272,7 +273,7 @@ class QuantizedReduce:
         """``workspace`` is shared by all codecs of the plugin."""
         feedback = settings.error_feedback
         self.format = settings.format
-        self.settings = (
+        self.settings: str = (
             f"gradients {settings.format}, rounding {settings.rounding}, seed {settings.seed}, "
             f"{feedback}, hierarchical {settings.hierarchical}, {exclusions}"
         )
@@ -283,10 +284,11 @@ class QuantizedReduce:
         self._workspace = workspace
 
     @property
+    @override
     def notices(self) -> tuple[str, ...]:
-        """What ``describe()`` says of the group."""
         return () if self.report is None else self.report.notices("reduce")
 
+    @override
     def bind(self, group: GroupInfo, layout: GroupLayout) -> BoundReduce | None:
         """Decide for each trainable parameter; frozen ones do not travel."""
         frozen = frozenset(i for i, p in enumerate(group.parameters) if not p.requires_grad)

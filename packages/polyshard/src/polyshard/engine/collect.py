@@ -149,7 +149,7 @@ class Collector:
         placed, fqn = source.placed, source.info.fqn
         given = source.parameter.detach()
         rank, mesh = placed.roles.shard_rank, placed.roles.mesh
-        answer = self._stack.parameter_hooks.claimed_dtensor(given, rank, mesh, source.info)
+        answer = self._stack.parameter_hooks.chunk_dtensor.claimed(given, rank, mesh, source.info)
         if not isinstance(answer, DTensor):
             if not isinstance(given, DTensor):
                 return None

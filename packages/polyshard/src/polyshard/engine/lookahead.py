@@ -71,4 +71,4 @@ def _is_read(group: ParameterGroup) -> bool:
 def _wanted(unit: Unit) -> int:
     """How many units ahead the storages of ``unit`` want to know."""
     storages = (group.shards.storage for group in unit.groups)
-    return max((getattr(s, "prefetch_units", 0) for s in storages), default=0)
+    return max((s.prefetch_units for s in storages), default=0)

@@ -33,11 +33,12 @@ from polyshard._torch.private import local_tensor
 from polyshard._torch.untraced import untraced
 from polyshard.engine.trees import map_tensors
 from polyshard.errors import CheckpointError, LifecycleError, SettingError, warn
+from polyshard.seams import StateDictAdapter, overrides
 
 if TYPE_CHECKING:
     from polyshard.engine.state_dict import StateDictHooks
     from polyshard.params.parameter import ShardedParameter
-    from polyshard.seams import ParamInfo, StateDictAdapter
+    from polyshard.seams import ParamInfo
 
 PROBE = 3.0
 """What a parameter is filled with to see whether an adapter moves values or changes them."""
@@ -116,8 +117,7 @@ class Adapted:
                 warn([_other_shape(self.info, name, value)])
             return value
         for adapter in self.adapters:
-            own: Callable[..., Any] | None = getattr(adapter, "on_save_state", None)
-            value = own(self.info, name, value) if own else adapter.on_save(self.info, value)
+            value = adapter.on_save_state(self.info, name, value)
         return value
 
     def load(self, name: str, value: Tensor) -> Any:
@@ -128,8 +128,7 @@ class Adapted:
                 raise CheckpointError(_not_native(self.info, name, form))
             return value
         for adapter in reversed(self.adapters):
-            own: Callable[..., Any] | None = getattr(adapter, "on_load_state", None)
-            value = own(self.info, name, value) if own else adapter.on_load(self.info, value)
+            value = adapter.on_load_state(self.info, name, value)
         return _placed_like(value, self.parameter.parameter)
 
 
@@ -218,7 +217,9 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _has_methods(adapter: StateDictAdapter) -> bool:
-    return hasattr(adapter, "on_save_state") and hasattr(adapter, "on_load_state")
+    return overrides(adapter.on_save_state, StateDictAdapter.on_save_state) and overrides(
+        adapter.on_load_state, StateDictAdapter.on_load_state
+    )
 
 
 def _only_moved(value: object, dtype: torch.dtype) -> bool:

@@ -179,7 +179,7 @@ class CodecGather:
             row = unsharded.buffer.tensor.new_empty(world, placed.chunk_numel)
             self._rows.append(row)
             self._copies.add(home_pairs(unsharded.home(index), row, placed, line.rank))
-        keeps = getattr(codec, "keeps_payload", False)
+        keeps = codec.keeps_payload
         self._freshness = Freshness(self._shard, unsharded.versions, turn) if keeps else None
         self._is_near = unsharded.rests_near
         self._scratch = unsharded.scratch((world if keeps else world + 1) * nbytes, torch.uint8)

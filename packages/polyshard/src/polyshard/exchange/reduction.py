@@ -35,9 +35,8 @@ from polyshard.memory.buffers import Recycled
 from polyshard.memory.own_storage import own_storage_of_gradient
 from polyshard.memory.pages import PagePool
 from polyshard.params.sharded import Shards
-from polyshard.plugins.builtin import DeviceStorage
 from polyshard.plugins.validation import wordless
-from polyshard.seams import BoundReduceCodec
+from polyshard.seams import BoundReduceCodec, ShardStorage, overrides
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport.base import DONE, Pending, ReduceRoute
 
@@ -90,6 +89,9 @@ class Reducer:
         self._transport = line.transport
         self._codec = codec
         self._route: ReduceRoute = line.reduce_route(extents_of(self._layout), dtype)
+        self._answers = overrides(self._route.answer, ReduceRoute.answer)
+        # See [Note: reduction].
+        self._storage_looks = overrides(shards.storage.place_gradient, ShardStorage.place_gradient)
         self._presence = Presence.of(roles, roles.device, line.tag, len(self._layout.parameters))
         self._totals = Recycled()
         # What local_view() would work out for every gradient of every step.
@@ -104,11 +106,11 @@ class Reducer:
     @property
     def payload_bytes(self) -> tuple[int | None, int | None]:
         """Bytes the codec sends to each peer, and to each replica; ``None`` without one."""
-        replicas = getattr(self._codec, "replicas", None)
-        return (
-            None if self._codec is None else self._codec.payload_bytes,
-            None if replicas is None else replicas.payload_bytes,
-        )
+        codec = self._codec
+        if codec is None:
+            return None, None
+        replicas = codec.replicas
+        return codec.payload_bytes, None if replicas is None else replicas.payload_bytes
 
     def rebind(self, codec: BoundReduceCodec | None) -> None:
         """Go on with another codec; nothing is in flight."""
@@ -165,7 +167,7 @@ class Reducer:
 
         Collectives pair by order: one that a rank does not join would shift all later ones.
         """
-        return self._codec is not None or hasattr(self._route, "answer")
+        return self._codec is not None or self._answers
 
     def _check(self, flight: InFlight) -> None:
         """Wait for what others said.
@@ -205,8 +207,7 @@ class Reducer:
             for peer, rank in enumerate(self._roles.shard_members):
                 takes_part = self._packing.takes_part(difference.present(rank))
                 if takes_part != own:
-                    answer = self._route.answer  # type: ignore[attr-defined]
-                    ended.append(answer(peer, takes_part, flight.wire_dtype))
+                    ended.append(self._route.answer(peer, takes_part, flight.wire_dtype))
         for pending in reversed(ended):
             pending.wait()
         if flight.scratch is not None:
@@ -225,11 +226,7 @@ class Reducer:
     @property
     def _is_exposed(self) -> bool:
         """Whether anybody sees sums as a whole: see [Note: reduction]."""
-        return (
-            self._roles.is_replicated
-            or self.settings.hook is not None
-            or type(self._shards.storage) is not DeviceStorage
-        )
+        return self._roles.is_replicated or self.settings.hook is not None or self._storage_looks
 
     @staticmethod
     def _first_device(sources: dict[int, Tensor]) -> torch.device:
@@ -252,9 +249,7 @@ class Reducer:
         shape = (2, self._layout.world_size, codec.payload_bytes)
         scratch = self._packing.take_scratch(math.prod(shape), total.device)
         payloads, received = scratch.tensor.view(shape)
-        begin = getattr(codec, "begin", None)
-        if begin is not None:
-            begin(frozenset(sources))
+        codec.begin(frozenset(sources))
         chunks = self._packing.chunks(sources, total)
         wordless(cast("Any", codec).encode(chunks, payloads), codec, "encode")
         pending = self._transport.exchange(payloads, received)
@@ -295,7 +290,7 @@ class Reducer:
             self.settings.hook(total)
         total = total.to(self._shards.dtype)
         storage, held = self._shards.storage, self._waiting.held
-        if held or (not flight.is_last and getattr(storage, "holds_gradients", False)):
+        if held or (not flight.is_last and storage.holds_gradients):
             held.add(total, flight.present)
             if not flight.is_last:
                 return None
@@ -335,16 +330,16 @@ class Reducer:
 
     def _sum_replicas(self, total: Tensor) -> None:
         groups = self._roles.replicate_groups
-        codec = getattr(self._codec, "replicas", None)
+        codec = None if self._codec is None else self._codec.replicas
         if codec is None or len(groups) != 1:
             for group in groups:
                 dist.all_reduce(total, group=group)
             return
         payload = total.new_empty(codec.payload_bytes, dtype=torch.uint8)
         payloads = payload.new_empty(self._roles.replicate_size, codec.payload_bytes)
-        wordless(codec.encode(total, payload), codec, "encode")
+        wordless(cast("Any", codec).encode(total, payload), codec, "encode")
         dist.all_gather(list(payloads.unbind()), payload, group=groups[0])
-        wordless(codec.decode_sum(payloads, total), codec, "decode_sum")
+        wordless(cast("Any", codec).decode_sum(payloads, total), codec, "decode_sum")
 
     def store(self, total: Tensor, present: Sequence[int]) -> None:
         """Set or add to ``.grad`` of the sharded parameters, then run their hooks."""

@@ -27,9 +27,10 @@ from polyshard.errors import ConflictError, ModuleError, PluginError, Unsupporte
 from polyshard.exchange.freshness import differs
 from polyshard.params.parameter import ShardedParameter, Source
 from polyshard.params.sharded import Shards
-from polyshard.plugins.builtin import DeviceStorage, DeviceStorageFactory, NativeGatherCodec
+from polyshard.plugins.builtin import DeviceStorage
+from polyshard.plugins.roles import GATHER_CODEC, STORAGE, Contributions, Role
 from polyshard.policies import MixedPrecisionPolicy
-from polyshard.seams import Contributions, GroupInfo
+from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import ParameterLayout, align
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport.base import Extents, GatherPiece, Pending, Transport
@@ -299,11 +300,12 @@ def refuse_claims(contributions: Contributions, group: GroupInfo) -> None:
     Raises:
         ConflictError: naming the roles, the group and its parameters.
     """
-    claimed = []
-    if not isinstance(contributions.gather_codec, NativeGatherCodec):
-        claimed.append(f"gather codec '{contributions.gather_codec.name}'")
-    if not isinstance(contributions.storage, DeviceStorageFactory):
-        claimed.append(f"shard storage '{contributions.storage.name}'")
+    decided: tuple[Role[Any], ...] = (GATHER_CODEC, STORAGE)
+    claimed = [
+        f"{role.name} '{contributions[role].name}'"
+        for role in decided
+        if type(contributions[role]) is not role.engine
+    ]
     if claimed:
         names = ", ".join(p.fqn for p in group.parameters)
         raise ConflictError(

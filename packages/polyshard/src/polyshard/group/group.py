@@ -82,7 +82,7 @@ class ParameterGroup:
         self.meter = Meter(self.contributions.observers)
         binding = Binding(self.contributions, self.name)
         self._base_transport = binding.transport(setup.roles, self.device)
-        warn(getattr(self.contributions.backend, "notices", ()))
+        warn(self.contributions.backend.notices)
         self._transport: Transport = self._base_transport
         self._comms = CustomComms()
         layout = plan_layout(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from polyshard.plugins.roles import Contributions
 from polyshard.policies import MixedPrecisionPolicy
-from polyshard.seams import Contributions
 
 
 def policy_notices(policy: MixedPrecisionPolicy, orig_dtype: torch.dtype) -> tuple[str, ...]:
@@ -21,13 +21,5 @@ def policy_notices(policy: MixedPrecisionPolicy, orig_dtype: torch.dtype) -> tup
 def all_notices(
     policy: MixedPrecisionPolicy, orig_dtype: torch.dtype, contributions: Contributions
 ) -> tuple[str, ...]:
-    """Those of the policy, and what codecs, storage, backend and observers say of the group."""
-    sources: tuple[object, ...] = (
-        contributions.gather_codec,
-        contributions.reduce_codec,
-        contributions.storage,
-        contributions.backend,
-        *contributions.observers,
-    )
-    said = (notice for source in sources for notice in getattr(source, "notices", ()))
-    return (*policy_notices(policy, orig_dtype), *dict.fromkeys(said))
+    """Those of the policy, and what the parts of plugins say of the group."""
+    return (*policy_notices(policy, orig_dtype), *contributions.notices)

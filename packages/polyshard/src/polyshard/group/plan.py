@@ -6,6 +6,7 @@ A plan is text and numbers only. All ranks compare its lines before the first co
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from typing_extensions import override
 
 from polyshard._torch.private import reduces_in_original_dtype
 from polyshard.group.transfers import Way
+from polyshard.plugins.roles import GATHER_CODEC
 from polyshard.policies import MixedPrecisionPolicy
 from polyshard.seams import ParamInfo
 from polyshard.sharding.layout import GroupLayout
@@ -45,15 +47,24 @@ def resolve_dtypes(policy: MixedPrecisionPolicy, orig: torch.dtype) -> Dtypes:
 class Roles:
     """Who does what for a group: names with settings, as they must agree on all ranks."""
 
-    collectives: str
     transport: str
-    gather_codec: str
-    reduce_codec: str
-    storage: str
+    exclusive: Mapping[str, str]
+    """What takes each exclusive role, by the role's name, in the order of the table of roles."""
     plugins: tuple[str, ...] = ()
     constraints: tuple[str, ...] = ()
     """Each with the elements it keeps together, by parameter."""
     adapters: tuple[str, ...] = ()
+
+    @property
+    def gather_codec(self) -> str:
+        """What travels in all-gathers."""
+        return self.exclusive[GATHER_CODEC.name]
+
+    @property
+    def summary(self) -> str:
+        """The transport, and all roles."""
+        taken = (f"{role} {part}" for role, part in self.exclusive.items())
+        return ", ".join((f"transport {self.transport}", *taken))
 
     @property
     def extras(self) -> tuple[str, ...]:
@@ -155,8 +166,7 @@ class GroupPlan:
         head = (
             f"{start} mesh {self.mesh}",
             f"{start} dtypes (rest / compute / reduce) {self.dtypes}",
-            f"{start} collectives {roles.collectives}, transport {roles.transport}, gather codec "
-            f"{roles.gather_codec}, reduce codec {roles.reduce_codec}, storage {roles.storage}",
+            f"{start} {roles.summary}",
             f"{start} reshard after forward {self.reshard_after_forward}",
         )
         plugins = tuple(f"{start} plugin {line}" for line in roles.plugins)

@@ -11,6 +11,7 @@ from polyshard.group.notices import all_notices
 from polyshard.group.plan import GroupPlan, Payloads, Roles, Sharded
 from polyshard.group.runtime import Runtime
 from polyshard.group.transfers import summary, ways_of
+from polyshard.plugins.roles import GATHER_CODEC, ROLES
 from polyshard.seams import Named
 
 
@@ -47,11 +48,11 @@ def plan_of(group: ParameterGroup) -> GroupPlan:
 def _roles(group: ParameterGroup, gather_codec: str) -> Roles:
     contributions, parameters = group.contributions, group.info().parameters
     return Roles(
-        collectives=_named(contributions.backend),
         transport=group.transport.name,
-        gather_codec=gather_codec,
-        reduce_codec=_named(contributions.reduce_codec),
-        storage=_named(contributions.storage),
+        exclusive={
+            role.name: gather_codec if role is GATHER_CODEC else _named(contributions[role])
+            for role in ROLES
+        },
         plugins=contributions.plugin_lines,
         constraints=tuple(
             f"{_named(c)}: {', '.join(f'{p.fqn} {c.block_elements(p)}' for p in parameters)}"

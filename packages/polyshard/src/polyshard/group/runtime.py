@@ -22,9 +22,10 @@ from polyshard.params.parameter import Registry
 from polyshard.params.sharded import Shards
 from polyshard.params.unsharded import Unsharded
 from polyshard.plugins.answers import Binding
+from polyshard.plugins.roles import Contributions
 from polyshard.plugins.transforms import Onion
 from polyshard.policies import MixedPrecisionPolicy
-from polyshard.seams import Contributions, GroupInfo
+from polyshard.seams import GroupInfo
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import Transport
 
@@ -107,9 +108,7 @@ def _unsharded_side(
         route = (line.transport, line.tag)
         return None, ProtocolGather(shards, parts.policy, dtypes.param, route)
     codec = binding.gather_codec(parts.info, shards.layout)
-    serve = getattr(shards.storage, "serve_codec", None)
-    if serve is not None:
-        serve(codec is not None)
+    shards.storage.serve_codec(codec is not None)
     crosses, device = codec is not None, parts.info.device
     binding.check_view(shards.storage, shards.buffer, device, may_cross=crosses)
     unsharded = _memory(parts, dtypes, last, is_decoded=codec is not None)

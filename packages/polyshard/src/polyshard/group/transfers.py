@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from polyshard.sharding.layout import GroupLayout, ParameterLayout
 from polyshard.transport.base import Transport
 
-BUILT_IN = "built in"
-"""Where a transport's threshold comes from unless somebody measured it."""
-
 
 @dataclass(frozen=True)
 class Way:
@@ -42,7 +39,7 @@ def ways_of(layout: GroupLayout, transport: Transport, *, has_codec: bool) -> tu
 def _way(placed: ParameterLayout, itemsize: int, transport: Transport) -> Way:
     threshold = readable(transport.staging_bytes)
     if not placed.staged:
-        kind = "coalesced" if getattr(transport, "coalesces", False) else "direct"
+        kind = "coalesced" if transport.coalesces else "direct"
         return Way(kind, f"chunks of {threshold} or more", is_weighed=True)
     if placed.dim is None:
         return Way("packed", "every rank holds it whole")
@@ -58,7 +55,7 @@ def summary(ways: tuple[Way, ...], transport: Transport) -> str:
     said = "; ".join(f"{n} {way.kind} ({way.reason})" for way, n in counts.items())
     if not any(way.is_weighed for way in counts):
         return said
-    return f"{said}; threshold {getattr(transport, 'staging_reason', BUILT_IN)}"
+    return f"{said}; threshold {transport.staging_reason}"
 
 
 def readable(nbytes: int) -> str:

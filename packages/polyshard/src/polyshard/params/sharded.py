@@ -29,7 +29,7 @@ from polyshard._torch.private import Watched, have_moved, local_tensor, set_loca
 from polyshard.errors import LifecycleError, ModuleError
 from polyshard.memory.own_storage import Home, own_storage
 from polyshard.params.parameter import Registry, ShardedParameter, Source
-from polyshard.seams import ShardStorage
+from polyshard.seams import ShardStorage, overrides
 from polyshard.sharding.layout import GroupLayout, ParameterLayout
 from polyshard.sharding.mesh import MeshRoles
 
@@ -84,10 +84,8 @@ class Shards:
         self._introduce()
 
     def _introduce(self) -> None:
-        """Show the storage its parameters, if it wants to see them."""
-        hold = getattr(self.storage, "hold", None)
-        if hold is not None:
-            hold([p.parameter for p in self.parameters])
+        """Show the storage its parameters."""
+        self.storage.hold([p.parameter for p in self.parameters])
 
     @torch.no_grad()
     def _cut(self, sources: Sequence[Source], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -341,7 +339,7 @@ class Shards:
     @property
     def _may_stray(self) -> bool:
         """A storage that is shown its parameters relies on their places."""
-        return not hasattr(self.storage, "hold")
+        return not overrides(self.storage.hold, ShardStorage.hold)
 
     def _new_strays(self, moved: Sequence[int]) -> set[int]:
         """Parameters that did not change and that somebody holds."""

@@ -18,7 +18,8 @@ from polyshard.seams import BoundGatherCodec, BoundReduceCodec, BoundReplicaCode
 from polyshard.transport.base import Transport
 
 if TYPE_CHECKING:
-    from polyshard.seams import Contributions, GroupInfo, ParamInfo, ShardingConstraint
+    from polyshard.plugins.roles import Contributions
+    from polyshard.seams import GroupInfo, ParamInfo, ShardingConstraint
     from polyshard.sharding.layout import GroupLayout
     from polyshard.sharding.mesh import MeshRoles
 
@@ -59,10 +60,9 @@ class Binding:
         bound = fitting(factory.bind(info, layout), BoundReduceCodec, factory, "bind")
         if bound is not None:
             self._check_payload(factory, bound)
-            replicas = getattr(bound, "replicas", None)
-            if replicas is not None:
-                fitting(replicas, BoundReplicaCodec, factory, "bind(...).replicas")
-                self._check_payload(factory, replicas)
+            if bound.replicas is not None:
+                fitting(bound.replicas, BoundReplicaCodec, factory, "bind(...).replicas")
+                self._check_payload(factory, bound.replicas)
         return bound
 
     def _check_payload(

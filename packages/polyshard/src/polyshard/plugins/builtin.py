@@ -2,53 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from typing_extensions import override
 
 from polyshard.__about__ import __version__
+from polyshard._moved import say_moved
 from polyshard._torch.fsdp1 import chunk_sharded_tensor, local_shards
 from polyshard.errors import PluginError
 from polyshard.plugins.contract import Plugin, hookimpl
-from polyshard.seams import GroupInfo
+from polyshard.seams import (
+    CollectivesBackend,
+    GatherCodec,
+    GroupInfo,
+    Observer,
+    ReduceCodec,
+    ShardStorage,
+    StorageFactory,
+)
 from polyshard.sharding.layout import GroupLayout
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import Transport, choose_transport
 
 
 class EnginePlugin(Plugin):
-    """Lowest in priority: its answers to exclusive hooks count only if they are the only ones."""
+    """Lowest in priority: its answers count only where no plugin has one.
+
+    What it answers to exclusive hooks about groups stands in :mod:`polyshard.plugins.roles`.
+    """
 
     name = "engine"
     version = __version__
-
-    @hookimpl
-    def polyshard_shard_storage(self, group: GroupInfo) -> DeviceStorageFactory:
-        """Shards rest on the compute device."""
-        del group
-        return DeviceStorageFactory()
-
-    @hookimpl
-    def polyshard_collectives_backend(self, group: GroupInfo) -> DefaultBackend:
-        """Point to point on gloo, collectives elsewhere."""
-        del group
-        return DefaultBackend()
-
-    @hookimpl
-    def polyshard_gather_codec(self, group: GroupInfo) -> NativeGatherCodec:
-        """Parameters travel as they are."""
-        del group
-        return NativeGatherCodec()
-
-    @hookimpl
-    def polyshard_reduce_codec(self, group: GroupInfo) -> NativeReduceCodec:
-        """Gradients travel as they are."""
-        del group
-        return NativeReduceCodec()
 
     @hookimpl
     def chunk_tensor(
@@ -91,99 +80,75 @@ class EnginePlugin(Plugin):
         return tensor, shards
 
 
-class NativeGatherCodec:
+class NativeGatherCodec(GatherCodec):
     """Parameters travel as they are, cast to the parameter dtype, straight into their regions."""
 
     name = "native"
-    settings = ""
 
+    @override
     def bind(self, group: GroupInfo, layout: GroupLayout) -> None:
-        """Nothing to prepare: the engine's own transfer needs no codec."""
+        """The engine's own transfer needs no codec."""
         del group, layout
 
 
-class NativeReduceCodec:
+class NativeReduceCodec(ReduceCodec):
     """Gradients travel from where autograd wrote them and are summed in the reduce dtype."""
 
     name = "native"
-    settings = ""
 
+    @override
     def bind(self, group: GroupInfo, layout: GroupLayout) -> None:
-        """Nothing to prepare: the engine's own transfer needs no codec."""
+        """The engine's own transfer needs no codec."""
         del group, layout
 
 
-class DeviceStorage:
+class DeviceStorage(ShardStorage):
     """The shard rests on the compute device; every step of its life cycle is immediate."""
 
     def __init__(self) -> None:
         """Nothing rests here yet."""
         self._shard: Tensor | None = None
 
+    @override
     def rest(self, shard: Tensor) -> Tensor:
-        """Keep ``shard`` where it is."""
         self._shard = shard
         return shard
 
-    def prefetch(self) -> None:
-        """Already here."""
-
+    @override
     def view(self) -> Tensor:
-        """The shard itself."""
         assert self._shard is not None
         return self._shard
 
+    @override
     def fetch(self) -> None:
-        """Already here."""
-
-    def release(self) -> None:
-        """It stays."""
-
-    def place_gradient(self, gradient: Tensor) -> Tensor:
-        """Gradients rest on the device too."""
-        return gradient
+        """It is here already."""
 
 
-class DeviceStorageFactory:
+class DeviceStorageFactory(StorageFactory):
     """Shards rest on the compute device."""
 
     name = "device"
-    settings = ""
 
+    @override
     def create(self, group: GroupInfo, layout: GroupLayout) -> DeviceStorage:
-        """A storage for one group."""
         del group, layout
         return DeviceStorage()
 
 
-class DefaultBackend:
+class DefaultBackend(CollectivesBackend):
     """Point-to-point on gloo, coalesced collectives on NCCL, plain collectives elsewhere."""
 
     name = "default"
-    settings = ""
 
+    @override
     def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
-        """See :func:`polyshard.transport.choose_transport`."""
         return choose_transport(roles, device)
 
 
-class SilentObserver:
-    """An observer that looks away; subclass it and override what should be seen."""
+if not TYPE_CHECKING:  # else mypy would offer it
 
-    def on_unshard(self, group: str, payload_bytes: int) -> None:
-        """An all-gather starts."""
-
-    def on_unsharded(self, group: str, wait_seconds: float) -> None:
-        """The unsharded parameters are ready."""
-
-    def on_reshard(self, group: str) -> None:
-        """The unsharded parameters were freed."""
-
-    def on_reduce(self, group: str, payload_bytes: int) -> None:
-        """A gradient reduction starts."""
-
-    def on_reduced(self, group: str, wait_seconds: float) -> None:
-        """The sharded gradients are in place."""
-
-    def on_step_end(self) -> None:
-        """All gradients of this step are in place."""
+    def __getattr__(name: str) -> Any:
+        if name != "SilentObserver":
+            raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+        say_moved(f"{__name__}.SilentObserver", "polyshard.Observer")
+        return Observer

@@ -9,103 +9,79 @@ from typing import Any, TypeVar
 from polyshard.errors import ConflictError, PluginError
 from polyshard.plugins.answers import Binding
 from polyshard.plugins.hooks import Hooks
-from polyshard.plugins.manager import Answer
-from polyshard.plugins.validation import misfit
-from polyshard.seams import (
-    CollectivesBackend,
+from polyshard.plugins.manager import Answer, Member
+from polyshard.plugins.roles import (
+    ADAPTERS,
+    CONSTRAINTS,
+    OBSERVERS,
+    ROLES,
     Contributions,
-    GatherCodec,
-    GroupInfo,
-    Observer,
-    ReduceCodec,
-    ShardingConstraint,
-    StateDictAdapter,
-    StorageFactory,
+    GroupHook,
+    Role,
 )
+from polyshard.plugins.validation import misfit
+from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout, ParameterLayout
 
 T = TypeVar("T")
 
 
 def contributions_of(
-    hooks: Hooks, engine: str, group: GroupInfo, plugin_lines: tuple[str, ...]
+    hooks: Hooks,
+    engine: Member,
+    group: GroupInfo,
+    plugin_lines: tuple[str, ...],
+    roles: Sequence[Role[Any]] = ROLES,
 ) -> Contributions:
     """Ask for ``group``: everything claimed, then checked, then frozen.
 
     Args:
         hooks: of the stack.
-        engine: name of the plugin whose answers to exclusive hooks yield to any other.
+        engine: what answers for a role that no plugin claims.
         group: what the plugins are asked about.
         plugin_lines: one line a plugin, kept in the result.
+        roles: the exclusive hooks.
 
     Raises:
         ConflictError: listing every role that two plugins claim.
         PluginError: listing every answer that is not what its hook asks for.
     """
-    storages = hooks.shard_storages(group)
-    backends = hooks.collectives_backends(group)
-    gather_codecs = hooks.gather_codecs(group)
-    reduce_codecs = hooks.reduce_codecs(group)
-    constraints = hooks.sharding_constraints(group)
-    observers = hooks.observers(group)
-    adapters = hooks.state_dict_adapters(group)
-    problems = [
-        *_misfits("polyshard_shard_storage", StorageFactory, storages),
-        *_misfits("polyshard_collectives_backend", CollectivesBackend, backends),
-        *_misfits("polyshard_gather_codec", GatherCodec, gather_codecs),
-        *_misfits("polyshard_reduce_codec", ReduceCodec, reduce_codecs),
-        *_misfits("polyshard_sharding_constraint", ShardingConstraint, constraints),
-        *_misfits("polyshard_observer", Observer, observers),
-        *_misfits("polyshard_state_dict_adapter", StateDictAdapter, adapters),
-    ]
+    rows: list[GroupHook[Any]] = [*roles, CONSTRAINTS, OBSERVERS, ADAPTERS]
+    answers = {row.hook: hooks.of_group(row, group) for row in rows}
+    problems = [text for row in rows for text in _misfits(row, answers[row.hook])]
     if problems:
         raise PluginError("\n".join(problems))
-    conflicts = [
-        *_conflicts("the shard storage", storages, engine, group),
-        *_conflicts("the collectives", backends, engine, group),
-        *_conflicts("the gather codec", gather_codecs, engine, group),
-        *_conflicts("the reduce codec", reduce_codecs, engine, group),
-    ]
+    conflicts = [text for role in roles for text in _conflicts(role, answers[role.hook], group)]
     if conflicts:
         raise ConflictError("\n".join(conflicts))
-    exclusive: list[Answer[Any]] = [
-        found[0] for found in (gather_codecs, reduce_codecs, storages, backends)
-    ]
-    answers = [*exclusive, *constraints, *observers, *adapters]
-    # Order puts the engine last: the first answer is a plugin's claim wherever there is one.
+    for role in roles:
+        answers[role.hook] = answers[role.hook] or [Answer(engine, role.engine())]
     return Contributions(
-        gather_codec=gather_codecs[0].value,
-        reduce_codec=reduce_codecs[0].value,
-        storage=storages[0].value,
-        backend=backends[0].value,
-        constraints=_values(constraints),
-        observers=_values(observers),
-        adapters=_values(adapters),
+        taken={role.hook: answers[role.hook][0].value for role in roles},
+        constraints=_values(answers[CONSTRAINTS.hook]),
+        observers=_values(answers[OBSERVERS.hook]),
+        adapters=_values(answers[ADAPTERS.hook]),
         plugin_lines=plugin_lines,
-        labels=tuple((a.value, a.member.label) for a in answers),
+        labels=tuple((a.value, a.member.label) for found in answers.values() for a in found),
     )
 
 
-def _misfits(hook: str, seam: type, answers: Sequence[Answer[Any]]) -> Iterator[str]:
+def _misfits(row: GroupHook[Any], answers: Sequence[Answer[Any]]) -> Iterator[str]:
     """Answers that would fail only later, far from the plugin that gave them."""
     for answer in answers:
-        who = f"plugin {answer.member.label}: {hook} returned"
-        if problem := misfit(answer.value, seam):
-            yield f"{who} {problem}"
+        if problem := misfit(answer.value, row.seam):
+            yield f"plugin {answer.member.label}: {row.hook} returned {problem}"
 
 
-def _conflicts(
-    role: str, answers: Sequence[Answer[Any]], engine: str, group: GroupInfo
-) -> Iterator[str]:
-    claims = [a for a in answers if a.member.contract.name != engine]
+def _conflicts(role: Role[Any], claims: Sequence[Answer[Any]], group: GroupInfo) -> Iterator[str]:
     if len(claims) < 2:
         return
     plugins = " and ".join(claim.member.label for claim in claims)
     parameters = [p.fqn for p in group.parameters]
     shown = ", ".join(parameters[:4]) + (", ..." if len(parameters) > 4 else "")
     yield (
-        f"plugins {plugins} both claim {role} of group '{group.name}' ({shown}). Pass only one of "
-        "them for this unit, or narrow one so that it returns None here."
+        f"plugins {plugins} both claim the {role.name} of group '{group.name}' ({shown}). Pass "
+        "only one of them for this unit, or narrow one so that it returns None here."
     )
 
 

@@ -16,16 +16,20 @@ from polyshard.plugins.discovery import load_plugin
 from polyshard.plugins.hooks import Hooks, ParameterHooks
 from polyshard.plugins.manager import Implementation, Manager, Member
 from polyshard.plugins.ordering import check_relations, order
+from polyshard.plugins.roles import Contributions
 from polyshard.plugins.transforms import Onion, name_of
 from polyshard.plugins.validation import problems_of
-from polyshard.seams import Contributions, GroupInfo, ParamInfo
+from polyshard.seams import GroupInfo, ParamInfo
 
 ENGINE = EnginePlugin.name
 
 
 @dataclass(frozen=True)
 class PluginTransform:
-    """One plugin's layer of the onion: its own functions, because steps run them on gradients."""
+    """One plugin's layer of the onion: its own functions, because steps run them on gradients.
+
+    A :class:`polyshard.seams.ParameterTransform`.
+    """
 
     member: Member
     flattening: Implementation
@@ -33,13 +37,8 @@ class PluginTransform:
 
     @property
     def name(self) -> str:
-        """Of the plugin."""
+        """The plugin's."""
         return self.member.contract.name
-
-    @property
-    def settings(self) -> str:
-        """Of the plugin."""
-        return self.member.settings
 
     def flatten(self, tensor: Tensor, param: ParamInfo | None) -> tuple[Tensor, Any | None]:
         """Ask ``pre_flatten_transform``; no answer means the tensor itself."""
@@ -72,7 +71,7 @@ class PluginStack:
     def __init__(self, members: Sequence[Member]) -> None:
         """``members`` are in plugin order, the engine last."""
         self._members = tuple(members)
-        self._hooks = Hooks(Manager(members))
+        self._hooks = Hooks(Manager(members), ENGINE)
         self._onion = Onion([PluginTransform(*layer) for layer in self._hooks.layers()])
 
     def lines(self) -> tuple[str, ...]:
@@ -91,7 +90,7 @@ class PluginStack:
     @property
     def parameter_hooks(self) -> ParameterHooks:
         """The exclusive hooks of single parameters."""
-        return ParameterHooks(self._hooks, ENGINE)
+        return self._hooks.parameter
 
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Let every plugin change the module before its parameters are collected.
@@ -129,7 +128,7 @@ class PluginStack:
             ConflictError: listing every role that two plugins claim.
             PluginError: listing every answer that is not what its hook asks for.
         """
-        return contributions_of(self._hooks, ENGINE, group, self.lines())
+        return contributions_of(self._hooks, self._members[-1], group, self.lines())
 
 
 def build_stack(plugins: Sequence[object | str]) -> PluginStack:

@@ -24,9 +24,10 @@ from polyshard.errors import PluginError
 from polyshard.plugins.builtin import EnginePlugin
 from polyshard.plugins.contract import Contract, hookimpl
 from polyshard.plugins.manager import Member
+from polyshard.plugins.roles import ROLES
 from polyshard.plugins.stack import PluginStack, build_stack
-from polyshard.plugins.validation import problems_of
-from polyshard.seams import Named
+from polyshard.plugins.validation import fitting, problems_of
+from polyshard.seams import Named, ShardStorage
 from polyshard.testing.cases import case, cases
 from polyshard.testing.codecs import CodecConformance
 from polyshard.testing.kit import ROUNDING, Factory
@@ -77,8 +78,8 @@ class PluginConformance(CodecConformance):
                 found = build_stack([factory()]).contributions(at.info)
                 gather = found.gather_codec.bind(at.info, at.layout)
                 reduce = found.reduce_codec.bind(at.info, at.layout)
-                parts: list[Named] = [found.gather_codec, found.reduce_codec, found.storage]
-                parts += [found.backend, *found.constraints, *found.adapters]
+                parts: list[Named] = [found[role] for role in ROLES]
+                parts += [*found.constraints, *found.adapters]
                 blocks = [
                     constraint.block_elements(parameter)
                     for constraint in found.constraints
@@ -119,7 +120,8 @@ class PluginConformance(CodecConformance):
         at = case(2, 1)
         factory = self.contributions(stack, at).storage
         self.skip_unless_claimed(factory, "shard storage")
-        storage = factory.create(at.info, at.layout)
+        made = factory.create(at.info, at.layout)
+        storage = fitting(made, ShardStorage, factory, "create")
         shard = at.shard(at.values())
         resting = storage.rest(shard.clone())
         assert torch.equal(resting.cpu(), shard)

@@ -5,8 +5,11 @@ ones, or a codec's payload. A *route* binds the pieces of a group to memory once
 only starts it and waits.
 """
 
+# ruff: noqa: B027  (an empty method is a default)
+
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,26 +52,21 @@ class Pending(Protocol):
         ...
 
 
-class GatherRoute(Protocol):
+class GatherRoute(ABC):
     """An all-gather bound to memory."""
 
     sent_bytes: int
     received_bytes: int
 
+    @abstractmethod
     def start(self) -> Pending:
         """Begin; sources must not change, nor regions be read, before the wait."""
-        ...
 
 
-class ReduceRoute(Protocol):
-    """A reduce-scatter bound to a layout; gradients differ from step to step.
+class ReduceRoute(ABC):
+    """A reduce-scatter bound to a layout; gradients differ from step to step."""
 
-    Ranks may turn out to have gradients of different pieces. A route whose transfers can be ended
-    then defines ``answer(peer, takes_part, dtype)``: take part, with zeros, in the reduction of the
-    pieces that ``peer`` started, and forget what it sends; every rank answers every other one.
-    Without it a reduction starts when ranks are known to agree.
-    """
-
+    @abstractmethod
     def start(self, sources: Sequence[Tensor | None], outs: Sequence[Tensor]) -> Pending:
         """Sum chunk ``rank`` of every rank's source into ``outs``.
 
@@ -77,14 +75,22 @@ class ReduceRoute(Protocol):
                 padding (``[sum(numels)]``), wire dtype; ``None`` where a piece takes no part.
             outs: per piece ``[chunk_numel]`` in the reduction's dtype; overwritten.
         """
-        ...
 
+    @abstractmethod
     def sent_bytes(self, sources: Sequence[Tensor | None]) -> int:
         """Bytes that leave this rank for these sources."""
-        ...
+
+    def answer(self, peer: int, takes_part: Sequence[bool], dtype: torch.dtype) -> Pending:
+        """Take part, with zeros, in the reduction of the pieces that ``peer`` started.
+
+        What it sends is forgotten. For a route whose transfers can be ended when ranks turn out to
+        have gradients of different pieces: every rank answers every other one. Without an override
+        this is never called: a reduction starts when ranks are known to agree.
+        """
+        raise NotImplementedError
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """Moves bytes between the ranks of one shard axis."""
 
     name: str
@@ -93,28 +99,36 @@ class Transport(Protocol):
     staging_bytes: int
     """Chunks below this many bytes are packed: one more message costs more than a small copy."""
 
+    staging_reason: str = "built in"
+    """Where :attr:`staging_bytes` comes from, as ``describe()`` says it."""
+
+    can_coalesce: bool = False
+    """Whether :attr:`coalesces` may be chosen, before routes are made."""
+
+    coalesces: bool = False
+    """Whether the transfers of a group are one launch."""
+
+    @abstractmethod
     def gather_route(self, pieces: Sequence[GatherPiece], tag: int) -> GatherRoute:
         """Bind an all-gather. ``tag`` is equal on all ranks and unique to the group."""
-        ...
 
+    @abstractmethod
     def reduce_route(self, extents: Sequence[Extents], dtype: torch.dtype, tag: int) -> ReduceRoute:
         """Bind a reduce-scatter whose sums are kept in ``dtype``."""
-        ...
 
+    @abstractmethod
     def block(self, size: int) -> Transport:
         """The same way among the block of ``size`` consecutive ranks that holds this one.
 
         Every rank of the axis asks for its block at the same point.
         """
-        ...
 
     def separate_reductions(self, enable: bool) -> None:
         """Whether reductions get a communicator of their own, so as not to queue behind gathers."""
-        ...
 
+    @abstractmethod
     def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
         """All-to-all of equal rows: row ``r`` of ``payloads`` goes to rank ``r``."""
-        ...
 
 
 class Done:

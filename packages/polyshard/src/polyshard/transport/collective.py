@@ -19,9 +19,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from polyshard._torch.private import coalescing, shared_group
-from polyshard.transport.base import Extents, GatherPiece, Pending
+from polyshard.transport.base import (
+    Extents,
+    GatherPiece,
+    GatherRoute,
+    Pending,
+    ReduceRoute,
+    Transport,
+)
 
 STAGING_BYTES = 256 << 10
 """A coalesced launch takes many tensors; only those too small to fill a link are packed."""
@@ -71,7 +79,7 @@ class OnLane:
         self.keep = None
 
 
-class CollectiveGather:
+class CollectiveGather(GatherRoute):
     """One ``all_gather_into_tensor`` per piece, coalesced where the backend can."""
 
     def __init__(
@@ -92,6 +100,7 @@ class CollectiveGather:
         self.sent_bytes = (transport.group.size() - 1) * sum(s.nbytes for _, s in self._transfers)
         self.received_bytes = self.sent_bytes
 
+    @override
     def start(self) -> Pending:
         """See [Note: lanes]."""
         lane = self._transport.gather_lane
@@ -104,7 +113,7 @@ class CollectiveGather:
         return OnLane(lane, lane.leave(), None)
 
 
-class CollectiveReduce:
+class CollectiveReduce(ReduceRoute):
     """One ``reduce_scatter_tensor`` per piece; only uneven pieces are padded first."""
 
     def __init__(
@@ -115,6 +124,7 @@ class CollectiveReduce:
         self._dtype = dtype
         self._transport = transport
 
+    @override
     def sent_bytes(self, sources: Sequence[Tensor | None]) -> int:
         """Every rank sends one padded chunk to each peer, in the reduction's dtype."""
         chunks = (
@@ -122,6 +132,7 @@ class CollectiveReduce:
         )
         return (self._transport.group.size() - 1) * sum(chunks) * self._dtype.itemsize
 
+    @override
     def start(self, sources: Sequence[Tensor | None], outs: Sequence[Tensor]) -> Pending:
         """See [Note: lanes]."""
         transport = self._transport
@@ -147,10 +158,11 @@ class CollectiveReduce:
         return padded
 
 
-class CollectiveTransport:
+class CollectiveTransport(Transport):
     """Standard collectives over the shard axis' group, on lanes of their own."""
 
     staging_bytes = STAGING_BYTES
+    can_coalesce = True
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """``device`` is where the tensors live."""
@@ -161,7 +173,6 @@ class CollectiveTransport:
         self.name = f"{dist.get_backend(group)}-collectives"
         self._device = device
         self.coalesces = dist.get_backend(group) == dist.Backend.NCCL
-        """Whether the transfers of a group are one launch; set before routes are made."""
         self.gather_lane = Lane(device)
         self.reduce_lane = Lane(device)
 
@@ -169,10 +180,12 @@ class CollectiveTransport:
         """Launch the block's collectives on ``group`` at once where the backend can."""
         return coalescing(group, self._device) if self.coalesces else nullcontext()
 
+    @override
     def gather_route(self, pieces: Sequence[GatherPiece], tag: int) -> CollectiveGather:
         """Bind an all-gather."""
         return CollectiveGather(pieces, self, tag)
 
+    @override
     def reduce_route(
         self, extents: Sequence[Extents], dtype: torch.dtype, tag: int
     ) -> CollectiveReduce:
@@ -180,6 +193,7 @@ class CollectiveTransport:
         del tag  # collectives pair by order
         return CollectiveReduce(extents, dtype, self)
 
+    @override
     def block(self, size: int) -> CollectiveTransport:
         """A process group of the block's ranks, shared by all groups that ask for it."""
         ranks = dist.get_process_group_ranks(self.group)
@@ -187,11 +201,13 @@ class CollectiveTransport:
         members = ranks[first : first + size]
         return CollectiveTransport(shared_group(members, "block", self.group), self._device)
 
+    @override
     def separate_reductions(self, enable: bool) -> None:
         """One more process group of the same ranks, shared by all groups that ask for it."""
         ranks = dist.get_process_group_ranks(self.group)
         self.reduce_group = shared_group(ranks, "reductions", self.group) if enable else self.group
 
+    @override
     def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
         """All-to-all of rows."""
         with self.gather_lane.enter():

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from polyshard.errors import SettingError
 from polyshard.transport.base import (
@@ -109,7 +110,7 @@ class _Arriving:
         self._keep = None
 
 
-class CustomGather:
+class CustomGather(GatherRoute):
     """All pieces as one flat tensor through the user's all-gather."""
 
     def __init__(
@@ -124,6 +125,7 @@ class CustomGather:
         self.sent_bytes = sum(p.region[0].nbytes for p in self._pieces) * peers
         self.received_bytes = self.sent_bytes
 
+    @override
     @torch.no_grad()
     def start(self) -> Pending:
         """Pack, call, and leave the copies for the wait."""
@@ -138,7 +140,7 @@ class CustomGather:
         return _Arriving(work, [p.region for p in self._pieces], list(arrived), (own, whole))
 
 
-class CustomReduce:
+class CustomReduce(ReduceRoute):
     """All pieces as one flat tensor through the user's reduce-scatter."""
 
     def __init__(
@@ -154,6 +156,7 @@ class CustomReduce:
         self._comm = comm
         self._group = group
 
+    @override
     def sent_bytes(self, sources: Sequence[Tensor | None]) -> int:
         """Every rank sends one padded chunk of each piece to each peer."""
         chunks = (
@@ -161,6 +164,7 @@ class CustomReduce:
         )
         return (self._group.size() - 1) * sum(chunks) * self._dtype.itemsize
 
+    @override
     @torch.no_grad()
     def start(self, sources: Sequence[Tensor | None], outs: Sequence[Tensor]) -> Pending:
         """Pack rank by rank, call, and leave the copies for the wait."""
@@ -192,7 +196,7 @@ def _fill(rows: Tensor, source: Tensor, chunk_numel: int) -> None:
         rows[full, : rest.numel()].copy_(rest)
 
 
-class CustomTransport:
+class CustomTransport(Transport):
     """A transport of which a user replaced one or both directions."""
 
     def __init__(self, base: Transport, comms: CustomComms, group: dist.ProcessGroup) -> None:
@@ -205,26 +209,31 @@ class CustomTransport:
         own = [type(c).__name__ for c in (comms.all_gather, comms.reduce_scatter) if c is not None]
         self.name = f"{base.name} with {', '.join(own)}"
 
+    @override
     def gather_route(self, pieces: Sequence[GatherPiece], tag: int) -> GatherRoute:
         """The user's all-gather, if set."""
         if self._comms.all_gather is None or not any(p.extents.chunk_numel for p in pieces):
             return self._base.gather_route(pieces, tag)
         return CustomGather(pieces, self._comms.all_gather, self._group)
 
+    @override
     def reduce_route(self, extents: Sequence[Extents], dtype: torch.dtype, tag: int) -> ReduceRoute:
         """The user's reduce-scatter, if set."""
         if self._comms.reduce_scatter is None:
             return self._base.reduce_route(extents, dtype, tag)
         return CustomReduce(extents, dtype, self._comms.reduce_scatter, self._group)
 
+    @override
     def block(self, size: int) -> Transport:
         """The transport's own: the user's objects know the whole axis only."""
         return self._base.block(size)
 
+    @override
     def separate_reductions(self, enable: bool) -> None:
         """The transport's own."""
         self._base.separate_reductions(enable)
 
+    @override
     def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
         """The transport's own."""
         return self._base.exchange(payloads, received)

@@ -23,8 +23,16 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
-from polyshard.transport.base import Extents, GatherPiece, Pending
+from polyshard.transport.base import (
+    Extents,
+    GatherPiece,
+    GatherRoute,
+    Pending,
+    ReduceRoute,
+    Transport,
+)
 
 STAGING_BYTES = 64 << 10
 """Measured on loopback: a message costs about as much as copying this many bytes twice."""
@@ -52,7 +60,7 @@ class _Message:
     peer: int
 
 
-class GlooGather:
+class GlooGather(GatherRoute):
     """See [Note: gloo point to point]."""
 
     def __init__(
@@ -86,6 +94,7 @@ class GlooGather:
         self.sent_bytes = sum(m.tensors[0].nbytes for m in self._sends)
         self.received_bytes = sum(m.tensors[0].nbytes for m in self._receives)
 
+    @override
     def start(self) -> Pending:
         """Post receives, then sends; put the own chunk in place while they run."""
         group, tag = self._group, self._tag
@@ -98,7 +107,7 @@ class GlooGather:
         return Works(works)
 
 
-class GlooReduce:
+class GlooReduce(ReduceRoute):
     """See [Note: gloo point to point]."""
 
     def __init__(
@@ -112,6 +121,7 @@ class GlooReduce:
         self._rank, self._world = group.rank(), group.size()
         self._peers = [peer for peer in range(self._world) if peer != self._rank]
 
+    @override
     def sent_bytes(self, sources: Sequence[Tensor | None]) -> int:
         """All rows but the own ones."""
         return sum(
@@ -120,6 +130,7 @@ class GlooReduce:
             if source is not None
         )
 
+    @override
     def start(self, sources: Sequence[Tensor | None], outs: Sequence[Tensor]) -> Pending:
         """Post everything; the sums are made in :meth:`_Sum.wait`."""
         own: list[Tensor] = []
@@ -152,6 +163,7 @@ class GlooReduce:
             return self._tag
         return (zlib.crc32(f"{self._tag} {absent}".encode()) >> 2) * 2 + 1
 
+    @override
     def answer(self, peer: int, takes_part: Sequence[bool], dtype: torch.dtype) -> Pending:
         """See :class:`polyshard.transport.base.ReduceRoute`."""
         group, tag = self._group, self._tag_of(takes_part)
@@ -213,7 +225,7 @@ class _Sum:
             torch._foreach_add_(self.targets, term)
 
 
-class GlooTransport:
+class GlooTransport(Transport):
     """Point-to-point over the shard axis' gloo group."""
 
     name = "gloo-p2p"
@@ -226,23 +238,28 @@ class GlooTransport:
         self.rank = self._members.index(group.rank())
         self.size = len(self._members)
 
+    @override
     def gather_route(self, pieces: Sequence[GatherPiece], tag: int) -> GlooGather:
         """See [Note: gloo point to point]."""
         return GlooGather(pieces, self._group, 2 * tag, self._members)
 
+    @override
     def reduce_route(self, extents: Sequence[Extents], dtype: torch.dtype, tag: int) -> GlooReduce:
         """See [Note: gloo point to point]."""
         assert self.size == self._group.size(), "a block does not reduce"
         return GlooReduce(extents, dtype, self._group, 2 * tag + 1)
 
+    @override
     def block(self, size: int) -> GlooTransport:
         """Some ranks of the same group: messages need no group of their own."""
         first = self.rank // size * size
         return GlooTransport(self._group, self._members[first : first + size])
 
+    @override
     def separate_reductions(self, enable: bool) -> None:
         """Nothing to do: messages do not queue behind each other."""
 
+    @override
     def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
         """All-to-all of rows."""
         work = dist.all_to_all_single(received, payloads, group=self._group, async_op=True)

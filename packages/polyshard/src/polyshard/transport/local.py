@@ -6,11 +6,20 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from polyshard.transport.base import DONE, Extents, GatherPiece, Pending
+from polyshard.transport.base import (
+    DONE,
+    Extents,
+    GatherPiece,
+    GatherRoute,
+    Pending,
+    ReduceRoute,
+    Transport,
+)
 
 
-class LocalGather:
+class LocalGather(GatherRoute):
     """Puts the only chunk in place, unless it rests there already."""
 
     sent_bytes = 0
@@ -22,6 +31,7 @@ class LocalGather:
         self._sources = [p.source for p in apart]
         self._targets = [p.region[0] for p in apart]
 
+    @override
     def start(self) -> Pending:
         """Copy (and cast) on the spot."""
         if self._sources:
@@ -29,19 +39,22 @@ class LocalGather:
         return DONE
 
 
-class LocalReduce:
+class LocalReduce(ReduceRoute):
     """The sum over one rank is the gradient itself."""
 
+    @override
     def answer(self, peer: int, takes_part: Sequence[bool], dtype: torch.dtype) -> Pending:
         """There is no peer."""
         del peer, takes_part, dtype
         return DONE
 
+    @override
     def sent_bytes(self, sources: Sequence[Tensor | None]) -> int:
         """Nothing."""
         del sources
         return 0
 
+    @override
     def start(self, sources: Sequence[Tensor | None], outs: Sequence[Tensor]) -> Pending:
         """Copy (and cast) each gradient to where its sum belongs."""
         for source, out in zip(sources, outs, strict=True):
@@ -50,7 +63,7 @@ class LocalReduce:
         return DONE
 
 
-class LocalTransport:
+class LocalTransport(Transport):
     """No communication at all: a shard axis of one rank."""
 
     name = "local"
@@ -58,24 +71,29 @@ class LocalTransport:
     size = 1
     staging_bytes = 0
 
+    @override
     def gather_route(self, pieces: Sequence[GatherPiece], tag: int) -> LocalGather:
         """Bind a copy."""
         del tag
         return LocalGather(pieces)
 
+    @override
     def reduce_route(self, extents: Sequence[Extents], dtype: torch.dtype, tag: int) -> LocalReduce:
         """Bind a copy."""
         del extents, dtype, tag
         return LocalReduce()
 
+    @override
     def block(self, size: int) -> LocalTransport:
         """Itself."""
         assert size == 1
         return self
 
+    @override
     def separate_reductions(self, enable: bool) -> None:
         """Nothing queues."""
 
+    @override
     def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
         """Row 0 to rank 0."""
         received.copy_(payloads)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from polyshard.seams import ShardStorage
 from polyshard_offload.shards.checksums import PartSums
 from polyshard_offload.shards.gradients import GradientShelf, giver
 from polyshard_offload.shards.norms import GradientNorms
@@ -18,8 +19,8 @@ from polyshard_offload.tiers.host_memory import Arena, launched, typed
 from polyshard_offload.tiers.swap_file import SwapFile
 
 
-class Shelf:
-    """What both tiers share; a :class:`polyshard.seams.ShardStorage` but for the tier itself."""
+class Shelf(ShardStorage):
+    """What both tiers share."""
 
     holds_gradients = True
 
@@ -51,6 +52,7 @@ class Shelf:
         """Bytes of staging that a gather needs."""
         return self.shard_bytes
 
+    @override
     def serve_codec(self, enable: bool) -> None:
         """Have a codec read the shard on the host, so that only its payload moves from there."""
         self.release()
@@ -58,6 +60,7 @@ class Shelf:
         self._serves_codec = enable
         self._device = torch.device("cpu") if enable else self._compute_device
 
+    @override
     def rest(self, shard: Tensor) -> Tensor:
         """Take a shard over; a shard on the meta device has no values to keep yet."""
         self.release()
@@ -74,32 +77,25 @@ class Shelf:
             self._staging = Staging(shard.numel(), shard.dtype, self._device, self._count)
         return self._staging
 
+    @override
     def view(self) -> Tensor:
-        """Where :meth:`fetch` puts the shard."""
         return self._shard if self._shard.is_meta else self._stage().viewable()
 
-    def prefetch(self) -> None:
-        """Start to bring the shard to the device."""
-
-    def fetch(self) -> None:
-        """Have the shard on the device."""
-        raise NotImplementedError
-
+    @override
     def release(self) -> None:
-        """The gather has read the shard."""
         if self._staging is not None:
             self._staging.release()
 
+    @override
     def place_gradient(self, gradient: Tensor) -> Tensor:
-        """Move a reduced gradient to where gradients rest."""
         placed = self.gradients.place(gradient)
         self._count.gradient_moves += 1
         if self._count.records_norms:
             self.norms.record(gradient, placed)
         return placed
 
+    @override
     def hold(self, parameters: Sequence[Tensor]) -> None:
-        """``parameters`` view what rests here."""
         self.norms.hold(parameters, self._shard)
 
 
@@ -132,15 +128,18 @@ class HostShelf(Shelf):
         """None for a codec, which reads the shard where it rests."""
         return 0 if self._serves_codec else self.shard_bytes
 
+    @override
     def serve_codec(self, enable: bool) -> None:
         """A codec reads the shard itself: nothing is copied, and nothing ahead of time."""
         super().serve_codec(enable)
         self.prefetch_units = 0 if enable else self._wanted_units
 
+    @override
     def view(self) -> Tensor:
         """What :meth:`fetch` fills, or for a codec the shard itself."""
         return self._shard if self._serves_codec else super().view()
 
+    @override
     def prefetch(self) -> None:
         """Begin the copy on a stream of its own; without an accelerator there is none to hide."""
         if self._stream is not None and not (self._on_the_way or self._serves_codec):
@@ -155,8 +154,9 @@ class HostShelf(Shelf):
             staging.tensor.copy_(self._shard, non_blocking=True)
         self._on_the_way = True
 
+    @override
     def fetch(self) -> None:
-        """Have the shard on the device, unless a codec reads it where it rests."""
+        """Nothing moves for a codec, which reads the shard where it rests."""
         if self._serves_codec:
             return
         if self._stream is None:
@@ -169,6 +169,7 @@ class HostShelf(Shelf):
         torch.accelerator.current_stream(self._device).wait_stream(self._stream)
         self._on_the_way = False
 
+    @override
     def release(self) -> None:
         """Give the staging back, after a copy nobody waited for has ended."""
         if self._on_the_way and self._stream is not None:
@@ -236,6 +237,7 @@ class DiskShelf(Shelf):
 
     # For gathers ------------------------------------------------------------------------------
 
+    @override
     def prefetch(self) -> None:
         """Read in another thread."""
         if self._coming is None:
@@ -268,8 +270,9 @@ class DiskShelf(Shelf):
             self._window.give_up(start, stop)
             self._sums.forget(start // size, -(-stop // size))
 
+    @override
     def fetch(self) -> None:
-        """Have the shard on the device.
+        """Wait for the read.
 
         Raises:
             StorageError: naming the place.
@@ -290,6 +293,7 @@ class DiskShelf(Shelf):
         if start is not None:
             raise self._file.corrupted(self._offset + start * shard.itemsize)
 
+    @override
     def release(self) -> None:
         """Give the staging back, after a read nobody waited for has ended."""
         coming, self._coming = self._coming, None

@@ -1,0 +1,48 @@
+"""The seams of the engine: what a plugin may replace or watch, as base classes with defaults.
+
+The engine's own behaviour goes through the same classes (see ``plugins.builtin``), so a plugin adds
+a class and edits no engine file. Everything here is asked for at plan time, frozen into the plan of
+a group, and used as plain objects during a step.
+
+Rules that hold for all of them:
+
+* Answers must be the same on every rank; sizes are derived from metadata, never from values.
+* ``name`` and ``settings`` go into the plan that all ranks compare before the first collective.
+* Tensors handed in are owned by the engine and valid only during the call, unless said otherwise.
+"""
+
+from __future__ import annotations
+
+from polyshard.seams.base import Named, overrides
+from polyshard.seams.codecs import (
+    BoundGatherCodec,
+    BoundReduceCodec,
+    BoundReplicaCodec,
+    GatherCodec,
+    ReduceCodec,
+)
+from polyshard.seams.collectives import CollectivesBackend
+from polyshard.seams.info import GroupIdentity, GroupInfo, ParamInfo
+from polyshard.seams.observer import Observer
+from polyshard.seams.parameters import ParameterTransform, ShardingConstraint, StateDictAdapter
+from polyshard.seams.storage import ShardStorage, StorageFactory
+
+__all__ = [
+    "BoundGatherCodec",
+    "BoundReduceCodec",
+    "BoundReplicaCodec",
+    "CollectivesBackend",
+    "GatherCodec",
+    "GroupIdentity",
+    "GroupInfo",
+    "Named",
+    "Observer",
+    "ParamInfo",
+    "ParameterTransform",
+    "ReduceCodec",
+    "ShardStorage",
+    "ShardingConstraint",
+    "StateDictAdapter",
+    "StorageFactory",
+    "overrides",
+]
