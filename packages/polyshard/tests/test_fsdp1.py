@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, S
 from torch.distributed.fsdp._fsdp_extensions import FSDPExtensions
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from toy_models import assert_same_parameters, build, shard, tokens_for, train
-from toy_plugins import Flattening, Transposing
+from toy_transforms import Flattening, Transposing
 
 from polyshard import Contract, Plugin, fully_shard, hookimpl
 from polyshard.errors import ConflictError

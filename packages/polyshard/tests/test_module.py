@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from toy_comms import CountingGather, CountingReduce
 from toy_models import assert_same_parameters, build, full, loss_of, shard, tokens_for, train
 
 import polyshard
@@ -123,49 +124,6 @@ def bought_nothing(rank: int, size: int) -> None:
 
 def test_setters_without_effect_say_so(world2: World) -> None:
     world2.run(bought_nothing)
-
-
-class CountingComm:
-    """A user's own collective: torch's, counted."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.allocated = 0
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        self.allocated += 1
-        return torch.full(tuple(size), float("nan"), dtype=dtype, device=device)
-
-
-class CountingGather(CountingComm):
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        self.calls += 1
-        work: dist.Work | None
-        work = dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-        return work
-
-
-class CountingReduce(CountingComm):
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        self.calls += 1
-        work: dist.Work | None
-        work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
-        return work
 
 
 def custom_comms(rank: int, size: int) -> None:

@@ -12,19 +12,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from toy_adapters import Adapting
+from toy_codecs import Codecs, OtherCodec
 from toy_models import assert_same_parameters, build, loss_of, shard, tokens_for, train
-from toy_plugins import (
-    Adapting,
-    Codecs,
-    Constrained,
-    Flattening,
-    OtherCodec,
-    Preparing,
-    Resting,
-    Transposing,
-    Unsqueezing,
-    Watching,
-)
+from toy_observers import Watching
+from toy_planning import Constrained, Preparing
+from toy_storage import Resting
+from toy_transforms import Flattening, Transposing, Unsqueezing
 
 from polyshard import MixedPrecisionPolicy, Plugin, describe, fully_shard, hookimpl, stats
 from polyshard.errors import ConflictError, PlanMismatchError, PluginError

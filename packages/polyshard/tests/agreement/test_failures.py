@@ -19,8 +19,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
+from toy_codecs import BytesGather, Codecs, GatherFactory
 from toy_models import Model, build, loss_of, shard, tokens_for
-from toy_plugins import BytesGather, Codecs, Constrained, GatherFactory
+from toy_planning import Constrained
 
 from polyshard import (
     DataParallelMeshDims,

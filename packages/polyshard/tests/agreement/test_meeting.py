@@ -14,8 +14,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from toy_codecs import BytesGather, Codecs, GatherFactory, OtherCodec
 from toy_models import build, loss_of, shard, tokens_for
-from toy_plugins import BytesGather, Codecs, GatherFactory, OtherCodec
 
 from polyshard import describe, fully_shard, hookimpl
 from polyshard.agreement import meeting

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 from torch import nn
-from toy_plugins import Codecs, Preparing
+from toy_planning import Preparing
 from typer.testing import CliRunner
 
-from polyshard import Plugin, hookimpl
 from polyshard.cli.main import app
 from polyshard.cli.plugins import Loaded
 from polyshard.plugins import discovery
@@ -34,7 +33,7 @@ def run(*arguments: str) -> tuple[int, str]:
 def test_list(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     assert "no plugins are installed" in run("list")[1]
-    install(monkeypatch, ("codecs", "toy_plugins:Codecs"))
+    install(monkeypatch, ("codecs", "toy_codecs:Codecs"))
     code, text = run("list", "--json")
     assert code == 0
     (found,) = json.loads(text)
@@ -45,7 +44,7 @@ def test_list(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_healthy_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, ("codecs", "toy_plugins:Codecs"))
+    install(monkeypatch, ("codecs", "toy_codecs:Codecs"))
     code, text = run("doctor")
     assert code == 0
     assert "✔ codecs" in text
@@ -55,11 +54,11 @@ def test_a_healthy_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     ("entries", "reason"),
     [
         ([("gone", "no_such_module:x")], "ModuleNotFoundError"),
-        ([("a", "toy_plugins:Codecs")], "contract 'codecs'"),
-        ([("codecs", "toy_plugins:Codecs")] * 2, "several distributions"),
-        ([("mistaken", "test_stack:Mistaken")], "did you mean 'polyshard_reduce_codec'?"),
-        ([("needing", "test_plugin_cli:Needing")], "requires 'absent'"),
-        ([("future", "test_plugin_cli:Future")], "hook API 2.0"),
+        ([("a", "toy_codecs:Codecs")], "contract 'codecs'"),
+        ([("codecs", "toy_codecs:Codecs")] * 2, "several distributions"),
+        ([("mistaken", "toy_mistakes:Mistaken")], "did you mean 'polyshard_reduce_codec'?"),
+        ([("needing", "toy_mistakes:Needing")], "requires 'absent'"),
+        ([("future", "toy_mistakes:Future")], "hook API 2.0"),
     ],
     ids=["import", "name", "duplicate", "hook", "requires", "api"],
 )
@@ -97,7 +96,7 @@ def test_doctor_reads_version_bounds(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, requirement: str, reason: str | None
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    distribution(tmp_path, "acme", "codecs = toy_plugins:Codecs", requirement)
+    distribution(tmp_path, "acme", "codecs = toy_codecs:Codecs", requirement)
     code, text = run("doctor")
     assert code == (1 if reason else 0), text
     assert (reason or "✔ codecs (acme 1.0)") in text.replace("\n", " ")
@@ -106,7 +105,7 @@ def test_doctor_reads_version_bounds(
 def test_doctor_names_all_owners_of_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("acme", "emca"):
-        distribution(tmp_path, name, "codecs = toy_plugins:Codecs")
+        distribution(tmp_path, name, "codecs = toy_codecs:Codecs")
     code, text = run("doctor")
     assert code == 1
     assert "plugin named 'codecs': acme 1.0, emca 1.0" in text.replace("\n", " ")
@@ -115,7 +114,7 @@ def test_doctor_names_all_owners_of_a_name(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_a_requirement_may_be_a_capability_of_another_plugin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    needing, providing = ("needing", "test_plugin_cli:Needing"), ("able", "test_plugin_cli:Able")
+    needing, providing = ("needing", "toy_mistakes:Needing"), ("able", "toy_mistakes:Able")
     install(monkeypatch, needing, providing)
     assert run("doctor")[0] == 0
 
@@ -123,9 +122,9 @@ def test_a_requirement_may_be_a_capability_of_another_plugin(
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
-        ("test_plugin_cli:Declaring", "its polyshard_contract is a dict"),
-        ("test_plugin_cli:Spelt", "did you mean 'group'?"),
-        ("test_plugin_cli:nothing", "a factory must return the plugin"),
+        ("toy_mistakes:Declaring", "its polyshard_contract is a dict"),
+        ("toy_mistakes:Spelt", "did you mean 'group'?"),
+        ("toy_mistakes:nothing", "a factory must return the plugin"),
     ],
     ids=["contract", "argument", "none"],
 )
@@ -168,7 +167,7 @@ def test_a_module_that_leaves_silences_nobody(
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / f"leaving_{kind}.py").write_text(LEAVING[kind])
     entry = ("leaving", f"leaving_{kind}" + ("" if kind in ("module", "base") else ":make"))
-    install(monkeypatch, entry, ("codecs", "toy_plugins:Codecs"))
+    install(monkeypatch, entry, ("codecs", "toy_codecs:Codecs"))
     code, text = run(command)
     assert code == (command == "doctor")
     if command == "list":
@@ -193,34 +192,3 @@ def test_tracing_shows_each_call(
     monkeypatch.setenv("POLYSHARD_TRACE", "1")
     build_stack([Preparing()]).prepare(nn.Linear(1, 1), None)  # type: ignore[arg-type]
     assert "polyshard: polyshard_prepare_model 'preparing' (0) 0." in capsys.readouterr().err
-
-
-class Needing(Codecs):
-    name = "needing"
-    requires = ("absent",)
-
-
-class Future(Codecs):
-    name = "future"
-    hook_api = (2, 0)
-
-
-class Able(Codecs):
-    name = "able"
-    provides = ("absent",)
-
-
-class Declaring:
-    polyshard_contract = {"name": "odd"}  # noqa: RUF012
-
-
-class Spelt(Plugin):
-    name = "odd"
-
-    @hookimpl
-    def polyshard_observer(self, gruop: object) -> None:
-        """Misspelt argument."""
-
-
-def nothing() -> None:
-    """A factory that forgets to return."""

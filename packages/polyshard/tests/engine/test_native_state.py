@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
+from toy_adapters import Adapting
 from toy_models import Model, build, full, loss_of, shard, tokens_for
-from toy_plugins import Adapting, Transposing
+from toy_transforms import Transposing
 
 from polyshard import Plugin, attach_optimizer, fully_shard, hookimpl
 from polyshard.engine.native_state import native_state

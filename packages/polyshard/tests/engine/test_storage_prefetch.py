@@ -5,74 +5,13 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from toy_models import chain, run_chain
-from typing_extensions import override
+from toy_storage import EagerPlugin
 
-from polyshard import Plugin, fully_shard, hookimpl
-from polyshard.plugins.builtin import DeviceStorage
-from polyshard.seams import GroupInfo
-from polyshard.sharding.layout import GroupLayout
+from polyshard import fully_shard
 from polyshard.testing import World
-
-
-class Eager(DeviceStorage):
-    """Rests in a copy; what is prefetched is what was there at that moment."""
-
-    def __init__(self, log: list[str], name: str, units: int) -> None:
-        super().__init__()
-        self.prefetch_units = units
-        self._log, self._name = log, name
-        self._near = False
-
-    @override
-    def rest(self, shard: Tensor) -> Tensor:
-        self._resting = shard.clone()
-        super().rest(shard)
-        return self._resting
-
-    @override
-    def prefetch(self) -> None:
-        self._log.append(f"prefetch {self._name}")
-        self.view().copy_(self._resting)
-        self._near = True
-
-    @override
-    def fetch(self) -> None:
-        self._log.append(f"fetch {self._name}" + (" (near)" if self._near else ""))
-        if not self._near:
-            self.view().copy_(self._resting)
-        self._near = False
-
-    @override
-    def release(self) -> None:
-        self._log.append(f"release {self._name}")
-        self.view().fill_(float("nan"))
-        self._near = False
-
-
-class EagerFactory:
-    name, settings = "eager", ""
-
-    def __init__(self, log: list[str], units: int) -> None:
-        self._log, self._units, self._count = log, units, 0
-
-    def create(self, group: GroupInfo, layout: GroupLayout) -> Eager:
-        self._count += 1
-        return Eager(self._log, str(self._count), self._units)
-
-
-class EagerPlugin(Plugin):
-    name = "eager"
-
-    def __init__(self, units: int) -> None:
-        self.log: list[str] = []
-        self._factory = EagerFactory(self.log, units)
-
-    @hookimpl
-    def polyshard_shard_storage(self, group: GroupInfo) -> EagerFactory:
-        return self._factory
 
 
 def hears_early(rank: int, size: int) -> None:

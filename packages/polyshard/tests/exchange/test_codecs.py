@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from toy_codecs import Codecs, Keeping, Names, TwoHopReduction
 from toy_models import build, full, shard, tokens_for, train
-from toy_plugins import Codecs, Keeping, Names, TwoHopReduction
 
 from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.plugins.builtin import DeviceStorage, DeviceStorageFactory, SilentObserver

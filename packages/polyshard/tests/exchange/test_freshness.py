@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_lookahead import EagerPlugin
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from toy_plugins import GatherFactory, Keeping
+from toy_codecs import GatherFactory, Keeping
+from toy_storage import EagerPlugin
 from toy_tensors import OldForm
 
 from polyshard import MixedPrecisionPolicy, Plugin, fully_shard, hookimpl

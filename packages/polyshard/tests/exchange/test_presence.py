@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from toy_codecs import Codecs
 from toy_models import full
-from toy_plugins import Codecs
 
 import polyshard
 from polyshard import fully_shard

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from toy_codecs import Codecs
 from toy_models import build, full, loss_of, shard, tokens_for
-from toy_plugins import Codecs
 from toy_tensors import Coded, Moody, Nibbles, OldForm, Wrapped
 
 from polyshard import describe, fully_shard, stats

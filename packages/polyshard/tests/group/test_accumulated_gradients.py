@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_surface import CountingGather, CountingReduce
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from toy_comms import CountingGather, CountingReduce
 from toy_models import build, full, loss_of, shard, tokens_for
 
 import polyshard

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from toy_codecs import Codecs
 from toy_models import full
-from toy_plugins import Codecs
 from typing_extensions import override
 
 from polyshard import MixedPrecisionPolicy, Plugin, fully_shard, hookimpl

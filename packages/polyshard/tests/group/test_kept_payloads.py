@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from toy_codecs import Keeping, KeptFactory
 from toy_models import chain, run_chain
-from toy_plugins import Keeping, KeptFactory
 from typing_extensions import override
 
 from polyshard import hookimpl

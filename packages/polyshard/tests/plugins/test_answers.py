@@ -10,16 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from toy_plugins import (
-    Away,
-    BytesGather,
-    BytesReduce,
-    Doubling,
-    Flattening,
-    Negating,
-    SlowBackend,
-    TwoHops,
-)
+from toy_adapters import Negating
+from toy_codecs import BytesGather, BytesReduce, Doubling, TwoHops
+from toy_storage import Away, SlowBackend
+from toy_transforms import Flattening
 from typing_extensions import override
 
 from polyshard import MixedPrecisionPolicy, Plugin, describe, fully_shard, hookimpl

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from toy_codecs import Codecs
 from toy_groups import GROUP, contributions
-from toy_plugins import Codecs, Resting
+from toy_storage import Resting
 
 from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.errors import ConflictError, PluginError

@@ -9,7 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from toy_plugins import Codecs, Watching
+from toy_codecs import Codecs
+from toy_observers import Watching
 
 from polyshard import CPUOffloadPolicy, OffloadPolicy
 from polyshard.errors import PluginError, UnsupportedError
@@ -49,8 +50,8 @@ def test_real_metadata_is_found_and_nothing_is_imported(site: Path) -> None:
 
 
 def test_two_distributions_with_one_name_are_both_listed(site: Path) -> None:
-    make(site, "acme-one", "twice = toy_plugins:Codecs")
-    make(site, "acme-two", "twice = toy_plugins:Watching")
+    make(site, "acme-one", "twice = toy_codecs:Codecs")
+    make(site, "acme-two", "twice = toy_observers:Watching")
     with pytest.raises(
         PluginError, match=r"'twice' is provided by acme-one 1\.0 and acme-two 1\.0"
     ):
@@ -58,7 +59,7 @@ def test_two_distributions_with_one_name_are_both_listed(site: Path) -> None:
 
 
 def test_unknown_names_say_what_is_installed(site: Path) -> None:
-    make(site, "acme", "sharpen = toy_plugins:Codecs")
+    make(site, "acme", "sharpen = toy_codecs:Codecs")
     with pytest.raises(PluginError, match=r"named 'sharpem'\. Did you mean 'sharpen'\?.*Installed"):
         load_plugin("sharpem")
 
@@ -133,7 +134,7 @@ def test_the_policy_is_the_plugin_called_offload(only_site: Path) -> None:
 
 
 def test_something_else_called_offload_is_refused(only_site: Path) -> None:
-    make(only_site, "acme-off", "offload = toy_plugins:Codecs")
+    make(only_site, "acme-off", "offload = toy_codecs:Codecs")
     with pytest.raises(PluginError, match=r"'offload' has no for_policy\(\)"):
         offloading.with_policy([], CPUOffloadPolicy())
 

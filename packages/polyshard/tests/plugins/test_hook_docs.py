@@ -10,9 +10,10 @@ import pytest
 from polyshard.plugins import hookspecs
 from polyshard.plugins.validation import hook_arguments
 
-ROOT = Path(__file__).parents[3]
+TESTS = Path(__file__).parents[1]
+ROOT = TESTS.parents[2]
 HOOKS = list(hook_arguments())
-TESTED_IN = ("toy_plugins.py", "test_compat.py")
+TESTED_IN = [*TESTS.glob("helpers/toy_*.py"), TESTS / "test_fsdp1.py"]
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -37,5 +38,4 @@ def test_hooks_are_documented_with_their_arguments(hook: str) -> None:
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hooks_are_implemented_in_a_test(hook: str) -> None:
-    folder = Path(__file__).parent
-    assert any(f"def {hook}(" in (folder / name).read_text("utf-8") for name in TESTED_IN)
+    assert any(f"def {hook}(" in path.read_text("utf-8") for path in TESTED_IN)

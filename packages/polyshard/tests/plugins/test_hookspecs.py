@@ -11,24 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from toy_adapters import Adapting, Negating
+from toy_codecs import Codecs, GatherFactory, ReduceFactory
 from toy_groups import NO_MESH, PARAM, contributions
-from toy_plugins import (
-    Adapting,
-    AwayFactory,
-    Blocks,
-    Codecs,
-    Constrained,
-    Flattening,
-    GatherFactory,
-    Negating,
-    Preparing,
-    ReduceFactory,
-    Resting,
-    Signing,
-    SlowBackend,
-    Transposing,
-    Watching,
-)
+from toy_observers import Watching
+from toy_planning import Blocks, Constrained, Preparing, Signing
+from toy_storage import AwayFactory, Resting, SlowBackend
+from toy_transforms import Flattening, Transposing
 
 from polyshard import Plugin, hookimpl
 from polyshard.errors import ConflictError, PluginError

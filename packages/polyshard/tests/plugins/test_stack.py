@@ -8,13 +8,15 @@ from importlib.metadata import EntryPoint
 from types import ModuleType
 from typing import Any
 
-import pluggy
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from toy_codecs import Codecs, GatherFactory
 from toy_groups import GROUP
-from toy_plugins import Codecs, Constrained, GatherFactory, Watching
+from toy_mistakes import Mistaken
+from toy_observers import Watching
+from toy_planning import Constrained
 
 import polyshard
 from polyshard import HOOK_API, Contract, Plugin, hookimpl
@@ -27,43 +29,6 @@ from polyshard.plugins.stack import build_stack
 from polyshard.plugins.transforms import Onion
 from polyshard.plugins.validation import hook_arguments, problems_of
 from polyshard.seams import ParamInfo
-
-other_marker = pluggy.HookimplMarker("polyshrad")
-
-
-class Mistaken(Plugin):
-    """Everything pluggy would accept in silence."""
-
-    name = "mistaken"
-
-    def polyshard_observer(self, group: Any) -> None:
-        """Forgotten marker."""
-
-    @other_marker
-    def polyshard_gather_codec(self, group: Any) -> None:
-        """Marker of another project."""
-
-    @hookimpl
-    def polyshard_redcue_codec(self, group: Any) -> None:
-        """Misspelt."""
-
-    @hookimpl
-    def polyshard_shard_storage(self, gruop: Any) -> None:
-        """Unknown argument."""
-
-    @hookimpl
-    def polyshard_state_dict_adapter(self, group: Any = None) -> None:
-        """A default hides the value."""
-
-    @hookimpl
-    def chunk_dtensor(self, *, tensor: Any) -> None:
-        """Keyword only."""
-
-    @hookimpl(wrapper=True)
-    def polyshard_collectives_backend(self, group: Any) -> Any:
-        """A wrapper."""
-        return (yield)
-
 
 EXPECTED = [
     "'polyshard_observer' is not marked with @polyshard.hookimpl",
@@ -339,7 +304,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *entries: tuple[str, str]) -> None:
 
 
 def test_names_resolve_through_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, ("codecs", "toy_plugins:Codecs"), ("watching", "toy_plugins:Watching"))
+    install(monkeypatch, ("codecs", "toy_codecs:Codecs"), ("watching", "toy_observers:Watching"))
     assert build_stack(["codecs", Watching()]).lines() == ("codecs 1.2", "watching 0")
     with pytest.raises(
         PluginError, match=r"named 'codec'\. Did you mean 'codecs'\? Installed: codecs, w"
@@ -348,7 +313,7 @@ def test_names_resolve_through_entry_points(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_order_of_entry_points_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = [("codecs", "toy_plugins:Codecs"), ("watching", "toy_plugins:Watching")]
+    entries = [("codecs", "toy_codecs:Codecs"), ("watching", "toy_observers:Watching")]
     lines = set()
     for installed in (entries, entries[::-1]):
         install(monkeypatch, *installed)
@@ -360,10 +325,10 @@ def test_the_order_of_entry_points_does_not_matter(monkeypatch: pytest.MonkeyPat
 def test_broken_entry_points_name_their_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     install(
         monkeypatch,
-        ("twice", "toy_plugins:Codecs"),
-        ("twice", "toy_plugins:Watching"),
+        ("twice", "toy_codecs:Codecs"),
+        ("twice", "toy_observers:Watching"),
         ("gone", "no_such_module:x"),
-        ("needy", "toy_plugins:Constrained"),
+        ("needy", "toy_planning:Constrained"),
     )
     with pytest.raises(PluginError, match=r"'twice' is provided by .* and .*Uninstall one"):
         build_stack(["twice"])

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from toy_plugins import Flattening, Transposing, Unsqueezing
+from toy_transforms import Flattening, Transposing, Unsqueezing
 
 from polyshard import Plugin, hookimpl
 from polyshard.errors import PluginError

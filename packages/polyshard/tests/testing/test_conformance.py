@@ -8,17 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from toy_plugins import (
-    Adapting,
-    BytesGather,
-    BytesReduce,
-    Codecs,
-    Flattening,
-    GatherFactory,
-    ReduceFactory,
-    Resting,
-    Watching,
-)
+from toy_adapters import Adapting
+from toy_codecs import BytesGather, BytesReduce, Codecs, GatherFactory, ReduceFactory
+from toy_observers import Watching
+from toy_storage import Resting
+from toy_transforms import Flattening
 
 from polyshard import Plugin, hookimpl
 from polyshard.plugins.stack import build_stack
