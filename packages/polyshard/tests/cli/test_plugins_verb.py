@@ -25,6 +25,12 @@ def install(monkeypatch: pytest.MonkeyPatch, *entries: tuple[str, str]) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **kwargs: points)
 
 
+def install_from(monkeypatch: pytest.MonkeyPatch, site: Path) -> None:
+    """What is in ``site`` and nothing else, whatever this environment holds."""
+    found = [p for d in importlib.metadata.distributions(path=[str(site)]) for p in d.entry_points]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **kwargs: tuple(found))
+
+
 def run(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app(), ["plugins", *arguments])
     return result.exit_code, result.output
@@ -95,17 +101,17 @@ def distribution(site: Path, name: str, entry: str, *requirements: str) -> None:
 def test_doctor_reads_version_bounds(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, requirement: str, reason: str | None
 ) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
     distribution(tmp_path, "acme", "codecs = toy_codecs:Codecs", requirement)
+    install_from(monkeypatch, tmp_path)
     code, text = run("doctor")
     assert code == (1 if reason else 0), text
     assert (reason or "✔ codecs (acme 1.0)") in text.replace("\n", " ")
 
 
 def test_doctor_names_all_owners_of_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
     for name in ("acme", "emca"):
         distribution(tmp_path, name, "codecs = toy_codecs:Codecs")
+    install_from(monkeypatch, tmp_path)
     code, text = run("doctor")
     assert code == 1
     assert "plugin named 'codecs': acme 1.0, emca 1.0" in text.replace("\n", " ")
