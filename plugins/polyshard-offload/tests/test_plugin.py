@@ -17,7 +17,7 @@ from torch import nn
 
 from polyshard import CPUOffloadPolicy, describe, fully_shard
 from polyshard.errors import IneffectiveSettingWarning, PluginError, SettingError
-from polyshard.testing import PluginConformance, World
+from polyshard.testing import PluginConformance, World, ranks
 from polyshard_offload import DiskSettings, Offload, cpu_offload
 
 
@@ -101,7 +101,8 @@ def test_settings_travel_and_paths_may_differ(tmp_path: Path) -> None:
     assert "optimizer='disk'" in settings_of(offload)
 
 
-def follows_policy(rank: int, size: int) -> None:
+@ranks(2)
+def test_torchs_policy_stands_for_the_preset(rank: int, size: int) -> None:
     """FSDP2's policy, by its own name, with an optimizer that nobody wrapped."""
     models = []
     for keywords in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=True)}):
@@ -120,11 +121,8 @@ def follows_policy(rank: int, size: int) -> None:
     assert "storage host(gradients on host)" in str(describe(models[1]))
 
 
-def test_torchs_policy_stands_for_the_preset(world2: World) -> None:
-    world2.run(follows_policy)
-
-
-def by_name(rank: int, size: int) -> None:
+@ranks(2)
+def test_the_name_stands_for_the_preset(rank: int, size: int) -> None:
     model = nn.Linear(4, 4)
     fully_shard(model, plugins=["offload"])
     assert "storage host" in str(describe(model))
@@ -132,11 +130,13 @@ def by_name(rank: int, size: int) -> None:
         fully_shard(nn.Linear(4, 4), plugins=["offload"], offload_policy=CPUOffloadPolicy())
 
 
-def test_the_name_stands_for_the_preset(world2: World) -> None:
-    world2.run(by_name)
+def backwards(model: nn.Module, rank: int) -> None:
+    for step in range(4):
+        loss_of(model, tokens_for(step, rank)).backward()
 
 
-def forgets_to_wrap(rank: int, size: int) -> None:
+@ranks(2)
+def test_forgetting_to_wrap_is_told_once(rank: int, size: int) -> None:
     model = sharded_toy(Offload(optimizer="host"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", IneffectiveSettingWarning)
@@ -146,15 +146,6 @@ def forgets_to_wrap(rank: int, size: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", IneffectiveSettingWarning)
         backwards(sharded_toy(Offload.cpu()), rank)
-
-
-def backwards(model: nn.Module, rank: int) -> None:
-    for step in range(4):
-        loss_of(model, tokens_for(step, rank)).backward()
-
-
-def test_forgetting_to_wrap_is_told_once(world2: World) -> None:
-    world2.run(forgets_to_wrap)
 
 
 def rests_apart(rank: int, size: int, path: str) -> None:

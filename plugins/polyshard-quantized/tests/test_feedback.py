@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from polyshard import fully_shard
 from polyshard.errors import SettingError
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 from polyshard_quantized import ErrorFeedback, Exclusions, Int4Block, QuantizedComm
 
 
@@ -109,7 +109,8 @@ def test_two_models_may_share_a_plugin_with_feedback(world2: World, tmp_path: Pa
     world2.run(two_models, str(tmp_path / "checkpoint"))
 
 
-def reports_apart(rank: int, size: int) -> None:
+@ranks(2)
+def test_reports_tell_models_apart(rank: int, size: int) -> None:
     """A group belongs to one model in reports and errors too, whatever the other leaves out."""
     plugin = QuantizedComm(gradients=Int4Block())
     first, second = shard(build(0), [plugin]), shard(build(1), [plugin])
@@ -125,7 +126,3 @@ def reports_apart(rank: int, size: int) -> None:
     errors = [plugin.relative_errors(model) for model in (first, second)]
     assert errors[0].keys() == errors[1].keys()
     assert errors[0] != errors[1]
-
-
-def test_reports_tell_models_apart(world2: World) -> None:
-    world2.run(reports_apart)

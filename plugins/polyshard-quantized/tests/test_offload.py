@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from polyshard import describe, stats
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 from polyshard_quantized import ErrorFeedback, Float8Block, Int4Block, Int8Block, QuantizedComm
 
 pytest.importorskip("polyshard_offload", reason="needs polyshard-offload")
@@ -168,7 +168,8 @@ def test_a_shard_on_disk_is_read_once_a_forward(
     world2.run(read_in_a_step, str(tmp_path), prefetch)
 
 
-def never_staged(rank: int, size: int) -> None:
+@ranks(2)
+def test_a_shard_on_the_host_is_encoded_where_it_rests(rank: int, size: int) -> None:
     """On the host a codec reads what rests there: no shard is copied anywhere."""
     offload = Offload(params="host")
     model = shard(build(), [QuantizedComm(), offload])
@@ -179,10 +180,6 @@ def never_staged(rank: int, size: int) -> None:
     model = shard(build(), [native])
     loss_of(model, tokens_for(0, rank)).backward()
     assert native.tiers.count.peak_bytes > 0
-
-
-def test_a_shard_on_the_host_is_encoded_where_it_rests(world2: World) -> None:
-    world2.run(never_staged)
 
 
 def on_an_accelerator(rank: int, size: int, tier: Any, path: str) -> None:

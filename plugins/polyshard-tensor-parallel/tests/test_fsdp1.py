@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from tp_models import mean_over, meshes, mlp, mlp_plan, train
 
 from polyshard.fsdp1 import as_fsdp_extensions, wrapping_with
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 from polyshard_tensor_parallel import TensorParallel
 
 WIDTH = 8
@@ -103,7 +103,9 @@ def test_losses_are_those_of_torch(world4: World, original: bool) -> None:
     torch.testing.assert_close(losses, expected.losses, rtol=1e-4, atol=1e-4)
 
 
-def saves(rank: int, size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@ranks(4)
+def test_state_dicts_are_those_of_torch(rank: int, size: int, kind: str) -> None:
     ours, theirs = (wrapped(rank, mine, True) for mine in (True, False))
     for model in (ours, theirs):
         train(model, [rank // 2], 2, loss=regression, clip=1e9)
@@ -118,12 +120,8 @@ def saves(rank: int, size: int, kind: str) -> None:
         assert torch.equal(plain(value), plain(expected[name])), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_state_dicts_are_those_of_torch(world4: World, kind: str) -> None:
-    world4.run(saves, kind)
-
-
-def optimizer_state(rank: int, size: int) -> None:
+@ranks(4)
+def test_optimizer_state_is_that_of_torch(rank: int, size: int) -> None:
     states = []
     for ours in (True, False):
         model = wrapped(rank, ours, True)
@@ -139,10 +137,6 @@ def optimizer_state(rank: int, size: int) -> None:
     for name, values in states[1].items():
         for key, value in values.items():
             assert torch.equal(plain(states[0][name][key]), plain(value)), (name, key)
-
-
-def test_optimizer_state_is_that_of_torch(world4: World) -> None:
-    world4.run(optimizer_state)
 
 
 def nested(rank: int, size: int) -> None:

@@ -33,7 +33,7 @@ from polyshard.errors import (
     SettingError,
 )
 from polyshard.seams import GroupInfo, ParamInfo
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 
 SIZES = {"width": 12, "hidden": 27, "layers": 2}
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -254,7 +254,8 @@ def test_full_values_pass_through_an_adapter(world2: World) -> None:
     world2.run(itself)
 
 
-def old(rank: int, size: int) -> None:
+@ranks(2)
+def test_state_in_the_plugins_form_is_refused(rank: int, size: int) -> None:
     """State that was saved in the plugin's form is noticed where shapes tell."""
     model = sharded(1, transposed=True)
     optimizer = KINDS["AdamW"](model.parameters())
@@ -263,10 +264,6 @@ def old(rank: int, size: int) -> None:
     raw = {**optimizer.state_dict(), "state": state}
     with pytest.raises(CheckpointError, match=r"'exp_avg' of '.*weight' has the shape"):
         optimizer.load_state_dict(raw)
-
-
-def test_state_in_the_plugins_form_is_refused(world2: World) -> None:
-    world2.run(old)
 
 
 def test_what_is_no_optimizer_is_refused() -> None:

@@ -14,10 +14,11 @@ from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.plugins.builtin import DeviceStorage, DeviceStorageFactory, SilentObserver
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 
 
-def masters_stay(rank: int, size: int) -> None:
+@ranks(1)
+def test_a_codec_in_a_world_of_one_has_memory_of_its_own(rank: int, size: int) -> None:
     """A codec at world size one must not write what it decoded over the shard."""
     plain, plugged = shard(build(), fully_shard), build()
     shard(plugged, fully_shard, plugins=[Codecs()])
@@ -27,10 +28,6 @@ def masters_stay(rank: int, size: int) -> None:
     sharded = unsharded.up.weight.to_local().data_ptr()
     unsharded.unshard()
     assert unsharded.up.weight.data_ptr() != sharded
-
-
-def test_a_codec_in_a_world_of_one_has_memory_of_its_own(world1: World) -> None:
-    world1.run(masters_stay)
 
 
 def kept(rank: int, size: int) -> None:
@@ -57,7 +54,8 @@ def test_kept_payloads_follow_every_write(world2: World) -> None:
     world2.run(kept)
 
 
-def two_hops(rank: int, size: int) -> None:
+@ranks(4)
+def test_a_codec_may_own_the_second_hop(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     gradients = []
     for plugins in ([], [TwoHopReduction()]):
@@ -68,10 +66,6 @@ def two_hops(rank: int, size: int) -> None:
         assert model.weight.grad is not None
         gradients.append(full(model.weight.grad))
     assert torch.equal(gradients[1], 2 * gradients[0])
-
-
-def test_a_codec_may_own_the_second_hop(world4: World) -> None:
-    world4.run(two_hops)
 
 
 def frozen(rank: int, size: int) -> None:
@@ -91,7 +85,8 @@ def test_reduce_codecs_learn_what_is_frozen(world1: World) -> None:
     world1.run(frozen)
 
 
-def named(rank: int, size: int) -> None:
+@ranks(1)
+def test_a_preview_binds_codecs_with_the_names_of_the_root(rank: int, size: int) -> None:
     plugin, kept = Names(), Keeping()
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model[0], plugins=[plugin])
@@ -102,10 +97,6 @@ def named(rank: int, size: int) -> None:
     assert preview == str(describe(model))
     model(torch.ones(1, 4))
     assert plugin.seen[-1] == ("0.weight", "0.bias")
-
-
-def test_a_preview_binds_codecs_with_the_names_of_the_root(world1: World) -> None:
-    world1.run(named)
 
 
 class Place(DeviceStorageFactory, SilentObserver):

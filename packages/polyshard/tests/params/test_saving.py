@@ -24,7 +24,7 @@ from toy_models import build, full, loss_of, shard, tokens_for
 from polyshard import fully_shard
 from polyshard._torch.private import storage_holders
 from polyshard.memory.own_storage import own_storage, own_storage_of_gradient
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 
 # --- one tensor -----------------------------------------------------------------------------------
 
@@ -203,7 +203,8 @@ def test_asynchronous_checkpoints(world2: World, tmp_path: Path) -> None:
     world2.run(checkpoints, str(tmp_path / "checkpoint"))
 
 
-def options(rank: int, size: int) -> None:
+@ranks(2)
+def test_every_option_of_a_state_dict(rank: int, size: int) -> None:
     model, reference = shard(build(1), fully_shard), build(1).state_dict()
     theirs = shard(build(1), torch_fully_shard)
     for whole in (False, True):
@@ -217,7 +218,3 @@ def options(rank: int, size: int) -> None:
                 assert torch.equal(full(value), reference[name]), (whole, on_host, name)
             again = torch.load(io.BytesIO(saved(ours)), weights_only=True)
             assert all(torch.equal(full(v), reference[n]) for n, v in again.items())
-
-
-def test_every_option_of_a_state_dict(world2: World) -> None:
-    world2.run(options)

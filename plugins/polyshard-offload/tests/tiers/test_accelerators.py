@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from polyshard import fully_shard
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 from polyshard_offload import DiskSettings, Offload, StorageError
 from polyshard_offload.tiers.swap_file import SwapFile
 
@@ -164,7 +164,10 @@ def test_host_memory_is_pinned() -> None:
     assert not Offload(pin=False).tiers.arena("parameters", torch.float32).take(5000).is_pinned()
 
 
-def overlaps(rank: int, size: int) -> None:
+@pytest.mark.gpu
+@needs_gpu
+@ranks(1)
+def test_copies_wait_for_the_memory_they_fill(rank: int, size: int) -> None:
     """A prefetched copy runs beside the compute stream, into memory whose last use has ended."""
     from polyshard_offload.shards.staging import StagingCount
     from polyshard_offload.shards.storage import HostShelf
@@ -193,9 +196,3 @@ def overlaps(rank: int, size: int) -> None:
         assert bool((kept == 6).all())
         assert bool((near == 1).all())
         shelf.release()
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_copies_wait_for_the_memory_they_fill(world1: World) -> None:
-    world1.run(overlaps)
