@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from toy_models import assert_same_parameters, build, full, loss_of, shard, tokens_for, train
 
 from polyshard import MixedPrecisionPolicy, describe, fully_shard
-from polyshard.testing import World, ranks
+from polyshard.testing import ranks
 
 BF16 = torch.bfloat16
 POLICIES = {
@@ -138,7 +138,8 @@ def scaled(rank: int, size: int, function: Callable[..., Any]) -> tuple[list[Ten
     return [full(p.detach()).clone() for p in model.parameters()], scales
 
 
-def scaler(rank: int, size: int) -> None:
+@ranks(2)
+def test_a_gradient_scaler_skips_the_step_on_all_ranks(rank: int, size: int) -> None:
     ours, scales = scaled(rank, size, fully_shard)
     theirs, expected = scaled(rank, size, torch_fully_shard)
     assert scales == expected
@@ -146,10 +147,6 @@ def scaler(rank: int, size: int) -> None:
     for a, b in zip(ours, theirs, strict=True):
         assert a.isfinite().all()
         torch.testing.assert_close(a, b)
-
-
-def test_a_gradient_scaler_skips_the_step_on_all_ranks(world2: World) -> None:
-    world2.run(scaler)
 
 
 @ranks(4)

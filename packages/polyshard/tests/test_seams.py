@@ -42,7 +42,9 @@ def make(kind: str) -> list[object]:
     return made[kind]
 
 
-def exact(rank: int, size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["codecs", "storage", "onion", "reverse", "all"])
+@ranks(2)
+def test_exact_plugins_change_nothing(rank: int, size: int, kind: str) -> None:
     """Nothing these plugins do is lossy, so training must not change by a bit at two ranks."""
     plain, plugged = shard(build(), fully_shard), build()
     shard(plugged, fully_shard, plugins=make(kind))
@@ -53,11 +55,6 @@ def exact(rank: int, size: int, kind: str) -> None:
     before = stats(plugged).bytes_sent
     loss_of(plugged, tokens_for(0, rank)).backward()
     assert stats(plugged).bytes_sent - before == predicted.step_bytes
-
-
-@pytest.mark.parametrize("kind", ["codecs", "storage", "onion", "reverse", "all"])
-def test_exact_plugins_change_nothing(world2: World, kind: str) -> None:
-    world2.run(exact, kind)
 
 
 def test_codecs_serve_uneven_worlds(world3: World) -> None:
@@ -125,15 +122,12 @@ def test_observers_see_the_life_cycle(rank: int, size: int) -> None:
     ]
 
 
-def prepared(rank: int, size: int) -> None:
+@ranks(1)
+def test_models_are_prepared(rank: int, size: int) -> None:
     model = build()
     shard(model, fully_shard, plugins=[Preparing()])
     assert model.prepared
     assert all(block.prepared for block in model.blocks)
-
-
-def test_models_are_prepared(world1: World) -> None:
-    world1.run(prepared)
 
 
 @ranks(2)
@@ -168,7 +162,8 @@ def test_two_claims_of_one_role_are_refused(rank: int, size: int) -> None:
     fully_shard(torch.nn.Linear(2, 2), plugins=[Codecs(), OtherCodec(only="Conv")])
 
 
-def differing(rank: int, size: int) -> None:
+@ranks(2)
+def test_different_plugins_are_refused_on_all_ranks(rank: int, size: int) -> None:
     plugins: Sequence[object] = [Watching(), Codecs()] if rank else [Codecs(), Watching()]
     same = shard(build(), fully_shard, plugins=plugins)
     loss_of(same, tokens_for(0, rank))  # the order of passing does not matter
@@ -176,10 +171,6 @@ def differing(rank: int, size: int) -> None:
     with pytest.raises(PlanMismatchError) as caught:
         model(tokens_for(0, rank))
     assert re.search(r"\+group \(root\): plugin codecs 1\.2", str(caught.value))
-
-
-def test_different_plugins_are_refused_on_all_ranks(world2: World) -> None:
-    world2.run(differing)
 
 
 @ranks(2)
@@ -213,7 +204,8 @@ def test_a_step_calls_no_hook(rank: int, size: int) -> None:
         hooks.__call__, manager._call = hook_call, ask
 
 
-def raising(rank: int, size: int) -> None:
+@ranks(1)
+def test_an_exception_names_its_plugin(rank: int, size: int) -> None:
     class Broken(OtherCodec):
         pass
 
@@ -222,10 +214,6 @@ def raising(rank: int, size: int) -> None:
     with pytest.raises(TypeError) as caught:
         fully_shard(torch.nn.Linear(2, 2), plugins=[plugin])
     assert "raised by plugin 'other' (3) in polyshard_gather_codec" in caught.value.__notes__
-
-
-def test_an_exception_names_its_plugin(world1: World) -> None:
-    world1.run(raising)
 
 
 class Spread(Plugin):

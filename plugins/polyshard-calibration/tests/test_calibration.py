@@ -180,16 +180,13 @@ class Collectives(Plugin):
         return transport
 
 
-def coalesced(rank: int, size: int) -> None:
+@ranks(2)
+def test_coalesced_collectives_train_alike(rank: int, size: int) -> None:
     together, _, ways = trained(rank, Collectives(coalesces=True))
     assert ways == {"coalesced"}
     apart, _, ways = trained(rank, Collectives(coalesces=False))
     assert ways == {"direct"}
     assert_same_parameters(together, apart, exact=True)
-
-
-def test_coalesced_collectives_train_alike(world2: World) -> None:
-    world2.run(coalesced)
 
 
 @ranks(2)

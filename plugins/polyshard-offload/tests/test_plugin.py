@@ -148,8 +148,10 @@ def test_forgetting_to_wrap_is_told_once(rank: int, size: int) -> None:
         backwards(sharded_toy(Offload.cpu()), rank)
 
 
-def rests_apart(rank: int, size: int, path: str) -> None:
+@ranks(2)
+def test_shards_leave_the_device(rank: int, size: int, tmp_path: Path) -> None:
     """The tiers are real: other memory, staging that goes, gradients that move."""
+    path = str(tmp_path)
     for offload in (Offload.cpu(), Offload.on_disk(path)):
         model = sharded_toy(offload)
         tiers = offload.tiers
@@ -165,12 +167,10 @@ def rests_apart(rank: int, size: int, path: str) -> None:
         assert gradients is None or (gradients.peak_bytes > 0 == gradients.taken_bytes)
 
 
-def test_shards_leave_the_device(world2: World, tmp_path: Path) -> None:
-    world2.run(rests_apart, str(tmp_path))
-
-
-def late_init(rank: int, size: int, path: str) -> None:
+@ranks(2)
+def test_parameters_may_come_late_and_change_dtype(rank: int, size: int, tmp_path: Path) -> None:
     """Meta parameters get values after sharding; conversions move shards to new memory."""
+    path = str(tmp_path)
     for offload in (Offload.cpu(), Offload.on_disk(path)):
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
@@ -188,10 +188,6 @@ def late_init(rank: int, size: int, path: str) -> None:
         optimizer.step()
         bias: Any = model[1].bias
         assert bias.full_tensor().tolist() == [-0.5] * 4
-
-
-def test_parameters_may_come_late_and_change_dtype(world2: World, tmp_path: Path) -> None:
-    world2.run(late_init, str(tmp_path))
 
 
 # What describe() shows ------------------------------------------------------------------------

@@ -175,7 +175,13 @@ def test_the_plugin_changes_bits(rank: int, size: int) -> None:
 # Scaled losses --------------------------------------------------------------------------------
 
 
-def scaled(rank: int, size: int) -> None:
+def full(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor()
+    return whole.detach().clone()
+
+
+@ranks(2)
+def test_scaled_losses(rank: int, size: int) -> None:
     """Scaling and unscaling give what no scaling gives; overflow of one rank stops all of them."""
     policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
     plugin = QuantizedComm(gradients=Int8Block())
@@ -211,12 +217,3 @@ def scaled(rank: int, size: int) -> None:
     assert scaler.get_scale() == 2.0**9
     for value, parameter in zip(stepped, model.parameters(), strict=True):
         assert torch.equal(full(parameter), value)
-
-
-def full(tensor: Any) -> Tensor:
-    whole: Tensor = tensor.full_tensor()
-    return whole.detach().clone()
-
-
-def test_scaled_losses(world2: World) -> None:
-    world2.run(scaled)

@@ -112,7 +112,9 @@ def test_every_rank_computes_with_the_same_values(rank: int, size: int) -> None:
         assert torch.equal(parameter.full_tensor(), masters[name])  # masters are untouched
 
 
-def overflow(rank: int, size: int, weights: str) -> None:
+@pytest.mark.parametrize("weights", list(FORMS))
+@ranks(2)
+def test_overflow_is_seen_on_every_rank(rank: int, size: int, weights: str) -> None:
     model = shard(build(), [QuantizedComm(weights=FORMS[weights], gradients=Int8Block())])
     with torch.no_grad():
         weight = model.blocks[1].down.weight.to_local()
@@ -128,12 +130,8 @@ def overflow(rank: int, size: int, weights: str) -> None:
     assert not bool(torch.isfinite(norm.full_tensor()))
 
 
-@pytest.mark.parametrize("weights", list(FORMS))
-def test_overflow_is_seen_on_every_rank(world2: World, weights: str) -> None:
-    world2.run(overflow, weights)
-
-
-def accumulated(rank: int, size: int) -> None:
+@ranks(2)
+def test_accumulation(rank: int, size: int) -> None:
     """Reduced every micro-batch: the sum of separate reductions, bitwise."""
     form = Int8Block()
     expected = Oracle(size, form, one_hop(form)).train(build(), rank, micro_batches=3)
@@ -154,10 +152,6 @@ def accumulated(rank: int, size: int) -> None:
             assert not torch.equal(found, native)
         scale = native.abs().amax()
         assert float((found - native).abs().max()) <= float(scale) * 2 / 127
-
-
-def test_accumulation(world2: World) -> None:
-    world2.run(accumulated)
 
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -296,11 +290,8 @@ def test_payloads_are_encoded_once_a_step(rank: int, size: int) -> None:
             optimizer.zero_grad()
 
 
-def test_two_models_share_one_plugin_object(world1: World) -> None:
-    world1.run(two_models)
-
-
-def two_models(rank: int, size: int) -> None:
+@ranks(1)
+def test_two_models_share_one_plugin_object(rank: int, size: int) -> None:
     plugin = QuantizedComm()
     first, second = (shard(build(seed), [plugin]) for seed in range(2))
     losses = [train(first, rank), train(second, rank)]

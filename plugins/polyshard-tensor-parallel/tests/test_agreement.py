@@ -136,7 +136,8 @@ def test_stages_of_a_pipeline_do_not_compare(rank: int, size: int) -> None:
     staged(torch.ones(2, 10)).sum().backward()
 
 
-def uneven(rank: int, size: int) -> None:
+@ranks(4)
+def test_uneven_pieces_are_no_difference(rank: int, size: int) -> None:
     """Pieces of different sizes on the model axis are no difference of plans."""
     mesh = meshes(2, 2)
     model: Any = nn.Linear(4, 5, bias=False)
@@ -148,10 +149,6 @@ def uneven(rank: int, size: int) -> None:
     x = DTensor.from_local(torch.ones(2, 4), mesh["tp"], [Replicate()], run_check=False)
     out = model(x)
     assert torch.allclose(full(out), torch.ones(2, 4) @ whole.t())
-
-
-def test_uneven_pieces_are_no_difference(world4: World) -> None:
-    world4.run(uneven)
 
 
 # Plans that forget something ----------------------------------------------------------------------

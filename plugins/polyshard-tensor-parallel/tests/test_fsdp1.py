@@ -139,7 +139,8 @@ def test_optimizer_state_is_that_of_torch(rank: int, size: int) -> None:
             assert torch.equal(plain(states[0][name][key]), plain(value)), (name, key)
 
 
-def nested(rank: int, size: int) -> None:
+@ranks(4)
+def test_sharded_tensors_are_nested_in_state_dicts(rank: int, size: int) -> None:
     """Given a process group, FSDP1 saves sharded tensors: nested where the plan takes part."""
     mesh = meshes(2, 2)
     model = mlp(width=WIDTH)
@@ -159,7 +160,3 @@ def nested(rank: int, size: int) -> None:
         assert inner is (name in parts), name
         if inner:
             assert torch.equal(plain(value), parts[name].chunk(2)[at]), name
-
-
-def test_sharded_tensors_are_nested_in_state_dicts(world4: World) -> None:
-    world4.run(nested)

@@ -30,7 +30,7 @@ from polyshard import MixedPrecisionPolicy, fully_shard
 from polyshard.errors import MeshError, UnsupportedError
 from polyshard.seams import ParamInfo
 from polyshard.sharding.layout import chunk_bounds
-from polyshard.testing import World, ranks
+from polyshard.testing import ranks
 from polyshard_tensor_parallel import TensorParallel
 from polyshard_tensor_parallel.chunks import data_placement, whole_of
 from polyshard_tensor_parallel.strides import chunk_length, is_expressible
@@ -85,7 +85,8 @@ def test_unflattening_copies_nothing(rank: int, size: int) -> None:
         assert leaf.to_local().data_ptr() == memory.data_ptr()
 
 
-def gradients(rank: int, size: int) -> None:
+@ranks(4)
+def test_gradients_come_back_as_their_parameters_are(rank: int, size: int) -> None:
     """Whatever placement a gradient has, what is reduced is this rank's part of its value."""
     mesh = meshes(2, 2)
     plugin = TensorParallel(mesh=mesh["tp"])
@@ -108,10 +109,6 @@ def gradients(rank: int, size: int) -> None:
             assert answer is not None
             assert type(answer[0]) is Tensor
             assert torch.equal(answer[0], expected), (wanted, placement)
-
-
-def test_gradients_come_back_as_their_parameters_are(world4: World) -> None:
-    world4.run(gradients)
 
 
 @ranks(4)
@@ -214,7 +211,8 @@ def test_placements_describe_reality(rank: int, size: int, replicas: int) -> Non
         assert torch.equal(plugin.all_gather_dtensor(plain), whole)
 
 
-def refused(rank: int, size: int) -> None:
+@ranks(4)
+def test_what_cannot_be_described_is_refused(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
     both = meshes(2, 2)
     uneven = distribute_tensor(torch.zeros(9, 2), both["tp"], [Shard(0)])
@@ -231,10 +229,6 @@ def refused(rank: int, size: int) -> None:
     partial = DTensor.from_local(torch.zeros(4), both["tp"], [Partial()], run_check=False)
     with pytest.raises(UnsupportedError, match=r"'w' is P\(sum\) on tensor-parallel axis 0"):
         plugin.chunk_dtensor(partial, 0, both["dp"], info(partial, both["dp"]))
-
-
-def test_what_cannot_be_described_is_refused(world4: World) -> None:
-    world4.run(refused)
 
 
 def made_of(local: Tensor, mesh: Any) -> ShardedTensor:

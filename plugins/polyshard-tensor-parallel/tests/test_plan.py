@@ -205,7 +205,8 @@ def test_a_wrong_plan_fails_on_every_rank(world4: World) -> None:
     assert "Did you mean 'up'?" in found[0]
 
 
-def counted(rank: int, size: int) -> None:
+@ranks(4)
+def test_head_counts_are_adjusted(rank: int, size: int) -> None:
     mesh = meshes(2, 2)
     torch.manual_seed(0)
     model, reference = Counting(12, 2), Counting(12, 2)
@@ -220,10 +221,6 @@ def counted(rank: int, size: int) -> None:
     assert report.counts == (".num_heads: 2 -> 1",)
     x = torch.randn(3, 12, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(model(x), reference(x))
-
-
-def test_head_counts_are_adjusted(world4: World) -> None:
-    world4.run(counted)
 
 
 @ranks(4)

@@ -22,7 +22,7 @@ from polyshard.agreement import meeting
 from polyshard.agreement.board import Board
 from polyshard.agreement.meeting import meet, report_failure, start_again
 from polyshard.errors import PlanMismatchError, SettingError
-from polyshard.testing import World, ranks
+from polyshard.testing import ranks
 
 SECONDS = 10.0
 
@@ -233,7 +233,8 @@ def test_a_mismatch_is_refused_at_every_forward_until_it_is_mended(rank: int, si
     loss.backward()
 
 
-def caught(rank: int, size: int) -> None:
+@ranks(2)
+def test_an_error_that_all_ranks_caught_does_not_spoil_a_later_start(rank: int, size: int) -> None:
     """Every rank meets the same error, catches it, and starts; one is slow."""
     with pytest.raises(SettingError):
         fully_shard(nn.Linear(2, 2), reshard_after_forward=3)
@@ -241,10 +242,6 @@ def caught(rank: int, size: int) -> None:
         time.sleep(3 * meeting.GRACE_SECONDS)
     model: Any = fully_shard(nn.Linear(2, 2))
     model(torch.ones(1, 2)).sum().backward()
-
-
-def test_an_error_that_all_ranks_caught_does_not_spoil_a_later_start(world2: World) -> None:
-    world2.run(caught)
 
 
 class Brittle(BytesGather):

@@ -144,7 +144,9 @@ class Late(nn.Module):
         return self.late(x) if late else x
 
 
-def late(rank: int, size: int, zeros: bool) -> None:
+@pytest.mark.parametrize("zeros", [False, True])
+@ranks(2)
+def test_a_parameter_first_used_on_the_last_micro_batch(rank: int, size: int, zeros: bool) -> None:
     """pytorch#196996: fresh gradients in bf16 beside accumulated ones in fp32."""
     model: Any = fully_shard(Late(), mp_policy=BF16)
     model.set_reduce_scatter_unused_params(zeros)
@@ -161,11 +163,6 @@ def late(rank: int, size: int, zeros: bool) -> None:
             continue
         assert parameter.grad.dtype == torch.float32
         torch.testing.assert_close(full(parameter.grad), expected.float(), rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize("zeros", [False, True])
-def test_a_parameter_first_used_on_the_last_micro_batch(world2: World, zeros: bool) -> None:
-    world2.run(late, zeros)
 
 
 @pytest.mark.parametrize("factor", [2.0, 3.0, 8.0])

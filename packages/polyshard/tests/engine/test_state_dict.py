@@ -41,7 +41,8 @@ def test_state_dict_at_any_moment(rank: int, size: int) -> None:
         assert torch.equal(value.to_local(), live[name].detach().to_local()), "a cached one aliases"
 
 
-def loads(rank: int, size: int) -> None:
+@ranks(2)
+def test_load_state_dict(rank: int, size: int) -> None:
     source, target = shard(build(1), fully_shard), shard(build(2), fully_shard)
     loss_of(target, tokens_for(0, rank)).backward()
     optimizer = torch.optim.SGD(target.parameters(), lr=0.1)
@@ -65,10 +66,6 @@ def loads(rank: int, size: int) -> None:
     again.step()
     twin_optimizer.step()
     assert_same_parameters(assigned, twin, exact=True)
-
-
-def test_load_state_dict(world2: World) -> None:
-    world2.run(loads)
 
 
 def trained(model: nn.Module, size: int, rank: int) -> torch.optim.Optimizer:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from toy_models import full
 
 from polyshard import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
-from polyshard.testing import World, ranks
+from polyshard.testing import ranks
 
 transformers: Any = pytest.importorskip("transformers")
 STEPS = 3
@@ -100,7 +100,9 @@ def shard(model: nn.Module, **kwargs: Any) -> nn.Module:
     return fully_shard(model, **kwargs)
 
 
-def alike(rank: int, size: int, name: str) -> None:
+@pytest.mark.parametrize("name", list(MODELS))
+@ranks(2, timeout=180.0)
+def test_models_train_as_in_one_process(rank: int, size: int, name: str) -> None:
     model: Any = shard(build(name))
     model.set_reduce_scatter_unused_params(True)
     reference: Any = build(name)
@@ -118,11 +120,6 @@ def alike(rank: int, size: int, name: str) -> None:
         torch.testing.assert_close(
             full(ours.detach()), theirs.detach(), rtol=1e-3, atol=2e-4, msg=key
         )
-
-
-@pytest.mark.parametrize("name", list(MODELS))
-def test_models_train_as_in_one_process(world2: World, name: str) -> None:
-    world2.run(alike, name, timeout=180.0)
 
 
 @ranks(2, timeout=180.0)

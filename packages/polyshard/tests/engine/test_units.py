@@ -29,7 +29,7 @@ from polyshard.engine.root import units_below
 from polyshard.engine.unit import Unit
 from polyshard.errors import DeepcopyError, LifecycleError
 from polyshard.group.group import State
-from polyshard.testing import World, ranks
+from polyshard.testing import ranks
 
 
 def units(model: nn.Module) -> list[Unit]:
@@ -211,7 +211,10 @@ class Checkpointed(nn.Module):
         return out
 
 
-def checkpointing(rank: int, size: int, reentrant: bool, outside: bool) -> None:
+@pytest.mark.parametrize("outside", [True, False], ids=["around unit", "in unit"])
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not"])
+@ranks(2)
+def test_activation_checkpointing(rank: int, size: int, reentrant: bool, outside: bool) -> None:
     ours, reference = build(), build()
     for index, block in enumerate(ours.blocks):
         if outside:
@@ -224,12 +227,6 @@ def checkpointing(rank: int, size: int, reentrant: bool, outside: bool) -> None:
         mean_loss(reference, step, size).backward()
         assert_gradients(ours, reference)
         assert states(ours) == {State.SHARDED}
-
-
-@pytest.mark.parametrize("outside", [True, False], ids=["around unit", "in unit"])
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not"])
-def test_activation_checkpointing(world2: World, reentrant: bool, outside: bool) -> None:
-    world2.run(checkpointing, reentrant, outside)
 
 
 class Headed(nn.Module):
@@ -421,14 +418,11 @@ def test_meta_initialisation(rank: int, size: int, how: str) -> None:
     assert_gradients(ours, reference)
 
 
-def copied(rank: int, size: int) -> None:
+@ranks(1)
+def test_deepcopy_is_refused(rank: int, size: int) -> None:
     model = fully_shard(nn.Linear(3, 3))
     with pytest.raises(DeepcopyError, match="cannot be deep-copied"):
         copy.deepcopy(model)
-
-
-def test_deepcopy_is_refused(world1: World) -> None:
-    world1.run(copied)
 
 
 @ranks(2)

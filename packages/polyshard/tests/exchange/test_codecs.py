@@ -14,7 +14,7 @@ from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.plugins.builtin import DeviceStorage, DeviceStorageFactory, SilentObserver
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
-from polyshard.testing import World, ranks
+from polyshard.testing import ranks
 
 
 @ranks(1)
@@ -30,7 +30,8 @@ def test_a_codec_in_a_world_of_one_has_memory_of_its_own(rank: int, size: int) -
     assert unsharded.up.weight.data_ptr() != sharded
 
 
-def kept(rank: int, size: int) -> None:
+@ranks(2)
+def test_kept_payloads_follow_every_write(rank: int, size: int) -> None:
     plugin = Keeping()
     model: Any = nn.Sequential(nn.Linear(8, 8))
     fully_shard(model[0], plugins=[plugin])
@@ -50,10 +51,6 @@ def kept(rank: int, size: int) -> None:
     torch.testing.assert_close(found, nn.functional.linear(torch.ones(1, 8), *whole).sum())
 
 
-def test_kept_payloads_follow_every_write(world2: World) -> None:
-    world2.run(kept)
-
-
 @ranks(4)
 def test_a_codec_may_own_the_second_hop(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -68,7 +65,8 @@ def test_a_codec_may_own_the_second_hop(rank: int, size: int) -> None:
     assert torch.equal(gradients[1], 2 * gradients[0])
 
 
-def frozen(rank: int, size: int) -> None:
+@ranks(1)
+def test_reduce_codecs_learn_what_is_frozen(rank: int, size: int) -> None:
     plugin = TwoHopReduction()
     model = nn.Linear(4, 4)
     fully_shard(model, plugins=[plugin])
@@ -79,10 +77,6 @@ def frozen(rank: int, size: int) -> None:
     model.weight.requires_grad_(True)
     describe(model)
     assert plugin.factory.trainable[-1] == 2
-
-
-def test_reduce_codecs_learn_what_is_frozen(world1: World) -> None:
-    world1.run(frozen)
 
 
 @ranks(1)
@@ -128,14 +122,11 @@ class Telling(Plugin):
         return self.place
 
 
-def told(rank: int, size: int) -> None:
+@ranks(2)
+def test_storages_and_observers_may_add_notices(rank: int, size: int) -> None:
     model = nn.Linear(6, 4, bias=False)
     fully_shard(model, plugins=[Telling()])
     description = describe(model)
     (group,) = description.groups
     assert group.notices == (f"{group.shard_bytes} bytes on the moon",)  # by both, said once
     assert str(description).count("on the moon") == 1
-
-
-def test_storages_and_observers_may_add_notices(world2: World) -> None:
-    world2.run(told)

@@ -112,7 +112,9 @@ def test_different_parameters(
     assert "'a'" not in text
 
 
-def agree(rank: int, size: int, plugins: str) -> None:
+@pytest.mark.parametrize("plugins", PLUGINS)
+@ranks(3)
+def test_parameters_that_no_rank_uses(rank: int, size: int, plugins: str) -> None:
     """Parameters that no rank uses, changing from step to step, are nobody's fault."""
     model: Any = fully_shard(Branches(200), plugins=[p() for p in PLUGINS[plugins]])
     x = torch.tensor(1.0 + rank)
@@ -124,11 +126,6 @@ def agree(rank: int, size: int, plugins: str) -> None:
             if parameter.grad is not None:
                 torch.testing.assert_close(full(parameter.grad), torch.full((200, 200), mean))
         model.zero_grad()
-
-
-@pytest.mark.parametrize("plugins", PLUGINS)
-def test_parameters_that_no_rank_uses(world3: World, plugins: str) -> None:
-    world3.run(agree, plugins)
 
 
 class Cut(nn.Module):

@@ -21,7 +21,7 @@ from polyshard.exchange.accumulation import blanks
 from polyshard.plugins.builtin import DeviceStorage
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
-from polyshard.testing import World, ranks
+from polyshard.testing import ranks
 
 SHAPES = {"fsdp": (4,), "hsdp": (2, 2), "replicas": (4, 1)}
 
@@ -153,7 +153,13 @@ def waits(way: str, kind: str, plugins: str) -> bool:
     return way == "no sync" or in_parts or (way == "in flight" and plugins == "storage")
 
 
-def accumulated(rank: int, size: int, kind: str, way: str, plugins: str) -> None:
+@pytest.mark.parametrize("plugins", ["native", "codec", "storage"])
+@pytest.mark.parametrize("way", ["no sync", "no all-reduce", "in flight"])
+@pytest.mark.parametrize("kind", SHAPES)
+@ranks(4)
+def test_parameters_may_be_absent_from_some_micro_batches(
+    rank: int, size: int, kind: str, way: str, plugins: str
+) -> None:
     checking = Checking()
     given: dict[str, list[object]] = {"native": [], "codec": [Codecs()], "storage": [checking]}
     model: Any = fully_shard(Pair(), mesh=mesh_of(kind), plugins=given[plugins])
@@ -179,15 +185,6 @@ def accumulated(rank: int, size: int, kind: str, way: str, plugins: str) -> None
                 torch.testing.assert_close(full(parameter.grad), expected)
         assert all(s.largest < HUGE for s in checking.storages)
         model.zero_grad()
-
-
-@pytest.mark.parametrize("plugins", ["native", "codec", "storage"])
-@pytest.mark.parametrize("way", ["no sync", "no all-reduce", "in flight"])
-@pytest.mark.parametrize("kind", SHAPES)
-def test_parameters_may_be_absent_from_some_micro_batches(
-    world4: World, kind: str, way: str, plugins: str
-) -> None:
-    world4.run(accumulated, kind, way, plugins)
 
 
 class Choice(nn.Module):

@@ -180,7 +180,9 @@ def test_a_model_replaced_in_part_trains_right(rank: int, size: int) -> None:
     assert len(kept) == len(model.state_dict())
 
 
-def shared(rank: int, size: int, engine: str) -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+@ranks(2)
+def test_memory_shared_with_processes(rank: int, size: int, engine: str) -> None:
     """Memory that is shared with another process is what goes on being trained."""
     model = sharded(engine)
     train(model, [tokens_for(9, rank)])
@@ -197,11 +199,6 @@ def shared(rank: int, size: int, engine: str) -> None:
     train(reference, [tokens_for(step, rank) for step in range(2)])
     for a, b in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(a.detach().to_local(), b.detach().to_local())
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_memory_shared_with_processes(world2: World, engine: str) -> None:
-    world2.run(shared, engine)
 
 
 @ranks(2)

@@ -163,7 +163,8 @@ def test_saving_and_copying(world1: World, world2: World, world3: World, size: i
     world.run(ways, "polyshard", True)
 
 
-def alone(rank: int, size: int) -> None:
+@ranks(1, 3)
+def test_parameters_and_gradients_have_storages_of_their_own(rank: int, size: int) -> None:
     """What torch saves of a tensor is its storage: exactly the local rows."""
     model = shard(build(width=24, hidden=30), fully_shard)
     for _ in range(2):
@@ -180,12 +181,9 @@ def alone(rank: int, size: int) -> None:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def test_parameters_and_gradients_have_storages_of_their_own(world1: World, world3: World) -> None:
-    world1.run(alone)
-    world3.run(alone)
-
-
-def checkpoints(rank: int, size: int, folder: str) -> None:
+@ranks(2)
+def test_asynchronous_checkpoints(rank: int, size: int, tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
     model, reference = shard(build(1, hidden=251), fully_shard), build(1, hidden=251)
     state: dict[str, Any] = dict(get_model_state_dict(model))
     future: Any = dcp.async_save({"model": state}, checkpoint_id=folder)
@@ -197,10 +195,6 @@ def checkpoints(rank: int, size: int, folder: str) -> None:
         assert torch.equal(full(target[name]), value), name
         live: Any = dict(other.named_parameters())[name]
         assert torch.equal(full(live.detach()), value), "loaded in place"
-
-
-def test_asynchronous_checkpoints(world2: World, tmp_path: Path) -> None:
-    world2.run(checkpoints, str(tmp_path / "checkpoint"))
 
 
 @ranks(2)

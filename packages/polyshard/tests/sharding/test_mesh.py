@@ -24,7 +24,7 @@ from polyshard import (
     stats,
 )
 from polyshard.engine.root import units_below
-from polyshard.testing import World, ranks
+from polyshard.testing import ranks
 
 STEPS = 3
 Kwargs = Callable[[int], dict[str, Any]]
@@ -228,8 +228,11 @@ def test_process_groups_do_not_grow(rank: int, size: int, kwargs: dict[str, Any]
     assert counts[1] <= counts[0]
 
 
-def blocks(rank: int, size: int, policy: MixedPrecisionPolicy) -> None:
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@ranks(4)
+def test_blocks_change_no_bit(rank: int, size: int, dtype: torch.dtype | None) -> None:
     """Bitwise what freeing everything gives; backward gathers half of what forward does."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
     plain = shard(build(), fully_shard, mp_policy=policy)
     model = shard(build(), fully_shard, mp_policy=policy, reshard_after_forward=2)
     batches = [tokens_for(step, rank) for step in range(STEPS)]
@@ -244,11 +247,6 @@ def blocks(rank: int, size: int, policy: MixedPrecisionPolicy) -> None:
     traffic = stats(model).groups["blocks.0"]
     reduced = STEPS * block.reduce_bytes
     assert traffic.sent_bytes - reduced == STEPS * (block.gather_bytes + block.regather_bytes)
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-def test_blocks_change_no_bit(world4: World, dtype: torch.dtype | None) -> None:
-    world4.run(blocks, MixedPrecisionPolicy(param_dtype=dtype))
 
 
 @ranks(4)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from polyshard import fully_shard
-from polyshard.testing import World, ranks
+from polyshard.testing import ranks
 from polyshard_offload import DiskSettings, Offload, StorageError
 from polyshard_offload.tiers.swap_file import SwapFile
 
@@ -108,7 +108,11 @@ def test_kvikio_that_is_not_installed_says_so(
 # With an accelerator ---------------------------------------------------------------------------
 
 
-def on_gpu(rank: int, size: int, path: str, in_backward: bool) -> None:
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("in_backward", [False, True])
+@ranks(1)
+def test_every_tier_on_a_gpu(rank: int, size: int, in_backward: bool, tmp_path: Path) -> None:
     """One rank, on a stream that is not the default one: orders must be made, not inherited."""
     torch.cuda.set_device(0)
     mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (1,))
@@ -118,7 +122,7 @@ def on_gpu(rank: int, size: int, path: str, in_backward: bool) -> None:
             ("device", "device"), ("device", "host"), ("device", "disk"), ("host", "host"),
             ("host", "disk"), ("disk", "disk"),
         ):  # fmt: skip
-            disk = DiskSettings(path=Path(path))
+            disk = DiskSettings(path=tmp_path)
             away = optimizer != "device"
             offload = Offload(
                 params=params,  # type: ignore[arg-type]
@@ -146,13 +150,6 @@ def on_gpu(rank: int, size: int, path: str, in_backward: bool) -> None:
                 if params == "device":  # the same device arithmetic
                     assert torch.equal(one, other)
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_every_tier_on_a_gpu(world1: World, in_backward: bool, tmp_path: Path) -> None:
-    world1.run(on_gpu, str(tmp_path), in_backward)
 
 
 @pytest.mark.gpu
