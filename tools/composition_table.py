@@ -11,7 +11,10 @@ from enum import Enum
 from itertools import combinations
 
 PLUGINS = ("offload", "quantized", "tensor-parallel")
-"""The plugins of this repository; their distributions are called ``polyshard-NAME``."""
+"""The plugins that are combined; their distributions are called ``polyshard-NAME``."""
+
+NEUTRAL = ("calibration",)
+"""Plugins that change no number that is computed: tested alone and beside everything."""
 
 Stack = tuple[str, ...]
 STACKS: tuple[Stack, ...] = tuple(

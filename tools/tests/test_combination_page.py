@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from itertools import product
 from pathlib import Path
 
-from composition_table import CELLS, DTYPES, FEATURES, FSDP_TP, HSDP, PLUGINS, REFUSALS, STACKS
+from composition_table import (
+    CELLS,
+    DTYPES,
+    FEATURES,
+    FSDP_TP,
+    HSDP,
+    NEUTRAL,
+    PLUGINS,
+    REFUSALS,
+    STACKS,
+)
 from make_combination_docs import PAGE, page
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_is_current() -> None:
@@ -14,8 +28,10 @@ def test_the_page_is_current() -> None:
 
 
 def test_the_table_knows_every_plugin_of_the_repository() -> None:
-    folders = Path(__file__).parents[2].glob("plugins/*/pyproject.toml")
-    assert sorted(f"polyshard-{name}" for name in PLUGINS) == sorted(f.parent.name for f in folders)
+    folders = {path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml")}
+    assert folders == {f"polyshard-{name}" for name in (*PLUGINS, *NEUTRAL)}
+    (said,) = re.findall(r"^NEUTRAL = (.*)$", (ROOT / "noxfile.py").read_text("utf-8"), re.M)
+    assert ast.literal_eval(said) == {f"polyshard-{name}" for name in NEUTRAL}
 
 
 def test_every_subset_meets_every_dtype_and_every_way_to_train() -> None:

@@ -31,6 +31,7 @@ from typing import Any
 COLLECTIVE_SECONDS = 30.0
 """How long a rank waits for its peers by default."""
 _ANSWER_SECONDS = 5.0  # for a rank to tell that it waited in vain
+_START_SECONDS = 120.0  # for the ranks to import torch and find each other, on a busy machine
 
 
 class RankError(AssertionError):
@@ -80,10 +81,14 @@ class World:
         """
         if not self._processes:
             self._start()
-        begin = time.monotonic()
+            self._answers("starting the ranks", _START_SECONDS)  # imports are not the test's time
         call = _Call(inspect.getfile(function), function.__qualname__, args)
         for pipe in self._pipes:
             pipe.send(call)
+        return self._answers(function.__name__, timeout)
+
+    def _answers(self, what: str, timeout: float | None) -> list[Any]:
+        begin = time.monotonic()
         answers = self._collect(timeout)
         failed = {rank: text for rank, (kind, text) in answers.items() if kind == "error"}
         hung = sorted(set(range(self.size)) - set(answers))
@@ -93,7 +98,7 @@ class World:
             if hung:
                 waited = time.monotonic() - begin
                 parts.append(f"--- ranks {hung} did not answer within {waited:.0f} s ---")
-            raise RankError("\n".join([f"{function.__name__} failed", *parts]))
+            raise RankError("\n".join([f"{what} failed", *parts]))
         return [answers[rank][1] for rank in range(self.size)]
 
     def close(self) -> None:
@@ -167,6 +172,7 @@ def _serve(rank: int, size: int, store_path: str, seconds: float, pipe: Connecti
         world_size=size,
         timeout=timedelta(seconds=seconds),
     )
+    pipe.send(("ok", None))
     modules: dict[str, ModuleType] = {}
     while True:
         try:

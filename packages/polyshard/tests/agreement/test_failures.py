@@ -1,0 +1,353 @@
+"""Bad input: a clear error on every rank, at once, and nothing lost."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import Shard, distribute_tensor
+from toy_codecs import BytesGather, Codecs, GatherFactory
+from toy_models import Model, build, loss_of, shard, tokens_for
+from toy_planning import Constrained
+
+from polyshard import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    ShardPlacement,
+    fully_shard,
+    hookimpl,
+)
+from polyshard.agreement.failures import FailureReport
+from polyshard.errors import (
+    AlreadyShardedError,
+    MeshError,
+    ModuleError,
+    PeerError,
+    PlanMismatchError,
+    PolyshardError,
+    SettingError,
+    UnsupportedError,
+)
+from polyshard.sharding.layout import GroupLayout
+from polyshard.testing import World, ranks
+
+
+def refused(
+    error: type[Exception], pattern: str, call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> None:
+    with pytest.raises(error, match=pattern) as caught:
+        call(*args, **kwargs)
+    assert isinstance(caught.value, PolyshardError)
+    assert isinstance(caught.value, (ValueError, TypeError, RuntimeError))
+
+
+@ranks(2)
+def test_bad_modules(rank: int, size: int) -> None:
+    refused(ModuleError, r"no parameters", fully_shard, nn.ReLU())
+    refused(ModuleError, r"ModuleList", fully_shard, nn.ModuleList([nn.Linear(2, 2)]))
+    refused(SettingError, r"empty list", fully_shard, [])
+    refused(SettingError, r"takes modules, got int", fully_shard, 3)
+    module = fully_shard(nn.Linear(2, 2))
+    with pytest.raises(AssertionError, match="once"):  # what torch raises
+        fully_shard(module)
+    refused(AlreadyShardedError, r"Linear already", fully_shard, module)
+    mesh = init_device_mesh("cpu", (size,))
+    sharded = nn.Linear(4, 4)
+    sharded.weight = nn.Parameter(distribute_tensor(sharded.weight.detach(), mesh, [Shard(0)]))
+    refused(UnsupportedError, r"'weight' is a DTensor.*tensor-parallel", fully_shard, sharded)
+
+
+@ranks(2)
+def test_a_refused_call_changes_nothing(rank: int, size: int) -> None:
+    """A refused call leaves the module as it was: trained like any other, and shardable."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.ones(4, 4))
+            self.b = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.a).sum() + self.b.float().sum()
+
+    model = Two()
+    before = dict(model.named_parameters())
+    for kwargs in ({"shard_placement_fn": lambda p: Shard(1)}, {"plugins": [Constrained(3)]}):
+        with pytest.raises(PolyshardError):
+            fully_shard(model, **kwargs)
+        assert all(p is before[name] for name, p in model.named_parameters())
+        assert type(model) is Two
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
+    fully_shard(model)
+    model(torch.ones(4, 4)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@ranks(4)
+def test_bad_settings(rank: int, size: int) -> None:
+    def call(**kwargs: Any) -> None:
+        fully_shard(nn.Linear(4, 4), **kwargs)
+
+    text: Any = "dp"
+    with patch("polyshard.plugins.discovery.installed_plugins", return_value=[]):
+        refused(UnsupportedError, r"polyshard-offload", call, offload_policy=CPUOffloadPolicy())
+    refused(UnsupportedError, r"not known to polyshard", call, offload_policy="cpu")
+    refused(MeshError, r"names \['a'\]", call, dp_mesh_dims=DataParallelMeshDims(shard="a"))
+    refused(SettingError, r"takes a DataParallelMeshDims, got str", call, dp_mesh_dims="dp")
+    refused(SettingError, r"must divide", call, reshard_after_forward=3)
+    refused(SettingError, r"None, a bool or an int", call, reshard_after_forward="yes")
+    refused(SettingError, r"'bias', which has 1 dims", call, shard_placement_fn=lambda p: Shard(1))
+    refused(SettingError, r"returned 'x' for", call, shard_placement_fn=lambda p: "x")
+    refused(
+        MeshError,
+        r"for 'weight': mesh must be a DeviceMesh",
+        call,
+        shard_placement_fn=lambda p: ShardPlacement(Shard(0), text),
+    )
+    module: Any = fully_shard(nn.Linear(4, 4))
+    refused(SettingError, r"takes True or False, got int", module.set_reshard_after_forward, 2)
+    refused(SettingError, r">= 1", module.set_reduce_scatter_max_input_buffers, 0)
+    refused(SettingError, r"got Linear", module.set_modules_to_forward_prefetch, [nn.Linear(1, 1)])
+    refused(SettingError, r"needs allocate.*got int", module.set_custom_all_gather, 3)
+
+
+@ranks(4)
+def test_bad_meshes(rank: int, size: int) -> None:
+    def call(mesh: Any) -> None:
+        fully_shard(nn.Linear(4, 4), mesh=mesh)
+
+    refused(MeshError, r"1D mesh.*2D mesh", call, init_device_mesh("cpu", (2, 2, 1)))
+    refused(MeshError, r"names for its axes", call, init_device_mesh("cpu", (2, 2)))
+    refused(MeshError, r"must be a DeviceMesh, got int", call, 3)
+    part = DeviceMesh("cpu", [0, 1])
+    if rank < 2:
+        call(part)
+    else:
+        refused(MeshError, rf"rank {rank} of 4 is not part of", call, part)
+
+
+def mesh_of_a_dead_group(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,))
+    dist.destroy_process_group()
+    refused(MeshError, r"is gone.*init_process_group", fully_shard, nn.Linear(2, 2), mesh=mesh)
+
+
+def test_mesh_of_a_dead_group() -> None:
+    world = World(2)
+    try:
+        world.run(mesh_of_a_dead_group)
+    finally:
+        world.close()
+
+
+@ranks(2)
+def test_different_models(rank: int, size: int) -> None:
+    model = shard(Model(hidden=64 if rank else 80), fully_shard)
+    with pytest.raises(PlanMismatchError) as caught:
+        model(tokens_for(0, rank))
+    text = str(caught.value)
+    assert "rank 0 (-) against ranks [1] (+):" in text
+    assert re.search(r"-group blocks\.0: parameter blocks\.0\.up\.weight \(80, 192\)", text)
+    assert re.search(r"\+group blocks\.0: parameter blocks\.0\.up\.weight \(64, 192\)", text)
+    good = shard(build(), fully_shard)  # the next model is not confused by the last
+    loss_of(good, tokens_for(0, rank)).backward()
+
+
+@ranks(3)
+def test_different_policies(rank: int, size: int) -> None:
+    dtype = torch.bfloat16 if rank == 2 else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    model = shard(build(), fully_shard, mp_policy=policy)
+    refused(PlanMismatchError, r"against ranks \[2\].*\n.*dtypes", model, tokens_for(0, rank))
+
+
+def one_rank_fails(rank: int, size: int) -> None:
+    model = build()
+    if rank == 1:
+        model.register_parameter("odd", nn.Parameter(torch.zeros(4)))
+    placement = (lambda p: Shard(3) if p.shape == (4,) else None) if rank == 1 else None
+    if rank == 1:
+        refused(SettingError, r"'odd'", fully_shard, model, shard_placement_fn=placement)
+        return
+    fully_shard(model, shard_placement_fn=placement)
+    pattern = r"rank 1 failed while planning: SettingError: .*'odd'"
+    refused(PlanMismatchError, pattern, model, tokens_for(0, rank))
+
+
+def test_a_failing_rank_is_quoted_on_the_others() -> None:
+    world = World(2)  # the failure stays on the board of this process group
+    try:
+        world.run(one_rank_fails, timeout=60.0)
+    finally:
+        world.close()
+
+
+class Raising(Codecs):
+    """Fails while a plan is built, on one rank."""
+
+    @hookimpl
+    def polyshard_observer(self, group: object) -> None:
+        if dist.get_rank() == 1:
+            raise OSError("no space left")
+
+
+def one_rank_of_a_plugin_fails(rank: int, size: int) -> None:
+    model = nn.Linear(2, 2)
+    if rank == 1:
+        with pytest.raises(OSError, match="no space left"):
+            fully_shard(model, plugins=[Raising()])
+        return
+    fully_shard(model, plugins=[Raising()])
+    pattern = r"rank 1 failed.*no space left \(raised by plugin 'codecs' \(1\.2\) in polyshard_obs"
+    refused(PlanMismatchError, pattern, model, torch.ones(1, 2))
+
+
+def test_a_failing_plugin_is_named_on_the_others() -> None:
+    world = World(2)
+    try:
+        world.run(one_rank_of_a_plugin_fails, timeout=60.0)
+    finally:
+        world.close()
+
+
+class Full(BytesGather):
+    """Its disk is full from the second gather on, on rank 1."""
+
+    calls = 0
+
+    def encode(self, shard: torch.Tensor, payload: torch.Tensor) -> None:
+        Full.calls += 1
+        if Full.calls > 1 and dist.get_rank() == 1:
+            raise OSError("no space left on device")
+        super().encode(shard, payload)
+
+
+class FullFactory(GatherFactory):
+    def bind(self, group: object, layout: GroupLayout) -> Full:
+        return Full(layout)
+
+
+class Filling(Codecs):
+    name = "filling"
+
+    @hookimpl
+    def polyshard_gather_codec(self, group: object) -> FullFactory:
+        return FullFactory()
+
+
+def one_rank_fails_in_a_step(rank: int, size: int) -> None:
+    model: Any = fully_shard(nn.Linear(4, 4), plugins=[Filling()])
+    x = torch.ones(1, 4)
+    model(x).sum().backward()
+    if rank == 1:
+        with pytest.raises(OSError, match="no space left"):
+            model(x)
+    else:
+        pattern = (
+            r"group '\(root\)' did not complete, because rank 1 failed in group '\(root\)': OSE"
+        )
+        refused(PeerError, pattern, model, x)
+
+
+def test_a_rank_that_fails_in_a_step_is_quoted_on_the_others() -> None:
+    world = World(2, collective_seconds=4.0)
+    try:
+        world.run(one_rank_fails_in_a_step, timeout=60.0)
+    finally:
+        world.close()
+
+
+@ranks(2)
+def test_a_failure_that_was_reset_is_forgotten(rank: int, size: int) -> None:
+    """A failure that was reset is not quoted again."""
+    model: Any = fully_shard(nn.Linear(4, 4))
+    x = torch.ones(1, 4)
+    model(x).sum().backward()
+    with suppress(ZeroDivisionError, PeerError), FailureReport((0, 1), "g"):
+        if rank == 1:
+            raise ZeroDivisionError("earlier")
+    dist.barrier()
+    model.reset_iter_state()
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(KeyError), FailureReport((0, 1), "g"):
+            raise KeyError("new")  # not a PeerError about rank 1
+    dist.barrier()
+    model.reset_iter_state()
+    dist.barrier()
+    model(x).sum().backward()
+
+
+def one_rank_stays_away(rank: int, size: int) -> None:
+    from datetime import timedelta
+
+    from polyshard._torch.private import default_store
+
+    store = default_store()
+    assert store is not None
+    store.set_timeout(timedelta(seconds=2))
+    model = shard(build(), fully_shard)
+    if rank == 0:
+        pattern = r"ranks \[1\] of \[0, 1\] did not reach the first forward.*within 2 s"
+        refused(PlanMismatchError, pattern, model, tokens_for(0, rank))
+
+
+def test_an_absent_rank_is_named() -> None:
+    world = World(2)
+    try:
+        world.run(one_rank_stays_away, timeout=60.0)
+    finally:
+        world.close()
+
+
+def test_a_world_one_rank_short() -> None:
+    """One process of two was started: the default mesh cannot come up, and says why."""
+    program = """
+        import os
+        from datetime import timedelta
+        import torch.distributed as dist
+        from torch import nn
+        from polyshard import fully_shard
+        from polyshard.errors import MeshError
+
+        start = dist.init_process_group
+        dist.init_process_group = lambda: start("gloo", timeout=timedelta(seconds=2))
+        try:
+            fully_shard(nn.Linear(2, 2))
+        except MeshError as error:
+            print("MeshError:", error)
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PATH": "",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "MeshError:" in done.stdout, done.stderr
+    assert "check that all ranks were started" in done.stdout

@@ -1,0 +1,53 @@
+"""What only an accelerator can show: streams, coalesced launches, the caching allocator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from toy_models import assert_same_parameters, build, loss_of, shard, tokens_for
+
+from polyshard import MixedPrecisionPolicy, fully_shard
+from polyshard.testing import ranks
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)],
+    ids=["fp32", "bf16"],
+)
+@ranks(1)
+def test_one_rank_equals_fsdp2(rank: int, size: int, policy: MixedPrecisionPolicy) -> None:
+    mesh = init_device_mesh("cuda", (size,))
+    models = [
+        shard(build(), f, mesh=mesh, mp_policy=policy) for f in (torch_fully_shard, fully_shard)
+    ]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in models]
+    for step in range(4):
+        losses = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss = loss_of(model, tokens_for(step, rank).cuda())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+    assert_same_parameters(models[1], models[0], exact=True)
+
+
+@ranks(1)
+def test_memory_returns_to_the_same_value(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cuda", (size,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = shard(build(width=512, hidden=1024), fully_shard, mesh=mesh, mp_policy=policy)
+    seen = []
+    for step in range(6):
+        loss_of(model, tokens_for(step, rank).cuda()).backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+        torch.cuda.synchronize()
+        seen.append(torch.cuda.memory_allocated())
+    assert len(set(seen[2:])) == 1

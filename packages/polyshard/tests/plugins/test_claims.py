@@ -1,0 +1,169 @@
+"""Who does what: claims of exclusive roles, and answers that fit no seam."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from toy_codecs import Codecs
+from toy_groups import GROUP, contributions
+from toy_storage import Resting
+
+from polyshard import Plugin, describe, fully_shard, hookimpl
+from polyshard.errors import ConflictError, PluginError
+from polyshard.plugins.stack import build_stack
+from polyshard.seams import GroupInfo
+from polyshard.testing import ranks
+
+ROLES = {
+    "polyshard_shard_storage": "the shard storage",
+    "polyshard_collectives_backend": "the collectives",
+    "polyshard_gather_codec": "the gather codec",
+    "polyshard_reduce_codec": "the reduce codec",
+}
+FIELDS = {
+    "polyshard_shard_storage": "storage",
+    "polyshard_collectives_backend": "backend",
+    "polyshard_gather_codec": "gather_codec",
+    "polyshard_reduce_codec": "reduce_codec",
+}
+SEAMS = (
+    *ROLES,
+    "polyshard_sharding_constraint",
+    "polyshard_observer",
+    "polyshard_state_dict_adapter",
+)
+
+
+class Everything:
+    """Has every member any of the exclusive seams asks for."""
+
+    settings = ""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def bind(self, group: Any, layout: Any) -> None:
+        """Of a codec."""
+
+    def create(self, group: Any, layout: Any) -> None:
+        """Of a storage factory."""
+
+    def connect(self, roles: Any, device: Any) -> None:
+        """Of a backend."""
+
+
+def claiming(name: str, hooks: frozenset[str]) -> Plugin:
+    """A plugin that claims some roles, and stays out of the others in as many words."""
+
+    def answer(hook: str) -> Any:
+        value = Everything(name) if hook in hooks else None
+
+        def implementation(self: Any, group: GroupInfo) -> object:
+            return value
+
+        return hookimpl(implementation)
+
+    made: Any = type(name, (Plugin,), {"name": name, **{hook: answer(hook) for hook in ROLES}})
+    plugin: Plugin = made()
+    return plugin
+
+
+wanted = st.dictionaries(
+    st.sampled_from(["a", "b", "c", "d"]), st.frozensets(st.sampled_from(list(ROLES)), max_size=2)
+)
+
+
+@given(wanted, st.randoms())
+def test_claims_resolve_alike_in_any_order(claims: dict[str, frozenset[str]], random: Any) -> None:
+    owners = {hook: sorted(n for n, hooks in claims.items() if hook in hooks) for hook in ROLES}
+    contested = {hook for hook, names in owners.items() if len(names) > 1}
+    names = list(claims)
+    random.shuffle(names)
+    stack = build_stack([claiming(name, claims[name]) for name in names])
+    if contested:
+        with pytest.raises(ConflictError) as caught:
+            stack.contributions(GROUP)
+        lines = str(caught.value).splitlines()
+        assert len(lines) == len(contested)
+        for hook in contested:
+            parties = " and ".join(f"'{name}' (0)" for name in owners[hook])
+            assert any(f"{parties} both claim {ROLES[hook]}" in line for line in lines)
+        return
+    found = stack.contributions(GROUP)
+    for hook, field in FIELDS.items():
+        answer = getattr(found, field)
+        assert isinstance(answer, Everything) == bool(owners[hook])
+        if owners[hook]:
+            assert answer.name == owners[hook][0]
+
+
+@pytest.mark.parametrize("hook", list(ROLES))
+def test_exclusive_roles_name_both_plugins_and_the_parameters(hook: str) -> None:
+    both = [Codecs(), Resting()]
+    others = [type("Rival", (type(p),), {"name": f"rival_{p.name}"})() for p in both]
+    with pytest.raises(ConflictError) as caught:
+        contributions(*both, *others)
+    (line,) = [text for text in str(caught.value).splitlines() if ROLES[hook] in text]
+    assert "both claim" in line
+    assert "group 'block' (w)" in line
+    assert "'rival_" in line
+    assert "Pass only one" in line
+
+
+@pytest.mark.parametrize("hook", SEAMS)
+def test_answers_that_do_not_fit_are_refused(hook: str) -> None:
+    def answering(value: object) -> Plugin:
+        def implementation(self: Any, group: GroupInfo) -> object:
+            return value
+
+        odd: Any = type("Odd", (Plugin,), {"name": "odd", hook: hookimpl(implementation)})
+        made: Plugin = odd()
+        return made
+
+    with pytest.raises(PluginError, match=rf"'odd' \(0\): {hook} returned the class int; return"):
+        contributions(answering(int))
+    with pytest.raises(
+        PluginError, match=rf"{hook} returned a str, which lacks .* inherit from polyshard\.[A-Z]"
+    ):
+        contributions(answering("gather"))
+
+
+class Unbound:
+    """A codec, a storage and a backend whose products have nothing to them."""
+
+    name, settings = "empty", ""
+
+    def bind(self, group: Any, layout: Any) -> object:
+        return object()
+
+    def create(self, group: Any, layout: Any) -> object:
+        return object()
+
+    def connect(self, roles: Any, device: Any) -> object:
+        return object()
+
+
+@pytest.mark.parametrize(
+    ("hook", "words"),
+    [
+        (
+            "polyshard_gather_codec",
+            r"Unbound\.bind returned .*lacks decode, encode, payload_bytes",
+        ),
+        ("polyshard_reduce_codec", r"Unbound\.bind returned .*decode_sum, encode, payload_bytes"),
+        ("polyshard_shard_storage", r"Unbound\.create returned .*fetch, rest, view"),
+        ("polyshard_collectives_backend", r"Unbound\.connect returned .*gather_route"),
+    ],
+)
+@ranks(1)
+def test_what_factories_make_is_checked_too(rank: int, size: int, hook: str, words: str) -> None:
+    def implementation(self: Any, group: GroupInfo) -> object:
+        return Unbound()
+
+    odd: Any = type("Odd", (Plugin,), {"name": "odd", hook: hookimpl(implementation)})
+    with pytest.raises(PluginError, match=words):
+        describe(fully_shard(torch.nn.Linear(2, 2), plugins=[odd()]))

@@ -1,0 +1,41 @@
+"""Every hook is documented with its exact arguments, and tested."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+from polyshard.plugins import hookspecs
+from polyshard.plugins.validation import hook_arguments
+
+TESTS = Path(__file__).parents[1]
+ROOT = TESTS.parents[2]
+HOOKS = list(hook_arguments())
+TESTED_IN = [*TESTS.glob("helpers/toy_*.py"), TESTS / "test_fsdp1.py"]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_say_when_what_how_and_who(hook: str) -> None:
+    text = inspect.getdoc(getattr(hookspecs, hook)) or ""
+    for term in ("When: ", "Return: ", "Combine: ", "Ranks: "):
+        assert f"\n{term}" in text
+
+
+def test_the_generated_pages_are_current() -> None:
+    from make_hook_docs import PAGE, SEAMS_PAGE, hook_page, seams_page
+
+    assert PAGE.read_text(encoding="utf-8") == hook_page()
+    assert SEAMS_PAGE.read_text(encoding="utf-8") == seams_page()
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_are_documented_with_their_arguments(hook: str) -> None:
+    page = (ROOT / "docs" / "reference" / "hooks.md").read_text(encoding="utf-8")
+    assert f"`{hook}({', '.join(hook_arguments()[hook])})`" in page
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_are_implemented_in_a_test(hook: str) -> None:
+    assert any(f"def {hook}(" in path.read_text("utf-8") for path in TESTED_IN)

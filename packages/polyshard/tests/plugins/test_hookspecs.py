@@ -1,0 +1,250 @@
+"""One test for each hook: who is asked, and what becomes of the answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from toy_adapters import Adapting, Negating
+from toy_codecs import Codecs, GatherFactory, ReduceFactory
+from toy_groups import NO_MESH, PARAM, contributions
+from toy_observers import Watching
+from toy_planning import Blocks, Constrained, Preparing, Signing
+from toy_storage import AwayFactory, Resting, SlowBackend
+from toy_transforms import Flattening, Transposing
+
+from polyshard import Plugin, hookimpl
+from polyshard.errors import ConflictError, PluginError
+from polyshard.plugins.builtin import (
+    DefaultBackend,
+    DeviceStorageFactory,
+    NativeGatherCodec,
+    NativeReduceCodec,
+)
+from polyshard.plugins.stack import build_stack
+from polyshard.plugins.validation import hook_arguments
+from polyshard.seams import ParamInfo
+from polyshard.testing import World
+
+
+def test_every_hook_has_its_test() -> None:
+    tests = {name.removeprefix("test_hook_") for name in globals() if name.startswith("test_hook_")}
+    assert tests == set(hook_arguments())
+
+
+def test_hook_polyshard_prepare_model() -> None:
+    class Replacing(Plugin):
+        name = "replacing"
+
+        @hookimpl
+        def polyshard_prepare_model(self, module: nn.Module) -> nn.Module:
+            return nn.Sequential(module)
+
+    class Chained(Plugin):
+        name = "chained"
+
+        @hookimpl
+        def polyshard_prepare_model(self, module: nn.Module) -> nn.Module:
+            return module
+
+    module = nn.Linear(1, 1)
+    build_stack([Preparing(), Chained()]).prepare(module, NO_MESH)
+    assert module.prepared
+    with pytest.raises(PluginError, match=r"'replacing' \(0\) returned a Sequential.*in place"):
+        build_stack([Replacing()]).prepare(module, NO_MESH)
+
+
+def test_hook_pre_flatten_transform() -> None:
+    onion = build_stack([Flattening(), Transposing(before=["flattening"])]).onion
+    flat, extensions = onion.flatten(torch.arange(6.0).view(2, 3), PARAM)
+    assert flat.tolist() == [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]
+    assert extensions == ("transposed", (3, 2))
+
+
+def test_hook_post_unflatten_transform() -> None:
+    onion = build_stack([Flattening(), Transposing(before=["flattening"])]).onion
+    value = torch.arange(6.0).view(2, 3)
+    flat, extensions = onion.flatten(value, PARAM)
+    back = onion.unflatten(flat, extensions, PARAM)
+    assert torch.equal(back, value)
+    assert back.data_ptr() == flat.data_ptr()
+
+
+def test_hook_polyshard_parameter_facts() -> None:
+    class Wrong(Plugin):
+        name = "wrong"
+
+        @hookimpl
+        def polyshard_parameter_facts(self) -> str:
+            return "two\nlines"
+
+    class Other(Plugin):
+        name = "other"
+
+        @hookimpl
+        def polyshard_parameter_facts(self) -> str:
+            return "fact"
+
+    tensor = torch.ones(2, 3)
+    assert build_stack([]).facts(tensor, PARAM) == ()
+    assert build_stack([Signing(), Other()]).facts(tensor, PARAM) == ("fact", "sum 6.0")
+    assert build_stack([Signing()]).facts(tensor, replace(PARAM, requires_grad=False)) == ()
+    with pytest.raises(PluginError, match=r"'wrong'.*for 'w'; return one line of text"):
+        build_stack([Wrong()]).facts(tensor, PARAM)
+
+
+def test_hook_polyshard_sharding_constraint() -> None:
+    assert contributions().constraints == ()
+    assert contributions(Constrained(4)).constraints == (Blocks(4),)
+
+
+def test_hook_polyshard_shard_storage() -> None:
+    assert isinstance(contributions().storage, DeviceStorageFactory)
+    assert isinstance(contributions(Resting()).storage, AwayFactory)
+
+
+def test_hook_polyshard_collectives_backend() -> None:
+    assert type(contributions().backend) is DefaultBackend
+    assert type(contributions(Resting()).backend) is SlowBackend
+
+
+def test_hook_polyshard_gather_codec() -> None:
+    assert isinstance(contributions().gather_codec, NativeGatherCodec)
+    assert isinstance(contributions(Codecs()).gather_codec, GatherFactory)
+
+
+def test_hook_polyshard_reduce_codec() -> None:
+    assert isinstance(contributions().reduce_codec, NativeReduceCodec)
+    assert isinstance(contributions(Codecs()).reduce_codec, ReduceFactory)
+
+
+def test_hook_polyshard_observer() -> None:
+    class Later(Watching):
+        name = "later"
+        after = ("watching",)
+
+    class Earlier(Watching):
+        name = "zz"
+        before = ("watching",)
+
+    first, last, plain = Earlier(), Later(), Watching()
+    watchers = contributions(last, plain, first).observers
+    assert watchers == (first.watcher, plain.watcher, last.watcher)
+
+
+def test_hook_polyshard_state_dict_adapter() -> None:
+    assert contributions().adapters == ()
+    (adapter,) = contributions(Adapting()).adapters
+    assert isinstance(adapter, Negating)
+
+
+class Claiming(Plugin):
+    """Answers the exclusive hooks of the parameter called ``only``."""
+
+    def __init__(self, name: str, only: str) -> None:
+        self.name = name  # type: ignore[misc]
+        self.only = only
+
+    def _mine(self, param: ParamInfo | None) -> Any:
+        return self.name if param is not None and param.fqn == self.only else None
+
+    @hookimpl
+    def chunk_tensor(self, param: ParamInfo | None) -> Any:
+        return self._mine(param)
+
+    @hookimpl
+    def chunk_dtensor(self, param: ParamInfo | None) -> Any:
+        return self._mine(param)
+
+    @hookimpl
+    def all_gather_dtensor(self, param: ParamInfo | None) -> Any:
+        return self._mine(param)
+
+    @hookimpl
+    def pre_load_state_dict_transform(self, param: ParamInfo | None) -> Any:
+        return self._mine(param)
+
+
+def ask(hook: str, fqn: str, *claims: tuple[str, str]) -> Any:
+    param = ParamInfo(fqn, (2, 3), torch.float32, True, NO_MESH, nn.Linear)
+    hooks = build_stack([Claiming(name, only) for name, only in claims]).parameter_hooks
+    missing: dict[str, Any] = dict.fromkeys(hook_arguments()[hook])
+    return getattr(hooks, hook)(**{**missing, "param": param})
+
+
+def check_exclusive(hook: str) -> None:
+    assert ask(hook, "w", ("one", "w"), ("two", "b")) == "one"
+    assert ask(hook, "b", ("one", "w"), ("two", "b")) == "two"
+    with pytest.raises(
+        ConflictError, match=rf"'one' \(0\) and 'two' \(0\) both answer {hook}.*'w'"
+    ):
+        ask(hook, "w", ("two", "w"), ("one", "w"))
+
+
+def default_chunk_dtensor(rank: int, size: int) -> None:
+    hooks: Any = build_stack([]).parameter_hooks  # as FSDP1 asks: without param
+    line, square = init_device_mesh("cpu", (size,)), init_device_mesh("cpu", (1, size))
+    value = torch.arange(6.0).view(3, 2)
+    assert hooks.chunk_dtensor(value, rank, line).placements == (Shard(0),)
+    assert hooks.chunk_dtensor(value, rank, square).placements == (Replicate(), Shard(0))
+    sharded = hooks.chunk_dtensor(value, rank, line)
+    assert torch.equal(sharded.to_local(), value.chunk(size)[rank])
+    scalar = hooks.chunk_dtensor(torch.tensor(1.0), rank, square)
+    assert scalar.placements == (Replicate(), Replicate())
+
+
+def test_hook_chunk_dtensor(world2: World) -> None:
+    check_exclusive("chunk_dtensor")
+    world2.run(default_chunk_dtensor)
+
+
+def default_all_gather_dtensor(rank: int, size: int) -> None:
+    hooks: Any = build_stack([]).parameter_hooks  # as FSDP1 asks: without param
+    value = torch.arange(6.0).view(3, 2)
+    mesh: DeviceMesh = init_device_mesh("cpu", (size,))
+    whole = hooks.all_gather_dtensor(hooks.chunk_dtensor(value, rank, mesh), None)
+    assert not isinstance(whole, DTensor)
+    assert torch.equal(whole, value)
+
+
+def test_hook_all_gather_dtensor(world2: World) -> None:
+    check_exclusive("all_gather_dtensor")
+    world2.run(default_all_gather_dtensor)
+
+
+def sharded_tensor(rank: int, size: int, value: Tensor) -> Any:
+    group: Any = dist.group.WORLD
+    hooks: Any = build_stack([]).parameter_hooks
+    return hooks.chunk_tensor(value, rank, size, size, group)
+
+
+def default_chunk_tensor(rank: int, size: int) -> None:
+    value = torch.arange(6.0).view(3, 2)
+    (shard,) = sharded_tensor(rank, size, value).local_shards()
+    assert torch.equal(shard.tensor, value.chunk(size)[rank])
+
+
+def test_hook_chunk_tensor(world2: World) -> None:
+    check_exclusive("chunk_tensor")
+    world2.run(default_chunk_tensor)
+
+
+def default_pre_load(rank: int, size: int) -> None:
+    hooks: Any = build_stack([]).parameter_hooks  # as FSDP1 asks: without param
+    sharded = sharded_tensor(rank, size, torch.arange(6.0).view(3, 2))
+    tensor, shards = hooks.pre_load_state_dict_transform(sharded)
+    assert torch.equal(shards[0].tensor, sharded.local_shards()[0].tensor)
+    assert tensor is sharded
+    with pytest.raises(PluginError, match="holds a Tensor where a ShardedTensor was expected"):
+        hooks.pre_load_state_dict_transform(torch.ones(1))
+
+
+def test_hook_pre_load_state_dict_transform(world2: World) -> None:
+    check_exclusive("pre_load_state_dict_transform")
+    world2.run(default_pre_load)

@@ -1,0 +1,116 @@
+"""Several transforms around one parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from toy_transforms import Flattening, Transposing, Unsqueezing
+
+from polyshard import Plugin, hookimpl
+from polyshard.errors import PluginError
+from polyshard.plugins.stack import build_stack
+from polyshard.plugins.transforms import Onion
+from polyshard.seams import ParamInfo
+
+PARAM = ParamInfo("w", (2, 3), torch.float32, True, None, nn.Linear)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Permutes the dims and hands out an extension that only it can know."""
+
+    name: str
+    dims: tuple[int, ...] | None
+    settings: str = ""
+
+    def flatten(self, tensor: Tensor, param: ParamInfo | None) -> tuple[Tensor, Any | None]:
+        if self.dims is None:
+            return tensor, None
+        return tensor.permute(self.dims), (self.name, self.dims)
+
+    def unflatten(self, tensor: Tensor, param_extension: Any, param: ParamInfo | None) -> Tensor:
+        name, dims = param_extension
+        assert name == self.name, "an extension went to another plugin"
+        return tensor.permute(sorted(range(len(dims)), key=dims.__getitem__))
+
+
+layers = st.lists(st.none() | st.permutations(range(3)).map(tuple), max_size=6)
+
+
+@given(layers)
+def test_what_is_peeled_is_put_back(dims: Sequence[tuple[int, ...] | None]) -> None:
+    onion = Onion([Layer(str(i), d) for i, d in enumerate(dims)])
+    value = torch.arange(24.0).view(2, 3, 4)
+    flat, extensions = onion.flatten(value, PARAM)
+    assert [e is None for e in extensions] == [d is None for d in dims]
+    back = onion.unflatten(flat, extensions, PARAM)
+    assert torch.equal(back, value)
+    assert back.data_ptr() == value.data_ptr(), "without a copy"
+
+
+def test_an_empty_onion_is_false_and_does_nothing() -> None:
+    onion = build_stack([]).onion
+    value = torch.ones(2)
+    assert not onion
+    assert onion.flatten(value, PARAM) == (value, ())
+    assert onion.unflatten(value, (), PARAM) is value
+
+
+@given(st.permutations(range(3)))
+def test_layers_are_in_plugin_order_however_they_are_passed(places: Sequence[int]) -> None:
+    plugins = [Flattening(), Transposing(before=["flattening"]), Unsqueezing()]
+    onion = build_stack([plugins[i] for i in places]).onion
+    flat, extensions = onion.flatten(torch.arange(6.0).view(2, 3), PARAM)
+    assert flat.tolist() == [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]
+    # By name where nothing is declared; unsqueezing meets a vector and stays out.
+    assert extensions == ("transposed", (3, 2), None)
+
+
+def plugin(returned: Any, undone: Any = None) -> Plugin:
+    class Odd(Plugin):
+        name = "odd"
+
+        @hookimpl
+        def pre_flatten_transform(self, tensor: Tensor) -> Any:
+            return returned(tensor)
+
+        @hookimpl
+        def post_unflatten_transform(self, tensor: Tensor) -> Any:
+            return undone
+
+    return Odd()
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [lambda t: t, lambda t: (t,), lambda t: ("w", 1)],
+    ids=["tensor", "short", "text"],
+)
+def test_an_answer_is_a_tensor_and_an_extension(returned: Any) -> None:
+    onion = build_stack([plugin(returned)]).onion
+    with pytest.raises(
+        PluginError, match=r"'odd' \(0\) returned a .* for 'w'; return a tensor and"
+    ):
+        onion.flatten(torch.ones(2), PARAM)
+
+
+def test_a_changed_tensor_needs_an_extension() -> None:
+    onion = build_stack([plugin(lambda t: (t.clone(), None))]).onion
+    with pytest.raises(PluginError, match=r"'odd': pre_flatten_transform changed 'w'"):
+        onion.flatten(torch.ones(2), PARAM)
+    with pytest.raises(PluginError, match="changed a parameter"):
+        onion.flatten(torch.ones(2), None)
+
+
+def test_a_layer_must_answer_for_what_it_flattened() -> None:
+    onion = build_stack([plugin(lambda t: (t, 1))]).onion
+    flat, extensions = onion.flatten(torch.ones(2), PARAM)
+    with pytest.raises(PluginError, match=r"flattened 'w' but gave no answer in post_unflatten"):
+        onion.unflatten(flat, extensions, PARAM)

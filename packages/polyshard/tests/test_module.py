@@ -1,0 +1,184 @@
+"""The public surface against the installed torch's: whoever changes the import keeps everything."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from toy_comms import CountingGather, CountingReduce
+from toy_models import assert_same_parameters, build, full, loss_of, shard, tokens_for, train
+
+import polyshard
+from polyshard import FSDPModule, fully_shard
+from polyshard.errors import (
+    IneffectiveSettingWarning,
+    LifecycleError,
+    UnsupportedError,
+)
+from polyshard.testing import ranks
+
+OURS_MORE = {"fully_shard": {"plugins"}}
+"""Parameters that polyshard adds to a function of torch's."""
+
+NEWER = {"dp_mesh_dims"}
+"""Parameters that torch 2.11 does not have yet."""
+
+ABSENT: dict[str, str] = {
+    "_get_fsdp_state": "torch's private state of its own engine; there is none (UnsupportedError)",
+}
+"""Members of torch's FSDPModule that polyshard refuses, and why."""
+
+FUNCTIONS = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
+CLASSES = [
+    "CPUOffloadPolicy",
+    *(["DataParallelMeshDims"] if hasattr(torch_fsdp, "DataParallelMeshDims") else []),
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+]
+FSDP1 = {
+    "BackwardPrefetch CPUOffload FullOptimStateDictConfig FullStateDictConfig "
+    "FullyShardedDataParallel LocalOptimStateDictConfig LocalStateDictConfig MixedPrecision "
+    "OptimStateDictConfig OptimStateKeyType ShardedOptimStateDictConfig ShardedStateDictConfig "
+    "ShardingStrategy StateDictConfig StateDictSettings StateDictType"
+}
+
+
+def shape_of(function: Callable[..., Any], known: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
+    """Names, kinds and defaults of the parameters that ``known`` has; types may be wider."""
+    names = inspect.signature(known).parameters
+    more = {*OURS_MORE.get(known.__name__, ()), *NEWER}
+    return [
+        (p.name, p.kind, p.default)
+        for p in inspect.signature(function).parameters.values()
+        if p.name in names or p.name not in more
+    ]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_take_what_torch_takes(name: str) -> None:
+    ours, theirs = getattr(polyshard, name), getattr(torch_fsdp, name)
+    assert shape_of(ours, theirs) == shape_of(theirs, theirs)
+
+
+METHODS = [
+    name
+    for name, member in vars(torch_fsdp.FSDPModule).items()
+    if inspect.isfunction(member) and name not in {"__new__", *ABSENT}
+]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_take_what_torch_takes(name: str) -> None:
+    assert name in vars(FSDPModule), f"{name} would run torch's code on a module it does not manage"
+    ours, theirs = getattr(FSDPModule, name), getattr(torch_fsdp.FSDPModule, name)
+    assert shape_of(ours, theirs) == shape_of(theirs, theirs)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_classes_are_torchs_own_or_derived(name: str) -> None:
+    assert issubclass(getattr(polyshard, name), getattr(torch_fsdp, name))
+
+
+def test_every_public_name_of_fsdp2_is_here() -> None:
+    fsdp1 = set(" ".join(FSDP1).split())
+    assert set(torch_fsdp.__all__) - fsdp1 == {*FUNCTIONS, *CLASSES} <= set(polyshard.__all__)
+
+
+@ranks(1)
+def test_sharded_modules_are_recognised(rank: int, size: int) -> None:
+    model: Any = fully_shard(nn.Sequential(nn.Linear(4, 4)))
+    assert isinstance(model, torch_fsdp.FSDPModule)
+    assert isinstance(model, FSDPModule)
+    assert isinstance(model, nn.Sequential)
+    assert type(model).__name__ == "FSDPSequential"
+    assert type(model[:1]) is nn.Sequential, "a slice is a plain container"
+    for name, reason in ABSENT.items():
+        assert "UnsupportedError" in reason
+        with pytest.raises(UnsupportedError):
+            getattr(model, name)()
+
+
+@ranks(2)
+def test_setters_without_effect_say_so(rank: int, size: int) -> None:
+    model: Any = fully_shard(nn.Linear(4, 4))
+    with pytest.warns(IneffectiveSettingWarning, match="set_symm_mem_for_comm"):
+        model.set_symm_mem_for_comm()
+    with pytest.warns(IneffectiveSettingWarning, match="no communication buffers"):
+        model.set_allocate_memory_from_process_group_for_comm(enable=True)
+    model.set_allocate_memory_from_process_group_for_comm(enable=False)
+    model.set_force_sum_reduction_for_comms(enable=True)
+    model._set_unshard_async_op(async_op=True)
+    model(torch.ones(1, 4)).sum().backward()
+
+
+@ranks(2, 3)
+def test_custom_collectives_move_the_bytes(rank: int, size: int) -> None:
+    plain, model = (shard(build(), fully_shard) for _ in range(2))
+    gather, reduce = CountingGather(), CountingReduce()
+    block: Any = model.blocks[0]
+    block.set_custom_all_gather(gather)
+    block.set_custom_reduce_scatter(reduce)
+    batches = [tokens_for(step, rank) for step in range(3)]
+    expected = train(plain, batches).losses
+    torch.testing.assert_close(train(model, batches).losses, expected, rtol=1e-5, atol=1e-6)
+    assert_same_parameters(model, plain, exact=size == 2)
+    assert (gather.calls, reduce.calls) == (6, 3)
+    assert (gather.allocated, reduce.allocated) == (12, 6)
+    assert "gloo-p2p with CountingGather, CountingReduce" in str(polyshard.describe(model))
+
+
+@ranks(2)
+def test_all_reduce_hooks(rank: int, size: int) -> None:
+    """The hook sees the mean, per group, and what it writes is the gradient."""
+    plain, model = (shard(build(), fully_shard) for _ in range(2))
+    head: Any = model
+    seen: list[int] = []
+
+    def halve(gradient: Tensor) -> None:
+        seen.append(gradient.numel())
+        gradient.mul_(0.5)
+
+    head.set_all_reduce_hook(halve)
+    for each in (plain, model):
+        loss_of(each, tokens_for(0, rank)).backward()
+    assert len(seen) == 1, "of the root's own group only"
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        factor = 1.0 if name.startswith("blocks") else 0.5
+        assert torch.equal(full(ours.grad), full(theirs.grad) * factor), name
+
+
+@ranks(4)
+def test_all_reduce_hooks_come_after_replicas(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model: Any = shard(build(), fully_shard, mesh=mesh)
+    seen: list[Tensor] = []
+    model.set_all_reduce_hook(lambda gradient: seen.append(gradient.clone()))
+    loss_of(model, tokens_for(0, rank)).backward()
+    everyone = [torch.empty_like(seen[0]) for _ in range(2)]
+    dist.all_gather(everyone, seen[0], group=mesh.get_group("replicate"))
+    assert torch.equal(everyone[0], everyone[1]), "called before replicas were reduced"
+
+
+@ranks(2)
+def test_other_communication_setters_change_no_bit(rank: int, size: int) -> None:
+    plain, model = (shard(build(), fully_shard) for _ in range(2))
+    root: Any = model
+    root.set_separate_reduce_scatter_group()
+    root.set_post_optim_event(torch.Event())
+    root.set_reduce_scatter_max_input_buffers(3)
+    batches = [tokens_for(step, rank) for step in range(2)]
+    assert train(model, batches).losses == train(plain, batches).losses
+    block: Any = model.blocks[0]
+    with pytest.raises(LifecycleError, match=r"'blocks\.0', which is not the root"):
+        block.set_post_optim_event(torch.Event())

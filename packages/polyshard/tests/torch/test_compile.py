@@ -1,0 +1,139 @@
+"""``torch.compile`` around sharded modules: the same losses, and no recompilation after warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from toy_models import Model, build, loss_of, shard, tokens_for
+
+from polyshard import MixedPrecisionPolicy, fully_shard
+from polyshard.testing import World, ranks
+
+STEPS = 4
+SMALL = {"width": 32, "hidden": 50, "layers": 2}
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def before(model: Model, backend: str, **kwargs: Any) -> nn.Module:
+    for block in model.blocks:
+        block.compile(backend=backend)
+    return shard(model, fully_shard, **kwargs)
+
+
+def after(model: Model, backend: str, **kwargs: Any) -> nn.Module:
+    shard(model, fully_shard, **kwargs)
+    for block in model.blocks:
+        block.compile(backend=backend)
+    return model
+
+
+def wrapped(model: Model, backend: str, **kwargs: Any) -> nn.Module:
+    for index, block in enumerate(model.blocks):
+        compiled: Any = torch.compile(block, backend=backend)
+        model.blocks[index] = compiled
+    return shard(model, fully_shard, **kwargs)
+
+
+def whole(model: Model, backend: str, **kwargs: Any) -> nn.Module:
+    shard(model, fully_shard, **kwargs)
+    model.compile(backend=backend)
+    return model
+
+
+WAYS: dict[str, Callable[..., nn.Module]] = {
+    "before": before,
+    "after": after,
+    "wrapped": wrapped,
+    "whole": whole,
+}
+
+
+def losses_of(model: nn.Module, rank: int, graphs: list[int]) -> list[float]:
+    from torch._dynamo.utils import counters
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(model, tokens_for(step, rank))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        graphs.append(counters["stats"]["unique_graphs"])
+    return losses
+
+
+def compiled(rank: int, size: int, way: str, backend: str, kwargs: dict[str, Any]) -> None:
+    import torch._dynamo as dynamo
+    from torch._dynamo.utils import counters
+
+    dynamo.reset()
+    counters.clear()
+    expected = losses_of(shard(build(**SMALL), fully_shard, **kwargs), rank, [])
+    graphs: list[int] = []
+    losses = losses_of(WAYS[way](build(**SMALL), backend, **kwargs), rank, graphs)
+    dynamo.reset()
+    assert graphs[0] > 0, "nothing was compiled"
+    assert graphs[1] == graphs[-1], f"compiled again after warm-up: {graphs}"
+    if backend == "aot_eager":  # the same kernels
+        assert losses == expected
+    torch.testing.assert_close(losses, expected, rtol=2e-3 if kwargs else 1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_compiled_models_train_alike(world2: World, way: str) -> None:
+    world2.run(compiled, way, "aot_eager", {}, timeout=180.0)
+
+
+def test_compiled_with_mixed_precision(world2: World) -> None:
+    world2.run(compiled, "before", "aot_eager", {"mp_policy": BF16}, timeout=180.0)
+
+
+def test_inductor_code(world2: World) -> None:
+    world2.run(compiled, "before", "inductor", {}, timeout=180.0)
+
+
+class Checkpointing(Model):
+    """Recomputes each block in backward."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+@ranks(2, timeout=180.0)
+def test_everything_together(rank: int, size: int) -> None:
+    """The torchtitan recipe: checkpointing, compiled blocks, sharding, clipping, accumulation."""
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    found = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model: Any = Checkpointing(**SMALL)
+        if compiles:
+            for block in model.blocks:
+                block.compile(backend="aot_eager")
+        shard(model, fully_shard)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for step in range(STEPS):
+            for micro in range(2):
+                model.set_requires_gradient_sync(micro == 1)
+                loss = loss_of(model, tokens_for(10 * step + micro, rank)) / 2
+                loss.backward()
+                losses.append(loss.item())
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(losses)
+    dynamo.reset()
+    assert found[0] == found[1]
