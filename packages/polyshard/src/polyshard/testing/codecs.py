@@ -57,7 +57,10 @@ class CodecConformance(Kit):
     ) -> Tensor:
         codec = self._gather_codec(stack, at)
         payload = torch.full((codec.payload_bytes,), 0xAB, dtype=torch.uint8)
-        codec.encode(at.shard(values, padding), payload)
+        shard = at.shard(values, padding)
+        given = shard.clone()
+        codec.encode(shard, payload)
+        assert torch.equal(shard.view(torch.uint8), given.view(torch.uint8)), "encode changed it"
         return payload
 
     def _check_regions(self, at: Case, regions: list[Tensor], values: list[Tensor]) -> None:
@@ -179,7 +182,10 @@ class CodecConformance(Kit):
         dtype = at.info.reduce_dtype
         chunks = [chunk_rows(value, placed).to(dtype) for value, placed in pairs]
         payloads = torch.full((at.layout.world_size, codec.payload_bytes), 0xAB, dtype=torch.uint8)
+        given = [chunk.clone() for chunk in chunks]
         codec.encode(chunks, payloads)
+        unchanged = all(map(torch.equal, chunks, given))
+        assert unchanged, "encode changed the gradients it was given"
         return payloads
 
     def _check_sums(self, at: Case, outs: list[Tensor], world_size: int) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from polyshard.errors import PluginError
+from polyshard.plugins.answers import Binding
 from polyshard.plugins.builtin import EnginePlugin
 from polyshard.plugins.contract import Contract, hookimpl
 from polyshard.plugins.manager import Member
@@ -80,8 +81,9 @@ class PluginConformance(CodecConformance):
                 reduce = found.reduce_codec.bind(at.info, at.layout)
                 parts: list[Named] = [found[role] for role in ROLES]
                 parts += [*found.constraints, *found.adapters]
+                binding = Binding(found, at.info.name)
                 blocks = [
-                    constraint.block_elements(parameter)
+                    binding.block_elements(constraint, parameter)
                     for constraint in found.constraints
                     for parameter in at.info.parameters
                 ]
@@ -126,6 +128,7 @@ class PluginConformance(CodecConformance):
         resting = storage.rest(shard.clone())
         assert torch.equal(resting.cpu(), shard)
         view = storage.view()
+        assert view.dtype == shard.dtype
         for _ in range(3):
             storage.prefetch()
             storage.fetch()
@@ -138,6 +141,21 @@ class PluginConformance(CodecConformance):
         placed = storage.place_gradient(shard.clone())
         assert placed.device == resting.device
         assert torch.equal(placed.cpu(), shard)
+
+    def test_storages_of_two_groups_do_not_mix(self, stack: PluginStack) -> None:
+        """What rests of one group is not what rests of another of the same plugin."""
+        at = case(2, 1)
+        factory = self.contributions(stack, at).storage
+        self.skip_unless_claimed(factory, "shard storage")
+        shards = [at.shard(at.values(seed)) for seed in range(2)]
+        storages = [factory.create(at.info, at.layout) for _ in shards]
+        for storage, shard in zip(storages, shards, strict=True):
+            storage.rest(shard.clone())
+        for storage, shard in zip(storages, shards, strict=True):
+            view = storage.view()
+            storage.fetch()
+            assert torch.equal(view.cpu(), shard)
+            storage.release()
 
     def test_transforms_are_undone(self, stack: PluginStack) -> None:
         """Unflattening gives the parameter back, over the same memory, to the same gradient."""
@@ -162,11 +180,12 @@ class PluginConformance(CodecConformance):
             pytest.skip("the plugin takes no state-dict adapter")
         for adapter in adapters:
             for value, info in zip(at.values(), at.info.parameters, strict=True):
-                given = value.clone()
+                kept = stack.onion.flatten(value, info)[0].contiguous()
+                given = kept.clone()
                 found = adapter.on_load(info, adapter.on_save(info, given))
-                assert found.dtype == value.dtype
-                assert torch.equal(found, value)
-                assert torch.equal(given, value), "on_save changed what it was given"
+                assert found.dtype == kept.dtype
+                assert torch.equal(found, kept)
+                assert torch.equal(given, kept), "on_save changed what it was given"
 
     # Training ---------------------------------------------------------------------------------
 

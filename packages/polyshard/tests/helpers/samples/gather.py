@@ -1,0 +1,226 @@
+"""Gather codecs, right and wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from polyshard import Plugin, hookimpl
+from polyshard.seams import BoundGatherCodec, GatherCodec, GroupInfo
+from polyshard.sharding.layout import GroupLayout
+from samples.verdict import Right, Samples, Wrong
+
+
+class Cast(BoundGatherCodec):
+    """Ships every chunk in one dtype."""
+
+    dtype = torch.float32
+
+    def __init__(self, group: GroupInfo, layout: GroupLayout) -> None:
+        self.group = group
+        self.layout = layout
+        numel = sum(p.chunk_numel for p in layout.parameters)
+        self.payload_bytes = self.dtype.itemsize * numel
+
+    def values(self, shard: Tensor) -> Tensor:
+        placed = self.layout.parameters
+        return torch.cat([shard[p.shard_offset : p.shard_offset + p.chunk_numel] for p in placed])
+
+    def encode(self, shard: Tensor, payload: Tensor) -> None:
+        payload.copy_(self.values(shard).to(self.dtype).view(torch.uint8))
+
+    def decode(self, payloads: Tensor, regions: Sequence[Tensor]) -> None:
+        values = payloads.clone().view(self.dtype)
+        for region, part in zip(regions, self.parts(values), strict=True):
+            region.copy_(part)
+
+    def parts(self, values: Tensor) -> Sequence[Tensor]:
+        return torch.split(values, [p.chunk_numel for p in self.layout.parameters], dim=1)
+
+
+class Half(Cast):
+    dtype = torch.bfloat16
+
+
+class PluginCodec(GatherCodec):
+    """Binds what its plugin is about; ``alone`` leaves single ranks to the engine."""
+
+    name = "sample"
+
+    def __init__(self, bound: Any, alone: bool = True) -> None:
+        self.bound = bound
+        self.alone = alone
+
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> BoundGatherCodec | None:
+        if self.bound is None or (group.world_size == 1 and not self.alone):
+            return None
+        made: BoundGatherCodec = self.bound(group, layout)
+        return made
+
+
+class Exact(Plugin):
+    """Bits as they are."""
+
+    name = "sample"
+    bound: ClassVar[Any] = Cast
+    alone: ClassVar[bool] = True
+
+    @hookimpl
+    def polyshard_gather_codec(self, group: GroupInfo) -> GatherCodec | None:
+        return PluginCodec(self.bound, self.alone)
+
+
+class Lossy(Exact):
+    bound = Half
+
+
+class NoneBound(Exact):
+    """Leaves every group to the engine, when it is bound."""
+
+    bound = None
+
+
+class NotAlone(Exact):
+    """Leaves single ranks to the engine."""
+
+    alone = False
+
+
+class Around(Cast):
+    """Counts what another codec does."""
+
+    def __init__(self, group: GroupInfo, layout: GroupLayout) -> None:
+        self.inner = Half(group, layout)
+        self.payload_bytes = self.inner.payload_bytes
+        self.calls = 0
+
+    def encode(self, shard: Tensor, payload: Tensor) -> None:
+        self.calls += 1
+        self.inner.encode(shard, payload)
+
+    def decode(self, payloads: Tensor, regions: Sequence[Tensor]) -> None:
+        self.inner.decode(payloads, regions)
+
+
+class Wrapping(Exact):
+    bound = Around
+
+
+# Wrong -------------------------------------------------------------------------------------------
+
+
+class _Growing(Cast):
+    """Its payload grows with the rank."""
+
+    def __init__(self, group: GroupInfo, layout: GroupLayout) -> None:
+        super().__init__(group, layout)
+        self.payload_bytes += 4 * group.rank
+
+
+class _PeersOnly(Cast):
+    """Leaves the first row alone, as if the owner knew better."""
+
+    def decode(self, payloads: Tensor, regions: Sequence[Tensor]) -> None:
+        super().decode(payloads[1:], [region[1:] for region in regions])
+
+
+class _Copying(Cast):
+    """Fills copies of strided regions."""
+
+    def decode(self, payloads: Tensor, regions: Sequence[Tensor]) -> None:
+        super().decode(payloads, [region.contiguous() for region in regions])
+
+
+class _Spending(Cast):
+    """Leaves the shard as zeros."""
+
+    def encode(self, shard: Tensor, payload: Tensor) -> None:
+        super().encode(shard, payload)
+        shard.zero_()
+
+
+class _Scaled(Cast):
+    """Scales by the largest value, be it padding."""
+
+    def encode(self, shard: Tensor, payload: Tensor) -> None:
+        super().encode(shard / shard.abs().max() * shard.abs().max(), payload)
+
+
+class _Noisy(Cast):
+    """Adds noise of its own."""
+
+    def encode(self, shard: Tensor, payload: Tensor) -> None:
+        super().encode(shard + 1e-4 * torch.randn_like(shard), payload)
+
+
+class _Shared(Cast):
+    """Keeps what it sends in one place for all groups."""
+
+    last: ClassVar[dict[int, Tensor]] = {}
+
+    def encode(self, shard: Tensor, payload: Tensor) -> None:
+        super().encode(shard, payload)
+        self.last[self.group.rank] = payload.clone()
+
+    def decode(self, payloads: Tensor, regions: Sequence[Tensor]) -> None:
+        payloads = payloads.clone()
+        payloads[self.group.rank] = self.last[self.group.rank]
+        super().decode(payloads, regions)
+
+
+class Growing(Exact):
+    bound = _Growing
+
+
+class PeersOnly(Exact):
+    bound = _PeersOnly
+
+
+class Copying(Exact):
+    bound = _Copying
+
+
+class WrongDtype(Exact):
+    """Loses bits and says that it is exact."""
+
+    bound = Half
+
+
+class Spending(Exact):
+    bound = _Spending
+
+
+class Scaled(Exact):
+    bound = _Scaled
+
+
+class Noisy(Exact):
+    bound = _Noisy
+
+
+class Shared(Exact):
+    bound = _Shared
+
+
+SAMPLES = Samples(
+    right=[
+        Right(Exact),
+        Right(Lossy, tolerance=2.0**-8),
+        Right(NoneBound),
+        Right(NotAlone),
+        Right(Wrapping, tolerance=2.0**-8),
+    ],
+    wrong=[
+        Wrong(Growing, "test_answers_are_the_same_on_every_rank"),
+        Wrong(PeersOnly, "test_gather_round_trip"),
+        Wrong(Copying, "test_gather_round_trip"),
+        Wrong(WrongDtype, "test_gather_round_trip"),
+        Wrong(Spending, "test_gather_round_trip"),
+        Wrong(Scaled, "test_gather_ignores_padding", tolerance=1e-3),
+        Wrong(Noisy, "test_gather_is_deterministic", tolerance=1e-3),
+        Wrong(Shared, "test_gathers_of_two_groups_do_not_mix"),
+    ],
+)

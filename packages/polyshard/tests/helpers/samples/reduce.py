@@ -1,0 +1,219 @@
+"""Reduce codecs, right and wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from samples.verdict import Right, Samples, Wrong
+from torch import Tensor
+
+from polyshard import Plugin, hookimpl
+from polyshard.seams import BoundReduceCodec, GroupInfo, ReduceCodec
+from polyshard.sharding.layout import GroupLayout
+
+
+class Cast(BoundReduceCodec):
+    """Ships every chunk in one dtype, and sums in rank order."""
+
+    dtype = torch.float32
+
+    def __init__(self, group: GroupInfo, layout: GroupLayout) -> None:
+        self.group = group
+        self.layout = layout
+        numel = sum(p.chunk_numel for p in layout.parameters)
+        self.payload_bytes = self.dtype.itemsize * numel
+
+    def encode(self, chunks: Sequence[Tensor], payloads: Tensor) -> None:
+        values = torch.cat(list(chunks), dim=1).to(self.dtype)
+        payloads.copy_(values.view(torch.uint8))
+
+    def decode_sum(self, payloads: Tensor, outs: Sequence[Tensor]) -> None:
+        values = payloads.clone().view(self.dtype)
+        parts = values.split([out.numel() for out in outs], dim=1)
+        for out, part in zip(outs, parts, strict=True):
+            total = part[0].float()
+            for row in part[1:]:
+                total = total + row.float()
+            out.copy_(total)
+
+
+class Half(Cast):
+    dtype = torch.bfloat16
+
+
+class TopHalf(Cast):
+    """Sends the larger half of each row; what was left out is added to the next reduction."""
+
+    def __init__(self, group: GroupInfo, layout: GroupLayout) -> None:
+        super().__init__(group, layout)
+        self.left = torch.zeros(())
+
+    def encode(self, chunks: Sequence[Tensor], payloads: Tensor) -> None:
+        values = torch.cat(list(chunks), dim=1).float() + self.left
+        middle = values.abs().median(dim=1, keepdim=True).values
+        sent = torch.where(values.abs() >= middle, values, 0.0)
+        self.left = values - sent
+        super().encode([sent], payloads)
+
+
+class PluginCodec(ReduceCodec):
+    """Binds what its plugin is about."""
+
+    name = "sample"
+
+    def __init__(self, bound: Any) -> None:
+        self.bound = bound
+
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> BoundReduceCodec | None:
+        made: BoundReduceCodec | None = self.bound(group, layout) if self.bound else None
+        return made
+
+
+class Exact(Plugin):
+    """Bits as they are."""
+
+    name = "sample"
+    bound: ClassVar[Any] = Cast
+
+    @hookimpl
+    def polyshard_reduce_codec(self, group: GroupInfo) -> ReduceCodec | None:
+        return PluginCodec(self.bound)
+
+
+class Lossy(Exact):
+    bound = Half
+
+
+class Feedback(Exact):
+    bound = TopHalf
+
+
+class NoneBound(Exact):
+    bound = None
+
+
+class Around(Cast):
+    """Counts what another codec does."""
+
+    def __init__(self, group: GroupInfo, layout: GroupLayout) -> None:
+        self.inner = Half(group, layout)
+        self.payload_bytes = self.inner.payload_bytes
+        self.calls = 0
+
+    def encode(self, chunks: Sequence[Tensor], payloads: Tensor) -> None:
+        self.calls += 1
+        self.inner.encode(chunks, payloads)
+
+    def decode_sum(self, payloads: Tensor, outs: Sequence[Tensor]) -> None:
+        self.inner.decode_sum(payloads, outs)
+
+
+class Wrapping(Exact):
+    bound = Around
+
+
+# Wrong -------------------------------------------------------------------------------------------
+
+
+class _Growing(Cast):
+    def __init__(self, group: GroupInfo, layout: GroupLayout) -> None:
+        super().__init__(group, layout)
+        self.payload_bytes += 4 * group.rank
+
+
+class _LastWins(Cast):
+    """Keeps one rank's gradient instead of the sum."""
+
+    def decode_sum(self, payloads: Tensor, outs: Sequence[Tensor]) -> None:
+        super().decode_sum(payloads[-1:], outs)
+
+
+class _Averaging(Cast):
+    """Averages, which is the engine's part."""
+
+    def decode_sum(self, payloads: Tensor, outs: Sequence[Tensor]) -> None:
+        super().decode_sum(payloads, outs)
+        for out in outs:
+            out.div_(len(payloads))
+
+
+class _Spending(Cast):
+    """Clears the gradients that it was shown."""
+
+    def encode(self, chunks: Sequence[Tensor], payloads: Tensor) -> None:
+        super().encode(chunks, payloads)
+        for chunk in chunks:
+            chunk.zero_()
+
+
+class _Misdirected(Cast):
+    """Sends every peer what belongs to another."""
+
+    def encode(self, chunks: Sequence[Tensor], payloads: Tensor) -> None:
+        super().encode([chunk.flip(0) for chunk in chunks], payloads)
+
+
+class _Shared(TopHalf):
+    """Keeps what it left out in one place for all groups."""
+
+    kept: ClassVar[dict[int, Tensor]] = {}
+
+    def encode(self, chunks: Sequence[Tensor], payloads: Tensor) -> None:
+        values = torch.cat(list(chunks), dim=1)
+        known = self.kept.get(self.group.rank)
+        self.kept[self.group.rank] = values
+        if known is not None and known.shape == values.shape:
+            values = values + 100 * known
+        Cast.encode(self, [values], payloads)
+
+
+class Growing(Exact):
+    bound = _Growing
+
+
+class LastWins(Exact):
+    bound = _LastWins
+
+
+class Averaging(Exact):
+    bound = _Averaging
+
+
+class WrongDtype(Exact):
+    """Loses bits and says that it is exact."""
+
+    bound = Half
+
+
+class Spending(Exact):
+    bound = _Spending
+
+
+class Misdirected(Exact):
+    bound = _Misdirected
+
+
+class Shared(Exact):
+    bound = _Shared
+
+
+SAMPLES = Samples(
+    right=[
+        Right(Exact),
+        Right(Lossy, tolerance=2.0**-8),
+        Right(Feedback, tolerance=1.0, loss_tolerance=0.2),
+        Right(NoneBound),
+        Right(Wrapping, tolerance=2.0**-8),
+    ],
+    wrong=[
+        Wrong(Growing, "test_answers_are_the_same_on_every_rank"),
+        Wrong(LastWins, "test_reduce_sums_over_ranks"),
+        Wrong(Averaging, "test_reduce_sums_over_ranks"),
+        Wrong(WrongDtype, "test_reduce_sums_over_ranks"),
+        Wrong(Spending, "test_reduce_sums_over_ranks"),
+        Wrong(Misdirected, "test_reduce_sums_over_ranks"),
+        Wrong(Shared, "test_reductions_of_two_groups_do_not_mix"),
+    ],
+)

@@ -1,0 +1,195 @@
+"""Storages, right and wrong."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from samples.verdict import Right, Samples, Wrong
+from torch import Tensor
+
+from polyshard import Plugin, hookimpl
+from polyshard.plugins.builtin import DeviceStorage
+from polyshard.seams import GroupInfo, ShardStorage, StorageFactory
+from polyshard.sharding.layout import GroupLayout
+
+
+class Apart(ShardStorage):
+    """Keeps the shard in one place, and brings it to another for each gather."""
+
+    def __init__(self, group: GroupInfo, layout: GroupLayout) -> None:
+        self.near = torch.full((layout.shard_numel,), float("nan"), dtype=group.orig_dtype)
+        self.resting = self.near
+
+    def rest(self, shard: Tensor) -> Tensor:
+        self.resting = shard
+        return shard
+
+    def view(self) -> Tensor:
+        return self.near
+
+    def fetch(self) -> None:
+        self.near.copy_(self.resting)
+
+    def release(self) -> None:
+        self.near.fill_(float("nan"))
+
+
+class Around(ShardStorage):
+    """Counts what another storage does."""
+
+    def __init__(self, group: GroupInfo, layout: GroupLayout) -> None:
+        del group, layout
+        self.inner = DeviceStorage()
+        self.fetches = 0
+
+    def rest(self, shard: Tensor) -> Tensor:
+        return self.inner.rest(shard)
+
+    def view(self) -> Tensor:
+        return self.inner.view()
+
+    def fetch(self) -> None:
+        self.fetches += 1
+        self.inner.fetch()
+
+    def release(self) -> None:
+        self.inner.release()
+
+    def place_gradient(self, gradient: Tensor) -> Tensor:
+        return self.inner.place_gradient(gradient)
+
+
+class Factory(StorageFactory):
+    name = "sample"
+
+    def __init__(self, made: Any) -> None:
+        self.made = made
+
+    def create(self, group: GroupInfo, layout: GroupLayout) -> ShardStorage:
+        storage: ShardStorage = self.made(group, layout)
+        return storage
+
+
+class Moving(Plugin):
+    name = "sample"
+    made: ClassVar[Any] = Apart
+
+    @hookimpl
+    def polyshard_shard_storage(self, group: GroupInfo) -> StorageFactory | None:
+        return Factory(self.made)
+
+
+class Abstaining(Moving):
+    """Leaves groups of few parameters to the engine: all of them, here."""
+
+    @hookimpl
+    def polyshard_shard_storage(self, group: GroupInfo) -> StorageFactory | None:
+        return Factory(self.made) if len(group.parameters) > 100 else None
+
+
+class Wrapping(Moving):
+    made = Around
+
+
+# Wrong -------------------------------------------------------------------------------------------
+
+
+class _NewView(Apart):
+    """Shows the shard in another tensor every time."""
+
+    def view(self) -> Tensor:
+        return self.near.clone()
+
+
+class _Stale(Apart):
+    """Fetches once."""
+
+    fetched = False
+
+    def fetch(self) -> None:
+        if not self.fetched:
+            super().fetch()
+        self.fetched = True
+
+    def release(self) -> None:
+        """What was fetched stays."""
+
+
+class _Deaf(Apart):
+    """Rests in a copy that the optimizer never sees."""
+
+    def rest(self, shard: Tensor) -> Tensor:
+        super().rest(shard)
+        return shard.clone()
+
+
+class _Halving(Apart):
+    """Places other gradients than it was given."""
+
+    def place_gradient(self, gradient: Tensor) -> Tensor:
+        return gradient / 2
+
+
+class _Narrow(Apart):
+    """Shows the shard in another dtype."""
+
+    def __init__(self, group: GroupInfo, layout: GroupLayout) -> None:
+        super().__init__(group, layout)
+        self.near = self.near.double()
+
+
+class _Shared(Apart):
+    """One place for the shards of all groups."""
+
+    places: ClassVar[dict[int, Tensor]] = {}
+
+    def rest(self, shard: Tensor) -> Tensor:
+        self.resting = self.places.setdefault(shard.numel(), shard)
+        return self.resting.copy_(shard)
+
+
+class NewView(Moving):
+    made = _NewView
+
+
+class Stale(Moving):
+    made = _Stale
+
+
+class Deaf(Moving):
+    made = _Deaf
+
+
+class Halving(Moving):
+    made = _Halving
+
+
+class Narrow(Moving):
+    made = _Narrow
+
+
+class Shared(Moving):
+    made = _Shared
+
+
+class SomeRanks(Moving):
+    """Claims the storage on one rank."""
+
+    @hookimpl
+    def polyshard_shard_storage(self, group: GroupInfo) -> StorageFactory | None:
+        return Factory(self.made) if group.rank == 0 else None
+
+
+SAMPLES = Samples(
+    right=[Right(Moving), Right(Abstaining), Right(Wrapping)],
+    wrong=[
+        Wrong(NewView, "test_storage_life_cycle"),
+        Wrong(Stale, "test_storage_life_cycle"),
+        Wrong(Deaf, "test_storage_life_cycle"),
+        Wrong(Halving, "test_storage_life_cycle"),
+        Wrong(Narrow, "test_storage_life_cycle"),
+        Wrong(Shared, "test_storages_of_two_groups_do_not_mix"),
+        Wrong(SomeRanks, "test_answers_are_the_same_on_every_rank"),
+    ],
+)
