@@ -182,3 +182,11 @@ def test_metadata_of_checkpoints_names_known_classes(tmp_path: Path) -> None:
         ("pathlib._local", "PosixPath"),
     }
     assert len(named) > 8
+
+
+def test_rows_of_chunks() -> None:
+    tensors = [torch.arange(12.0).view(4, 3), torch.arange(8.0), torch.ones(2, 2, 2)]
+    out = torch.empty(2, 14)
+    private.chunk_cat(tensors, out)
+    wanted = [torch.cat([t.chunk(2)[row].flatten() for t in tensors]) for row in range(2)]
+    assert torch.equal(out, torch.stack(wanted))

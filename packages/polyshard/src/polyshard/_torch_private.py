@@ -63,6 +63,7 @@ def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 __all__ = [
     "DataParallelMeshDims",
     "StorageGate",
+    "chunk_cat",
     "coalescing",
     "default_store",
     "dtensor_spec",
@@ -109,6 +110,11 @@ def wrap_local(local: Tensor, spec: DTensorSpec) -> DTensor:
     And without ``__init__``, which does nothing, and takes twice as long to have dynamo ignore it.
     """
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
+def chunk_cat(tensors: Sequence[Tensor], out: Tensor) -> None:
+    """Row r of ``out`` (``[chunks, n]``) becomes the r-th chunk along dim 0 of each, end to end."""
+    torch._chunk_cat(tensors, dim=0, num_chunks=out.shape[0], out=out)
 
 
 def local_tensor(value: DTensor) -> Tensor:
