@@ -417,3 +417,18 @@ def test_hooks_of_torch_keep_their_arguments() -> None:
 def test_the_engines_own_plugin_has_no_problems() -> None:
     """Stacks do not look: it is in every one."""
     assert problems_of(EnginePlugin()) == []
+
+
+def test_units_without_plugins_share_a_stack(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    silent = build_stack([])
+    assert build_stack(()) is silent
+    monkeypatch.setenv("POLYSHARD_TRACE", "1")
+    traced = build_stack([])
+    silent.contributions(GROUP)
+    assert capsys.readouterr().err == ""
+    traced.contributions(GROUP)
+    assert "'engine'" in capsys.readouterr().err
+    monkeypatch.delenv("POLYSHARD_TRACE")
+    assert build_stack([]) is silent

@@ -86,6 +86,11 @@ class Answer(Generic[T]):
     value: T
 
 
+def tracing() -> bool:
+    """Whether hook calls of stacks that are made now are shown."""
+    return os.environ.get(TRACE) == "1"
+
+
 class Manager:
     """The plugins of one stack, validated, in an order given by the caller."""
 
@@ -100,7 +105,7 @@ class Manager:
         self._implementations = {hook: self._ordered(manager, hook) for hook in hook_arguments()}
 
     def _ordered(self, manager: pluggy.PluginManager, hook: str) -> list[Implementation]:
-        trace = os.environ.get(TRACE) == "1"
+        trace = tracing()
         found = getattr(manager.hook, hook).get_hookimpls()
         return [
             Implementation(member, hook, one.function, tuple(one.argnames), trace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -14,7 +15,7 @@ from polyshard.claims import contributions_of
 from polyshard.discovery import load_plugin
 from polyshard.errors import ConflictError, PluginError
 from polyshard.hooks import Hooks
-from polyshard.manager import Implementation, Manager, Member
+from polyshard.manager import Implementation, Manager, Member, tracing
 from polyshard.onion import Onion, name_of
 from polyshard.ordering import check_relations, order
 from polyshard.parameter_hooks import ParameterHooks
@@ -145,6 +146,8 @@ def build_stack(plugins: Sequence[object | str]) -> PluginStack:
     """
     if isinstance(plugins, str):
         raise PluginError(f"plugins= takes a list, got the string '{plugins}'; pass ['{plugins}'].")
+    if not plugins:
+        return _engine_alone(is_traced=tracing())
     refusals: list[PluginError] = []
     members = _resolve(plugins, refusals)
     contracts = [m.contract for m in members]
@@ -161,6 +164,16 @@ def build_stack(plugins: Sequence[object | str]) -> PluginStack:
         _refuse(refusals, objections)
     by_name = {m.contract.name: m for m in members}
     return PluginStack([*(by_name[name] for name in ordered), Member.of(EnginePlugin())])
+
+
+@functools.cache
+def _engine_alone(*, is_traced: bool) -> PluginStack:
+    """The stack without plugins, which nothing changes: made once, because most units have it.
+
+    ``is_traced`` is what its hooks read when they are made.
+    """
+    del is_traced
+    return PluginStack([Member.of(EnginePlugin())])
 
 
 def _resolve(plugins: Sequence[object | str], refusals: list[PluginError]) -> list[Member]:
