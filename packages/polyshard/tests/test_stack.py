@@ -419,16 +419,16 @@ def test_the_engines_own_plugin_has_no_problems() -> None:
     assert problems_of(EnginePlugin()) == []
 
 
-def test_units_without_plugins_share_a_stack(
+def test_stacks_share_the_engine_and_are_traced_one_by_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     silent = build_stack([])
-    assert build_stack(()) is silent
     monkeypatch.setenv("POLYSHARD_TRACE", "1")
-    traced = build_stack([])
+    traced = build_stack([Codecs()])
     silent.contributions(GROUP)
     assert capsys.readouterr().err == ""
     traced.contributions(GROUP)
     assert "'engine'" in capsys.readouterr().err
     monkeypatch.delenv("POLYSHARD_TRACE")
-    assert build_stack([]) is silent
+    build_stack([]).contributions(GROUP)
+    assert capsys.readouterr().err == ""

@@ -112,7 +112,7 @@ def wrap_local(local: Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
-def chunk_cat(tensors: Sequence[Tensor], out: Tensor) -> None:
+def chunk_cat(tensors: list[Tensor], out: Tensor) -> None:
     """Row r of ``out`` (``[chunks, n]``) becomes the r-th chunk along dim 0 of each, end to end."""
     torch._chunk_cat(tensors, dim=0, num_chunks=out.shape[0], out=out)
 

@@ -72,9 +72,9 @@ class PluginStack:
     """Plugins in order. Immutable; the same plugin objects may serve many stacks."""
 
     def __init__(self, members: Sequence[Member]) -> None:
-        """``members`` are in plugin order, the engine last."""
+        """``members`` are in plugin order; the engine answers last."""
         self._members = tuple(members)
-        self._hooks = Hooks(Manager(members))
+        self._hooks = Hooks(Manager(members, last=_engine(is_traced=tracing())))
         self._onion = Onion([PluginTransform(*layer) for layer in self._hooks.layers()])
 
     def lines(self) -> tuple[str, ...]:
@@ -82,7 +82,6 @@ class PluginStack:
         return tuple(
             f"{m.contract.name} {m.contract.version}" + (f" ({m.settings})" if m.settings else "")
             for m in self._members
-            if m.contract.name != ENGINE
         )
 
     @property
@@ -146,8 +145,6 @@ def build_stack(plugins: Sequence[object | str]) -> PluginStack:
     """
     if isinstance(plugins, str):
         raise PluginError(f"plugins= takes a list, got the string '{plugins}'; pass ['{plugins}'].")
-    if not plugins:
-        return _engine_alone(is_traced=tracing())
     refusals: list[PluginError] = []
     members = _resolve(plugins, refusals)
     contracts = [m.contract for m in members]
@@ -163,17 +160,17 @@ def build_stack(plugins: Sequence[object | str]) -> PluginStack:
     if refusals or objections:
         _refuse(refusals, objections)
     by_name = {m.contract.name: m for m in members}
-    return PluginStack([*(by_name[name] for name in ordered), Member.of(EnginePlugin())])
+    return PluginStack([by_name[name] for name in ordered])
 
 
 @functools.cache
-def _engine_alone(*, is_traced: bool) -> PluginStack:
-    """The stack without plugins, which nothing changes: made once, because most units have it.
+def _engine(*, is_traced: bool) -> Manager:
+    """The engine's own answers, the same for every stack and made once.
 
-    ``is_traced`` is what its hooks read when they are made.
+    ``is_traced`` is what they read when they are made.
     """
     del is_traced
-    return PluginStack([Member.of(EnginePlugin())])
+    return Manager([Member.of(EnginePlugin())])
 
 
 def _resolve(plugins: Sequence[object | str], refusals: list[PluginError]) -> list[Member]:
