@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,6 +28,17 @@ def dtensors(rank: int, size: int) -> None:
     assert private.local_tensor(value) is local
     assert value.shape == (4, 3)
     assert value.full_tensor()[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]
+    for trains in (True, False):
+        parameter = private.wrap_parameter(local, spec, requires_grad=trains)
+        wanted = nn.Parameter(value, requires_grad=trains)
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.is_leaf
+        assert parameter.requires_grad is trains
+        assert (type(parameter), parameter.__dict__) == (type(wanted), wanted.__dict__)
+        assert parameter._version == wanted._version
+        own = private.local_tensor(cast("DTensor", parameter))
+        assert own is not local
+        assert own.data_ptr() == local.data_ptr()
     other = local + 1
     private.set_local_tensor(value, other)
     assert value.to_local()[0, 0] == rank + 1

@@ -88,6 +88,7 @@ __all__ = [
     "strided_shard",
     "tag_managed_module",
     "wrap_local",
+    "wrap_parameter",
 ]
 
 
@@ -105,11 +106,16 @@ def join_meshes(meshes: Sequence[dist.DeviceMesh]) -> dist.DeviceMesh:
 
 
 def wrap_local(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor around ``local`` without the checks and views of ``DTensor.from_local``.
-
-    And without ``__init__``, which does nothing, and takes twice as long to have dynamo ignore it.
-    """
+    """A DTensor around ``local`` without the checks and views of ``DTensor.from_local``."""
+    # Without __init__, which does nothing, and takes twice as long to have dynamo ignore it.
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
+def wrap_parameter(local: Tensor, spec: DTensorSpec, *, requires_grad: bool) -> nn.Parameter:
+    """As ``nn.Parameter`` of a DTensor, which goes through its dispatch to detach it."""
+    value: Any = wrap_local(local.detach(), spec)
+    value._is_param = True
+    return cast("nn.Parameter", value.requires_grad_(requires_grad))
 
 
 def chunk_cat(tensors: list[Tensor], out: Tensor) -> None:
