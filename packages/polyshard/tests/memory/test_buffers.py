@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -206,3 +207,19 @@ def test_parts_handed_out_hold_memory_too() -> None:
     assert again.data_ptr() == address
     assert list(memory.parts_of(again)) == [0], "made once"
     assert kept.shape == (10,)
+
+
+@pytest.mark.parametrize("shape", [(10,), (10, 1), (1, 10), (1, 1), ()])
+def test_memory_of_parts_of_any_shape_is_taken_again(shape: tuple[int, ...]) -> None:
+    memory, device = Recycled(), torch.device("cpu")
+    addresses = set()
+    with torch.no_grad():
+        for _ in range(3):
+            total = memory.take(100, torch.float32, device)
+            addresses.add(total.data_ptr())
+            parts = memory.parts_of(total)
+            if not parts:
+                parts[0] = own_storage_of_gradient(total[: math.prod(shape)].view(shape))
+            gradient = parts[0].detach()
+            del total, gradient
+    assert len(addresses) == 1

@@ -372,3 +372,18 @@ def test_hooks_of_torch_keep_their_arguments() -> None:
 def test_the_engines_own_plugin_has_no_problems() -> None:
     """Stacks do not look: it is in every one."""
     assert problems_of(EnginePlugin()) == []
+
+
+def test_stacks_share_the_engine_and_are_traced_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    silent = build_stack([])
+    monkeypatch.setenv("POLYSHARD_TRACE", "1")
+    traced = build_stack([Codecs()])
+    silent.contributions(GROUP)
+    assert capsys.readouterr().err == ""
+    traced.contributions(GROUP)
+    assert "'engine'" in capsys.readouterr().err
+    monkeypatch.delenv("POLYSHARD_TRACE")
+    build_stack([]).contributions(GROUP)
+    assert capsys.readouterr().err == ""

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polyshard.exchange.packing import Packing
 from polyshard.sharding.layout import (
     ALIGNMENT_BYTES,
     GroupLayout,
@@ -124,3 +125,28 @@ def test_a_world_of_one_stages_nothing() -> None:
     assert layout.staged == ()
     for placed in layout.parameters:
         assert placed.shard_offset == placed.region_offset
+
+
+@given(groups, worlds, st.booleans())
+def test_packed_gradients_are_the_chunks_of_each(
+    members: list[ParameterShape], world: int, is_whole: bool
+) -> None:
+    layout = plan(members, world, staging_bytes=1 << 20)
+    sources = {i: torch.rand(p.shape) for i, p in enumerate(layout.parameters)}
+    if not is_whole:
+        sources.pop(0)
+    pieces, scratch = Packing(layout, 0, None).pieces(sources, torch.float32)
+    if scratch is None:
+        return
+    assert pieces[-1] is not None
+    packed = pieces[-1].view(world, layout.staged_numel)
+    for rank in range(world):
+        row = torch.zeros(layout.staged_numel)
+        for index in set(layout.staged).intersection(sources):
+            placed, part = layout.parameters[index], sources[index]
+            if placed.dim is not None:
+                start, stop = placed.bounds(rank)
+                part = part.narrow(placed.dim, start, stop - start)
+            begin = placed.shard_offset - layout.staged_offset
+            row[begin : begin + part.numel()] = part.flatten()
+        assert torch.equal(packed[rank], row)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -29,6 +29,17 @@ def test_dtensors(rank: int, size: int) -> None:
     assert private.local_tensor(value) is local
     assert value.shape == (4, 3)
     assert value.full_tensor()[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]
+    for trains in (True, False):
+        parameter = private.wrap_parameter(local, spec, requires_grad=trains)
+        wanted = nn.Parameter(value, requires_grad=trains)
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.is_leaf
+        assert parameter.requires_grad is trains
+        assert (type(parameter), parameter.__dict__) == (type(wanted), wanted.__dict__)
+        assert parameter._version == wanted._version
+        own = private.local_tensor(cast("DTensor", parameter))
+        assert own is not local
+        assert own.data_ptr() == local.data_ptr()
     other = local + 1
     private.set_local_tensor(value, other)
     assert value.to_local()[0, 0] == rank + 1
@@ -173,3 +184,11 @@ def test_metadata_of_checkpoints_names_known_classes(tmp_path: Path) -> None:
         ("pathlib._local", "PosixPath"),
     }
     assert len(named) > 8
+
+
+def test_rows_of_chunks() -> None:
+    tensors = [torch.arange(12.0).view(4, 3), torch.arange(8.0), torch.ones(2, 2, 2)]
+    out = torch.empty(2, 14)
+    private.chunk_cat(tensors, out)
+    wanted = [torch.cat([t.chunk(2)[row].flatten() for t in tensors]) for row in range(2)]
+    assert torch.equal(out, torch.stack(wanted))

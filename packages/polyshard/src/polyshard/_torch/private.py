@@ -63,6 +63,7 @@ def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 __all__ = [
     "DataParallelMeshDims",
     "StorageGate",
+    "chunk_cat",
     "coalescing",
     "default_store",
     "dtensor_spec",
@@ -87,6 +88,7 @@ __all__ = [
     "strided_shard",
     "tag_managed_module",
     "wrap_local",
+    "wrap_parameter",
 ]
 
 
@@ -105,7 +107,20 @@ def join_meshes(meshes: Sequence[dist.DeviceMesh]) -> dist.DeviceMesh:
 
 def wrap_local(local: Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor around ``local`` without the checks and views of ``DTensor.from_local``."""
-    return DTensor(local, spec, requires_grad=False)
+    # Without __init__, which does nothing, and takes twice as long to have dynamo ignore it.
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
+def wrap_parameter(local: Tensor, spec: DTensorSpec, *, requires_grad: bool) -> nn.Parameter:
+    """As ``nn.Parameter`` of a DTensor, which goes through its dispatch to detach it."""
+    value: Any = wrap_local(local.detach(), spec)
+    value._is_param = True
+    return cast("nn.Parameter", value.requires_grad_(requires_grad))
+
+
+def chunk_cat(tensors: list[Tensor], out: Tensor) -> None:
+    """Row r of ``out`` (``[chunks, n]``) becomes the r-th chunk along dim 0 of each, end to end."""
+    torch._chunk_cat(tensors, dim=0, num_chunks=out.shape[0], out=out)
 
 
 def local_tensor(value: DTensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from polyshard._torch.private import chunk_cat
 from polyshard.exchange.accumulation import blanks
 from polyshard.exchange.pieces import chunk_pairs
 from polyshard.memory.buffers import Buffer, new_buffer
@@ -26,6 +27,7 @@ class Packing:
         self._fills_rows = all(p.is_even for p in staged) and (
             sum(p.chunk_numel for p in staged) == layout.staged_numel
         )
+        self._only_rows = self._fills_rows and all(p.dim == 0 and p.numel for p in staged)
         self._filled = [
             (p.shard_offset, p.shard_offset + p.local_numel(rank)) for p in layout.parameters
         ]
@@ -70,7 +72,11 @@ class Packing:
     def _pack(self, staged: Mapping[int, Tensor], packed: Tensor) -> None:
         """Copy gradients into ``packed`` (``[W, staged_numel]``); what nobody fills is zero."""
         layout = self._layout
-        if not (self._fills_rows and len(staged) == len(layout.staged)):
+        is_whole = len(staged) == len(layout.staged)
+        if is_whole and self._only_rows:
+            chunk_cat(list(staged.values()), packed)  # in the order of the layout
+            return
+        if not (is_whole and self._fills_rows):
             packed.zero_()
         targets: list[Tensor] = []
         parts: list[Tensor] = []

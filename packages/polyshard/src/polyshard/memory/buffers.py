@@ -150,13 +150,14 @@ class Recycled:
         """Nothing is allocated yet."""
         self._memory: Tensor | None = None
         self._parts: dict[int, Tensor] = {}
+        self._storages: tuple[int, list[torch.UntypedStorage]] = (0, [])
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """``[numel]``, contents undefined; an alias, so that holders can be counted."""
         memory = self._memory
         if memory is None or not self._fits(memory, numel, dtype, device):
             memory = self._memory = torch.empty(numel, dtype=dtype, device=device)
-            self._parts = {}
+            self._forget_parts()
         return memory.view(-1)
 
     def parts_of(self, value: Tensor) -> dict[int, Tensor]:
@@ -177,10 +178,20 @@ class Recycled:
     def drop(self) -> None:
         """Give the memory up; whoever holds it keeps it."""
         self._memory = None
-        self._parts = {}
+        self._forget_parts()
+
+    def _forget_parts(self) -> None:
+        self._parts, self._storages = {}, (0, [])
+
+    def _storages_of_parts(self) -> list[torch.UntypedStorage]:
+        """Made once: each is an object to be looked at in every step."""
+        if self._storages[0] != len(self._parts):
+            made = [part.untyped_storage() for part in self._parts.values() if part.numel()]
+            self._storages = (len(self._parts), made)
+        return self._storages[1]
 
     def _fits(self, memory: Tensor, numel: int, dtype: torch.dtype, device: torch.device) -> bool:
         if not (memory.numel() == numel and memory.dtype == dtype and memory.device == device):
             return False
-        parts = [part.untyped_storage() for part in self._parts.values() if part.numel()]
+        parts = self._storages_of_parts()
         return storage_holders(memory) == 1 + len(parts) and not storages_are_held(parts)

@@ -35,8 +35,11 @@ def own_storage_of_gradient(part: Tensor) -> Tensor:
     if not part.numel():
         return torch.empty(part.shape, dtype=part.dtype, device=part.device)
     alone = from_dlpack(to_dlpack(part))
+    if 1 not in part.shape:
+        return alone
     # DLPack forgets the strides of dims of size 1, by which optimizers tell that tensors are alike.
-    return alone.as_strided(part.shape, part.stride()) if 1 in part.shape else alone
+    # Detached, because a view keeps its base, which would count as a holder of the memory.
+    return alone.as_strided(part.shape, part.stride()).detach()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from polyshard._torch.private import dtensor_spec, wrap_local
+from polyshard._torch.private import dtensor_spec, wrap_local, wrap_parameter
 from polyshard.plugins.transforms import Extensions
 from polyshard.sharding.layout import ParameterShape
 
@@ -138,8 +138,8 @@ class ShardedParameter:
         self.extensions = source.extensions
         self._form = source.form or Form.of(source.placed, source.value.shape)
         self.spec = self._form.spec(local.dtype)
-        self.parameter = nn.Parameter(
-            wrap_local(local, self.spec), requires_grad=source.parameter.requires_grad
+        self.parameter = wrap_parameter(
+            local, self.spec, requires_grad=source.parameter.requires_grad
         )
         if type(source.parameter) is nn.Parameter:  # a subclass keeps its own state there
             self.parameter.__dict__.update(source.parameter.__dict__)

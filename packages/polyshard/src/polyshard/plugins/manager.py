@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 import pluggy
+from typing_extensions import override
 
 from polyshard.plugins import hookspecs
 from polyshard.plugins.contract import PROJECT, Contract, contract_of, settings_of
@@ -85,32 +86,58 @@ class Answer(Generic[T]):
     value: T
 
 
+def tracing() -> bool:
+    """Whether hook calls of stacks that are made now are shown."""
+    return os.environ.get(TRACE) == "1"
+
+
+class _PluginManager(pluggy.PluginManager):
+    """pluggy's manager without its search of names that no hook has, which every object has."""
+
+    @override
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
+        """As pluggy; nothing for what ``validation`` does not look at either."""
+        return None if name.startswith("__") else super().parse_hookimpl_opts(plugin, name)
+
+
+def _registered(members: Sequence[Member]) -> dict[str, list[Implementation]]:
+    """The functions of ``members`` by hook, in their order."""
+    if not members:
+        return {}  # pluggy would read all specifications first
+    manager = _PluginManager(PROJECT)
+    manager.add_hookspecs(hookspecs)
+    for member in members:
+        manager.register(member.plugin, name=member.contract.name)
+    manager.check_pending()
+    trace = tracing()
+    return {
+        hook: [
+            Implementation(member, hook, one.function, tuple(one.argnames), trace)
+            for member in members
+            for one in getattr(manager.hook, hook).get_hookimpls()
+            if one.plugin is member.plugin
+        ]
+        for hook in hook_arguments()
+    }
+
+
 class Manager:
     """The plugins of one stack, validated, in an order given by the caller."""
 
-    def __init__(self, members: Sequence[Member]) -> None:
-        """Register all; they have been checked (see :mod:`polyshard.plugins.validation`)."""
-        self._members = tuple(members)
-        manager = pluggy.PluginManager(PROJECT)
-        manager.add_hookspecs(hookspecs)
-        for member in members:
-            manager.register(member.plugin, name=member.contract.name)
-        manager.check_pending()
-        self._implementations = {hook: self._ordered(manager, hook) for hook in hook_arguments()}
+    def __init__(self, members: Sequence[Member], last: Manager | None = None) -> None:
+        """Register all; they have been checked (see :mod:`polyshard.plugins.validation`).
 
-    def _ordered(self, manager: pluggy.PluginManager, hook: str) -> list[Implementation]:
-        trace = os.environ.get(TRACE) == "1"
-        found = getattr(manager.hook, hook).get_hookimpls()
-        return [
-            Implementation(member, hook, one.function, tuple(one.argnames), trace)
-            for member in self._members
-            for one in found
-            if one.plugin is member.plugin
-        ]
+        ``last`` holds plugins that answer after all of them.
+        """
+        own = _registered(members)
+        others = {} if last is None else last._implementations
+        self._implementations: Mapping[str, Sequence[Implementation]] = {
+            hook: (*own.get(hook, ()), *others.get(hook, ())) for hook in hook_arguments()
+        }
 
     def implementations(self, hook: str) -> Sequence[Implementation]:
         """The functions for ``hook``, in order, to be called without the manager."""
-        return tuple(self._implementations[hook])
+        return self._implementations[hook]
 
     def ask(self, hook: str, *, leave_out: str = "", **arguments: Any) -> list[Answer[Any]]:
         """Call every implementation but that of ``leave_out``; ``None`` is no answer.

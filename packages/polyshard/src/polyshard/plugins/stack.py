@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -14,7 +15,7 @@ from polyshard.plugins.builtin import EnginePlugin
 from polyshard.plugins.claims import contributions_of
 from polyshard.plugins.discovery import load_plugin
 from polyshard.plugins.hooks import Hooks, ParameterHooks
-from polyshard.plugins.manager import Implementation, Manager, Member
+from polyshard.plugins.manager import Implementation, Manager, Member, tracing
 from polyshard.plugins.ordering import check_relations, order
 from polyshard.plugins.roles import Contributions
 from polyshard.plugins.transforms import Onion, name_of
@@ -69,9 +70,9 @@ class PluginStack:
     """Plugins in order. Immutable; the same plugin objects may serve many stacks."""
 
     def __init__(self, members: Sequence[Member]) -> None:
-        """``members`` are in plugin order, the engine last."""
+        """``members`` are in plugin order; the engine answers last."""
         self._members = tuple(members)
-        self._hooks = Hooks(Manager(members), ENGINE)
+        self._hooks = Hooks(Manager(members, last=_engine(is_traced=tracing())), ENGINE)
         self._onion = Onion([PluginTransform(*layer) for layer in self._hooks.layers()])
 
     def lines(self) -> tuple[str, ...]:
@@ -79,7 +80,6 @@ class PluginStack:
         return tuple(
             f"{m.contract.name} {m.contract.version}" + (f" ({m.settings})" if m.settings else "")
             for m in self._members
-            if m.contract.name != ENGINE
         )
 
     @property
@@ -158,7 +158,17 @@ def build_stack(plugins: Sequence[object | str]) -> PluginStack:
     if refusals or objections:
         _refuse(refusals, objections)
     by_name = {m.contract.name: m for m in members}
-    return PluginStack([*(by_name[name] for name in ordered), Member.of(EnginePlugin())])
+    return PluginStack([by_name[name] for name in ordered])
+
+
+@functools.cache
+def _engine(*, is_traced: bool) -> Manager:
+    """The engine's own answers, the same for every stack and made once.
+
+    ``is_traced`` is what they read when they are made.
+    """
+    del is_traced
+    return Manager([Member.of(EnginePlugin())])
 
 
 def _resolve(plugins: Sequence[object | str], refusals: list[PluginError]) -> list[Member]:

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from polyshard._torch.private import join_meshes
@@ -70,14 +71,18 @@ class MeshRoles:
         return MeshRoles(self.mesh, None, tuple(range(self.mesh.ndim)))
 
     @cached_property
+    def _layout(self) -> Tensor:
+        """Global ranks in the shape of the mesh, which works them out anew at every access."""
+        return self.mesh.mesh
+
+    @cached_property
     def key(self) -> tuple[object, ...]:
         """Equal for equal roles on equal meshes."""
-        layout = self.mesh.mesh  # worked out anew by every access
         return (
             self.mesh.device_type,
             self.mesh.mesh_dim_names,
-            tuple(layout.shape),
-            tuple(layout.flatten().tolist()),
+            tuple(self._layout.shape),
+            tuple(self._layout.flatten().tolist()),
             self.shard_axis,
             self.replicate_axes,
         )
@@ -85,7 +90,7 @@ class MeshRoles:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Global ranks of the whole mesh, in ascending order."""
-        return tuple(sorted(self.mesh.mesh.flatten().tolist()))
+        return tuple(sorted(self._layout.flatten().tolist()))
 
     @cached_property
     def shard_members(self) -> tuple[int, ...]:
@@ -97,10 +102,9 @@ class MeshRoles:
     @cached_property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
         """Global ranks of the mesh, those of one shard axis together."""
-        layout = self.mesh.mesh
         if self.shard_axis is None:
             return tuple((rank,) for rank in self.ranks)
-        rows = layout.movedim(self.shard_axis, -1).reshape(-1, self.shard_size)
+        rows = self._layout.movedim(self.shard_axis, -1).reshape(-1, self.shard_size)
         return tuple(tuple(row) for row in rows.tolist())
 
     @property
@@ -135,6 +139,8 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = No
         MeshError: for a mesh of the wrong rank, one this process is not part of, or one whose
             process groups are gone.
     """
+    if mesh is None and dims is None:
+        return MeshRoles(default_mesh(), shard_axis=0)  # just made, of all ranks
     mesh = default_mesh() if mesh is None else mesh
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}: {mesh!r}")
