@@ -21,7 +21,7 @@ from toy_models import assert_same_parameters, build, shard
 from polyshard import fully_shard
 from polyshard.checkpoint import CheckpointPlanner, CheckpointReader
 from polyshard.errors import CheckpointError
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 from polyshard_demo.checkpoint import Checkpoints
 from polyshard_demo.errors import DemoError
 
@@ -136,7 +136,9 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
     return {"model": weights, "optimizer": moments}
 
 
-def saves_and_loads(rank: int, size: int, folder: str) -> None:
+@ranks(2)
+def test_sharded_checkpoints(rank: int, size: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     model = shard(build(1), fully_shard)
     optimizer = torch.optim.AdamW(model.parameters())
     dcp.save(state_of(model, optimizer), checkpoint_id=folder)
@@ -145,10 +147,6 @@ def saves_and_loads(rank: int, size: int, folder: str) -> None:
     dcp.load(state, storage_reader=CheckpointReader(folder), planner=CheckpointPlanner())
     other.load_state_dict(state["model"])
     assert_same_parameters(other, model, exact=True)
-
-
-def test_sharded_checkpoints(world2: World, tmp_path: Path) -> None:
-    world2.run(saves_and_loads, str(tmp_path))
 
 
 def refuses(rank: int, size: int, folder: str, victim: str) -> None:

@@ -16,7 +16,7 @@ from toy_models import build, full, loss_of, shard, tokens_for
 
 from polyshard import ShardPlacement, clip_grad_norm_, fully_shard, grad_norm
 from polyshard.errors import NonFiniteError, SettingError
-from polyshard.testing import World
+from polyshard.testing import ranks
 
 MESHES = {"fsdp": (4,), "hsdp": (2, 2), "replicas": (4, 1), "shards": (1, 4)}
 
@@ -38,7 +38,9 @@ def reference_of(size: int) -> nn.Module:
     return model
 
 
-def clipped(rank: int, size: int, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", MESHES.values(), ids=list(MESHES))
+@ranks(4)
+def test_norms_are_those_of_one_process(rank: int, size: int, shape: tuple[int, ...]) -> None:
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     kwargs: Any = {"mesh": mesh, "shard_placement_fn": lambda p: Shard(p.ndim - 1)}
@@ -59,12 +61,8 @@ def clipped(rank: int, size: int, shape: tuple[int, ...]) -> None:
             torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", MESHES.values(), ids=list(MESHES))
-def test_norms_are_those_of_one_process(world4: World, shape: tuple[int, ...]) -> None:
-    world4.run(clipped, shape)
-
-
-def wide_on_one(rank: int, size: int) -> None:
+@ranks(2)
+def test_ranks_without_elements_of_a_dtype_add_in_it_too(rank: int, size: int) -> None:
     """Only the first rank holds a row of the ``float64`` parameter."""
     module: Any = nn.Module()
     torch.manual_seed(0)
@@ -80,11 +78,18 @@ def wide_on_one(rank: int, size: int) -> None:
         torch.testing.assert_close(norm, torch.linalg.vector_norm(expected, norm_type))
 
 
-def test_ranks_without_elements_of_a_dtype_add_in_it_too(world2: World) -> None:
-    world2.run(wide_on_one)
+def known_norm(parameter: torch.Tensor, module: Any) -> torch.Tensor | None:
+    """Of most gradients."""
+    if parameter is module.plain or parameter is module.short:
+        return None
+    gradient = parameter.grad
+    assert isinstance(gradient, DTensor)
+    norm: torch.Tensor = gradient.to_local().float().norm()
+    return norm
 
 
-def mixed_meshes(rank: int, size: int) -> None:
+@ranks(4)
+def test_meshes_placements_and_dtypes_may_differ(rank: int, size: int) -> None:
     """Two meshes, a replicated parameter, a plain one, two dtypes; torch refuses this."""
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     module: Any = nn.Module()
@@ -118,21 +123,10 @@ def mixed_meshes(rank: int, size: int) -> None:
     assert grad_norm(module.parameters(), 0).item() == 5
 
 
-def known_norm(parameter: torch.Tensor, module: Any) -> torch.Tensor | None:
-    """Of most gradients."""
-    if parameter is module.plain or parameter is module.short:
-        return None
-    gradient = parameter.grad
-    assert isinstance(gradient, DTensor)
-    norm: torch.Tensor = gradient.to_local().float().norm()
-    return norm
-
-
-def test_meshes_placements_and_dtypes_may_differ(world4: World) -> None:
-    world4.run(mixed_meshes)
-
-
-def empty_shards(rank: int, size: int, dtype: torch.dtype, order: float) -> None:
+@pytest.mark.parametrize("order", [2.0, math.inf, 0.0, -math.inf, -2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@ranks(3)
+def test_shards_may_be_empty(rank: int, size: int, dtype: torch.dtype, order: float) -> None:
     """One row for each rank but the last: what it sends is what the others send."""
     module: Any = nn.Module()
     torch.manual_seed(0)
@@ -151,13 +145,8 @@ def empty_shards(rank: int, size: int, dtype: torch.dtype, order: float) -> None
         torch.testing.assert_close(full(ours.grad), theirs.grad)
 
 
-@pytest.mark.parametrize("order", [2.0, math.inf, 0.0, -math.inf, -2.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_shards_may_be_empty(world3: World, dtype: torch.dtype, order: float) -> None:
-    world3.run(empty_shards, dtype, order)
-
-
-def distinct_experts(rank: int, size: int) -> None:
+@ranks(4)
+def test_experts_of_all_ranks_count(rank: int, size: int) -> None:
     """Experts that differ between halves of the world count all."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))
     shared, expert = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
@@ -177,11 +166,8 @@ def distinct_experts(rank: int, size: int) -> None:
     assert weight.grad.full_tensor()[0, 0].item() == pytest.approx(expected, rel=1e-4)
 
 
-def test_experts_of_all_ranks_count(world4: World) -> None:
-    world4.run(distinct_experts)
-
-
-def partial_gradients(rank: int, size: int) -> None:
+@ranks(2)
+def test_pending_sums_are_made_first(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,))
     weight = nn.Parameter(DTensor.from_local(torch.zeros(3), mesh, [Replicate()]))
     weight.grad = DTensor.from_local(torch.ones(3), mesh, [Partial()])
@@ -190,11 +176,8 @@ def partial_gradients(rank: int, size: int) -> None:
     assert full(weight.grad).norm().item() == pytest.approx(1.0, rel=1e-4)
 
 
-def test_pending_sums_are_made_first(world2: World) -> None:
-    world2.run(partial_gradients)
-
-
-def not_finite(rank: int, size: int) -> None:
+@ranks(3)
+def test_every_rank_hears_of_a_norm_that_is_not_finite(rank: int, size: int) -> None:
     model = shard(build(), fully_shard)
     loss_of(model, tokens_for(0, rank)).backward()
     gradient: Any = model.head.weight.grad
@@ -207,10 +190,6 @@ def not_finite(rank: int, size: int) -> None:
     assert clip_grad_norm_(model.parameters(), 1.0).isinf()
 
 
-def test_every_rank_hears_of_a_norm_that_is_not_finite(world3: World) -> None:
-    world3.run(not_finite)
-
-
 def test_nothing_to_clip_and_bad_orders() -> None:
     assert clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0).item() == 0.0
     assert clip_grad_norm_([], 1.0, 0.0).item() == 0.0
@@ -219,7 +198,8 @@ def test_nothing_to_clip_and_bad_orders() -> None:
             clip_grad_norm_([], 1.0, order)  # type: ignore[arg-type]
 
 
-def strided(rank: int, size: int) -> None:
+@ranks(4)
+def test_strided_shards_count_on_every_rank(rank: int, size: int) -> None:
     """What FSDP and tensor parallelism leave of one dim: each rank's rows count."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     rows = torch.arange(4.0)
@@ -228,7 +208,3 @@ def strided(rank: int, size: int) -> None:
     )
     parameter.grad = parameter.clone()
     assert clip_grad_norm_(parameter, math.inf).item() == pytest.approx(rows.norm().item())
-
-
-def test_strided_shards_count_on_every_rank(world4: World) -> None:
-    world4.run(strided)

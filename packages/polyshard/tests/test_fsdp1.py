@@ -19,7 +19,7 @@ from polyshard import Contract, Plugin, fully_shard, hookimpl
 from polyshard.errors import ConflictError
 from polyshard.fsdp1 import as_fsdp_extensions, from_fsdp_extensions, set_extensions, wrapping_with
 from polyshard.plugins.stack import build_stack
-from polyshard.testing import World
+from polyshard.testing import ranks
 
 
 class Transposed(FSDPExtensions):
@@ -55,7 +55,8 @@ class Transposed(FSDPExtensions):
         return torch.tensor(3)
 
 
-def torch_extensions_here(rank: int, size: int) -> None:
+@ranks(2)
+def test_an_extension_object_of_torch_is_a_plugin(rank: int, size: int) -> None:
     extensions = Transposed()
     plugins = [from_fsdp_extensions(extensions)]
     batches = [tokens_for(s, rank) for s in range(3)]
@@ -67,11 +68,8 @@ def torch_extensions_here(rank: int, size: int) -> None:
     assert {"pre_flatten_transform", "post_unflatten_transform"} <= set(extensions.calls)
 
 
-def test_an_extension_object_of_torch_is_a_plugin(world2: World) -> None:
-    world2.run(torch_extensions_here)
-
-
-def exclusive_hooks(rank: int, size: int) -> None:
+@ranks(2)
+def test_exclusive_hooks(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,))
     extensions = Transposed()
     hooks = build_stack([from_fsdp_extensions(extensions)]).parameter_hooks
@@ -86,10 +84,6 @@ def exclusive_hooks(rank: int, size: int) -> None:
         both.chunk_dtensor(tensor, rank, mesh)
 
 
-def test_exclusive_hooks(world2: World) -> None:
-    world2.run(exclusive_hooks)
-
-
 class OnlyBias(Plugin):
     """Claims some parameters and leaves the others to the engine."""
 
@@ -102,7 +96,8 @@ class OnlyBias(Plugin):
         return DTensor.from_local(tensor, device_mesh, [Replicate()])
 
 
-def engine_answers(rank: int, size: int) -> None:
+@ranks(2)
+def test_the_engine_answers_what_nobody_claims(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,))
     hooks = build_stack([OnlyBias()]).parameter_hooks
     bias, weight = torch.arange(5.0), torch.arange(15.0).view(5, 3)
@@ -122,10 +117,6 @@ def engine_answers(rank: int, size: int) -> None:
         hooks.pre_load_state_dict_transform(weight)
 
 
-def test_the_engine_answers_what_nobody_claims(world2: World) -> None:
-    world2.run(engine_answers)
-
-
 def train_fsdp1(model: nn.Module, batches: list[Tensor], extensions: Any, original: bool) -> Any:
     kwargs: dict[str, Any] = {
         "use_orig_params": original,
@@ -140,7 +131,9 @@ def train_fsdp1(model: nn.Module, batches: list[Tensor], extensions: Any, origin
     return wrapped, train(wrapped, batches)
 
 
-def stack_in_fsdp1(rank: int, size: int, original: bool) -> None:
+@pytest.mark.parametrize("original", [True, False], ids=["original params", "flat params"])
+@ranks(2)
+def test_fsdp1_trains_with_a_stack_of_ours(rank: int, size: int, original: bool) -> None:
     batches = [tokens_for(s, rank) for s in range(3)]
     transposing = Transposing(before=["flattening"])
     extensions = as_fsdp_extensions([Flattening(), transposing])
@@ -159,19 +152,11 @@ def stack_in_fsdp1(rank: int, size: int, original: bool) -> None:
     set_extensions(wrapped, extensions)  # also after wrapping, for the state-dict hooks
 
 
-@pytest.mark.parametrize("original", [True, False], ids=["original params", "flat params"])
-def test_fsdp1_trains_with_a_stack_of_ours(world2: World, original: bool) -> None:
-    world2.run(stack_in_fsdp1, original)
-
-
-def plain_fsdp1(rank: int, size: int) -> None:
+@ranks(2)
+def test_the_bridge_leaves_torch_alone(rank: int, size: int) -> None:
     """Leaving the block leaves torch as it was."""
     with wrapping_with(as_fsdp_extensions([])):
         pass
     wrapped = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
     assert wrapped._fsdp_extension is None
     assert_same_parameters(wrapped, wrapped, exact=True)
-
-
-def test_the_bridge_leaves_torch_alone(world2: World) -> None:
-    world2.run(plain_fsdp1)

@@ -22,7 +22,7 @@ from polyshard.errors import (
     LifecycleError,
     UnsupportedError,
 )
-from polyshard.testing import World
+from polyshard.testing import ranks
 
 OURS_MORE = {"fully_shard": {"plugins"}}
 """Parameters that polyshard adds to a function of torch's."""
@@ -93,7 +93,8 @@ def test_every_public_name_of_fsdp2_is_here() -> None:
     assert set(torch_fsdp.__all__) - fsdp1 == {*FUNCTIONS, *CLASSES} <= set(polyshard.__all__)
 
 
-def recognised(rank: int, size: int) -> None:
+@ranks(1)
+def test_sharded_modules_are_recognised(rank: int, size: int) -> None:
     model: Any = fully_shard(nn.Sequential(nn.Linear(4, 4)))
     assert isinstance(model, torch_fsdp.FSDPModule)
     assert isinstance(model, FSDPModule)
@@ -106,11 +107,8 @@ def recognised(rank: int, size: int) -> None:
             getattr(model, name)()
 
 
-def test_sharded_modules_are_recognised(world1: World) -> None:
-    world1.run(recognised)
-
-
-def bought_nothing(rank: int, size: int) -> None:
+@ranks(2)
+def test_setters_without_effect_say_so(rank: int, size: int) -> None:
     model: Any = fully_shard(nn.Linear(4, 4))
     with pytest.warns(IneffectiveSettingWarning, match="set_symm_mem_for_comm"):
         model.set_symm_mem_for_comm()
@@ -122,11 +120,8 @@ def bought_nothing(rank: int, size: int) -> None:
     model(torch.ones(1, 4)).sum().backward()
 
 
-def test_setters_without_effect_say_so(world2: World) -> None:
-    world2.run(bought_nothing)
-
-
-def custom_comms(rank: int, size: int) -> None:
+@ranks(2, 3)
+def test_custom_collectives_move_the_bytes(rank: int, size: int) -> None:
     plain, model = (shard(build(), fully_shard) for _ in range(2))
     gather, reduce = CountingGather(), CountingReduce()
     block: Any = model.blocks[0]
@@ -141,12 +136,8 @@ def custom_comms(rank: int, size: int) -> None:
     assert "gloo-p2p with CountingGather, CountingReduce" in str(polyshard.describe(model))
 
 
-def test_custom_collectives_move_the_bytes(world2: World, world3: World) -> None:
-    world2.run(custom_comms)
-    world3.run(custom_comms)
-
-
-def reduce_hooks(rank: int, size: int) -> None:
+@ranks(2)
+def test_all_reduce_hooks(rank: int, size: int) -> None:
     """The hook sees the mean, per group, and what it writes is the gradient."""
     plain, model = (shard(build(), fully_shard) for _ in range(2))
     head: Any = model
@@ -167,11 +158,8 @@ def reduce_hooks(rank: int, size: int) -> None:
         assert torch.equal(full(ours.grad), full(theirs.grad) * factor), name
 
 
-def test_all_reduce_hooks(world2: World) -> None:
-    world2.run(reduce_hooks)
-
-
-def hooks_with_replicas(rank: int, size: int) -> None:
+@ranks(4)
+def test_all_reduce_hooks_come_after_replicas(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model: Any = shard(build(), fully_shard, mesh=mesh)
     seen: list[Tensor] = []
@@ -182,11 +170,8 @@ def hooks_with_replicas(rank: int, size: int) -> None:
     assert torch.equal(everyone[0], everyone[1]), "called before replicas were reduced"
 
 
-def test_all_reduce_hooks_come_after_replicas(world4: World) -> None:
-    world4.run(hooks_with_replicas)
-
-
-def other_communication(rank: int, size: int) -> None:
+@ranks(2)
+def test_other_communication_setters_change_no_bit(rank: int, size: int) -> None:
     plain, model = (shard(build(), fully_shard) for _ in range(2))
     root: Any = model
     root.set_separate_reduce_scatter_group()
@@ -197,7 +182,3 @@ def other_communication(rank: int, size: int) -> None:
     block: Any = model.blocks[0]
     with pytest.raises(LifecycleError, match=r"'blocks\.0', which is not the root"):
         block.set_post_optim_event(torch.Event())
-
-
-def test_other_communication_setters_change_no_bit(world2: World) -> None:
-    world2.run(other_communication)

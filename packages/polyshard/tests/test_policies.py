@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from toy_models import assert_same_parameters, build, full, loss_of, shard, tokens_for, train
 
 from polyshard import MixedPrecisionPolicy, describe, fully_shard
-from polyshard.testing import World
+from polyshard.testing import ranks
 
 BF16 = torch.bfloat16
 POLICIES = {
@@ -25,7 +25,9 @@ POLICIES = {
 }
 
 
-def as_torch(rank: int, size: int, name: str) -> None:
+@pytest.mark.parametrize("name", list(POLICIES))
+@ranks(2)
+def test_policies_give_what_fsdp2_gives(rank: int, size: int, name: str) -> None:
     """Losses, norms and dtypes of FSDP2 with the same policy, defaults included."""
     policy = POLICIES[name]
     runs = []
@@ -35,11 +37,6 @@ def as_torch(rank: int, size: int, name: str) -> None:
     (theirs, expected), (ours, found) = runs
     assert found.losses == expected.losses
     assert_same_parameters(ours, theirs, exact=True)
-
-
-@pytest.mark.parametrize("name", list(POLICIES))
-def test_policies_give_what_fsdp2_gives(world2: World, name: str) -> None:
-    world2.run(as_torch, name)
 
 
 @dataclass
@@ -71,7 +68,9 @@ class Nested(nn.Module):
         return {"out": [out, (out.sum(),)], "labels": batch.labels, "name": batch.name}
 
 
-def nested(rank: int, size: int, casts: bool) -> None:
+@pytest.mark.parametrize("casts", [True, False], ids=["cast", "not cast"])
+@ranks(2)
+def test_inputs_and_outputs_are_cast_wherever_they_are(rank: int, size: int, casts: bool) -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=BF16, output_dtype=torch.float64, cast_forward_inputs=casts
     )
@@ -100,12 +99,8 @@ def nested(rank: int, size: int, casts: bool) -> None:
     assert batch.values.grad.dtype == dtype
 
 
-@pytest.mark.parametrize("casts", [True, False], ids=["cast", "not cast"])
-def test_inputs_and_outputs_are_cast_wherever_they_are(world2: World, casts: bool) -> None:
-    world2.run(nested, casts)
-
-
-def policy_per_unit(rank: int, size: int) -> None:
+@ranks(2)
+def test_every_unit_has_a_policy_of_its_own(rank: int, size: int) -> None:
     """Norms in fp32 inside a bf16 model, as units of their own."""
     model: Any = build(width=24, hidden=30, layers=2)
     low = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
@@ -122,10 +117,6 @@ def policy_per_unit(rank: int, size: int) -> None:
     dtypes = {g.name: str(g.dtypes) for g in describe(model).groups}
     assert dtypes["blocks.0"] == "float32 / bfloat16 / float32"
     assert dtypes["blocks.0.norm"] == "float32 / float32 / float32"
-
-
-def test_every_unit_has_a_policy_of_its_own(world2: World) -> None:
-    world2.run(policy_per_unit)
 
 
 def scaled(rank: int, size: int, function: Callable[..., Any]) -> tuple[list[Tensor], list[float]]:
@@ -147,7 +138,8 @@ def scaled(rank: int, size: int, function: Callable[..., Any]) -> tuple[list[Ten
     return [full(p.detach()).clone() for p in model.parameters()], scales
 
 
-def scaler(rank: int, size: int) -> None:
+@ranks(2)
+def test_a_gradient_scaler_skips_the_step_on_all_ranks(rank: int, size: int) -> None:
     ours, scales = scaled(rank, size, fully_shard)
     theirs, expected = scaled(rank, size, torch_fully_shard)
     assert scales == expected
@@ -157,11 +149,8 @@ def scaler(rank: int, size: int) -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_a_gradient_scaler_skips_the_step_on_all_ranks(world2: World) -> None:
-    world2.run(scaler)
-
-
-def large_fp16(rank: int, size: int) -> None:
+@ranks(4)
+def test_fp16_sums_do_not_overflow(rank: int, size: int) -> None:
     """Sums of fp16 gradients near its largest value do not overflow."""
     model: Any = nn.Linear(2, 2, bias=False).to(torch.float16)
     fully_shard(model)
@@ -169,11 +158,8 @@ def large_fp16(rank: int, size: int) -> None:
     assert torch.equal(full(model.weight.grad), torch.full((2, 2), 30000.0, dtype=torch.float16))
 
 
-def test_fp16_sums_do_not_overflow(world4: World) -> None:
-    world4.run(large_fp16)
-
-
-def none_or_zero(rank: int, size: int) -> None:
+@ranks(2)
+def test_gradients_are_none_or_zero_as_asked(rank: int, size: int) -> None:
     model: Any = fully_shard(nn.Linear(3, 3))
     for set_to_none in (True, False):
         model(torch.ones(1, 3)).sum().backward()
@@ -183,7 +169,3 @@ def none_or_zero(rank: int, size: int) -> None:
     model(torch.ones(1, 3)).sum().backward()
     assert model.weight.grad is gradient, "added in place"
     torch.testing.assert_close(full(gradient), torch.ones(3, 3))
-
-
-def test_gradients_are_none_or_zero_as_asked(world2: World) -> None:
-    world2.run(none_or_zero)

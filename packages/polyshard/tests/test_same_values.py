@@ -14,7 +14,7 @@ import polyshard
 from polyshard import SameValues, describe, fully_shard
 from polyshard.errors import PlanMismatchError
 from polyshard.same_values import digest_of
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 
 SMALL = {"width": 8, "hidden": 10, "layers": 2}
 
@@ -48,7 +48,8 @@ def test_ranks_are_compared(world4: World, shape: tuple[int, ...], odd: int) -> 
         assert all("parameter blocks.1.up.weight" in line for line in changed)
 
 
-def without_values(rank: int, size: int) -> None:
+@ranks(2)
+def test_parameters_without_values_are_listed(rank: int, size: int) -> None:
     """On the meta device there is nothing to compare, which is said."""
     with torch.device("meta"):
         model: Any = nn.Linear(3, 3)
@@ -64,11 +65,8 @@ def without_values(rank: int, size: int) -> None:
     assert model.weight.grad is not None
 
 
-def test_parameters_without_values_are_listed(world2: World) -> None:
-    world2.run(without_values)
-
-
-def unasked(rank: int, size: int) -> None:
+@ranks(2)
+def test_values_are_not_compared_by_default(rank: int, size: int) -> None:
     """Without the plugin each rank keeps its part of its own values, as with FSDP2."""
     model: Any = nn.Linear(2, 2, bias=False)
     with torch.no_grad():
@@ -76,10 +74,6 @@ def unasked(rank: int, size: int) -> None:
     fully_shard(model)
     model(torch.ones(1, 2)).sum().backward()
     assert torch.equal(full(model.weight.detach()), torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
-
-
-def test_values_are_not_compared_by_default(world2: World) -> None:
-    world2.run(unasked)
 
 
 @pytest.mark.parametrize(

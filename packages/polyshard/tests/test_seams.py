@@ -24,7 +24,7 @@ from polyshard import MixedPrecisionPolicy, Plugin, describe, fully_shard, hooki
 from polyshard.errors import ConflictError, PlanMismatchError, PluginError
 from polyshard.plugins.manager import Manager
 from polyshard.seams import ParamInfo
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 
 
 def batches(rank: int) -> list[torch.Tensor]:
@@ -42,7 +42,9 @@ def make(kind: str) -> list[object]:
     return made[kind]
 
 
-def exact(rank: int, size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["codecs", "storage", "onion", "reverse", "all"])
+@ranks(2)
+def test_exact_plugins_change_nothing(rank: int, size: int, kind: str) -> None:
     """Nothing these plugins do is lossy, so training must not change by a bit at two ranks."""
     plain, plugged = shard(build(), fully_shard), build()
     shard(plugged, fully_shard, plugins=make(kind))
@@ -53,11 +55,6 @@ def exact(rank: int, size: int, kind: str) -> None:
     before = stats(plugged).bytes_sent
     loss_of(plugged, tokens_for(0, rank)).backward()
     assert stats(plugged).bytes_sent - before == predicted.step_bytes
-
-
-@pytest.mark.parametrize("kind", ["codecs", "storage", "onion", "reverse", "all"])
-def test_exact_plugins_change_nothing(world2: World, kind: str) -> None:
-    world2.run(exact, kind)
 
 
 def test_codecs_serve_uneven_worlds(world3: World) -> None:
@@ -71,7 +68,8 @@ def close_to_plain(rank: int, size: int, kind: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def onion_shapes(rank: int, size: int) -> None:
+@ranks(2)
+def test_the_onion(rank: int, size: int) -> None:
     """Transposed first, then flat: the shard is the flat transpose; names and values survive."""
     transposing = Transposing(before=["flattening"])
     model: Any = torch.nn.Linear(6, 4)
@@ -90,11 +88,9 @@ def onion_shapes(rank: int, size: int) -> None:
     assert torch.equal(weight.grad.full_tensor(), torch.full((24,), mean))
 
 
-def test_the_onion(world2: World) -> None:
-    world2.run(onion_shapes)
-
-
-def both_orders(rank: int, size: int, first: bool) -> None:
+@pytest.mark.parametrize("first", [True, False], ids=["transposed first", "unsqueezed first"])
+@ranks(2)
+def test_two_transforms_compose_in_both_orders(rank: int, size: int, first: bool) -> None:
     """Both plugins change every matrix; which comes first shows in what is sharded."""
     relation: dict[str, list[str]] = {"before" if first else "after": ["unsqueezing"]}
     plugins = [Unsqueezing(), Transposing(**relation)]
@@ -105,12 +101,8 @@ def both_orders(rank: int, size: int, first: bool) -> None:
     assert train(plugged, batches(rank)).losses == train(plain, batches(rank)).losses
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["transposed first", "unsqueezed first"])
-def test_two_transforms_compose_in_both_orders(world2: World, first: bool) -> None:
-    world2.run(both_orders, first)
-
-
-def watched(rank: int, size: int) -> None:
+@ranks(2)
+def test_observers_see_the_life_cycle(rank: int, size: int) -> None:
     plugin = Watching()
     model = torch.nn.Sequential(torch.nn.Linear(512, 512, bias=False))
     fully_shard(model[0], plugins=[plugin])
@@ -130,22 +122,16 @@ def watched(rank: int, size: int) -> None:
     ]
 
 
-def test_observers_see_the_life_cycle(world2: World) -> None:
-    world2.run(watched)
-
-
-def prepared(rank: int, size: int) -> None:
+@ranks(1)
+def test_models_are_prepared(rank: int, size: int) -> None:
     model = build()
     shard(model, fully_shard, plugins=[Preparing()])
     assert model.prepared
     assert all(block.prepared for block in model.blocks)
 
 
-def test_models_are_prepared(world1: World) -> None:
-    world1.run(prepared)
-
-
-def adapted(rank: int, size: int) -> None:
+@ranks(2)
+def test_state_dicts_are_adapted(rank: int, size: int) -> None:
     source = shard(build(), fully_shard, plugins=[Adapting()])
     native = shard(build(), fully_shard)
     saved, plain = source.state_dict(), native.state_dict()
@@ -156,22 +142,16 @@ def adapted(rank: int, size: int) -> None:
     assert_same_parameters(target, native, exact=True)
 
 
-def test_state_dicts_are_adapted(world2: World) -> None:
-    world2.run(adapted)
-
-
-def constrained(rank: int, size: int) -> None:
+@ranks(2)
+def test_constraints_are_checked(rank: int, size: int) -> None:
     fully_shard(torch.nn.Linear(8, 4), plugins=[Constrained(1)])
     pattern = r"'blocks' needs blocks of 3 elements of 'weight' \(4, 8\).*every 16 elements"
     with pytest.raises(PluginError, match=pattern):
         fully_shard(torch.nn.Linear(8, 4), plugins=[Constrained(3)])
 
 
-def test_constraints_are_checked(world2: World) -> None:
-    world2.run(constrained)
-
-
-def conflicting(rank: int, size: int) -> None:
+@ranks(2)
+def test_two_claims_of_one_role_are_refused(rank: int, size: int) -> None:
     pattern = (
         r"plugins 'codecs' \(1\.2\) and 'other' \(3\) both claim the gather codec of group "
         r"'Linear' \(weight, bias\)\. Pass only one"
@@ -182,11 +162,8 @@ def conflicting(rank: int, size: int) -> None:
     fully_shard(torch.nn.Linear(2, 2), plugins=[Codecs(), OtherCodec(only="Conv")])
 
 
-def test_two_claims_of_one_role_are_refused(world2: World) -> None:
-    world2.run(conflicting)
-
-
-def differing(rank: int, size: int) -> None:
+@ranks(2)
+def test_different_plugins_are_refused_on_all_ranks(rank: int, size: int) -> None:
     plugins: Sequence[object] = [Watching(), Codecs()] if rank else [Codecs(), Watching()]
     same = shard(build(), fully_shard, plugins=plugins)
     loss_of(same, tokens_for(0, rank))  # the order of passing does not matter
@@ -196,11 +173,8 @@ def differing(rank: int, size: int) -> None:
     assert re.search(r"\+group \(root\): plugin codecs 1\.2", str(caught.value))
 
 
-def test_different_plugins_are_refused_on_all_ranks(world2: World) -> None:
-    world2.run(differing)
-
-
-def silent(rank: int, size: int) -> None:
+@ranks(2)
+def test_a_step_calls_no_hook(rank: int, size: int) -> None:
     """A step asks no plugin: neither pluggy nor the manager is called."""
     model = shard(build(), fully_shard, plugins=[Codecs(), Watching(), Flattening()])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -230,11 +204,8 @@ def silent(rank: int, size: int) -> None:
         hooks.__call__, manager._call = hook_call, ask
 
 
-def test_a_step_calls_no_hook(world2: World) -> None:
-    world2.run(silent)
-
-
-def raising(rank: int, size: int) -> None:
+@ranks(1)
+def test_an_exception_names_its_plugin(rank: int, size: int) -> None:
     class Broken(OtherCodec):
         pass
 
@@ -243,10 +214,6 @@ def raising(rank: int, size: int) -> None:
     with pytest.raises(TypeError) as caught:
         fully_shard(torch.nn.Linear(2, 2), plugins=[plugin])
     assert "raised by plugin 'other' (3) in polyshard_gather_codec" in caught.value.__notes__
-
-
-def test_an_exception_names_its_plugin(world1: World) -> None:
-    world1.run(raising)
 
 
 class Spread(Plugin):
@@ -283,7 +250,36 @@ class Mute(Spread):
     chunk_dtensor = None  # type: ignore[assignment]
 
 
-def spread(rank: int, size: int) -> None:
+class SpreadAll(Spread):
+    """Puts parameters that are no ``DTensor`` on the larger mesh as well."""
+
+    @hookimpl
+    def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, str]:
+        return tensor, "all"
+
+    @hookimpl
+    def chunk_dtensor(
+        self, tensor: Tensor, rank: int, device_mesh: DeviceMesh, param: ParamInfo
+    ) -> DTensor:
+        assert param.placements is None
+        local = tensor.chunk(device_mesh.size())[rank]
+        return DTensor.from_local(local, self.mesh, [Shard(0), Replicate()])
+
+
+@ranks(4)
+def test_a_plain_parameter_may_live_on_a_larger_mesh(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model: Any = torch.nn.Linear(4, 4)
+    whole = model.weight.detach().clone()
+    fully_shard(model, mesh=mesh["dp"], plugins=[SpreadAll(mesh)])
+    assert model.weight.placements == model.bias.placements == (Shard(0), Replicate())
+    assert torch.equal(model.weight.full_tensor(), whole)
+    model(torch.ones(1, 4)).sum().backward()
+    assert torch.equal(model.bias.grad.full_tensor(), torch.ones(4))
+
+
+@ranks(4)
+def test_a_transformed_parameter_may_live_on_a_larger_mesh(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     whole = torch.arange(16.0).view(4, 4)
 
@@ -308,38 +304,3 @@ def spread(rank: int, size: int) -> None:
         fully_shard(build_on_axis(), mesh=mesh["dp"], mp_policy=policy, plugins=cut)
     with pytest.raises(PluginError, match=r"chunk_dtensor returned a NoneType.*other axes"):
         fully_shard(build_on_axis(), mesh=mesh["dp"], plugins=[Mute(mesh)])
-
-
-class SpreadAll(Spread):
-    """Puts parameters that are no ``DTensor`` on the larger mesh as well."""
-
-    @hookimpl
-    def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, str]:
-        return tensor, "all"
-
-    @hookimpl
-    def chunk_dtensor(
-        self, tensor: Tensor, rank: int, device_mesh: DeviceMesh, param: ParamInfo
-    ) -> DTensor:
-        assert param.placements is None
-        local = tensor.chunk(device_mesh.size())[rank]
-        return DTensor.from_local(local, self.mesh, [Shard(0), Replicate()])
-
-
-def spread_plain(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model: Any = torch.nn.Linear(4, 4)
-    whole = model.weight.detach().clone()
-    fully_shard(model, mesh=mesh["dp"], plugins=[SpreadAll(mesh)])
-    assert model.weight.placements == model.bias.placements == (Shard(0), Replicate())
-    assert torch.equal(model.weight.full_tensor(), whole)
-    model(torch.ones(1, 4)).sum().backward()
-    assert torch.equal(model.bias.grad.full_tensor(), torch.ones(4))
-
-
-def test_a_plain_parameter_may_live_on_a_larger_mesh(world4: World) -> None:
-    world4.run(spread_plain)
-
-
-def test_a_transformed_parameter_may_live_on_a_larger_mesh(world4: World) -> None:
-    world4.run(spread)

@@ -20,7 +20,7 @@ from polyshard.group.transfers import readable, ways_of
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import ParameterShape, plan_layout
 from polyshard.sharding.mesh import MeshRoles
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 from polyshard.transport import Transport
 from polyshard.transport.collective import CollectiveTransport
 from polyshard.transport.gloo import GlooTransport
@@ -137,7 +137,8 @@ def test_every_choice_has_a_reason() -> None:
     assert {w.kind for w in ways_of(alone, transport, has_codec=False)} == {"in place"}
 
 
-def both_ways(rank: int, size: int) -> None:
+@ranks(2)
+def test_ways_do_not_change_a_bit(rank: int, size: int) -> None:
     """All packed and all direct: the same losses and parameters to the last bit."""
     packed, packed_losses, ways = trained(rank, calibrated(1 << 30))
     assert ways == {"packed"}
@@ -145,10 +146,6 @@ def both_ways(rank: int, size: int) -> None:
     assert ways == {"direct"}
     assert packed_losses == direct_losses
     assert_same_parameters(packed, direct, exact=True)
-
-
-def test_ways_do_not_change_a_bit(world2: World) -> None:
-    world2.run(both_ways)
 
 
 def other_size(rank: int, size: int) -> str:
@@ -183,7 +180,8 @@ class Collectives(Plugin):
         return transport
 
 
-def coalesced(rank: int, size: int) -> None:
+@ranks(2)
+def test_coalesced_collectives_train_alike(rank: int, size: int) -> None:
     together, _, ways = trained(rank, Collectives(coalesces=True))
     assert ways == {"coalesced"}
     apart, _, ways = trained(rank, Collectives(coalesces=False))
@@ -191,19 +189,12 @@ def coalesced(rank: int, size: int) -> None:
     assert_same_parameters(together, apart, exact=True)
 
 
-def test_coalesced_collectives_train_alike(world2: World) -> None:
-    world2.run(coalesced)
-
-
-def two_backends(rank: int, size: int) -> None:
+@ranks(2)
+def test_two_plugins_that_move_bytes_are_refused(rank: int, size: int) -> None:
     with pytest.raises(
         ConflictError, match=r"(?s)calibration.*collectives|collectives.*calibration"
     ):
         fully_shard(build(**SMALL), plugins=[calibrated(0), Collectives(coalesces=True)])
-
-
-def test_two_plugins_that_move_bytes_are_refused(world2: World) -> None:
-    world2.run(two_backends)
 
 
 # The file -------------------------------------------------------------------------------------

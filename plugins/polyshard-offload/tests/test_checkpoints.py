@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 from polyshard.testing.world import RankError
 
 
@@ -99,8 +99,11 @@ def test_checkpoints_outlive_a_kill(spare_world: World, world2: World, tmp_path:
     assert world2.run(resumes, str(swap), str(tmp_path / "saved"), KINDS[0]) == expected
 
 
-def saved_alone(rank: int, size: int, path: str, tier: str) -> None:
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@ranks(2)
+def test_parameters_are_saved_alone(rank: int, size: int, tmp_path: Path, tier: str) -> None:
     """A parameter or a gradient that is saved or copied carries itself and nothing else."""
+    path = str(tmp_path)
     recipe, offload = Recipe(schedule=False), on(path, optimizer="host", params=tier)
     plain, model = sharded_toy(None, recipe), sharded_toy(offload, recipe)
     for each in (plain, model):
@@ -126,12 +129,10 @@ def saved_alone(rank: int, size: int, path: str, tier: str) -> None:
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_parameters_are_saved_alone(world2: World, tmp_path: Path, tier: str) -> None:
-    world2.run(saved_alone, str(tmp_path), tier)
-
-
-def swapped_out(rank: int, size: int, path: str, tier: str) -> None:
+@ranks(2)
+def test_weights_swapped_out_are_kept(rank: int, size: int, tmp_path: Path, tier: str) -> None:
     """What other weights were swapped in for is not written over, and follows when it is back."""
+    path = str(tmp_path)
     recipe, offload = Recipe(schedule=False), on(path, optimizer="host", params=tier)
     model, other = sharded_toy(offload, recipe), sharded_toy(None, recipe, seed=1)
     first, second = values(model), values(other)
@@ -151,12 +152,10 @@ def swapped_out(rank: int, size: int, path: str, tier: str) -> None:
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_weights_swapped_out_are_kept(world2: World, tmp_path: Path, tier: str) -> None:
-    world2.run(swapped_out, str(tmp_path), tier)
-
-
-def from_meta(rank: int, size: int, path: str, tier: str) -> None:
+@ranks(2)
+def test_state_dicts_taken_early_follow(rank: int, size: int, tmp_path: Path, tier: str) -> None:
     """A state dict taken after ``to_empty``, or in the middle of loading, follows the model."""
+    path = str(tmp_path)
     recipe, source = Recipe(schedule=False), sharded_toy(None)
     given = {n: v.clone() for n, v in source.state_dict().items()}
     for pieces in (False, True):
@@ -176,8 +175,3 @@ def from_meta(rank: int, size: int, path: str, tier: str) -> None:
         train(model, optimizer, rank, recipe, range(2))
         for name, value in model.state_dict().items():
             assert torch.equal(cached[name].to_local(), value.to_local()), (name, pieces)
-
-
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_state_dicts_taken_early_follow(world2: World, tmp_path: Path, tier: str) -> None:
-    world2.run(from_meta, str(tmp_path), tier)

@@ -17,7 +17,7 @@ from torch import nn
 
 from polyshard import CPUOffloadPolicy, describe, fully_shard
 from polyshard.errors import IneffectiveSettingWarning, PluginError, SettingError
-from polyshard.testing import PluginConformance, World
+from polyshard.testing import PluginConformance, World, ranks
 from polyshard_offload import DiskSettings, Offload, cpu_offload
 
 
@@ -101,7 +101,8 @@ def test_settings_travel_and_paths_may_differ(tmp_path: Path) -> None:
     assert "optimizer='disk'" in settings_of(offload)
 
 
-def follows_policy(rank: int, size: int) -> None:
+@ranks(2)
+def test_torchs_policy_stands_for_the_preset(rank: int, size: int) -> None:
     """FSDP2's policy, by its own name, with an optimizer that nobody wrapped."""
     models = []
     for keywords in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=True)}):
@@ -120,11 +121,8 @@ def follows_policy(rank: int, size: int) -> None:
     assert "storage host(gradients on host)" in str(describe(models[1]))
 
 
-def test_torchs_policy_stands_for_the_preset(world2: World) -> None:
-    world2.run(follows_policy)
-
-
-def by_name(rank: int, size: int) -> None:
+@ranks(2)
+def test_the_name_stands_for_the_preset(rank: int, size: int) -> None:
     model = nn.Linear(4, 4)
     fully_shard(model, plugins=["offload"])
     assert "storage host" in str(describe(model))
@@ -132,11 +130,13 @@ def by_name(rank: int, size: int) -> None:
         fully_shard(nn.Linear(4, 4), plugins=["offload"], offload_policy=CPUOffloadPolicy())
 
 
-def test_the_name_stands_for_the_preset(world2: World) -> None:
-    world2.run(by_name)
+def backwards(model: nn.Module, rank: int) -> None:
+    for step in range(4):
+        loss_of(model, tokens_for(step, rank)).backward()
 
 
-def forgets_to_wrap(rank: int, size: int) -> None:
+@ranks(2)
+def test_forgetting_to_wrap_is_told_once(rank: int, size: int) -> None:
     model = sharded_toy(Offload(optimizer="host"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", IneffectiveSettingWarning)
@@ -148,17 +148,10 @@ def forgets_to_wrap(rank: int, size: int) -> None:
         backwards(sharded_toy(Offload.cpu()), rank)
 
 
-def backwards(model: nn.Module, rank: int) -> None:
-    for step in range(4):
-        loss_of(model, tokens_for(step, rank)).backward()
-
-
-def test_forgetting_to_wrap_is_told_once(world2: World) -> None:
-    world2.run(forgets_to_wrap)
-
-
-def rests_apart(rank: int, size: int, path: str) -> None:
+@ranks(2)
+def test_shards_leave_the_device(rank: int, size: int, tmp_path: Path) -> None:
     """The tiers are real: other memory, staging that goes, gradients that move."""
+    path = str(tmp_path)
     for offload in (Offload.cpu(), Offload.on_disk(path)):
         model = sharded_toy(offload)
         tiers = offload.tiers
@@ -174,12 +167,10 @@ def rests_apart(rank: int, size: int, path: str) -> None:
         assert gradients is None or (gradients.peak_bytes > 0 == gradients.taken_bytes)
 
 
-def test_shards_leave_the_device(world2: World, tmp_path: Path) -> None:
-    world2.run(rests_apart, str(tmp_path))
-
-
-def late_init(rank: int, size: int, path: str) -> None:
+@ranks(2)
+def test_parameters_may_come_late_and_change_dtype(rank: int, size: int, tmp_path: Path) -> None:
     """Meta parameters get values after sharding; conversions move shards to new memory."""
+    path = str(tmp_path)
     for offload in (Offload.cpu(), Offload.on_disk(path)):
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
@@ -197,10 +188,6 @@ def late_init(rank: int, size: int, path: str) -> None:
         optimizer.step()
         bias: Any = model[1].bias
         assert bias.full_tensor().tolist() == [-0.5] * 4
-
-
-def test_parameters_may_come_late_and_change_dtype(world2: World, tmp_path: Path) -> None:
-    world2.run(late_init, str(tmp_path))
 
 
 # What describe() shows ------------------------------------------------------------------------

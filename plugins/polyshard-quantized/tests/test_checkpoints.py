@@ -12,47 +12,12 @@ from quantized_models import build, loss_of, shard, tokens_for, train
 
 from polyshard import describe
 from polyshard.errors import SettingError
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 from polyshard_quantized import (
     ErrorFeedback,
     Int4Block,
     QuantizedComm,
 )
-
-
-def saved_and_loaded(rank: int, size: int, folder: str) -> None:
-    plugin = QuantizedComm(gradients=Int4Block(), error_feedback=ErrorFeedback())
-    model = shard(build(), [plugin])
-    train(model, rank)
-    masters = {n: p.full_tensor() for n, p in model.named_parameters()}
-    dcp.save({"model": model.state_dict(), "quantized": plugin.state_dict()}, checkpoint_id=folder)
-    plain = shard(build(7), [])
-    state = {"model": plain.state_dict()}
-    dcp.load(state, checkpoint_id=folder)  # without the plugin, and without its state
-    plain.load_state_dict(state["model"])
-    for name, parameter in plain.named_parameters():
-        assert torch.equal(parameter.full_tensor(), masters[name])
-
-
-def resumed(rank: int, size: int, folder: str) -> None:
-    """Four steps straight, and two after a checkpoint, end alike."""
-    losses = []
-    for interrupt in (False, True):
-        plugin, model = _compensated()
-        losses.append(train(model, rank, steps=2))
-        if interrupt:
-            state = {"model": model.state_dict(), "quantized": plugin.state_dict()}
-            dcp.save(state, checkpoint_id=folder)
-            plugin, model = _compensated()
-            describe(model)
-            loss_of(model, tokens_for(9, rank)).backward()  # a resumed run holds state to fill
-            model.zero_grad()
-            state = {"model": model.state_dict(), "quantized": plugin.state_dict()}
-            dcp.load(state, checkpoint_id=folder)
-            model.load_state_dict(state["model"])
-            plugin.load_state_dict(state["quantized"])
-        losses[-1] += train(model, rank, steps=2)
-    assert losses[0] == losses[1]
 
 
 def _compensated() -> tuple[QuantizedComm, Any]:
@@ -86,9 +51,40 @@ def test_feedback_belongs_to_a_world_size(world2: World, world3: World) -> None:
     assert "has no 'rank2." in found[2]
 
 
-def test_checkpoints_are_native(world2: World, tmp_path: Path) -> None:
-    world2.run(saved_and_loaded, str(tmp_path / "checkpoint"))
+@ranks(2)
+def test_checkpoints_are_native(rank: int, size: int, tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    plugin = QuantizedComm(gradients=Int4Block(), error_feedback=ErrorFeedback())
+    model = shard(build(), [plugin])
+    train(model, rank)
+    masters = {n: p.full_tensor() for n, p in model.named_parameters()}
+    dcp.save({"model": model.state_dict(), "quantized": plugin.state_dict()}, checkpoint_id=folder)
+    plain = shard(build(7), [])
+    state = {"model": plain.state_dict()}
+    dcp.load(state, checkpoint_id=folder)  # without the plugin, and without its state
+    plain.load_state_dict(state["model"])
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter.full_tensor(), masters[name])
 
 
-def test_feedback_is_part_of_a_checkpoint(world2: World, tmp_path: Path) -> None:
-    world2.run(resumed, str(tmp_path / "checkpoint"))
+@ranks(2)
+def test_feedback_is_part_of_a_checkpoint(rank: int, size: int, tmp_path: Path) -> None:
+    """Four steps straight, and two after a checkpoint, end alike."""
+    folder = str(tmp_path / "checkpoint")
+    losses = []
+    for interrupt in (False, True):
+        plugin, model = _compensated()
+        losses.append(train(model, rank, steps=2))
+        if interrupt:
+            state = {"model": model.state_dict(), "quantized": plugin.state_dict()}
+            dcp.save(state, checkpoint_id=folder)
+            plugin, model = _compensated()
+            describe(model)
+            loss_of(model, tokens_for(9, rank)).backward()  # a resumed run holds state to fill
+            model.zero_grad()
+            state = {"model": model.state_dict(), "quantized": plugin.state_dict()}
+            dcp.load(state, checkpoint_id=folder)
+            model.load_state_dict(state["model"])
+            plugin.load_state_dict(state["quantized"])
+        losses[-1] += train(model, rank, steps=2)
+    assert losses[0] == losses[1]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from polyshard import MixedPrecisionPolicy, describe, fully_shard, stats
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 from polyshard_quantized import Int8Block, QuantizedComm, round_trip
 
 
@@ -37,7 +37,8 @@ def test_resharding_to_blocks_of_ranks(world4: World) -> None:
     world4.run(in_blocks, 2)
 
 
-def forward_and_backward_in_blocks(rank: int, size: int) -> None:
+@ranks(4)
+def test_blocks_hold_what_was_decoded(rank: int, size: int) -> None:
     model = shard(build(), [QuantizedComm()], reshard_after_forward=2)
     master = model.blocks[0].up.weight.full_tensor()
     seen: list[Tensor] = []
@@ -55,10 +56,6 @@ def forward_and_backward_in_blocks(rank: int, size: int) -> None:
     assert all(torch.equal(value, round_trip(2 * master, Int8Block())) for value in seen)
 
 
-def test_blocks_hold_what_was_decoded(world4: World) -> None:
-    world4.run(forward_and_backward_in_blocks)
-
-
 # Compiled -------------------------------------------------------------------------------------
 
 
@@ -68,7 +65,14 @@ def graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def compiled(rank: int, size: int, way: str) -> None:
+def _compile(units: list[nn.Module]) -> None:
+    for unit in units:
+        unit.compile(backend="aot_eager")
+
+
+@pytest.mark.parametrize("way", ["before", "after", "whole"])
+@ranks(2, timeout=180.0)
+def test_whole_units_compiled(rank: int, size: int, way: str) -> None:
     """The same kernels, so the same bits; and no new graph when payloads or buffers come and go."""
     import torch._dynamo as dynamo
 
@@ -88,16 +92,6 @@ def compiled(rank: int, size: int, way: str) -> None:
     assert train(model, rank, micro_batches=2) == train(eager, rank, micro_batches=2)
     assert graphs() == warm, "compiled again after warm-up"
     dynamo.reset()
-
-
-def _compile(units: list[nn.Module]) -> None:
-    for unit in units:
-        unit.compile(backend="aot_eager")
-
-
-@pytest.mark.parametrize("way", ["before", "after", "whole"])
-def test_whole_units_compiled(world2: World, way: str) -> None:
-    world2.run(compiled, way, timeout=180.0)
 
 
 # Recomputed and accumulated -------------------------------------------------------------------
@@ -167,7 +161,8 @@ def test_checkpointing_with_accumulation_compiled(world2: World) -> None:
     world2.run(unsynchronised, True, timeout=180.0)
 
 
-def without_plugin_is_different(rank: int, size: int) -> None:
+@ranks(2)
+def test_the_plugin_changes_bits(rank: int, size: int) -> None:
     """The comparisons above would notice a plugin that does nothing."""
     plain: Any = recomputing()
     for block in plain.blocks:
@@ -177,14 +172,16 @@ def without_plugin_is_different(rank: int, size: int) -> None:
     assert train(plain, rank) != train(quantized, rank)
 
 
-def test_the_plugin_changes_bits(world2: World) -> None:
-    world2.run(without_plugin_is_different)
-
-
 # Scaled losses --------------------------------------------------------------------------------
 
 
-def scaled(rank: int, size: int) -> None:
+def full(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor()
+    return whole.detach().clone()
+
+
+@ranks(2)
+def test_scaled_losses(rank: int, size: int) -> None:
     """Scaling and unscaling give what no scaling gives; overflow of one rank stops all of them."""
     policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
     plugin = QuantizedComm(gradients=Int8Block())
@@ -220,12 +217,3 @@ def scaled(rank: int, size: int) -> None:
     assert scaler.get_scale() == 2.0**9
     for value, parameter in zip(stepped, model.parameters(), strict=True):
         assert torch.equal(full(parameter), value)
-
-
-def full(tensor: Any) -> Tensor:
-    whole: Tensor = tensor.full_tensor()
-    return whole.detach().clone()
-
-
-def test_scaled_losses(world2: World) -> None:
-    world2.run(scaled)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from polyshard import fully_shard
 from polyshard.errors import SettingError
-from polyshard.testing import World
+from polyshard.testing import ranks
 from polyshard_quantized import ErrorFeedback, Exclusions, Int4Block, QuantizedComm
 
 
@@ -35,7 +35,11 @@ def residuals(plugin: QuantizedComm) -> dict[str, Tensor]:
     return {name: value.view(16, 64).clone() for name, value in state["residuals"].items()}
 
 
-def kept(rank: int, size: int, zeros: bool) -> None:
+@pytest.mark.parametrize("zeros", [False, True])
+@ranks(2)
+def test_errors_of_parameters_without_a_gradient_are_kept(
+    rank: int, size: int, zeros: bool
+) -> None:
     """All that was ever asked for is in ``.grad`` or still in the errors of some rank."""
     plugin = QuantizedComm(
         weights=None,
@@ -67,13 +71,10 @@ def kept(rank: int, size: int, zeros: bool) -> None:
         torch.testing.assert_close(found[name], total, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("zeros", [False, True])
-def test_errors_of_parameters_without_a_gradient_are_kept(world2: World, zeros: bool) -> None:
-    world2.run(kept, zeros)
-
-
-def two_models(rank: int, size: int, folder: str) -> None:
+@ranks(2)
+def test_two_models_may_share_a_plugin_with_feedback(rank: int, size: int, tmp_path: Path) -> None:
     """One plugin object, two models of one class: states are told apart, and saved apart."""
+    folder = str(tmp_path / "checkpoint")
     plugin = QuantizedComm(gradients=Int4Block(), error_feedback=ErrorFeedback())
     models = [shard(build(seed), [plugin]) for seed in range(2)]
     losses = [train(model, rank, steps=2 + i) for i, model in enumerate(models)]
@@ -105,11 +106,8 @@ def two_models(rank: int, size: int, folder: str) -> None:
     assert [train(model, rank, steps=2) for model in resumed] == losses
 
 
-def test_two_models_may_share_a_plugin_with_feedback(world2: World, tmp_path: Path) -> None:
-    world2.run(two_models, str(tmp_path / "checkpoint"))
-
-
-def reports_apart(rank: int, size: int) -> None:
+@ranks(2)
+def test_reports_tell_models_apart(rank: int, size: int) -> None:
     """A group belongs to one model in reports and errors too, whatever the other leaves out."""
     plugin = QuantizedComm(gradients=Int4Block())
     first, second = shard(build(0), [plugin]), shard(build(1), [plugin])
@@ -125,7 +123,3 @@ def reports_apart(rank: int, size: int) -> None:
     errors = [plugin.relative_errors(model) for model in (first, second)]
     assert errors[0].keys() == errors[1].keys()
     assert errors[0] != errors[1]
-
-
-def test_reports_tell_models_apart(world2: World) -> None:
-    world2.run(reports_apart)

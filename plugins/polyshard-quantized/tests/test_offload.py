@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from polyshard import describe, stats
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 from polyshard_quantized import ErrorFeedback, Float8Block, Int4Block, Int8Block, QuantizedComm
 
 pytest.importorskip("polyshard_offload", reason="needs polyshard-offload")
@@ -90,8 +90,10 @@ def test_uneven_ranks_and_blocks_of_ranks(world3: World, world4: World, tmp_path
     world4.run(same_as_alone, "int8", Offload(params="host"), 2)
 
 
-def fetched(rank: int, size: int, path: str) -> None:
+@ranks(2)
+def test_payloads_are_kept_beside_offload(rank: int, size: int, tmp_path: Path) -> None:
     """Shards that come and go look unchanged, so a payload is made once a step."""
+    path = str(tmp_path)
     from polyshard_quantized.gather import BoundGather
 
     encoded: list[int] = []
@@ -115,10 +117,6 @@ def fetched(rank: int, size: int, path: str) -> None:
                 optimizer.zero_grad()
 
 
-def test_payloads_are_kept_beside_offload(world2: World, tmp_path: Path) -> None:
-    world2.run(fetched, str(tmp_path))
-
-
 class CountedReads:
     """Bytes that a swap file was asked for, in this process."""
 
@@ -138,9 +136,13 @@ class CountedReads:
         return nbytes
 
 
-def read_in_a_step(rank: int, size: int, path: str, prefetch: int) -> None:
+@pytest.mark.parametrize("prefetch", [0, 2])
+@ranks(2)
+def test_a_shard_on_disk_is_read_once_a_forward(
+    rank: int, size: int, tmp_path: Path, prefetch: int
+) -> None:
     """From disk a shard is read in the first gather of a step, and by nothing after it."""
-    disk = DiskSettings(path=Path(path))
+    disk = DiskSettings(path=tmp_path)
     offload = Offload(params="disk", optimizer="disk", disk=disk, prefetch=prefetch)
     model = shard(build(), [QuantizedComm(), offload])
     optimizer = offload.wrap(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
@@ -161,14 +163,8 @@ def read_in_a_step(rank: int, size: int, path: str, prefetch: int) -> None:
             reads.take()
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_shard_on_disk_is_read_once_a_forward(
-    world2: World, tmp_path: Path, prefetch: int
-) -> None:
-    world2.run(read_in_a_step, str(tmp_path), prefetch)
-
-
-def never_staged(rank: int, size: int) -> None:
+@ranks(2)
+def test_a_shard_on_the_host_is_encoded_where_it_rests(rank: int, size: int) -> None:
     """On the host a codec reads what rests there: no shard is copied anywhere."""
     offload = Offload(params="host")
     model = shard(build(), [QuantizedComm(), offload])
@@ -181,18 +177,17 @@ def never_staged(rank: int, size: int) -> None:
     assert native.tiers.count.peak_bytes > 0
 
 
-def test_a_shard_on_the_host_is_encoded_where_it_rests(world2: World) -> None:
-    world2.run(never_staged)
-
-
-def on_an_accelerator(rank: int, size: int, tier: Any, path: str) -> None:
+@pytest.mark.gpu
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@ranks(1)
+def test_payloads_move_to_an_accelerator(rank: int, size: int, tier: str, tmp_path: Path) -> None:
     """What moves to the device is the payload: training is that without offload."""
     found = torch.accelerator.current_accelerator()
     assert found is not None
     device = torch.device(found.type, 0)
     mesh = init_device_mesh(device.type, (1,))
     losses: list[list[float]] = []
-    disk = DiskSettings(path=Path(path))
+    disk = DiskSettings(path=tmp_path)
     for resting in (None, Offload(params=tier, optimizer="host", disk=disk)):
         plugins = [QuantizedComm(), *([resting] if resting is not None else [])]
         model = shard(build().to(device), plugins, mesh=mesh)
@@ -207,9 +202,3 @@ def on_an_accelerator(rank: int, size: int, tier: Any, path: str) -> None:
             optimizer.zero_grad()
             losses[-1].append(loss.item())
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_payloads_move_to_an_accelerator(world1: World, tier: str, tmp_path: Path) -> None:
-    world1.run(on_an_accelerator, tier, str(tmp_path))

@@ -10,7 +10,7 @@ import torch
 from quantized_models import build, loss_of, shard, tokens_for
 from torch import nn
 
-from polyshard.testing import World
+from polyshard.testing import ranks
 from polyshard_quantized import Exclusions, Int8Block, QuantizedComm
 
 Parameters = list[nn.Parameter]
@@ -52,7 +52,9 @@ def step(parameters: Parameters) -> None:
 WRITERS: list[Callable[[Parameters], None]] = [permute_rows, permute_words, negate, average, step]
 
 
-def follows(rank: int, size: int, reshard: bool) -> None:
+@pytest.mark.parametrize("reshard", [True, False])
+@ranks(2)
+def test_kept_payloads_follow_every_write(rank: int, size: int, reshard: bool) -> None:
     """As a model that was just loaded with the same values, which has no payload to send again."""
 
     def made() -> Any:
@@ -76,8 +78,3 @@ def follows(rank: int, size: int, reshard: bool) -> None:
                 for parameter in parameters:
                     parameter.grad = None
             assert found[0].item() == found[1].item(), write.__name__
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_kept_payloads_follow_every_write(world2: World, reshard: bool) -> None:
-    world2.run(follows, reshard)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from wire import counted
 
 from polyshard import describe, stats
-from polyshard.testing import World
+from polyshard.testing import ranks
 from polyshard_quantized import (
     Exclusions,
     Int8Block,
@@ -22,7 +22,8 @@ from polyshard_quantized import (
 )
 
 
-def bytes_on_the_wire(rank: int, size: int) -> None:
+@ranks(2, 3)
+def test_bytes_are_exactly_as_predicted(rank: int, size: int) -> None:
     plugin = QuantizedComm(gradients=Int8Block())
     model = shard(build(), [plugin])
     preview = describe(model)
@@ -42,12 +43,8 @@ def bytes_on_the_wire(rank: int, size: int) -> None:
     assert report.wire_bytes == preview.gather_bytes + preview.reduce_bytes
 
 
-def test_bytes_are_exactly_as_predicted(world2: World, world3: World) -> None:
-    world2.run(bytes_on_the_wire)
-    world3.run(bytes_on_the_wire)
-
-
-def second_hop(rank: int, size: int) -> None:
+@ranks(4)
+def test_bytes_between_replicas_are_exactly_as_predicted(rank: int, size: int) -> None:
     """What is gathered between replicas is what the report says, and nothing else is."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     plugin = QuantizedComm(gradients=Int8Block())
@@ -72,11 +69,8 @@ def second_hop(rank: int, size: int) -> None:
     assert sorted(gathered) == sorted(r.replica_bytes for r in reduces)  # to one other replica
 
 
-def test_bytes_between_replicas_are_exactly_as_predicted(world4: World) -> None:
-    world4.run(second_hop)
-
-
-def reported(rank: int, size: int) -> None:
+@ranks(2, 3)
+def test_reports(rank: int, size: int) -> None:
     plugin = QuantizedComm(gradients=Int8Block(), exclude=Exclusions(fqns=("head.*",)))
     model = shard(build(), [plugin])
     text = str(describe(model))
@@ -92,8 +86,3 @@ def reported(rank: int, size: int) -> None:
         value = model.get_parameter(name).full_tensor()
         relative = float((round_trip(value, Int8Block()) - value).norm() / value.norm())
         assert abs(errors[name] - relative) < 1e-6
-
-
-def test_reports(world2: World, world3: World) -> None:
-    world2.run(reported)
-    world3.run(reported)

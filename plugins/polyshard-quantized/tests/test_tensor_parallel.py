@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from wire import counted
 
 from polyshard import clip_grad_norm_, describe, fully_shard, stats
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 from polyshard_demo.model import LanguageModel, ModelSettings
 from polyshard_quantized import Exclusions, Int4Block, Int8Block, QuantizedComm, round_trip
 
@@ -69,7 +69,8 @@ def train(model: nn.Module, part: int) -> list[float]:
     return found
 
 
-def like_native(rank: int, size: int) -> None:
+@ranks(4)
+def test_training_is_close_to_that_without_quantization(rank: int, size: int) -> None:
     mesh = meshes(2)
     part = mesh["dp"].get_local_rank()
     expected = train(built(mesh, None), part)
@@ -78,11 +79,8 @@ def like_native(rank: int, size: int) -> None:
     assert found != expected
 
 
-def test_training_is_close_to_that_without_quantization(world4: World) -> None:
-    world4.run(like_native)
-
-
-def as_predicted(rank: int, size: int) -> None:
+@ranks(4)
+def test_bytes_are_exactly_as_predicted(rank: int, size: int) -> None:
     mesh = meshes(2)
     plugin = comm()
     model, native = built(mesh, plugin), built(mesh, None)
@@ -103,10 +101,6 @@ def as_predicted(rank: int, size: int) -> None:
     held = {p.fqn: p.numel for g in report.groups if g.gather for p in g.gather.parameters}
     whole = model.get_parameter("blocks.0.feed_forward.up.weight").numel()
     assert held["blocks.0.feed_forward.up.weight"] == whole // 2
-
-
-def test_bytes_are_exactly_as_predicted(world4: World) -> None:
-    world4.run(as_predicted)
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -160,7 +154,8 @@ def test_decoded_values_do_not_depend_on_the_data_parallel_ranks(
             assert torch.equal(value, alone[name]), name
 
 
-def summed(rank: int, size: int) -> None:
+@ranks(4)
+def test_gradients_are_sums_of_quantized_local_parts(rank: int, size: int) -> None:
     """A gradient is the sum of the round trips of what ranks had, in order of the ranks."""
     mesh = meshes(2)
     part, tp = mesh["dp"].get_local_rank(), mesh["tp"].get_local_rank()
@@ -178,10 +173,6 @@ def summed(rank: int, size: int) -> None:
     assert torch.equal(found.full_tensor().chunk(2, 1)[tp], expected)
 
 
-def test_gradients_are_sums_of_quantized_local_parts(world4: World) -> None:
-    world4.run(summed)
-
-
 class Partly(nn.Module):
     """A pair of layers in the plan, and one outside it, whole on every rank."""
 
@@ -195,7 +186,9 @@ class Partly(nn.Module):
         return out
 
 
-def noise(rank: int, size: int, replicas: bool) -> None:
+@pytest.mark.parametrize("replicas", [False, True])
+@ranks(4)
+def test_ranks_that_hold_the_same_draw_the_same_noise(rank: int, size: int, replicas: bool) -> None:
     """What several tensor-parallel ranks hold whole stays the same on all of them."""
     names = ("replicate", "dp", "tp")
     mesh = init_device_mesh("cpu", (2, 1, 2) if replicas else (1, 2, 2), mesh_dim_names=names)
@@ -218,8 +211,3 @@ def noise(rank: int, size: int, replicas: bool) -> None:
     others = [torch.empty_like(local) for _ in range(2)]
     dist.all_gather(others, local.contiguous(), group=mesh.get_group("tp"))
     assert torch.equal(others[0], others[1])
-
-
-@pytest.mark.parametrize("replicas", [False, True])
-def test_ranks_that_hold_the_same_draw_the_same_noise(world4: World, replicas: bool) -> None:
-    world4.run(noise, replicas)

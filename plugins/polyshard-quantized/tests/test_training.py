@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from polyshard import MixedPrecisionPolicy, Plugin, fully_shard, hookimpl
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 from polyshard_quantized import (
     BlockFormat,
     Exclusions,
@@ -62,7 +62,9 @@ def test_uneven_worlds_and_worlds_of_one(world1: World, world3: World) -> None:
         world.run(exact, "int8", "int8")
 
 
-def hybrid(rank: int, size: int, hierarchical: bool) -> None:
+@pytest.mark.parametrize("hierarchical", [True, False])
+@ranks(4)
+def test_two_hops_on_a_mesh_with_replicas(rank: int, size: int, hierarchical: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     form = Int8Block()
 
@@ -80,12 +82,8 @@ def hybrid(rank: int, size: int, hierarchical: bool) -> None:
     assert (block.reduce.replica_bytes > 0) is hierarchical
 
 
-@pytest.mark.parametrize("hierarchical", [True, False])
-def test_two_hops_on_a_mesh_with_replicas(world4: World, hierarchical: bool) -> None:
-    world4.run(hybrid, hierarchical)
-
-
-def replicas_agree(rank: int, size: int) -> None:
+@ranks(4)
+def test_replicas_stay_equal_to_the_last_bit(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = shard(build(), [QuantizedComm(gradients=Int4Block())], mesh=mesh)
     loss_of(model, tokens_for(0, rank)).backward()
@@ -96,11 +94,8 @@ def replicas_agree(rank: int, size: int) -> None:
         assert torch.equal(theirs[0], theirs[1])
 
 
-def test_replicas_stay_equal_to_the_last_bit(world4: World) -> None:
-    world4.run(replicas_agree)
-
-
-def everybody_agrees(rank: int, size: int) -> None:
+@ranks(3, 1)
+def test_every_rank_computes_with_the_same_values(rank: int, size: int) -> None:
     model = shard(build(), [QuantizedComm()])
     masters = {n: p.full_tensor() for n, p in model.named_parameters()}
     seen: list[Tensor] = []
@@ -117,12 +112,9 @@ def everybody_agrees(rank: int, size: int) -> None:
         assert torch.equal(parameter.full_tensor(), masters[name])  # masters are untouched
 
 
-def test_every_rank_computes_with_the_same_values(world1: World, world3: World) -> None:
-    world3.run(everybody_agrees)
-    world1.run(everybody_agrees)
-
-
-def overflow(rank: int, size: int, weights: str) -> None:
+@pytest.mark.parametrize("weights", list(FORMS))
+@ranks(2)
+def test_overflow_is_seen_on_every_rank(rank: int, size: int, weights: str) -> None:
     model = shard(build(), [QuantizedComm(weights=FORMS[weights], gradients=Int8Block())])
     with torch.no_grad():
         weight = model.blocks[1].down.weight.to_local()
@@ -138,12 +130,8 @@ def overflow(rank: int, size: int, weights: str) -> None:
     assert not bool(torch.isfinite(norm.full_tensor()))
 
 
-@pytest.mark.parametrize("weights", list(FORMS))
-def test_overflow_is_seen_on_every_rank(world2: World, weights: str) -> None:
-    world2.run(overflow, weights)
-
-
-def accumulated(rank: int, size: int) -> None:
+@ranks(2)
+def test_accumulation(rank: int, size: int) -> None:
     """Reduced every micro-batch: the sum of separate reductions, bitwise."""
     form = Int8Block()
     expected = Oracle(size, form, one_hop(form)).train(build(), rank, micro_batches=3)
@@ -166,10 +154,6 @@ def accumulated(rank: int, size: int) -> None:
         assert float((found - native).abs().max()) <= float(scale) * 2 / 127
 
 
-def test_accumulation(world2: World) -> None:
-    world2.run(accumulated)
-
-
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 FP16 = MixedPrecisionPolicy(torch.float16, torch.float16)
 COMPOSITIONS: dict[str, dict[str, Any]] = {
@@ -183,7 +167,18 @@ COMPOSITIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def composed(rank: int, size: int, kind: str) -> None:
+def _recompute(block: nn.Module) -> None:
+    inner = block.forward
+
+    def forward(x: Tensor) -> Any:
+        return checkpoint(inner, x, use_reentrant=False)
+
+    block.forward = forward
+
+
+@pytest.mark.parametrize("kind", list(COMPOSITIONS))
+@ranks(2)
+def test_composition(rank: int, size: int, kind: str) -> None:
     """Within the error of the format of the same composition without the plugin."""
     losses = []
     for plugins in ([], [QuantizedComm(gradients=Int8Block())]):
@@ -197,20 +192,6 @@ def composed(rank: int, size: int, kind: str) -> None:
         losses.append(train(shard(model, plugins, **COMPOSITIONS[kind]), rank))
     torch.testing.assert_close(losses[1], losses[0], rtol=0.02, atol=0.02)
     assert losses[1] != losses[0]
-
-
-def _recompute(block: nn.Module) -> None:
-    inner = block.forward
-
-    def forward(x: Tensor) -> Any:
-        return checkpoint(inner, x, use_reentrant=False)
-
-    block.forward = forward
-
-
-@pytest.mark.parametrize("kind", list(COMPOSITIONS))
-def test_composition(world2: World, kind: str) -> None:
-    world2.run(composed, kind)
 
 
 class Transposed(Plugin):
@@ -227,7 +208,8 @@ class Transposed(Plugin):
         return tensor.t()
 
 
-def beside_a_transform(rank: int, size: int) -> None:
+@ranks(2)
+def test_the_form_that_is_sharded_is_quantized(rank: int, size: int) -> None:
     plugin = QuantizedComm(gradients=Int8Block())
     model = shard(build(), [plugin, Transposed()])
     losses = train(model, rank)
@@ -237,11 +219,8 @@ def beside_a_transform(rank: int, size: int) -> None:
     )
 
 
-def test_the_form_that_is_sharded_is_quantized(world2: World) -> None:
-    world2.run(beside_a_transform)
-
-
-def other_dims(rank: int, size: int) -> None:
+@ranks(2, 3)
+def test_other_sharded_dims(rank: int, size: int) -> None:
     """Parameters sharded on another dim: rows are what lies behind it."""
     from torch.distributed.tensor import Shard
 
@@ -259,12 +238,8 @@ def other_dims(rank: int, size: int) -> None:
     model.reshard()
 
 
-def test_other_sharded_dims(world2: World, world3: World) -> None:
-    world2.run(other_dims)
-    world3.run(other_dims)
-
-
-def unused_and_shared(rank: int, size: int) -> None:
+@ranks(2)
+def test_unused_shared_and_frozen_parameters(rank: int, size: int) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -292,11 +267,8 @@ def unused_and_shared(rank: int, size: int) -> None:
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0.05 * scale)
 
 
-def test_unused_shared_and_frozen_parameters(world2: World) -> None:
-    world2.run(unused_and_shared)
-
-
-def kept_payload(rank: int, size: int) -> None:
+@ranks(2)
+def test_payloads_are_encoded_once_a_step(rank: int, size: int) -> None:
     from polyshard_quantized.gather import BoundGather
 
     encoded: list[int] = []
@@ -318,15 +290,8 @@ def kept_payload(rank: int, size: int) -> None:
             optimizer.zero_grad()
 
 
-def test_payloads_are_encoded_once_a_step(world2: World) -> None:
-    world2.run(kept_payload)
-
-
-def test_two_models_share_one_plugin_object(world1: World) -> None:
-    world1.run(two_models)
-
-
-def two_models(rank: int, size: int) -> None:
+@ranks(1)
+def test_two_models_share_one_plugin_object(rank: int, size: int) -> None:
     plugin = QuantizedComm()
     first, second = (shard(build(seed), [plugin]) for seed in range(2))
     losses = [train(first, rank), train(second, rank)]
@@ -341,7 +306,8 @@ def two_models(rank: int, size: int) -> None:
     assert isinstance(second, Model)
 
 
-def after_inference(rank: int, size: int) -> None:
+@ranks(2)
+def test_training_after_inference_mode(rank: int, size: int) -> None:
     """What a first forward in inference mode makes is used by those that train."""
     model: Any = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     quantized = QuantizedComm(weights=Int8Block(16), exclude=Exclusions(min_numel=0))
@@ -356,7 +322,3 @@ def after_inference(rank: int, size: int) -> None:
     after = model(torch.eye(16))
     assert not torch.equal(before, after.detach())
     after.sum().backward()
-
-
-def test_training_after_inference_mode(world2: World) -> None:
-    world2.run(after_inference)

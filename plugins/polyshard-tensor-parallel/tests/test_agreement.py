@@ -25,7 +25,7 @@ from polyshard import Plugin, fully_shard, hookimpl
 from polyshard.agreement.meeting import GRACE_SECONDS
 from polyshard.errors import PlanMismatchError, PolyshardError, SettingError
 from polyshard.seams import GroupInfo
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 from polyshard_tensor_parallel import Heads, Plan, TensorParallel
 from polyshard_tensor_parallel.checking import check
 
@@ -107,7 +107,8 @@ class Adapter:
         return value
 
 
-def differs_later(rank: int, size: int) -> None:
+@ranks(4)
+def test_ranks_of_both_axes_compare_plans(rank: int, size: int) -> None:
     """Equal plans of tensor parallelism; what differs is seen by the ranks of both axes."""
     mesh = meshes(2, 2)
     tensor_parallel = TensorParallel(mlp_plan(), mesh=mesh["tp"])
@@ -120,11 +121,8 @@ def differs_later(rank: int, size: int) -> None:
             model(torch.ones(2, 10))
 
 
-def test_ranks_of_both_axes_compare_plans(world4: World) -> None:
-    world4.run(differs_later)
-
-
-def stages(rank: int, size: int) -> None:
+@ranks(4)
+def test_stages_of_a_pipeline_do_not_compare(rank: int, size: int) -> None:
     """Two pipeline stages with models of their own: only ranks of a stage compare."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     plan = mlp_plan() if rank < 2 else {"up": ColwiseParallel()}
@@ -138,11 +136,8 @@ def stages(rank: int, size: int) -> None:
     staged(torch.ones(2, 10)).sum().backward()
 
 
-def test_stages_of_a_pipeline_do_not_compare(world4: World) -> None:
-    world4.run(stages)
-
-
-def uneven(rank: int, size: int) -> None:
+@ranks(4)
+def test_uneven_pieces_are_no_difference(rank: int, size: int) -> None:
     """Pieces of different sizes on the model axis are no difference of plans."""
     mesh = meshes(2, 2)
     model: Any = nn.Linear(4, 5, bias=False)
@@ -154,10 +149,6 @@ def uneven(rank: int, size: int) -> None:
     x = DTensor.from_local(torch.ones(2, 4), mesh["tp"], [Replicate()], run_check=False)
     out = model(x)
     assert torch.allclose(full(out), torch.ones(2, 4) @ whole.t())
-
-
-def test_uneven_pieces_are_no_difference(world4: World) -> None:
-    world4.run(uneven)
 
 
 # Plans that forget something ----------------------------------------------------------------------
@@ -264,7 +255,9 @@ class Shared(ParallelStyle):
         return module
 
 
-def attention_gradients(rank: int, size: int, kv_heads: int) -> None:
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@ranks(4)
+def test_attention_that_is_accepted_is_right(rank: int, size: int, kv_heads: int) -> None:
     """What the check lets through gives the gradients of one process; the rest would not."""
     mesh = meshes(2, 2)
     torch.manual_seed(0)
@@ -284,12 +277,8 @@ def attention_gradients(rank: int, size: int, kv_heads: int) -> None:
         torch.testing.assert_close(full(ours.grad), theirs.grad, msg=name)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_attention_that_is_accepted_is_right(world4: World, kv_heads: int) -> None:
-    world4.run(attention_gradients, kv_heads)
-
-
-def left_whole_is_wrong(rank: int, size: int) -> None:
+@ranks(4)
+def test_keys_left_whole_get_wrong_gradients(rank: int, size: int) -> None:
     """Why it is refused: with keys left whole the gradient is a part of what it should be."""
     mesh = meshes(2, 2)
     torch.manual_seed(0)
@@ -305,10 +294,6 @@ def left_whole_is_wrong(rank: int, size: int) -> None:
     oracle(x).square().mean().backward()
     assert oracle.v.weight.grad is not None
     assert not torch.allclose(full(model.v.weight.grad), oracle.v.weight.grad, rtol=1e-2)
-
-
-def test_keys_left_whole_get_wrong_gradients(world4: World) -> None:
-    world4.run(left_whole_is_wrong)
 
 
 # What applies to nothing --------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from tp_models import full, loss_of, meshes, mlp, mlp_plan, shard_blocks, tiny, tokens_for
 
 from polyshard import fully_shard
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 from polyshard_tensor_parallel import TensorParallel, demo_plan
 
 LAYOUTS = {"2 x 2": (2, 2), "4 x 1": (4, 0), "1 x 4": (1, 4)}
@@ -47,7 +47,15 @@ def step(model: Any, optimizer: torch.optim.Optimizer, index: int) -> float:
     return loss.item()
 
 
-def moved(rank: int, size: int, source: str, target: str, folder: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("2 x 2", "4 x 1"), ("4 x 1", "2 x 2"), ("2 x 2", "1 x 4"), ("1 x 4", "2 x 2")],
+)
+@ranks(4)
+def test_saved_on_one_layout_loaded_on_another(
+    rank: int, size: int, tmp_path: Path, source: str, target: str
+) -> None:
+    folder = str(tmp_path / "checkpoint")
     first, optimizer, _ = built(source)
     step(first, optimizer, 0)
     weights, moments = get_state_dict(first, optimizer)
@@ -65,16 +73,6 @@ def moved(rank: int, size: int, source: str, target: str, folder: str) -> None:
     assert not found.missing_keys
     losses = step(second, other, 1), step(second, other, 2)
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [("2 x 2", "4 x 1"), ("4 x 1", "2 x 2"), ("2 x 2", "1 x 4"), ("1 x 4", "2 x 2")],
-)
-def test_saved_on_one_layout_loaded_on_another(
-    world4: World, tmp_path: Path, source: str, target: str
-) -> None:
-    world4.run(moved, source, target, str(tmp_path / "checkpoint"))
 
 
 def full_state(rank: int, size: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -101,8 +99,10 @@ def test_the_full_state_dict_is_that_of_one_process(world4: World) -> None:
             torch.testing.assert_close(found, values[key], rtol=1e-3, atol=1e-6)
 
 
-def uneven(rank: int, size: int, folder: str) -> None:
+@ranks(4)
+def test_uneven_shards_are_saved_right(rank: int, size: int, tmp_path: Path) -> None:
     """Seven rows for each tensor-parallel rank, over two data-parallel ones."""
+    folder = str(tmp_path / "checkpoint")
     mesh = meshes(2, 2)
     model = mlp(width=7, hidden=14)
     plugin = TensorParallel(mlp_plan(), mesh=mesh["tp"])
@@ -117,7 +117,3 @@ def uneven(rank: int, size: int, folder: str) -> None:
         plain.parameters(), mlp(width=7, hidden=14).parameters(), strict=True
     ):
         assert torch.equal(full(found.detach()), expected.detach())
-
-
-def test_uneven_shards_are_saved_right(world4: World, tmp_path: Path) -> None:
-    world4.run(uneven, str(tmp_path / "checkpoint"))

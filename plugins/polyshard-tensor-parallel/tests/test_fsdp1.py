@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from tp_models import mean_over, meshes, mlp, mlp_plan, train
 
 from polyshard.fsdp1 import as_fsdp_extensions, wrapping_with
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 from polyshard_tensor_parallel import TensorParallel
 
 WIDTH = 8
@@ -103,7 +103,9 @@ def test_losses_are_those_of_torch(world4: World, original: bool) -> None:
     torch.testing.assert_close(losses, expected.losses, rtol=1e-4, atol=1e-4)
 
 
-def saves(rank: int, size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@ranks(4)
+def test_state_dicts_are_those_of_torch(rank: int, size: int, kind: str) -> None:
     ours, theirs = (wrapped(rank, mine, True) for mine in (True, False))
     for model in (ours, theirs):
         train(model, [rank // 2], 2, loss=regression, clip=1e9)
@@ -118,12 +120,8 @@ def saves(rank: int, size: int, kind: str) -> None:
         assert torch.equal(plain(value), plain(expected[name])), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_state_dicts_are_those_of_torch(world4: World, kind: str) -> None:
-    world4.run(saves, kind)
-
-
-def optimizer_state(rank: int, size: int) -> None:
+@ranks(4)
+def test_optimizer_state_is_that_of_torch(rank: int, size: int) -> None:
     states = []
     for ours in (True, False):
         model = wrapped(rank, ours, True)
@@ -141,11 +139,8 @@ def optimizer_state(rank: int, size: int) -> None:
             assert torch.equal(plain(states[0][name][key]), plain(value)), (name, key)
 
 
-def test_optimizer_state_is_that_of_torch(world4: World) -> None:
-    world4.run(optimizer_state)
-
-
-def nested(rank: int, size: int) -> None:
+@ranks(4)
+def test_sharded_tensors_are_nested_in_state_dicts(rank: int, size: int) -> None:
     """Given a process group, FSDP1 saves sharded tensors: nested where the plan takes part."""
     mesh = meshes(2, 2)
     model = mlp(width=WIDTH)
@@ -165,7 +160,3 @@ def nested(rank: int, size: int) -> None:
         assert inner is (name in parts), name
         if inner:
             assert torch.equal(plain(value), parts[name].chunk(2)[at]), name
-
-
-def test_sharded_tensors_are_nested_in_state_dicts(world4: World) -> None:
-    world4.run(nested)

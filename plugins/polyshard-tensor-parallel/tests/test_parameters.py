@@ -30,7 +30,7 @@ from polyshard import MixedPrecisionPolicy, fully_shard
 from polyshard.errors import MeshError, UnsupportedError
 from polyshard.seams import ParamInfo
 from polyshard.sharding.layout import chunk_bounds
-from polyshard.testing import World
+from polyshard.testing import ranks
 from polyshard_tensor_parallel import TensorParallel
 from polyshard_tensor_parallel.chunks import data_placement, whole_of
 from polyshard_tensor_parallel.strides import chunk_length, is_expressible
@@ -64,7 +64,8 @@ def test_strides_are_what_two_cuts_make(size: int, pieces: int, ranks: int) -> N
 # Forms ----------------------------------------------------------------------------------------
 
 
-def round_trips(rank: int, size: int) -> None:
+@ranks(4)
+def test_unflattening_copies_nothing(rank: int, size: int) -> None:
     mesh = meshes(2, 2)
     plugin = TensorParallel(mesh=mesh["tp"])
     for placement in (Shard(0), Shard(1), Replicate()):
@@ -84,11 +85,8 @@ def round_trips(rank: int, size: int) -> None:
         assert leaf.to_local().data_ptr() == memory.data_ptr()
 
 
-def test_unflattening_copies_nothing(world4: World) -> None:
-    world4.run(round_trips)
-
-
-def gradients(rank: int, size: int) -> None:
+@ranks(4)
+def test_gradients_come_back_as_their_parameters_are(rank: int, size: int) -> None:
     """Whatever placement a gradient has, what is reduced is this rank's part of its value."""
     mesh = meshes(2, 2)
     plugin = TensorParallel(mesh=mesh["tp"])
@@ -113,11 +111,8 @@ def gradients(rank: int, size: int) -> None:
             assert torch.equal(answer[0], expected), (wanted, placement)
 
 
-def test_gradients_come_back_as_their_parameters_are(world4: World) -> None:
-    world4.run(gradients)
-
-
-def pending(rank: int, size: int) -> None:
+@ranks(4)
+def test_pending_collectives_are_waited_for(rank: int, size: int) -> None:
     mesh = meshes(2, 2)
     plugin = TensorParallel(mesh=mesh["tp"])
     local = all_reduce(torch.ones(4), "sum", mesh["tp"])
@@ -133,11 +128,8 @@ def pending(rank: int, size: int) -> None:
     assert type(plain[0]) is Tensor
 
 
-def test_pending_collectives_are_waited_for(world4: World) -> None:
-    world4.run(pending)
-
-
-def wide_sums(rank: int, size: int) -> None:
+@ranks(4)
+def test_partial_gradients_are_summed_in_the_reduce_dtype(rank: int, size: int) -> None:
     """1 + 2**-8 is no bf16 value: added there it is 1, in the reduce dtype it is itself."""
     mesh = meshes(2, 2)
     plugin = TensorParallel(mesh=mesh["tp"])
@@ -153,10 +145,6 @@ def wide_sums(rank: int, size: int) -> None:
         assert torch.equal(answer[0].float(), torch.full((4,), value)), reduce_dtype
 
 
-def test_partial_gradients_are_summed_in_the_reduce_dtype(world4: World) -> None:
-    world4.run(wide_sums)
-
-
 class Scaled(nn.Module):
     """``x * weight`` on this rank's part of a batch: the gradient of ``weight`` is partial."""
 
@@ -169,7 +157,8 @@ class Scaled(nn.Module):
         return out
 
 
-def policy_in_training(rank: int, size: int) -> None:
+@ranks(4)
+def test_the_policy_reaches_the_sum(rank: int, size: int) -> None:
     mesh = meshes(2, 2)
     weight = distribute_tensor(torch.zeros(4), mesh["tp"], [Replicate()])
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -185,16 +174,14 @@ def policy_in_training(rank: int, size: int) -> None:
     assert torch.equal(full(model.weight.grad), torch.full((4,), 2.0 + 2.0**-5))
 
 
-def test_the_policy_reaches_the_sum(world4: World) -> None:
-    world4.run(policy_in_training)
-
-
 # Chunks ---------------------------------------------------------------------------------------
 
 SHAPES = ((8, 6), (4, 6), (6, 10), (2, 3), (10, 7), (7, 4), (9, 5))
 
 
-def describes_reality(rank: int, size: int, replicas: int) -> None:
+@pytest.mark.parametrize("replicas", [0, 2], ids=["fsdp", "hsdp"])
+@ranks(4)
+def test_placements_describe_reality(rank: int, size: int, replicas: int) -> None:
     mesh = meshes(1 if replicas else 2, 2, replicas)
     data: Any = mesh["replicas", "dp"] if replicas else mesh["dp"]
     plugin = TensorParallel(mesh=mesh["tp"])
@@ -224,12 +211,8 @@ def describes_reality(rank: int, size: int, replicas: int) -> None:
         assert torch.equal(plugin.all_gather_dtensor(plain), whole)
 
 
-@pytest.mark.parametrize("replicas", [0, 2], ids=["fsdp", "hsdp"])
-def test_placements_describe_reality(world4: World, replicas: int) -> None:
-    world4.run(describes_reality, replicas)
-
-
-def refused(rank: int, size: int) -> None:
+@ranks(4)
+def test_what_cannot_be_described_is_refused(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
     both = meshes(2, 2)
     uneven = distribute_tensor(torch.zeros(9, 2), both["tp"], [Shard(0)])
@@ -248,11 +231,31 @@ def refused(rank: int, size: int) -> None:
         plugin.chunk_dtensor(partial, 0, both["dp"], info(partial, both["dp"]))
 
 
-def test_what_cannot_be_described_is_refused(world4: World) -> None:
-    world4.run(refused)
+def made_of(local: Tensor, mesh: Any) -> ShardedTensor:
+    """A sharded tensor over the model axis, as models before DTensor had."""
+    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+    from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
+
+    group = mesh["tp"].get_group()
+    offsets = [dist.get_rank(group) * local.shape[0], 0]
+    shard = LocalShard.from_tensor_and_offsets(local, offsets, dist.get_rank())
+    whole = (2 * local.shape[0], local.shape[1])
+    made: ShardedTensor = init_from_local_shards([shard], *whole, process_group=group)
+    return made
 
 
-def sharded_tensors(rank: int, size: int) -> None:
+def _boxes(tensor: ShardedTensor) -> list[tuple[list[int], list[int]]]:
+    return [(m.shard_offsets, m.shard_sizes) for m in tensor.metadata().shards_metadata]
+
+
+def _box(whole: Tensor, offsets: list[int], sizes: list[int]) -> Tensor:
+    for dim, (start, length) in enumerate(zip(offsets, sizes, strict=True)):
+        whole = whole.narrow(dim, start, length)
+    return whole
+
+
+@ranks(4)
+def test_sharded_tensors_are_nested(rank: int, size: int) -> None:
     """Nested sharded tensors, box by box as torch's extension makes them."""
     mesh = meshes(2, 2)
     plugin = TensorParallel(mesh=mesh["tp"])
@@ -283,33 +286,6 @@ def sharded_tensors(rank: int, size: int) -> None:
         assert isinstance(again, ShardedTensor)
         assert isinstance(again.local_shards()[0].tensor, ShardedTensor)
         assert plugin.pre_load_state_dict_transform(inner) is None
-
-
-def made_of(local: Tensor, mesh: Any) -> ShardedTensor:
-    """A sharded tensor over the model axis, as models before DTensor had."""
-    from torch.distributed._shard.sharded_tensor import init_from_local_shards
-    from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
-
-    group = mesh["tp"].get_group()
-    offsets = [dist.get_rank(group) * local.shape[0], 0]
-    shard = LocalShard.from_tensor_and_offsets(local, offsets, dist.get_rank())
-    whole = (2 * local.shape[0], local.shape[1])
-    made: ShardedTensor = init_from_local_shards([shard], *whole, process_group=group)
-    return made
-
-
-def _boxes(tensor: ShardedTensor) -> list[tuple[list[int], list[int]]]:
-    return [(m.shard_offsets, m.shard_sizes) for m in tensor.metadata().shards_metadata]
-
-
-def _box(whole: Tensor, offsets: list[int], sizes: list[int]) -> Tensor:
-    for dim, (start, length) in enumerate(zip(offsets, sizes, strict=True)):
-        whole = whole.narrow(dim, start, length)
-    return whole
-
-
-def test_sharded_tensors_are_nested(world4: World) -> None:
-    world4.run(sharded_tensors)
 
 
 def test_chunk_lengths() -> None:

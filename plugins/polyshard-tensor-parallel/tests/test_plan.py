@@ -20,7 +20,7 @@ from tp_models import Mlp, full, meshes, mlp, mlp_plan, tiny, tokens_for
 
 from polyshard import fully_shard
 from polyshard.errors import LifecycleError, MeshError, SettingError
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 from polyshard_tensor_parallel import Heads, Plan, TensorParallel, demo_plan
 from polyshard_tensor_parallel.checking import check
 from polyshard_tensor_parallel.matching import matches
@@ -145,7 +145,8 @@ def test_settings_are_checked() -> None:
         TensorParallel().synchronize(mlp())
 
 
-def applied(rank: int, size: int) -> None:
+@ranks(4)
+def test_applying_reports_and_happens_once(rank: int, size: int) -> None:
     mesh = meshes(2, 2)
     with pytest.raises(SettingError, match="TensorParallel takes a Plan"):
         TensorParallel(3, mesh=mesh["tp"])  # type: ignore[arg-type]
@@ -175,11 +176,8 @@ def applied(rank: int, size: int) -> None:
         TensorParallel(mlp_plan(), mesh=mesh["tp"]).apply(model)
 
 
-def test_applying_reports_and_happens_once(world4: World) -> None:
-    world4.run(applied)
-
-
-def handed_over(rank: int, size: int) -> None:
+@ranks(4)
+def test_the_plan_is_for_the_whole_model(rank: int, size: int) -> None:
     """fully_shard applies a plan to a whole model, and refuses a part of one."""
     mesh = meshes(2, 2)
     model, plugin = mlp(), TensorParallel(mlp_plan(), mesh=mesh["tp"])
@@ -192,10 +190,6 @@ def handed_over(rank: int, size: int) -> None:
     with pytest.raises(LifecycleError, match=r"got a Block that .* call apply\(model\)"):
         fully_shard(before.blocks[0], mesh=mesh["dp"], plugins=[late])
     assert not any(isinstance(p, DTensor) for p in before.parameters())
-
-
-def test_the_plan_is_for_the_whole_model(world4: World) -> None:
-    world4.run(handed_over)
 
 
 def fails_alike(rank: int, size: int) -> str:
@@ -211,7 +205,8 @@ def test_a_wrong_plan_fails_on_every_rank(world4: World) -> None:
     assert "Did you mean 'up'?" in found[0]
 
 
-def counted(rank: int, size: int) -> None:
+@ranks(4)
+def test_head_counts_are_adjusted(rank: int, size: int) -> None:
     mesh = meshes(2, 2)
     torch.manual_seed(0)
     model, reference = Counting(12, 2), Counting(12, 2)
@@ -228,11 +223,8 @@ def counted(rank: int, size: int) -> None:
     torch.testing.assert_close(model(x), reference(x))
 
 
-def test_head_counts_are_adjusted(world4: World) -> None:
-    world4.run(counted)
-
-
-def ties_kept(rank: int, size: int) -> None:
+@ranks(4)
+def test_ties_survive(rank: int, size: int) -> None:
     mesh = meshes(2, 2)
     model = tiny(tied=True)
     TensorParallel(demo_plan(), mesh=mesh["tp"]).apply(model)
@@ -243,11 +235,8 @@ def ties_kept(rank: int, size: int) -> None:
     assert small.norm.weight.placements == (Replicate(),)  # type: ignore[attr-defined]
 
 
-def test_ties_survive(world4: World) -> None:
-    world4.run(ties_kept)
-
-
-def loss_over_parts(rank: int, size: int) -> None:
+@ranks(4)
+def test_loss_parallel(rank: int, size: int) -> None:
     """Logits stay cut along the vocabulary; the loss and its gradients are those of whole ones."""
     mesh = meshes(2, 2)
     reference, model = tiny(), tiny()
@@ -267,7 +256,3 @@ def loss_over_parts(rank: int, size: int) -> None:
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert ours.grad is not None
         torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=1e-4, atol=1e-6)
-
-
-def test_loss_parallel(world4: World) -> None:
-    world4.run(loss_over_parts)

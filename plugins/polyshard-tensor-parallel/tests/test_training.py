@@ -27,7 +27,7 @@ from tp_models import (
 )
 
 from polyshard import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 from polyshard_tensor_parallel import TensorParallel, demo_plan
 
 LAYOUTS = {"fsdp2 x tp2": (2, 2, 0), "hsdp2x1 x tp2": (1, 2, 2), "fsdp1 x tp4": (1, 4, 0)}
@@ -198,7 +198,8 @@ def test_uneven_shards_train_the_same(world4: World, width: int, hidden: int) ->
             torch.testing.assert_close(value, parameter.detach(), rtol=1e-3, atol=1e-4)
 
 
-def frozen(rank: int, size: int) -> None:
+@ranks(4)
+def test_frozen_and_unused_parameters(rank: int, size: int) -> None:
     """Frozen parameters stay as they are; unused ones get no gradient."""
     model = tiny()
     for parameter in model.blocks[0].parameters():
@@ -213,11 +214,8 @@ def frozen(rank: int, size: int) -> None:
         assert torch.equal(full(parameter.detach()), before[name])
 
 
-def test_frozen_and_unused_parameters(world4: World) -> None:
-    world4.run(frozen)
-
-
-def spmd(rank: int, size: int) -> None:
+@ranks(4)
+def test_parameters_on_a_mesh_of_both_roles(rank: int, size: int) -> None:
     """DTensor parameters on one mesh of both roles, which fully_shard is told apart by name."""
     mesh = meshes(2, 2)
     model, whole = mlp(width=8, hidden=12), mlp(width=8, hidden=12)
@@ -244,11 +242,8 @@ def spmd(rank: int, size: int) -> None:
         torch.testing.assert_close(full(ours.grad), theirs.grad)
 
 
-def test_parameters_on_a_mesh_of_both_roles(world4: World) -> None:
-    world4.run(spmd)
-
-
-def ranks_draw_alike(rank: int, size: int) -> None:
+@ranks(4)
+def test_meta_init(rank: int, size: int) -> None:
     """A model from the meta device: parts of the plan differ, the rest is the same everywhere."""
     with torch.device("meta"):
         model = mlp(width=8, hidden=12)
@@ -269,11 +264,8 @@ def ranks_draw_alike(rank: int, size: int) -> None:
     assert len({tuple(row.tolist()) for row in rows}) == len(rows), "every part was drawn anew"
 
 
-def test_meta_init(world4: World) -> None:
-    world4.run(ranks_draw_alike)
-
-
-def one_mesh(rank: int, size: int) -> None:
+@ranks(4)
+def test_parameters_share_a_mesh(rank: int, size: int) -> None:
     """Plan or not, parameters share a mesh: foreach optimizers take them, as does torch's norm."""
     model, single = sharded(), tiny()
     assert len({p.device_mesh for p in model.parameters()}) == 1
@@ -286,7 +278,3 @@ def one_mesh(rank: int, size: int) -> None:
     assert both[0] == pytest.approx(both[1], rel=1e-4)
     for ours, theirs in zip(model.parameters(), single.parameters(), strict=True):
         torch.testing.assert_close(full(ours.detach()), theirs.detach(), rtol=1e-3, atol=1e-3)
-
-
-def test_parameters_share_a_mesh(world4: World) -> None:
-    world4.run(one_mesh)

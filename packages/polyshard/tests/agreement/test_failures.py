@@ -42,7 +42,7 @@ from polyshard.errors import (
     UnsupportedError,
 )
 from polyshard.sharding.layout import GroupLayout
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 
 
 def refused(
@@ -54,7 +54,8 @@ def refused(
     assert isinstance(caught.value, (ValueError, TypeError, RuntimeError))
 
 
-def bad_modules(rank: int, size: int) -> None:
+@ranks(2)
+def test_bad_modules(rank: int, size: int) -> None:
     refused(ModuleError, r"no parameters", fully_shard, nn.ReLU())
     refused(ModuleError, r"ModuleList", fully_shard, nn.ModuleList([nn.Linear(2, 2)]))
     refused(SettingError, r"empty list", fully_shard, [])
@@ -69,11 +70,35 @@ def bad_modules(rank: int, size: int) -> None:
     refused(UnsupportedError, r"'weight' is a DTensor.*tensor-parallel", fully_shard, sharded)
 
 
-def test_bad_modules(world2: World) -> None:
-    world2.run(bad_modules)
+@ranks(2)
+def test_a_refused_call_changes_nothing(rank: int, size: int) -> None:
+    """A refused call leaves the module as it was: trained like any other, and shardable."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.ones(4, 4))
+            self.b = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.a).sum() + self.b.float().sum()
+
+    model = Two()
+    before = dict(model.named_parameters())
+    for kwargs in ({"shard_placement_fn": lambda p: Shard(1)}, {"plugins": [Constrained(3)]}):
+        with pytest.raises(PolyshardError):
+            fully_shard(model, **kwargs)
+        assert all(p is before[name] for name, p in model.named_parameters())
+        assert type(model) is Two
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
+    fully_shard(model)
+    model(torch.ones(4, 4)).backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
-def bad_settings(rank: int, size: int) -> None:
+@ranks(4)
+def test_bad_settings(rank: int, size: int) -> None:
     def call(**kwargs: Any) -> None:
         fully_shard(nn.Linear(4, 4), **kwargs)
 
@@ -100,41 +125,8 @@ def bad_settings(rank: int, size: int) -> None:
     refused(SettingError, r"needs allocate.*got int", module.set_custom_all_gather, 3)
 
 
-def nothing_lost(rank: int, size: int) -> None:
-    """A refused call leaves the module as it was: trained like any other, and shardable."""
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Parameter(torch.ones(4, 4))
-            self.b = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x * self.a).sum() + self.b.float().sum()
-
-    model = Two()
-    before = dict(model.named_parameters())
-    for kwargs in ({"shard_placement_fn": lambda p: Shard(1)}, {"plugins": [Constrained(3)]}):
-        with pytest.raises(PolyshardError):
-            fully_shard(model, **kwargs)
-        assert all(p is before[name] for name, p in model.named_parameters())
-        assert type(model) is Two
-        assert not model._forward_hooks
-        assert not model._forward_pre_hooks
-    fully_shard(model)
-    model(torch.ones(4, 4)).backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
-def test_a_refused_call_changes_nothing(world2: World) -> None:
-    world2.run(nothing_lost)
-
-
-def test_bad_settings(world4: World) -> None:
-    world4.run(bad_settings)
-
-
-def bad_meshes(rank: int, size: int) -> None:
+@ranks(4)
+def test_bad_meshes(rank: int, size: int) -> None:
     def call(mesh: Any) -> None:
         fully_shard(nn.Linear(4, 4), mesh=mesh)
 
@@ -146,10 +138,6 @@ def bad_meshes(rank: int, size: int) -> None:
         call(part)
     else:
         refused(MeshError, rf"rank {rank} of 4 is not part of", call, part)
-
-
-def test_bad_meshes(world4: World) -> None:
-    world4.run(bad_meshes)
 
 
 def mesh_of_a_dead_group(rank: int, size: int) -> None:
@@ -166,7 +154,8 @@ def test_mesh_of_a_dead_group() -> None:
         world.close()
 
 
-def different_models(rank: int, size: int) -> None:
+@ranks(2)
+def test_different_models(rank: int, size: int) -> None:
     model = shard(Model(hidden=64 if rank else 80), fully_shard)
     with pytest.raises(PlanMismatchError) as caught:
         model(tokens_for(0, rank))
@@ -178,19 +167,12 @@ def different_models(rank: int, size: int) -> None:
     loss_of(good, tokens_for(0, rank)).backward()
 
 
-def test_different_models(world2: World) -> None:
-    world2.run(different_models)
-
-
-def different_policies(rank: int, size: int) -> None:
+@ranks(3)
+def test_different_policies(rank: int, size: int) -> None:
     dtype = torch.bfloat16 if rank == 2 else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype)
     model = shard(build(), fully_shard, mp_policy=policy)
     refused(PlanMismatchError, r"against ranks \[2\].*\n.*dtypes", model, tokens_for(0, rank))
-
-
-def test_different_policies(world3: World) -> None:
-    world3.run(different_policies)
 
 
 def one_rank_fails(rank: int, size: int) -> None:
@@ -289,7 +271,8 @@ def test_a_rank_that_fails_in_a_step_is_quoted_on_the_others() -> None:
         world.close()
 
 
-def recovered(rank: int, size: int) -> None:
+@ranks(2)
+def test_a_failure_that_was_reset_is_forgotten(rank: int, size: int) -> None:
     """A failure that was reset is not quoted again."""
     model: Any = fully_shard(nn.Linear(4, 4))
     x = torch.ones(1, 4)
@@ -307,10 +290,6 @@ def recovered(rank: int, size: int) -> None:
     model.reset_iter_state()
     dist.barrier()
     model(x).sum().backward()
-
-
-def test_a_failure_that_was_reset_is_forgotten(world2: World) -> None:
-    world2.run(recovered)
 
 
 def one_rank_stays_away(rank: int, size: int) -> None:

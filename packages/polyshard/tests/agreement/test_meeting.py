@@ -22,7 +22,7 @@ from polyshard.agreement import meeting
 from polyshard.agreement.board import Board
 from polyshard.agreement.meeting import meet, report_failure, start_again
 from polyshard.errors import PlanMismatchError, SettingError
-from polyshard.testing import World
+from polyshard.testing import ranks
 
 SECONDS = 10.0
 
@@ -208,7 +208,8 @@ def test_whatever_happened_all_start_in_the_end(history: list[tuple[int, bool]])
 # On real ranks ------------------------------------------------------------------------------------
 
 
-def mismatched(rank: int, size: int) -> None:
+@ranks(2)
+def test_a_mismatch_is_refused_at_every_forward_until_it_is_mended(rank: int, size: int) -> None:
     """Raised at every forward; one rank mended is not enough unless it makes plans agree."""
     x = tokens_for(0, rank)
     plugins = [Codecs()] if rank else []
@@ -232,11 +233,8 @@ def mismatched(rank: int, size: int) -> None:
     loss.backward()
 
 
-def test_a_mismatch_is_refused_at_every_forward_until_it_is_mended(world2: World) -> None:
-    world2.run(mismatched)
-
-
-def caught(rank: int, size: int) -> None:
+@ranks(2)
+def test_an_error_that_all_ranks_caught_does_not_spoil_a_later_start(rank: int, size: int) -> None:
     """Every rank meets the same error, catches it, and starts; one is slow."""
     with pytest.raises(SettingError):
         fully_shard(nn.Linear(2, 2), reshard_after_forward=3)
@@ -244,10 +242,6 @@ def caught(rank: int, size: int) -> None:
         time.sleep(3 * meeting.GRACE_SECONDS)
     model: Any = fully_shard(nn.Linear(2, 2))
     model(torch.ones(1, 2)).sum().backward()
-
-
-def test_an_error_that_all_ranks_caught_does_not_spoil_a_later_start(world2: World) -> None:
-    world2.run(caught)
 
 
 class Brittle(BytesGather):
@@ -274,7 +268,8 @@ class Binding(Codecs):
         return BrittleFactory(self.failures)
 
 
-def binding(rank: int, size: int) -> None:
+@ranks(2)
+def test_a_plan_that_cannot_be_made_is_heard_of(rank: int, size: int) -> None:
     """A plan that cannot be made at the first forward, then can; also met by describe()."""
     model: Any = fully_shard(nn.Linear(4, 4), plugins=[Binding(3)])
     x = torch.ones(1, 4)
@@ -296,11 +291,8 @@ def binding(rank: int, size: int) -> None:
     assert len(refusals) >= 2
 
 
-def test_a_plan_that_cannot_be_made_is_heard_of(world2: World) -> None:
-    world2.run(binding)
-
-
-def two_models(rank: int, size: int) -> None:
+@ranks(4)
+def test_models_beside_a_mismatched_one_run(rank: int, size: int) -> None:
     """Other models on the same ranks, and on some of them, are not affected."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -314,7 +306,3 @@ def two_models(rank: int, size: int) -> None:
             bad(x)
         good(x).sum().backward()
         own(x).sum().backward()
-
-
-def test_models_beside_a_mismatched_one_run(world4: World) -> None:
-    world4.run(two_models)

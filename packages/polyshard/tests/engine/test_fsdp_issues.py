@@ -29,7 +29,7 @@ from polyshard import MixedPrecisionPolicy, describe, fully_shard
 from polyshard.engine.root import units_below
 from polyshard.errors import PeerError, UnsupportedError
 from polyshard.group.group import State
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 from polyshard.testing.world import RankError
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -53,7 +53,8 @@ class Tied(nn.Module):
         return out
 
 
-def tied_rows(rank: int, size: int) -> None:
+@ranks(3)
+def test_every_row_of_a_tied_uneven_table_is_trained(rank: int, size: int) -> None:
     """pytorch#176076: the last rank's rows of a tied, uneven table went stale."""
     ours, reference = fully_shard(Tied()), Tied()
     tokens = [torch.arange(7).roll(r) for r in range(size)]
@@ -68,10 +69,6 @@ def tied_rows(rank: int, size: int) -> None:
                 model.table.weight.grad = None
     torch.testing.assert_close(full(ours.table.weight.detach()), reference.table.weight.detach())
     assert ours.head.weight is ours.table.weight
-
-
-def test_every_row_of_a_tied_uneven_table_is_trained(world3: World) -> None:
-    world3.run(tied_rows)
 
 
 class Tower(nn.Module):
@@ -94,7 +91,8 @@ class Tower(nn.Module):
         return out
 
 
-def skipping(rank: int, size: int) -> None:
+@ranks(2)
+def test_a_unit_that_a_rank_skips(rank: int, size: int) -> None:
     """torchtitan#4777: a rank that skips a unit takes part by hand."""
     model: Any = Tower()
     fully_shard(model.tower, reshard_after_forward=False)
@@ -110,10 +108,6 @@ def skipping(rank: int, size: int) -> None:
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(full(ours.grad), theirs.grad)
     assert states(model) == {State.SHARDED}
-
-
-def test_a_unit_that_a_rank_skips(world2: World) -> None:
-    world2.run(skipping)
 
 
 def skipping_without_help(rank: int, size: int) -> None:
@@ -150,7 +144,9 @@ class Late(nn.Module):
         return self.late(x) if late else x
 
 
-def late(rank: int, size: int, zeros: bool) -> None:
+@pytest.mark.parametrize("zeros", [False, True])
+@ranks(2)
+def test_a_parameter_first_used_on_the_last_micro_batch(rank: int, size: int, zeros: bool) -> None:
     """pytorch#196996: fresh gradients in bf16 beside accumulated ones in fp32."""
     model: Any = fully_shard(Late(), mp_policy=BF16)
     model.set_reduce_scatter_unused_params(zeros)
@@ -169,12 +165,9 @@ def late(rank: int, size: int, zeros: bool) -> None:
         torch.testing.assert_close(full(parameter.grad), expected.float(), rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("zeros", [False, True])
-def test_a_parameter_first_used_on_the_last_micro_batch(world2: World, zeros: bool) -> None:
-    world2.run(late, zeros)
-
-
-def factors(rank: int, size: int, factor: float) -> None:
+@pytest.mark.parametrize("factor", [2.0, 3.0, 8.0])
+@ranks(4)
+def test_divide_factors_do_not_depend_on_the_mesh(rank: int, size: int, factor: float) -> None:
     """pytorch#155903, #190745: one divide factor means the same on every mesh, in bf16 too."""
     found = []
     for shape, names in (((4,), ("shard",)), ((2, 2), ("replicate", "shard"))):
@@ -190,12 +183,9 @@ def factors(rank: int, size: int, factor: float) -> None:
         torch.testing.assert_close(gradient, expected, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("factor", [2.0, 3.0, 8.0])
-def test_divide_factors_do_not_depend_on_the_mesh(world4: World, factor: float) -> None:
-    world4.run(factors, factor)
-
-
-def short(rank: int, size: int, rows: int) -> None:
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@ranks(4)
+def test_fewer_rows_than_ranks(rank: int, size: int, rows: int) -> None:
     """pytorch#137342, VeOmni#973: fewer rows than ranks."""
     torch.manual_seed(1)
     reference = nn.Linear(3, rows)
@@ -216,12 +206,9 @@ def short(rank: int, size: int, rows: int) -> None:
     model.load_state_dict(model.state_dict())
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
-def test_fewer_rows_than_ranks(world4: World, rows: int) -> None:
-    world4.run(short, rows)
-
-
-def every_bit(rank: int, size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.uint8])
+@ranks(3)
+def test_gathers_keep_every_bit(rank: int, size: int, dtype: torch.dtype) -> None:
     """bitsandbytes#1945: payloads reinterpreted as floats lost the bits of their NaNs."""
     patterns = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
     values = patterns.view(dtype) if dtype.itemsize == 2 else patterns.view(dtype).reshape(-1)
@@ -233,11 +220,6 @@ def every_bit(rank: int, size: int, dtype: torch.dtype) -> None:
     whole, small = module()
     assert torch.equal(whole.view(torch.uint8), values.view(-1, 32).view(torch.uint8))
     assert torch.equal(small.view(torch.uint8), values[:96].view(3, 32).view(torch.uint8))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.uint8])
-def test_gathers_keep_every_bit(world3: World, dtype: torch.dtype) -> None:
-    world3.run(every_bit, dtype)
 
 
 class Tree(nn.Module):
@@ -306,7 +288,9 @@ class Interleaving:
         self.model.train()
 
 
-def interleaved(rank: int, size: int, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(6))
+@ranks(2)
+def test_random_programs(rank: int, size: int, seed: int) -> None:
     """pytorch#153354, #183702: several forwards, backwards, eval and no-grad in any order."""
     run = Interleaving(rank, size, seed)
     run.choose_prefetch()
@@ -322,12 +306,8 @@ def interleaved(rank: int, size: int, seed: int) -> None:
     assert states(run.model) == {State.SHARDED}
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_random_programs(world2: World, seed: int) -> None:
-    world2.run(interleaved, seed)
-
-
-def chunked(rank: int, size: int) -> None:
+@ranks(2)
+def test_chunked_heads(rank: int, size: int) -> None:
     """pytorch#180428, #181218: a head called per chunk keeps nothing gathered afterwards."""
     model: Any = build(**SMALL)
     fully_shard(model.head)
@@ -349,10 +329,6 @@ def chunked(rank: int, size: int) -> None:
     assert all(ref() is None for ref in outputs)
 
 
-def test_chunked_heads(world2: World) -> None:
-    world2.run(chunked)
-
-
 class Recomputing(nn.Module):
     def __init__(self, inner: nn.Module, reentrant: bool | None) -> None:
         super().__init__()
@@ -367,7 +343,9 @@ class Recomputing(nn.Module):
         return out
 
 
-def recomputed(rank: int, size: int, outside: bool) -> None:
+@pytest.mark.parametrize("outside", [True, False], ids=["around unit", "in unit"])
+@ranks(2)
+def test_recomputation_has_the_dtype_of_the_forward(rank: int, size: int, outside: bool) -> None:
     """pytorch#150140, #159359: the recomputation ran in another dtype than the forward."""
     found: list[list[Tensor]] = []
     for reentrant in (None, True, False):
@@ -386,12 +364,8 @@ def recomputed(rank: int, size: int, outside: bool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-@pytest.mark.parametrize("outside", [True, False], ids=["around unit", "in unit"])
-def test_recomputation_has_the_dtype_of_the_forward(world2: World, outside: bool) -> None:
-    world2.run(recomputed, outside)
-
-
-def replicas_later(rank: int, size: int) -> None:
+@ranks(4)
+def test_partial_sums_of_replicas(rank: int, size: int) -> None:
     """pytorch#125484: reduce-scatter every micro-batch, all-reduce the last, equals full sync."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     partial, plain = (shard(build(**SMALL), fully_shard, mesh=mesh) for _ in range(2))
@@ -405,11 +379,8 @@ def replicas_later(rank: int, size: int) -> None:
         torch.testing.assert_close(full(ours.grad), full(theirs.grad))  # type: ignore[arg-type]
 
 
-def test_partial_sums_of_replicas(world4: World) -> None:
-    world4.run(replicas_later)
-
-
-def hooks_once(rank: int, size: int) -> None:
+@ranks(2)
+def test_optimizer_hooks_run_once_after_accumulation(rank: int, size: int) -> None:
     """torchrec#4268, pytorch#129450: optimizer hooks run once a step, after accumulation."""
     model: Any = fully_shard(nn.Linear(3, 3))
     seen: list[Tensor] = []
@@ -421,11 +392,8 @@ def hooks_once(rank: int, size: int) -> None:
     torch.testing.assert_close(seen[0], torch.full((3, 3), 3.0))
 
 
-def test_optimizer_hooks_run_once_after_accumulation(world2: World) -> None:
-    world2.run(hooks_once)
-
-
-def many_layers(rank: int, size: int) -> None:
+@ranks(2)
+def test_names_that_begin_alike(rank: int, size: int) -> None:
     """VeOmni#1043: 'layers.1' is a prefix of 'layers.10'."""
     model = build(width=8, hidden=8, layers=12)
     for index in (1, 10, 11):
@@ -440,11 +408,8 @@ def many_layers(rank: int, size: int) -> None:
     loss_of(model, tokens_for(0, rank)).backward()
 
 
-def test_names_that_begin_alike(world2: World) -> None:
-    world2.run(many_layers)
-
-
-def second_derivative(rank: int, size: int) -> None:
+@ranks(2)
+def test_double_backward_is_refused(rank: int, size: int) -> None:
     model: Any = fully_shard(nn.Linear(3, 3))
     x = torch.ones(1, 3, requires_grad=True)
     with pytest.raises(UnsupportedError, match=r"create_graph=True.*cannot be differentiated"):
@@ -452,10 +417,6 @@ def second_derivative(rank: int, size: int) -> None:
     model.reset_iter_state()
     model(x).sum().backward()
     assert model.weight.grad is not None
-
-
-def test_double_backward_is_refused(world2: World) -> None:
-    world2.run(second_derivative)
 
 
 class Several(nn.Module):
@@ -471,7 +432,8 @@ class Several(nn.Module):
         return {"b": self.b(x), "c": self.c(x)}
 
 
-def some_outputs(rank: int, size: int) -> None:
+@ranks(2)
+def test_backward_through_part_of_the_outputs(rank: int, size: int) -> None:
     model: Any = Several()
     for part in (model.a, model.b, model.c):
         fully_shard(part)
@@ -489,11 +451,8 @@ def some_outputs(rank: int, size: int) -> None:
         assert states(model) == {State.SHARDED}
 
 
-def test_backward_through_part_of_the_outputs(world2: World) -> None:
-    world2.run(some_outputs)
-
-
-def two_at_a_time(rank: int, size: int) -> None:
+@ranks(2)
+def test_no_more_than_two_units_are_gathered(rank: int, size: int) -> None:
     """At most two units besides the root are gathered at any moment, in forward and backward."""
     model = shard(build(**SMALL), fully_shard)
     counts: list[int] = []
@@ -511,11 +470,8 @@ def two_at_a_time(rank: int, size: int) -> None:
     assert max(counts) == 2
 
 
-def test_no_more_than_two_units_are_gathered(world2: World) -> None:
-    world2.run(two_at_a_time)
-
-
-def replayed(rank: int, size: int) -> None:
+@ranks(2)
+def test_the_order_of_forwards_is_replayed(rank: int, size: int) -> None:
     """From the second step on, a unit's gather starts before it runs; results do not change."""
     model: Any = Tree()
     for unit in model.units:
@@ -539,17 +495,10 @@ def replayed(rank: int, size: int) -> None:
     assert ahead[4:7] == [True] * 3, "the second follows"
 
 
-def test_the_order_of_forwards_is_replayed(world2: World) -> None:
-    world2.run(replayed)
-
-
-def with_prefetch(rank: int, size: int) -> None:
+@ranks(3)
+def test_runs_repeat_bit_by_bit(rank: int, size: int) -> None:
     losses = [
         train(shard(build(**SMALL), fully_shard), [tokens_for(s, rank) for s in range(3)]).losses
         for _ in range(2)
     ]
     assert losses[0] == losses[1]
-
-
-def test_runs_repeat_bit_by_bit(world3: World) -> None:
-    world3.run(with_prefetch)

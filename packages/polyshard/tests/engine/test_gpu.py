@@ -9,12 +9,18 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from toy_models import assert_same_parameters, build, loss_of, shard, tokens_for
 
 from polyshard import MixedPrecisionPolicy, fully_shard
-from polyshard.testing import World
+from polyshard.testing import ranks
 
 pytestmark = pytest.mark.gpu
 
 
-def one_rank_on_the_device(rank: int, size: int, policy: MixedPrecisionPolicy) -> None:
+@pytest.mark.parametrize(
+    "policy",
+    [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)],
+    ids=["fp32", "bf16"],
+)
+@ranks(1)
+def test_one_rank_equals_fsdp2(rank: int, size: int, policy: MixedPrecisionPolicy) -> None:
     mesh = init_device_mesh("cuda", (size,))
     models = [
         shard(build(), f, mesh=mesh, mp_policy=policy) for f in (torch_fully_shard, fully_shard)
@@ -32,16 +38,8 @@ def one_rank_on_the_device(rank: int, size: int, policy: MixedPrecisionPolicy) -
     assert_same_parameters(models[1], models[0], exact=True)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)],
-    ids=["fp32", "bf16"],
-)
-def test_one_rank_equals_fsdp2(world1: World, policy: MixedPrecisionPolicy) -> None:
-    world1.run(one_rank_on_the_device, policy)
-
-
-def steady_memory(rank: int, size: int) -> None:
+@ranks(1)
+def test_memory_returns_to_the_same_value(rank: int, size: int) -> None:
     mesh = init_device_mesh("cuda", (size,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = shard(build(width=512, hidden=1024), fully_shard, mesh=mesh, mp_policy=policy)
@@ -53,7 +51,3 @@ def steady_memory(rank: int, size: int) -> None:
         torch.cuda.synchronize()
         seen.append(torch.cuda.memory_allocated())
     assert len(set(seen[2:])) == 1
-
-
-def test_memory_returns_to_the_same_value(world1: World) -> None:
-    world1.run(steady_memory)

@@ -33,7 +33,7 @@ from polyshard.errors import (
     SettingError,
 )
 from polyshard.seams import GroupInfo, ParamInfo
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 
 SIZES = {"width": 12, "hidden": 27, "layers": 2}
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -146,7 +146,23 @@ def test_checkpoints_load_with_and_without_the_plugin(
             world.run(loads, str(tmp_path), kind, loader)
 
 
-def whole(rank: int, size: int, kind: str) -> None:
+def distributed(source: nn.Module, target: nn.Module) -> dict[str, Tensor]:
+    """Values of ``source`` placed as in the state dict of ``target``."""
+    values, places = source.state_dict(), target.state_dict()
+    return {
+        name: distribute_tensor(value, places[name].device_mesh, places[name].placements)
+        for name, value in values.items()
+    }
+
+
+def full_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
+    """As torch's helpers give it in one process: by name."""
+    return get_state_dict(model, optimizer)[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@ranks(2)
+def test_full_state_dicts(rank: int, size: int, kind: str) -> None:
     """Full state dicts on the host, and from rank 0, by torch's helpers."""
     reference, expected, losses = alone(kind)
     model = sharded(1, transposed=True)
@@ -172,29 +188,11 @@ def whole(rank: int, size: int, kind: str) -> None:
             torch.testing.assert_close(found_losses, losses[3:], rtol=1e-5, atol=0)
 
 
-def distributed(source: nn.Module, target: nn.Module) -> dict[str, Tensor]:
-    """Values of ``source`` placed as in the state dict of ``target``."""
-    values, places = source.state_dict(), target.state_dict()
-    return {
-        name: distribute_tensor(value, places[name].device_mesh, places[name].placements)
-        for name, value in values.items()
-    }
-
-
-def full_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
-    """As torch's helpers give it in one process: by name."""
-    return get_state_dict(model, optimizer)[1]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_full_state_dicts(world2: World, kind: str) -> None:
-    world2.run(whole, kind)
-
-
 # Without torch's helpers -------------------------------------------------------------------------
 
 
-def plain(rank: int, size: int) -> None:
+@ranks(2)
+def test_optimizers_by_themselves(rank: int, size: int) -> None:
     model = sharded(1, transposed=True)
     optimizer = KINDS["AdamW"](model.parameters())
     run(model, optimizer, range(3))
@@ -227,11 +225,8 @@ def plain(rank: int, size: int) -> None:
     assert run(other, late, range(3, 5)) == expected
 
 
-def test_optimizers_by_themselves(world2: World) -> None:
-    world2.run(plain)
-
-
-def itself(rank: int, size: int) -> None:
+@ranks(2)
+def test_full_values_pass_through_an_adapter(rank: int, size: int) -> None:
     """Full values are in the saved form, square or not; a parameter itself is not."""
     options = StateDictOptions(full_state_dict=True)
     for columns, rows in ((4, 4), (4, 6), (5, 3)):
@@ -250,11 +245,8 @@ def itself(rank: int, size: int) -> None:
             model.load_state_dict({"0.weight": model[0].weight.detach()})
 
 
-def test_full_values_pass_through_an_adapter(world2: World) -> None:
-    world2.run(itself)
-
-
-def old(rank: int, size: int) -> None:
+@ranks(2)
+def test_state_in_the_plugins_form_is_refused(rank: int, size: int) -> None:
     """State that was saved in the plugin's form is noticed where shapes tell."""
     model = sharded(1, transposed=True)
     optimizer = KINDS["AdamW"](model.parameters())
@@ -263,10 +255,6 @@ def old(rank: int, size: int) -> None:
     raw = {**optimizer.state_dict(), "state": state}
     with pytest.raises(CheckpointError, match=r"'exp_avg' of '.*weight' has the shape"):
         optimizer.load_state_dict(raw)
-
-
-def test_state_in_the_plugins_form_is_refused(world2: World) -> None:
-    world2.run(old)
 
 
 def test_what_is_no_optimizer_is_refused() -> None:
@@ -304,7 +292,8 @@ class Rows(torch.optim.Optimizer):
                 p.sub_(p.grad, alpha=group["lr"])
 
 
-def rows(rank: int, size: int) -> None:
+@ranks(2)
+def test_state_of_another_shape_is_left_and_said(rank: int, size: int) -> None:
     model = sharded(1, transposed=True)
     optimizer = Rows([model.head.weight])
     loss_of(model, tokens_for(0, 0)).backward()
@@ -315,10 +304,6 @@ def rows(rank: int, size: int) -> None:
     assert state["rows"].shape == (shape[0],)
     assert state["inner"]["whole"].shape == shape[::-1]
     assert state["inner"]["count"] == 3
-
-
-def test_state_of_another_shape_is_left_and_said(world2: World) -> None:
-    world2.run(rows)
 
 
 class Halving:
@@ -348,7 +333,8 @@ class Halves(Plugin):
         return Halving()
 
 
-def values(rank: int, size: int) -> None:
+@ranks(2)
+def test_adapters_that_change_values(rank: int, size: int) -> None:
     """An adapter that changes values says what becomes of state, or state stays, with a warning."""
     trained = []
     for plugin in (None, Halves(), Adapting()):
@@ -374,7 +360,3 @@ def values(rank: int, size: int) -> None:
             value = full(state[name])
             assert torch.equal(full(trained[1][0][index][name]), value * factor)
             assert torch.equal(full(trained[2][0][index][name]), value)
-
-
-def test_adapters_that_change_values(world2: World) -> None:
-    world2.run(values)

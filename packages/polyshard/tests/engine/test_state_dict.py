@@ -21,10 +21,11 @@ from torch.distributed.tensor import DTensor, Shard
 from toy_models import Model, assert_same_parameters, build, full, loss_of, shard, tokens_for, train
 
 from polyshard import fully_shard
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 
 
-def at_any_moment(rank: int, size: int) -> None:
+@ranks(2)
+def test_state_dict_at_any_moment(rank: int, size: int) -> None:
     model, reference = shard(build(), fully_shard), build()
     before = model.state_dict()
     loss_of(model, tokens_for(0, rank))  # the root is unsharded now
@@ -40,11 +41,8 @@ def at_any_moment(rank: int, size: int) -> None:
         assert torch.equal(value.to_local(), live[name].detach().to_local()), "a cached one aliases"
 
 
-def test_state_dict_at_any_moment(world2: World) -> None:
-    world2.run(at_any_moment)
-
-
-def loads(rank: int, size: int) -> None:
+@ranks(2)
+def test_load_state_dict(rank: int, size: int) -> None:
     source, target = shard(build(1), fully_shard), shard(build(2), fully_shard)
     loss_of(target, tokens_for(0, rank)).backward()
     optimizer = torch.optim.SGD(target.parameters(), lr=0.1)
@@ -68,10 +66,6 @@ def loads(rank: int, size: int) -> None:
     again.step()
     twin_optimizer.step()
     assert_same_parameters(assigned, twin, exact=True)
-
-
-def test_load_state_dict(world2: World) -> None:
-    world2.run(loads)
 
 
 def trained(model: nn.Module, size: int, rank: int) -> torch.optim.Optimizer:
@@ -139,7 +133,8 @@ def test_checkpoint_of_four_loads_on_one(world1: World, world4: World, tmp_path:
     world1.run(to_one_rank, folder)
 
 
-def full_state_dicts(rank: int, size: int) -> None:
+@ranks(2)
+def test_full_state_dicts(rank: int, size: int) -> None:
     model = shard(build(1), fully_shard)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: dict[str, Any] = dict(get_model_state_dict(model, options=options))
@@ -154,7 +149,3 @@ def full_state_dicts(rank: int, size: int) -> None:
     source: dict[str, Any] = dict(reference.state_dict()) if rank == 0 else {}
     set_model_state_dict(other, source, options=options)
     assert_same_parameters(other, reference, exact=True)
-
-
-def test_full_state_dicts(world2: World) -> None:
-    world2.run(full_state_dicts)

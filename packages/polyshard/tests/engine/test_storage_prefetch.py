@@ -11,10 +11,11 @@ from toy_models import chain, run_chain
 from toy_storage import EagerPlugin
 
 from polyshard import fully_shard
-from polyshard.testing import World
+from polyshard.testing import ranks
 
 
-def hears_early(rank: int, size: int) -> None:
+@ranks(2)
+def test_storages_that_ask_hear_early(rank: int, size: int) -> None:
     plugin = EagerPlugin(1)
     model = chain(plugin, 4)
     run_chain(model)
@@ -28,11 +29,8 @@ def hears_early(rank: int, size: int) -> None:
     assert plugin.log.index("fetch 1 (near)") < plugin.log.index("prefetch 3")
 
 
-def test_storages_that_ask_hear_early(world2: World) -> None:
-    world2.run(hears_early)
-
-
-def silent_unless_asked(rank: int, size: int) -> None:
+@ranks(1)
+def test_others_are_left_alone(rank: int, size: int) -> None:
     plugin = EagerPlugin(0)
     model = chain(plugin, 4)
     for _ in range(3):
@@ -40,11 +38,8 @@ def silent_unless_asked(rank: int, size: int) -> None:
     assert not [line for line in plugin.log if line.startswith("prefetch")]
 
 
-def test_others_are_left_alone(world1: World) -> None:
-    world1.run(silent_unless_asked)
-
-
-def stays_fresh(rank: int, size: int) -> None:
+@ranks(2)
+def test_what_changed_is_fetched_again(rank: int, size: int) -> None:
     """A write between prefetch and gather is seen, wherever it comes."""
     plugin = EagerPlugin(2)
     model, plain = chain(plugin, 4), chain(EagerPlugin(0), 4)
@@ -68,11 +63,8 @@ def stays_fresh(rank: int, size: int) -> None:
     assert run_chain(model) == run_chain(plain)
 
 
-def test_what_changed_is_fetched_again(world2: World) -> None:
-    world2.run(stays_fresh)
-
-
-def computes_on_the_view(rank: int, size: int) -> None:
+@ranks(1)
+def test_a_world_of_one_leaves_the_resting_shard_alone(rank: int, size: int) -> None:
     """At world size 1 too: the resting shard may be far away, the view is what was fetched."""
     plugin = EagerPlugin(0)
     model = nn.Linear(4, 4)
@@ -81,7 +73,3 @@ def computes_on_the_view(rank: int, size: int) -> None:
     resting = model.weight.data_ptr()
     model.reshard()  # type: ignore[operator]
     assert resting != cast(DTensor, model.weight).to_local().data_ptr()
-
-
-def test_a_world_of_one_leaves_the_resting_shard_alone(world1: World) -> None:
-    world1.run(computes_on_the_view)

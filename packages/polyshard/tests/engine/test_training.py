@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from toy_models import assert_same_parameters, build, loss_of, shard, tokens_for, train
 
 from polyshard import MixedPrecisionPolicy, describe, fully_shard, stats
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 
 STEPS = 4
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -90,7 +90,9 @@ def test_three_ranks_equal_one_process(world3: World) -> None:
     world3.run(against_one_process, (3,))
 
 
-def accumulate(rank: int, size: int, kwargs: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kwargs", [{}, {"mp_policy": BF16}], ids=["fp32", "bf16"])
+@ranks(2)
+def test_accumulation_is_bitwise_fsdp2(rank: int, size: int, kwargs: dict[str, Any]) -> None:
     """Two unsynced micro-batches and a synced one, against FSDP2 doing the same."""
     models = [shard(build(), f, **kwargs) for f in (torch_fully_shard, fully_shard)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in models]
@@ -104,12 +106,8 @@ def accumulate(rank: int, size: int, kwargs: dict[str, Any]) -> None:
     assert_same_parameters(models[1], models[0], exact=True)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"mp_policy": BF16}], ids=["fp32", "bf16"])
-def test_accumulation_is_bitwise_fsdp2(world2: World, kwargs: dict[str, Any]) -> None:
-    world2.run(accumulate, kwargs)
-
-
-def accumulate_with_sync(rank: int, size: int) -> None:
+@ranks(2)
+def test_synced_micro_batches_add_up(rank: int, size: int) -> None:
     ours, reference = shard(build(), fully_shard), build()
     for micro in range(3):
         loss_of(ours, tokens_for(micro, rank)).backward()
@@ -121,11 +119,9 @@ def accumulate_with_sync(rank: int, size: int) -> None:
         torch.testing.assert_close(a.grad.full_tensor(), b.grad, rtol=1e-4, atol=1e-5)  # type: ignore[attr-defined]
 
 
-def test_synced_micro_batches_add_up(world2: World) -> None:
-    world2.run(accumulate_with_sync)
-
-
-def bytes_moved(rank: int, size: int, kwargs: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kwargs", [{}, {"mp_policy": BF16}], ids=["fp32", "bf16"])
+@ranks(2)
+def test_predicted_bytes_are_those_moved(rank: int, size: int, kwargs: dict[str, Any]) -> None:
     model = shard(build(), fully_shard, **kwargs)
     predicted = describe(model).step_bytes
     loss_of(model, tokens_for(0, rank)).backward()
@@ -133,12 +129,8 @@ def bytes_moved(rank: int, size: int, kwargs: dict[str, Any]) -> None:
     assert describe(model).step_bytes == predicted
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"mp_policy": BF16}], ids=["fp32", "bf16"])
-def test_predicted_bytes_are_those_moved(world2: World, kwargs: dict[str, Any]) -> None:
-    world2.run(bytes_moved, kwargs)
-
-
-def bytes_by_hand(rank: int, size: int) -> None:
+@ranks(2)
+def test_bytes_of_a_matrix_by_hand(rank: int, size: int) -> None:
     """A bias-free square matrix: half of it leaves each of two ranks, in each direction."""
     module = torch.nn.Linear(512, 512, bias=False)
     fully_shard(module)
@@ -149,11 +141,8 @@ def bytes_by_hand(rank: int, size: int) -> None:
     assert stats(module).bytes_sent == 2 * half
 
 
-def test_bytes_of_a_matrix_by_hand(world2: World) -> None:
-    world2.run(bytes_by_hand)
-
-
-def copies_in_a_step(rank: int, size: int) -> None:
+@ranks(2)
+def test_eligible_parameters_are_not_copied(rank: int, size: int) -> None:
     model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(3)])
     for layer in model:
         fully_shard(layer)
@@ -181,7 +170,3 @@ def copies_in_a_step(rank: int, size: int) -> None:
     for name, shape in copied:
         assert name.startswith("polyshard.unshard")
         assert shape == [512 * 512 // size]
-
-
-def test_eligible_parameters_are_not_copied(world2: World) -> None:
-    world2.run(copies_in_a_step)

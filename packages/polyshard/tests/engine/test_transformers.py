@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from toy_models import full
 
 from polyshard import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
-from polyshard.testing import World
+from polyshard.testing import ranks
 
 transformers: Any = pytest.importorskip("transformers")
 STEPS = 3
@@ -100,7 +100,9 @@ def shard(model: nn.Module, **kwargs: Any) -> nn.Module:
     return fully_shard(model, **kwargs)
 
 
-def alike(rank: int, size: int, name: str) -> None:
+@pytest.mark.parametrize("name", list(MODELS))
+@ranks(2, timeout=180.0)
+def test_models_train_as_in_one_process(rank: int, size: int, name: str) -> None:
     model: Any = shard(build(name))
     model.set_reduce_scatter_unused_params(True)
     reference: Any = build(name)
@@ -120,12 +122,8 @@ def alike(rank: int, size: int, name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", list(MODELS))
-def test_models_train_as_in_one_process(world2: World, name: str) -> None:
-    world2.run(alike, name, timeout=180.0)
-
-
-def ties(rank: int, size: int) -> None:
+@ranks(2, timeout=180.0)
+def test_tied_embeddings_stay_tied(rank: int, size: int) -> None:
     model: Any = shard(build("gpt2"))
     model(**inputs_for("gpt2", 0, rank)).loss.backward()
     assert model.lm_head.weight is model.transformer.wte.weight
@@ -135,11 +133,8 @@ def ties(rank: int, size: int) -> None:
     assert other.lm_head.weight is other.transformer.wte.weight
 
 
-def test_tied_embeddings_stay_tied(world2: World) -> None:
-    world2.run(ties, timeout=180.0)
-
-
-def generated(rank: int, size: int) -> None:
+@ranks(2, timeout=180.0)
+def test_generation(rank: int, size: int) -> None:
     """``generate`` calls the sharded ``forward`` many times, without gradients."""
     model: Any = shard(build("llama"))
     reference: Any = build("llama")
@@ -150,11 +145,8 @@ def generated(rank: int, size: int) -> None:
         assert torch.equal(found, reference.generate(prompt, **settings))
 
 
-def test_generation(world2: World) -> None:
-    world2.run(generated, timeout=180.0)
-
-
-def low_precision(rank: int, size: int) -> None:
+@ranks(2, timeout=180.0)
+def test_a_trainers_loop(rank: int, size: int) -> None:
     """A loop as trainers write it: checkpointing, accumulation, bf16, clipping."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     losses: list[list[float]] = []
@@ -177,7 +169,3 @@ def low_precision(rank: int, size: int) -> None:
             optimizer.zero_grad()
     assert losses[0] == losses[1], "recomputation changed a bit"
     assert losses[0][-1] < losses[0][0]
-
-
-def test_a_trainers_loop(world2: World) -> None:
-    world2.run(low_precision, timeout=180.0)

@@ -29,7 +29,7 @@ from polyshard.engine.root import units_below
 from polyshard.engine.unit import Unit
 from polyshard.errors import DeepcopyError, LifecycleError
 from polyshard.group.group import State
-from polyshard.testing import World
+from polyshard.testing import ranks
 
 
 def units(model: nn.Module) -> list[Unit]:
@@ -51,7 +51,8 @@ def assert_gradients(ours: nn.Module, reference: nn.Module) -> None:
             torch.testing.assert_close(full(a.grad), b.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
-def registered_forms(rank: int, size: int) -> None:
+@ranks(2)
+def test_registered_forms(rank: int, size: int) -> None:
     model = shard(build(), fully_shard)
     block: Any = model.blocks[0]
     for kind in (FSDPModule, TorchFSDPModule):
@@ -69,11 +70,8 @@ def registered_forms(rank: int, size: int) -> None:
     assert type(model.blocks[:2]) is nn.ModuleList
 
 
-def test_registered_forms(world2: World) -> None:
-    world2.run(registered_forms)
-
-
-def several_forwards(rank: int, size: int) -> None:
+@ranks(2)
+def test_several_forwards_and_backwards(rank: int, size: int) -> None:
     ours, reference = shard(build(), fully_shard), build()
     first, second = (loss_of(ours, tokens_for(s, rank)) for s in range(2))
     (first + second).backward()
@@ -92,10 +90,6 @@ def several_forwards(rank: int, size: int) -> None:
     assert states(ours) == {State.SHARDED}
 
 
-def test_several_forwards_and_backwards(world2: World) -> None:
-    world2.run(several_forwards)
-
-
 class Repeating(nn.Module):
     """Uses one unit three times, in an order that depends on the call, and one not at all."""
 
@@ -111,7 +105,8 @@ class Repeating(nn.Module):
         return torch.stack(outputs).sum() if len(outputs) % 2 else outputs[-1].sum()
 
 
-def varying_order(rank: int, size: int) -> None:
+@ranks(2)
+def test_varying_and_repeated_units(rank: int, size: int) -> None:
     torch.manual_seed(2)
     reference = Repeating()
     torch.manual_seed(2)
@@ -129,11 +124,10 @@ def varying_order(rank: int, size: int) -> None:
         assert states(ours) == {State.SHARDED}
 
 
-def test_varying_and_repeated_units(world2: World) -> None:
-    world2.run(varying_order)
-
-
-def no_grad_between(rank: int, size: int, mode: str, reshard: bool | None) -> None:
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("mode", ["no_grad", "inference"])
+@ranks(2)
+def test_forwards_without_grad(rank: int, size: int, mode: str, reshard: bool | None) -> None:
     ours, reference = shard(build(), fully_shard, reshard_after_forward=reshard), build()
     context = torch.no_grad if mode == "no_grad" else torch.inference_mode
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (ours, reference)]
@@ -152,12 +146,6 @@ def no_grad_between(rank: int, size: int, mode: str, reshard: bool | None) -> No
     for unit in units(ours):
         unit.reshard()
     assert_same_parameters(ours, reference, exact=False)
-
-
-@pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("mode", ["no_grad", "inference"])
-def test_forwards_without_grad(world2: World, mode: str, reshard: bool | None) -> None:
-    world2.run(no_grad_between, mode, reshard)
 
 
 class Failing(nn.Module):
@@ -179,7 +167,9 @@ class Failing(nn.Module):
         raise RuntimeError("asked to fail")
 
 
-def recovery(rank: int, size: int, where: str) -> None:
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@ranks(2)
+def test_recovery_after_an_exception(rank: int, size: int, where: str) -> None:
     batches = [tokens_for(s, rank) for s in range(3)]
     reference = shard(build(), fully_shard)
     expected = train(reference, batches)
@@ -208,11 +198,6 @@ def recovery(rank: int, size: int, where: str) -> None:
         ours.blocks[0].reset_iter_state()
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_recovery_after_an_exception(world2: World, where: str) -> None:
-    world2.run(recovery, where)
-
-
 class Checkpointed(nn.Module):
     """Runs a module under activation checkpointing."""
 
@@ -226,7 +211,10 @@ class Checkpointed(nn.Module):
         return out
 
 
-def checkpointing(rank: int, size: int, reentrant: bool, outside: bool) -> None:
+@pytest.mark.parametrize("outside", [True, False], ids=["around unit", "in unit"])
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not"])
+@ranks(2)
+def test_activation_checkpointing(rank: int, size: int, reentrant: bool, outside: bool) -> None:
     ours, reference = build(), build()
     for index, block in enumerate(ours.blocks):
         if outside:
@@ -239,12 +227,6 @@ def checkpointing(rank: int, size: int, reentrant: bool, outside: bool) -> None:
         mean_loss(reference, step, size).backward()
         assert_gradients(ours, reference)
         assert states(ours) == {State.SHARDED}
-
-
-@pytest.mark.parametrize("outside", [True, False], ids=["around unit", "in unit"])
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not"])
-def test_activation_checkpointing(world2: World, reentrant: bool, outside: bool) -> None:
-    world2.run(checkpointing, reentrant, outside)
 
 
 class Headed(nn.Module):
@@ -263,7 +245,8 @@ class Headed(nn.Module):
         return x
 
 
-def lists(rank: int, size: int) -> None:
+@ranks(2)
+def test_lists_of_modules(rank: int, size: int) -> None:
     torch.manual_seed(4)
     reference = Headed()
     torch.manual_seed(4)
@@ -285,11 +268,8 @@ def lists(rank: int, size: int) -> None:
     assert states(ours) == {State.SHARDED}
 
 
-def test_lists_of_modules(world2: World) -> None:
-    world2.run(lists)
-
-
-def manual(rank: int, size: int) -> None:
+@ranks(2)
+def test_unshard_and_reshard_by_hand(rank: int, size: int) -> None:
     model = shard(build(), fully_shard)
     block: Any = model.blocks[0]
     whole = full(block.up.weight.detach()).clone()
@@ -306,11 +286,8 @@ def manual(rank: int, size: int) -> None:
     assert states(model) == {State.SHARDED}
 
 
-def test_unshard_and_reshard_by_hand(world2: World) -> None:
-    world2.run(manual)
-
-
-def prefetched(rank: int, size: int) -> None:
+@ranks(2)
+def test_prefetch_changes_no_result(rank: int, size: int) -> None:
     batches = [tokens_for(s, rank) for s in range(3)]
     expected = train(shard(build(), fully_shard), batches)
     model = shard(build(), fully_shard)
@@ -322,11 +299,8 @@ def prefetched(rank: int, size: int) -> None:
     assert states(model) == {State.SHARDED}
 
 
-def test_prefetch_changes_no_result(world2: World) -> None:
-    world2.run(prefetched)
-
-
-def nested_no_sync(rank: int, size: int) -> None:
+@ranks(2)
+def test_no_sync_restores_what_was(rank: int, size: int) -> None:
     model: Any = shard(build(), fully_shard)
     model.blocks[0].set_requires_gradient_sync(False)
 
@@ -343,11 +317,8 @@ def nested_no_sync(rank: int, size: int) -> None:
     assert before.count(False) == 1
 
 
-def test_no_sync_restores_what_was(world2: World) -> None:
-    world2.run(nested_no_sync)
-
-
-def deferred(rank: int, size: int) -> None:
+@ranks(2)
+def test_is_last_backward(rank: int, size: int) -> None:
     ours: Any = shard(build(), fully_shard)
     reference = build()
     for micro in range(3):
@@ -357,10 +328,6 @@ def deferred(rank: int, size: int) -> None:
     assert_gradients(ours, reference)
 
 
-def test_is_last_backward(world2: World) -> None:
-    world2.run(deferred)
-
-
 class Generating(nn.Linear):
     """Has a second way in."""
 
@@ -368,7 +335,8 @@ class Generating(nn.Linear):
         return self.forward(x) * 2
 
 
-def other_methods(rank: int, size: int) -> None:
+@ranks(2)
+def test_other_forward_methods(rank: int, size: int) -> None:
     plain, model = Generating(3, 3), Generating(3, 3)
     model.load_state_dict(plain.state_dict())
     register_fsdp_forward_method(plain, "generate")
@@ -380,11 +348,8 @@ def other_methods(rank: int, size: int) -> None:
         register_fsdp_forward_method(model, "sample")
 
 
-def test_other_forward_methods(world2: World) -> None:
-    world2.run(other_methods)
-
-
-def two_roots(rank: int, size: int) -> None:
+@ranks(2)
+def test_two_roots(rank: int, size: int) -> None:
     teacher, student = shard(build(1), fully_shard), shard(build(2), fully_shard)
     with torch.no_grad():
         target = teacher(tokens_for(0, rank))
@@ -399,11 +364,8 @@ def two_roots(rank: int, size: int) -> None:
     assert all(p.grad is None for p in teacher.parameters())
 
 
-def test_two_roots(world2: World) -> None:
-    world2.run(two_roots)
-
-
-def sharing_roots(rank: int, size: int) -> None:
+@ranks(2)
+def test_roots_may_share_memory(rank: int, size: int) -> None:
     teacher, student = shard(build(1), fully_shard), shard(build(2), fully_shard)
     share_comm_ctx([teacher, student])  # type: ignore[list-item]
     expected = train(shard(build(2), fully_shard), [tokens_for(s, rank) for s in range(2)])
@@ -417,22 +379,16 @@ def sharing_roots(rank: int, size: int) -> None:
         share_comm_ctx([nn.Linear(1, 1)])  # type: ignore[list-item]
 
 
-def test_roots_may_share_memory(world2: World) -> None:
-    world2.run(sharing_roots)
-
-
-def inner_first(rank: int, size: int) -> None:
+@ranks(2)
+def test_forward_of_a_part_before_the_root_is_refused(rank: int, size: int) -> None:
     model = shard(build(), fully_shard)
     model.blocks[0](torch.zeros(1, 1, 192))
     with pytest.raises(LifecycleError, match=r"'blocks.0' already ran forward on its own"):
         model(tokens_for(0, rank))
 
 
-def test_forward_of_a_part_before_the_root_is_refused(world2: World) -> None:
-    world2.run(inner_first)
-
-
-def converted(rank: int, size: int) -> None:
+@ranks(2)
+def test_conversion_after_sharding(rank: int, size: int) -> None:
     ours, reference = shard(build(), fully_shard), build()
     ours.to(torch.float64)
     reference.to(torch.float64)
@@ -443,11 +399,9 @@ def converted(rank: int, size: int) -> None:
     assert all(p.dtype == torch.float64 for p in ours.parameters())
 
 
-def test_conversion_after_sharding(world2: World) -> None:
-    world2.run(converted)
-
-
-def from_meta(rank: int, size: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["assign", "to_empty"])
+@ranks(2)
+def test_meta_initialisation(rank: int, size: int, how: str) -> None:
     reference = build()
     with torch.device("meta"):
         ours = shard(Model(), fully_shard)
@@ -464,22 +418,15 @@ def from_meta(rank: int, size: int, how: str) -> None:
     assert_gradients(ours, reference)
 
 
-@pytest.mark.parametrize("how", ["assign", "to_empty"])
-def test_meta_initialisation(world2: World, how: str) -> None:
-    world2.run(from_meta, how)
-
-
-def copied(rank: int, size: int) -> None:
+@ranks(1)
+def test_deepcopy_is_refused(rank: int, size: int) -> None:
     model = fully_shard(nn.Linear(3, 3))
     with pytest.raises(DeepcopyError, match="cannot be deep-copied"):
         copy.deepcopy(model)
 
 
-def test_deepcopy_is_refused(world1: World) -> None:
-    world1.run(copied)
-
-
-def steady(rank: int, size: int) -> None:
+@ranks(2)
+def test_memory_is_steady_and_given_back(rank: int, size: int) -> None:
     model = shard(build(width=512, hidden=1024), fully_shard)
     resident = []
     for step in range(12):
@@ -494,11 +441,8 @@ def steady(rank: int, size: int) -> None:
     assert not any(ref() for ref in alive)
 
 
-def test_memory_is_steady_and_given_back(world2: World) -> None:
-    world2.run(steady)
-
-
-def held_gradients(rank: int, size: int) -> None:
+@ranks(2)
+def test_gradients_that_are_kept_stay_as_they_are(rank: int, size: int) -> None:
     """Gradients somebody keeps are not written to by later steps; others' memory is used again."""
     model = shard(build(), fully_shard)
     loss_of(model, tokens_for(0, rank)).backward()
@@ -516,7 +460,3 @@ def held_gradients(rank: int, size: int) -> None:
         assert gradient is not None
         assert torch.equal(full(gradient), value)
     assert len(set(addresses)) == 1
-
-
-def test_gradients_that_are_kept_stay_as_they_are(world2: World) -> None:
-    world2.run(held_gradients)

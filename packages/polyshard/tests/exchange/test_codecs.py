@@ -14,10 +14,11 @@ from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.plugins.builtin import DeviceStorage, DeviceStorageFactory, SilentObserver
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
-from polyshard.testing import World
+from polyshard.testing import ranks
 
 
-def masters_stay(rank: int, size: int) -> None:
+@ranks(1)
+def test_a_codec_in_a_world_of_one_has_memory_of_its_own(rank: int, size: int) -> None:
     """A codec at world size one must not write what it decoded over the shard."""
     plain, plugged = shard(build(), fully_shard), build()
     shard(plugged, fully_shard, plugins=[Codecs()])
@@ -29,11 +30,8 @@ def masters_stay(rank: int, size: int) -> None:
     assert unsharded.up.weight.data_ptr() != sharded
 
 
-def test_a_codec_in_a_world_of_one_has_memory_of_its_own(world1: World) -> None:
-    world1.run(masters_stay)
-
-
-def kept(rank: int, size: int) -> None:
+@ranks(2)
+def test_kept_payloads_follow_every_write(rank: int, size: int) -> None:
     plugin = Keeping()
     model: Any = nn.Sequential(nn.Linear(8, 8))
     fully_shard(model[0], plugins=[plugin])
@@ -53,11 +51,8 @@ def kept(rank: int, size: int) -> None:
     torch.testing.assert_close(found, nn.functional.linear(torch.ones(1, 8), *whole).sum())
 
 
-def test_kept_payloads_follow_every_write(world2: World) -> None:
-    world2.run(kept)
-
-
-def two_hops(rank: int, size: int) -> None:
+@ranks(4)
+def test_a_codec_may_own_the_second_hop(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     gradients = []
     for plugins in ([], [TwoHopReduction()]):
@@ -70,11 +65,8 @@ def two_hops(rank: int, size: int) -> None:
     assert torch.equal(gradients[1], 2 * gradients[0])
 
 
-def test_a_codec_may_own_the_second_hop(world4: World) -> None:
-    world4.run(two_hops)
-
-
-def frozen(rank: int, size: int) -> None:
+@ranks(1)
+def test_reduce_codecs_learn_what_is_frozen(rank: int, size: int) -> None:
     plugin = TwoHopReduction()
     model = nn.Linear(4, 4)
     fully_shard(model, plugins=[plugin])
@@ -87,11 +79,8 @@ def frozen(rank: int, size: int) -> None:
     assert plugin.factory.trainable[-1] == 2
 
 
-def test_reduce_codecs_learn_what_is_frozen(world1: World) -> None:
-    world1.run(frozen)
-
-
-def named(rank: int, size: int) -> None:
+@ranks(1)
+def test_a_preview_binds_codecs_with_the_names_of_the_root(rank: int, size: int) -> None:
     plugin, kept = Names(), Keeping()
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model[0], plugins=[plugin])
@@ -102,10 +91,6 @@ def named(rank: int, size: int) -> None:
     assert preview == str(describe(model))
     model(torch.ones(1, 4))
     assert plugin.seen[-1] == ("0.weight", "0.bias")
-
-
-def test_a_preview_binds_codecs_with_the_names_of_the_root(world1: World) -> None:
-    world1.run(named)
 
 
 class Place(DeviceStorageFactory, SilentObserver):
@@ -137,14 +122,11 @@ class Telling(Plugin):
         return self.place
 
 
-def told(rank: int, size: int) -> None:
+@ranks(2)
+def test_storages_and_observers_may_add_notices(rank: int, size: int) -> None:
     model = nn.Linear(6, 4, bias=False)
     fully_shard(model, plugins=[Telling()])
     description = describe(model)
     (group,) = description.groups
     assert group.notices == (f"{group.shard_bytes} bytes on the moon",)  # by both, said once
     assert str(description).count("on the moon") == 1
-
-
-def test_storages_and_observers_may_add_notices(world2: World) -> None:
-    world2.run(told)

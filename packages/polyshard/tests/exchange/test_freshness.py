@@ -24,7 +24,7 @@ from polyshard.exchange import freshness
 from polyshard.exchange.freshness import Freshness, Turn, differs, imprint
 from polyshard.exchange.gather import NativeGather
 from polyshard.seams import GroupInfo
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 
 
 class Coding(Plugin):
@@ -308,7 +308,11 @@ def test_written_between_turns_alone(world1: World, keeping: str) -> None:
 # Ranks agree -----------------------------------------------------------------------------------
 
 
-def one_rank_changes(rank: int, size: int, reshard: bool | int) -> None:
+@pytest.mark.parametrize("reshard", [True, False, 2])
+@ranks(2)
+def test_ranks_whose_rows_stay_gather_with_the_others(
+    rank: int, size: int, reshard: bool | int
+) -> None:
     """Rows that only the other rank holds get a gradient: this rank's part stays as it is."""
     model = sharded(Keeper(train, reshard=reshard, keeps_after_backward=True), size)
     module = make()
@@ -330,12 +334,8 @@ def one_rank_changes(rank: int, size: int, reshard: bool | int) -> None:
         torch.testing.assert_close(evaluate(model), evaluate(plain))
 
 
-@pytest.mark.parametrize("reshard", [True, False, 2])
-def test_ranks_whose_rows_stay_gather_with_the_others(world2: World, reshard: bool | int) -> None:
-    world2.run(one_rank_changes, reshard)
-
-
-def nothing_is_looked_at(rank: int, size: int) -> None:
+@ranks(2)
+def test_plain_training_looks_at_nothing(rank: int, size: int) -> None:
     """Plain training and evaluation keep nothing from one turn to the next."""
     looks: list[str] = []
     model = sharded(Keeper(train), size)
@@ -353,11 +353,8 @@ def nothing_is_looked_at(rank: int, size: int) -> None:
     assert not looks
 
 
-def test_plain_training_looks_at_nothing(world2: World) -> None:
-    world2.run(nothing_is_looked_at)
-
-
-def looks_once(rank: int, size: int) -> None:
+@ranks(2)
+def test_a_payload_is_checked_once_a_forward(rank: int, size: int) -> None:
     """A payload's shard is read once a forward, and not at all in backward."""
     model = sharded(Keeper(train, plugin=Keeping), size)
     train(model)
@@ -374,10 +371,6 @@ def looks_once(rank: int, size: int) -> None:
             train(model)
             assert len(seen) == 3  # the layers, and the root
             scale(model)
-
-
-def test_a_payload_is_checked_once_a_forward(world2: World) -> None:
-    world2.run(looks_once)
 
 
 # What a look sees ------------------------------------------------------------------------------

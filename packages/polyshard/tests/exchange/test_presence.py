@@ -18,7 +18,7 @@ from polyshard.errors import GradientMismatchError
 from polyshard.plugins.builtin import DefaultBackend
 from polyshard.seams import GroupInfo
 from polyshard.sharding.mesh import MeshRoles
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 from polyshard.transport.base import Transport
 from polyshard.transport.collective import CollectiveTransport
 
@@ -112,7 +112,9 @@ def test_different_parameters(
     assert "'a'" not in text
 
 
-def agree(rank: int, size: int, plugins: str) -> None:
+@pytest.mark.parametrize("plugins", PLUGINS)
+@ranks(3)
+def test_parameters_that_no_rank_uses(rank: int, size: int, plugins: str) -> None:
     """Parameters that no rank uses, changing from step to step, are nobody's fault."""
     model: Any = fully_shard(Branches(200), plugins=[p() for p in PLUGINS[plugins]])
     x = torch.tensor(1.0 + rank)
@@ -124,11 +126,6 @@ def agree(rank: int, size: int, plugins: str) -> None:
             if parameter.grad is not None:
                 torch.testing.assert_close(full(parameter.grad), torch.full((200, 200), mean))
         model.zero_grad()
-
-
-@pytest.mark.parametrize("plugins", PLUGINS)
-def test_parameters_that_no_rank_uses(world3: World, plugins: str) -> None:
-    world3.run(agree, plugins)
 
 
 class Cut(nn.Module):
@@ -162,7 +159,8 @@ def test_a_unit_that_one_backward_skips(world2: World) -> None:
     assert "'inner.weight' has one on ranks [0] and none on ranks [1]" in text
 
 
-def partial_sums_may_differ(rank: int, size: int) -> None:
+@ranks(4)
+def test_replicas_are_compared_when_they_are_summed(rank: int, size: int) -> None:
     """Replicas may use parameters in different micro-batches, if they add up to the same."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model: Any = fully_shard(Branches(8), mesh=mesh)
@@ -181,7 +179,3 @@ def partial_sums_may_differ(rank: int, size: int) -> None:
     model.set_requires_all_reduce(True)
     with pytest.raises(GradientMismatchError, match=r"'b' has one on ranks \[0, 1\]"):
         model(x, "a").backward()
-
-
-def test_replicas_are_compared_when_they_are_summed(world4: World) -> None:
-    world4.run(partial_sums_may_differ)

@@ -16,7 +16,7 @@ from toy_tensors import Coded, Moody, Nibbles, OldForm, Wrapped
 from polyshard import describe, fully_shard, stats
 from polyshard.engine.root import unit_of
 from polyshard.errors import ConflictError, ModuleError, PluginError, UnsupportedError
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 
 
 def wrap(model: nn.Module, kind: type[Wrapped], trainable: bool = True) -> nn.Module:
@@ -31,7 +31,12 @@ def wrap(model: nn.Module, kind: type[Wrapped], trainable: bool = True) -> nn.Mo
     return model
 
 
-def against_torch(rank: int, size: int, kind: type[Wrapped], trainable: bool) -> None:
+@pytest.mark.parametrize("trainable", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("kind", [Coded, OldForm])
+@ranks(2)
+def test_two_ranks_are_bitwise_fsdp2(
+    rank: int, size: int, kind: type[Wrapped], trainable: bool
+) -> None:
     batches = [tokens_for(s, rank) for s in range(3)]
     models: list[Any] = [wrap(build(hidden=256), kind, trainable) for _ in range(2)]
     for block in models[0].blocks:
@@ -53,12 +58,6 @@ def against_torch(rank: int, size: int, kind: type[Wrapped], trainable: bool) ->
     assert "tensor class" in str(describe(ours))
 
 
-@pytest.mark.parametrize("trainable", [True, False], ids=["trained", "frozen"])
-@pytest.mark.parametrize("kind", [Coded, OldForm])
-def test_two_ranks_are_bitwise_fsdp2(world2: World, kind: type[Wrapped], trainable: bool) -> None:
-    world2.run(against_torch, kind, trainable)
-
-
 class Lossless(nn.Module):
     """One uneven weight whose values are whole numbers, so that int8 codes are exact."""
 
@@ -72,7 +71,9 @@ class Lossless(nn.Module):
         return x @ self.weight.t()
 
 
-def uneven(rank: int, size: int, rows: int) -> None:
+@pytest.mark.parametrize("rows", [7, 2])
+@ranks(3)
+def test_uneven_and_empty_shards(rank: int, size: int, rows: int) -> None:
     model: Any = Lossless(Coded, rows)
     whole = model.weight.detach().held.clone()
     fully_shard(model)
@@ -92,12 +93,8 @@ def uneven(rank: int, size: int, rows: int) -> None:
     assert sent.gathers == 2
 
 
-@pytest.mark.parametrize("rows", [7, 2])
-def test_uneven_and_empty_shards(world3: World, rows: int) -> None:
-    world3.run(uneven, rows)
-
-
-def freed(rank: int, size: int) -> None:
+@ranks(2)
+def test_unsharded_memory_is_freed(rank: int, size: int) -> None:
     model: Any = Lossless(Coded, 8)
     fully_shard(model)
     model(torch.ones(1, 6)).sum().backward()
@@ -107,10 +104,6 @@ def freed(rank: int, size: int) -> None:
     assert runtime.leaves[0].untyped_storage().nbytes() == 0
     state = model.state_dict()["weight"]
     assert isinstance(state.to_local(), Coded)
-
-
-def test_unsharded_memory_is_freed(world2: World) -> None:
-    world2.run(freed)
 
 
 class Frozen(nn.Module):
@@ -125,7 +118,8 @@ class Frozen(nn.Module):
         return x @ (self.base + self.update).t()
 
 
-def packed(rank: int, size: int) -> None:
+@ranks(2, 3)
+def test_packed_frozen_tensors(rank: int, size: int) -> None:
     values = torch.randn(7, 4, generator=torch.Generator().manual_seed(2))
     base = Nibbles.pack(values)
     reference = base.unpack()
@@ -146,12 +140,8 @@ def packed(rank: int, size: int) -> None:
     assert isinstance(model.base.to_local(), Nibbles)
 
 
-def test_packed_frozen_tensors(world2: World, world3: World) -> None:
-    world2.run(packed)
-    world3.run(packed)
-
-
-def refusals(rank: int, size: int) -> None:
+@ranks(2)
+def test_refusals(rank: int, size: int) -> None:
     class Half(Wrapped):
         def fsdp_pre_all_gather(self, mesh: Any) -> Any:
             return (self.held,), None
@@ -171,20 +161,14 @@ def refusals(rank: int, size: int) -> None:
         moody(torch.ones(1, 6))
 
 
-def test_refusals(world2: World) -> None:
-    world2.run(refusals)
-
-
-def smaller_mesh(rank: int, size: int) -> None:
+@ranks(4)
+def test_blocks_are_refused(rank: int, size: int) -> None:
     with pytest.raises(UnsupportedError, match=r"reshard_after_forward=2.*protocol \(weight\)"):
         fully_shard(Lossless(OldForm, 8), reshard_after_forward=2)
 
 
-def test_blocks_are_refused(world4: World) -> None:
-    world4.run(smaller_mesh)
-
-
-def beside_plain(rank: int, size: int) -> None:
+@ranks(2)
+def test_beside_plain_parameters(rank: int, size: int) -> None:
     """Subclassed and plain parameters of one unit are groups of their own, and both train."""
     model: Any = wrap(build(hidden=256), OldForm)
     plain = shard(build(hidden=256), fully_shard)
@@ -201,10 +185,6 @@ def beside_plain(rank: int, size: int) -> None:
             loss.backward()
             each.step()
             each.zero_grad()
-
-
-def test_beside_plain_parameters(world2: World) -> None:
-    world2.run(beside_plain)
 
 
 def torchao_int8(rank: int, size: int) -> bool:

@@ -15,7 +15,7 @@ from toy_models import build, full, loss_of, shard, tokens_for
 
 import polyshard
 from polyshard import MixedPrecisionPolicy, fully_shard
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 
 SMALL = {"width": 24, "hidden": 30, "layers": 2}
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -92,7 +92,8 @@ def test_gradients_survive_with_blocks(world4: World, what: str) -> None:
     world4.run(survive, what, {"reshard_after_forward": 2})
 
 
-def as_torch(rank: int, size: int) -> None:
+@ranks(2)
+def test_torch_keeps_them_too(rank: int, size: int) -> None:
     ours, theirs = shard(build(**SMALL), fully_shard), shard(build(**SMALL), torch_fully_shard)
     pairs = zip(
         accumulated(ours, rank, "assign", inside=False),
@@ -103,11 +104,8 @@ def as_torch(rank: int, size: int) -> None:
         assert torch.equal(mine, reference)
 
 
-def test_torch_keeps_them_too(world2: World) -> None:
-    world2.run(as_torch)
-
-
-def converted(rank: int, size: int) -> None:
+@ranks(2)
+def test_gradients_are_converted_too(rank: int, size: int) -> None:
     """A plain module's gradients are converted with it."""
     model, reference = shard(build(**SMALL), fully_shard), build(**SMALL)
     some: Any = model
@@ -124,11 +122,9 @@ def converted(rank: int, size: int) -> None:
         torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_are_converted_too(world2: World) -> None:
-    world2.run(converted)
-
-
-def partial_sums(rank: int, size: int, what: str) -> None:
+@pytest.mark.parametrize("what", ["assign", "comms"])
+@ranks(4)
+def test_partial_sums_survive(rank: int, size: int, what: str) -> None:
     """What replicas have not yet added up."""
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
     found = []
@@ -143,8 +139,3 @@ def partial_sums(rank: int, size: int, what: str) -> None:
     for expected, ours in zip(*found, strict=True):
         assert torch.equal(expected, ours)
     dist.barrier()
-
-
-@pytest.mark.parametrize("what", ["assign", "comms"])
-def test_partial_sums_survive(world4: World, what: str) -> None:
-    world4.run(partial_sums, what)

@@ -21,7 +21,7 @@ from polyshard.exchange.accumulation import blanks
 from polyshard.plugins.builtin import DeviceStorage
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
-from polyshard.testing import World
+from polyshard.testing import ranks
 
 SHAPES = {"fsdp": (4,), "hsdp": (2, 2), "replicas": (4, 1)}
 
@@ -49,7 +49,13 @@ class Shared(nn.Module):
         return (both * x).sum()
 
 
-def shared(rank: int, size: int, dtype: torch.dtype, micro_batches: int) -> None:
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@ranks(2)
+def test_gradients_may_share_memory(
+    rank: int, size: int, dtype: torch.dtype, micro_batches: int
+) -> None:
+    """Torch itself counts such gradients twice when it adds up micro-batches."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     model: Any = fully_shard(Shared(), mp_policy=policy)
     x = torch.arange(24.0) * 8
@@ -61,13 +67,6 @@ def shared(rank: int, size: int, dtype: torch.dtype, micro_batches: int) -> None
     torch.testing.assert_close(full(model.second.grad), mean.view(6, 4))
     for seen in model.seen:  # what a hook has kept is not written to
         torch.testing.assert_close(seen.float(), x * (1 + rank))
-
-
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_gradients_may_share_memory(world2: World, dtype: torch.dtype, micro_batches: int) -> None:
-    """Torch itself counts such gradients twice when it adds up micro-batches."""
-    world2.run(shared, dtype, micro_batches)
 
 
 # Waiting --------------------------------------------------------------------------------------
@@ -154,7 +153,13 @@ def waits(way: str, kind: str, plugins: str) -> bool:
     return way == "no sync" or in_parts or (way == "in flight" and plugins == "storage")
 
 
-def accumulated(rank: int, size: int, kind: str, way: str, plugins: str) -> None:
+@pytest.mark.parametrize("plugins", ["native", "codec", "storage"])
+@pytest.mark.parametrize("way", ["no sync", "no all-reduce", "in flight"])
+@pytest.mark.parametrize("kind", SHAPES)
+@ranks(4)
+def test_parameters_may_be_absent_from_some_micro_batches(
+    rank: int, size: int, kind: str, way: str, plugins: str
+) -> None:
     checking = Checking()
     given: dict[str, list[object]] = {"native": [], "codec": [Codecs()], "storage": [checking]}
     model: Any = fully_shard(Pair(), mesh=mesh_of(kind), plugins=given[plugins])
@@ -182,15 +187,6 @@ def accumulated(rank: int, size: int, kind: str, way: str, plugins: str) -> None
         model.zero_grad()
 
 
-@pytest.mark.parametrize("plugins", ["native", "codec", "storage"])
-@pytest.mark.parametrize("way", ["no sync", "no all-reduce", "in flight"])
-@pytest.mark.parametrize("kind", SHAPES)
-def test_parameters_may_be_absent_from_some_micro_batches(
-    world4: World, kind: str, way: str, plugins: str
-) -> None:
-    world4.run(accumulated, kind, way, plugins)
-
-
 class Choice(nn.Module):
     """Two units, of which each forward uses one."""
 
@@ -204,7 +200,8 @@ class Choice(nn.Module):
         return out
 
 
-def partial_of_another_unit(rank: int, size: int) -> None:
+@ranks(4)
+def test_partial_sums_of_a_unit_that_the_last_micro_batch_skips(rank: int, size: int) -> None:
     """A unit used in the first micro-batch alone: its sum over replicas is made in the second."""
     mesh = mesh_of("hsdp")
     model: Any = Choice()
@@ -224,11 +221,8 @@ def partial_of_another_unit(rank: int, size: int) -> None:
         torch.testing.assert_close(full(ours.grad), theirs.grad)
 
 
-def test_partial_sums_of_a_unit_that_the_last_micro_batch_skips(world4: World) -> None:
-    world4.run(partial_of_another_unit)
-
-
-def both_flags(rank: int, size: int) -> None:
+@ranks(4)
+def test_synchronisation_is_set_for_both_axes(rank: int, size: int) -> None:
     """``set_requires_gradient_sync`` says what happens on both axes, as torch's does."""
     for shard in (torch_fully_shard, fully_shard):
         torch.manual_seed(0)
@@ -247,11 +241,9 @@ def both_flags(rank: int, size: int) -> None:
     assert model.weight.grad is not None
 
 
-def test_synchronisation_is_set_for_both_axes(world4: World) -> None:
-    world4.run(both_flags)
-
-
-def reset_between(rank: int, size: int, way: str) -> None:
+@pytest.mark.parametrize("way", ["no sync", "no all-reduce", "in flight"])
+@ranks(4)
+def test_what_waits_is_forgotten_with_its_iteration(rank: int, size: int, way: str) -> None:
     """What waited is lost with the failed iteration, and nothing of it comes back."""
     model: Any = fully_shard(Pair(), mesh=mesh_of("hsdp"), plugins=[Checking()])
     model(torch.tensor(1.0), True, True).backward()
@@ -264,12 +256,9 @@ def reset_between(rank: int, size: int, way: str) -> None:
     torch.testing.assert_close(full(model.small.grad), torch.full((3, 3), 3.0))
 
 
-@pytest.mark.parametrize("way", ["no sync", "no all-reduce", "in flight"])
-def test_what_waits_is_forgotten_with_its_iteration(world4: World, way: str) -> None:
-    world4.run(reset_between, way)
-
-
-def replaced_between(rank: int, size: int, way: str) -> None:
+@pytest.mark.parametrize("way", ["no sync", "no all-reduce"])
+@ranks(4)
+def test_what_waits_survives_that_parameters_are_replaced(rank: int, size: int, way: str) -> None:
     """Parameters replaced between micro-batches: gradients that wait are the group's."""
     model: Any = fully_shard(Pair(), mesh=mesh_of("hsdp"))
     with waiting(way, model):
@@ -281,12 +270,9 @@ def replaced_between(rank: int, size: int, way: str) -> None:
         torch.testing.assert_close(gradient, torch.full_like(gradient, value))
 
 
-@pytest.mark.parametrize("way", ["no sync", "no all-reduce"])
-def test_what_waits_survives_that_parameters_are_replaced(world4: World, way: str) -> None:
-    world4.run(replaced_between, way)
-
-
-def hooked(rank: int, size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", SHAPES)
+@ranks(4)
+def test_hooks_see_no_memory_of_other_steps(rank: int, size: int, kind: str) -> None:
     seen: list[Tensor] = []
     model: Any = fully_shard(Pair(), mesh=mesh_of(kind))
     model.set_all_reduce_hook(lambda total: seen.append(total.clone()))
@@ -295,11 +281,6 @@ def hooked(rank: int, size: int, kind: str) -> None:
     assert float(seen[0].abs().max()) > 1e19
     local = model.always.grad.to_local()
     assert float(seen[1].sum()) == float(local.sum())  # zero wherever nothing was reduced
-
-
-@pytest.mark.parametrize("kind", SHAPES)
-def test_hooks_see_no_memory_of_other_steps(world4: World, kind: str) -> None:
-    world4.run(hooked, kind)
 
 
 def test_blanks_are_what_is_not_filled() -> None:

@@ -14,7 +14,7 @@ from polyshard import hookimpl
 from polyshard.plugins.builtin import DeviceStorage
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
-from polyshard.testing import World
+from polyshard.testing import ranks
 
 
 class Far(DeviceStorage):
@@ -108,7 +108,8 @@ class FarKeeping(Keeping):
         return self.factory if self._keeps else None
 
 
-def read_once_a_step(rank: int, size: int) -> None:
+@ranks(2)
+def test_a_kept_payload_leaves_the_shard_where_it_rests(rank: int, size: int) -> None:
     plugin, plain = FarKeeping(Far), FarKeeping(Far, keeps=False)
     model, expected = chain(plugin, 3), chain(plain, 3)
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, expected)]
@@ -124,11 +125,8 @@ def read_once_a_step(rank: int, size: int) -> None:
             optimizer.zero_grad()
 
 
-def test_a_kept_payload_leaves_the_shard_where_it_rests(world2: World) -> None:
-    world2.run(read_once_a_step)
-
-
-def written_in_between(rank: int, size: int) -> None:
+@ranks(2)
+def test_a_kept_payload_follows_what_rests(rank: int, size: int) -> None:
     """A write between forward and backward is seen, and so is one past the version counters."""
     models = [chain(FarKeeping(Far), 3), chain(FarKeeping(Far, keeps=False), 3)]
     for _ in range(2):
@@ -149,11 +147,8 @@ def written_in_between(rank: int, size: int) -> None:
     assert run_chain(models[0]) == run_chain(models[1])
 
 
-def test_a_kept_payload_follows_what_rests(world2: World) -> None:
-    world2.run(written_in_between)
-
-
-def read_at_rest(rank: int, size: int) -> None:
+@ranks(2)
+def test_a_codec_may_read_a_shard_where_it_rests(rank: int, size: int) -> None:
     plugin, plain = FarKeeping(Serving), FarKeeping(Serving, keeps=False)
     model, expected = chain(plugin, 3), chain(plain, 3)
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, expected)]
@@ -168,7 +163,3 @@ def read_at_rest(rank: int, size: int) -> None:
             optimizer.zero_grad()
     assert not plugin.storage.log
     assert plain.storage.log
-
-
-def test_a_codec_may_read_a_shard_where_it_rests(world2: World) -> None:
-    world2.run(read_at_rest)

@@ -13,7 +13,7 @@ from polyshard import Plugin, fully_shard, hookimpl
 from polyshard.plugins.builtin import DeviceStorage
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
-from polyshard.testing import World
+from polyshard.testing import ranks
 
 
 class Watched(DeviceStorage):
@@ -83,7 +83,8 @@ def backwards(model: Any, uses: Sequence[str], rank: int) -> list[Tensor | None]
     return [None if g is None else g.full_tensor() for g in found]
 
 
-def gradients_come_once(rank: int, size: int) -> None:
+@ranks(2)
+def test_gradients_of_all_backwards_come_once(rank: int, size: int) -> None:
     """The same sums, whichever backwards reach a parameter; moved once a group and iteration."""
     for uses in (["fse"] * 3, ["f", "se", "fs"], ["fse", "s", "s"], ["fs", "e"], ["e", "", "f"]):
         plain, away = Watching(holds=False), Watching(holds=True)
@@ -99,11 +100,8 @@ def gradients_come_once(rank: int, size: int) -> None:
         assert sum(s.moves for s in plain.storages) == sum(len(use) for use in uses)
 
 
-def test_gradients_of_all_backwards_come_once(world2: World) -> None:
-    world2.run(gradients_come_once)
-
-
-def forgets(rank: int, size: int) -> None:
+@ranks(2)
+def test_a_reset_forgets_what_was_held(rank: int, size: int) -> None:
     """What was held goes with an iteration that is reset."""
     model = sharded(Watching(holds=True))
     expected = backwards(model, ["fse"], rank)
@@ -117,11 +115,8 @@ def forgets(rank: int, size: int) -> None:
         assert torch.equal(one, other)
 
 
-def test_a_reset_forgets_what_was_held(world2: World) -> None:
-    world2.run(forgets)
-
-
-def shows(rank: int, size: int) -> None:
+@ranks(2)
+def test_storages_see_their_parameters(rank: int, size: int) -> None:
     plugin = Watching(holds=False)
     model = sharded(plugin)
     for storage, unit in zip(plugin.storages, (model.first, model.second), strict=False):
@@ -132,7 +127,3 @@ def shows(rank: int, size: int) -> None:
     for storage in plugin.storages:
         assert len(storage.held) == 2
         assert all(p.dtype == torch.float64 for p in storage.held[1])
-
-
-def test_storages_see_their_parameters(world2: World) -> None:
-    world2.run(shows)

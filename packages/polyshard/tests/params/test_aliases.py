@@ -15,7 +15,7 @@ from toy_models import build, full, loss_of, shard, tokens_for, train
 
 from polyshard import fully_shard
 from polyshard.errors import ModuleError
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 
 ENGINES = ("torch", "polyshard")
 SMALL = {"width": 24, "hidden": 30, "layers": 2}
@@ -108,7 +108,8 @@ def test_on_one_rank_and_with_empty_shards(world1: World, world3: World, how: st
     world3.run(follows, "polyshard", how)
 
 
-def between_pieces(rank: int, size: int) -> None:
+@ranks(2)
+def test_a_state_dict_taken_between_pieces(rank: int, size: int) -> None:
     """A state dict taken while only some parameters have values follows those."""
     model, source = sharded_on_meta("polyshard"), clones(sharded("polyshard"))
     names = list(source)
@@ -121,11 +122,9 @@ def between_pieces(rank: int, size: int) -> None:
         assert torch.equal(early[name].to_local(), value.to_local()), name
 
 
-def test_a_state_dict_taken_between_pieces(world2: World) -> None:
-    world2.run(between_pieces)
-
-
-def backup(rank: int, size: int, engine: str) -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+@ranks(2)
+def test_what_was_swapped_out_is_kept(rank: int, size: int, engine: str) -> None:
     """Other weights swapped in by reference and out again: the first ones are still there."""
     model, other = sharded(engine, 0), clones(sharded(engine, 1))
     first, second = build(0, **SMALL), build(1, **SMALL)
@@ -144,11 +143,9 @@ def backup(rank: int, size: int, engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_was_swapped_out_is_kept(world2: World, engine: str) -> None:
-    world2.run(backup, engine)
-
-
-def partly(rank: int, size: int, engine: str, step_between: bool) -> None:
+@pytest.mark.parametrize("step_between", [False, True])
+@ranks(1, 2)
+def test_one_parameter_is_replaced(rank: int, size: int, engine: str, step_between: bool) -> None:
     """One parameter of a group is replaced while a state dict is held of all."""
     model, other = sharded(engine, 0), clones(sharded(engine, 1))
     if step_between:
@@ -169,16 +166,8 @@ def partly(rank: int, size: int, engine: str, step_between: bool) -> None:
             assert not torch.equal(value.to_local(), old[key]), f"'{key}' was trained"
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("step_between", [False, True])
-def test_one_parameter_is_replaced(
-    world1: World, world2: World, engine: str, step_between: bool
-) -> None:
-    world1.run(partly, engine, step_between)
-    world2.run(partly, engine, step_between)
-
-
-def partly_trains_right(rank: int, size: int) -> None:
+@ranks(1, 2)
+def test_a_model_replaced_in_part_trains_right(rank: int, size: int) -> None:
     """The values that are gathered are those of the parameters, wherever they rest."""
     model, reference = sharded("polyshard", 0), build(0, **SMALL)
     kept = model.state_dict()
@@ -191,12 +180,9 @@ def partly_trains_right(rank: int, size: int) -> None:
     assert len(kept) == len(model.state_dict())
 
 
-def test_a_model_replaced_in_part_trains_right(world1: World, world2: World) -> None:
-    world1.run(partly_trains_right)
-    world2.run(partly_trains_right)
-
-
-def shared(rank: int, size: int, engine: str) -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+@ranks(2)
+def test_memory_shared_with_processes(rank: int, size: int, engine: str) -> None:
     """Memory that is shared with another process is what goes on being trained."""
     model = sharded(engine)
     train(model, [tokens_for(9, rank)])
@@ -215,12 +201,8 @@ def shared(rank: int, size: int, engine: str) -> None:
         assert torch.equal(a.detach().to_local(), b.detach().to_local())
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_memory_shared_with_processes(world2: World, engine: str) -> None:
-    world2.run(shared, engine)
-
-
-def plain_child(rank: int, size: int) -> None:
+@ranks(2)
+def test_a_plain_child_is_converted(rank: int, size: int) -> None:
     """``to`` of a plain module inside a unit passes no method of ours."""
     model: Any = sharded("polyshard")
     reference: Any = build(0, **SMALL)
@@ -248,10 +230,6 @@ def plain_child(rank: int, size: int) -> None:
         torch.testing.assert_close(loss_of(model, tokens_for(0, 0)), expected)
 
 
-def test_a_plain_child_is_converted(world2: World) -> None:
-    world2.run(plain_child)
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +243,8 @@ class Tied(nn.Module):
         return out
 
 
-def tied(rank: int, size: int) -> None:
+@ranks(2)
+def test_tied_parameters_stay_tied(rank: int, size: int) -> None:
     """``assign`` gives each module that shares a parameter one of its own."""
     model: Any = fully_shard(Tied())
     source: dict[str, Any] = {n: v.clone() * 2 for n, v in model.state_dict().items()}
@@ -277,7 +256,3 @@ def tied(rank: int, size: int) -> None:
     assert isinstance(model.head.weight, DTensor)
     for value in state.values():
         assert torch.equal(value.to_local(), model.table.weight.detach().to_local())
-
-
-def test_tied_parameters_stay_tied(world2: World) -> None:
-    world2.run(tied)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from polyshard import fully_shard
-from polyshard.testing import World
+from polyshard.testing import ranks
 
 WIDTHS = (32, 768)
 """Of square matrices: below and above what is kept in memory that moves."""
@@ -28,7 +28,9 @@ def linears(width: int, shards: Any, kept: list[Tensor] | None = None) -> Any:
     return model
 
 
-def kept_from_a_hook(rank: int, size: int, width: int) -> None:
+@pytest.mark.parametrize("width", WIDTHS)
+@ranks(2)
+def test_a_weight_kept_from_a_hook(rank: int, size: int, width: int) -> None:
     x = torch.ones(2, width)
     for shards in (torch_fully_shard, fully_shard):
         kept: list[Tensor] = []
@@ -46,11 +48,8 @@ def kept_from_a_hook(rank: int, size: int, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_weight_kept_from_a_hook(world2: World, width: int) -> None:
-    world2.run(kept_from_a_hook, width)
-
-
-def needed_after_all(rank: int, size: int, width: int) -> None:
+@ranks(2)
+def test_backward_that_needs_what_was_not_gathered(rank: int, size: int, width: int) -> None:
     """Told not to gather for backward where autograd needs the weight."""
     for shards in (torch_fully_shard, fully_shard):
         model = linears(width, shards)
@@ -73,11 +72,8 @@ def needed_after_all(rank: int, size: int, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_backward_that_needs_what_was_not_gathered(world2: World, width: int) -> None:
-    world2.run(needed_after_all, width)
-
-
-def only_forward_needs_it(rank: int, size: int, width: int) -> None:
+@ranks(2)
+def test_an_embedding_is_not_gathered_for_backward(rank: int, size: int, width: int) -> None:
     """What the setting is for: an embedding's backward does not read the table."""
     gradients = []
     for shards in (torch_fully_shard, fully_shard):
@@ -91,8 +87,3 @@ def only_forward_needs_it(rank: int, size: int, width: int) -> None:
         gradients.append(model[0].weight.grad.full_tensor())
     torch.testing.assert_close(*gradients)
     assert gradients[0].any()
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_an_embedding_is_not_gathered_for_backward(world2: World, width: int) -> None:
-    world2.run(only_forward_needs_it, width)

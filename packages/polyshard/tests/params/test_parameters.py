@@ -16,7 +16,7 @@ from toy_models import full
 from polyshard import MixedPrecisionPolicy, describe, fully_shard
 from polyshard.engine.root import unit_of
 from polyshard.errors import IneffectiveSettingWarning, ModuleError
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 
 STEPS = 3
 
@@ -119,7 +119,8 @@ def test_odd_parameters_on_one_and_four_ranks(world1: World, world4: World) -> N
     world4.run(odd_parameters, "adamw")
 
 
-def poisoned_padding(rank: int, size: int) -> None:
+@ranks(3)
+def test_padding_does_not_matter(rank: int, size: int) -> None:
     """Whatever stands in padding never reaches a result."""
     ours, reference = make_odd(), make_odd()
     fully_shard(ours)
@@ -133,11 +134,8 @@ def poisoned_padding(rank: int, size: int) -> None:
     train_both(ours, reference, rank, size, sgd)
 
 
-def test_padding_does_not_matter(world3: World) -> None:
-    world3.run(poisoned_padding)
-
-
-def other_dims(rank: int, size: int) -> None:
+@ranks(2, 3)
+def test_any_dim_may_be_sharded(rank: int, size: int) -> None:
     """Shard(1), even and not, and a negative dim; small and large."""
     torch.manual_seed(5)
     reference = nn.Sequential(nn.Linear(8, 250), nn.Tanh(), nn.Linear(250, 7))
@@ -161,12 +159,17 @@ def other_dims(rank: int, size: int) -> None:
         torch.testing.assert_close(full(a.detach()), b.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_any_dim_may_be_sharded(world2: World, world3: World) -> None:
-    world2.run(other_dims)
-    world3.run(other_dims)
+@ranks(2)
+def test_a_dim_for_a_scalar_is_not_dropped_in_silence(rank: int, size: int) -> None:
+    module: Any = nn.Module()
+    module.scale = nn.Parameter(torch.tensor(2.0))
+    with pytest.warns(IneffectiveSettingWarning, match="for 'scale', which has no effect"):
+        fully_shard(module, shard_placement_fn=lambda p: Shard(0))
+    assert module.scale.placements == (Replicate(),)
 
 
-def mixed_dtypes(rank: int, size: int) -> None:
+@ranks(2)
+def test_mixed_dtypes_make_groups(rank: int, size: int) -> None:
     module: Any = nn.Module()
     module.a = nn.Parameter(torch.ones(6, 4))
     module.b = nn.Parameter(torch.ones(6, 4, dtype=torch.bfloat16))
@@ -190,22 +193,6 @@ def mixed_dtypes(rank: int, size: int) -> None:
     assert torch.equal(full(module.b.grad), torch.ones(6, 4, dtype=torch.bfloat16))
 
 
-def placed_scalar(rank: int, size: int) -> None:
-    module: Any = nn.Module()
-    module.scale = nn.Parameter(torch.tensor(2.0))
-    with pytest.warns(IneffectiveSettingWarning, match="for 'scale', which has no effect"):
-        fully_shard(module, shard_placement_fn=lambda p: Shard(0))
-    assert module.scale.placements == (Replicate(),)
-
-
-def test_a_dim_for_a_scalar_is_not_dropped_in_silence(world2: World) -> None:
-    world2.run(placed_scalar)
-
-
-def test_mixed_dtypes_make_groups(world2: World) -> None:
-    world2.run(mixed_dtypes)
-
-
 class Branches(nn.Module):
     """Two layers, either of which may stay unused."""
 
@@ -219,7 +206,8 @@ class Branches(nn.Module):
         return self.b(out) if use_b else out
 
 
-def unused(rank: int, size: int) -> None:
+@ranks(2)
+def test_unused_parameters(rank: int, size: int) -> None:
     model: Any = fully_shard(Branches())
     model(torch.ones(1, 3), False).sum().backward()
     assert [p.grad is None for p in model.parameters()] == [False, True]
@@ -233,11 +221,8 @@ def unused(rank: int, size: int) -> None:
     torch.testing.assert_close(full(model.b.weight.grad), twin.b.weight.grad / size)
 
 
-def test_unused_parameters(world2: World) -> None:
-    world2.run(unused)
-
-
-def toggled(rank: int, size: int) -> None:
+@ranks(2)
+def test_freezing_between_steps(rank: int, size: int) -> None:
     model = fully_shard(Branches())
     x = torch.ones(1, 3)
     for trainable in (True, False, True):
@@ -250,11 +235,8 @@ def toggled(rank: int, size: int) -> None:
         model.zero_grad()
 
 
-def test_freezing_between_steps(world2: World) -> None:
-    world2.run(toggled)
-
-
-def ignored(rank: int, size: int) -> None:
+@ranks(2)
+def test_ignored_parameters_are_left_alone(rank: int, size: int) -> None:
     model = Branches()
     kept: Any = model.b.weight
     fully_shard(model, ignored_params={kept})
@@ -264,11 +246,8 @@ def ignored(rank: int, size: int) -> None:
     assert isinstance(model.a.weight.grad, DTensor)
 
 
-def test_ignored_parameters_are_left_alone(world2: World) -> None:
-    world2.run(ignored)
-
-
-def recurrent(rank: int, size: int) -> None:
+@ranks(2)
+def test_recurrent_modules(rank: int, size: int) -> None:
     """An LSTM keeps its own list of weights and watches attributes."""
     models = []
     for _ in range(2):
@@ -286,11 +265,8 @@ def recurrent(rank: int, size: int) -> None:
         torch.testing.assert_close(full(a.grad), b.grad)
 
 
-def test_recurrent_modules(world2: World) -> None:
-    world2.run(recurrent)
-
-
-def tie_across_units(rank: int, size: int) -> None:
+@ranks(2)
+def test_ties_across_units_are_refused_when_sharding(rank: int, size: int) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     fully_shard(model[0])
@@ -298,11 +274,9 @@ def tie_across_units(rank: int, size: int) -> None:
         fully_shard(model[1])
 
 
-def test_ties_across_units_are_refused_when_sharding(world2: World) -> None:
-    world2.run(tie_across_units)
-
-
-def divide_factors(rank: int, size: int, factor: float) -> None:
+@pytest.mark.parametrize("factor", [1.0, 2.0, 3.0, 8.0])
+@ranks(2)
+def test_gradient_divide_factor(rank: int, size: int, factor: float) -> None:
     model = fully_shard(nn.Linear(4, 4, bias=False))
     model.set_gradient_divide_factor(factor)  # type: ignore[operator]
     model(torch.full((1, 4), float(rank + 1))).sum().backward()
@@ -311,12 +285,8 @@ def divide_factors(rank: int, size: int, factor: float) -> None:
     assert torch.equal(full(model.weight.grad), torch.full((4, 4), total) / factor)
 
 
-@pytest.mark.parametrize("factor", [1.0, 2.0, 3.0, 8.0])
-def test_gradient_divide_factor(world2: World, factor: float) -> None:
-    world2.run(divide_factors, factor)
-
-
-def low_bits(rank: int, size: int) -> None:
+@ranks(2)
+def test_accumulation_keeps_low_bits(rank: int, size: int) -> None:
     """256 + 1 does not fit bf16; accumulation in the reduce dtype keeps it."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = fully_shard(Branches(), mp_policy=policy)
@@ -337,11 +307,8 @@ def low_bits(rank: int, size: int) -> None:
     assert not torch.equal(gradient, gradient.to(torch.bfloat16).float())
 
 
-def test_accumulation_keeps_low_bits(world2: World) -> None:
-    world2.run(low_bits)
-
-
-def optimizer_in_backward(rank: int, size: int) -> None:
+@ranks(2)
+def test_optimizer_in_backward(rank: int, size: int) -> None:
     model = fully_shard(Branches())
     calls: list[str] = []
 
@@ -360,7 +327,3 @@ def optimizer_in_backward(rank: int, size: int) -> None:
     for _ in range(2):
         model(torch.ones(1, 3), True).sum().backward()
     assert sorted(calls) == sorted(2 * ["a.weight", "b.weight"])
-
-
-def test_optimizer_in_backward(world2: World) -> None:
-    world2.run(optimizer_in_backward)

@@ -24,7 +24,7 @@ from toy_models import build, full, loss_of, shard, tokens_for
 from polyshard import fully_shard
 from polyshard._torch.private import storage_holders
 from polyshard.memory.own_storage import own_storage, own_storage_of_gradient
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 
 # --- one tensor -----------------------------------------------------------------------------------
 
@@ -163,7 +163,8 @@ def test_saving_and_copying(world1: World, world2: World, world3: World, size: i
     world.run(ways, "polyshard", True)
 
 
-def alone(rank: int, size: int) -> None:
+@ranks(1, 3)
+def test_parameters_and_gradients_have_storages_of_their_own(rank: int, size: int) -> None:
     """What torch saves of a tensor is its storage: exactly the local rows."""
     model = shard(build(width=24, hidden=30), fully_shard)
     for _ in range(2):
@@ -180,12 +181,9 @@ def alone(rank: int, size: int) -> None:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def test_parameters_and_gradients_have_storages_of_their_own(world1: World, world3: World) -> None:
-    world1.run(alone)
-    world3.run(alone)
-
-
-def checkpoints(rank: int, size: int, folder: str) -> None:
+@ranks(2)
+def test_asynchronous_checkpoints(rank: int, size: int, tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
     model, reference = shard(build(1, hidden=251), fully_shard), build(1, hidden=251)
     state: dict[str, Any] = dict(get_model_state_dict(model))
     future: Any = dcp.async_save({"model": state}, checkpoint_id=folder)
@@ -199,11 +197,8 @@ def checkpoints(rank: int, size: int, folder: str) -> None:
         assert torch.equal(full(live.detach()), value), "loaded in place"
 
 
-def test_asynchronous_checkpoints(world2: World, tmp_path: Path) -> None:
-    world2.run(checkpoints, str(tmp_path / "checkpoint"))
-
-
-def options(rank: int, size: int) -> None:
+@ranks(2)
+def test_every_option_of_a_state_dict(rank: int, size: int) -> None:
     model, reference = shard(build(1), fully_shard), build(1).state_dict()
     theirs = shard(build(1), torch_fully_shard)
     for whole in (False, True):
@@ -217,7 +212,3 @@ def options(rank: int, size: int) -> None:
                 assert torch.equal(full(value), reference[name]), (whole, on_host, name)
             again = torch.load(io.BytesIO(saved(ours)), weights_only=True)
             assert all(torch.equal(full(v), reference[n]) for n, v in again.items())
-
-
-def test_every_option_of_a_state_dict(world2: World) -> None:
-    world2.run(options)

@@ -20,7 +20,7 @@ from polyshard import MixedPrecisionPolicy, Plugin, describe, fully_shard, hooki
 from polyshard.errors import PlanMismatchError, PluginError
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
-from polyshard.testing import World
+from polyshard.testing import ranks
 
 
 def plugin_of(hook: str, part: object) -> Plugin:
@@ -137,18 +137,15 @@ STORAGES: list[tuple[type, str]] = [
 ]
 
 
-def storing(rank: int, size: int, index: int) -> None:
+@pytest.mark.parametrize("index", range(len(STORAGES)), ids=lambda i: STORAGES[i][0].__name__)
+@ranks(2)
+def test_answers_of_storages(rank: int, size: int, index: int) -> None:
     kind, problem = STORAGES[index]
     method = {"R": "rest", "V": "view", "P": "place_gradient"}[kind.__name__[0]]
     group = "Linear" if method == "rest" else r"\(root\)"
     pattern = rf"plugin 'odd' \(0\): {kind.__name__}\.{method} for group '{group}' {problem}"
     with pytest.raises(PluginError, match=pattern):
         use([plugin_of("polyshard_shard_storage", Storing(kind))])
-
-
-@pytest.mark.parametrize("index", range(len(STORAGES)), ids=lambda i: STORAGES[i][0].__name__)
-def test_answers_of_storages(world2: World, index: int) -> None:
-    world2.run(storing, index)
 
 
 # Codecs, constraints, transports, adapters -------------------------------------------------------
@@ -277,15 +274,12 @@ PARTS: list[tuple[str, object, str]] = [
 ]
 
 
-def odd_part(rank: int, size: int, index: int) -> None:
+@pytest.mark.parametrize("index", range(len(PARTS)))
+@ranks(2)
+def test_answers_of_other_parts(rank: int, size: int, index: int) -> None:
     hook, part, pattern = PARTS[index]
     with pytest.raises(PluginError, match=pattern):
         use([plugin_of(f"polyshard_{hook}", part)])
-
-
-@pytest.mark.parametrize("index", range(len(PARTS)))
-def test_answers_of_other_parts(world2: World, index: int) -> None:
-    world2.run(odd_part, index)
 
 
 # What ranks compare -------------------------------------------------------------------------------
@@ -376,17 +370,14 @@ DIFFERENCES: list[tuple[str, Any, Any, str]] = [
 ]
 
 
-def differing(rank: int, size: int, index: int) -> None:
+@pytest.mark.parametrize("index", range(len(DIFFERENCES)))
+@ranks(2)
+def test_what_changes_results_or_sizes_is_compared(rank: int, size: int, index: int) -> None:
     hook, ours, theirs, pattern = DIFFERENCES[index]
     part = theirs if rank else ours
     model: Any = fully_shard(linear(), plugins=[plugin_of(f"polyshard_{hook}", part)])
     with pytest.raises(PlanMismatchError, match=pattern):
         model(torch.ones(1, 4))
-
-
-@pytest.mark.parametrize("index", range(len(DIFFERENCES)))
-def test_what_changes_results_or_sizes_is_compared(world2: World, index: int) -> None:
-    world2.run(differing, index)
 
 
 class Sometimes(Flattening):
@@ -406,7 +397,8 @@ class Sometimes(Flattening):
         return tensor.t()
 
 
-def transformed_on_one(rank: int, size: int) -> None:
+@ranks(2)
+def test_a_transform_on_one_rank_is_refused(rank: int, size: int) -> None:
     model: Any = fully_shard(linear(), plugins=[Sometimes(takes=rank == 1)])
     pattern = r"-.* parameter weight \(4, 4\) .*\n(?s:.*)\+.* flattened by sometimes"
     with pytest.raises(PlanMismatchError, match=pattern):
@@ -415,10 +407,6 @@ def transformed_on_one(rank: int, size: int) -> None:
         fully_shard(linear(), plugins=[plugin_of("polyshard_state_dict_adapter", Set("x"))])
     )
     assert "state-dict adapter set(x)" in str(text)
-
-
-def test_a_transform_on_one_rank_is_refused(world2: World) -> None:
-    world2.run(transformed_on_one)
 
 
 # Transforms ---------------------------------------------------------------------------------------
@@ -453,7 +441,9 @@ TRANSFORMS: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-def odd_transform(rank: int, size: int, case: str) -> None:
+@pytest.mark.parametrize("case", TRANSFORMS)
+@ranks(2)
+def test_transforms_that_cannot_be_undone(rank: int, size: int, case: str) -> None:
     flatten, unflatten, pattern = TRANSFORMS[case]
     model = linear()
     before = model.weight
@@ -462,12 +452,8 @@ def odd_transform(rank: int, size: int, case: str) -> None:
     assert model.weight is before, "nothing was sharded"
 
 
-@pytest.mark.parametrize("case", TRANSFORMS)
-def test_transforms_that_cannot_be_undone(world2: World, case: str) -> None:
-    world2.run(odd_transform, case)
-
-
-def late_copies(rank: int, size: int) -> None:
+@ranks(2)
+def test_a_copy_of_the_compute_dtype_is_refused(rank: int, size: int) -> None:
     """A cast that copies only where parameters are computed with in another dtype."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     plugin = transform(lambda t: t.reshape(-1), lambda t: t.float().view(4, 4))
@@ -478,11 +464,8 @@ def late_copies(rank: int, size: int) -> None:
         model(torch.ones(1, 4))
 
 
-def test_a_copy_of_the_compute_dtype_is_refused(world2: World) -> None:
-    world2.run(late_copies)
-
-
-def unlike_gradients(rank: int, size: int) -> None:
+@ranks(2)
+def test_gradients_are_flattened_as_parameters_were(rank: int, size: int) -> None:
     def flatten(tensor: Tensor) -> Tensor:
         return tensor.reshape(-1) if bool((tensor >= 1.0).all()) else tensor.t()  # by its values
 
@@ -494,11 +477,8 @@ def unlike_gradients(rank: int, size: int) -> None:
         sharded(torch.ones(1, 4)).sum().backward()
 
 
-def test_gradients_are_flattened_as_parameters_were(world2: World) -> None:
-    world2.run(unlike_gradients)
-
-
-def many_dims(rank: int, size: int) -> None:
+@ranks(2)
+def test_transforms_are_checked_whatever_the_values(rank: int, size: int) -> None:
     """What is right stays right: views of every kind, nan values, meta tensors."""
     mesh = init_device_mesh("cpu", (size,))
     model = linear()
@@ -510,7 +490,3 @@ def many_dims(rank: int, size: int) -> None:
         bad = transform(torch.t, lambda t: t.t().clone())
         with pytest.raises(PluginError, match=COPY):
             fully_shard(nn.Linear(4, 4), mesh=mesh, plugins=[bad])
-
-
-def test_transforms_are_checked_whatever_the_values(world2: World) -> None:
-    world2.run(many_dims)

@@ -16,7 +16,7 @@ from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.errors import ConflictError, PluginError
 from polyshard.plugins.stack import build_stack
 from polyshard.seams import GroupInfo
-from polyshard.testing import World
+from polyshard.testing import ranks
 
 ROLES = {
     "polyshard_shard_storage": "the shard storage",
@@ -147,15 +147,6 @@ class Unbound:
         return object()
 
 
-def unbound(rank: int, size: int, hook: str, words: str) -> None:
-    def implementation(self: Any, group: GroupInfo) -> object:
-        return Unbound()
-
-    odd: Any = type("Odd", (Plugin,), {"name": "odd", hook: hookimpl(implementation)})
-    with pytest.raises(PluginError, match=words):
-        describe(fully_shard(torch.nn.Linear(2, 2), plugins=[odd()]))
-
-
 @pytest.mark.parametrize(
     ("hook", "words"),
     [
@@ -168,5 +159,11 @@ def unbound(rank: int, size: int, hook: str, words: str) -> None:
         ("polyshard_collectives_backend", r"Unbound\.connect returned .*gather_route"),
     ],
 )
-def test_what_factories_make_is_checked_too(world1: World, hook: str, words: str) -> None:
-    world1.run(unbound, hook, words)
+@ranks(1)
+def test_what_factories_make_is_checked_too(rank: int, size: int, hook: str, words: str) -> None:
+    def implementation(self: Any, group: GroupInfo) -> object:
+        return Unbound()
+
+    odd: Any = type("Odd", (Plugin,), {"name": "odd", hook: hookimpl(implementation)})
+    with pytest.raises(PluginError, match=words):
+        describe(fully_shard(torch.nn.Linear(2, 2), plugins=[odd()]))

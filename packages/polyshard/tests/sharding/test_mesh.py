@@ -24,7 +24,7 @@ from polyshard import (
     stats,
 )
 from polyshard.engine.root import units_below
-from polyshard.testing import World
+from polyshard.testing import ranks
 
 STEPS = 3
 Kwargs = Callable[[int], dict[str, Any]]
@@ -92,25 +92,20 @@ MESHES: dict[str, tuple[Kwargs, int]] = {
 }
 
 
-def one_axis(rank: int, size: int) -> None:
+@ranks(4)
+def test_one_axis_of_a_larger_mesh(rank: int, size: int) -> None:
     make, _ = MESHES["one axis of two"]
     equals_one_process(rank // 2, size, make, 2)
 
 
-def test_one_axis_of_a_larger_mesh(world4: World) -> None:
-    world4.run(one_axis)
-
-
 @pytest.mark.parametrize("kind", [k for k in MESHES if k != "one axis of two"])
-def test_meshes_equal_one_process(world4: World, kind: str) -> None:
-    world4.run(of_kind, kind)
-
-
-def of_kind(rank: int, size: int, kind: str) -> None:
+@ranks(4)
+def test_meshes_equal_one_process(rank: int, size: int, kind: str) -> None:
     equals_one_process(rank, size, *MESHES[kind])
 
 
-def roles_of_axes(rank: int, size: int) -> None:
+@ranks(4)
+def test_named_axes_get_their_roles(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("s", "r"))
     dims = DataParallelMeshDims(shard="s", replicate="r")
     model = shard(build(), fully_shard, mesh=mesh, dp_mesh_dims=dims)
@@ -124,11 +119,8 @@ def roles_of_axes(rank: int, size: int) -> None:
         assert parameter.placements == (Replicate(),)
 
 
-def test_named_axes_get_their_roles(world4: World) -> None:
-    world4.run(roles_of_axes)
-
-
-def foreach_with_replicated(rank: int, size: int) -> None:
+@ranks(2)
+def test_foreach_optimizers_take_replicated_parameters(rank: int, size: int) -> None:
     """All parameters are DTensors, so that foreach optimizers take them together."""
     model = shard(build(), fully_shard, **replicated(size))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
@@ -140,10 +132,6 @@ def foreach_with_replicated(rank: int, size: int) -> None:
         (loss_of(reference, tokens_for(0, part)) / size).backward()
     expected = nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
     torch.testing.assert_close(full(norm), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_foreach_optimizers_take_replicated_parameters(world2: World) -> None:
-    world2.run(foreach_with_replicated)
 
 
 class Experts(nn.Module):
@@ -165,7 +153,16 @@ def expert_batch(step: int, rank: int) -> Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(50 * step + rank))
 
 
-def expert_parallel(rank: int, size: int, torch_answer: bool) -> None:
+NEWER = pytest.mark.skipif(
+    not hasattr(torch_fsdp, "DataParallelMeshDims"), reason="torch 2.11 has no ShardPlacementResult"
+)
+
+
+@pytest.mark.parametrize(
+    "torch_answer", [False, pytest.param(True, marks=NEWER)], ids=["ours", "torch's"]
+)
+@ranks(4)
+def test_experts_may_have_a_mesh_of_their_own(rank: int, size: int, torch_answer: bool) -> None:
     """Experts on a mesh of two, everything else on all four ranks, in one unit."""
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))
     everyone = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
@@ -200,19 +197,8 @@ def expert_parallel(rank: int, size: int, torch_answer: bool) -> None:
         torch.testing.assert_close(full(value.detach()), expected.detach(), msg=name)
 
 
-NEWER = pytest.mark.skipif(
-    not hasattr(torch_fsdp, "DataParallelMeshDims"), reason="torch 2.11 has no ShardPlacementResult"
-)
-
-
-@pytest.mark.parametrize(
-    "torch_answer", [False, pytest.param(True, marks=NEWER)], ids=["ours", "torch's"]
-)
-def test_experts_may_have_a_mesh_of_their_own(world4: World, torch_answer: bool) -> None:
-    world4.run(expert_parallel, torch_answer)
-
-
-def expert_state(rank: int, size: int) -> None:
+@ranks(4)
+def test_experts_keep_their_own_values_when_loaded(rank: int, size: int) -> None:
     """transformers#45662: after loading, every half has its own experts again."""
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))
     model = Experts(rank // 2)
@@ -229,11 +215,9 @@ def expert_state(rank: int, size: int) -> None:
         assert torch.equal(full(value.detach()), expected.get_parameter(name).detach())
 
 
-def test_experts_keep_their_own_values_when_loaded(world4: World) -> None:
-    world4.run(expert_state)
-
-
-def process_groups(rank: int, size: int, kwargs: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kwargs", [{}, {"reshard_after_forward": 2}], ids=["plain", "blocks"])
+@ranks(4)
+def test_process_groups_do_not_grow(rank: int, size: int, kwargs: dict[str, Any]) -> None:
     """The number of process groups does not follow the number of layers."""
     counts = []
     for layers in (1, 4):
@@ -244,13 +228,11 @@ def process_groups(rank: int, size: int, kwargs: dict[str, Any]) -> None:
     assert counts[1] <= counts[0]
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"reshard_after_forward": 2}], ids=["plain", "blocks"])
-def test_process_groups_do_not_grow(world4: World, kwargs: dict[str, Any]) -> None:
-    world4.run(process_groups, kwargs)
-
-
-def blocks(rank: int, size: int, policy: MixedPrecisionPolicy) -> None:
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@ranks(4)
+def test_blocks_change_no_bit(rank: int, size: int, dtype: torch.dtype | None) -> None:
     """Bitwise what freeing everything gives; backward gathers half of what forward does."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
     plain = shard(build(), fully_shard, mp_policy=policy)
     model = shard(build(), fully_shard, mp_policy=policy, reshard_after_forward=2)
     batches = [tokens_for(step, rank) for step in range(STEPS)]
@@ -267,12 +249,8 @@ def blocks(rank: int, size: int, policy: MixedPrecisionPolicy) -> None:
     assert traffic.sent_bytes - reduced == STEPS * (block.gather_bytes + block.regather_bytes)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-def test_blocks_change_no_bit(world4: World, dtype: torch.dtype | None) -> None:
-    world4.run(blocks, MixedPrecisionPolicy(param_dtype=dtype))
-
-
-def blocks_and_changes(rank: int, size: int) -> None:
+@ranks(4)
+def test_blocks_follow_changed_parameters(rank: int, size: int) -> None:
     """What a block holds is not used after the shards have changed, and is freed in the end."""
     model: Any = shard(build(), fully_shard, reshard_after_forward=2)
     plain: Any = shard(build(), fully_shard)
@@ -296,11 +274,8 @@ def blocks_and_changes(rank: int, size: int) -> None:
     assert all(g.prepare().block is None for g in groups)
 
 
-def test_blocks_follow_changed_parameters(world4: World) -> None:
-    world4.run(blocks_and_changes)
-
-
-def unknown_axis(rank: int, size: int) -> None:
+@ranks(2)
+def test_axes_must_exist_and_have_one_role(rank: int, size: int) -> None:
     mesh: DeviceMesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
     for dims, words in (
         (DataParallelMeshDims(shard="tp"), r"names \['tp'\], which are not axes"),
@@ -308,7 +283,3 @@ def unknown_axis(rank: int, size: int) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=dims)
-
-
-def test_axes_must_exist_and_have_one_role(world2: World) -> None:
-    world2.run(unknown_axis)

@@ -23,7 +23,7 @@ from polyshard.fsdp1 import from_fsdp_extensions
 from polyshard.sharding.mesh import resolve_mesh
 from polyshard.sharding.placement import Placed
 from polyshard.sharding.rows import placements_of_rows
-from polyshard.testing import World
+from polyshard.testing import ranks
 
 
 class Mlp(nn.Module):
@@ -41,7 +41,8 @@ def full(value: Any) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def torch_extensions(rank: int, size: int) -> None:
+@ranks(4)
+def test_extensions_of_torch_keep_the_order_of_rows(rank: int, size: int) -> None:
     """Losses, gradients, optimizer steps and state dicts, against one process."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model, oracle = Mlp(), Mlp()
@@ -76,10 +77,6 @@ def torch_extensions(rank: int, size: int) -> None:
     assert_same_parameters(again, model, exact=True)
 
 
-def test_extensions_of_torch_keep_the_order_of_rows(world4: World) -> None:
-    world4.run(torch_extensions)
-
-
 class Answering(Plugin):
     """Flattens ``DTensor`` s, and answers with placements as told."""
 
@@ -112,7 +109,8 @@ class Answering(Plugin):
         )
 
 
-def answers(rank: int, size: int) -> None:
+@ranks(4)
+def test_placements_that_describe_other_rows_are_refused(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     whole = torch.arange(48.0).view(8, 6)
 
@@ -139,11 +137,8 @@ def answers(rank: int, size: int) -> None:
         sharded(Replicate(), Shard(0), Replicate(), copies=True)
 
 
-def test_placements_that_describe_other_rows_are_refused(world4: World) -> None:
-    world4.run(answers)
-
-
-def by_hand(rank: int, size: int) -> None:
+@ranks(4)
+def test_what_is_accepted_is_right(rank: int, size: int) -> None:
     """Cut twice by hand, over even and uneven sizes: placements that are accepted are right."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     roles = resolve_mesh(mesh["dp"])
@@ -166,7 +161,3 @@ def by_hand(rank: int, size: int) -> None:
             )
             assert torch.equal(made.full_tensor(), whole), rows
     assert accepted >= 3, "every multiple of four at least"
-
-
-def test_what_is_accepted_is_right(world4: World) -> None:
-    world4.run(by_hand)

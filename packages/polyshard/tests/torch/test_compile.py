@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from toy_models import Model, build, loss_of, shard, tokens_for
 
 from polyshard import MixedPrecisionPolicy, fully_shard
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 
 STEPS = 4
 SMALL = {"width": 32, "hidden": 50, "layers": 2}
@@ -109,7 +109,8 @@ class Checkpointing(Model):
         return out
 
 
-def recomputed(rank: int, size: int) -> None:
+@ranks(2, timeout=180.0)
+def test_everything_together(rank: int, size: int) -> None:
     """The torchtitan recipe: checkpointing, compiled blocks, sharding, clipping, accumulation."""
     import torch._dynamo as dynamo
 
@@ -136,7 +137,3 @@ def recomputed(rank: int, size: int) -> None:
         found.append(losses)
     dynamo.reset()
     assert found[0] == found[1]
-
-
-def test_everything_together(world2: World) -> None:
-    world2.run(recomputed, timeout=180.0)

@@ -30,12 +30,13 @@ from toy_models import (
 
 from polyshard import fully_shard
 from polyshard.errors import LifecycleError
-from polyshard.testing import World
+from polyshard.testing import ranks
 
 SMALL = {"width": 24, "hidden": 30, "layers": 2}
 
 
-def redistributed(rank: int, size: int) -> None:
+@ranks(2)
+def test_parameters_are_dtensors_like_any(rank: int, size: int) -> None:
     model: Any = shard(build(**SMALL), fully_shard)
     reference = build(**SMALL)
     weight: Any = model.blocks[0].up.weight
@@ -50,10 +51,6 @@ def redistributed(rank: int, size: int) -> None:
     assert torch.equal((weight.detach() + other).full_tensor(), 2 * expected)
 
 
-def test_parameters_are_dtensors_like_any(world2: World) -> None:
-    world2.run(redistributed)
-
-
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
@@ -63,7 +60,9 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def optimized(rank: int, size: int, name: str) -> None:
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@ranks(2)
+def test_optimizers_of_torch(rank: int, size: int, name: str) -> None:
     model, reference = shard(build(**SMALL), fully_shard), build(**SMALL)
     optimizers = [OPTIMIZERS[name](m.parameters()) for m in (model, reference)]
     schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in optimizers]
@@ -76,11 +75,6 @@ def optimized(rank: int, size: int, name: str) -> None:
             scheduler.step()
             optimizer.zero_grad()
     assert_same_parameters(model, reference, exact=False)
-
-
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
-def test_optimizers_of_torch(world2: World, name: str) -> None:
-    world2.run(optimized, name)
 
 
 def trained(seed: int, rank: int) -> tuple[Model, torch.optim.Optimizer]:
@@ -103,7 +97,17 @@ def values_of(state: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def helpers(rank: int, size: int, options: dict[str, Any]) -> None:
+OPTIONS = {
+    "sharded": {},
+    "full": {"full_state_dict": True},
+    "from rank 0": {"full_state_dict": True, "cpu_offload": True, "broadcast_from_rank0": True},
+    "sharded on the host": {"cpu_offload": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+@ranks(2)
+def test_state_dict_helpers(rank: int, size: int, options: dict[str, Any]) -> None:
     """A state taken from one model makes another train on alike."""
     chosen = StateDictOptions(**options)
     model, optimizer = trained(1, rank)
@@ -127,20 +131,8 @@ def helpers(rank: int, size: int, options: dict[str, Any]) -> None:
     assert all(torch.equal(expected[key], found[key]) for key in expected)
 
 
-OPTIONS = {
-    "sharded": {},
-    "full": {"full_state_dict": True},
-    "from rank 0": {"full_state_dict": True, "cpu_offload": True, "broadcast_from_rank0": True},
-    "sharded on the host": {"cpu_offload": True},
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-def test_state_dict_helpers(world2: World, options: dict[str, bool]) -> None:
-    world2.run(helpers, options)
-
-
-def partial_helpers(rank: int, size: int) -> None:
+@ranks(2)
+def test_state_dict_helpers_on_parts(rank: int, size: int) -> None:
     """Of a submodule, and not strictly."""
     model, optimizer = trained(1, rank)
     part = get_model_state_dict(model, submodules={model.blocks[0]})
@@ -156,11 +148,8 @@ def partial_helpers(rank: int, size: int) -> None:
     set_optimizer_state_dict(model, optimizer, state)
 
 
-def test_state_dict_helpers_on_parts(world2: World) -> None:
-    world2.run(partial_helpers)
-
-
-def swapped(rank: int, size: int) -> None:
+@ranks(2)
+def test_swap_tensors(rank: int, size: int) -> None:
     """Conversion by ``swap_tensors``, which exchanges what is inside parameters."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -179,10 +168,6 @@ def swapped(rank: int, size: int) -> None:
         assert ours.grad is not None
         assert ours.grad.dtype == torch.float64
         torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=1e-5, atol=1e-7)
-
-
-def test_swap_tensors(world2: World) -> None:
-    world2.run(swapped)
 
 
 class Dora(nn.Module):
@@ -215,7 +200,8 @@ class Dora(nn.Module):
         return out
 
 
-def changed_between(rank: int, size: int) -> None:
+@ranks(3)
+def test_parameters_changed_before_the_first_forward(rank: int, size: int) -> None:
     reference, model = Dora(), Dora()
     fully_shard(model)
     for each in (reference, model):
@@ -228,16 +214,13 @@ def changed_between(rank: int, size: int) -> None:
             torch.testing.assert_close(full(ours.grad), theirs.grad, msg=name)  # type: ignore[arg-type]
 
 
-def test_parameters_changed_before_the_first_forward(world3: World) -> None:
-    world3.run(changed_between)
-
-
 class Doubled(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return 2 * weight
 
 
-def parametrized(rank: int, size: int) -> None:
+@ranks(2)
+def test_parametrizations(rank: int, size: int) -> None:
     torch.manual_seed(0)
     reference = nn.Linear(4, 4)
     torch.manual_seed(0)
@@ -254,11 +237,8 @@ def parametrized(rank: int, size: int) -> None:
     )
 
 
-def test_parametrizations(world2: World) -> None:
-    world2.run(parametrized)
-
-
-def still_on_meta(rank: int, size: int) -> None:
+@ranks(2)
+def test_meta_parameters_are_named_and_can_be_filled(rank: int, size: int) -> None:
     with torch.device("meta"):
         model = Model(**SMALL)
     shard(model, fully_shard)
@@ -269,7 +249,3 @@ def still_on_meta(rank: int, size: int) -> None:
     model.load_state_dict(reference.state_dict())
     batches = [tokens_for(s, rank) for s in range(2)]
     assert train(model, batches).losses == train(reference, batches).losses
-
-
-def test_meta_parameters_are_named_and_can_be_filled(world2: World) -> None:
-    world2.run(still_on_meta)

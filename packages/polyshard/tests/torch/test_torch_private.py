@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from polyshard._torch import private
 from polyshard.errors import MeshError
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 
 
-def dtensors(rank: int, size: int) -> None:
+@ranks(2)
+def test_dtensors(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,))
     spec = private.dtensor_spec(mesh, (Shard(0),), torch.Size((4, 3)), torch.float32)
     local = torch.full((2, 3), float(rank))
@@ -33,21 +34,14 @@ def dtensors(rank: int, size: int) -> None:
     assert value.to_local()[0, 0] == rank + 1
 
 
-def test_dtensors(world2: World) -> None:
-    world2.run(dtensors)
-
-
-def stores(rank: int, size: int) -> None:
+@ranks(2)
+def test_the_default_store(rank: int, size: int) -> None:
     store = private.default_store()
     assert store is not None
     assert private.store_timeout_seconds(store) > 0
     store.set(f"private/{rank}", "here")
     dist.barrier()
     assert store.get(f"private/{1 - rank}") == b"here"
-
-
-def test_the_default_store(world2: World) -> None:
-    world2.run(stores)
 
 
 def test_backward_callbacks_run_once_at_the_end() -> None:
@@ -144,7 +138,8 @@ def test_meshes_are_joined_and_groups_shared() -> None:
         world.close()
 
 
-def slices_and_strides(rank: int, size: int) -> None:
+@ranks(4)
+def test_meshes_know_their_root_and_placements_their_strides(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     assert private.root_mesh(mesh["tp"]) == mesh
     strided = private.strided_shard(0, 2)
@@ -155,10 +150,6 @@ def slices_and_strides(rank: int, size: int) -> None:
     assert torch.equal(
         DTensor.from_local(own, mesh, [strided, Shard(0)], run_check=False).full_tensor(), rows
     )
-
-
-def test_meshes_know_their_root_and_placements_their_strides(world4: World) -> None:
-    world4.run(slices_and_strides)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

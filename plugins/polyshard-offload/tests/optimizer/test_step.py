@@ -26,7 +26,7 @@ from offload_toys import (
 from torch import nn
 
 from polyshard.errors import PeerError
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 from polyshard_offload import CorruptedError, DiskSettings, Offload, OffloadError, StorageError
 from polyshard_offload.tiers.block_io import Calls
 
@@ -252,7 +252,10 @@ def slow_calls(seed: int) -> Calls:
     return Calls(preadv=read, pwritev=write)
 
 
-def delayed(rank: int, size: int, path: str, params: str) -> None:
+@pytest.mark.parametrize("params", ["device", "disk"])
+@ranks(2)
+def test_delays_change_no_bit(rank: int, size: int, params: str, tmp_path: Path) -> None:
+    path = str(tmp_path)
     recipe = Recipe(steps=4, clip=0.1)
     plain = sharded_toy(None, recipe)
     expected_optimizer = recipe.make_optimizer(plain)
@@ -264,11 +267,6 @@ def delayed(rank: int, size: int, path: str, params: str) -> None:
         optimizer = wrapped(recipe.make_optimizer(model), offload)
         assert train(model, optimizer, rank, recipe) == expected
         assert_same_state(optimizer, expected_optimizer)
-
-
-@pytest.mark.parametrize("params", ["device", "disk"])
-def test_delays_change_no_bit(world2: World, params: str, tmp_path: Path) -> None:
-    world2.run(delayed, str(tmp_path), params)
 
 
 def fails_on_one(rank: int, size: int, path: str) -> str:

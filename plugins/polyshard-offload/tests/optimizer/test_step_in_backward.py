@@ -24,7 +24,7 @@ from torch import nn
 
 from polyshard import clip_grad_norm_, fully_shard
 from polyshard.errors import SettingError
-from polyshard.testing import World
+from polyshard.testing import World, ranks
 from polyshard_offload import DiskSettings, Offload, OffloadError
 
 TIERS = [
@@ -67,7 +67,8 @@ def test_however_it_is_cut(world2: World, chosen: dict[str, Any], tmp_path: Path
         world2.run(same_as_without, make(tiers, str(tmp_path), **chosen), Recipe(steps=5))
 
 
-def frees(rank: int, size: int, path: str) -> None:
+@ranks(2)
+def test_gradients_are_freed_group_by_group(rank: int, size: int, tmp_path: Path) -> None:
     """When backward returns, everything is stepped and no gradient has memory any more."""
     offload = Offload(params="host", step_in_backward=True)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
@@ -91,10 +92,6 @@ def frees(rank: int, size: int, path: str) -> None:
     assert all("SpentGradient" in repr(p.grad) for p in model.parameters())
 
 
-def test_gradients_are_freed_group_by_group(world2: World, tmp_path: Path) -> None:
-    world2.run(frees, str(tmp_path))
-
-
 # What cannot work is an error, on every rank ---------------------------------------------------
 
 
@@ -107,7 +104,9 @@ def trained(rank: int, path: str, tiers: tuple[str, str] = TIERS[1]) -> tuple[An
     return model, optimizer
 
 
-def misused(rank: int, size: int, path: str) -> None:
+@ranks(2)
+def test_looking_at_gradients_is_refused(rank: int, size: int, tmp_path: Path) -> None:
+    path = str(tmp_path)
     model, optimizer = trained(rank, path)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
@@ -131,12 +130,10 @@ def misused(rank: int, size: int, path: str) -> None:
     optimizer.zero_grad()
 
 
-def test_looking_at_gradients_is_refused(world2: World, tmp_path: Path) -> None:
-    world2.run(misused, str(tmp_path))
-
-
-def accumulates_wrongly(rank: int, size: int, path: str) -> None:
+@ranks(2)
+def test_sums_over_reductions_are_refused(rank: int, size: int, tmp_path: Path) -> None:
     """A second synchronised micro-batch, with and without the gradients of the first."""
+    path = str(tmp_path)
     for forget in (False, True):
         model, optimizer = trained(rank, path)
         if forget:
@@ -146,19 +143,13 @@ def accumulates_wrongly(rank: int, size: int, path: str) -> None:
         model.reset_iter_state()
 
 
-def test_sums_over_reductions_are_refused(world2: World, tmp_path: Path) -> None:
-    world2.run(accumulates_wrongly, str(tmp_path))
-
-
-def changes_too_late(rank: int, size: int, path: str) -> None:
+@ranks(2)
+def test_settings_changed_before_the_step_are_refused(rank: int, size: int, tmp_path: Path) -> None:
+    path = str(tmp_path)
     _, optimizer = trained(rank, path)
     optimizer.param_groups[0]["lr"] = 0.5
     with pytest.raises(OffloadError, match=r"'lr' of parameter group 0 was changed from 0\.01"):
         optimizer.step()
-
-
-def test_settings_changed_before_the_step_are_refused(world2: World, tmp_path: Path) -> None:
-    world2.run(changes_too_late, str(tmp_path))
 
 
 class Broken(nn.Module):
@@ -188,8 +179,13 @@ def step(seed: int, model: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-def breaks(rank: int, size: int, path: str, tiers: tuple[str, str]) -> None:
+@pytest.mark.parametrize("tiers", [TIERS[1], TIERS[4]], ids="-".join)
+@ranks(2)
+def test_a_backward_that_raises_needs_a_checkpoint(
+    rank: int, size: int, tiers: tuple[str, str], tmp_path: Path
+) -> None:
     """Half of the parameters are stepped when backward raises: only what was saved helps."""
+    path = str(tmp_path)
     models = []
     for offload in (None, make(tiers, path)):
         torch.manual_seed(0)
@@ -228,18 +224,9 @@ def breaks(rank: int, size: int, path: str, tiers: tuple[str, str]) -> None:
     assert_same_state(models[0][1], models[1][1])
 
 
-@pytest.mark.parametrize("tiers", [TIERS[1], TIERS[4]], ids="-".join)
-def test_a_backward_that_raises_needs_a_checkpoint(
-    world2: World, tiers: tuple[str, str], tmp_path: Path
-) -> None:
-    world2.run(breaks, str(tmp_path), tiers)
-
-
-def test_a_forward_that_raises_needs_nothing(world2: World, tmp_path: Path) -> None:
-    world2.run(forward_breaks, str(tmp_path))
-
-
-def forward_breaks(rank: int, size: int, path: str) -> None:
+@ranks(2)
+def test_a_forward_that_raises_needs_nothing(rank: int, size: int, tmp_path: Path) -> None:
+    path = str(tmp_path)
     plain, _, expected = without(rank, size, Recipe(steps=4))
     offload = make(TIERS[4], path)
     recipe = Recipe(steps=4)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from polyshard import clip_grad_norm_, fully_shard
-from polyshard.testing import World
+from polyshard.testing import ranks
 from polyshard_offload import DiskSettings, Offload, OffloadError
 
 FAR = [("host", "host"), ("host", "disk"), ("disk", "host"), ("disk", "disk")]
@@ -24,8 +24,13 @@ def make(tiers: tuple[str, str], path: str, **chosen: Any) -> Offload:
     return Offload(params=params, grads=grads, optimizer="disk", disk=disk, **chosen)  # type: ignore[arg-type]
 
 
-def moves(rank: int, size: int, path: str, tiers: tuple[str, str]) -> None:
+@pytest.mark.parametrize("tiers", FAR, ids="-".join)
+@ranks(2)
+def test_gradients_move_once_a_step(
+    rank: int, size: int, tiers: tuple[str, str], tmp_path: Path
+) -> None:
     """Shards of gradients that leave the device, by how three micro-batches are added up."""
+    path = str(tmp_path)
     offload = make(tiers, path)
     model: Any = sharded_toy(offload)
     groups = len(offload.tiers.shelves)
@@ -51,11 +56,6 @@ def moves(rank: int, size: int, path: str, tiers: tuple[str, str]) -> None:
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("tiers", FAR, ids="-".join)
-def test_gradients_move_once_a_step(world2: World, tiers: tuple[str, str], tmp_path: Path) -> None:
-    world2.run(moves, str(tmp_path), tiers)
-
-
 # Norms -----------------------------------------------------------------------------------------
 
 
@@ -75,7 +75,12 @@ def allow_reading(model: nn.Module, kept: list[torch.Tensor]) -> None:
         p.grad.to_local().data.copy_(values)  # type: ignore[union-attr]
 
 
-def knows(rank: int, size: int, path: str, tiers: tuple[str, str]) -> None:
+@pytest.mark.parametrize("tiers", [FAR[0], FAR[3]], ids="-".join)
+@ranks(2)
+def test_norms_are_known_before_the_move(
+    rank: int, size: int, tiers: tuple[str, str], tmp_path: Path
+) -> None:
+    path = str(tmp_path)
     offload = make(tiers, path)
     model: Any = sharded_toy(offload)
     loss_of(model, tokens_for(0, rank)).backward()
@@ -113,15 +118,10 @@ def knows(rank: int, size: int, path: str, tiers: tuple[str, str]) -> None:
         )
 
 
-@pytest.mark.parametrize("tiers", [FAR[0], FAR[3]], ids="-".join)
-def test_norms_are_known_before_the_move(
-    world2: World, tiers: tuple[str, str], tmp_path: Path
-) -> None:
-    world2.run(knows, str(tmp_path), tiers)
-
-
-def mixed(rank: int, size: int, path: str) -> None:
+@ranks(4)
+def test_norms_over_mixed_meshes(rank: int, size: int, tmp_path: Path) -> None:
     """Units on two meshes, one of them with replicas, against one process."""
+    path = str(tmp_path)
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     for tiers in (("host", "host"), ("disk", "disk")):
         offload = make(tiers, path)
@@ -142,12 +142,10 @@ def mixed(rank: int, size: int, path: str) -> None:
             model.zero_grad()
 
 
-def test_norms_over_mixed_meshes(world4: World, tmp_path: Path) -> None:
-    world4.run(mixed, str(tmp_path))
-
-
-def clips(rank: int, size: int, path: str) -> None:
+@ranks(2)
+def test_clipping_by_known_norms_is_clipping(rank: int, size: int, tmp_path: Path) -> None:
     """Clipping by the known norm trains as polyshard's own clipping does."""
+    path = str(tmp_path)
     for tiers in (FAR[0], FAR[3]):
         models = []
         for known in (False, True):
@@ -167,12 +165,9 @@ def clips(rank: int, size: int, path: str) -> None:
             assert torch.equal(a.to_local(), b.to_local())  # type: ignore[attr-defined]
 
 
-def test_clipping_by_known_norms_is_clipping(world2: World, tmp_path: Path) -> None:
-    world2.run(clips, str(tmp_path))
-
-
-def knows_what_was_spent(rank: int, size: int, path: str) -> None:
-    disk = DiskSettings(path=Path(path))
+@ranks(2)
+def test_norms_of_spent_gradients_are_known(rank: int, size: int, tmp_path: Path) -> None:
+    disk = DiskSettings(path=tmp_path)
     plain: Any = sharded_toy(None)
     for params in ("device", "host", "disk"):
         offload = Offload(params=params, optimizer="disk", disk=disk, step_in_backward=True)
@@ -191,15 +186,12 @@ def knows_what_was_spent(rank: int, size: int, path: str) -> None:
         optimizer.step()
 
 
-def test_norms_of_spent_gradients_are_known(world2: World, tmp_path: Path) -> None:
-    world2.run(knows_what_was_spent, str(tmp_path))
-
-
-def announces(rank: int, size: int, path: str) -> None:
+@ranks(2)
+def test_announced_sums_may_be_stepped_in_backward(rank: int, size: int, tmp_path: Path) -> None:
     """Stepping in backward waits for the last micro-batch that is announced."""
     results = []
     for in_backward in (False, True):
-        disk = DiskSettings(path=Path(path))
+        disk = DiskSettings(path=tmp_path)
         offload = Offload(params="host", optimizer="disk", disk=disk, step_in_backward=in_backward)
         model: Any = sharded_toy(offload)
         optimizer = offload.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -211,7 +203,3 @@ def announces(rank: int, size: int, path: str) -> None:
             optimizer.zero_grad()
         results.append([p.detach().to_local().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_announced_sums_may_be_stepped_in_backward(world2: World, tmp_path: Path) -> None:
-    world2.run(announces, str(tmp_path))

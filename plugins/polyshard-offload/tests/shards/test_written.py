@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from polyshard import describe, fully_shard
-from polyshard.testing import World
+from polyshard.testing import ranks
 from polyshard_offload import CorruptedError, DiskSettings, Offload
 from polyshard_offload.shards import written
 from polyshard_offload.shards.written import PrivateWindow, writes_show
@@ -112,7 +112,13 @@ def told(when: str) -> Callable[[str], str]:
     return lambda text: f"{when}: {text}"
 
 
-def seen_by_the_next_forward(rank: int, size: int, path: str, tier: str, checksums: bool) -> None:
+@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@ranks(2)
+def test_what_was_written_is_computed_with(
+    rank: int, size: int, tmp_path: Path, tier: str, checksums: bool
+) -> None:
+    path = str(tmp_path)
     for reshard in (True, False):
         model, _ = sharded(path, tier, checksums=checksums, reshard_after_forward=reshard)
         parameters, plain = list(model.parameters()), make()
@@ -126,16 +132,10 @@ def seen_by_the_next_forward(rank: int, size: int, path: str, tier: str, checksu
                 torch.testing.assert_close(ours, wanted, msg=told(f"after {name}"))
 
 
-@pytest.mark.parametrize("checksums", [False, True])
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_what_was_written_is_computed_with(
-    world2: World, tmp_path: Path, tier: str, checksums: bool
-) -> None:
-    world2.run(seen_by_the_next_forward, str(tmp_path), tier, checksums)
-
-
-def corruption_is_still_found(rank: int, size: int, path: str) -> None:
+@ranks(1)
+def test_corruption_is_told_from_writes(rank: int, size: int, tmp_path: Path) -> None:
     """Beside what people write: in a parameter nobody wrote to, and later in those they did."""
+    path = str(tmp_path)
     model, offload = sharded(path, "disk", checksums=True)
     forward(model, trains=True)
     for write in (average, permute_rows):
@@ -149,12 +149,10 @@ def corruption_is_still_found(rank: int, size: int, path: str) -> None:
         forward(model, trains=False)
 
 
-def test_corruption_is_told_from_writes(world1: World, tmp_path: Path) -> None:
-    world1.run(corruption_is_still_found, str(tmp_path))
-
-
-def corrupted_after_a_write(rank: int, size: int, path: str) -> None:
+@ranks(1)
+def test_reading_vouches_for_nothing(rank: int, size: int, tmp_path: Path) -> None:
     """What was written is checked from the first read on, looking at it changes nothing."""
+    path = str(tmp_path)
     model, offload = sharded(path, "disk", checksums=True)
     average(model, list(model.parameters()), size)
     forward(model, trains=False)
@@ -166,12 +164,10 @@ def corrupted_after_a_write(rank: int, size: int, path: str) -> None:
         forward(model, trains=False)
 
 
-def test_reading_vouches_for_nothing(world1: World, tmp_path: Path) -> None:
-    world1.run(corrupted_after_a_write, str(tmp_path))
-
-
-def unknown_to_the_kernel(rank: int, size: int, path: str) -> None:
+@ranks(2)
+def test_kernels_that_do_not_tell(rank: int, size: int, tmp_path: Path) -> None:
     """Then no write is taken for corruption, and describe() says what is not checked."""
+    path = str(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("polyshard_offload.tiers.swap_file.writes_show", lambda: False)
         patch.setattr("polyshard_offload.report.writes_show", lambda: False)
@@ -184,10 +180,6 @@ def unknown_to_the_kernel(rank: int, size: int, path: str) -> None:
                 ours, wanted = (forward(m, trains=trains) for m in (model, plain))
                 torch.testing.assert_close(ours, wanted, msg=told(f"after {name}"))
         assert "checksums of parameters are not kept" in str(describe(model))
-
-
-def test_kernels_that_do_not_tell(world2: World, tmp_path: Path) -> None:
-    world2.run(unknown_to_the_kernel, str(tmp_path))
 
 
 @pytest.mark.skipif(not writes_show(), reason="this kernel does not say what was written to")

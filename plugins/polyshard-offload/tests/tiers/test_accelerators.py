@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from polyshard import fully_shard
-from polyshard.testing import World
+from polyshard.testing import ranks
 from polyshard_offload import DiskSettings, Offload, StorageError
 from polyshard_offload.tiers.swap_file import SwapFile
 
@@ -108,7 +108,11 @@ def test_kvikio_that_is_not_installed_says_so(
 # With an accelerator ---------------------------------------------------------------------------
 
 
-def on_gpu(rank: int, size: int, path: str, in_backward: bool) -> None:
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("in_backward", [False, True])
+@ranks(1)
+def test_every_tier_on_a_gpu(rank: int, size: int, in_backward: bool, tmp_path: Path) -> None:
     """One rank, on a stream that is not the default one: orders must be made, not inherited."""
     torch.cuda.set_device(0)
     mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (1,))
@@ -118,7 +122,7 @@ def on_gpu(rank: int, size: int, path: str, in_backward: bool) -> None:
             ("device", "device"), ("device", "host"), ("device", "disk"), ("host", "host"),
             ("host", "disk"), ("disk", "disk"),
         ):  # fmt: skip
-            disk = DiskSettings(path=Path(path))
+            disk = DiskSettings(path=tmp_path)
             away = optimizer != "device"
             offload = Offload(
                 params=params,  # type: ignore[arg-type]
@@ -150,13 +154,6 @@ def on_gpu(rank: int, size: int, path: str, in_backward: bool) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_every_tier_on_a_gpu(world1: World, in_backward: bool, tmp_path: Path) -> None:
-    world1.run(on_gpu, str(tmp_path), in_backward)
-
-
-@pytest.mark.gpu
-@needs_gpu
 def test_host_memory_is_pinned() -> None:
     arena = Offload().tiers.arena("parameters", torch.float32)
     assert arena.pinned
@@ -164,7 +161,10 @@ def test_host_memory_is_pinned() -> None:
     assert not Offload(pin=False).tiers.arena("parameters", torch.float32).take(5000).is_pinned()
 
 
-def overlaps(rank: int, size: int) -> None:
+@pytest.mark.gpu
+@needs_gpu
+@ranks(1)
+def test_copies_wait_for_the_memory_they_fill(rank: int, size: int) -> None:
     """A prefetched copy runs beside the compute stream, into memory whose last use has ended."""
     from polyshard_offload.shards.staging import StagingCount
     from polyshard_offload.shards.storage import HostShelf
@@ -193,9 +193,3 @@ def overlaps(rank: int, size: int) -> None:
         assert bool((kept == 6).all())
         assert bool((near == 1).all())
         shelf.release()
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_copies_wait_for_the_memory_they_fill(world1: World) -> None:
-    world1.run(overlaps)
