@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from quantized_models import build, loss_of, shard, tokens_for, train
+from quantized_models import build, shard, tokens_for, train
+from toy_models import loss_of
 
 from polyshard import describe
 from polyshard.errors import SettingError

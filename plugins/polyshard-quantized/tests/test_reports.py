@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from quantized_models import build, loss_of, shard, tokens_for, train
+from quantized_models import build, shard, tokens_for, train
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from toy_models import loss_of
 from wire import counted
 
 from polyshard import describe, stats

@@ -12,7 +12,6 @@ from offload_toys import (
     Recipe,
     assert_same_state,
     assert_same_values,
-    loss_of,
     same_as_without,
     sharded_toy,
     tokens_for,
@@ -21,6 +20,7 @@ from offload_toys import (
     wrapped,
 )
 from torch import nn
+from toy_models import loss_of
 
 from polyshard import clip_grad_norm_, fully_shard
 from polyshard.errors import SettingError
