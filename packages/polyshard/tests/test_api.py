@@ -15,11 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from toy_planning import Constrained
 from toy_refusals import refused
 
-from polyshard import (
-    DataParallelMeshDims,
-    ShardPlacement,
-    fully_shard,
-)
+from polyshard import DataParallelMeshDims, ShardPlacement, fully_shard
 from polyshard.errors import (
     AlreadyShardedError,
     MeshError,

@@ -14,10 +14,7 @@ from toy_models import assert_same_parameters, build, full, loss_of, shard, toke
 
 import polyshard
 from polyshard import fully_shard
-from polyshard.errors import (
-    IneffectiveSettingWarning,
-    LifecycleError,
-)
+from polyshard.errors import IneffectiveSettingWarning, LifecycleError
 from polyshard.testing import ranks
 
 

@@ -14,11 +14,7 @@ from toy_models import loss_of
 from polyshard import describe
 from polyshard.errors import SettingError
 from polyshard.testing import World, ranks
-from polyshard_quantized import (
-    ErrorFeedback,
-    Int4Block,
-    QuantizedComm,
-)
+from polyshard_quantized import ErrorFeedback, Int4Block, QuantizedComm
 
 
 def _compensated() -> tuple[QuantizedComm, Any]:

@@ -15,12 +15,7 @@ from wire import counted
 
 from polyshard import describe, stats
 from polyshard.testing import ranks
-from polyshard_quantized import (
-    Exclusions,
-    Int8Block,
-    QuantizedComm,
-    round_trip,
-)
+from polyshard_quantized import Exclusions, Int8Block, QuantizedComm, round_trip
 
 
 @ranks(2, 3)

@@ -19,17 +19,9 @@ from toy_codecs import BytesGather, Codecs, GatherFactory
 from toy_models import Model, build, loss_of, shard, tokens_for
 from toy_refusals import refused
 
-from polyshard import (
-    MixedPrecisionPolicy,
-    fully_shard,
-    hookimpl,
-)
+from polyshard import MixedPrecisionPolicy, fully_shard, hookimpl
 from polyshard.agreement.failures import FailureReport
-from polyshard.errors import (
-    PeerError,
-    PlanMismatchError,
-    SettingError,
-)
+from polyshard.errors import PeerError, PlanMismatchError, SettingError
 from polyshard.sharding.layout import GroupLayout
 from polyshard.testing import World, ranks
 

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from polyshard.errors import (
-    PolyshardError,
-)
+from polyshard.errors import PolyshardError
 
 
 def refused(

@@ -12,9 +12,7 @@ from torch import nn
 
 import polyshard
 from polyshard import FSDPModule, fully_shard
-from polyshard.errors import (
-    UnsupportedError,
-)
+from polyshard.errors import UnsupportedError
 from polyshard.testing import ranks
 
 OURS_MORE = {"fully_shard": {"plugins"}}
