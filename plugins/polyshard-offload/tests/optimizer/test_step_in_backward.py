@@ -68,7 +68,7 @@ def test_however_it_is_cut(world2: World, chosen: dict[str, Any], tmp_path: Path
 
 
 @ranks(2)
-def test_gradients_are_freed_group_by_group(rank: int, size: int, tmp_path: Path) -> None:
+def test_gradients_are_freed_group_by_group(rank: int, size: int) -> None:
     """When backward returns, everything is stepped and no gradient has memory any more."""
     offload = Offload(params="host", step_in_backward=True)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
