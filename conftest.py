@@ -1,8 +1,14 @@
-"""What every distribution's tests share: tests that need an accelerator skip with the reason."""
+"""What every distribution's tests share: the path to helpers, and why tests are skipped."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
+
+# Each distribution's helpers, under names of their own; ranks take this path along.
+sys.path[:0] = map(str, sorted(Path(__file__).parent.glob("p*/*/tests/helpers")))
 
 pytest_plugins = ["polyshard.testing.fixtures", "pytester"]
 

@@ -16,12 +16,7 @@ import pytest
 import torch.distributed as dist
 
 import polyshard
-from polyshard_demo.checkpoint import (
-    Checkpoints,
-    complete_checkpoints,
-    find_checkpoint,
-    read_state,
-)
+from polyshard_demo.checkpoint import Checkpoints, complete_checkpoints, find_checkpoint, read_state
 from polyshard_demo.errors import DemoError, RankError
 from polyshard_demo.launch import launch, run_local_ranks, threads_per_rank
 from polyshard_demo.settings import EngineName, Settings

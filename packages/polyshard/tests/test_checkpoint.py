@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,25 +16,14 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from toy_models import assert_same_parameters, build, shard
+from toy_pickles import Call, make
 
 from polyshard import fully_shard
 from polyshard.checkpoint import CheckpointPlanner, CheckpointReader
 from polyshard.errors import CheckpointError
-from polyshard.testing import World, ranks
-from polyshard_demo.checkpoint import Checkpoints
-from polyshard_demo.errors import DemoError
+from polyshard.testing import ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-
-
-class Call:
-    """Pickled, it calls a function when it is loaded."""
-
-    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
-        self.what = (function, arguments)
-
-    def __reduce__(self) -> Any:
-        return self.what
 
 
 def saved(folder: Path, **more: Any) -> Path:
@@ -55,10 +43,6 @@ def test_honest_checkpoints_load(tmp_path: Path) -> None:
     found = load(saved(tmp_path), {"weight": torch.zeros(6), "lr": 0.0, "betas": ()})
     assert found["weight"].tolist() == list(range(6))
     assert (found["lr"], found["betas"]) == (0.5, (0.9, 0.95))
-
-
-def make(path: Path) -> None:
-    path.touch()
 
 
 def payloads(victim: Path) -> dict[str, Any]:
@@ -147,18 +131,3 @@ def test_sharded_checkpoints(rank: int, size: int, tmp_path: Path) -> None:
     dcp.load(state, storage_reader=CheckpointReader(folder), planner=CheckpointPlanner())
     other.load_state_dict(state["model"])
     assert_same_parameters(other, model, exact=True)
-
-
-def refuses(rank: int, size: int, folder: str, victim: str) -> None:
-    model = shard(build(1), fully_shard)
-    optimizer = torch.optim.AdamW(model.parameters())
-    checkpoints = Checkpoints(Path(folder), None)  # type: ignore[arg-type]
-    with pytest.raises(DemoError, match=r"cannot load .*it names .*make"):
-        checkpoints.load(Path(folder), model, optimizer)
-    assert not Path(victim).exists()
-
-
-def test_every_rank_of_the_demo_refuses(world2: World, tmp_path: Path) -> None:
-    victim = tmp_path / "pwned"
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Call(make, victim)))
-    world2.run(refuses, str(tmp_path), str(victim))

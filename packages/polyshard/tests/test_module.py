@@ -1,110 +1,21 @@
-"""The public surface against the installed torch's: whoever changes the import keeps everything."""
+"""Methods of a sharded module that say how it communicates; torch's engine takes the same ones."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from toy_comms import CountingGather, CountingReduce
 from toy_models import assert_same_parameters, build, full, loss_of, shard, tokens_for, train
 
 import polyshard
-from polyshard import FSDPModule, fully_shard
-from polyshard.errors import (
-    IneffectiveSettingWarning,
-    LifecycleError,
-    UnsupportedError,
-)
+from polyshard import fully_shard
+from polyshard.errors import IneffectiveSettingWarning, LifecycleError
 from polyshard.testing import ranks
-
-OURS_MORE = {"fully_shard": {"plugins"}}
-"""Parameters that polyshard adds to a function of torch's."""
-
-NEWER = {"dp_mesh_dims"}
-"""Parameters that torch 2.11 does not have yet."""
-
-ABSENT: dict[str, str] = {
-    "_get_fsdp_state": "torch's private state of its own engine; there is none (UnsupportedError)",
-}
-"""Members of torch's FSDPModule that polyshard refuses, and why."""
-
-FUNCTIONS = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
-CLASSES = [
-    "CPUOffloadPolicy",
-    *(["DataParallelMeshDims"] if hasattr(torch_fsdp, "DataParallelMeshDims") else []),
-    "FSDPModule",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "UnshardHandle",
-]
-FSDP1 = {
-    "BackwardPrefetch CPUOffload FullOptimStateDictConfig FullStateDictConfig "
-    "FullyShardedDataParallel LocalOptimStateDictConfig LocalStateDictConfig MixedPrecision "
-    "OptimStateDictConfig OptimStateKeyType ShardedOptimStateDictConfig ShardedStateDictConfig "
-    "ShardingStrategy StateDictConfig StateDictSettings StateDictType"
-}
-
-
-def shape_of(function: Callable[..., Any], known: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
-    """Names, kinds and defaults of the parameters that ``known`` has; types may be wider."""
-    names = inspect.signature(known).parameters
-    more = {*OURS_MORE.get(known.__name__, ()), *NEWER}
-    return [
-        (p.name, p.kind, p.default)
-        for p in inspect.signature(function).parameters.values()
-        if p.name in names or p.name not in more
-    ]
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_take_what_torch_takes(name: str) -> None:
-    ours, theirs = getattr(polyshard, name), getattr(torch_fsdp, name)
-    assert shape_of(ours, theirs) == shape_of(theirs, theirs)
-
-
-METHODS = [
-    name
-    for name, member in vars(torch_fsdp.FSDPModule).items()
-    if inspect.isfunction(member) and name not in {"__new__", *ABSENT}
-]
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_methods_take_what_torch_takes(name: str) -> None:
-    assert name in vars(FSDPModule), f"{name} would run torch's code on a module it does not manage"
-    ours, theirs = getattr(FSDPModule, name), getattr(torch_fsdp.FSDPModule, name)
-    assert shape_of(ours, theirs) == shape_of(theirs, theirs)
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_classes_are_torchs_own_or_derived(name: str) -> None:
-    assert issubclass(getattr(polyshard, name), getattr(torch_fsdp, name))
-
-
-def test_every_public_name_of_fsdp2_is_here() -> None:
-    fsdp1 = set(" ".join(FSDP1).split())
-    assert set(torch_fsdp.__all__) - fsdp1 == {*FUNCTIONS, *CLASSES} <= set(polyshard.__all__)
-
-
-@ranks(1)
-def test_sharded_modules_are_recognised(rank: int, size: int) -> None:
-    model: Any = fully_shard(nn.Sequential(nn.Linear(4, 4)))
-    assert isinstance(model, torch_fsdp.FSDPModule)
-    assert isinstance(model, FSDPModule)
-    assert isinstance(model, nn.Sequential)
-    assert type(model).__name__ == "FSDPSequential"
-    assert type(model[:1]) is nn.Sequential, "a slice is a plain container"
-    for name, reason in ABSENT.items():
-        assert "UnsupportedError" in reason
-        with pytest.raises(UnsupportedError):
-            getattr(model, name)()
 
 
 @ranks(2)

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from offload_toys import Recipe, loss_of, on, sharded_toy, tokens_for, train, values, wrapped
+from offload_toys import Recipe, on, sharded_toy, tokens_for, train, values, wrapped
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from toy_models import loss_of
 
 from polyshard.testing import World, ranks
 from polyshard.testing.world import RankError

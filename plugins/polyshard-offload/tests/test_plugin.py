@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from offload_toys import Model, assert_same_values, loss_of, sharded_toy, tokens_for
+from offload_toys import Model, assert_same_values, sharded_toy, tokens_for
 from torch import nn
+from toy_models import loss_of
 
 from polyshard import CPUOffloadPolicy, describe, fully_shard
 from polyshard.errors import IneffectiveSettingWarning, PluginError, SettingError

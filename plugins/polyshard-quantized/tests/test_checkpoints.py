@@ -8,16 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from quantized_models import build, loss_of, shard, tokens_for, train
+from quantized_models import build, shard, tokens_for, train
+from toy_models import loss_of
 
 from polyshard import describe
 from polyshard.errors import SettingError
 from polyshard.testing import World, ranks
-from polyshard_quantized import (
-    ErrorFeedback,
-    Int4Block,
-    QuantizedComm,
-)
+from polyshard_quantized import ErrorFeedback, Int4Block, QuantizedComm
 
 
 def _compensated() -> tuple[QuantizedComm, Any]:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_models import Model, Oracle, build, loss_of, one_hop, shard, tokens_for, train
+from quantized_models import Model, Oracle, build, one_hop, shard, tokens_for, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from toy_models import loss_of
 
 from polyshard import MixedPrecisionPolicy, describe, fully_shard, stats
 from polyshard.testing import World, ranks

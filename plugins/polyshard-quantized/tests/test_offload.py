@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
-from quantized_models import build, loss_of, shard, tokens_for
+from quantized_models import build, shard, tokens_for
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from toy_models import loss_of
 
 from polyshard import describe, stats
 from polyshard.testing import World, ranks
@@ -180,7 +181,9 @@ def test_a_shard_on_the_host_is_encoded_where_it_rests(rank: int, size: int) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @ranks(1)
-def test_payloads_move_to_an_accelerator(rank: int, size: int, tier: str, tmp_path: Path) -> None:
+def test_payloads_move_to_an_accelerator(
+    rank: int, size: int, tier: Literal["host", "disk"], tmp_path: Path
+) -> None:
     """What moves to the device is the payload: training is that without offload."""
     found = torch.accelerator.current_accelerator()
     assert found is not None

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_models import build, loss_of, shard, tokens_for
+from quantized_models import build, shard, tokens_for
 from torch import nn
+from toy_models import loss_of
 
 from polyshard.testing import ranks
 from polyshard_quantized import Exclusions, Int8Block, QuantizedComm

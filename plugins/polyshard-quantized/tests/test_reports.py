@@ -7,19 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from quantized_models import build, loss_of, shard, tokens_for, train
+from quantized_models import build, shard, tokens_for, train
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from toy_models import loss_of
 from wire import counted
 
 from polyshard import describe, stats
 from polyshard.testing import ranks
-from polyshard_quantized import (
-    Exclusions,
-    Int8Block,
-    QuantizedComm,
-    round_trip,
-)
+from polyshard_quantized import Exclusions, Int8Block, QuantizedComm, round_trip
 
 
 @ranks(2, 3)

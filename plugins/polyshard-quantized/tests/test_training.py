@@ -11,7 +11,6 @@ from quantized_models import (
     Model,
     Oracle,
     build,
-    loss_of,
     one_hop,
     plain_sum,
     shard,
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from toy_models import loss_of
 
 from polyshard import MixedPrecisionPolicy, Plugin, fully_shard, hookimpl
 from polyshard.testing import World, ranks

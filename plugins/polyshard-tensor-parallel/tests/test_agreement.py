@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
-from tp_models import Mlp, full, meshes, mlp, mlp_plan
+from toy_models import full
+from tp_models import Mlp, meshes, mlp, mlp_plan, problems_of
 
 from polyshard import Plugin, fully_shard, hookimpl
 from polyshard.agreement.meeting import GRACE_SECONDS
@@ -183,12 +184,6 @@ class Attention(nn.Module):
 
 def plan_for(*columns: str) -> dict[str, ParallelStyle]:
     return {**{name: ColwiseParallel() for name in columns}, "o": RowwiseParallel()}
-
-
-def problems_of(plan: Any, model: nn.Module, world_size: int = 2) -> str:
-    with pytest.raises(SettingError) as caught:
-        check(plan if isinstance(plan, Plan) else Plan(plan), model, world_size)
-    return str(caught.value)
 
 
 def test_keys_and_values_left_whole_are_named() -> None:

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from tp_models import full, loss_of, meshes, mlp, mlp_plan, shard_blocks, tiny, tokens_for
+from toy_models import full
+from tp_models import loss_of, meshes, mlp, mlp_plan, shard_blocks, tiny, tokens_for
 
 from polyshard import fully_shard
 from polyshard.testing import World, ranks

@@ -24,7 +24,8 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 from torch.distributed.tensor.parallel.fsdp import _chunk_tensor, _pre_load_state_dict
-from tp_models import full, meshes
+from toy_models import full
+from tp_models import meshes
 
 from polyshard import MixedPrecisionPolicy, fully_shard
 from polyshard.errors import MeshError, UnsupportedError

@@ -16,7 +16,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     loss_parallel,
 )
-from tp_models import Mlp, full, meshes, mlp, mlp_plan, tiny, tokens_for
+from toy_models import full
+from tp_models import Mlp, meshes, mlp, mlp_plan, problems_of, tiny, tokens_for
 
 from polyshard import fully_shard
 from polyshard.errors import LifecycleError, MeshError, SettingError
@@ -49,12 +50,6 @@ MODULES = names("blocks", "blocks.0", "blocks.0.up", "blocks.1", "blocks.1.up", 
 )
 def test_patterns(pattern: str, found: list[str]) -> None:
     assert matches(pattern, MODULES) == found
-
-
-def problems_of(plan: Any, model: nn.Module, world_size: int = 2) -> str:
-    with pytest.raises(SettingError) as caught:
-        check(plan if isinstance(plan, Plan) else Plan(plan), model, world_size)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(

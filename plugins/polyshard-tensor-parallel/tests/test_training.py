@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
+from toy_models import full
 from tp_models import (
     Curve,
-    full,
     loss_of,
     mean_over,
     meshes,

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import re
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 from torch import nn
+from toy_entry_points import distribution, install, install_from
 from toy_planning import Preparing
 from typer.testing import CliRunner
 
 from polyshard.cli.main import app
 from polyshard.cli.plugins import Loaded
-from polyshard.plugins import discovery
 from polyshard.plugins.discovery import installed_plugins
 from polyshard.plugins.stack import build_stack
-
-
-def install(monkeypatch: pytest.MonkeyPatch, *entries: tuple[str, str]) -> None:
-    points = tuple(EntryPoint(name, value, discovery.ENTRY_POINTS) for name, value in entries)
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **kwargs: points)
-
-
-def install_from(monkeypatch: pytest.MonkeyPatch, site: Path) -> None:
-    """What is in ``site`` and nothing else, whatever this environment holds."""
-    found = [p for d in importlib.metadata.distributions(path=[str(site)]) for p in d.entry_points]
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **kwargs: tuple(found))
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -75,15 +62,6 @@ def test_doctor_gives_reasons(
     code, text = run("doctor")
     assert code == 1
     assert reason in text.replace("\n", " ")
-
-
-def distribution(site: Path, name: str, entry: str, *requirements: str) -> None:
-    folder = site / f"{name}-1.0.dist-info"
-    folder.mkdir()
-    lines = ["Metadata-Version: 2.1", f"Name: {name}", "Version: 1.0"]
-    lines += [f"Requires-Dist: {requirement}" for requirement in requirements]
-    (folder / "METADATA").write_text("\n".join(lines) + "\n")
-    (folder / "entry_points.txt").write_text(f"[{discovery.ENTRY_POINTS}]\n{entry}\n")
 
 
 @pytest.mark.parametrize(

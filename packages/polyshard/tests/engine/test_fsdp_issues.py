@@ -15,29 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
-from toy_models import (
-    assert_same_parameters,
-    build,
-    full,
-    loss_of,
-    shard,
-    tokens_for,
-    train,
-)
+from toy_models import assert_same_parameters, build, full, loss_of, shard, tokens_for
+from toy_units import Tree, states
 
 from polyshard import MixedPrecisionPolicy, describe, fully_shard
-from polyshard.engine.root import units_below
-from polyshard.errors import PeerError, UnsupportedError
+from polyshard.errors import PeerError
 from polyshard.group.group import State
 from polyshard.testing import World, ranks
 from polyshard.testing.world import RankError
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 SMALL = {"width": 24, "hidden": 30, "layers": 3}
-
-
-def states(model: nn.Module) -> set[State]:
-    return {g.state for _, _, unit in units_below(model) for g in unit.groups}
 
 
 class Tied(nn.Module):
@@ -222,20 +210,6 @@ def test_gathers_keep_every_bit(rank: int, size: int, dtype: torch.dtype) -> Non
     assert torch.equal(small.view(torch.uint8), values[:96].view(3, 32).view(torch.uint8))
 
 
-class Tree(nn.Module):
-    """Units that a random program calls in any order, subset and number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.units = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-
-    def forward(self, x: Tensor, program: list[int]) -> Tensor:
-        for index in program:
-            x = torch.tanh(self.units[index](x))
-        return x
-
-
 class Interleaving:
     """A sharded tree and its one-process twin, driven by dice that all ranks throw alike."""
 
@@ -406,99 +380,3 @@ def test_names_that_begin_alike(rank: int, size: int) -> None:
         assert plans[f"blocks.{index}"] == expected
     assert set().union(*plans.values()) == own
     loss_of(model, tokens_for(0, rank)).backward()
-
-
-@ranks(2)
-def test_double_backward_is_refused(rank: int, size: int) -> None:
-    model: Any = fully_shard(nn.Linear(3, 3))
-    x = torch.ones(1, 3, requires_grad=True)
-    with pytest.raises(UnsupportedError, match=r"create_graph=True.*cannot be differentiated"):
-        torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    model.reset_iter_state()
-    model(x).sum().backward()
-    assert model.weight.grad is not None
-
-
-class Several(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a = nn.Linear(4, 4)
-        self.b = nn.Linear(4, 4)
-        self.c = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        x = self.a(x)
-        return {"b": self.b(x), "c": self.c(x)}
-
-
-@ranks(2)
-def test_backward_through_part_of_the_outputs(rank: int, size: int) -> None:
-    model: Any = Several()
-    for part in (model.a, model.b, model.c):
-        fully_shard(part)
-    fully_shard(model)
-    reference = Several()
-    x = torch.full((2, 4), 0.5)
-    for key in ("b", "c", "b"):
-        for each in (model, reference):
-            each.zero_grad()
-            each(x)[key].sum().backward()
-        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            assert (ours.grad is None) == (theirs.grad is None)
-            if theirs.grad is not None:
-                torch.testing.assert_close(full(ours.grad), theirs.grad)
-        assert states(model) == {State.SHARDED}
-
-
-@ranks(2)
-def test_no_more_than_two_units_are_gathered(rank: int, size: int) -> None:
-    """At most two units besides the root are gathered at any moment, in forward and backward."""
-    model = shard(build(**SMALL), fully_shard)
-    counts: list[int] = []
-
-    def count(*args: Any) -> None:
-        units = [u for name, _, u in units_below(model) if name]
-        counts.append(sum(not u.is_sharded() for u in units))
-
-    for block in model.blocks:
-        block.register_forward_pre_hook(count)
-        block.register_full_backward_hook(count)
-    for step in range(3):  # later steps replay the order of the first
-        loss_of(model, tokens_for(step, rank)).backward()
-        assert states(model) == {State.SHARDED}
-    assert max(counts) == 2
-
-
-@ranks(2)
-def test_the_order_of_forwards_is_replayed(rank: int, size: int) -> None:
-    """From the second step on, a unit's gather starts before it runs; results do not change."""
-    model: Any = Tree()
-    for unit in model.units:
-        fully_shard(unit)
-    fully_shard(model)
-    ahead: list[bool] = []
-
-    def look(module: Any, args: Any) -> None:
-        following = model.units[(list(model.units).index(module) + 1) % 4]
-        ahead.append(not following._unit().is_sharded())
-
-    x = torch.randn(2, 6, generator=torch.Generator().manual_seed(rank))
-    for unit in model.units:
-        unit.register_forward_pre_hook(look)
-    reference = Tree()
-    for program in ([0, 1, 2, 3], [0, 1, 2, 3], [0, 2, 1, 3], [0, 2, 1, 3]):
-        with torch.no_grad():
-            torch.testing.assert_close(model(x, program), reference(x, program))
-        assert states(model) == {State.SHARDED}
-    assert ahead[:4] == [False] * 4, "the first forward records"
-    assert ahead[4:7] == [True] * 3, "the second follows"
-
-
-@ranks(3)
-def test_runs_repeat_bit_by_bit(rank: int, size: int) -> None:
-    losses = [
-        train(shard(build(**SMALL), fully_shard), [tokens_for(s, rank) for s in range(3)]).losses
-        for _ in range(2)
-    ]
-    assert losses[0] == losses[1]

@@ -170,3 +170,15 @@ def test_eligible_parameters_are_not_copied(rank: int, size: int) -> None:
     for name, shape in copied:
         assert name.startswith("polyshard.unshard")
         assert shape == [512 * 512 // size]
+
+
+@ranks(3)
+def test_runs_repeat_bit_by_bit(rank: int, size: int) -> None:
+    losses = [
+        train(
+            shard(build(width=24, hidden=30, layers=3), fully_shard),
+            [tokens_for(s, rank) for s in range(3)],
+        ).losses
+        for _ in range(2)
+    ]
+    assert losses[0] == losses[1]

@@ -13,31 +13,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from toy_models import (
-    Model,
-    assert_same_parameters,
-    build,
-    full,
-    loss_of,
-    shard,
-    tokens_for,
-    train,
-)
+from toy_models import Model, assert_same_parameters, build, full, loss_of, shard, tokens_for, train
+from toy_units import states
 
 from polyshard import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from polyshard.engine.root import units_below
 from polyshard.engine.unit import Unit
-from polyshard.errors import DeepcopyError, LifecycleError
+from polyshard.errors import DeepcopyError, LifecycleError, UnsupportedError
 from polyshard.group.group import State
 from polyshard.testing import ranks
 
 
 def units(model: nn.Module) -> list[Unit]:
     return [unit for _, _, unit in units_below(model)]
-
-
-def states(model: nn.Module) -> set[State]:
-    return {group.state for unit in units(model) for group in unit.groups}
 
 
 def mean_loss(model: nn.Module, step: int, size: int) -> Tensor:
@@ -460,3 +448,46 @@ def test_gradients_that_are_kept_stay_as_they_are(rank: int, size: int) -> None:
         assert gradient is not None
         assert torch.equal(full(gradient), value)
     assert len(set(addresses)) == 1
+
+
+@ranks(2)
+def test_double_backward_is_refused(rank: int, size: int) -> None:
+    model: Any = fully_shard(nn.Linear(3, 3))
+    x = torch.ones(1, 3, requires_grad=True)
+    with pytest.raises(UnsupportedError, match=r"create_graph=True.*cannot be differentiated"):
+        torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    model.reset_iter_state()
+    model(x).sum().backward()
+    assert model.weight.grad is not None
+
+
+class Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+        self.c = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.a(x)
+        return {"b": self.b(x), "c": self.c(x)}
+
+
+@ranks(2)
+def test_backward_through_part_of_the_outputs(rank: int, size: int) -> None:
+    model: Any = Several()
+    for part in (model.a, model.b, model.c):
+        fully_shard(part)
+    fully_shard(model)
+    reference = Several()
+    x = torch.full((2, 4), 0.5)
+    for key in ("b", "c", "b"):
+        for each in (model, reference):
+            each.zero_grad()
+            each(x)[key].sum().backward()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            if theirs.grad is not None:
+                torch.testing.assert_close(full(ours.grad), theirs.grad)
+        assert states(model) == {State.SHARDED}

@@ -12,7 +12,7 @@ from toy_models import build, full, shard, tokens_for, train
 
 from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.plugins.builtin import DeviceStorage, DeviceStorageFactory
-from polyshard.seams import GroupInfo, Observer
+from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
 from polyshard.testing import ranks
 
@@ -93,7 +93,7 @@ def test_a_preview_binds_codecs_with_the_names_of_the_root(rank: int, size: int)
     assert plugin.seen[-1] == ("0.weight", "0.bias")
 
 
-class Place(DeviceStorageFactory, Observer):
+class Place(DeviceStorageFactory, SilentObserver):
     """A storage and an observer that have something to say."""
 
     nbytes = 0

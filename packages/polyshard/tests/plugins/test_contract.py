@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from toy_codecs import Codecs
+from toy_planning import Constrained
 
 from polyshard import HOOK_API, Contract, Plugin, hookimpl
 from polyshard.errors import PluginError
@@ -131,3 +133,18 @@ def test_settings_do_not_depend_on_the_process(seed: str) -> None:
         check=True,
     )
     assert found.stdout == "words={'alpha', 'beta', 'delta', 'gamma'}, made=<object object>\n"
+
+
+@pytest.mark.parametrize("version", [(HOOK_API[0] + 1, 0), (0, 9), (HOOK_API[0], HOOK_API[1] + 1)])
+def test_another_hook_api_is_refused_with_both_numbers(version: tuple[int, int]) -> None:
+    class Written(Codecs):
+        hook_api = version
+
+    shown = f"{version[0]}.{version[1]}"
+    with pytest.raises(PluginError, match=rf"hook API {shown}, this polyshard has 1\.0"):
+        build_stack([Written()])
+
+
+def test_settings_are_part_of_the_plan() -> None:
+    assert settings_of(Constrained(4)) == "elements=4"
+    assert build_stack([Constrained(4)]).lines() == ("constrained 0 (elements=4)",)

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 from toy_codecs import Codecs
+from toy_entry_points import install
 from toy_observers import Watching
 
 from polyshard import CPUOffloadPolicy, OffloadPolicy
@@ -142,3 +143,38 @@ def test_something_else_called_offload_is_refused(only_site: Path) -> None:
 def test_without_the_plugin_the_policy_says_what_to_install(only_site: Path) -> None:
     with pytest.raises(UnsupportedError, match="pip install polyshard-offload"):
         offloading.with_policy([], CPUOffloadPolicy())
+
+
+def test_names_resolve_through_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, ("codecs", "toy_codecs:Codecs"), ("watching", "toy_observers:Watching"))
+    assert build_stack(["codecs", Watching()]).lines() == ("codecs 1.2", "watching 0")
+    with pytest.raises(
+        PluginError, match=r"named 'codec'\. Did you mean 'codecs'\? Installed: codecs, w"
+    ):
+        build_stack(["codec"])
+
+
+def test_the_order_of_entry_points_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [("codecs", "toy_codecs:Codecs"), ("watching", "toy_observers:Watching")]
+    lines = set()
+    for installed in (entries, entries[::-1]):
+        install(monkeypatch, *installed)
+        for names in (["codecs", "watching"], ["watching", "codecs"]):
+            lines.add(build_stack(names).lines())
+    assert len(lines) == 1
+
+
+def test_broken_entry_points_name_their_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(
+        monkeypatch,
+        ("twice", "toy_codecs:Codecs"),
+        ("twice", "toy_observers:Watching"),
+        ("gone", "no_such_module:x"),
+        ("needy", "toy_planning:Constrained"),
+    )
+    with pytest.raises(PluginError, match=r"'twice' is provided by .* and .*Uninstall one"):
+        build_stack(["twice"])
+    with pytest.raises(PluginError, match=r"'gone'.*no_such_module:x.*ModuleNotFoundError"):
+        build_stack(["gone"])
+    with pytest.raises(PluginError, match=r"'needy'.*without defaults, pass an object"):
+        build_stack(["needy"])

@@ -248,3 +248,16 @@ def default_pre_load(rank: int, size: int) -> None:
 def test_hook_pre_load_state_dict_transform(world2: World) -> None:
     check_exclusive("pre_load_state_dict_transform")
     world2.run(default_pre_load)
+
+
+def test_hooks_of_torch_keep_their_arguments() -> None:
+    """The six mirror ``FSDPExtensions``: same names, same arguments, and ``param``."""
+    import inspect
+
+    from torch.distributed.fsdp._fsdp_extensions import FSDPExtensions
+
+    ours = hook_arguments()
+    for name in FSDPExtensions.__abstractmethods__:
+        theirs = tuple(inspect.signature(getattr(FSDPExtensions, name)).parameters)[1:]
+        assert ours[name][: len(theirs)] == theirs
+        assert ours[name][len(theirs) :] == ("param",)

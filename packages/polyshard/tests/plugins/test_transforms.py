@@ -114,3 +114,23 @@ def test_a_layer_must_answer_for_what_it_flattened() -> None:
     flat, extensions = onion.flatten(torch.ones(2), PARAM)
     with pytest.raises(PluginError, match=r"flattened 'w' but gave no answer in post_unflatten"):
         onion.unflatten(flat, extensions, PARAM)
+
+
+def test_an_onion_layer_must_be_undoable() -> None:
+    class Forgetful:
+        name = "forgetful"
+        settings = ""
+
+        def flatten(
+            self, tensor: torch.Tensor, param: ParamInfo | None
+        ) -> tuple[torch.Tensor, None]:
+            return tensor.clone(), None
+
+        def unflatten(
+            self, tensor: torch.Tensor, param_extension: Any, param: ParamInfo | None
+        ) -> torch.Tensor:
+            return tensor
+
+    info: Any = ParamInfo("w", (2,), torch.float32, True, None, torch.nn.Linear)  # type: ignore[arg-type]
+    with pytest.raises(PluginError, match=r"'forgetful'.*changed 'w'.*no extension"):
+        Onion([Forgetful()]).flatten(torch.ones(2), info)

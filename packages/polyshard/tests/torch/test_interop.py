@@ -17,16 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils import parametrize
-from toy_models import (
-    Model,
-    assert_same_parameters,
-    build,
-    full,
-    loss_of,
-    shard,
-    tokens_for,
-    train,
-)
+from toy_models import Model, assert_same_parameters, build, full, loss_of, shard, tokens_for, train
 
 from polyshard import fully_shard
 from polyshard.errors import LifecycleError

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from toy_models import full, loss_of
 
 from polyshard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from polyshard_offload import DiskSettings, Offload
@@ -151,10 +151,6 @@ def tokens_for(step: int, rank: int) -> Tensor:
     return torch.randint(0, 31, (3, 7), generator=generator)
 
 
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
-
-
 def train(
     model: Model,
     optimizer: torch.optim.Optimizer,
@@ -199,10 +195,6 @@ def without(
 def on(path: str, optimizer: str = "disk", params: str = "device", **chosen: Any) -> Offload:
     disk = chosen.pop("disk", DiskSettings(path=Path(path)))
     return Offload(params=params, optimizer=optimizer, chunk_bytes=SMALL, disk=disk, **chosen)  # type: ignore[arg-type]
-
-
-def full(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:

@@ -16,12 +16,12 @@ from offload_toys import (
     Recipe,
     assert_same_state,
     assert_same_values,
-    loss_of,
     sharded_toy,
     tokens_for,
     wrapped,
 )
 from torch import Tensor, nn
+from toy_models import loss_of
 
 from polyshard.testing import World
 from polyshard_offload import DiskSettings, Offload, OffloadError

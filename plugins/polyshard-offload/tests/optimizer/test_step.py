@@ -16,7 +16,6 @@ from offload_toys import (
     Recipe,
     assert_same_state,
     assert_same_values,
-    loss_of,
     on,
     sharded_toy,
     tokens_for,
@@ -24,6 +23,7 @@ from offload_toys import (
     wrapped,
 )
 from torch import nn
+from toy_models import loss_of
 
 from polyshard.errors import PeerError
 from polyshard.testing import World, ranks

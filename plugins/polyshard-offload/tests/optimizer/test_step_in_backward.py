@@ -12,7 +12,6 @@ from offload_toys import (
     Recipe,
     assert_same_state,
     assert_same_values,
-    loss_of,
     same_as_without,
     sharded_toy,
     tokens_for,
@@ -21,6 +20,7 @@ from offload_toys import (
     wrapped,
 )
 from torch import nn
+from toy_models import loss_of
 
 from polyshard import clip_grad_norm_, fully_shard
 from polyshard.errors import SettingError
@@ -68,7 +68,7 @@ def test_however_it_is_cut(world2: World, chosen: dict[str, Any], tmp_path: Path
 
 
 @ranks(2)
-def test_gradients_are_freed_group_by_group(rank: int, size: int, tmp_path: Path) -> None:
+def test_gradients_are_freed_group_by_group(rank: int, size: int) -> None:
     """When backward returns, everything is stepped and no gradient has memory any more."""
     offload = Offload(params="host", step_in_backward=True)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from offload_toys import loss_of, sharded_toy, tokens_for
+from offload_toys import sharded_toy, tokens_for
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from toy_models import loss_of
 
 from polyshard import clip_grad_norm_, fully_shard
 from polyshard.testing import ranks

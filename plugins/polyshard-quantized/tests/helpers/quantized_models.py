@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from toy_models import loss_of
 
 from polyshard import fully_shard
 from polyshard_quantized import BlockFormat, round_trip
@@ -62,10 +63,6 @@ def shard(model: Model, plugins: Sequence[object], **keywords: Any) -> Any:
 def tokens_for(step: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randint(0, VOCABULARY, (2, 12), generator=generator)
-
-
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
 
 
 def train(model: nn.Module, rank: int, steps: int = 3, micro_batches: int = 1) -> list[float]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from polyshard import clip_grad_norm_, fully_shard
+from polyshard.errors import SettingError
 from polyshard_demo.model import LanguageModel, ModelSettings
+from polyshard_tensor_parallel import Plan
+from polyshard_tensor_parallel.checking import check
 
 SEQUENCE = 16
 
@@ -76,11 +79,6 @@ def shard_blocks(model: nn.Module, **kwargs: Any) -> Any:
     return fully_shard(model, **kwargs)
 
 
-def full(tensor: Tensor) -> Tensor:
-    """All of it, on every rank."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 class Curve(NamedTuple):
     """What a training shows: loss and gradient norm of each step."""
 
@@ -123,3 +121,9 @@ def train(
 def mean_over(values: Iterable[list[float]]) -> list[float]:
     """Mean of the curves of different data-parallel ranks."""
     return [sum(column) / len(column) for column in zip(*values, strict=True)]
+
+
+def problems_of(plan: Any, model: nn.Module, world_size: int = 2) -> str:
+    with pytest.raises(SettingError) as caught:
+        check(plan if isinstance(plan, Plan) else Plan(plan), model, world_size)
+    return str(caught.value)
