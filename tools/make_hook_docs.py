@@ -1,20 +1,25 @@
-"""Write docs/reference/hooks.md from the hook specifications.
+"""Write docs/reference/hooks.md and seams.md from the hook specifications and the seams.
 
 Usage: python tools/make_hook_docs.py [--check]      (--check: only say whether it is current)
 """
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import inspect
+import itertools
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "hooks.md"
 SEAMS_PAGE = PAGE.with_name("seams.md")
 HEAD = """# Hooks
 
-Generated from `polyshard/hookspecs.py` by `tools/make_hook_docs.py`; edit the specifications.
+Generated from `polyshard/plugins/hookspecs.py` and `polyshard/plugins/roles.py` by
+`tools/make_hook_docs.py`; edit the specifications and the table.
 
 A plugin implements the hooks it cares about, marked with `@polyshard.hookimpl`, and may take any
 subset of a hook's arguments. All hooks are asked while plans are built: a training step asks none.
@@ -47,16 +52,38 @@ def hook_page() -> str:
     from polyshard.plugins import hookspecs
     from polyshard.plugins.validation import hook_arguments
 
-    parts = [HEAD]
+    parts = [HEAD, _role_table()]
     for name, arguments in hook_arguments().items():
         spec = getattr(hookspecs, name)
         parts.append(f"## {name}\n\n`{name}({', '.join(arguments)})`\n\n{_prose(spec)}\n")
     return "\n".join(parts)
 
 
+ROLES_HEAD = """A group has one of each of these. Where no plugin answers, the engine does; where
+two do, it is an error that names both. Every name is part of the plan that ranks compare.
+
+| what | hook | returns | the engine's own |
+|---|---|---|---|
+"""
+
+
+def _role_table() -> str:
+    """The exclusive hooks about groups."""
+    from polyshard.plugins.roles import ROLES
+
+    rows = (
+        f"| {role.name} | [{role.hook}](#{role.hook}) "
+        f"| [{role.seam.__name__}](seams.md#{role.seam.__name__.lower()}) "
+        f"| `{role.engine().name}` |\n"
+        for role in ROLES
+    )
+    return ROLES_HEAD + "".join(rows)
+
+
 SEAMS_HEAD = """# Seams
 
-Generated from `polyshard/seams.py` by `tools/make_hook_docs.py`; edit the protocols.
+Generated from `polyshard/seams/` and `polyshard/transport/base.py` by `tools/make_hook_docs.py`;
+edit the classes.
 
 What [hooks](hooks.md) are given, what they return, and what the engine calls in every step. `W` is
 the number of ranks on the shard axis; a *chunk* is one rank's part of a parameter, padded to equal
@@ -64,37 +91,84 @@ size on all ranks. `layout.parameters` are in the order of `group.parameters`, e
 `shape`, `dim`, `chunk_numel` (elements of a chunk), `shard_offset` (its first element in the shard)
 and `local_shape(rank)`. Offsets are aligned: chunks do not touch. In the unit tests of
 `polyshard.testing` there are no processes, and `mesh` is `None`.
+
+Those that plugins write are base classes: inherit, write what has no default, and override of the
+rest what you need. They are importable from `polyshard`, those about transports from
+`polyshard.transport`, the others from `polyshard.seams`. A class that has everything without a
+default serves without inheriting too (an observer has to have all its methods then): it is given
+the defaults that it lacks, and one that cannot be given any is refused with the name of the base.
+Inherit anyway where you can: mypy then sees what you wrote, and Python what you forgot.
 """
 
 
 def seams_page() -> str:
     """The page about the objects that hooks meet."""
+    import polyshard
     from polyshard import seams
+    from polyshard.transport import base
 
     parts = [SEAMS_HEAD]
-    for name, found in vars(seams).items():
-        if isinstance(found, type) and found.__module__ == seams.__name__ and name not in HIDDEN:
-            parts.append(f"## {name}\n\n{inspect.getdoc(found)}\n")
-            parts.extend(_members(found))
+    for name in SEAMS:
+        kind: type = vars(seams).get(name) or vars(base)[name]
+        home = "polyshard" if name in polyshard.__all__ else kind.__module__.rpartition(".")[0]
+        parts.append(f"## {name}\n\n`{home}.{name}`. {inspect.getdoc(kind)}\n")
+        parts.extend(_members(kind))
     page = "\n".join(parts)
     return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", page.replace("``", "`"))
 
 
-HIDDEN = {"Contributions", "Stack", "Named", "ModelPreparation", "ParameterTransform"}
-"""The engine's own side, and what the hooks' page says already."""
+SEAMS = (
+    *("ParamInfo", "GroupIdentity", "GroupInfo"),
+    *("GatherCodec", "BoundGatherCodec", "ReduceCodec", "BoundReduceCodec", "BoundReplicaCodec"),
+    *("StorageFactory", "ShardStorage", "CollectivesBackend", "Transport", "GatherRoute"),
+    *("ReduceRoute", "ShardingConstraint", "StateDictAdapter", "Observer"),
+)
+"""What hooks meet; the engine's own side is left out."""
+
+
+NOTICES = "what `describe()` says of the group"
 
 
 def _members(found: type) -> list[str]:
     """Fields and methods of a class, each with its text."""
-    fields = [f"- `{name}: {kind}`" for name, kind in inspect.get_annotations(found).items()]
-    methods = [
-        f"- `{name}{_signature(member)}`: {' '.join((inspect.getdoc(member) or '').split())}"
-        for name, member in vars(found).items()
-        if inspect.isfunction(member) and not name.startswith("_")
-    ]
-    if found.__bases__[0].__name__ == "Named":
-        fields += ["- `name: str`, `settings: str`: shown in plans, compared across ranks"]
-    return ["\n".join([*fields, *methods]) + "\n"] if fields or methods else []
+    said = _attribute_texts(found)
+    lines = []
+    for name, kind in inspect.get_annotations(found).items():
+        default = f" = {vars(found)[name]!r}" if _is_seam(found) and name in vars(found) else ""
+        text = f": {said[name]}" if name in said else f": {NOTICES}" if name == "notices" else ""
+        lines.append(f"- `{name}: {kind}{default}`{text}")
+    for name, member in vars(found).items():
+        if inspect.isfunction(member) and not name.startswith("_"):
+            text = " ".join((inspect.getdoc(member) or "").split())
+            needed = "" if getattr(member, "__isabstractmethod__", False) else " (has a default)"
+            lines.append(f"- `{name}{_signature(member)}`{needed}: {text}")
+    from polyshard.seams import Named
+
+    if issubclass(found, Named):
+        lines.insert(
+            0,
+            '- `name: str`, `settings: str = ""`: shown in plans, compared across ranks\n'
+            f"- `notices: tuple[str, ...] = ()`: {NOTICES}; read after it was bound",
+        )
+    return ["\n".join(lines) + "\n"] if lines else []
+
+
+def _is_seam(found: type) -> bool:
+    """Whether authors inherit from it; the others are given to them."""
+    return not dataclasses.is_dataclass(found)
+
+
+def _attribute_texts(found: type) -> dict[str, str]:
+    """The strings behind attributes of a class."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(found))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    texts: dict[str, str] = {}
+    for one, after in itertools.pairwise(body.body):
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
+            match after:
+                case ast.Expr(ast.Constant(str(text))):
+                    texts[one.target.id] = " ".join(text.split())
+    return texts
 
 
 def _signature(member: object) -> str:

@@ -2,11 +2,10 @@
 
 from collections import Counter
 
-from polyshard import Plugin, hookimpl
-from polyshard.plugins.builtin import SilentObserver
+from polyshard import Observer, Plugin, hookimpl
 
 
-class ByteObserver(SilentObserver):
+class ByteObserver(Observer):
     """Called by the engine during the step; ``sent_bytes`` is a total for each group."""
 
     def __init__(self) -> None:

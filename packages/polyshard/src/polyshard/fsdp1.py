@@ -119,7 +119,6 @@ class StackExtensions(FSDPExtensions):
 
     @override
     def post_unflatten_transform(self, tensor: Tensor, param_extension: Any) -> Tensor:
-        """Every layer in reverse."""
         return self._onion.unflatten(tensor, param_extension, None)
 
     @override

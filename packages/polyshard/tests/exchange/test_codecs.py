@@ -93,7 +93,7 @@ def test_a_preview_binds_codecs_with_the_names_of_the_root(rank: int, size: int)
     assert plugin.seen[-1] == ("0.weight", "0.bias")
 
 
-class Place(DeviceStorageFactory, SilentObserver):
+class Place(DeviceStorageFactory, Observer):
     """A storage and an observer that have something to say."""
 
     nbytes = 0

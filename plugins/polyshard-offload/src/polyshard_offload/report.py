@@ -39,7 +39,6 @@ class Memory:
 
     @override
     def __str__(self) -> str:
-        """One line."""
         parts = (("staging", self.staging), ("step buffers", self.buffers), ("bounce", self.bounce))
         rest = (("host", self.host), ("disk", self.disk))
         return ", ".join(f"{name} {nbytes / 2**20:.1f} MiB" for name, nbytes in (*parts, *rest))

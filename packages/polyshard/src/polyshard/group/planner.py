@@ -11,7 +11,7 @@ from polyshard.group.notices import all_notices
 from polyshard.group.plan import GroupPlan, Payloads, Roles, Sharded
 from polyshard.group.runtime import Runtime
 from polyshard.group.transfers import summary, ways_of
-from polyshard.plugins.roles import GATHER_CODEC, ROLES
+from polyshard.plugins.roles import GATHER_CODEC
 from polyshard.seams import Named
 
 
@@ -50,8 +50,8 @@ def _roles(group: ParameterGroup, gather_codec: str) -> Roles:
     return Roles(
         transport=group.transport.name,
         exclusive={
-            role.name: gather_codec if role is GATHER_CODEC else _named(contributions[role])
-            for role in ROLES
+            role.name: gather_codec if role is GATHER_CODEC else _named(part)
+            for role, part in contributions.taken.items()
         },
         plugins=contributions.plugin_lines,
         constraints=tuple(

@@ -27,11 +27,7 @@ T = TypeVar("T")
 
 
 def contributions_of(
-    hooks: Hooks,
-    engine: Member,
-    group: GroupInfo,
-    plugin_lines: tuple[str, ...],
-    roles: Sequence[Role[Any]] = ROLES,
+    hooks: Hooks, engine: Member, group: GroupInfo, plugin_lines: tuple[str, ...]
 ) -> Contributions:
     """Ask for ``group``: everything claimed, then checked, then frozen.
 
@@ -40,24 +36,23 @@ def contributions_of(
         engine: what answers for a role that no plugin claims.
         group: what the plugins are asked about.
         plugin_lines: one line a plugin, kept in the result.
-        roles: the exclusive hooks.
 
     Raises:
         ConflictError: listing every role that two plugins claim.
         PluginError: listing every answer that is not what its hook asks for.
     """
-    rows: list[GroupHook[Any]] = [*roles, CONSTRAINTS, OBSERVERS, ADAPTERS]
+    rows: list[GroupHook[Any]] = [*ROLES, CONSTRAINTS, OBSERVERS, ADAPTERS]
     answers = {row.hook: hooks.of_group(row, group) for row in rows}
     problems = [text for row in rows for text in _misfits(row, answers[row.hook])]
     if problems:
         raise PluginError("\n".join(problems))
-    conflicts = [text for role in roles for text in _conflicts(role, answers[role.hook], group)]
+    conflicts = [text for role in ROLES for text in _conflicts(role, answers[role.hook], group)]
     if conflicts:
         raise ConflictError("\n".join(conflicts))
-    for role in roles:
+    for role in ROLES:
         answers[role.hook] = answers[role.hook] or [Answer(engine, role.engine())]
     return Contributions(
-        taken={role.hook: answers[role.hook][0].value for role in roles},
+        taken={role: answers[role.hook][0].value for role in ROLES},
         constraints=_values(answers[CONSTRAINTS.hook]),
         observers=_values(answers[OBSERVERS.hook]),
         adapters=_values(answers[ADAPTERS.hook]),

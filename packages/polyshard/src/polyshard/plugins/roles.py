@@ -79,8 +79,8 @@ class Contributions:
     order, empty when unused.
     """
 
-    taken: Mapping[str, Named]
-    """What takes each role, by the role's hook."""
+    taken: Mapping[Role[Any], Named]
+    """What takes each role, in the order of the table."""
     constraints: tuple[ShardingConstraint, ...] = ()
     observers: tuple[Observer, ...] = ()
     adapters: tuple[StateDictAdapter, ...] = ()
@@ -91,7 +91,7 @@ class Contributions:
 
     def __getitem__(self, role: Role[N]) -> N:
         """What takes ``role``."""
-        return cast("N", self.taken[role.hook])
+        return cast("N", self.taken[role])
 
     @property
     def gather_codec(self) -> GatherCodec:

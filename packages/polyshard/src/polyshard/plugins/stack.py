@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
 from polyshard.errors import ConflictError, PluginError
 from polyshard.plugins.builtin import EnginePlugin
@@ -20,29 +21,26 @@ from polyshard.plugins.ordering import check_relations, order
 from polyshard.plugins.roles import Contributions
 from polyshard.plugins.transforms import Onion, name_of
 from polyshard.plugins.validation import problems_of
-from polyshard.seams import GroupInfo, ParamInfo
+from polyshard.seams import GroupInfo, ParameterTransform, ParamInfo
 
 ENGINE = EnginePlugin.name
 
 
 @dataclass(frozen=True)
-class PluginTransform:
-    """One plugin's layer of the onion: its own functions, because steps run them on gradients.
-
-    A :class:`polyshard.seams.ParameterTransform`.
-    """
+class PluginTransform(ParameterTransform):
+    """One plugin's layer of the onion: its own functions, because steps run them on gradients."""
 
     member: Member
     flattening: Implementation
     unflattening: Implementation
 
     @property
+    @override
     def name(self) -> str:
-        """The plugin's."""
         return self.member.contract.name
 
+    @override
     def flatten(self, tensor: Tensor, param: ParamInfo | None) -> tuple[Tensor, Any | None]:
-        """Ask ``pre_flatten_transform``; no answer means the tensor itself."""
         answer = self.flattening({"tensor": tensor, "param": param})
         if answer is None:
             return tensor, None
@@ -54,8 +52,8 @@ class PluginTransform:
         flat, extension = answer
         return flat, extension
 
+    @override
     def unflatten(self, tensor: Tensor, param_extension: Any, param: ParamInfo | None) -> Tensor:
-        """Ask ``post_unflatten_transform`` with the extension of :meth:`flatten`."""
         given = {"tensor": tensor, "param_extension": param_extension, "param": param}
         answer: Tensor | None = self.unflattening(given)
         if answer is None:

@@ -6,12 +6,28 @@ import torch
 import torch.distributed as dist
 
 from polyshard.sharding.mesh import MeshRoles
-from polyshard.transport.base import Transport
+from polyshard.transport.base import (
+    Extents,
+    GatherPiece,
+    GatherRoute,
+    Pending,
+    ReduceRoute,
+    Transport,
+)
 from polyshard.transport.collective import CollectiveTransport
 from polyshard.transport.gloo import GlooTransport
 from polyshard.transport.local import LocalTransport
 
-__all__ = ["Transport", "backend_for", "choose_transport"]
+__all__ = [
+    "Extents",
+    "GatherPiece",
+    "GatherRoute",
+    "Pending",
+    "ReduceRoute",
+    "Transport",
+    "backend_for",
+    "choose_transport",
+]
 
 
 def choose_transport(roles: MeshRoles, device: torch.device) -> Transport:

@@ -102,7 +102,6 @@ class CollectiveGather(GatherRoute):
 
     @override
     def start(self) -> Pending:
-        """See [Note: lanes]."""
         lane = self._transport.gather_lane
         with lane.enter():
             if self._casts:
@@ -134,7 +133,6 @@ class CollectiveReduce(ReduceRoute):
 
     @override
     def start(self, sources: Sequence[Tensor | None], outs: Sequence[Tensor]) -> Pending:
-        """See [Note: lanes]."""
         transport = self._transport
         lane = transport.reduce_lane
         inputs: list[Tensor] = []
@@ -182,14 +180,12 @@ class CollectiveTransport(Transport):
 
     @override
     def gather_route(self, pieces: Sequence[GatherPiece], tag: int) -> CollectiveGather:
-        """Bind an all-gather."""
         return CollectiveGather(pieces, self, tag)
 
     @override
     def reduce_route(
         self, extents: Sequence[Extents], dtype: torch.dtype, tag: int
     ) -> CollectiveReduce:
-        """Bind a reduce-scatter."""
         del tag  # collectives pair by order
         return CollectiveReduce(extents, dtype, self)
 
@@ -209,7 +205,6 @@ class CollectiveTransport(Transport):
 
     @override
     def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
-        """All-to-all of rows."""
         with self.gather_lane.enter():
             dist.all_to_all_single(received, payloads, group=self.group)
         return OnLane(self.gather_lane, self.gather_lane.leave(), (payloads, received))

@@ -230,10 +230,8 @@ class CustomTransport(Transport):
 
     @override
     def separate_reductions(self, enable: bool) -> None:
-        """The transport's own."""
         self._base.separate_reductions(enable)
 
     @override
     def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
-        """The transport's own."""
         return self._base.exchange(payloads, received)

@@ -165,7 +165,6 @@ class GlooReduce(ReduceRoute):
 
     @override
     def answer(self, peer: int, takes_part: Sequence[bool], dtype: torch.dtype) -> Pending:
-        """See :class:`polyshard.transport.base.ReduceRoute`."""
         group, tag = self._group, self._tag_of(takes_part)
         works: list[dist.Work] = []
         kept: list[Tensor] = []
@@ -240,12 +239,10 @@ class GlooTransport(Transport):
 
     @override
     def gather_route(self, pieces: Sequence[GatherPiece], tag: int) -> GlooGather:
-        """See [Note: gloo point to point]."""
         return GlooGather(pieces, self._group, 2 * tag, self._members)
 
     @override
     def reduce_route(self, extents: Sequence[Extents], dtype: torch.dtype, tag: int) -> GlooReduce:
-        """See [Note: gloo point to point]."""
         assert self.size == self._group.size(), "a block does not reduce"
         return GlooReduce(extents, dtype, self._group, 2 * tag + 1)
 
@@ -256,12 +253,7 @@ class GlooTransport(Transport):
         return GlooTransport(self._group, self._members[first : first + size])
 
     @override
-    def separate_reductions(self, enable: bool) -> None:
-        """Nothing to do: messages do not queue behind each other."""
-
-    @override
     def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
-        """All-to-all of rows."""
         work = dist.all_to_all_single(received, payloads, group=self._group, async_op=True)
         assert work is not None
         return Works([work], (payloads, received))

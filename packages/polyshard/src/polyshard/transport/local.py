@@ -33,7 +33,6 @@ class LocalGather(GatherRoute):
 
     @override
     def start(self) -> Pending:
-        """Copy (and cast) on the spot."""
         if self._sources:
             torch._foreach_copy_(self._targets, self._sources)
         return DONE
@@ -44,13 +43,11 @@ class LocalReduce(ReduceRoute):
 
     @override
     def answer(self, peer: int, takes_part: Sequence[bool], dtype: torch.dtype) -> Pending:
-        """There is no peer."""
         del peer, takes_part, dtype
         return DONE
 
     @override
     def sent_bytes(self, sources: Sequence[Tensor | None]) -> int:
-        """Nothing."""
         del sources
         return 0
 
@@ -73,28 +70,20 @@ class LocalTransport(Transport):
 
     @override
     def gather_route(self, pieces: Sequence[GatherPiece], tag: int) -> LocalGather:
-        """Bind a copy."""
         del tag
         return LocalGather(pieces)
 
     @override
     def reduce_route(self, extents: Sequence[Extents], dtype: torch.dtype, tag: int) -> LocalReduce:
-        """Bind a copy."""
         del extents, dtype, tag
         return LocalReduce()
 
     @override
     def block(self, size: int) -> LocalTransport:
-        """Itself."""
         assert size == 1
         return self
 
     @override
-    def separate_reductions(self, enable: bool) -> None:
-        """Nothing queues."""
-
-    @override
     def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
-        """Row 0 to rank 0."""
         received.copy_(payloads)
         return DONE

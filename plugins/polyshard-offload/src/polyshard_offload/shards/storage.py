@@ -239,7 +239,6 @@ class DiskShelf(Shelf):
 
     @override
     def prefetch(self) -> None:
-        """Read in another thread."""
         if self._coming is None:
             staging = self._stage()
             staging.in_use()
