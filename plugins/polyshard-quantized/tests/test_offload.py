@@ -92,7 +92,7 @@ def test_uneven_ranks_and_blocks_of_ranks(world3: World, world4: World, tmp_path
 
 def fetched(rank: int, size: int, path: str) -> None:
     """Shards that come and go look unchanged, so a payload is made once a step."""
-    from polyshard_quantized.gather import BoundGather
+    from polyshard_quantized.transfers.gather import BoundGather
 
     encoded: list[int] = []
     original = BoundGather.encode
@@ -144,7 +144,7 @@ def read_in_a_step(rank: int, size: int, path: str, prefetch: int) -> None:
     offload = Offload(params="disk", optimizer="disk", disk=disk, prefetch=prefetch)
     model = shard(build(), [QuantizedComm(), offload])
     optimizer = offload.wrap(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
-    shards = sum(shelf.shard_bytes for shelf in offload.tiers.shelves)
+    shards = sum(storage.shard_bytes for storage in offload.tiers.storages)
     with pytest.MonkeyPatch.context() as patch:
         reads = CountedReads(offload.tiers.files["parameters"], patch)
         for step in range(3):
@@ -174,11 +174,11 @@ def never_staged(rank: int, size: int) -> None:
     model = shard(build(), [QuantizedComm(), offload])
     for step in range(2):
         loss_of(model, tokens_for(step, rank)).backward()
-    assert offload.tiers.count.peak_bytes == 0
+    assert offload.tiers.staging.peak_bytes == 0
     native = Offload(params="host")
     model = shard(build(), [native])
     loss_of(model, tokens_for(0, rank)).backward()
-    assert native.tiers.count.peak_bytes > 0
+    assert native.tiers.staging.peak_bytes > 0
 
 
 def test_a_shard_on_the_host_is_encoded_where_it_rests(world2: World) -> None:
