@@ -297,7 +297,7 @@ def test_unused_shared_and_frozen_parameters(world2: World) -> None:
 
 
 def kept_payload(rank: int, size: int) -> None:
-    from polyshard_quantized.gather import BoundGather
+    from polyshard_quantized.transfers.gather import BoundGather
 
     encoded: list[int] = []
     original = BoundGather.encode

@@ -38,7 +38,6 @@ class Report:
 
     @override
     def __str__(self) -> str:
-        """A table."""
         lines = [f"tensor-parallel over {self.world_size} ranks"]
         for p in self.parameters:
             shapes = f"{p.shape} -> {p.local_shape}"

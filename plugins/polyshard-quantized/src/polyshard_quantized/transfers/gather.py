@@ -9,12 +9,12 @@ from torch import Tensor
 
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
-from polyshard_quantized.coding import BlockCodec, Nearest
-from polyshard_quantized.exclusions import Exclusions
-from polyshard_quantized.formats import BlockFormat
-from polyshard_quantized.payload import Payload
+from polyshard_quantized.arithmetic.codec import BlockCodec, Nearest
+from polyshard_quantized.formats.base import BlockFormat
+from polyshard_quantized.layout.exclusions import Exclusions
+from polyshard_quantized.layout.payload import Payload
+from polyshard_quantized.layout.tensors import Parts, Piece, pieces
 from polyshard_quantized.report import Coverage, TransferReport, gather_report
-from polyshard_quantized.tensors import Parts, Piece, pieces
 from polyshard_quantized.workspace import Workspace, chunk_elements
 
 
@@ -57,12 +57,11 @@ class ShardEncoder:
 
 
 class BoundGather:
-    """The codec of one group."""
+    """Encodes and decodes the parameters of one group."""
 
     keeps_payload = True
 
     def __init__(self, plan: Payload, workspace: Workspace) -> None:
-        """Nothing is allocated before the first gather."""
         self.payload_bytes = plan.nbytes
         self._plan = plan
         self._codec = BlockCodec(plan.format, workspace, Nearest())
