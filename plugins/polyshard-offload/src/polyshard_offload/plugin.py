@@ -73,10 +73,10 @@ class Offload(Plugin):
             object.__setattr__(self, "grads", beside)
         if self.optimizer is None:
             object.__setattr__(self, "optimizer", beside)
-        _ = self.settings  # made now, so that what cannot work is refused here
+        _ = self._settings  # made now, so that what cannot work is refused here
 
     @functools.cached_property
-    def settings(self) -> OffloadSettings:
+    def _settings(self) -> OffloadSettings:
         """What was chosen, without the plugin around it."""
         chosen = {f.name: getattr(self, f.name) for f in fields(OffloadSettings)}
         return OffloadSettings(**chosen)
@@ -108,7 +108,7 @@ class Offload(Plugin):
     @functools.cached_property
     def tiers(self) -> Resources:
         """Memory and files of this object."""
-        return Resources(self.settings)
+        return Resources(self._settings)
 
     @functools.cached_property
     def _wrappings(self) -> weakref.WeakSet[Wrapping]:
@@ -136,7 +136,7 @@ class Offload(Plugin):
     def polyshard_observer(self, group: GroupInfo) -> WrapWatcher | None:
         """Watch where forgetting :meth:`wrap` would go unnoticed."""
         del group
-        return self._watcher if self.settings.needs_wrap else None
+        return self._watcher if self._settings.needs_wrap else None
 
     # What a user calls ------------------------------------------------------------------------
 
