@@ -168,7 +168,7 @@ class Oracle:
         assert self.case.quantized is not None
         hops = 2 if self.case.mesh.replicas > 1 else 1
         whole = 2 if self.case.quantized.stochastic else 1  # up or down, not to the nearest
-        return scale * form.error_bound * hops * whole * 1.1
+        return scale * float(form.error_bound) * hops * whole * 1.1
 
     def forget_pending(self) -> None:
         """Drop what was not reduced."""
