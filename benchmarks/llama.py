@@ -91,7 +91,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Logits of tokens."""
+    """A Llama-style decoder, from tokens to logits."""
 
     def __init__(self, settings: LlamaSettings) -> None:
         super().__init__()

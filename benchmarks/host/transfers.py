@@ -88,5 +88,5 @@ class _Clock:
 
     @property
     def seconds(self) -> float:
-        """Only after synchronizing."""
+        """What has passed; ask only after the stream was synchronized."""
         return float(self._events[0].elapsed_time(self._events[1])) / 1e3

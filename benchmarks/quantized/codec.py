@@ -16,13 +16,20 @@ from torch import Tensor
 
 from benchmarks.clock import Work, seconds
 from polyshard.sharding.layout import ParameterShape, plan_layout
-from polyshard_quantized import BlockFormat, Float8Block, Int4Block, Int8Block, round_trip
-from polyshard_quantized.gather import BoundGather
-from polyshard_quantized.payload import plan_payload
+from polyshard_quantized import (
+    BlockFormat,
+    Int4Block,
+    Int8Block,
+    format_named,
+    format_names,
+    round_trip,
+)
+from polyshard_quantized.layout.payload import plan_payload
+from polyshard_quantized.transfers.gather import BoundGather
 from polyshard_quantized.workspace import Workspace
 
 WIDTH = 4096
-FORMATS: tuple[BlockFormat, ...] = (Int8Block(), Float8Block(), Int4Block())
+FORMATS: tuple[BlockFormat, ...] = tuple(map(format_named, format_names()))
 
 
 def codec_of(form: BlockFormat, values: Tensor) -> tuple[Work, Work]:
@@ -37,7 +44,7 @@ def codec_of(form: BlockFormat, values: Tensor) -> tuple[Work, Work]:
 
 
 def measure(mib: int, turns: int, device: torch.device) -> dict[str, float]:
-    """Median milliseconds by name."""
+    """Median milliseconds of a copy and of each format, by name."""
     values = torch.randn(mib * (1 << 20) // 4 // WIDTH, WIDTH, device=device)
     target = torch.empty_like(values)
     works: dict[str, Work] = {"copy": lambda: target.copy_(values)}
@@ -54,7 +61,7 @@ def measure(mib: int, turns: int, device: torch.device) -> dict[str, float]:
 
 
 def kinds() -> dict[str, Tensor]:
-    """A million values each."""
+    """A million values of each of three distributions, by name."""
     torch.manual_seed(0)
     gaussian = torch.randn(256, WIDTH)
     outliers = gaussian * torch.where(torch.rand_like(gaussian) < 1e-3, 50.0, 1.0)

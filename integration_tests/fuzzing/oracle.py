@@ -31,8 +31,6 @@ from torch.utils._pytree import tree_map_only
 from fuzzing.build import OPTIMIZERS, Flow, batch, build, dtype, loss_of, unit_calls
 from fuzzing.case import Case, Policy, Train, units
 
-FORMAT_ERRORS = {"Int8Block": 1 / 254, "Float8Block": 1 / 16, "Int4Block": 1 / 14}
-"""Of one value, relative to the largest of its block."""
 ROUNDINGS = 16
 """Roundings between an input and a gradient that may differ; products amplify each a little."""
 TENSOR_PARALLEL_ROUNDINGS = 128
@@ -170,7 +168,7 @@ class Oracle:
         assert self.case.quantized is not None
         hops = 2 if self.case.mesh.replicas > 1 else 1
         whole = 2 if self.case.quantized.stochastic else 1  # up or down, not to the nearest
-        return scale * FORMAT_ERRORS[type(form).__name__] * hops * whole * 1.1
+        return scale * float(form.error_bound) * hops * whole * 1.1
 
     def forget_pending(self) -> None:
         """Drop what was not reduced."""

@@ -18,10 +18,21 @@ from fuzzing.case import Case, Save
 from fuzzing.oracle import Rounded
 from polyshard import describe, fully_shard
 from polyshard_offload import DiskSettings, Offload
-from polyshard_quantized import Exclusions, Float8Block, Int4Block, Int8Block, QuantizedComm
+from polyshard_quantized import (
+    BlockFormat,
+    Exclusions,
+    Float8Block,
+    Int4Block,
+    Int8Block,
+    QuantizedComm,
+)
 from polyshard_tensor_parallel import TensorParallel
 
-FORMATS = {"int8": Int8Block, "float8": Float8Block, "int4": Int4Block}
+FORMATS: dict[str, type[BlockFormat]] = {
+    "int8": Int8Block,
+    "float8": Float8Block,
+    "int4": Int4Block,
+}
 
 
 class Sharded:

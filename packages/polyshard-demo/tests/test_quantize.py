@@ -20,15 +20,23 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     def called(name: str) -> Any:
         return lambda **keywords: (name, keywords)
 
-    names = ("Int8Block", "Float8Block", "Int4Block", "ErrorFeedback", "QuantizedComm")
-    package = SimpleNamespace(**{name: called(name) for name in names})
+    formats = {
+        "plain": SimpleNamespace(needs_feedback=False),
+        "coarse": SimpleNamespace(needs_feedback=True),
+    }
+    package = SimpleNamespace(
+        ErrorFeedback=called("ErrorFeedback"),
+        QuantizedComm=called("QuantizedComm"),
+        format_names=lambda: tuple(formats),
+        format_named=formats.__getitem__,
+    )
     monkeypatch.setattr(quantize, "find_spec", lambda name: object())
     monkeypatch.setattr(quantize, "import_module", lambda name: package)
 
 
-@pytest.mark.parametrize("text", ["int9", "int8,int8,int8", "", "int8 int8"])
+@pytest.mark.parametrize("text", ["int9", "plain,plain,plain", "", "plain plain"])
 def test_unknown_formats_are_refused(installed: None, text: str) -> None:
-    with pytest.raises(DemoError, match="one of int8, e4m3, int4, native"):
+    with pytest.raises(DemoError, match="one of plain, coarse, native"):
         quantize.check_quantize(text)
 
 
@@ -45,13 +53,12 @@ def test_an_absent_plugin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_polyshard_quantizes(installed: None) -> None:
     with pytest.raises(DemoError, match="--engine polyshard"):
-        Settings(out=Path("run"), quantize="int8", engine="torch")
+        Settings(out=Path("run"), quantize="plain", engine="torch")
 
 
 def test_formats_reach_the_plugin(installed: None) -> None:
-    int8: Any = ("Int8Block", {})
-    int4: Any = ("Int4Block", {})
+    plain, coarse = SimpleNamespace(needs_feedback=False), SimpleNamespace(needs_feedback=True)
     feedback: Any = ("ErrorFeedback", {})
-    made = [quantize.quantizing_plugin(text)[1] for text in ("int8", "native, int4")]
-    assert made[0] == {"weights": int8, "gradients": int8, "error_feedback": None}
-    assert made[1] == {"weights": None, "gradients": int4, "error_feedback": feedback}
+    made = [quantize.quantizing_plugin(text)[1] for text in ("plain", "native, coarse")]
+    assert made[0] == {"weights": plain, "gradients": plain, "error_feedback": None}
+    assert made[1] == {"weights": None, "gradients": coarse, "error_feedback": feedback}

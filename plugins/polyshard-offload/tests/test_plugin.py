@@ -159,11 +159,11 @@ def test_shards_leave_the_device(rank: int, size: int, tmp_path: Path) -> None:
         optimizer = offload.wrap(torch.optim.AdamW(model.parameters()))
         for step in range(2):
             loss_of(model, tokens_for(step, rank)).backward()
-            assert tiers.count.bytes_now == 0  # nothing of the shards stays on the device
+            assert tiers.staging.bytes_now == 0  # nothing of the shards stays on the device
             optimizer.step()
             optimizer.zero_grad()
-        assert tiers.count.peak_bytes > 0
-        assert tiers.bench_count.bytes_now == 0
+        assert tiers.staging.peak_bytes > 0
+        assert tiers.step_staging.bytes_now == 0
         gradients = tiers.arenas.get(("gradients", torch.float32))
         assert gradients is None or (gradients.peak_bytes > 0 == gradients.taken_bytes)
 

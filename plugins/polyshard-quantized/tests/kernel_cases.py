@@ -15,9 +15,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from polyshard_quantized import BlockFormat, Float8Block, Int4Block, Int8Block, kernels
-from polyshard_quantized.accelerator import Kernels
-from polyshard_quantized.coding import BlockCodec, Nearest
+from polyshard_quantized import BlockFormat, Float8Block, Int4Block, Int8Block
+from polyshard_quantized.arithmetic import kernels
+from polyshard_quantized.arithmetic.accelerator import Kernels
+from polyshard_quantized.arithmetic.codec import BlockCodec, Nearest
 from polyshard_quantized.workspace import Workspace
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from polyshard.errors import SettingError
 from polyshard_quantized import BlockFormat, Float8Block, Int4Block, Int8Block, round_trip
-from polyshard_quantized.blocks import RowBlocks
-from polyshard_quantized.coding import BlockCodec, Float8Coder, Nearest
+from polyshard_quantized.arithmetic.codec import BlockCodec, Nearest
+from polyshard_quantized.formats.float8 import Float8Coder
+from polyshard_quantized.layout.blocks import RowBlocks
 from polyshard_quantized.workspace import Workspace
 
 FORMATS: tuple[BlockFormat, ...] = (

@@ -18,7 +18,7 @@ from polyshard_quantized import (
     QuantizedComm,
     round_trip,
 )
-from polyshard_quantized.gather import BoundGather, QuantizedGather
+from polyshard_quantized.transfers.gather import BoundGather, QuantizedGather
 from polyshard_quantized.workspace import Workspace
 
 SHAPES = ((64, 300), (7, 130), (1, 64), (3, 5, 40), (2, 8), (33,), (0, 4), (), (1,))

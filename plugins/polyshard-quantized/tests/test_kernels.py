@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from polyshard_quantized import BlockFormat, Float8Block, Int4Block, Int8Block, round_trip
-from polyshard_quantized.accelerator import LARGEST_BLOCK, kernels_for
+from polyshard_quantized.arithmetic.accelerator import LARGEST_BLOCK, kernels_for
 
 FORMATS = (
     "int8",
@@ -83,7 +83,7 @@ class OnCuda:
 @needs_triton
 def test_kernels_serve_cuda_but_for_huge_blocks() -> None:
     chosen: Any = kernels_for(cast("Any", OnCuda(256)))
-    assert chosen.__name__ == "polyshard_quantized.kernels"
+    assert chosen.__name__ == "polyshard_quantized.arithmetic.kernels"
     assert kernels_for(cast("Any", OnCuda(LARGEST_BLOCK + 1))) is None
 
 

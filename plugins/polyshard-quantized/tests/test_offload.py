@@ -94,8 +94,9 @@ def test_uneven_ranks_and_blocks_of_ranks(world3: World, world4: World, tmp_path
 @ranks(2)
 def test_payloads_are_kept_beside_offload(rank: int, size: int, tmp_path: Path) -> None:
     """Shards that come and go look unchanged, so a payload is made once a step."""
+    from polyshard_quantized.transfers.gather import BoundGather
+
     path = str(tmp_path)
-    from polyshard_quantized.gather import BoundGather
 
     encoded: list[int] = []
     original = BoundGather.encode
@@ -147,7 +148,7 @@ def test_a_shard_on_disk_is_read_once_a_forward(
     offload = Offload(params="disk", optimizer="disk", disk=disk, prefetch=prefetch)
     model = shard(build(), [QuantizedComm(), offload])
     optimizer = offload.wrap(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
-    shards = sum(shelf.shard_bytes for shelf in offload.tiers.shelves)
+    shards = sum(storage.shard_bytes for storage in offload.tiers.storages)
     with pytest.MonkeyPatch.context() as patch:
         reads = CountedReads(offload.tiers.files["parameters"], patch)
         for step in range(3):
@@ -171,11 +172,11 @@ def test_a_shard_on_the_host_is_encoded_where_it_rests(rank: int, size: int) -> 
     model = shard(build(), [QuantizedComm(), offload])
     for step in range(2):
         loss_of(model, tokens_for(step, rank)).backward()
-    assert offload.tiers.count.peak_bytes == 0
+    assert offload.tiers.staging.peak_bytes == 0
     native = Offload(params="host")
     model = shard(build(), [native])
     loss_of(model, tokens_for(0, rank)).backward()
-    assert native.tiers.count.peak_bytes > 0
+    assert native.tiers.staging.peak_bytes > 0
 
 
 @pytest.mark.gpu

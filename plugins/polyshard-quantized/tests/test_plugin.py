@@ -20,7 +20,7 @@ from polyshard_quantized import (
     Int8Block,
     QuantizedComm,
 )
-from polyshard_quantized.gather import QuantizedGather
+from polyshard_quantized.transfers.gather import QuantizedGather
 from polyshard_quantized.workspace import Workspace
 
 

@@ -22,7 +22,7 @@ from polyshard_quantized import (
     Int8Block,
     round_trip,
 )
-from polyshard_quantized.reduction import BoundReduce, GradientSettings, QuantizedReduce
+from polyshard_quantized.transfers.reduction import BoundReduce, GradientSettings, QuantizedReduce
 from polyshard_quantized.workspace import Workspace
 
 SHAPES = ((64, 300), (7, 130), (1, 64), (33,), (0, 4), ())

@@ -269,7 +269,7 @@ def test_unused_shared_and_frozen_parameters(rank: int, size: int) -> None:
 
 @ranks(2)
 def test_payloads_are_encoded_once_a_step(rank: int, size: int) -> None:
-    from polyshard_quantized.gather import BoundGather
+    from polyshard_quantized.transfers.gather import BoundGather
 
     encoded: list[int] = []
     original = BoundGather.encode

@@ -56,8 +56,8 @@ def train(  # noqa: PLR0913 (typer: an option is a parameter)
     quantize: Annotated[
         str,
         typer.Option(
-            help="Quantize communication with polyshard-quantized: int8, e4m3 or int4, or "
-            "PARAMETERS,GRADIENTS, each of these or native.",
+            help="Quantize communication with polyshard-quantized: one of its formats, such as "
+            "int8, or PARAMETERS,GRADIENTS, each a format or native.",
             rich_help_panel=MODEL,
         ),
     ] = Settings.quantize,

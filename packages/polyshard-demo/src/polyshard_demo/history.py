@@ -69,7 +69,7 @@ class History:
         return any(evaluation.step == step for evaluation in self.evaluations)
 
     def to_plain(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """Plain data that JSON can hold; :meth:`from_plain` reads it."""
         return asdict(self)
 
     @staticmethod

@@ -27,8 +27,8 @@ class Settings:
         engine: Which library shards the model.
         plugins: Names of polyshard plugins, in the order given.
         quantize: What travels between ranks, for the plugin ``polyshard-quantized``: one format for
-            parameters and gradients, or two with a comma, each ``int8``, ``e4m3``, ``int4`` or
-            ``native``. Empty: nothing is quantized.
+            parameters and gradients, or two with a comma, each a name that the plugin knows, such
+            as ``int8``, or ``native``. Empty: nothing is quantized.
         offload: What rests away from the device, as ``optimizer=disk,params=host``; needs the
             plugin polyshard-offload.
         ranks: Number of processes; each holds ``1 / ranks`` of the model.

@@ -47,7 +47,6 @@ class MeasuredBackend(CollectivesBackend):
     name = "measured"
 
     def __init__(self, break_evens: tuple[BreakEven, ...]) -> None:
-        """Made for one group."""
         self._break_evens = break_evens
         self.notices: tuple[str, ...] = ()
 
@@ -139,7 +138,6 @@ class Calibration(Plugin):
 
     @override
     def __str__(self) -> str:
-        """A table of what was measured."""
         return "\n".join(line for b in self.break_evens for line in _table(b))
 
 

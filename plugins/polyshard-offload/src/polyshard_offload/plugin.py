@@ -3,77 +3,28 @@
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from polyshard import CPUOffloadPolicy, Plugin, grad_norm, hookimpl
-from polyshard.errors import IneffectiveSettingWarning
-from polyshard.seams import GroupInfo, Observer
+from polyshard.seams import GroupInfo
 from polyshard_offload.__about__ import __version__
 from polyshard_offload._torch_private import local_of
-from polyshard_offload.errors import OffloadError, SettingError
+from polyshard_offload.errors import OffloadError
+from polyshard_offload.observer import WrapWatcher
 from polyshard_offload.optimizer.spent import MESSAGE
-from polyshard_offload.optimizer.step import StateOffload
-from polyshard_offload.optimizer.wrap import check_optimizer, install
+from polyshard_offload.optimizer.wrap import Wrapping, check_optimizer, wrap
 from polyshard_offload.report import Memory, measured, notices, predicted
-from polyshard_offload.resources import ShelfFactory, Tiers
-from polyshard_offload.settings import (
-    DiskSettings,
-    Tier,
-    at_least,
-    check_in_backward,
-    check_tiers,
-    one_of,
-)
-from polyshard_offload.tiers.host_memory import may_pin
+from polyshard_offload.resources import Resources, TierStorageFactory
+from polyshard_offload.settings import DiskSettings, OffloadSettings, Tier
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
-
-
-class WrapWatcher(Observer):
-    """Says once when the optimizer state stays where it is because nobody wrapped the optimizer."""
-
-    def __init__(
-        self, notices: Callable[[], tuple[str, ...]], flush: Callable[[], None] | None
-    ) -> None:
-        """Nothing was wrapped yet; ``notices`` says what ``describe()`` shows.
-
-        ``flush``, if any, is called when a group was reduced.
-        """
-        self.wrapped = False
-        self._steps = 0
-        self._notices = notices
-        self._flush = flush
-
-    @property
-    @override
-    def notices(self) -> tuple[str, ...]:
-        """Where the optimizer state rests, for models whose shards stay on the device."""
-        return self._notices()
-
-    @override
-    def on_reduced(self, group: str, wait_seconds: float) -> None:
-        if self._flush is not None:
-            self._flush()
-
-    @override
-    def on_step_end(self) -> None:
-        """The first step may end before anything is wrapped, the second may not."""
-        self._steps += 1
-        if self._steps == 2 and not self.wrapped:
-            warnings.warn(
-                "Offload(optimizer=...) has no effect: the optimizer was not wrapped. Write "
-                "optimizer = offload.wrap(torch.optim.AdamW(model.parameters())).",
-                IneffectiveSettingWarning,
-                stacklevel=2,
-            )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -122,25 +73,13 @@ class Offload(Plugin):
             object.__setattr__(self, "grads", beside)
         if self.optimizer is None:
             object.__setattr__(self, "optimizer", beside)
-        check_tiers(self.params, str(self.grads), str(self.optimizer))
-        at_least("Offload(prefetch", self.prefetch, 0)
-        at_least("Offload(chunk_bytes", self.chunk_bytes, 1)
-        one_of("Offload(pin", self.pin, (True, False, "auto"))
-        one_of("Offload(step_in_backward", self.step_in_backward, (True, False))
-        if self.step_in_backward:
-            check_in_backward(str(self.grads), str(self.optimizer))
-        if not 0.0 <= self.fraction <= 1.0:
-            raise SettingError(f"Offload(fraction={self.fraction!r}) must be from 0 to 1.")
-        if not isinstance(self.disk, DiskSettings):
-            raise SettingError(
-                f"Offload(disk={self.disk!r}) must be DiskSettings(path=...), got a "
-                f"{type(self.disk).__name__}."
-            )
-        if self.pin is True and not may_pin():
-            raise SettingError(
-                "Offload(pin=True): there is no accelerator to page-lock memory for; leave "
-                "pin='auto', which uses plain memory here."
-            )
+        _ = self._settings  # made now, so that what cannot work is refused here
+
+    @functools.cached_property
+    def _settings(self) -> OffloadSettings:
+        """What was chosen, without the plugin around it."""
+        chosen = {f.name: getattr(self, f.name) for f in fields(OffloadSettings)}
+        return OffloadSettings(**chosen)
 
     # Presets ----------------------------------------------------------------------------------
 
@@ -167,38 +106,37 @@ class Offload(Plugin):
     # What the engine asks ---------------------------------------------------------------------
 
     @functools.cached_property
-    def tiers(self) -> Tiers:
+    def tiers(self) -> Resources:
         """Memory and files of this object."""
-        return Tiers(self.disk, self.pin, in_backward=self.step_in_backward)
+        return Resources(self._settings)
+
+    @functools.cached_property
+    def _wrappings(self) -> weakref.WeakSet[Wrapping]:
+        """Of the optimizers wrapped so far; each lives with its optimizer."""
+        return weakref.WeakSet()
 
     @functools.cached_property
     def _watcher(self) -> WrapWatcher:
         return WrapWatcher(self.notices, self._flush if self.step_in_backward else None)
 
     def _flush(self) -> None:
-        for offload in self.tiers.offloads:
-            if offload.in_backward is not None:
-                offload.in_backward.flush()
+        for wrapping in self._wrappings:
+            if wrapping.in_backward is not None:
+                wrapping.in_backward.flush()
 
     @hookimpl
-    def polyshard_shard_storage(self, group: GroupInfo) -> ShelfFactory | None:
-        """A shelf for every group, unless parameters stay on the device."""
+    def polyshard_shard_storage(self, group: GroupInfo) -> TierStorageFactory | None:
+        """A place for the shard of every group, unless parameters stay on the device."""
         self.tiers.note(group)
         if self.params == "device":
             return None
-        return ShelfFactory(self.tiers, self)
+        return TierStorageFactory(self.tiers, self.notices)
 
     @hookimpl
     def polyshard_observer(self, group: GroupInfo) -> WrapWatcher | None:
         """Watch where forgetting :meth:`wrap` would go unnoticed."""
         del group
-        return self._watcher if self._needs_wrap else None
-
-    @property
-    def _needs_wrap(self) -> bool:
-        # State on the host beside parameters on the host is what torch makes by itself.
-        apart = self.optimizer == "disk" or (self.optimizer == "host" and self.params == "device")
-        return apart or self.params == "disk" or self.step_in_backward
+        return self._watcher if self._settings.needs_wrap else None
 
     # What a user calls ------------------------------------------------------------------------
 
@@ -218,12 +156,9 @@ class Offload(Plugin):
         """
         check_optimizer(optimizer)
         self._watcher.wrapped = True
-        if self.optimizer == "device":
-            return optimizer
-        with self.tiers.reported("(optimizer)"):
-            offload = StateOffload(optimizer, self)
-        self.tiers.offloads.add(offload)
-        return install(optimizer, offload)
+        if self.optimizer != "device":
+            self._wrappings.add(wrap(optimizer, self.tiers))
+        return optimizer
 
     def grad_norm(self, parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         """The total norm of all gradients; those that left the device are not read for it.
@@ -242,9 +177,18 @@ class Offload(Plugin):
         Raises:
             OffloadError: for other norms of gradients that a step in backward has used.
         """
-        self.tiers.count.records_norms = True
-        known = self.tiers.norm_of if norm_type == 2 else None
+        self.tiers.staging.records_norms = True
+        known = self._norm_of if norm_type == 2 else None
         return grad_norm(parameters, norm_type, known=known)
+
+    def _norm_of(self, parameter: Tensor) -> Tensor | None:
+        """The 2-norm of the local part of a gradient, where it is known without reading it."""
+        found = self.tiers.norm_of(parameter)
+        if found is not None:
+            return found
+        early = (w.in_backward for w in self._wrappings if w.in_backward is not None)
+        spent = (steps.norm_of(parameter) for steps in early)
+        return next((norm for norm in spent if norm is not None), None)
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
@@ -276,7 +220,7 @@ class Offload(Plugin):
 
         Complete once the optimizer is wrapped.
         """
-        return notices(self.tiers, str(self.optimizer))
+        return notices(self.tiers, [wrapping.offload for wrapping in self._wrappings])
 
     def memory(self, *optimizers: torch.optim.Optimizer) -> Memory:
         """What the tiers take on this rank while training, in bytes; predicted.

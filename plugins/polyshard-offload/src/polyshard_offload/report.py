@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from typing_extensions import override
 
+from polyshard_offload.optimizer.step import StateOffload
+from polyshard_offload.optimizer.wrap import wrapping_of
+from polyshard_offload.resources import Resources
+from polyshard_offload.shards.disk_storage import DiskStorage
 from polyshard_offload.shards.gradients import HostGradients
-from polyshard_offload.shards.storage import DiskShelf
-from polyshard_offload.shards.written import writes_show
 from polyshard_offload.tiers.host_memory import pages
+from polyshard_offload.tiers.private_window import writes_show
 from polyshard_offload.tiers.state_store import HostStore
-
-if TYPE_CHECKING:
-    from polyshard_offload.optimizer.step import StateOffload
-    from polyshard_offload.resources import Tiers
 
 
 @dataclass(frozen=True)
@@ -45,59 +43,61 @@ class Memory:
 
 
 def _offloads(optimizers: Sequence[torch.optim.Optimizer]) -> list[StateOffload]:
-    found = (o.__dict__.get("_polyshard_offload") for o in optimizers)
-    return [offload for offload in found if offload is not None]
+    found = (wrapping_of(optimizer) for optimizer in optimizers)
+    return [wrapping.offload for wrapping in found if wrapping is not None]
 
 
-def resting(tiers: Tiers, offloads: Iterable[StateOffload]) -> Counter[tuple[str, str]]:
+def resting(resources: Resources, offloads: Iterable[StateOffload]) -> Counter[tuple[str, str]]:
     """Bytes at rest by tier (``"host"``, ``"disk"``) and kind of content, in whole pages."""
     found: Counter[tuple[str, str]] = Counter()
-    for shelf in tiers.shelves:
-        nbytes = pages(shelf.shard_bytes)
-        found["disk" if isinstance(shelf, DiskShelf) else "host", "parameters"] += nbytes
-        in_host = isinstance(shelf.gradients, HostGradients)
+    for storage in resources.storages:
+        nbytes = pages(storage.shard_bytes)
+        found["disk" if isinstance(storage, DiskStorage) else "host", "parameters"] += nbytes
+        in_host = isinstance(storage.gradients, HostGradients)
         key = ("host" if in_host else "disk", "gradients")
         # Stepped in backward they are there group by group.
-        found[key] = max(found[key], nbytes) if tiers.in_backward else found[key] + nbytes
+        found[key] = (
+            max(found[key], nbytes) if resources.settings.step_in_backward else found[key] + nbytes
+        )
     for offload in offloads:
-        kept = sum(slot.nbytes for slot in offload.keeper.every_slot.values())
-        in_host = isinstance(offload.keeper.store, HostStore)
+        kept = sum(slot.nbytes for slot in offload.state.every_slot.values())
+        in_host = isinstance(offload.state.store, HostStore)
         found["host" if in_host else "disk", "optimizer state"] += kept
     return found
 
 
-def predicted(tiers: Tiers, optimizers: Sequence[torch.optim.Optimizer]) -> Memory:
+def predicted(resources: Resources, optimizers: Sequence[torch.optim.Optimizer]) -> Memory:
     """From shards and records alone; nothing need have run."""
-    return _memory(tiers, _offloads(optimizers))
+    return _memory(resources, _offloads(optimizers))
 
 
-def _memory(tiers: Tiers, offloads: Sequence[StateOffload]) -> Memory:
-    found = resting(tiers, offloads)
-    sizes = [shelf.staged_bytes for shelf in tiers.shelves]
+def _memory(resources: Resources, offloads: Sequence[StateOffload]) -> Memory:
+    found = resting(resources, offloads)
+    sizes = [storage.staged_bytes for storage in resources.storages]
     host = sum(nbytes for (tier, _), nbytes in found.items() if tier == "host")
     disk = sum(nbytes for (tier, _), nbytes in found.items() if tier == "disk")
     buffers = sum(offload.buffer_bytes() for offload in offloads)
-    return Memory(_staging(tiers, sizes), buffers, _bounce(tiers), host, disk)
+    return Memory(_staging(resources, sizes), buffers, _bounce(resources), host, disk)
 
 
-def notices(tiers: Tiers, optimizer_tier: str) -> tuple[str, ...]:
+def notices(resources: Resources, offloads: Sequence[StateOffload]) -> tuple[str, ...]:
     """What ``describe()`` says of the tiers as a whole; equal for all groups, so said once.
 
     Bytes are this rank's, for all models and optimizers that share the plugin object.
     """
-    return tuple(_lines(tiers, optimizer_tier))
+    return tuple(_lines(resources, offloads))
 
 
-def _lines(tiers: Tiers, optimizer_tier: str) -> Iterator[str]:
-    offloads = list(tiers.offloads)
-    found, memory = resting(tiers, offloads), _memory(tiers, offloads)
+def _lines(resources: Resources, offloads: Sequence[StateOffload]) -> Iterator[str]:
+    optimizer_tier = resources.settings.optimizer
+    found, memory = resting(resources, offloads), _memory(resources, offloads)
     for tier, total in (("host", memory.host), ("disk", memory.disk)):
         kinds = ", ".join(f"{kind} {n:,}" for (t, kind), n in sorted(found.items()) if t == tier)
         if total:
             yield f"offload: {total:,} bytes in all on {tier}: {kinds}"
     if optimizer_tier != "device" and not offloads:
         yield f"offload: optimizer state goes to {optimizer_tier} once wrap() has the optimizer"
-    file = tiers.files.get("parameters")
+    file = resources.files.get("parameters")
     if file is not None and file.verifies and not writes_show():
         yield (
             "offload: checksums of parameters are not kept: this kernel does not say which pages "
@@ -113,17 +113,17 @@ def _lines(tiers: Tiers, optimizer_tier: str) -> Iterator[str]:
         yield f"offload: bytes at most in passing: {passing}"
 
 
-def _bounce(tiers: Tiers) -> int:
+def _bounce(resources: Resources) -> int:
     """A block for every thread, if shards or gradients move to and from the disk."""
     moves = any(
-        isinstance(shelf, DiskShelf) or not isinstance(shelf.gradients, HostGradients)
-        for shelf in tiers.shelves
+        isinstance(storage, DiskStorage) or not isinstance(storage.gradients, HostGradients)
+        for storage in resources.storages
     )
-    settings = tiers.disk_settings
+    settings = resources.settings.disk
     return settings.io_threads * settings.block_bytes if moves and settings.direct else 0
 
 
-def _staging(tiers: Tiers, sizes: list[int]) -> int:
+def _staging(resources: Resources, sizes: list[int]) -> int:
     """The largest shards that can be on the device together.
 
     In backward a unit's shard is there until its gather ends, the next unit's gather has started,
@@ -131,17 +131,17 @@ def _staging(tiers: Tiers, sizes: list[int]) -> int:
     """
     if not sizes:
         return 0
-    together = 2 + max(shelf.prefetch_units for shelf in tiers.shelves)
+    together = 2 + max(storage.prefetch_units for storage in resources.storages)
     return sum(sorted(sizes)[-together:])
 
 
-def measured(tiers: Tiers, optimizers: Sequence[torch.optim.Optimizer]) -> Memory:
+def measured(resources: Resources, optimizers: Sequence[torch.optim.Optimizer]) -> Memory:
     """What counters say was used at most."""
     buffers = sum(o.pipeline.buffer_bytes for o in _offloads(optimizers))
     return Memory(
-        tiers.count.peak_bytes,
-        buffers + tiers.bench_count.peak_bytes,
-        tiers.pool.bounce_bytes,
-        sum(arena.peak_bytes for arena in tiers.arenas.values()),
-        sum(file.reserved_bytes for file in tiers.files.values()),
+        resources.staging.peak_bytes,
+        buffers + resources.step_staging.peak_bytes,
+        resources.pool.bounce_bytes,
+        sum(arena.peak_bytes for arena in resources.arenas.values()),
+        sum(file.reserved_bytes for file in resources.files.values()),
     )

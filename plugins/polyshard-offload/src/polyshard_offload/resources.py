@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,52 +19,47 @@ from polyshard.agreement.failures import FailureReport
 from polyshard.seams import GroupInfo, StorageFactory
 from polyshard.sharding.layout import GroupLayout
 from polyshard_offload._torch_private import local_of
-from polyshard_offload.settings import DiskSettings, Tier
-from polyshard_offload.shards.gradients import DiskGradients, GradientShelf, HostGradients
-from polyshard_offload.shards.staging import StagingCount
-from polyshard_offload.shards.storage import DiskShelf, HostShelf, Shelf
+from polyshard_offload.settings import OffloadSettings, Tier
+from polyshard_offload.shards.disk_storage import DiskStorage
+from polyshard_offload.shards.gradients import DiskGradients, GradientStorage, HostGradients
+from polyshard_offload.shards.host_storage import HostStorage
+from polyshard_offload.shards.staging import StagingState
+from polyshard_offload.shards.storage import TierStorage
 from polyshard_offload.tiers.block_io import Calls
-from polyshard_offload.tiers.host_memory import Arena, may_pin
-from polyshard_offload.tiers.io_pool import BlockPool
+from polyshard_offload.tiers.host_memory import Arena
+from polyshard_offload.tiers.io_pool import IOPool
 from polyshard_offload.tiers.state_store import DiskStore, HostStore, Store
 from polyshard_offload.tiers.swap_file import SwapFile
-
-if TYPE_CHECKING:
-    from polyshard_offload.optimizer.step import StateOffload
-    from polyshard_offload.plugin import Offload
 
 FileKind = Literal["parameters", "gradients", "optimizer state"]
 
 
 @dataclass(eq=False)
-class Tiers:
-    """Arenas by dtype, swap files by kind, the shelves of all groups, and wrapped optimizers.
+class Resources:
+    """Arenas by dtype, swap files by kind, and where the shards of all groups rest.
 
-    ``calls`` are the system calls that new files use. ``in_backward`` says that gradients are used
-    when they land.
+    ``staging`` is what gathers have on the device, ``step_staging`` what optimizers have opened.
+    ``calls`` are the system calls that new files use.
     """
 
-    disk_settings: DiskSettings
-    pin: bool | Literal["auto"]
-    count: StagingCount = field(default_factory=StagingCount)
-    bench_count: StagingCount = field(default_factory=StagingCount)
+    settings: OffloadSettings
+    staging: StagingState = field(default_factory=StagingState)
+    step_staging: StagingState = field(default_factory=StagingState)
     arenas: dict[tuple[str, torch.dtype], Arena] = field(default_factory=dict)
     files: dict[FileKind, SwapFile] = field(default_factory=dict)
-    shelves: weakref.WeakSet[Shelf] = field(default_factory=weakref.WeakSet)
-    offloads: weakref.WeakSet[StateOffload] = field(default_factory=weakref.WeakSet)
+    storages: weakref.WeakSet[TierStorage] = field(default_factory=weakref.WeakSet)
     ranks: tuple[int, ...] = ()
-    in_backward: bool = False
     calls: Calls = field(default_factory=Calls)
 
     @functools.cached_property
-    def pool(self) -> BlockPool:
+    def pool(self) -> IOPool:
         """The threads of all files."""
-        return BlockPool(self.disk_settings.io_threads, self.disk_settings.block_bytes)
+        disk = self.settings.disk
+        return IOPool(disk.io_threads, disk.block_bytes)
 
     def arena(self, kind: str, dtype: torch.dtype) -> Arena:
         """The arena for ``kind`` of content in ``dtype``."""
-        pinned = may_pin() if self.pin == "auto" else self.pin
-        return self.arenas.setdefault((kind, dtype), Arena(pinned))
+        return self.arenas.setdefault((kind, dtype), Arena(self.settings.pins))
 
     def file(self, kind: FileKind) -> SwapFile:
         """The swap file that holds ``kind``.
@@ -74,7 +69,7 @@ class Tiers:
         """
         if kind not in self.files:
             self.files[kind] = SwapFile(
-                self.disk_settings, kind, global_rank(), self.calls, self.pool
+                self.settings.disk, kind, global_rank(), self.calls, self.pool
             )
         return self.files[kind]
 
@@ -93,21 +88,27 @@ class Tiers:
         with FailureReport(self.ranks, where):
             yield
 
-    def shelf(self, params: Tier, grads: Tier, group: GroupInfo, prefetch: int) -> Shelf:
+    def storage(self, group: GroupInfo) -> TierStorage:
         """A place for the shard of ``group``."""
-        gradients = self._gradients(grads, group.orig_dtype)
-        shelf: Shelf
-        if params == "disk":
-            file, counts = self.file("parameters"), (self.count, self.bench_count)
-            shelf = DiskShelf(file, group.device, counts[0], gradients, prefetch, counts[1])
+        settings, gradients = self.settings, self._gradients(group.orig_dtype)
+        storage: TierStorage
+        if settings.params == "disk":
+            storage = DiskStorage(
+                self.file("parameters"),
+                group.device,
+                self.staging,
+                gradients,
+                settings.prefetch,
+                self.step_staging,
+            )
         else:
             arena = self.arena("parameters", group.orig_dtype)
-            shelf = HostShelf(arena, group.device, self.count, gradients, prefetch)
-        self.shelves.add(shelf)  # the group owns it, and takes it along when the model goes
-        return shelf
+            storage = HostStorage(arena, group.device, self.staging, gradients, settings.prefetch)
+        self.storages.add(storage)  # the group owns it, and takes it along when the model goes
+        return storage
 
-    def _gradients(self, tier: Tier, dtype: torch.dtype) -> GradientShelf:
-        if tier == "disk":
+    def _gradients(self, dtype: torch.dtype) -> GradientStorage:
+        if self.settings.grads == "disk":
             return DiskGradients(self.file("gradients"))
         return HostGradients(self.arena("gradients", dtype))
 
@@ -118,64 +119,58 @@ class Tiers:
         return HostStore(self.arena("optimizer state", torch.uint8))
 
     def norm_of(self, parameter: Tensor) -> Tensor | None:
-        """The 2-norm of the local part of a gradient, where it is known without reading it."""
-        found = (shelf.norms.of(parameter) for shelf in self.shelves)
-        known = next((norm for norm in found if norm is not None), None)
-        if known is None:
-            spent = (o.in_backward.norm_of(parameter) for o in self.offloads if o.in_backward)
-            known = next((norm for norm in spent if norm is not None), None)
-        return known
+        """The 2-norm of the local part of a gradient that was moved, if nobody changed it since."""
+        found = (storage.norms.of(parameter) for storage in self.storages)
+        return next((norm for norm in found if norm is not None), None)
 
-    def shelf_of(self, parameter: Tensor) -> DiskShelf | None:
-        """The shelf whose file holds ``parameter``, if one does."""
+    def storage_of(self, parameter: Tensor) -> DiskStorage | None:
+        """Where ``parameter`` rests, if that is a file."""
         address = local_of(parameter).data_ptr()
-        for shelf in self.shelves:
-            if isinstance(shelf, DiskShelf) and shelf.holds(address):
-                return shelf
+        for storage in self.storages:
+            if isinstance(storage, DiskStorage) and storage.holds(address):
+                return storage
         return None
 
 
-class ShelfFactory(StorageFactory):
-    """Makes the shelf of one group."""
+class TierStorageFactory(StorageFactory):
+    """Makes the storage of one group."""
 
-    def __init__(self, tiers: Tiers, settings: Offload) -> None:
-        """Makes a shelf of the tiers that ``settings`` names."""
-        self._tiers = tiers
-        self._plugin = settings
-        self._shelf: weakref.ref[Shelf] | None = None  # the group owns it
+    def __init__(self, resources: Resources, notices: Callable[[], tuple[str, ...]]) -> None:
+        """``notices`` says what all tiers hold."""
+        self._resources = resources
+        self._all_notices = notices
+        self._storage: weakref.ref[TierStorage] | None = None  # the group owns it
 
     @property
     @override
     def name(self) -> str:
-        return self._plugin.params
+        return self._resources.settings.params
 
     @property
     @override
     def settings(self) -> str:
-        return f"gradients on {self._plugin.grads}"
+        return f"gradients on {self._resources.settings.grads}"
 
     @property
     @override
     def notices(self) -> tuple[str, ...]:
         """Bytes of this group at rest, and those of all tiers."""
-        shelf = self._shelf() if self._shelf is not None else None
-        if shelf is None:
+        storage = self._storage() if self._storage is not None else None
+        if storage is None:
             return ()
-        nbytes = shelf.shard_bytes
+        settings, nbytes = self._resources.settings, storage.shard_bytes
         return (
-            f"offload: a shard of {nbytes:,} bytes on {self._plugin.params}, its gradient of "
-            f"{nbytes:,} bytes on {self._plugin.grads}",
-            *self._plugin.notices(),
+            f"offload: a shard of {nbytes:,} bytes on {settings.params}, its gradient of "
+            f"{nbytes:,} bytes on {settings.grads}",
+            *self._all_notices(),
         )
 
     @override
-    def create(self, group: GroupInfo, layout: GroupLayout) -> Shelf:
+    def create(self, group: GroupInfo, layout: GroupLayout) -> TierStorage:
         del layout
-        plugin = self._plugin
-        grads = plugin.grads or "host"
-        shelf = self._tiers.shelf(plugin.params, grads, group, plugin.prefetch)
-        self._shelf = weakref.ref(shelf)
-        return shelf
+        storage = self._resources.storage(group)
+        self._storage = weakref.ref(storage)
+        return storage
 
 
 def global_rank() -> int:

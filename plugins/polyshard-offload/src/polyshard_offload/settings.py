@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+import torch
+
 from polyshard_offload.errors import SettingError
 
 Tier = Literal["device", "host", "disk"]
@@ -53,6 +55,65 @@ class DiskSettings:
             )
         one_of("DiskSettings(direct", self.direct, (True, False, "auto"))
         one_of("DiskSettings(backend", self.backend, ("posix", "kvikio"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadSettings:
+    """The settings of an :class:`polyshard_offload.Offload`, complete: every tier is chosen."""
+
+    params: Tier
+    grads: Tier
+    optimizer: Tier
+    fraction: float
+    pin: bool | Literal["auto"]
+    prefetch: int
+    chunk_bytes: int
+    disk: DiskSettings
+    step_in_backward: bool
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            SettingError: naming the setting, the reason and what to choose.
+        """
+        check_tiers(self.params, self.grads, self.optimizer)
+        at_least("Offload(prefetch", self.prefetch, 0)
+        at_least("Offload(chunk_bytes", self.chunk_bytes, 1)
+        one_of("Offload(pin", self.pin, (True, False, "auto"))
+        one_of("Offload(step_in_backward", self.step_in_backward, (True, False))
+        if self.step_in_backward:
+            check_in_backward(self.grads, self.optimizer)
+        if not 0.0 <= self.fraction <= 1.0:
+            raise SettingError(f"Offload(fraction={self.fraction!r}) must be from 0 to 1.")
+        disk: object = self.disk
+        if not isinstance(disk, DiskSettings):
+            raise SettingError(
+                f"Offload(disk={disk!r}) must be DiskSettings(path=...), got a "
+                f"{type(disk).__name__}."
+            )
+        if self.pin is True and not may_pin():
+            raise SettingError(
+                "Offload(pin=True): there is no accelerator to page-lock memory for; leave "
+                "pin='auto', which uses plain memory here."
+            )
+
+    @property
+    def pins(self) -> bool:
+        """Whether host memory is page-locked."""
+        return may_pin() if self.pin == "auto" else self.pin
+
+    @property
+    def needs_wrap(self) -> bool:
+        """Whether an optimizer that nobody wrapped would leave a setting without effect."""
+        # State on the host beside parameters on the host is what torch makes by itself.
+        apart = self.optimizer == "disk" or (self.optimizer == "host" and self.params == "device")
+        return apart or self.params == "disk" or self.step_in_backward
+
+
+def may_pin() -> bool:
+    """Whether page-locked memory can be had and would help."""
+    return torch.accelerator.is_available()
 
 
 def at_least(name: str, value: object, least: int) -> None:

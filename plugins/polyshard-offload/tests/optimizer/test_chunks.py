@@ -13,7 +13,7 @@ from polyshard_offload.optimizer.chunks import Slot, plan_chunks
 from polyshard_offload.optimizer.records import Entry, Record, entries_of, record_bytes
 from polyshard_offload.tiers.state_store import Extent, merged
 
-SHELVES = [cast(Any, object()) for _ in range(3)]
+STORAGES = [cast(Any, object()) for _ in range(3)]
 
 
 @given(
@@ -24,22 +24,22 @@ def test_chunks_partition_the_slots(
     members: list[tuple[int, int | None]], chunk_bytes: int
 ) -> None:
     slots = [
-        Slot(torch.empty(0), 0, weight, True, None if shelf is None else SHELVES[shelf])
-        for weight, shelf in members
+        Slot(torch.empty(0), 0, weight, True, None if storage is None else STORAGES[storage])
+        for weight, storage in members
     ]
     chunks = plan_chunks(slots, chunk_bytes)
     flat = [slot for chunk in chunks for slot in chunk.slots]
     assert sorted(map(id, flat)) == sorted(map(id, slots))
-    for shelf in (None, *SHELVES):
-        mine = [s for s in slots if s.shelf is shelf]
-        assert [s for s in flat if s.shelf is shelf] == mine  # order is kept
+    for storage in (None, *STORAGES):
+        mine = [s for s in slots if s.storage is storage]
+        assert [s for s in flat if s.storage is storage] == mine  # order is kept
     for chunk in chunks:
-        assert len({id(s.shelf) for s in chunk.slots}) == 1
+        assert len({id(s.storage) for s in chunk.slots}) == 1
         assert len(chunk.slots) == 1 or sum(s.weight for s in chunk.slots) <= chunk_bytes
     assert [c.key for c in chunks] == list(range(len(chunks)))
-    on_disk = [c.shelf for c in chunks if c.shelf is not None]
+    on_disk = [c.storage for c in chunks if c.storage is not None]
     changes = sum(a is not b for a, b in itertools.pairwise(on_disk))
-    assert changes <= max(len({id(s) for s in on_disk}) - 1, 0)  # each shelf is opened once
+    assert changes <= max(len({id(s) for s in on_disk}) - 1, 0)  # each storage is opened once
 
 
 @given(

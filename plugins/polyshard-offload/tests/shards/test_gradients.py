@@ -34,19 +34,19 @@ def test_gradients_move_once_a_step(
     path = str(tmp_path)
     offload = make(tiers, path)
     model: Any = sharded_toy(offload)
-    groups = len(offload.tiers.shelves)
+    groups = len(offload.tiers.storages)
     found: dict[Any, Any] = {}
     for how in ("without sync", "announced", "unannounced"):
-        before = offload.tiers.count.gradient_moves
+        before = offload.tiers.staging.gradient_moves
         for micro in range(3):
             last = micro == 2
             model.set_requires_gradient_sync(last or how != "without sync")
             model.set_is_last_backward(last or how != "announced")
             loss_of(model, tokens_for(micro, rank)).backward()
             if not last:
-                moved = offload.tiers.count.gradient_moves - before
+                moved = offload.tiers.staging.gradient_moves - before
                 assert moved == 0 if how != "unannounced" else moved == groups * (micro + 1)
-        found[how] = offload.tiers.count.gradient_moves - before
+        found[how] = offload.tiers.staging.gradient_moves - before
         gradients = [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
         found[how, "sums"] = gradients
         for p in model.parameters():

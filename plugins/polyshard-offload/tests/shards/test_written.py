@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from polyshard import describe, fully_shard
 from polyshard.testing import ranks
 from polyshard_offload import CorruptedError, DiskSettings, Offload
-from polyshard_offload.shards import written
-from polyshard_offload.shards.written import PrivateWindow, writes_show
+from polyshard_offload.tiers import private_window
+from polyshard_offload.tiers.private_window import PrivateWindow, writes_show
 
 Write = Callable[[Any, list[nn.Parameter], int], None]
 
@@ -207,5 +207,5 @@ def test_the_probe_survives_kernels_without_the_file(monkeypatch: pytest.MonkeyP
     def missing(*args: object) -> int:
         raise FileNotFoundError("/proc/self/pagemap")
 
-    monkeypatch.setattr(written, "_page_flags", missing)
+    monkeypatch.setattr(private_window, "_page_flags", missing)
     assert not writes_show.__wrapped__()

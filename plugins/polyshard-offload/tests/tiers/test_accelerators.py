@@ -166,8 +166,8 @@ def test_host_memory_is_pinned() -> None:
 @ranks(1)
 def test_copies_wait_for_the_memory_they_fill(rank: int, size: int) -> None:
     """A prefetched copy runs beside the compute stream, into memory whose last use has ended."""
-    from polyshard_offload.shards.staging import StagingCount
-    from polyshard_offload.shards.storage import HostShelf
+    from polyshard_offload.shards.host_storage import HostStorage
+    from polyshard_offload.shards.staging import StagingState
     from polyshard_offload.tiers.host_memory import Arena
 
     class Nowhere:
@@ -175,21 +175,21 @@ def test_copies_wait_for_the_memory_they_fill(rank: int, size: int) -> None:
             return gradient
 
     device = torch.device("cuda", 0)
-    shelf = HostShelf(Arena(pinned=True), device, StagingCount(), Nowhere(), 2)
+    storage = HostStorage(Arena(pinned=True), device, StagingState(), Nowhere(), 2)
     numel = 16 << 20
-    resting = shelf.rest(torch.ones(numel, device=device))
-    shelf.fetch()
+    resting = storage.rest(torch.ones(numel, device=device))
+    storage.fetch()
     torch.cuda.synchronize()
-    shelf.release()
+    storage.release()
     with torch.cuda.stream(torch.cuda.Stream()):
         scratch = torch.full((numel,), 5.0, device=device)
         torch.cuda._sleep(100_000_000)
         kept = scratch + 1  # reads scratch late
-        del scratch  # its memory may be what the shelf is given next
-        shelf.prefetch()
+        del scratch  # its memory may be what the storage is given next
+        storage.prefetch()
         resting.is_pinned()
-        shelf.fetch()
-        near = shelf.view().clone()
+        storage.fetch()
+        near = storage.view().clone()
         assert bool((kept == 6).all())
         assert bool((near == 1).all())
-        shelf.release()
+        storage.release()

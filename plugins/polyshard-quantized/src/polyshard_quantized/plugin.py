@@ -16,13 +16,14 @@ from polyshard.description import identities_of
 from polyshard.errors import SettingError
 from polyshard.seams import GroupIdentity, GroupInfo
 from polyshard_quantized.__about__ import __version__
-from polyshard_quantized.exclusions import Exclusions
-from polyshard_quantized.feedback import ErrorFeedback
-from polyshard_quantized.formats import BlockFormat, Float8Block, Int8Block
-from polyshard_quantized.gather import QuantizedGather
-from polyshard_quantized.reduction import GradientSettings, QuantizedReduce, RoundingName
+from polyshard_quantized.formats.base import BlockFormat
+from polyshard_quantized.formats.int8 import Int8Block
+from polyshard_quantized.layout.exclusions import Exclusions
 from polyshard_quantized.report import GroupReport, Report
 from polyshard_quantized.roundtrip import relative_errors
+from polyshard_quantized.transfers.feedback import ErrorFeedback
+from polyshard_quantized.transfers.gather import QuantizedGather
+from polyshard_quantized.transfers.reduction import GradientSettings, QuantizedReduce, RoundingName
 from polyshard_quantized.workspace import Workspace
 
 
@@ -35,7 +36,7 @@ class _Served:
         self.workspace = Workspace()
 
     def groups(self) -> list[GroupIdentity]:
-        """In the order groups were made."""
+        """The groups that were given a codec, in the order they were made."""
         return list({identity: None for d in (self.gathers, self.reduces) for identity in d})
 
 
@@ -107,7 +108,7 @@ class QuantizedComm(Plugin):
                 "QuantizedComm: rounding and error_feedback are about gradients, which stay "
                 "native; pass gradients=Int8Block(), or leave them out."
             )
-        if stochastic and isinstance(self.gradients, Float8Block):
+        if stochastic and self.gradients is not None and not self.gradients.is_integer:
             raise SettingError(
                 "QuantizedComm: stochastic rounding needs a format of whole numbers; use "
                 "gradients=Int8Block() or rounding='nearest'."
@@ -211,7 +212,7 @@ class QuantizedComm(Plugin):
             codec.state.load(state_dict[key])
 
     def _reduces_of(self, model: nn.Module | None) -> dict[str, QuantizedReduce]:
-        """By the key that a state dict has for each."""
+        """The reduce codecs, by the key that a state dict has for each."""
         own = None if model is None else identities_of(model)
         found: dict[str, QuantizedReduce] = {}
         for identity, codec in self._served.reduces.items():

@@ -10,9 +10,9 @@ from typing_extensions import override
 
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
-from polyshard_quantized.exclusions import Exclusions
-from polyshard_quantized.formats import BlockFormat
-from polyshard_quantized.payload import Payload, plan_payload
+from polyshard_quantized.formats.base import BlockFormat
+from polyshard_quantized.layout.exclusions import Exclusions
+from polyshard_quantized.layout.payload import Payload, plan_payload
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,6 @@ class Report:
 
     @override
     def __str__(self) -> str:
-        """Every group's lines, and the total."""
         lines = [
             f"{group.name}: {line}"
             for group in self.groups

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from polyshard.sharding.layout import ParameterShape, plan_layout
-from polyshard_quantized.formats import BlockFormat
-from polyshard_quantized.gather import BoundGather
-from polyshard_quantized.payload import plan_payload
+from polyshard_quantized.formats.base import BlockFormat
+from polyshard_quantized.layout.payload import plan_payload
+from polyshard_quantized.transfers.gather import BoundGather
 from polyshard_quantized.workspace import Workspace
 
 

@@ -25,7 +25,6 @@ class Workspace:
     """Tensors by purpose, grown as needed and kept. Contents are undefined between uses."""
 
     def __init__(self) -> None:
-        """Nothing is allocated before it is needed."""
         self._held: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
     def take(

@@ -12,7 +12,7 @@ from polyshard_offload._torch_private import local_of
 from polyshard_offload.optimizer.pipeline import Job
 from polyshard_offload.optimizer.records import Record
 from polyshard_offload.optimizer.spent import SpentGradient
-from polyshard_offload.shards.storage import DiskShelf
+from polyshard_offload.shards.disk_storage import DiskStorage
 
 NO_GROUP = -1
 
@@ -24,14 +24,14 @@ class Slot:
     ``group`` indexes ``param_groups``, or is :data:`NO_GROUP`; ``weight`` is the state in bytes
     that the largest shard on any rank has. ``record`` is where its state is kept, if it is;
     ``filled`` says that there are values, of which ``optimizer.state`` shows ``windows`` among
-    ``shown`` entries. ``shelf`` holds the parameter itself when it rests on disk.
+    ``shown`` entries. ``storage`` holds the parameter itself when it rests on disk.
     """
 
     parameter: Tensor
     group: int
     weight: int
     offloaded: bool
-    shelf: DiskShelf | None = None
+    storage: DiskStorage | None = None
     record: Record | None = None
     filled: bool = False
     windows: dict[str, Tensor] = field(default_factory=dict)
@@ -78,9 +78,9 @@ class Chunk:
     slots: tuple[Slot, ...]
 
     @property
-    def shelf(self) -> DiskShelf | None:
+    def storage(self) -> DiskStorage | None:
         """Where the parameters rest on disk; the same for all slots."""
-        return self.slots[0].shelf
+        return self.slots[0].storage
 
     @property
     def is_due(self) -> bool:
@@ -100,16 +100,16 @@ class Chunk:
 def plan_chunks(slots: Sequence[Slot], chunk_bytes: int) -> list[Chunk]:
     """Cut ``slots`` into chunks of at most ``chunk_bytes`` of state, or of one parameter.
 
-    Parameters that rest on one shelf follow each other, and a chunk keeps to one shelf. Cuts follow
+    Parameters of one shard on disk follow each other, and a chunk keeps to one shard. Cuts follow
     from weights, so all ranks step parameters in one order: an optimizer may communicate.
     """
-    rank = {id(shelf): i for i, shelf in reversed(list(enumerate(s.shelf for s in slots)))}
+    rank = {id(storage): i for i, storage in reversed(list(enumerate(s.storage for s in slots)))}
     chunks: list[Chunk] = []
     taken: list[Slot] = []
     nbytes = 0
-    for slot in sorted(slots, key=lambda s: rank[id(s.shelf)] if s.shelf else 0):
+    for slot in sorted(slots, key=lambda s: rank[id(s.storage)] if s.storage else 0):
         full = nbytes + slot.weight > chunk_bytes
-        if taken and (full or slot.shelf is not taken[0].shelf):
+        if taken and (full or slot.storage is not taken[0].storage):
             chunks.append(Chunk(len(chunks), tuple(taken)))
             taken, nbytes = [], 0
         taken.append(slot)

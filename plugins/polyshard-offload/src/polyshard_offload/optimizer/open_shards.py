@@ -8,36 +8,35 @@ from contextlib import suppress
 from torch import Tensor
 
 from polyshard_offload.optimizer.chunks import Chunk
-from polyshard_offload.shards.storage import DiskShelf
+from polyshard_offload.shards.disk_storage import DiskStorage
 
-OPENED_SHELVES = 3
+OPEN_SHARDS = 3
 
 
-class OpenedShelves:
-    """Opens the shelf of each chunk in turn. One that several chunks share stays open."""
+class OpenShards:
+    """Opens the shard of each chunk in turn; one that several chunks share stays open."""
 
     def __init__(self) -> None:
-        """Nothing is open."""
-        self._current: tuple[DiskShelf, Tensor] | None = None
-        self._closing: DiskShelf | None = None
+        self._current: tuple[DiskStorage, Tensor] | None = None
+        self._closing: DiskStorage | None = None
 
     def open(self, chunks: Sequence[Chunk], index: int) -> Tensor | None:
         """The shard with the parameters of chunk ``index``; the one needed next is begun.
 
-        ``None`` where they rest on no disk. Such a chunk may come between two of one shelf, which
+        ``None`` where they rest on no disk. Such a chunk may come between two of one shard, which
         then stays open: closed, it would be changed again while it is written.
 
         Raises:
             StorageError: when reading, or writing an earlier one, fails.
         """
-        shelf = chunks[index].shelf
-        if self._current is not None and self._current[0] is shelf:
+        storage = chunks[index].storage
+        if self._current is not None and self._current[0] is storage:
             return self._current[1]
-        if shelf is None:
+        if storage is None:
             return None
         self._close_current()
-        self._current = (shelf, shelf.open())
-        following = (c.shelf for c in chunks[index:] if c.shelf not in (None, shelf))
+        self._current = (storage, storage.open())
+        following = (c.storage for c in chunks[index:] if c.storage not in (None, storage))
         upcoming = next(following, None)
         if upcoming is not None:
             upcoming.begin_open()
@@ -62,9 +61,9 @@ class OpenedShelves:
             self._closing.finish()
             self._closing = None
 
-    def abandon(self, shelves: Iterable[DiskShelf]) -> None:
+    def abandon(self, storages: Iterable[DiskStorage]) -> None:
         """Let go of what is open without writing it: the way out of an error."""
-        for shelf in shelves:
+        for storage in storages:
             with suppress(Exception):
-                shelf.finish()
+                storage.finish()
         self._current = self._closing = None

@@ -131,7 +131,6 @@ class Pipeline:
         self.buffer_bytes = 0
 
     def __del__(self) -> None:
-        """End the threads."""
         for lane in self._lanes:
             lane.executor.shutdown(wait=False)
 

@@ -29,7 +29,7 @@ class SpentGradient(Tensor):
 
     @staticmethod
     def __new__(cls, parameter: Tensor) -> Self:
-        """For ``parameter``, which may be a ``DTensor``."""
+        """A stand-in for the gradient of ``parameter``; plain also where that is a ``DTensor``."""
         made = shell(cls, parameter)
         assert isinstance(made, cls)
         return made
@@ -39,11 +39,6 @@ class SpentGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
-        """Refuse.
-
-        Raises:
-            OffloadError: saying what to do instead.
-        """
         raise OffloadError(MESSAGE)
 
     @property
@@ -62,7 +57,6 @@ class SpentGradient(Tensor):
 
     @override
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """What it is, without values."""
         return f"SpentGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -31,21 +31,19 @@ from polyshard_offload.optimizer.records import (
     predict_entries,
     record_bytes,
 )
+from polyshard_offload.resources import Resources
 from polyshard_offload.tiers.host_memory import Slab, pages
 from polyshard_offload.tiers.state_store import DiskStore, Extent
 
-if TYPE_CHECKING:
-    from polyshard_offload.plugin import Offload
 
-
-class StateKeeper:
+class OptimizerState:
     """The slots of one optimizer and the store of their records.
 
     ``optimizer.state`` of an offloaded parameter holds windows on its record, and counters and the
     like as they are.
     """
 
-    def __init__(self, optimizer: Optimizer, settings: Offload) -> None:
+    def __init__(self, optimizer: Optimizer, resources: Resources) -> None:
         """Reserve room for the state of every trainable parameter; move what is there already.
 
         Raises:
@@ -53,10 +51,9 @@ class StateKeeper:
         """
         self._optimizer = optimizer
         self._kind = type(optimizer)
-        self._settings = settings
-        self._tiers = settings.tiers
-        assert settings.optimizer is not None
-        self.store = self._tiers.state_store(settings.optimizer)
+        self._resources = resources
+        self._settings = resources.settings
+        self.store = resources.state_store(self._settings.optimizer)
         self.slots: list[Slot] = []
         self.every_slot: dict[int, Slot] = {}
         """By parameter: also of those that left the optimizer, whose state it still has."""
@@ -114,18 +111,18 @@ class StateKeeper:
             self._members = members
             self._assign_slots()
         if self._settings.params == "disk":
-            self._find_shelves()
+            self._find_storages()
         if not self._chunks:
             self._chunks = plan_chunks(self.slots, self._settings.chunk_bytes)
         return self._chunks
 
-    def _find_shelves(self) -> None:
+    def _find_storages(self) -> None:
         for slot in self.slots:
             address = local_of(slot.parameter).data_ptr()
-            if slot.shelf is None or not slot.shelf.holds(address):
-                shelf = self._tiers.shelf_of(slot.parameter)
-                if shelf is not slot.shelf:
-                    slot.shelf = shelf
+            if slot.storage is None or not slot.storage.holds(address):
+                storage = self._resources.storage_of(slot.parameter)
+                if storage is not slot.storage:
+                    slot.storage = storage
                     self._chunks = []
 
     # Keeping state ----------------------------------------------------------------------------

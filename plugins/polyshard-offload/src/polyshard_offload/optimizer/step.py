@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,55 +22,48 @@ from torch.optim import Optimizer
 from polyshard_offload._torch_private import like, local_of, plain_step, spec_of
 from polyshard_offload.errors import OffloadError
 from polyshard_offload.optimizer.chunks import Chunk, Slot
-from polyshard_offload.optimizer.open_shards import OPENED_SHELVES, OpenedShelves
+from polyshard_offload.optimizer.open_shards import OPEN_SHARDS, OpenShards
 from polyshard_offload.optimizer.pipeline import Pipeline
 from polyshard_offload.optimizer.records import entries_of, twin_of
-from polyshard_offload.optimizer.state import StateKeeper
-from polyshard_offload.optimizer.step_in_backward import BackwardSteps
+from polyshard_offload.optimizer.state import OptimizerState
+from polyshard_offload.resources import Resources
 from polyshard_offload.tiers.state_store import DiskStore
-
-if TYPE_CHECKING:
-    from polyshard_offload.plugin import Offload
 
 
 class StateOffload:
     """Steps one optimizer whose state is kept elsewhere. See [Note: twins]."""
 
-    def __init__(self, optimizer: Optimizer, settings: Offload) -> None:
-        """See :class:`polyshard_offload.optimizer.state.StateKeeper`."""
+    def __init__(self, optimizer: Optimizer, resources: Resources) -> None:
+        """See :class:`polyshard_offload.optimizer.state.OptimizerState`."""
         self._optimizer = optimizer
         self._kind = type(optimizer)
         self._step = plain_step(self._kind)
-        self._settings = settings
-        self._tiers = settings.tiers
-        self.keeper = StateKeeper(optimizer, settings)
-        self.pipeline = Pipeline(self.keeper.store, self._device(), settings.prefetch + 1)
-        self._opened = OpenedShelves()
+        self._resources = resources
+        self._settings = resources.settings
+        self.state = OptimizerState(optimizer, resources)
+        self.pipeline = Pipeline(self.state.store, self._device(), self._settings.prefetch + 1)
+        self._open_shards = OpenShards()
         self._failure: Exception | None = None
         self._group_values: dict[int, dict[str, Any]] = {}
-        chunk_bytes = settings.chunk_bytes
-        self.in_backward = BackwardSteps(self, chunk_bytes) if settings.step_in_backward else None
 
     def _device(self) -> torch.device:
         """Where steps happen: beside the parameters."""
-        slots = self.keeper.slots
+        slots = self.state.slots
         return next((local_of(s.parameter).device for s in slots), torch.device("cpu"))
 
     def buffer_bytes(self) -> int:
         """What a step takes beside what rests; predicted from chunks and shards."""
-        chunks = self.keeper.refresh()
+        chunks = self.state.refresh()
         largest = max((sum(s.nbytes for s in c.slots) for c in chunks), default=0)
-        lanes = min(self._settings.prefetch + 1, len(chunks)) if self.keeper.streams else 0
-        shelves = {id(c.shelf): c.shelf.shard_bytes for c in chunks if c.shelf is not None}
-        opened = sum(sorted(shelves.values())[-OPENED_SHELVES:])
+        lanes = min(self._settings.prefetch + 1, len(chunks)) if self.state.streams else 0
+        shards = {id(c.storage): c.storage.shard_bytes for c in chunks if c.storage is not None}
+        opened = sum(sorted(shards.values())[-OPEN_SHARDS:])
         return lanes * largest + opened
 
     def adopt_state(self) -> None:
         """Move to the tier what ``load_state_dict`` left in ``optimizer.state``."""
         self._abandon()
-        if self.in_backward is not None:
-            self.in_backward.abandon()
-        self.keeper.adopt_loaded()
+        self.state.adopt_loaded()
         self._failure = None
 
     def verify(self) -> None:
@@ -79,8 +72,8 @@ class StateOffload:
         Raises:
             CorruptedError: naming the place.
         """
-        if self._settings.disk.checksums and isinstance(self.keeper.store, DiskStore):
-            chunks = [c for c in self.keeper.refresh() if c.job().reads]
+        if self._settings.disk.checksums and isinstance(self.state.store, DiskStore):
+            chunks = [c for c in self.state.refresh() if c.job().reads]
             jobs = [c.job() for c in chunks]
             self.pipeline.run([j.read_only() for j in jobs], lambda index, buffer: None)
 
@@ -95,19 +88,9 @@ class StateOffload:
         """
         self.check_whole()
         with self.guarded():
-            if self.in_backward is not None:
-                self.in_backward.finish()
-            if self.in_backward is None or not self.in_backward.has_begun:
-                self.begin()
-            else:
-                self.keeper.refresh()
-                self.keeper.adopt_edits()
-            self.run([c for c in self.keeper.refresh() if c.is_due])
-            self.close_shelves()
-        for group in self.groups:
-            group.update(self._group_values.get(id(group), {}))
-        if self.in_backward is not None:
-            self.in_backward.clear()
+            self.begin()
+            self.step_due()
+        self.end()
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -134,7 +117,7 @@ class StateOffload:
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """A part of a step: what it raises is remembered, told to other ranks, and final."""
-        with self._tiers.reported("(optimizer)"):
+        with self._resources.reported("(optimizer)"):
             try:
                 yield
             except Exception as error:
@@ -145,25 +128,43 @@ class StateOffload:
     def _abandon(self) -> None:
         """Let go of everything a failed step has in its hands."""
         self.pipeline.settle()
-        self._opened.abandon({s.shelf for s in self.keeper.slots if s.shelf is not None})
+        self._open_shards.abandon({s.storage for s in self.state.slots if s.storage is not None})
+
+    def adopt_edits(self) -> None:
+        """Go on with what the user has made of state and groups. See [Note: edits] of ``state``."""
+        self.state.refresh()
+        self.state.adopt_edits()
 
     def begin(self) -> None:
         """A step begins: with what the user has made of state and groups since the last."""
-        self.keeper.refresh()
-        self.keeper.adopt_edits()
+        self.adopt_edits()
         self._group_values = {}
 
-    def close_shelves(self) -> None:
+    def step_due(self) -> None:
+        """Step every parameter that has a gradient now.
+
+        Raises:
+            StorageError: when reading or writing fails.
+        """
+        self.run([c for c in self.state.refresh() if c.is_due])
+        self.close_shards()
+
+    def end(self) -> None:
+        """A step has ended: groups show what it changed in their settings."""
+        for group in self.groups:
+            group.update(self._group_values.get(id(group), {}))
+
+    def close_shards(self) -> None:
         """Have parameters on disk written.
 
         Raises:
             StorageError: when that fails.
         """
-        self._opened.close()
+        self._open_shards.close()
 
     def run(self, chunks: list[Chunk]) -> None:
         """Step ``chunks``, streaming their state where it streams."""
-        if not self.keeper.streams:
+        if not self.state.streams:
             for index in range(len(chunks)):
                 self._visit(chunks, index, None)
             return
@@ -178,7 +179,7 @@ class StateOffload:
 
     def _visit(self, chunks: list[Chunk], index: int, buffer: Tensor | None) -> None:
         chunk = chunks[index]
-        opened = self._opened.open(chunks, index)
+        opened = self._open_shards.open(chunks, index)
         keys: dict[Slot, Tensor] = {}
         parts: dict[Slot, Tensor | None] = {}
         views: dict[Slot, dict[str, Tensor]] = {}
@@ -198,9 +199,9 @@ class StateOffload:
         self._step_twin(keys, state)
         for slot, key in keys.items():
             self._harvest(slot, views[slot], state[key], parts[slot])
-            if slot.shelf is not None:
+            if slot.storage is not None:
                 local = local_of(slot.parameter)
-                slot.shelf.note_stepped(local, local_of(key))
+                slot.storage.note_stepped(local, local_of(key))
 
     def _views(self, slot: Slot, part: Tensor | None) -> dict[str, Tensor]:
         """The state tensors the step is to use, over the buffer or where they are kept."""
@@ -209,15 +210,15 @@ class StateOffload:
         if part is not None:
             return slot.record.views(part)
         if not slot.windows:
-            slot.show(slot.record.windows(self.keeper.store.window(slot.record.extent)))
+            slot.show(slot.record.windows(self.state.store.window(slot.record.extent)))
         return slot.windows
 
     @staticmethod
     def _key(slot: Slot, opened: Tensor | None) -> Tensor:
         """What the step takes for the parameter: itself, or its values read from disk."""
-        if slot.shelf is None or opened is None:
+        if slot.storage is None or opened is None:
             return slot.parameter
-        local = slot.shelf.part(local_of(slot.parameter), opened)
+        local = slot.storage.part(local_of(slot.parameter), opened)
         stand_in = like(spec_of(slot.parameter), local)
         stand_in.grad = slot.parameter.grad
         return stand_in
@@ -262,18 +263,18 @@ class StateOffload:
         part: Tensor | None,
     ) -> None:
         """Put what the step left into the buffer, and publish it."""
-        if slot.shelf is not None:
+        if slot.storage is not None:
             torch.autograd.graph.increment_version(slot.parameter)
         entries = entries_of(state) if slot.offloaded else ()
         if not slot.offloaded or slot.record is None or slot.record.entries != entries:
             if state:
-                self.keeper.keep(slot, state, part)
+                self.state.keep(slot, state, part)
             elif slot.filled:
                 self._optimizer.state.get(slot.parameter, {}).clear()
-                self.keeper.forget(slot)
+                self.state.forget(slot)
             return
         for entry in entries:
             new, kept = local_of(state[entry.name]), local_of(views[entry.name])
             if new.data_ptr() != kept.data_ptr():
                 kept.copy_(new)
-        self.keeper.publish(slot, state)
+        self.state.publish(slot, state)

@@ -4,7 +4,7 @@
 A parameter's hook says that its reduced gradient is in place; the end of its group's reduction (or
 a chunk's worth of landed gradients, for parameters that no group owns) has all of them stepped. The
 gradients are then freed, so a model's gradients are never there together. What a step does to a
-parameter depends on that parameter alone (see [Note: twins] of ``stepping``), so the order changes
+parameter depends on that parameter alone (see [Note: twins] of ``step``), so the order changes
 no bit. State is read ahead in the order of the backward before; another order costs the reading
 ahead, nothing else.
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +29,7 @@ from polyshard_offload.errors import OffloadError
 from polyshard_offload.optimizer.chunks import Chunk, Slot, plan_chunks
 from polyshard_offload.optimizer.pipeline import Stream
 from polyshard_offload.optimizer.spent import MESSAGE, SpentGradient, spend
-
-if TYPE_CHECKING:
-    from polyshard_offload.optimizer.step import StateOffload
-
+from polyshard_offload.optimizer.step import StateOffload
 
 Traces = Mapping[str, tuple[object, tuple[int, int] | None]]
 
@@ -58,14 +55,9 @@ class BackwardSteps:
         self._stream: Stream | None = None
         self.watch()
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether parameters were stepped since the last ``optimizer.step()``."""
-        return bool(self._spent)
-
     def watch(self) -> None:
         """Hook parameters that came, or were unfrozen, since the last call."""
-        for slot in self._offload.keeper.slots:
+        for slot in self._offload.state.slots:
             if id(slot) not in self._hooked and slot.parameter.requires_grad:
                 self._hooked.add(id(slot))
                 slot.parameter.register_post_accumulate_grad_hook(_hook(self, slot))
@@ -80,7 +72,7 @@ class BackwardSteps:
         """
         self._offload.check_whole()
         if not (self._landed or self._spent):
-            self._offload.keeper.refresh()
+            self._offload.state.refresh()
         if not slot.is_member:
             return
         if id(slot) in self._spent:
@@ -113,16 +105,16 @@ class BackwardSteps:
         offload = self._offload
         offload.begin()
         self._settings = [(group, _settings_of(group)) for group in offload.groups]
-        self._groups = {id(slot): offload.groups[slot.group] for slot in offload.keeper.slots}
+        self._groups = {id(slot): offload.groups[slot.group] for slot in offload.state.slots}
         self._left = {}
         self._done = []
         self._norms = {}
-        if offload.keeper.streams:
+        if offload.state.streams:
             self._stream = offload.pipeline.stream([chunk.job() for chunk in self._order])
 
     def _cut(self, landed: Sequence[Slot]) -> list[Chunk]:
         """Chunks of ``landed``; the same objects whenever the same parameters land together."""
-        key = tuple((id(slot), id(slot.shelf)) for slot in landed)
+        key = tuple((id(slot), id(slot.storage)) for slot in landed)
         if key not in self._cuts:
             self._cuts[key] = plan_chunks(landed, self._chunk_bytes)
         return self._cuts[key]
@@ -170,11 +162,35 @@ class BackwardSteps:
             return
         with self._offload.guarded():
             self._leave_stream()
-            self._offload.close_shelves()
+            self._offload.close_shards()
         self._ended = True
         self._order = self._done
 
     # At the user's step -----------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Step what backward has left, after a look at whether all it did still holds.
+
+        Raises:
+            StorageError: when reading or writing fails; parameters are then partly updated.
+            OffloadError: after such a failure, or for what came too late.
+        """
+        offload = self._offload
+        offload.check_whole()
+        with offload.guarded():
+            self.finish()
+            if self._spent:
+                offload.adopt_edits()
+            else:
+                offload.begin()
+            offload.step_due()
+        offload.end()
+        self.clear()
+
+    def adopt_state(self) -> None:
+        """Start anew from a state dict that was just loaded."""
+        self.abandon()
+        self._offload.adopt_state()
 
     def finish(self) -> None:
         """The user calls ``step()``: what was done in backward is a part of it.
@@ -206,8 +222,8 @@ class BackwardSteps:
                     )
 
     def _check_members(self) -> None:
-        keeper, groups = self._offload.keeper, self._offload.groups
-        keeper.refresh()
+        state, groups = self._offload.state, self._offload.groups
+        state.refresh()
         for key, (slot, _) in self._left.items():
             if not slot.is_member or groups[slot.group] is not self._groups[key]:
                 shape = tuple(slot.parameter.shape)
@@ -235,7 +251,7 @@ class BackwardSteps:
         self._ended = True
         self._order = []
         self.clear()
-        for slot in self._offload.keeper.slots:
+        for slot in self._offload.state.slots:
             if isinstance(slot.parameter.grad, SpentGradient):
                 slot.parameter.grad = None
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -20,15 +21,28 @@ from typing_extensions import override
 from polyshard_offload._torch_private import is_patched, profiled
 from polyshard_offload.errors import OffloadError
 from polyshard_offload.optimizer.step import StateOffload
+from polyshard_offload.optimizer.step_in_backward import BackwardSteps
+from polyshard_offload.resources import Resources
 
-Opt = TypeVar("Opt", bound=Optimizer)
+
+@dataclass(frozen=True, eq=False)
+class Wrapping:
+    """What steps a wrapped optimizer, and keeps its state."""
+
+    offload: StateOffload
+    in_backward: BackwardSteps | None
+    """Where parameters are stepped as soon as their gradients are reduced."""
+
+    @property
+    def steps(self) -> StateOffload | BackwardSteps:
+        """What the user's ``step()`` calls."""
+        return self.offload if self.in_backward is None else self.in_backward
 
 
 class OffloadedOptimizer(Optimizer):
     """Mixed into the class of a wrapped optimizer."""
 
-    def _offload(self) -> StateOffload:
-        return cast(StateOffload, self.__dict__["_polyshard_offload"])
+    _polyshard_offload: Wrapping
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -37,7 +51,7 @@ class OffloadedOptimizer(Optimizer):
         Raises:
             CorruptedError: with checksums on, when the disk does not hold what was written.
         """
-        self._offload().verify()
+        self._polyshard_offload.offload.verify()
         return super().state_dict()
 
     @override
@@ -49,10 +63,10 @@ class OffloadedOptimizer(Optimizer):
         """
         super().load_state_dict(state_dict)
         with torch.no_grad():
-            self._offload().adopt_state()
+            self._polyshard_offload.steps.adopt_state()
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        """Refuse.
+        """A copy would share the files and buffers of the first.
 
         Raises:
             OffloadError: always.
@@ -74,7 +88,7 @@ def _offloaded_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None 
             "step(closure) cannot be offloaded: the closure would have to run for every chunk of "
             "parameters. Call it yourself, then step() without it."
         )
-    self._offload().step()
+    self._polyshard_offload.steps.step()
 
 
 def check_optimizer(optimizer: object) -> None:
@@ -103,10 +117,24 @@ def check_optimizer(optimizer: object) -> None:
         )
 
 
-def install(optimizer: Opt, offload: StateOffload) -> Opt:
-    """Turn ``optimizer`` into one whose state ``offload`` keeps, in place."""
+def wrap(optimizer: Optimizer, resources: Resources) -> Wrapping:
+    """Turn ``optimizer`` into one whose state rests in ``resources``, in place.
+
+    Raises:
+        StorageError: when there is no room for the state.
+    """
+    settings = resources.settings
+    with resources.reported("(optimizer)"):
+        offload = StateOffload(optimizer, resources)
+    early = BackwardSteps(offload, settings.chunk_bytes) if settings.step_in_backward else None
+    wrapping = Wrapping(offload, early)
     kind = type(optimizer)
     members = {"step": profiled(_offloaded_step), "__module__": kind.__module__}
     optimizer.__class__ = type(f"Offloaded{kind.__name__}", (OffloadedOptimizer, kind), members)
-    optimizer.__dict__["_polyshard_offload"] = offload
-    return optimizer
+    optimizer.__dict__["_polyshard_offload"] = wrapping
+    return wrapping
+
+
+def wrapping_of(optimizer: Optimizer) -> Wrapping | None:
+    """What :func:`wrap` has put into ``optimizer``, if it did."""
+    return optimizer._polyshard_offload if isinstance(optimizer, OffloadedOptimizer) else None

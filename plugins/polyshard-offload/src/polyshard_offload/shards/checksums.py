@@ -1,7 +1,7 @@
 """Checksums of parameters that rest on disk, as the last step or the last reader left them.
 
-Which of them count after somebody wrote to the parameters is the windows' to say: see
-[Note: who may write] there.
+After somebody wrote to the parameters, :class:`.private_window.PrivateWindow` says which still
+count: see [Note: who may write] there.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from polyshard_offload._torch_private import local_of
 from polyshard_offload.tiers.host_memory import bytes_of
 
 
-class PartSums:
+class ParameterChecksums:
     """The checksums of the parameters of one shard."""
 
     def __init__(self) -> None:
-        """Nothing is known of the shard."""
         self._known: dict[int, int] = {}
         self._held: list[tuple[int, int]] = []
 

@@ -13,8 +13,8 @@ from polyshard_offload.tiers.host_memory import Arena, typed
 from polyshard_offload.tiers.swap_file import SwapFile
 
 
-class GradientShelf(Protocol):
-    """Takes gradients of one group."""
+class GradientStorage(Protocol):
+    """Takes the gradients of one group to where they rest."""
 
     def place(self, gradient: Tensor) -> Tensor:
         """``gradient`` (``[shard_numel]``) at rest; valid as long as anybody looks at it."""
@@ -23,7 +23,7 @@ class GradientShelf(Protocol):
 
 @dataclass(eq=False)
 class HostGradients:
-    """Gradients in an arena."""
+    """Gradients in host memory."""
 
     arena: Arena
 
@@ -62,5 +62,5 @@ class DiskGradients:
 
 
 def giver(free: list[int], offset: int) -> Callable[[], None]:
-    """Puts ``offset`` back when nobody looks at what is there any more."""
+    """What a window's end calls: ``offset`` may be used again."""
     return lambda: free.append(offset)

@@ -17,14 +17,11 @@ from polyshard_offload._torch_private import local_of, norms_of
 
 
 class GradientNorms:
-    """Of the gradients of one shard. See [Note: norms before the move]."""
+    """The norms of the gradients of one shard. See [Note: norms before the move]."""
 
     def __init__(self) -> None:
-        """Nothing is known.
-
-        Parameters are held for good: weak references would keep torch from swapping their content
-        in ``module.to()``, and whoever holds their shard holds them anyway.
-        """
+        # Parameters are held for good: weak references would keep torch from swapping their content
+        # in ``module.to()``, and whoever holds their shard holds them anyway.
         self._places: dict[int, tuple[Tensor, int, int]] = {}
         self._norms: dict[int, Tensor] = {}
         self._address = 0

@@ -3,7 +3,7 @@
 [Note: staging]
 Transfers are bound to one tensor for life, whose memory is taken when a shard is fetched and given
 back when the gather has read it. Views of it can be made only while it has memory, so asking for
-the tensor gives it some; it goes again with the first release, or when the next shelf is asked.
+the tensor gives it some; it goes again with the first release, or when the next one is asked.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 
 @dataclass(eq=False)
-class StagingCount:
-    """Staging memory of all shelves together, in bytes, and the shelf whose views were just made.
+class StagingState:
+    """Staging memory of all shards together, in bytes, and the one whose views were just made.
 
     ``ahead`` lets one thread read the next shards while a step computes. ``gradient_moves`` counts
     shards of gradients that left the device; ``records_norms`` has their norms taken before.
@@ -33,49 +33,47 @@ class StagingCount:
     )
 
     def __del__(self) -> None:
-        """End the thread."""
         self.ahead.shutdown(wait=False)
 
 
 class Staging:
-    """``[numel]`` on the compute device. See [Note: staging]."""
+    """Memory for one shard (``[numel]``) on the compute device. See [Note: staging]."""
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, device: torch.device, count: StagingCount
+        self, numel: int, dtype: torch.dtype, device: torch.device, state: StagingState
     ) -> None:
-        """Reserve nothing yet."""
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._storage = self.tensor.untyped_storage()
         self._nbytes = self._storage.nbytes()
         self._storage.resize_(0)
         self._held = False
-        self._count = count
+        self._state = state
 
     def acquire(self) -> None:
-        """Take memory; contents are undefined."""
+        """Take memory, unless it is held; contents are undefined."""
         if not self._held:
             self._storage.resize_(self._nbytes)
             self._held = True
-            self._count.bytes_now += self._nbytes
-            self._count.peak_bytes = max(self._count.peak_bytes, self._count.bytes_now)
+            self._state.bytes_now += self._nbytes
+            self._state.peak_bytes = max(self._state.peak_bytes, self._state.bytes_now)
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Give the memory back, if it is held."""
         if self._held:
             self._storage.resize_(0)
             self._held = False
-            self._count.bytes_now -= self._nbytes
+            self._state.bytes_now -= self._nbytes
 
     def viewable(self) -> Tensor:
         """The tensor, in a state that lets views be made."""
-        idle, self._count.idle = self._count.idle, self
+        idle, self._state.idle = self._state.idle, self
         if idle is not None and idle is not self:
             idle.release()
         self.acquire()
         return self.tensor
 
     def in_use(self) -> None:
-        """Have memory until :meth:`release`."""
-        if self._count.idle is self:
-            self._count.idle = None
+        """Hold memory until :meth:`release`, whoever asks for views meanwhile."""
+        if self._state.idle is self:
+            self._state.idle = None
         self.acquire()

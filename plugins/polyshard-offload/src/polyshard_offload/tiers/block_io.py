@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
+from typing_extensions import override
 
 from polyshard_offload.settings import PAGE_BYTES
 from polyshard_offload.tiers.host_memory import bytes_of
@@ -21,7 +22,7 @@ from polyshard_offload.tiers.host_memory import bytes_of
 
 @dataclass(frozen=True)
 class Calls:
-    """The system calls in use; tests put faults here."""
+    """The system calls in use; tests replace them to make faults."""
 
     preadv: Callable[[int, Sequence[memoryview], int], int] = os.preadv
     pwritev: Callable[[int, Sequence[memoryview], int], int] = os.pwritev
@@ -31,10 +32,8 @@ class Calls:
 class Blocks(Protocol):
     """Moves blocks between memory and one open file."""
 
-    @property
-    def direct(self) -> bool:
-        """Whether offsets, sizes and addresses must be multiples of a page."""
-        ...
+    direct: bool
+    """Whether offsets, sizes and addresses must be multiples of a page."""
 
     def read(self, tensor: Tensor, offset: int) -> None:
         """Fill ``tensor`` (``[nbytes]`` uint8) from byte ``offset`` of the file on."""
@@ -45,7 +44,7 @@ class Blocks(Protocol):
         ...
 
 
-class PosixBlocks:
+class PosixBlocks(Blocks):
     """Blocks through the kernel, past its page cache if wanted and allowed."""
 
     def __init__(self, descriptor: int, direct: object, calls: Calls) -> None:
@@ -82,12 +81,12 @@ class PosixBlocks:
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self.direct = False
 
+    @override
     def read(self, tensor: Tensor, offset: int) -> None:
-        """See :class:`Blocks`."""
         self._move(self._calls.preadv, bytes_of(tensor), offset)
 
+    @override
     def write(self, tensor: Tensor, offset: int) -> None:
-        """See :class:`Blocks`."""
         self._move(self._calls.pwritev, bytes_of(tensor), offset)
 
     def _move(
@@ -112,7 +111,7 @@ class PosixBlocks:
                 done -= done % PAGE_BYTES  # direct I/O goes on at whole pages only
 
 
-class KvikioBlocks:
+class KvikioBlocks(Blocks):
     """Blocks through RAPIDS' kvikio: GPUDirect Storage where the system has it, else its threads.
 
     kvikio opens files by name, twice (for direct I/O and without), so it is given the name that
@@ -133,12 +132,12 @@ class KvikioBlocks:
 
         self._file: Any = kvikio.CuFile(f"/proc/self/fd/{descriptor}", "r+")
 
+    @override
     def read(self, tensor: Tensor, offset: int) -> None:
-        """See :class:`Blocks`."""
         self._move(self._file.read, tensor, offset)
 
+    @override
     def write(self, tensor: Tensor, offset: int) -> None:
-        """See :class:`Blocks`."""
         self._move(self._file.write, tensor, offset)
 
     @staticmethod

@@ -17,7 +17,7 @@ FORMAT_VERSION = 2
 
 
 class Header:
-    """Facts of one file.
+    """What a file says of itself.
 
     ``plan`` is a hash of all reserved places, in order: equal where shards and state are equal, so
     it tells files of one run from those of another, and even ranks from uneven ones.

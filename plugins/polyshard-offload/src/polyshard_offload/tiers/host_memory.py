@@ -112,11 +112,6 @@ class Arena:
         return self._slab, start
 
 
-def may_pin() -> bool:
-    """Whether page-locked memory can be had and would help."""
-    return torch.accelerator.is_available()
-
-
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous host tensor of any dtype, which must stay alive meanwhile.
 

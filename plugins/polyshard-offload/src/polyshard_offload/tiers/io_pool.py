@@ -11,7 +11,7 @@ from torch import Tensor
 from polyshard_offload.tiers.host_memory import Slab, pages
 
 
-class BlockPool:
+class IOPool:
     """A few threads, shared by all files of a rank.
 
     Direct I/O needs page-aligned memory. A thread that is given other memory (torch aligns to 64
@@ -27,7 +27,6 @@ class BlockPool:
         self.bounce_bytes = 0
 
     def __del__(self) -> None:
-        """End the threads."""
         self._executor.shutdown(wait=False)
 
     def run(self, move: Callable[[int, Tensor], None], parts: Sequence[tuple[int, Tensor]]) -> None:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from polyshard_offload.tiers.host_memory import Arena, pages
 from polyshard_offload.tiers.swap_file import SwapFile
@@ -23,10 +24,14 @@ class Extent:
 
 
 class Store(Protocol):
-    """Keeps extents."""
+    """Keeps the records of optimizer state, each in an extent of its own."""
 
     def allocate(self, nbytes: int, dtypes: Mapping[torch.dtype, int] | None = None) -> Extent:
-        """Room for ``nbytes``, rounded up to whole pages; ``dtypes`` says bytes of each dtype."""
+        """Room for ``nbytes``, rounded up to whole pages; ``dtypes`` says bytes of each dtype.
+
+        Raises:
+            StorageError: when there is not enough space.
+        """
         ...
 
     def window(self, extent: Extent) -> Tensor:
@@ -38,11 +43,19 @@ class Store(Protocol):
         ...
 
     def load(self, extents: Sequence[Extent], target: Tensor) -> None:
-        """Fill ``target`` with the extents, one after another. Runs in any thread."""
+        """Fill ``target`` with the extents, one after another. Runs in any thread.
+
+        Raises:
+            StorageError: when reading fails, or what was read is not what was written.
+        """
         ...
 
     def save(self, extents: Sequence[Extent], source: Tensor) -> None:
-        """Keep what ``source`` holds for the extents, one after another. Runs in any thread."""
+        """Keep what ``source`` holds for the extents, one after another. Runs in any thread.
+
+        Raises:
+            StorageError: when writing fails.
+        """
         ...
 
 
@@ -65,17 +78,16 @@ def merged(extents: Sequence[Extent]) -> list[Extent]:
     return found
 
 
-class HostStore:
-    """Extents in an arena."""
+class HostStore(Store):
+    """Extents in host memory."""
 
     def __init__(self, arena: Arena) -> None:
-        """Take memory from ``arena``."""
         self._arena = arena
         self._kept: dict[int, Tensor] = {}
         self._next = 0
 
+    @override
     def allocate(self, nbytes: int, dtypes: Mapping[torch.dtype, int] | None = None) -> Extent:
-        """See :class:`Store`."""
         del dtypes
         extent = Extent(self._next, pages(nbytes))
         self._next += extent.nbytes
@@ -83,21 +95,21 @@ class HostStore:
             self._kept[extent.offset] = self._arena.take(extent.nbytes)
         return extent
 
+    @override
     def window(self, extent: Extent) -> Tensor:
-        """The memory itself."""
         return self._kept[extent.offset] if extent.nbytes else torch.empty(0, dtype=torch.uint8)
 
+    @override
     def release(self, extent: Extent) -> None:
-        """The arena has it back with the last window."""
         self._kept.pop(extent.offset, None)
 
+    @override
     def load(self, extents: Sequence[Extent], target: Tensor) -> None:
-        """Copy."""
         for extent, part in slices(extents, target):
             part.copy_(self.window(extent))
 
+    @override
     def save(self, extents: Sequence[Extent], source: Tensor) -> None:
-        """Copy."""
         for extent, part in slices(extents, source):
             self.window(extent).copy_(part)
 
@@ -130,51 +142,38 @@ class _Released:
             self.free.setdefault(extent.nbytes, []).append(extent)
 
 
-class DiskStore:
+class DiskStore(Store):
     """Extents in a swap file."""
 
     def __init__(self, file: SwapFile) -> None:
-        """Take space from ``file``."""
         self._file = file
         self._released = _Released()
 
+    @override
     def allocate(self, nbytes: int, dtypes: Mapping[torch.dtype, int] | None = None) -> Extent:
-        """See :class:`Store`.
-
-        Raises:
-            StorageError: when there is not enough space.
-        """
         again = self._released.taken(pages(nbytes))
         return again or Extent(self._file.allocate(nbytes, dtypes), pages(nbytes))
 
+    @override
     def window(self, extent: Extent) -> Tensor:
-        """A mapping of the file."""
         closed = self._released.opened(extent) if extent.nbytes else None
         return self._file.window(extent.offset, extent.nbytes, closed)
 
+    @override
     def release(self, extent: Extent) -> None:
-        """Free the space with the last window."""
         if extent.nbytes:
             self._released.waiting.add(extent)
             self._released.settle(extent)
 
+    @override
     def load(self, extents: Sequence[Extent], target: Tensor) -> None:
-        """Read; verify where checksums are on.
-
-        Raises:
-            StorageError: naming the place.
-        """
         for extent, part in slices(merged(extents), target):
             self._file.read(extent.offset, part)
         for extent, part in slices(extents, target):
             self._file.check_read(extent.offset, part)
 
+    @override
     def save(self, extents: Sequence[Extent], source: Tensor) -> None:
-        """Write.
-
-        Raises:
-            StorageError: naming the place.
-        """
         for extent, part in slices(extents, source):
             self._file.note_written(extent.offset, part)
         for extent, part in slices(merged(extents), source):

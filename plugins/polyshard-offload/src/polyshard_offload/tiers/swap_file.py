@@ -32,12 +32,12 @@ from torch import Tensor
 
 from polyshard_offload.errors import CorruptedError, StorageError, storage_error
 from polyshard_offload.settings import PAGE_BYTES, DiskSettings
-from polyshard_offload.shards.written import PrivateWindow, writes_show
 from polyshard_offload.tiers.block_io import Blocks, Calls, KvikioBlocks, PosixBlocks
 from polyshard_offload.tiers.header import Header
 from polyshard_offload.tiers.host_memory import Slab, bytes_of, pages
-from polyshard_offload.tiers.io_pool import BlockPool
+from polyshard_offload.tiers.io_pool import IOPool
 from polyshard_offload.tiers.nameless import open_nameless
+from polyshard_offload.tiers.private_window import PrivateWindow, writes_show
 
 
 class SwapFile:
@@ -51,7 +51,7 @@ class SwapFile:
         kind: str,
         rank: int,
         calls: Calls | None = None,
-        pool: BlockPool | None = None,
+        pool: IOPool | None = None,
     ) -> None:
         """Create the file; ``kind`` (what it holds) and ``rank`` are for messages.
 
@@ -63,10 +63,10 @@ class SwapFile:
         self._kind = kind
         self._rank = rank
         self._calls = calls or Calls()
-        self._sums: dict[int, int] = {}
+        self._checksums: dict[int, int] = {}
         self._header = Header(kind, rank)
         self._header_lock = threading.Lock()
-        self._pool = pool or BlockPool(settings.io_threads, settings.block_bytes)
+        self._pool = pool or IOPool(settings.io_threads, settings.block_bytes)
         try:
             self._descriptor = open_nameless(settings.path)
             self._blocks = self._open_blocks()
@@ -92,7 +92,7 @@ class SwapFile:
 
     @property
     def descriptor(self) -> int:
-        """Of the open file."""
+        """The number of the open file, for mappings and ``/proc/PID/fd``."""
         return self._descriptor
 
     @property
@@ -216,7 +216,7 @@ class SwapFile:
     def note_written(self, offset: int, source: Tensor) -> None:
         """Remember the checksum of a piece, where they are wanted."""
         if self.verifies:
-            self._sums[offset] = zlib.crc32(bytes_of(source.cpu()))
+            self._checksums[offset] = zlib.crc32(bytes_of(source.cpu()))
 
     def check_read(self, offset: int, target: Tensor) -> None:
         """Compare a piece with what was written.
@@ -224,7 +224,7 @@ class SwapFile:
         Raises:
             CorruptedError: when they differ.
         """
-        expected = self._sums.get(offset)
+        expected = self._checksums.get(offset)
         if expected is None or zlib.crc32(bytes_of(target.cpu())) == expected:
             return
         raise self.corrupted(offset)
@@ -257,5 +257,5 @@ class SwapFile:
 
     @property
     def verifies(self) -> bool:
-        """Whether checksums are wanted."""
+        """Whether what is read is compared with what was written (``DiskSettings.checksums``)."""
         return self._settings.checksums

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polyshard.errors import SettingError
 from polyshard.seams import GroupInfo
-from polyshard_quantized.feedback import Residuals
+from polyshard_quantized.transfers.feedback import Residuals
 
 
 class ReductionState:
@@ -19,7 +19,6 @@ class ReductionState:
     """
 
     def __init__(self, residuals: Residuals | None) -> None:
-        """A group that has not been reduced yet."""
         self.calls = 0
         self.residuals = residuals
         self.group = ""

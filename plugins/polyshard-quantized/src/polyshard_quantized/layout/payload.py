@@ -21,9 +21,9 @@ from functools import cached_property
 import torch
 
 from polyshard.sharding.layout import GroupLayout
-from polyshard_quantized.blocks import RowBlocks, Tile, merged
-from polyshard_quantized.exclusions import row_elements
-from polyshard_quantized.formats import SCALE_BYTES, BlockFormat
+from polyshard_quantized.formats.base import SCALE_BYTES, BlockFormat
+from polyshard_quantized.layout.blocks import RowBlocks, Tile, merged
+from polyshard_quantized.layout.exclusions import row_elements
 
 PART_BYTES = 64
 RAW_BYTES = 16
@@ -50,7 +50,7 @@ class Raw:
 
 @dataclass(frozen=True)
 class Payload:
-    """See [Note: payload]. Offsets in bytes."""
+    """What one rank sends for one group; offsets are in bytes. See [Note: payload]."""
 
     format: BlockFormat
     quantized: tuple[Quantized, ...]

@@ -10,12 +10,12 @@ from typing_extensions import override
 
 from polyshard.seams import BoundGatherCodec, GatherCodec, GroupInfo
 from polyshard.sharding.layout import GroupLayout
-from polyshard_quantized.coding import BlockCodec, Nearest
-from polyshard_quantized.exclusions import Exclusions
-from polyshard_quantized.formats import BlockFormat
-from polyshard_quantized.payload import Payload
+from polyshard_quantized.arithmetic.codec import BlockCodec, Nearest
+from polyshard_quantized.formats.base import BlockFormat
+from polyshard_quantized.layout.exclusions import Exclusions
+from polyshard_quantized.layout.payload import Payload
+from polyshard_quantized.layout.tensors import Parts, Piece, pieces
 from polyshard_quantized.report import Coverage, TransferReport, gather_report
-from polyshard_quantized.tensors import Parts, Piece, pieces
 from polyshard_quantized.workspace import Workspace, chunk_elements
 
 
@@ -58,12 +58,11 @@ class ShardEncoder:
 
 
 class BoundGather(BoundGatherCodec):
-    """The codec of one group."""
+    """Encodes and decodes the parameters of one group."""
 
     keeps_payload = True
 
     def __init__(self, plan: Payload, workspace: Workspace) -> None:
-        """Nothing is allocated before the first gather."""
         self.payload_bytes = plan.nbytes
         self._plan = plan
         self._codec = BlockCodec(plan.format, workspace, Nearest())

@@ -17,17 +17,17 @@ from typing_extensions import override
 
 from polyshard.seams import BoundReduceCodec, BoundReplicaCodec, GroupInfo, ReduceCodec
 from polyshard.sharding.layout import GroupLayout
-from polyshard_quantized.blocks import Tile
-from polyshard_quantized.coding import BlockCodec, Nearest, Rounding
-from polyshard_quantized.exclusions import Exclusions
-from polyshard_quantized.feedback import ErrorFeedback, Residuals
-from polyshard_quantized.formats import BlockFormat
-from polyshard_quantized.gather import ShardEncoder
-from polyshard_quantized.payload import Payload
+from polyshard_quantized.arithmetic.codec import BlockCodec, Nearest, Rounding
+from polyshard_quantized.arithmetic.rounding import Stochastic
+from polyshard_quantized.formats.base import BlockFormat
+from polyshard_quantized.layout.blocks import Tile
+from polyshard_quantized.layout.exclusions import Exclusions
+from polyshard_quantized.layout.payload import Payload
+from polyshard_quantized.layout.tensors import Parts, Piece, pieces, rank_pieces, rows_of
 from polyshard_quantized.report import Coverage, TransferReport, reduce_report
-from polyshard_quantized.rounding import Stochastic
-from polyshard_quantized.state import ReductionState
-from polyshard_quantized.tensors import Parts, Piece, pieces, rank_pieces, rows_of
+from polyshard_quantized.transfers.feedback import ErrorFeedback, Residuals
+from polyshard_quantized.transfers.gather import ShardEncoder
+from polyshard_quantized.transfers.state import ReductionState
 from polyshard_quantized.workspace import Workspace, chunk_elements
 
 RoundingName = Literal["nearest", "stochastic"]
@@ -159,7 +159,7 @@ class _Compensation:
 
 
 class BoundReduce(BoundReduceCodec):
-    """The codec of one group."""
+    """Encodes, sums and decodes the gradients of one group."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class BoundReduce(BoundReduceCodec):
             self._compensation = _Compensation(state.residuals, workspace)
 
     def with_replicas(self, workspace: Workspace) -> BoundReduce:
-        """Own the second hop too."""
+        """The same codec, quantizing the sums between replicas too."""
         self.replicas = BoundReplicas(self._plan, self._codec, workspace, self._noise)
         return self
 

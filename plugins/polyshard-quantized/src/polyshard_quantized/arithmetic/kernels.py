@@ -1,4 +1,4 @@
-"""Encoding and decoding as one kernel each, in Triton; bit for bit what :mod:`.coding` computes.
+"""Encoding and decoding as one kernel each, in Triton; bit for bit what :mod:`.codec` computes.
 
 Imported on first use on CUDA only, and where Triton is installed (torch brings it there). A program
 works on a few whole blocks. Everything is IEEE ``float32`` and integer arithmetic, so no device may
@@ -19,16 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from polyshard_quantized.formats import BlockFormat, Float8Block, Int4Block
+from polyshard_quantized.formats.base import BlockFormat
 
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 _HALF_WAY = tl.constexpr(1.5 * 2**23)
 """Adding and subtracting it rounds what is smaller than 2^22 to the nearest whole number, ties to
 even, because ``float32`` has no room for a fraction beside it."""
-
-_INT8 = 0
-_E4M3 = 1
-_INT4 = 2
 
 PROGRAM_ELEMENTS = 4096
 """Values that one program works on, unless a block alone has more."""
@@ -187,9 +183,9 @@ def _load(
 
 
 def _kind(form: BlockFormat) -> int:
-    if isinstance(form, Int4Block):
-        return _INT4
-    return _E4M3 if isinstance(form, Float8Block) else _INT8
+    """What the kernels branch on: a value of :class:`.KernelCodes`."""
+    assert form.kernel_codes is not None  # others never come here
+    return int(form.kernel_codes)
 
 
 def _as_four(tensor: Tensor) -> Tensor:
@@ -226,7 +222,7 @@ def _launch(
 
 
 def encode(form: BlockFormat, values: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """See :meth:`polyshard_quantized.coding.BlockCodec.encode`; rounds to nearest."""
+    """See :meth:`polyshard_quantized.arithmetic.codec.BlockCodec.encode`; rounds to nearest."""
     _launch(
         _encode,
         (values, codes, scales),

@@ -1,4 +1,4 @@
-"""When kernels of an accelerator do the work of the tensor operations in :mod:`.coding`."""
+"""When kernels of an accelerator do the work of the tensor operations in :mod:`.codec`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from polyshard_quantized.formats import BlockFormat
+from polyshard_quantized.formats.base import BlockFormat
 
 LARGEST_BLOCK = 8192
 """In elements: a program holds a block in registers, and larger ones would spill."""
 
 
 class Kernels(Protocol):
-    """What :mod:`polyshard_quantized.kernels` offers."""
+    """What :mod:`polyshard_quantized.arithmetic.kernels` offers."""
 
     def encode(self, form: BlockFormat, values: Tensor, codes: Tensor, scales: Tensor) -> None:
         """Write values as codes and scales, rounded to nearest."""
@@ -29,7 +29,8 @@ class Kernels(Protocol):
 @functools.cache
 def _triton_kernels() -> Kernels | None:
     try:
-        from polyshard_quantized import kernels  # imports Triton, and compiles on first use
+        # Here, because it imports Triton, which compiles on first use.
+        from polyshard_quantized.arithmetic import kernels
     except ImportError:
         return None
     found: Kernels = kernels

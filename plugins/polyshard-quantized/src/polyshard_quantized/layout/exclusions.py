@@ -12,8 +12,8 @@ import torch
 from polyshard.errors import SettingError
 from polyshard.seams import ParamInfo
 from polyshard.sharding.layout import ParameterLayout
-from polyshard_quantized.blocks import RowBlocks
-from polyshard_quantized.formats import SCALE_BYTES, BlockFormat
+from polyshard_quantized.formats.base import SCALE_BYTES, BlockFormat
+from polyshard_quantized.layout.blocks import RowBlocks
 
 SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from polyshard_quantized.formats import BlockFormat
+from polyshard_quantized.formats.base import BlockFormat
 
 VECTOR_ELEMENTS = 16
 """Blocks of whole vectors are three times as fast to reduce as blocks of 63 values, say."""
@@ -43,7 +43,7 @@ class Tile:
 
     @property
     def elements(self) -> int:
-        """Values of the tile."""
+        """How many values all blocks hold."""
         return self.rows * self.row_elements
 
     def moved(self, values: int) -> Tile:
@@ -92,7 +92,7 @@ class RowBlocks:
 
     @property
     def count(self) -> int:
-        """Blocks of a row."""
+        """How many blocks a row is cut into."""
         return -(-self.row_elements // self.format.block_elements)
 
     @property

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from polyshard.errors import SettingError
-from polyshard_quantized.payload import Payload
+from polyshard_quantized.layout.payload import Payload
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,6 @@ class Residuals:
     """The errors of one group on one rank, by parameter index: ``[W, chunk_numel]`` each."""
 
     def __init__(self, settings: ErrorFeedback) -> None:
-        """Nothing is kept before the first reduction."""
         self.settings = settings
         self.values: dict[int, Tensor] = {}
 

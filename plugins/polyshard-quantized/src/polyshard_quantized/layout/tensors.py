@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyshard_quantized.blocks import Tile, split
-from polyshard_quantized.formats import SCALE_BYTES
-from polyshard_quantized.payload import Payload, Raw
+from polyshard_quantized.formats.base import SCALE_BYTES
+from polyshard_quantized.layout.blocks import Tile, split
+from polyshard_quantized.layout.payload import Payload, Raw
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,6 @@ class Parts:
     """The parts of payloads ``[rows, nbytes]`` (``uint8``), ready for views."""
 
     def __init__(self, payloads: Tensor, plan: Payload) -> None:
-        """Views only."""
         self.codes = payloads
         end = plan.scale_offset + plan.scales * SCALE_BYTES
         self.scales = payloads[:, plan.scale_offset : end].view(torch.float32)

@@ -1,0 +1,1 @@
+"""Wire formats: one file each, and the registry that names them."""

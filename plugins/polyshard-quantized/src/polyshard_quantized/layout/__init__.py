@@ -1,0 +1,1 @@
+"""Where values, codes and scales lie, and which parameters are left out."""

@@ -1,0 +1,1 @@
+"""The codecs the engine is given: of all-gathers, and of reductions."""
