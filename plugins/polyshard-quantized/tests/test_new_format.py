@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from quantized_models import Oracle, build, loss_of, one_hop, shard, tokens_for, train
+from quantized_models import Oracle, build, one_hop, shard, tokens_for, train
 from torch import Tensor
+from toy_models import loss_of
 from typing_extensions import override
 
 from polyshard import describe, stats

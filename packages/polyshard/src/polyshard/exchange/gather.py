@@ -52,6 +52,11 @@ class Filling(Protocol):
 class GatherPath(Filling, Protocol):
     """How an all-gather fills the regions of a group from all shards."""
 
+    @property
+    def payload_bytes(self) -> int | None:
+        """What one payload takes, where there are payloads."""
+        ...
+
     def differs(self, fetch: Callable[[], None]) -> Tensor:
         """Whether this rank's shard is not what the parameters were gathered from (0-dim bool)."""
         ...
@@ -95,6 +100,8 @@ class _Copies:
 
 class NativeGather:
     """Chunks go straight from shards into regions; staged ones through one packed transfer."""
+
+    payload_bytes = None
 
     def __init__(self, unsharded: Unsharded, line: Line) -> None:
         """Bind pieces and copies; the unsharded buffer must be acquired."""

@@ -38,9 +38,7 @@ def plan_of(group: ParameterGroup) -> GroupPlan:
         ways=ways,
         transfers=summary(ways, transport),
         sharded=tuple(_sharded(group, index) for index in range(len(shards.parameters))),
-        payloads=Payloads(
-            getattr(runtime.path, "payload_bytes", None), *runtime.reducer.payload_bytes
-        ),
+        payloads=Payloads(runtime.path.payload_bytes, *runtime.reducer.payload_bytes),
         notices=all_notices(group.setup.policy, shards.dtype, contributions),
     )
 
