@@ -19,8 +19,9 @@ from polyshard.engine.collect import (
     move_to_device,
     split_by_kind,
 )
+from polyshard.engine.hooks import UnitHooks
 from polyshard.engine.plans import audiences
-from polyshard.engine.root import unit_of
+from polyshard.engine.root import group_names, unit_of
 from polyshard.engine.state_dict import StateDictHooks
 from polyshard.engine.unit import Unit
 from polyshard.errors import AlreadyShardedError, SettingError
@@ -173,15 +174,13 @@ def _reshards(reshard_after_forward: bool | int | None, roles: MeshRoles) -> boo
 
 
 def _plan_groups(unit: Unit, sources: Sequence[Source], stack: PluginStack) -> None:
-    label = ", ".join(type(m).__name__ for m in unit.modules)
     kinds = split_by_kind(sources)
-    for index, members in enumerate(kinds):
-        name = f"{label}#{index}" if len(kinds) > 1 else label
+    for name, members in zip(group_names(unit.name, len(kinds)), kinds, strict=True):
         roles = members[0].placed.roles
         setup = GroupSetup(
-            name, roles, unit.policy, stack, unit.reshards_in_training, _block_size(unit, roles)
+            roles, unit.policy, stack, unit.reshards_in_training, _block_size(unit, roles)
         )
-        group = ParameterGroup(members, setup)
+        group = ParameterGroup(members, setup, name)
         group.pool = unit.context.pool
         unit.groups.append(group)
 
@@ -200,14 +199,13 @@ def _block_size(unit: Unit, roles: MeshRoles) -> int | None:
 
 
 def _shard(unit: Unit, sources: Sequence[Source]) -> None:
-    label = ", ".join(type(m).__name__ for m in unit.modules)
     for group in unit.groups:
         group.shard()
     for source in sources:
-        setattr(source.parameter, TIE, f"'{label}'")
+        setattr(source.parameter, TIE, f"'{unit.name}'")
         for owner in source.owners:
             tag_managed_module(owner.module)
     StateDictHooks(unit)
-    unit.attach()
+    UnitHooks(unit).attach()
     for module in unit.modules:
         mix_in(module, unit)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 from typing_extensions import override
 
-from polyshard.engine.root import group_names, units_below
+from polyshard.engine.root import ROOT, group_names, units_below
 from polyshard.engine.unit import Unit
 from polyshard.errors import SettingError
 from polyshard.group.group import ParameterGroup, State
@@ -135,7 +135,8 @@ def describe(model: nn.Module) -> Description:
 def _preview(
     unit: Unit, name: str, frees: bool | int, fqns: Mapping[int, str]
 ) -> Iterator[GroupPlan]:
-    for group, label in zip(unit.groups, group_names(unit, name), strict=True):
+    labels = group_names(name or ROOT, len(unit.groups))
+    for group, label in zip(unit.groups, labels, strict=True):
         if group.state is State.SHARDED:
             group.rename(label, fqns)  # as the root will: plugins choose parameters by their names
         plan = plan_of(group)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from typing_extensions import override
 
-from polyshard._torch.untraced import untraced
+from polyshard.engine.hooks import UnitHooks
 from polyshard.engine.plans import compare_early
 from polyshard.engine.root import unit_of, units_below
 from polyshard.engine.unit import Unit
@@ -387,12 +387,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if unit is None:
         return
 
-    before, after = untraced(unit.pre_forward), untraced(unit.post_forward)
+    hooks = UnitHooks(unit)
 
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = before(module, args, kwargs)
+        args, kwargs = hooks.before(module, args, kwargs)
         output = method(*args, **kwargs)
-        return after(module, args, output)
+        return hooks.after(module, args, output)
 
     gathered.__name__ = method_name
     gathered.__doc__ = method.__doc__

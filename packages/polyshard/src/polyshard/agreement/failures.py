@@ -22,8 +22,11 @@ KIND = "step"
 class FailureReport:
     """A block inside which exceptions are published, or explained by those of other ranks."""
 
-    def __init__(self, ranks: Sequence[int], group: str) -> None:
-        """``ranks`` are those that share transfers with this one; ``group`` is named in reports."""
+    def __init__(self, ranks: Sequence[int], group: object) -> None:
+        """``ranks`` are those that share transfers with this one.
+
+        ``group`` is asked what it is called (``str(group)``) when there is something to report.
+        """
         self._ranks = tuple(ranks)
         self._group = group
 
@@ -58,7 +61,7 @@ class FailureReport:
                 f"a transfer of group '{self._group}' did not complete, because "
                 f"{'; '.join(quotes)}. After mending that, call reset_iter_state() on every rank."
             ) from error
-        _publish(board, self._group, error)
+        _publish(board, str(self._group), error)
 
 
 def _publish(board: Board, group: str, error: Exception) -> None:

@@ -21,7 +21,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,12 +33,8 @@ from polyshard._torch.private import local_tensor
 from polyshard._torch.untraced import untraced
 from polyshard.engine.trees import map_tensors
 from polyshard.errors import CheckpointError, LifecycleError, SettingError, warn
-from polyshard.seams import StateDictAdapter, overrides
-
-if TYPE_CHECKING:
-    from polyshard.engine.state_dict import StateDictHooks
-    from polyshard.params.parameter import ShardedParameter
-    from polyshard.seams import ParamInfo
+from polyshard.params.parameter import ShardedParameter
+from polyshard.seams import ParamInfo, StateDictAdapter, overrides
 
 PROBE = 3.0
 """What a parameter is filled with to see whether an adapter moves values or changes them."""
@@ -132,21 +128,29 @@ class Adapted:
         return _placed_like(value, self.parameter.parameter)
 
 
+class HasAdapted(Protocol):
+    """Somebody who knows parameters with adapters."""
+
+    def adapted(self) -> Iterator[tuple[int, Adapted]]:
+        """Each with the ``id`` of every object that is that parameter now."""
+        ...
+
+
 class NativeState:
     """Converts the state dicts of optimizers. See [Note: native optimizer state]."""
 
     def __init__(self) -> None:
         """Watch for first steps."""
-        self._units: weakref.WeakSet[StateDictHooks] = weakref.WeakSet()
+        self._owners: weakref.WeakSet[HasAdapted] = weakref.WeakSet()
         self._attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._others: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = (
             weakref.WeakKeyDictionary()
         )
         register_optimizer_step_pre_hook(untraced(self._before_step))
 
-    def add(self, unit: StateDictHooks) -> None:
-        """Parameters of ``unit`` have adapters."""
-        self._units.add(unit)
+    def add(self, owner: HasAdapted) -> None:
+        """Convert the state of its parameters as long as ``owner`` lives."""
+        self._owners.add(owner)
 
     def attach(self, optimizer: Optimizer) -> None:
         """See :func:`attach_optimizer`."""
@@ -159,7 +163,7 @@ class NativeState:
         del args, kwargs
         if optimizer in self._attached:
             return
-        key = (sum(len(g["params"]) for g in optimizer.param_groups), len(self._units))
+        key = (sum(len(g["params"]) for g in optimizer.param_groups), len(self._owners))
         if self._others.get(optimizer) == key:
             return
         found = dict(self._adapted(optimizer))
@@ -179,7 +183,7 @@ class NativeState:
 
     def _adapted(self, optimizer: Optimizer) -> Iterator[tuple[int, Adapted]]:
         """Those of the optimizer's parameters that have adapters, by their place in its groups."""
-        known = {key: adapted for unit in self._units for key, adapted in unit.adapted()}
+        known = {key: adapted for owner in self._owners for key, adapted in owner.adapted()}
         for place, parameter in enumerate(_parameters(optimizer)):
             if id(parameter) in known:
                 yield place, known[id(parameter)]

@@ -10,8 +10,9 @@ the stages of a pipeline, which run different models, do not meet.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -21,14 +22,10 @@ from torch.distributed.tensor import DTensor
 from polyshard.__about__ import __version__
 from polyshard._torch.private import root_mesh
 from polyshard.agreement.meeting import agree, reporting
+from polyshard.engine.unit import Unit
 from polyshard.group.plan import GroupPlan
 from polyshard.group.planner import plan_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from polyshard.engine.unit import Unit
-    from polyshard.sharding.mesh import MeshRoles
+from polyshard.sharding.mesh import MeshRoles
 
 MAX_AXES = 5
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from polyshard.agreement.meeting import reporting
 from polyshard.engine.plans import audiences, compare_plans
+from polyshard.engine.unit import Unit
 from polyshard.errors import LifecycleError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from polyshard.engine.unit import Unit
+ROOT = "(root)"
+"""What a root is called, and its group; units below have the names that lead to them."""
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -34,7 +33,7 @@ def units_below(root: nn.Module) -> Iterator[tuple[str, nn.Module, Unit]]:
 
 
 def initialize_root(root: Unit) -> None:
-    """Share one context among all units, name them, and compare plans across ranks.
+    """Share one context among all units below ``root``, name them, compare plans across ranks.
 
     When that fails, everything is as before: the next forward tries again.
 
@@ -80,21 +79,20 @@ def _gather_below(root: Unit, found: Sequence[tuple[str, nn.Module, Unit]]) -> N
         unit.is_root = unit is root
         unit.context = context
         context.units.append(unit)
-        _name_unit(unit, name, fqns)
+        unit.name = name or ROOT
+        _name_groups(unit, fqns)
         for group in unit.groups:
             group.pool, group.turn = context.pool, context.turn
             group.setup = replace(group.setup, reshard_after_forward=unit.reshards_in_training)
 
 
-def group_names(unit: Unit, name: str) -> list[str]:
-    """Names of a unit's groups, given its own below the root."""
-    label = name or "(root)"
-    if len(unit.groups) == 1:
-        return [label]
-    return [f"{label}#{index}" for index in range(len(unit.groups))]
+def group_names(unit_name: str, count: int) -> list[str]:
+    """What the groups of a unit are called: after it, and numbered where there are several."""
+    if count == 1:
+        return [unit_name]
+    return [f"{unit_name}#{index}" for index in range(count)]
 
 
-def _name_unit(unit: Unit, name: str, fqns: Mapping[int, str]) -> None:
-    unit.name = name or "(root)"
-    for group, label in zip(unit.groups, group_names(unit, name), strict=True):
-        group.rename(label, fqns)
+def _name_groups(unit: Unit, fqns: Mapping[int, str]) -> None:
+    for group, name in zip(unit.groups, group_names(unit.name, len(unit.groups)), strict=True):
+        group.rename(name, fqns)

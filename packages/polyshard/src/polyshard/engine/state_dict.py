@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from polyshard._torch.private import local_tensor
 from polyshard.engine.native_state import Adapted, native_state
+from polyshard.engine.unit import Unit
 from polyshard.errors import CheckpointError, PluginError
-
-if TYPE_CHECKING:
-    from polyshard.engine.unit import Unit
-    from polyshard.group.group import ParameterGroup
-    from polyshard.params.parameter import ShardedParameter
-    from polyshard.seams import StateDictAdapter
+from polyshard.group.group import ParameterGroup
+from polyshard.params.parameter import ShardedParameter
+from polyshard.seams import StateDictAdapter
 
 
 class StateDictHooks:

@@ -266,17 +266,31 @@ class Reducer:
         sources = {i: g.to(wire_dtype) for i, g in gradients.items()}
         return self._route.sent_bytes(self._packing.stand_ins(sources, wire_dtype))
 
-    def finish(self, flight: InFlight) -> Tensor | None:
-        """Wait, reduce over replicas, average, cast, and move to where gradients rest.
+    def finish(self, flight: InFlight) -> bool:
+        """Wait, and put sharded gradients in place: the one way in, with :meth:`place_held`.
 
         Returns:
-            The sharded gradients of the whole group (``[shard_numel]``, original dtype), or
-            ``None`` while they wait (see [Note: gradients that wait] in accumulation.py), and where
-            no rank has any.
+            Whether any are: not while they wait (see [Note: gradients that wait] in
+            accumulation.py), nor where no rank has any.
 
         Raises:
             GradientMismatchError: on every rank, where they have gradients of other parameters.
         """
+        placed = self._placed(flight)  # by now nothing here holds what was moved elsewhere
+        if placed is None:
+            return False
+        self._store(placed, flight.present)
+        return True
+
+    def place_held(self) -> None:
+        """Put in place what was held and no reduction of the last backward took along."""
+        held = self._waiting.held
+        if held:
+            total, present = held.take()
+            self._store(self._place(total), present)
+
+    def _placed(self, flight: InFlight) -> Tensor | None:
+        """What came of a reduction (``[shard_numel]``, original dtype), where gradients rest."""
         self._check(flight)
         flight.pending.wait()
         if flight.scratch is not None:
@@ -321,13 +335,6 @@ class Reducer:
             self._sum_replicas(total)
         return total
 
-    def place_held(self) -> None:
-        """Put in place what was held and no reduction of the last backward took along."""
-        held = self._waiting.held
-        if held:
-            total, present = held.take()
-            self.store(self._place(total), present)
-
     def _sum_replicas(self, total: Tensor) -> None:
         groups = self._roles.replicate_groups
         codec = None if self._codec is None else self._codec.replicas
@@ -341,7 +348,7 @@ class Reducer:
         dist.all_gather(list(payloads.unbind()), payload, group=groups[0])
         wordless(cast("Any", codec).decode_sum(payloads, total), codec, "decode_sum")
 
-    def store(self, total: Tensor, present: Sequence[int]) -> None:
+    def _store(self, total: Tensor, present: Sequence[int]) -> None:
         """Set or add to ``.grad`` of the sharded parameters, then run their hooks."""
         accumulate_into: list[Tensor] = []
         accumulate_from: list[Tensor] = []

@@ -36,7 +36,7 @@ from polyshard.group.notices import policy_notices
 from polyshard.group.plan import resolve_dtypes
 from polyshard.group.runtime import Parts, Runtime, build_runtime
 from polyshard.group.setup import GroupSetup
-from polyshard.group.traffic import Meter
+from polyshard.group.traffic import GroupName, Meter
 from polyshard.memory.pages import PagePool
 from polyshard.params.parameter import Source
 from polyshard.params.sharded import Shards
@@ -60,10 +60,13 @@ class State(Enum):
 class ParameterGroup:
     """The parameters of a unit that communicate together."""
 
-    def __init__(self, sources: Sequence[Source], setup: GroupSetup) -> None:
-        """Plan a group of ``sources``, which share one original dtype; nothing changes yet."""
+    def __init__(self, sources: Sequence[Source], setup: GroupSetup, name: str) -> None:
+        """Plan a group of ``sources``, which share one original dtype; nothing changes yet.
+
+        ``name`` is what it is called until :meth:`rename`.
+        """
         self.setup = setup
-        self.name = setup.name
+        self._name = GroupName(name)
         self.roles = setup.roles
         self.state = State.SHARDED
         self.reduces = self.reshard_after_backward = self.unshard_in_backward = True
@@ -79,20 +82,20 @@ class ParameterGroup:
         if uses_protocol(sources):
             refuse_claims(self.contributions, info)
             refuse_block(setup.block_size, info)
-        self.meter = Meter(self.contributions.observers)
+        self.meter = Meter(self._name, self.contributions.observers)
         binding = Binding(self.contributions, self.name)
         self._base_transport = binding.transport(setup.roles, self.device)
         warn(self.contributions.backend.notices)
-        self._transport: Transport = self._base_transport
-        self._comms = CustomComms()
+        self.transport: Transport = self._base_transport
+        self.comms = CustomComms()
         layout = plan_layout(
             [s.shape for s in sources],
             setup.roles.shard_size,
             info.orig_dtype.itemsize,
-            self._transport.staging_bytes,
+            self.transport.staging_bytes,
         )
         check_constraints(binding, info, layout)
-        self._failures = FailureReport(setup.roles.ranks, self.name)
+        self._failures = FailureReport(setup.roles.ranks, self._name)
         self._sources: Sequence[Source] = sources
         self._layout = layout
         resting = self.contributions.storage
@@ -137,20 +140,19 @@ class ParameterGroup:
             identity=self.identity,
         )
 
+    @property
+    def name(self) -> str:
+        """What it is called in plans, reports and errors."""
+        return self._name.text
+
     def rename(self, name: str, fqns: Mapping[int, str]) -> None:
         """Take the names that the root gives: the unit's, and each parameter's by identity."""
-        self.name = name
-        self._failures = FailureReport(self.roles.ranks, name)
+        self._name.text = name
         for parameter in self.shards.parameters:
             fqn = fqns.get(id(parameter.parameter), parameter.info.fqn)
             parameter.info = replace(parameter.info, fqn=fqn)
         self._is_outdated = True  # transfers are tagged with the name, which ranks must agree on
         self._stale = True
-
-    @property
-    def transport(self) -> Transport:
-        """How bytes move: the backend's way, or the user's own objects over it."""
-        return self._transport
 
     # --- life cycle ---------------------------------------------------------------------------
 
@@ -184,7 +186,7 @@ class ParameterGroup:
             roles=self.roles,
             policy=self.setup.policy,
             contributions=self.contributions,
-            transport=self._transport,
+            transport=self.transport,
             onion=self.setup.stack.onion,
             pool=self.pool,
             block_size=self.block_size,
@@ -212,7 +214,7 @@ class ParameterGroup:
             self._pending = self._path.start(self.shards.fetch)
         self.state = State.GATHERING  # only now: a start that raised leaves the group sharded
         self._made = self.turn.number
-        self.meter.gather_started(self.name, self._path.sent_bytes, self._path.received_bytes)
+        self.meter.gather_started(self._path.sent_bytes, self._path.received_bytes)
 
     def _stays_unsharded(self) -> bool:
         """Whether nothing is to be gathered; what another turn left is looked at first."""
@@ -265,7 +267,7 @@ class ParameterGroup:
         self.sync_requires_grad(runtime)
         runtime.registry.register()
         self.state = State.UNSHARDED
-        self.meter.gathered(self.name, time.perf_counter() - begin)
+        self.meter.gathered(time.perf_counter() - begin)
 
     def sync_requires_grad(self, runtime: Runtime) -> None:
         """Freezing and unfreezing happens on the sharded parameter; the leaf follows."""
@@ -296,7 +298,7 @@ class ParameterGroup:
             self.shards.registry.register()
             self._runtime.buffer.release()
         self.state = State.SHARDED
-        self.meter.resharded(self.name)
+        self.meter.resharded()
 
     def end_block(self) -> None:
         """No block keeps the parameters between forward and backward any more."""
@@ -309,21 +311,16 @@ class ParameterGroup:
     def set_comms(self, comms: CustomComms) -> None:
         """Have the user's own objects move bytes, where there are any and more than one rank."""
         self.reshard()
-        self._comms = comms
-        self._transport = self._base_transport
+        self.comms = comms
+        self.transport = self._base_transport
         if comms and self.roles.shard_size > 1:
             group = self.roles.shard_group
-            self._transport = CustomTransport(self._base_transport, comms, group)
+            self.transport = CustomTransport(self._base_transport, comms, group)
         self._stale = self._is_outdated = True
-
-    @property
-    def comms(self) -> CustomComms:
-        """The user's own communication objects."""
-        return self._comms
 
     def separate_reductions(self, enable: bool) -> None:
         """Whether reductions get a communicator of their own."""
-        self._transport.separate_reductions(enable)
+        self.transport.separate_reductions(enable)
 
     def drop_block(self) -> None:
         """Free what the block kept for a backward that is over."""
@@ -357,7 +354,7 @@ class ParameterGroup:
         with self._failures, profiler_span("polyshard.reduce", self.name):
             flight, sent_bytes = self.gradients.start(runtime, gradients)
         if gradients:
-            self.meter.reduction_started(self.name, sent_bytes)
+            self.meter.reduction_started(sent_bytes)
         return flight
 
     def finish_reduction(self, flight: InFlight) -> None:
@@ -365,12 +362,15 @@ class ParameterGroup:
         runtime = self.prepare()
         begin = time.perf_counter()
         with self._failures, profiler_span("polyshard.reduced", self.name), torch.no_grad():
-            total = runtime.reducer.finish(flight)
-            if total is not None:
-                runtime.reducer.store(total, flight.present)
-        if flight.total is None and total is None:
-            return  # nothing but words
-        self.meter.reduced(self.name, time.perf_counter() - begin)
+            is_placed = runtime.reducer.finish(flight)
+        if is_placed or flight.total is not None:  # else nothing but words went around
+            self.meter.reduced(time.perf_counter() - begin)
+
+    def place_held(self) -> None:
+        """Put gradients in place that wait for a last backward which did not reach this group."""
+        with self._failures, torch.no_grad():
+            self.prepare().reducer.place_held()
+        self.meter.reduced(0.0)
 
     def discard(self) -> None:
         """Forget everything a failed step left behind; end sharded."""

@@ -25,9 +25,13 @@ from polyshard.sharding.mesh import MeshRoles
 class KeptGroup(Protocol):
     """A group whose parameters are unsharded, made of shards that may have changed since."""
 
-    name: str
     roles: MeshRoles
     device: torch.device
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        ...
 
     def differs(self) -> Tensor:
         """Whether this rank's shard is not what is unsharded (a 0-dim bool)."""

@@ -1,4 +1,4 @@
-"""What a parameter group is made from, apart from its parameters."""
+"""What a parameter group is made from, apart from its parameters and its name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from polyshard.sharding.mesh import MeshRoles
 
 @dataclass(frozen=True)
 class GroupSetup:
-    """What a group is made from, apart from its parameters."""
+    """What a group is made from, apart from its parameters and its name."""
 
-    name: str
     roles: MeshRoles
     policy: MixedPrecisionPolicy
     stack: PluginStack

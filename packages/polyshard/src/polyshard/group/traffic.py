@@ -4,7 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from polyshard.seams import Observer
+
+
+class GroupName:
+    """What a group is called: whoever speaks of the group reads it here, and roots change it."""
+
+    def __init__(self, text: str) -> None:
+        """A name until a root gives another."""
+        self.text = text
+
+    @override
+    def __str__(self) -> str:
+        """As it is now."""
+        return self.text
 
 
 @dataclass
@@ -21,40 +36,41 @@ class Traffic:
 class Meter:
     """Counts a group's traffic and tells its observers; a loop over an empty tuple without any."""
 
-    def __init__(self, observers: tuple[Observer, ...]) -> None:
-        """In plugin order."""
+    def __init__(self, name: GroupName, observers: tuple[Observer, ...]) -> None:
+        """``observers`` in plugin order, which hear of the group by its name."""
+        self._name = name
         self.observers = observers
         self.traffic = Traffic()
 
-    def gather_started(self, group: str, sent_bytes: int, received_bytes: int) -> None:
+    def gather_started(self, sent_bytes: int, received_bytes: int) -> None:
         """An all-gather is under way."""
         self.traffic.gathers += 1
         self.traffic.sent_bytes += sent_bytes
         self.traffic.received_bytes += received_bytes
         for observer in self.observers:
-            observer.on_unshard(group, sent_bytes)
+            observer.on_unshard(self._name.text, sent_bytes)
 
-    def gathered(self, group: str, wait_seconds: float) -> None:
+    def gathered(self, wait_seconds: float) -> None:
         """The unsharded parameters are ready."""
         self.traffic.wait_seconds += wait_seconds
         for observer in self.observers:
-            observer.on_unsharded(group, wait_seconds)
+            observer.on_unsharded(self._name.text, wait_seconds)
 
-    def resharded(self, group: str) -> None:
+    def resharded(self) -> None:
         """The unsharded parameters were freed."""
         for observer in self.observers:
-            observer.on_reshard(group)
+            observer.on_reshard(self._name.text)
 
-    def reduction_started(self, group: str, sent_bytes: int) -> None:
+    def reduction_started(self, sent_bytes: int) -> None:
         """A reduction is under way; as many bytes come back as go out."""
         self.traffic.reductions += 1
         self.traffic.sent_bytes += sent_bytes
         self.traffic.received_bytes += sent_bytes
         for observer in self.observers:
-            observer.on_reduce(group, sent_bytes)
+            observer.on_reduce(self._name.text, sent_bytes)
 
-    def reduced(self, group: str, wait_seconds: float) -> None:
+    def reduced(self, wait_seconds: float) -> None:
         """The sharded gradients are in place."""
         self.traffic.wait_seconds += wait_seconds
         for observer in self.observers:
-            observer.on_reduced(group, wait_seconds)
+            observer.on_reduced(self._name.text, wait_seconds)

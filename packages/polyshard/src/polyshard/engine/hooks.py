@@ -1,0 +1,211 @@
+"""When groups are gathered, freed and reduced: hooks around forward and backward.
+
+[Note: hooks]
+Four moments matter to a unit. *Pre-forward* gathers. *Post-forward* frees, and hooks the outputs
+that require grad. *Pre-backward* (the first such output receives its gradient) gathers again and
+starts to gather the unit that ran before. *Post-backward* (all inputs that require grad have
+received theirs, through an identity in the graph) reduces and frees. A unit none of whose inputs
+require grad has no such identity; the callback at the end of the whole backward reduces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from polyshard._torch.private import in_backward
+from polyshard._torch.untraced import untraced
+from polyshard.engine.root import initialize_root
+from polyshard.engine.trees import cast_floating, map_tensors, tensors
+from polyshard.engine.unit import Phase, Unit
+from polyshard.errors import UnsupportedError
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a module is called with: positional arguments, and those by name."""
+
+
+class UnitHooks:
+    """What happens around forward and backward of one unit. See [Note: hooks].
+
+    All state is the unit's, so that there may be several of these for one.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        """Nothing is hooked before :meth:`attach`."""
+        self._unit = unit
+        self.before, self.after = untraced(self._pre_forward), untraced(self._post_forward)
+
+    def attach(self) -> None:
+        """Hook the modules, once all groups are sharded."""
+        for module in self._unit.modules:
+            module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.after)
+
+    # Forward ----------------------------------------------------------------------------------
+
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments:
+        """Gather before ``module`` runs; cast and watch its inputs."""
+        del module
+        unit = self._unit
+        if unit.phase in (Phase.FORWARD, Phase.PRE_BACKWARD):
+            # Another module of the unit, or activation checkpointing recomputing this forward
+            # inside backward: gathered already (or freed since by a repeated one's post-backward).
+            unit.unshard()
+            unit.wait()
+            return self._cast_inputs(args, kwargs)
+        args, kwargs = self._enter_forward(args, kwargs)
+        args, kwargs = self._cast_inputs(args, kwargs)
+        self._gather_for_forward()
+        return self._watch_inputs(args, kwargs)
+
+    def _enter_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        unit = self._unit
+        if unit.is_root is None:
+            initialize_root(unit)
+        unit.phase = Phase.FORWARD
+        unit.pending_modules.update(unit.modules)
+        if unit.context.forward_root is None:
+            return self._begin_outermost(args, kwargs)
+        return args, kwargs
+
+    def _begin_outermost(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        unit, context, device = self._unit, self._unit.context, self._unit.roles.device
+        context.begin_forward(unit)
+        if not in_backward():  # a recomputation shows nothing of the order
+            context.prefetcher.begin(unit)
+        if device.type != "cpu":
+            context.wait_for_optimizer()
+            args, kwargs = map_tensors(lambda t: t.to(device), (args, kwargs))
+        context.refresh(unit)
+        return args, kwargs
+
+    def _gather_for_forward(self) -> None:
+        """Gather, and start on what comes next. See [Note: prefetch]."""
+        unit, prefetcher = self._unit, self._unit.context.prefetcher
+        unit.unshard()
+        for other in unit.forward_prefetch:
+            other.unshard()
+        follower = None if in_backward() else prefetcher.enter(unit)
+        unit.wait()
+        if follower is not None and not unit.forward_prefetch:
+            prefetcher.gather_early(follower)
+
+    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        policy = self._unit.policy
+        if not (policy.cast_forward_inputs and policy.param_dtype):
+            return args, kwargs
+        cast: Arguments = cast_floating(policy.param_dtype, (args, kwargs))
+        return cast
+
+    def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        if not (self._unit.groups and torch.is_grad_enabled()):
+            return args, kwargs
+        inputs = [t for t in tensors((args, kwargs)) if t.requires_grad]
+        if not inputs:
+            return args, kwargs
+        identities = _PostBackward.apply(self._unit, *inputs)  # type: ignore[no-untyped-call]
+        outputs = iter(identities)
+        watched: Arguments
+        watched = map_tensors(lambda t: next(outputs) if t.requires_grad else t, (args, kwargs))
+        return watched
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Free after ``module`` has run; watch and cast its outputs."""
+        del args
+        unit = self._unit
+        if unit.phase is Phase.PRE_BACKWARD:  # recomputation: post-backward frees
+            return self._cast_output(output)
+        unit.pending_modules.discard(module)
+        if not unit.pending_modules:
+            _leave_forward(unit)
+        self._watch_output(output)
+        if unit.context.forward_root is unit:
+            self._end_outermost()
+        return self._cast_output(output)
+
+    def _end_outermost(self) -> None:
+        """Close units of which only some modules ran, so that nothing stays gathered."""
+        context = self._unit.context
+        for unit in reversed(context.units):
+            if unit.phase is Phase.FORWARD:
+                unit.pending_modules.clear()
+                _leave_forward(unit)
+        context.prefetcher.end()
+        context.end_forward()
+
+    def _watch_output(self, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for tensor in tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._pre_backward)
+
+    def _cast_output(self, output: Any) -> Any:
+        dtype = self._unit.policy.output_dtype
+        return output if dtype is None else cast_floating(dtype, output)
+
+    # Backward ---------------------------------------------------------------------------------
+
+    def _pre_backward(self, gradient: Tensor) -> Tensor:
+        unit = self._unit
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"unit '{unit.name}': backward was called with create_graph=True. Gradients leave "
+                "autograd when they are reduced, so they cannot be differentiated again. Compute "
+                "the first gradients with a model that is not sharded, or without create_graph."
+            )
+        unit.context.queue_end_of_backward()
+        if unit.phase is Phase.PRE_BACKWARD:
+            return gradient
+        unit.phase = Phase.PRE_BACKWARD
+        for group in unit.groups:
+            if group.unshard_in_backward:
+                group.unshard()
+        self._prefetch_backward()
+        unit.wait()
+        return gradient
+
+    def _prefetch_backward(self) -> None:
+        unit, prefetcher = self._unit, self._unit.context.prefetcher
+        before = prefetcher.order.before(unit)
+        targets: Sequence[Unit] = unit.backward_prefetch
+        if not targets and before is not None and before is not unit:
+            targets = (before,)
+        for target in targets:
+            for group in reversed(target.groups):
+                if group.unshard_in_backward:
+                    group.unshard()
+        if before is not None:
+            prefetcher.tell_before(before)
+
+
+def _leave_forward(unit: Unit) -> None:
+    unit.phase = Phase.IDLE
+    if in_backward():  # recomputed by an outer checkpoint: needed again in a moment
+        return
+    if not unit.keeps_unsharded():
+        until_backward = torch.is_grad_enabled()
+        for group in unit.groups:
+            group.reshard(until_backward=until_backward)
+    unit.context.prefetcher.order.leave(unit)
+
+
+class _PostBackward(torch.autograd.Function):
+    """An identity on a unit's inputs whose backward runs after the unit's own."""
+
+    @override
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.unit = unit
+        return inputs
+
+    @override
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.unit.post_backward()
+        return (None, *gradients)
