@@ -13,14 +13,13 @@ from polyshard import _moved
 from polyshard.__about__ import __version__
 
 if TYPE_CHECKING:
-    from polyshard.api import fully_shard
+    from polyshard.api import fully_shard, register_fsdp_forward_method
     from polyshard.clipping import clip_grad_norm_, grad_norm
     from polyshard.description import describe, stats
     from polyshard.engine.native_state import attach_optimizer
     from polyshard.module import (
         FSDPModule,
         UnshardHandle,
-        register_fsdp_forward_method,
         share_comm_ctx,
     )
     from polyshard.plugins.contract import HOOK_API, Contract, Plugin, hookimpl
@@ -110,7 +109,7 @@ _HOMES = {
     "fully_shard": "api",
     "grad_norm": "clipping",
     "hookimpl": "plugins.contract",
-    "register_fsdp_forward_method": "module",
+    "register_fsdp_forward_method": "api",
     "share_comm_ctx": "module",
     "stats": "description",
 }

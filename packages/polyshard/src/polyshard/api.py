@@ -1,11 +1,13 @@
-"""``fully_shard``: the one call a user makes."""
+"""``fully_shard``, and what else is done to a module before it runs."""
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar, cast, overload
+from types import MethodType
+from typing import Any, TypeVar, cast, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +29,7 @@ from polyshard.engine.unit import Unit
 from polyshard.errors import AlreadyShardedError, SettingError
 from polyshard.group.group import ParameterGroup
 from polyshard.group.setup import GroupSetup
-from polyshard.module import mix_in
+from polyshard.module import FSDPModule, mix_in
 from polyshard.params.parameter import Source
 from polyshard.plugins.discovery import with_policy
 from polyshard.plugins.stack import PluginStack, build_stack
@@ -133,6 +135,29 @@ def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
         _plan_groups(unit, sources, stack)
     _shard(unit, sources)
     return module
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have ``module.method_name(...)`` gather and free parameters as ``forward`` does.
+
+    A no-op on whatever is not sharded, so that model code may call it unconditionally.
+
+    Raises:
+        SettingError: when the module has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method: Callable[..., Any] | None = getattr(module, method_name, None)
+    if method is None:
+        raise SettingError(f"{type(module).__name__} has no method '{method_name}'.")
+    hooks = UnitHooks(module._unit())
+
+    @functools.wraps(method)
+    def gathered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = hooks.before(self, args, kwargs)
+        return hooks.after(self, args, method(*args, **kwargs))
+
+    setattr(module, method_name, MethodType(gathered, module))
 
 
 def _check_unsharded(modules: Sequence[object]) -> None:

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from typing_extensions import override
 
-from polyshard.engine.hooks import UnitHooks
 from polyshard.engine.plans import compare_early
 from polyshard.engine.root import unit_of, units_below
 from polyshard.engine.unit import Unit
@@ -370,33 +369,6 @@ def share_comm_ctx(modules: Sequence[TorchFSDPModule]) -> None:
             )
     for unit in roots[1:]:
         unit.context.pool = roots[0].context.pool
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have ``module.method_name(...)`` gather and free parameters as ``forward`` does.
-
-    A no-op on modules that are not sharded, so that model code may call it unconditionally.
-
-    Raises:
-        SettingError: when the module has no such method.
-    """
-    method: Callable[..., Any] | None = getattr(module, method_name, None)
-    if method is None:
-        raise SettingError(f"{type(module).__name__} has no method '{method_name}'.")
-    unit = unit_of(module)
-    if unit is None:
-        return
-
-    hooks = UnitHooks(unit)
-
-    def gathered(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = hooks.before(module, args, kwargs)
-        output = method(*args, **kwargs)
-        return hooks.after(module, args, output)
-
-    gathered.__name__ = method_name
-    gathered.__doc__ = method.__doc__
-    setattr(module, method_name, gathered)
 
 
 def _without_buffers(setter: str) -> str:

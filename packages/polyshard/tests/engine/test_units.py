@@ -327,9 +327,13 @@ class Generating(nn.Linear):
 def test_other_forward_methods(rank: int, size: int) -> None:
     plain, model = Generating(3, 3), Generating(3, 3)
     model.load_state_dict(plain.state_dict())
-    register_fsdp_forward_method(plain, "generate")
+    for name in ("generate", "sample"):  # nothing happens to what is not sharded
+        register_fsdp_forward_method(plain, name)
+    assert plain.generate.__func__ is Generating.generate
     fully_shard(model)
     register_fsdp_forward_method(model, "generate")
+    assert model.generate.__self__ is model
+    assert model.generate.__name__ == "generate"
     x = torch.ones(1, 3)
     torch.testing.assert_close(model.generate(x), plain.generate(x))
     with pytest.raises(ValueError, match="no method 'sample'"):
