@@ -384,19 +384,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if method is None:
         raise SettingError(f"{type(module).__name__} has no method '{method_name}'.")
     unit = unit_of(module)
-    if unit is None:
-        return
-
-    hooks = UnitHooks(unit)
-
-    def gathered(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = hooks.before(module, args, kwargs)
-        output = method(*args, **kwargs)
-        return hooks.after(module, args, output)
-
-    gathered.__name__ = method_name
-    gathered.__doc__ = method.__doc__
-    setattr(module, method_name, gathered)
+    if unit is not None:
+        gathered = UnitHooks(unit).around(module, method)
+        gathered.__name__ = method_name
+        setattr(module, method_name, gathered)
 
 
 def _without_buffers(setter: str) -> str:
