@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import MethodType
 from typing import Any, TypeVar, cast, overload
 
 from torch import nn
@@ -150,14 +148,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method: Callable[..., Any] | None = getattr(module, method_name, None)
     if method is None:
         raise SettingError(f"{type(module).__name__} has no method '{method_name}'.")
-    hooks = UnitHooks(module._unit())
-
-    @functools.wraps(method)
-    def gathered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = hooks.before(self, args, kwargs)
-        return hooks.after(self, args, method(*args, **kwargs))
-
-    setattr(module, method_name, MethodType(gathered, module))
+    setattr(module, method_name, UnitHooks(module._unit()).around(module, method))
 
 
 def _check_unsharded(modules: Sequence[object]) -> None:

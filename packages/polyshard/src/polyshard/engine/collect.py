@@ -85,7 +85,7 @@ class Collector:
         stack: PluginStack,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        """``placement`` is the user's ``shard_placement_fn``, ``reduce_dtype`` the policy's."""
+        """``placement`` is the user's ``shard_placement_fn``; ``reduce_dtype`` is of the policy."""
         self._reduce_dtype = reduce_dtype
         self._roles = roles
         self._ignored = {id(p) for p in ignored}
@@ -169,7 +169,7 @@ class Collector:
 
 
 def _placements_for(source: Source, answer: DTensor) -> tuple[Placement, ...]:
-    """Those of ``answer``, if they speak of the rows that this rank holds. See [Note: rows]."""
+    """Placements of ``answer``, if they describe the rows this rank holds. See [Note: rows]."""
     given, value, placed = source.parameter.detach(), source.value, source.placed
     if is_local_part(value, given):
         placements = placements_of_rows(answer, given, placed)

@@ -10,7 +10,9 @@ require grad has no such identity; the callback at the end of the whole backward
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -37,13 +39,23 @@ class UnitHooks:
     def __init__(self, unit: Unit) -> None:
         """Nothing is hooked before :meth:`attach`."""
         self._unit = unit
-        self.before, self.after = untraced(self._pre_forward), untraced(self._post_forward)
+        self._before, self._after = untraced(self._pre_forward), untraced(self._post_forward)
 
     def attach(self) -> None:
         """Hook the modules, once all groups are sharded."""
         for module in self._unit.modules:
-            module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.after)
+            module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._after)
+
+    def around(self, module: nn.Module, method: Callable[..., Any]) -> MethodType:
+        """``method`` of ``module``, which gathers and frees parameters as ``forward`` does."""
+
+        @functools.wraps(method)
+        def gathered(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self._before(module, args, kwargs)
+            return self._after(module, args, method(*args, **kwargs))
+
+        return MethodType(gathered, module)
 
     # Forward ----------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ def attach_optimizer(optimizer: Optimizer) -> None:
 
 @functools.cache
 def native_state() -> NativeState:
-    """One for the process, as torch's hook on the steps of optimizers is."""
+    """The converter of this process: torch's hook on the steps of all optimizers is global too."""
     return NativeState()
 
 
@@ -83,12 +83,12 @@ class Adapted:
 
     @property
     def info(self) -> ParamInfo:
-        """What adapters are told of it."""
+        """The parameter as adapters know it."""
         return self.parameter.info
 
     @property
     def form(self) -> _Form:
-        """Found once, with a parameter's worth of memory for a moment."""
+        """Shapes and whether state follows: asked of the adapters once, with a filled probe."""
         if self._form is None:
             self._form = self._probed()
         return self._form
@@ -107,7 +107,7 @@ class Adapted:
         return _Form(sharded.shape, value.shape, follows=True)
 
     def save(self, name: str, value: Tensor) -> Any:
-        """What is stored for a tensor of state."""
+        """A tensor of optimizer state in the form it is saved in."""
         if value.ndim == 0 or value.shape != self.form.sharded:
             if value.numel() > 1:
                 warn([_other_shape(self.info, name, value)])
@@ -117,7 +117,7 @@ class Adapted:
         return value
 
     def load(self, name: str, value: Tensor) -> Any:
-        """What the optimizer gets for a tensor of saved state."""
+        """A tensor of saved state in the form the optimizer works with."""
         form = self.form
         if value.ndim == 0 or value.shape != form.saved:
             if value.ndim and value.shape == form.sharded:
@@ -129,10 +129,10 @@ class Adapted:
 
 
 class HasAdapted(Protocol):
-    """Somebody who knows parameters with adapters."""
+    """Who knows which parameters have adapters: a unit's state-dict hooks."""
 
     def adapted(self) -> Iterator[tuple[int, Adapted]]:
-        """Each with the ``id`` of every object that is that parameter now."""
+        """Those parameters, by the ``id`` of every object that is one of them now."""
         ...
 
 
@@ -140,7 +140,7 @@ class NativeState:
     """Converts the state dicts of optimizers. See [Note: native optimizer state]."""
 
     def __init__(self) -> None:
-        """Watch for first steps."""
+        """Look at every optimizer's first step from now on."""
         self._owners: weakref.WeakSet[HasAdapted] = weakref.WeakSet()
         self._attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._others: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = (
@@ -235,7 +235,7 @@ def _only_moved(value: object, dtype: torch.dtype) -> bool:
 
 
 def _placed_like(value: object, parameter: Tensor) -> object:
-    """``value`` in memory like the parameter's, as optimizers expect it."""
+    """``value`` placed like the parameter and contiguous, as optimizers expect it."""
     if isinstance(value, DTensor) and isinstance(parameter, DTensor):
         if value.placements != parameter.placements:
             value = value.redistribute(parameter.device_mesh, parameter.placements)

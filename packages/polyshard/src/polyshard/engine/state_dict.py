@@ -67,7 +67,7 @@ class StateDictHooks:
                     )
 
     def _after_load(self, *args: object, **kwargs: object) -> None:
-        """``assign=True`` puts new parameters in place of ours."""
+        """Take over the parameters that ``assign=True`` put in place of the sharded ones."""
         del args, kwargs
         for group in self._unit.groups:
             group.adopt_replaced()
@@ -129,7 +129,7 @@ def _is_same(value: object, own: Tensor) -> bool:
 def _adapted(
     adapter: StateDictAdapter, method: str, parameter: ShardedParameter, given: Any, found: Any
 ) -> Any:
-    """``found``, which an adapter made of a ``given`` value; a tensor must stay one."""
+    """``found``, what an adapter made of ``given``, checked: of a tensor it must make a tensor."""
     if isinstance(given, Tensor) and not isinstance(found, Tensor):
         raise PluginError(
             f"state-dict adapter '{adapter.name}': {method} returned a {type(found).__name__} for "

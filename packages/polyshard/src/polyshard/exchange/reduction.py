@@ -282,12 +282,14 @@ class Reducer:
         self._store(placed, flight.present)
         return True
 
-    def place_held(self) -> None:
-        """Put in place what was held and no reduction of the last backward took along."""
+    def place_held(self) -> bool:
+        """Put in place what was held and no reduction of the last backward took along, if any."""
         held = self._waiting.held
-        if held:
-            total, present = held.take()
-            self._store(self._place(total), present)
+        if not held:
+            return False
+        total, present = held.take()
+        self._store(self._place(total), present)
+        return True
 
     def _placed(self, flight: InFlight) -> Tensor | None:
         """What came of a reduction (``[shard_numel]``, original dtype), where gradients rest."""

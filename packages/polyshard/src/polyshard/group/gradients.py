@@ -29,7 +29,7 @@ class Gradients:
     """
 
     def __init__(self, shards: Shards, onion: Onion, settings: ReduceSettings) -> None:
-        """``onion`` flattens gradients the way parameters were."""
+        """``onion`` flattens gradients as it did the parameters."""
         self._shards = shards
         self._onion = onion
         self._settings = settings
@@ -67,7 +67,7 @@ class Gradients:
         return any(p.parameter.requires_grad for p in self._shards.parameters)
 
     def _given_up(self, runtime: Runtime) -> dict[int, Tensor]:
-        """What autograd left in this backward."""
+        """Take the gradients that autograd wrote to the leaves in this backward."""
         given: dict[int, Tensor] = {}
         for index, leaf in enumerate(runtime.leaves):
             gradient = leaf.grad
@@ -77,7 +77,7 @@ class Gradients:
         return given
 
     def _add_zeros(self, taken: dict[int, Tensor], runtime: Runtime) -> None:
-        """Parameters without a gradient take part too."""
+        """Add zeros for trainable parameters that have no gradient."""
         device = runtime.buffer.tensor.device
         for index, leaf in enumerate(runtime.leaves):
             if leaf.requires_grad and index not in taken:
@@ -117,7 +117,7 @@ class Gradients:
                 torch._foreach_add_(sums, terms)
 
     def wire_dtype(self, runtime: Runtime) -> torch.dtype:
-        """Dtype gradients travel in; from settings alone. See [Note: reduction]."""
+        """The dtype gradients travel in, from settings alone. See [Note: reduction]."""
         dtypes = runtime.dtypes
         if self._has_unreduced or dtypes.param.itemsize > dtypes.reduce.itemsize:
             return dtypes.reduce

@@ -231,7 +231,7 @@ class ParameterGroup:
         return self.state is State.SHARDED
 
     def _choose_path(self, runtime: Runtime) -> Filling:
-        """From the block if it holds something of this turn, else from all shards."""
+        """Gather from the block if it holds parameters of this turn, else from all shards."""
         block = runtime.block
         if block is None or not block.holds:
             return runtime.path
@@ -247,7 +247,7 @@ class ParameterGroup:
         return found
 
     def vouch(self) -> None:
-        """The unsharded parameters are what the shards are now, on all ranks."""
+        """Take the unsharded parameters for current: they equal the shards on all ranks."""
         self._made = self.turn.number
 
     def wait(self) -> None:
@@ -270,7 +270,7 @@ class ParameterGroup:
         self.meter.gathered(time.perf_counter() - begin)
 
     def sync_requires_grad(self, runtime: Runtime) -> None:
-        """Freezing and unfreezing happens on the sharded parameter; the leaf follows."""
+        """Have leaves follow the sharded parameters, on which users freeze and unfreeze."""
         changed = False
         for sharded, leaf in zip(self.shards.parameters, runtime.leaves, strict=True):
             wanted = sharded.parameter.requires_grad
@@ -301,7 +301,7 @@ class ParameterGroup:
         self.meter.resharded()
 
     def end_block(self) -> None:
-        """No block keeps the parameters between forward and backward any more."""
+        """Have no block keep the parameters between forward and backward from now on."""
         if self.block_size is not None:
             self.reshard()
             self.drop_block()
@@ -369,8 +369,9 @@ class ParameterGroup:
     def place_held(self) -> None:
         """Put gradients in place that wait for a last backward which did not reach this group."""
         with self._failures, torch.no_grad():
-            self.prepare().reducer.place_held()
-        self.meter.reduced(0.0)
+            is_placed = self.prepare().reducer.place_held()
+        if is_placed:
+            self.meter.reduced(0.0)
 
     def discard(self) -> None:
         """Forget everything a failed step left behind; end sharded."""

@@ -38,7 +38,7 @@ class KeptGroup(Protocol):
         ...
 
     def vouch(self) -> None:
-        """The unsharded parameters are what the shards are now, on all ranks."""
+        """Take the unsharded parameters for current: they equal the shards on all ranks."""
         ...
 
     def reshard(self) -> None:

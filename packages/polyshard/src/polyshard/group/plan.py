@@ -30,7 +30,7 @@ class Dtypes:
 
     @override
     def __str__(self) -> str:
-        """Short names in that order."""
+        """At rest, in compute, in reduction."""
         names = (str(d).removeprefix("torch.") for d in (self.orig, self.param, self.reduce))
         return " / ".join(names)
 
@@ -79,13 +79,13 @@ class Sharded:
 
     placements: str
     flat_shape: tuple[int, ...]
-    """Of what transforms make of it on this rank, before it is cut."""
+    """Shape after the transforms of this rank, before it is cut into shards."""
     transforms: tuple[str, ...] = ()
     """Plugins that transform it, in order."""
 
     @override
     def __str__(self) -> str:
-        """As it appears in a plan."""
+        """The text that ranks compare."""
         by = f" flattened by {', '.join(self.transforms)}" if self.transforms else ""
         return f"{self.placements}{by}"
 
@@ -100,7 +100,7 @@ class Payloads:
 
     @override
     def __str__(self) -> str:
-        """As it appears in a plan."""
+        """The text that ranks compare."""
         texts = (("gather", self.gather), ("reduce", self.reduce), ("replicas", self.replicas))
         return ", ".join(f"{name} {'native' if n is None else n}" for name, n in texts)
 

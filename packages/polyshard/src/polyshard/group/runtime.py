@@ -32,7 +32,7 @@ from polyshard.transport import Transport
 
 @dataclass
 class Runtime:
-    """The unsharded side (memory, leaves, how they are filled), and the way back."""
+    """Unsharded memory and leaves, the path that fills them, and the reducer of gradients."""
 
     buffer: Buffer
     leaves: list[nn.Parameter]
@@ -47,7 +47,7 @@ class Runtime:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a runtime is built from; all of it is settled by the plan."""
+    """What a runtime is built from, all settled by the plan."""
 
     info: GroupInfo
     shards: Shards

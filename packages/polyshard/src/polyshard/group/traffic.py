@@ -13,12 +13,12 @@ class GroupName:
     """What a group is called: whoever speaks of the group reads it here, and roots change it."""
 
     def __init__(self, text: str) -> None:
-        """A name until a root gives another."""
+        """``text`` holds until a root gives another name."""
         self.text = text
 
     @override
     def __str__(self) -> str:
-        """As it is now."""
+        """The name now."""
         return self.text
 
 
@@ -43,7 +43,7 @@ class Meter:
         self.traffic = Traffic()
 
     def gather_started(self, sent_bytes: int, received_bytes: int) -> None:
-        """An all-gather is under way."""
+        """Count an all-gather that has started."""
         self.traffic.gathers += 1
         self.traffic.sent_bytes += sent_bytes
         self.traffic.received_bytes += received_bytes
@@ -51,18 +51,18 @@ class Meter:
             observer.on_unshard(self._name.text, sent_bytes)
 
     def gathered(self, wait_seconds: float) -> None:
-        """The unsharded parameters are ready."""
+        """Count the wait for unsharded parameters, which are ready."""
         self.traffic.wait_seconds += wait_seconds
         for observer in self.observers:
             observer.on_unsharded(self._name.text, wait_seconds)
 
     def resharded(self) -> None:
-        """The unsharded parameters were freed."""
+        """Tell that the unsharded parameters were freed."""
         for observer in self.observers:
             observer.on_reshard(self._name.text)
 
     def reduction_started(self, sent_bytes: int) -> None:
-        """A reduction is under way; as many bytes come back as go out."""
+        """Count a reduction that has started; as many bytes come back as go out."""
         self.traffic.reductions += 1
         self.traffic.sent_bytes += sent_bytes
         self.traffic.received_bytes += sent_bytes
@@ -70,7 +70,7 @@ class Meter:
             observer.on_reduce(self._name.text, sent_bytes)
 
     def reduced(self, wait_seconds: float) -> None:
-        """The sharded gradients are in place."""
+        """Count the wait for a reduction, which has ended."""
         self.traffic.wait_seconds += wait_seconds
         for observer in self.observers:
             observer.on_reduced(self._name.text, wait_seconds)

@@ -50,7 +50,7 @@ def _way(placed: ParameterLayout, itemsize: int, transport: Transport) -> Way:
 
 
 def summary(ways: tuple[Way, ...], transport: Transport) -> str:
-    """One line for a person: how many travel how and why, and where the threshold comes from."""
+    """How many parameters travel which way, why, and where the threshold comes from."""
     counts = Counter(ways)
     said = "; ".join(f"{n} {way.kind} ({way.reason})" for way, n in counts.items())
     if not any(way.is_weighed for way in counts):

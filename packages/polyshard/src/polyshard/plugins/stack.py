@@ -126,7 +126,7 @@ class PluginStack:
             ConflictError: listing every role that two plugins claim.
             PluginError: listing every answer that is not what its hook asks for.
         """
-        return contributions_of(self._hooks, self._members[-1], group, self.lines())
+        return contributions_of(self._hooks, _engine_member(), group, self.lines())
 
 
 def build_stack(plugins: Sequence[object | str]) -> PluginStack:
@@ -160,13 +160,19 @@ def build_stack(plugins: Sequence[object | str]) -> PluginStack:
 
 
 @functools.cache
+def _engine_member() -> Member:
+    """The engine, as the plugin that answers where no other does."""
+    return Member.of(EnginePlugin())
+
+
+@functools.cache
 def _engine(*, is_traced: bool) -> Manager:
     """The engine's own answers, the same for every stack and made once.
 
     ``is_traced`` is what they read when they are made.
     """
     del is_traced
-    return Manager([Member.of(EnginePlugin())])
+    return Manager([_engine_member()])
 
 
 def _resolve(plugins: Sequence[object | str], refusals: list[PluginError]) -> list[Member]:
