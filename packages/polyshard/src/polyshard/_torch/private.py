@@ -1,6 +1,6 @@
 """Every private torch name polyshard uses, so that a new torch is checked in one file.
 
-Each name is exercised by ``tests/test_torch_private.py`` on every torch version supported.
+Each name is exercised by ``tests/torch/test_torch_private.py`` on every torch version supported.
 """
 
 from __future__ import annotations
