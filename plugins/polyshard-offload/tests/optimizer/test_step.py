@@ -23,8 +23,10 @@ from offload_toys import (
     wrapped,
 )
 from torch import nn
+from torch.distributed.tensor import DTensor
 from toy_models import loss_of
 
+from polyshard import fully_shard
 from polyshard.errors import PeerError
 from polyshard.testing import World, ranks
 from polyshard_offload import CorruptedError, DiskSettings, Offload, OffloadError, StorageError
@@ -250,6 +252,37 @@ def slow_calls(seed: int) -> Calls:
         return os.pwritev(descriptor, memories, offset)
 
     return Calls(preadv=read, pwritev=write)
+
+
+@ranks(2)
+def test_integers_beside_what_is_trained(rank: int, size: int) -> None:
+    """A frozen parameter that can have no gradient is handed to the optimizer like any other."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(8, 6)
+            self.scale = nn.Parameter(torch.arange(6), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = (self.linear(x) * self.scale).square().mean()
+            return loss
+
+    offload = Offload(params="host")
+    model, reference = fully_shard(Scaled(), plugins=[offload]), Scaled()
+    optimizer = offload.wrap(torch.optim.AdamW(model.parameters(), lr=0.1))
+    expected = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    for _ in range(2):
+        for each, step in ((model, optimizer), (reference, expected)):
+            each(torch.ones(2, 8)).backward()
+            step.step()
+            step.zero_grad()
+    for name, value in reference.named_parameters():
+        found = model.get_parameter(name)
+        assert isinstance(found, DTensor)
+        torch.testing.assert_close(found.full_tensor(), value.detach())
+    assert all(len(optimizer.state[p]) > 0 for p in model.linear.parameters())
 
 
 @pytest.mark.parametrize("params", ["device", "disk"])

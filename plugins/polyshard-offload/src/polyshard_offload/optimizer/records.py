@@ -136,6 +136,8 @@ def predict_entries(
     Returns:
         The entries; ``None`` where the optimizer cannot step on the meta device.
     """
+    if not (parameter.is_floating_point() or parameter.is_complex()):
+        return ()  # no gradient will ever come, so no state
     spec = spec_of(parameter)
     stand_in = torch.nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"))
     stand_in.grad = torch.empty_like(stand_in)
