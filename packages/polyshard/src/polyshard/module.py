@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -343,11 +344,17 @@ def refuse_deepcopy(*args: object, **kwargs: object) -> NoReturn:
     )
 
 
+@functools.cache
+def _sharded_class(original: type[Any]) -> type[Any]:
+    """One for each class: what is compiled for one module serves others of its class."""
+    name = f"FSDP{original.__name__}"
+    return type(name, (FSDPModule, original), {"__deepcopy__": refuse_deepcopy})
+
+
 def mix_in(module: nn.Module, unit: Unit) -> None:
     """Turn ``module`` into an :class:`FSDPModule` of its own class, in place."""
-    original = type(module)
-    bases = (FSDPModule, original)
-    module.__class__ = type(f"FSDP{original.__name__}", bases, {"__deepcopy__": refuse_deepcopy})
+    original: Any = type(module)
+    module.__class__ = _sharded_class(original)
     module.__dict__["_polyshard_unit"] = unit
 
 

@@ -137,3 +137,33 @@ def test_everything_together(rank: int, size: int) -> None:
         found.append(losses)
     dynamo.reset()
     assert found[0] == found[1]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+@ranks(2, timeout=120.0)
+def test_equal_blocks_are_compiled_once(rank: int, size: int) -> None:
+    """Twelve blocks take as many compilations as torch's own engine needs for them."""
+    from torch._dynamo.testing import CompileCounter
+
+    counts = []
+    for engine in (fully_shard, torch.distributed.fsdp.fully_shard):
+        torch._dynamo.reset()
+        compiled = CompileCounter()
+        model = nn.Sequential(*[Block() for _ in range(12)])
+        for block in model:
+            block.compile(backend=compiled)
+            engine(block)
+        engine(model)
+        assert len({type(block) for block in model}) == 1
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+        counts.append(compiled.frame_count)
+    assert counts[0] == counts[1]
