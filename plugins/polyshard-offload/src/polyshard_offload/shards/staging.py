@@ -47,6 +47,7 @@ class Staging:
         self._nbytes = self._storage.nbytes()
         self._storage.resize_(0)
         self._held = False
+        self._in_use = False
         self._state = state
 
     def acquire(self) -> None:
@@ -61,11 +62,13 @@ class Staging:
         """Give the memory back, if it is held."""
         if self._held:
             self._storage.resize_(0)
-            self._held = False
+            self._held = self._in_use = False
             self._state.bytes_now -= self._nbytes
 
     def viewable(self) -> Tensor:
         """The tensor, in a state that lets views be made."""
+        if self._in_use:  # a thread may be reading into it: not to be freed when another is asked
+            return self.tensor
         idle, self._state.idle = self._state.idle, self
         if idle is not None and idle is not self:
             idle.release()
@@ -76,4 +79,5 @@ class Staging:
         """Hold memory until :meth:`release`, whoever asks for views meanwhile."""
         if self._state.idle is self:
             self._state.idle = None
+        self._in_use = True
         self.acquire()
