@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +24,6 @@ from toy_models import full
 from tp_models import Mlp, meshes, mlp, mlp_plan, problems_of
 
 from polyshard import Plugin, fully_shard, hookimpl
-from polyshard.agreement.meeting import GRACE_SECONDS
 from polyshard.errors import PlanMismatchError, PolyshardError, SettingError
 from polyshard.seams import GroupInfo
 from polyshard.testing import World, ranks
@@ -59,7 +59,7 @@ def refuses(rank: int, size: int, case: str) -> str:
     with pytest.raises(PolyshardError) as caught:
         whole_run(plan, model, mesh)
     assert time.monotonic() - begin < 10, "nobody ran into a time-out"
-    time.sleep(3 * GRACE_SECONDS)  # a rank that starts again at once would be waited for
+    dist.barrier()  # a rank that starts again at once would be waited for
     whole_run(mlp_plan(), mlp(), mesh)
     return f"{type(caught.value).__name__}: {caught.value}"
 
