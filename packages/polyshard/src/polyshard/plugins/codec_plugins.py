@@ -85,7 +85,7 @@ class CodecPlugin(Plugin, ABC):
             PluginError: saying what to write instead.
         """
         super().__init_subclass__(**arguments)
-        if {GatherCodecPlugin, ReduceCodecPlugin}.issubset(cls.__mro__):
+        if sum(CodecPlugin in base.__bases__ for base in cls.__mro__) > 1:
             raise PluginError(
                 f"{cls.__name__} is a GatherCodecPlugin and a ReduceCodecPlugin, whose encode() "
                 "have one name; write two plugins, or give each hook a codec of its own "
