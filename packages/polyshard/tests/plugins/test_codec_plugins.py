@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from polyshard.errors import ConflictError, PluginError
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
 from polyshard.testing import ranks
+from polyshard.testing.cases import case
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,17 +95,16 @@ def test_each_group_has_state_of_its_own_for_as_long_as_it_lives(rank: int, size
         model(torch.full((1, 4), 1.0 + dist.get_rank())).sum().backward()
 
     step()
-    states = {served.at.group.name: served.at.state for served in plugin._served.values()}
+    served: Any = plugin._served
+    states = {one.at.group.name: one.at.state for one in served.values()}
     assert sorted(states) == ["(root)", "0"]
     assert all(bool(state.abs().sum() > 0) for state in states.values())
     model[0].weight.requires_grad_(False)  # has the codec bound anew
     model.zero_grad()
     step()
-    assert {served.at.state.shape for served in plugin._served.values()} == {
-        state.shape for state in states.values()
-    }
+    assert {s.at.state.shape for s in served.values()} == {s.shape for s in states.values()}
     assert [name for name, _ in plugin.seen] == ["(root)", "0"] * 2
-    kept = next(s.at for s in plugin._served.values() if s.at.group.name == "0")
+    kept = next(s.at for s in served.values() if s.at.group.name == "0")
     assert not kept.group.parameters[0].requires_grad
     # What the first step left out was added in the second one: the state was not made anew.
     assert not torch.equal(kept.state, states["0"])
@@ -117,10 +117,6 @@ def test_state_is_made_anew_only_for_other_sizes() -> None:
         def new_state(self, group: GroupInfo, layout: GroupLayout) -> object:
             made.append(group.name)
             return object()
-
-    from dataclasses import replace
-
-    from polyshard.testing.cases import case
 
     at = case(2, 0)
     codec: Any = contributions(Counting()).gather_codec

@@ -81,7 +81,8 @@ class Changing(Tracing):
 
 @ranks(2)
 def test_plugins_that_do_more_are_compared(rank: int, size: int) -> None:
-    for plugins in ([Changing(f"{rank}")], [Signing()] if rank else []):
+    stacks: list[list[object]] = [[Changing(f"{rank}")], [Signing()] if rank else []]
+    for plugins in stacks:
         with pytest.raises(PlanMismatchError, match="plugin (changing|signing)"):
             trained(plugins, rank)
 

@@ -35,7 +35,11 @@ from polyshard.transport import Transport
 
 
 class Outer(CollectivesBackend):
-    """Counts how often it connected."""
+    """Says that it was there."""
+
+    name = ""
+    settings = ""
+    notices: tuple[str, ...] = ()
 
     def __init__(self, name: str, settings: str, inner: CollectivesBackend) -> None:
         self.name, self.settings, self.inner = name, settings, inner
@@ -70,9 +74,13 @@ def nesting(*plugins: object) -> list[str]:
 
 @given(order=st.permutations(["count", "delay", "claim", "codecs"]), engine=st.booleans())
 def test_every_order_of_passing_gives_one_nesting(order: list[str], engine: bool) -> None:
-    made = {"count": Wrapping("count"), "delay": Wrapping("delay"), "codecs": Codecs()}
+    made: dict[str, object] = {
+        "count": Wrapping("count"),
+        "delay": Wrapping("delay"),
+        "codecs": Codecs(),
+    }
     if not engine:
-        made["claim"] = Resting()  # type: ignore[assignment]
+        made["claim"] = Resting()
     found = nesting(*(made[name] for name in order if name in made))
     assert found == ["count", "delay", "default" if engine else "slow"]
 

@@ -149,7 +149,8 @@ def check_constraints(binding: Binding, group: GroupInfo, layout: GroupLayout) -
                 problems.append(
                     f"{plugin}: constraint '{constraint.name}' needs blocks of {block} elements of "
                     f"'{info.fqn}' {info.shape} of group '{group.name}' on one rank, but "
-                    f"{layout.world_size} ranks part it every {run} elements. Choose another block, shard another dim, or leave the parameter out."
+                    f"{layout.world_size} ranks part it every {run} elements. Choose another "
+                    "block, shard another dim, or leave the parameter out."
                 )
     if problems:
         raise PluginError("\n".join(problems))

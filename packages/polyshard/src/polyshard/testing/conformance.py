@@ -79,7 +79,7 @@ class PluginConformance(CodecConformance):
                 found = build_stack([factory()]).contributions(at.info)
                 gather = found.gather_codec.bind(at.info, at.layout)
                 reduce = found.reduce_codec.bind(at.info, at.layout)
-                parts: list[Named] = [found[role] for role in ROLES]
+                parts: list[Named] = [part for role in ROLES for part in found.layers[role]]
                 parts += [*found.constraints, *found.adapters]
                 binding = Binding(found, at.info.name)
                 blocks = [
