@@ -9,14 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from samples.short import Feedback
+from samples.short import SavedFeedback
 from toy_lifetimes import Lasting
 from torch import Tensor, nn
 
 from polyshard import fully_shard, load_plugin_state_dict, plugin_state_dict
 from polyshard.errors import CheckpointError
-from polyshard.seams import GroupInfo
-from polyshard.sharding.layout import GroupLayout
 from polyshard.testing import World, ranks
 
 
@@ -56,37 +54,6 @@ def test_state_of_others_is_refused_alike(rank: int, size: int) -> None:
         load_plugin_state_dict(model, {key: {} for key in states})
     note = f"raised in load_state_dict of the plugin state 'rank{rank}of2.lasting.(root)'"
     assert caught.value.__notes__ == [note]
-
-
-class Left:
-    """What a reduction left out."""
-
-    def __init__(self, numel: int, world_size: int) -> None:
-        self.value = torch.zeros(world_size, numel)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.value.copy_(state_dict["value"])
-
-    def __add__(self, other: Tensor) -> Tensor:
-        return self.value + other
-
-    __radd__ = __add__
-
-
-class SavedFeedback(Feedback):
-    """Its errors are part of training."""
-
-    def new_state(self, group: GroupInfo, layout: GroupLayout) -> Any:
-        return Left(sum(p.chunk_numel for p in layout.parameters), layout.world_size)
-
-    def encode(self, chunks: Any, payloads: Tensor, at: Any) -> None:
-        kept = at.state
-        super().encode(chunks, payloads, at)
-        kept.value.copy_(at.state)
-        at.state = kept
 
 
 def steps(model: nn.Module, rank: int, count: int, first: int = 0) -> None:

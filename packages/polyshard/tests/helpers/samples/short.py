@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from polyshard import CodecGroup, GatherCodecPlugin, ReduceCodecPlugin
+from polyshard import CodecGroup, GatherCodecPlugin, ReduceCodecPlugin, hookimpl
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
 from samples.verdict import Right, Samples, Wrong
@@ -38,6 +38,23 @@ class Exact(GatherCodecPlugin):
 
 class Lossy(Exact):
     dtype = torch.bfloat16
+
+
+class WholeShard(GatherCodecPlugin):
+    """As the tutorial has it: the shard as it is, padding and all."""
+
+    name = "sample"
+
+    def payload_bytes(self, group: GroupInfo, layout: GroupLayout) -> int | None:
+        return 2 * layout.shard_numel
+
+    def encode(self, shard: Tensor, payload: Tensor, at: CodecGroup) -> None:
+        payload.view(torch.bfloat16).copy_(shard)
+
+    def decode(self, payloads: Tensor, regions: Sequence[Tensor], at: CodecGroup) -> None:
+        values = payloads.view(torch.bfloat16)
+        for placed, region in zip(at.layout.parameters, regions, strict=True):
+            region.copy_(values.narrow(1, placed.shard_offset, placed.chunk_numel))
 
 
 class NotAlone(Exact):
@@ -111,6 +128,33 @@ class Feedback(ExactSums):
         super().encode([sent], payloads, at)
 
 
+class Left:
+    """What a reduction left out, as checkpoints hold it."""
+
+    def __init__(self, numel: int, world_size: int) -> None:
+        self.value = torch.zeros(world_size, numel)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value.copy_(state_dict["value"])
+
+
+class SavedFeedback(Feedback):
+    """Its errors are part of training."""
+
+    kept: ClassVar[type[Left]] = Left
+
+    def new_state(self, group: GroupInfo, layout: GroupLayout) -> Any:
+        return self.kept(sum(p.chunk_numel for p in layout.parameters), layout.world_size)
+
+    def encode(self, chunks: Sequence[Tensor], payloads: Tensor, at: CodecGroup) -> None:
+        plain = CodecGroup(at.group, at.layout, at.state.value)
+        super().encode(chunks, payloads, plain)
+        at.state.value.copy_(plain.state)
+
+
 # Wrong -------------------------------------------------------------------------------------------
 
 
@@ -179,6 +223,47 @@ class Averaging(ExactSums):
             out.div_(len(payloads))
 
 
+class _Forgetting(Left):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing is loaded."""
+
+
+class _Late(Left):
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value} if bool(self.value.any()) else {}
+
+
+class _Aliasing(Left):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value = state_dict["value"]
+
+
+class ForgettingState(SavedFeedback):
+    """Loads nothing."""
+
+    kept = _Forgetting
+
+
+class LateState(SavedFeedback):
+    """Has nothing to fill before the first step."""
+
+    kept = _Late
+
+
+class AliasingState(SavedFeedback):
+    """Takes over the tensors that it is given."""
+
+    kept = _Aliasing
+
+
+class ClosesAll(Lossy):
+    """Lets go of what all groups need when one goes."""
+
+    @hookimpl
+    def polyshard_teardown(self, group: GroupInfo) -> None:
+        self.__dict__["dtype"] = torch.float32
+
+
 SAMPLES = Samples(
     right=[
         Right(Exact),
@@ -188,6 +273,8 @@ SAMPLES = Samples(
         Right(Chosen),
         Right(ExactSums),
         Right(Feedback, tolerance=1.0, loss_tolerance=0.2),
+        Right(SavedFeedback, tolerance=1.0, loss_tolerance=0.2),
+        Right(WholeShard, tolerance=2.0**-8),
     ],
     wrong=[
         Wrong(Growing, "test_answers_are_the_same_on_every_rank"),
@@ -197,5 +284,9 @@ SAMPLES = Samples(
         Wrong(Shared, "test_gathers_of_two_groups_do_not_mix"),
         Wrong(SharedSums, "test_reductions_of_two_groups_do_not_mix"),
         Wrong(Averaging, "test_reduce_sums_over_ranks"),
+        Wrong(ForgettingState, "test_plugin_state_round_trip"),
+        Wrong(LateState, "test_plugin_state_round_trip"),
+        Wrong(AliasingState, "test_plugin_state_round_trip"),
+        Wrong(ClosesAll, "test_one_of_two_models_is_closed"),
     ],
 )
