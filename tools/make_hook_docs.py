@@ -99,9 +99,9 @@ default serves without inheriting too (an observer has to have all its methods t
 the defaults that it lacks, and one that cannot be given any is refused with the name of the base.
 Inherit anyway where you can: mypy then sees what you wrote, and Python what you forgot.
 
-A codec in one class is a plugin: `GatherCodecPlugin` or `ReduceCodecPlugin`, which answers its hook by
-itself. `GatherCodec` and `ReduceCodec` with what they bind are the long way, for a plugin that owns
-several, or the second hop of a reduction.
+A codec in one class is a plugin: `GatherCodecPlugin` or `ReduceCodecPlugin`, which answers its hook
+by itself. `GatherCodec` and `ReduceCodec` with what they bind are the long way, for a plugin that
+owns several, or the second hop of a reduction.
 """
 
 

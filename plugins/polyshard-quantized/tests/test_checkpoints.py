@@ -71,7 +71,7 @@ def test_a_checkpoint_collects_feedback_by_itself(rank: int, size: int, tmp_path
     _, model = _compensated()
     train(model, rank, steps=2)
     saved = {"model": model.state_dict(), "plugins": plugin_state_dict(model)}
-    assert list(saved["plugins"])[0].startswith(f"rank{rank}of2.quantized.")
+    assert next(iter(saved["plugins"])).startswith(f"rank{rank}of2.quantized.")
     dcp.save(saved, checkpoint_id=folder)
     expected = train(model, rank, steps=2)
     _, resumed = _compensated()

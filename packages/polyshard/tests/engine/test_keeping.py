@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from samples.short import SavedFeedback
-from toy_lifetimes import Lasting
 from torch import Tensor, nn
+from toy_lifetimes import Lasting
 
 from polyshard import fully_shard, load_plugin_state_dict, plugin_state_dict
 from polyshard.errors import CheckpointError

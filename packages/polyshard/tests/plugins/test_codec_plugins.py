@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from samples import short
-from toy_groups import GROUP, contributions
 from torch import Tensor, nn
+from toy_groups import GROUP, contributions
 
 import polyshard
 from polyshard import CodecGroup, GatherCodecPlugin, ReduceCodecPlugin, describe, fully_shard
@@ -144,7 +144,7 @@ def test_what_is_forgotten_is_said_by_python() -> None:
         def payload_bytes(self, group: GroupInfo, layout: GroupLayout) -> int:
             return 0
 
-    with pytest.raises(TypeError, match="decode.*encode"):
+    with pytest.raises(TypeError, match=r"decode.*encode"):
         Half()  # type: ignore[abstract]
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from toy_lifetimes import Lasting
 from toy_observers import Watcher, Watching
 from toy_planning import Signing
-from torch import Tensor, nn
 
 from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.errors import PlanMismatchError
@@ -83,7 +83,7 @@ class Changing(Tracing):
 def test_plugins_that_do_more_are_compared(rank: int, size: int) -> None:
     stacks: list[list[object]] = [[Changing(f"{rank}")], [Signing()] if rank else []]
     for plugins in stacks:
-        with pytest.raises(PlanMismatchError, match="plugin (changing|signing)"):
+        with pytest.raises(PlanMismatchError, match=r"plugin (changing|signing)"):
             trained(plugins, rank)
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from toy_codecs import GatherFactory, ReduceFactory
 from toy_storage import Away, AwayFactory, SlowBackend
-from torch import Tensor, nn
 
 from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.errors import PlanMismatchError, PluginError
@@ -118,8 +118,8 @@ class Wide(ShardingConstraint):
 @ranks(2)
 def test_a_constraint_that_is_broken_names_its_plugin(rank: int, size: int) -> None:
     expected = (
-        r"plugin 'odd' \(1\.2\): constraint 'wide' needs blocks of 24 elements of 'weight' \(4, 4\) "
-        r"of group 'Linear' on one rank"
+        r"plugin 'odd' \(1\.2\): constraint 'wide' needs blocks of 24 elements of "
+        r"'weight' \(4, 4\) of group 'Linear' on one rank"
     )
     with pytest.raises(PluginError, match=expected):
         fully_shard(nn.Linear(4, 4), plugins=[giving("sharding_constraint", Wide())])

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from toy_groups import GROUP
 from toy_lifetimes import Failing, Lasting
-from torch import nn
 
 import polyshard
 from polyshard import Plugin, describe, fully_shard, hookimpl

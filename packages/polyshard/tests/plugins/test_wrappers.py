@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 from toy_codecs import BytesGather, Codecs
 from toy_groups import contributions
 from toy_storage import Resting
-from torch import Tensor, nn
 
 from polyshard import (
     Around,
