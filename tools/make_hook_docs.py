@@ -98,6 +98,10 @@ rest what you need. They are importable from `polyshard`, those about transports
 default serves without inheriting too (an observer has to have all its methods then): it is given
 the defaults that it lacks, and one that cannot be given any is refused with the name of the base.
 Inherit anyway where you can: mypy then sees what you wrote, and Python what you forgot.
+
+A codec in one class is a plugin: `GatherCodecPlugin` or `ReduceCodecPlugin`, which answers its hook
+by itself. `GatherCodec` and `ReduceCodec` with what they bind are the long way, for a plugin that
+owns several, or the second hop of a reduction.
 """
 
 
@@ -105,25 +109,29 @@ def seams_page() -> str:
     """The page about the objects that hooks meet."""
     import polyshard
     from polyshard import seams
+    from polyshard.plugins import codec_plugins
     from polyshard.transport import base
 
     parts = [SEAMS_HEAD]
     for name in SEAMS:
-        kind: type = vars(seams).get(name) or vars(base)[name]
+        kind: type = next(vars(m)[name] for m in (seams, codec_plugins, base) if name in vars(m))
         home = "polyshard" if name in polyshard.__all__ else kind.__module__.rpartition(".")[0]
         parts.append(f"## {name}\n\n`{home}.{name}`. {inspect.getdoc(kind)}\n")
         parts.extend(_members(kind))
+        if issubclass(kind, codec_plugins.CodecPlugin):
+            parts.extend(_members(codec_plugins.CodecPlugin))
     page = "\n".join(parts)
     return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", page.replace("``", "`"))
 
 
 SEAMS = (
     *("ParamInfo", "GroupIdentity", "GroupInfo"),
+    *("GatherCodecPlugin", "ReduceCodecPlugin", "CodecGroup", "Around", "Stateful"),
     *("GatherCodec", "BoundGatherCodec", "ReduceCodec", "BoundReduceCodec", "BoundReplicaCodec"),
     *("StorageFactory", "ShardStorage", "CollectivesBackend", "Transport", "GatherRoute"),
     *("ReduceRoute", "ShardingConstraint", "StateDictAdapter", "Observer"),
 )
-"""What hooks meet; the engine's own side is left out."""
+"""What hooks meet, codecs in one class first; the engine's own side is left out."""
 
 
 NOTICES = "what `describe()` says of the group"
@@ -138,7 +146,7 @@ def _members(found: type) -> list[str]:
         text = f": {said[name]}" if name in said else f": {NOTICES}" if name == "notices" else ""
         lines.append(f"- `{name}: {kind}{default}`{text}")
     for name, member in vars(found).items():
-        if inspect.isfunction(member) and not name.startswith("_"):
+        if inspect.isfunction(member) and not name.startswith(("_", "polyshard_")):
             text = " ".join((inspect.getdoc(member) or "").split())
             needed = "" if getattr(member, "__isabstractmethod__", False) else " (has a default)"
             lines.append(f"- `{name}{_signature(member)}`{needed}: {text}")

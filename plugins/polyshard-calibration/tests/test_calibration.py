@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from toy_models import Model, assert_same_parameters, build, shard, tokens_for, train
 
 from polyshard import Plugin, describe, fully_shard, hookimpl
-from polyshard.errors import ConflictError, IneffectiveSettingWarning, SettingError
+from polyshard.errors import IneffectiveSettingWarning, SettingError
 from polyshard.group.transfers import readable, ways_of
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import ParameterShape, plan_layout
@@ -190,11 +190,20 @@ def test_coalesced_collectives_train_alike(rank: int, size: int) -> None:
 
 
 @ranks(2)
-def test_two_plugins_that_move_bytes_are_refused(rank: int, size: int) -> None:
-    with pytest.raises(
-        ConflictError, match=r"(?s)calibration.*collectives|collectives.*calibration"
-    ):
-        fully_shard(build(**SMALL), plugins=[calibrated(0), Collectives(coalesces=True)])
+def test_it_goes_around_whatever_moves_bytes(rank: int, size: int) -> None:
+    """Another plugin's transport gets measured thresholds, and trains to the same bits."""
+    other = Collectives(coalesces=False)
+    found = BreakEven("gloo-collectives", size, 1 << 30, coalesces=False)
+    alone, alone_losses, ways = trained(rank, other)
+    assert ways == {"direct"}
+    for plugins in ([Calibration((found,)), other], [other, Calibration((found,))]):
+        model = shard(build(**SMALL), fully_shard, plugins=plugins)
+        losses = train(model, [tokens_for(step, rank) for step in range(3)]).losses
+        plans = describe(model).groups
+        assert {way.kind for plan in plans for way in plan.ways} == {"packed"}
+        assert {p.roles.exclusive["collectives"] for p in plans} == {"measured around collectives"}
+        assert losses == alone_losses
+        assert_same_parameters(model, alone, exact=True)
 
 
 # The file -------------------------------------------------------------------------------------

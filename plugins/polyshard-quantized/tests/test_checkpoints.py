@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from quantized_models import build, shard, tokens_for, train
 from toy_models import loss_of
 
-from polyshard import describe
+from polyshard import describe, load_plugin_state_dict, plugin_state_dict
 from polyshard.errors import SettingError
 from polyshard.testing import World, ranks
 from polyshard_quantized import ErrorFeedback, Int4Block, QuantizedComm
@@ -62,6 +62,35 @@ def test_checkpoints_are_native(rank: int, size: int, tmp_path: Path) -> None:
     plain.load_state_dict(state["model"])
     for name, parameter in plain.named_parameters():
         assert torch.equal(parameter.full_tensor(), masters[name])
+
+
+@ranks(2)
+def test_a_checkpoint_collects_feedback_by_itself(rank: int, size: int, tmp_path: Path) -> None:
+    """Three steps straight, and two after a checkpoint that knows no plugin, end alike."""
+    folder = str(tmp_path / "checkpoint")
+    _, model = _compensated()
+    train(model, rank, steps=2)
+    saved = {"model": model.state_dict(), "plugins": plugin_state_dict(model)}
+    assert next(iter(saved["plugins"])).startswith(f"rank{rank}of2.quantized.")
+    dcp.save(saved, checkpoint_id=folder)
+    expected = train(model, rank, steps=2)
+    _, resumed = _compensated()
+    state = {"model": resumed.state_dict(), "plugins": plugin_state_dict(resumed)}
+    dcp.load(state, checkpoint_id=folder)
+    resumed.load_state_dict(state["model"])
+    load_plugin_state_dict(resumed, state["plugins"])
+    assert train(resumed, rank, steps=2) == expected
+    for one, other in zip(resumed.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), other.full_tensor())
+
+
+def test_nothing_is_saved_where_nothing_is_remembered(world2: World) -> None:
+    world2.run(forgetful)
+
+
+def forgetful(rank: int, size: int) -> None:
+    model = shard(build(), [QuantizedComm(gradients=Int4Block())])
+    assert plugin_state_dict(model) == {}
 
 
 @ranks(2)

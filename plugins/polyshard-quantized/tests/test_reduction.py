@@ -250,9 +250,9 @@ def test_state_goes_on_where_it_was_saved() -> None:
     for step in range(4):
         payloads.append(sent(codec, toy, values_of(SHAPES, step)))
         if step == 1:
-            saved = straight.state.save()
+            saved = straight.state.state_dict()
             resumed.bind(toy.info, toy.layout)
-            resumed.state.load(saved)
+            resumed.state.load_state_dict(saved)
     resumed_codec = resumed.bind(toy.info, toy.layout)  # as after a conversion
     assert resumed_codec is not None
     for step in (2, 3):
@@ -269,11 +269,11 @@ def test_state_of_another_world_or_model_is_refused() -> None:
         assert codec is not None
         sent(codec, toy, values_of(shapes))
     with pytest.raises(SettingError, match="saved on 2 ranks"):
-        reduces[1].state.load(reduces[0].state.save())
-    foreign = reduces[0].state.save()
+        reduces[1].state.load_state_dict(reduces[0].state.state_dict())
+    foreign = reduces[0].state.state_dict()
     foreign["residuals"]["elsewhere.weight"] = torch.zeros(1)
     with pytest.raises(SettingError, match=r"elsewhere\.weight"):
-        reduces[2].state.load(foreign)
+        reduces[2].state.load_state_dict(foreign)
 
 
 def test_frozen_parameters_do_not_travel() -> None:

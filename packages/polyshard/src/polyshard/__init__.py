@@ -16,11 +16,17 @@ if TYPE_CHECKING:
     from polyshard.api import fully_shard, register_fsdp_forward_method
     from polyshard.clipping import clip_grad_norm_, grad_norm
     from polyshard.description import describe, stats
+    from polyshard.engine.keeping import close, load_plugin_state_dict, plugin_state_dict
     from polyshard.engine.native_state import attach_optimizer
     from polyshard.module import (
         FSDPModule,
         UnshardHandle,
         share_comm_ctx,
+    )
+    from polyshard.plugins.codec_plugins import (
+        CodecGroup,
+        GatherCodecPlugin,
+        ReduceCodecPlugin,
     )
     from polyshard.plugins.contract import HOOK_API, Contract, Plugin, hookimpl
     from polyshard.policies import (
@@ -31,6 +37,7 @@ if TYPE_CHECKING:
     )
     from polyshard.same_values import SameValues
     from polyshard.seams import (
+        Around,
         BoundGatherCodec,
         BoundReduceCodec,
         BoundReplicaCodec,
@@ -47,20 +54,24 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HOOK_API",
+    "Around",
     "BoundGatherCodec",
     "BoundReduceCodec",
     "BoundReplicaCodec",
     "CPUOffloadPolicy",
+    "CodecGroup",
     "CollectivesBackend",
     "Contract",
     "DataParallelMeshDims",
     "FSDPModule",
     "GatherCodec",
+    "GatherCodecPlugin",
     "MixedPrecisionPolicy",
     "Observer",
     "OffloadPolicy",
     "Plugin",
     "ReduceCodec",
+    "ReduceCodecPlugin",
     "SameValues",
     "ShardPlacement",
     "ShardStorage",
@@ -71,16 +82,20 @@ __all__ = [
     "__version__",
     "attach_optimizer",
     "clip_grad_norm_",
+    "close",
     "describe",
     "fully_shard",
     "grad_norm",
     "hookimpl",
+    "load_plugin_state_dict",
+    "plugin_state_dict",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "stats",
 ]
 
 _HOMES = {
+    "Around": "seams",
     "BoundGatherCodec": "seams",
     "BoundReduceCodec": "seams",
     "BoundReplicaCodec": "seams",
@@ -93,22 +108,28 @@ _HOMES = {
     "StateDictAdapter": "seams",
     "StorageFactory": "seams",
     "CPUOffloadPolicy": "policies",
+    "CodecGroup": "plugins.codec_plugins",
     "Contract": "plugins.contract",
     "DataParallelMeshDims": "policies",
     "FSDPModule": "module",
+    "GatherCodecPlugin": "plugins.codec_plugins",
     "HOOK_API": "plugins.contract",
     "MixedPrecisionPolicy": "policies",
     "OffloadPolicy": "policies",
     "Plugin": "plugins.contract",
+    "ReduceCodecPlugin": "plugins.codec_plugins",
     "SameValues": "same_values",
     "ShardPlacement": "sharding.placement",
     "UnshardHandle": "module",
     "attach_optimizer": "engine.native_state",
     "clip_grad_norm_": "clipping",
+    "close": "engine.keeping",
     "describe": "description",
     "fully_shard": "api",
     "grad_norm": "clipping",
     "hookimpl": "plugins.contract",
+    "load_plugin_state_dict": "engine.keeping",
+    "plugin_state_dict": "engine.keeping",
     "register_fsdp_forward_method": "api",
     "share_comm_ctx": "module",
     "stats": "description",

@@ -131,7 +131,7 @@ def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
         move_to_device(modules, collector, roles)
         sources = collector.sources(modules)
         _plan_groups(unit, sources, stack)
-    _shard(unit, sources)
+        _shard(unit, sources)
     return module
 
 

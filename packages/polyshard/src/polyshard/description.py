@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 from torch import nn
 from typing_extensions import override
 
-from polyshard.engine.root import ROOT, group_names, units_below
+from polyshard.engine.root import ROOT, group_names, groups_of, preview_names, units_below
 from polyshard.engine.unit import Unit
-from polyshard.errors import SettingError
-from polyshard.group.group import ParameterGroup, State
 from polyshard.group.plan import GroupPlan
 from polyshard.group.planner import plan_of
 from polyshard.group.traffic import Traffic
@@ -97,7 +95,7 @@ def _notes(groups: tuple[GroupPlan, ...]) -> list[str]:
         facts.setdefault(f"dtypes (rest / compute / reduce): {plan.dtypes}", []).append(plan.name)
         facts.setdefault(plan.roles.summary, []).append(plan.name)
         facts.setdefault(f"transfers: {plan.transfers}", []).append(plan.name)
-        for line in (*(f"plugin {line}" for line in plan.roles.plugins), *plan.roles.extras):
+        for line in (*_plugins(plan), *plan.roles.extras):
             facts.setdefault(line, []).append(plan.name)
         for notice in plan.notices:
             facts.setdefault(notice, []).append(plan.name)
@@ -107,19 +105,14 @@ def _notes(groups: tuple[GroupPlan, ...]) -> list[str]:
     ]
 
 
-def _groups(model: nn.Module) -> list[ParameterGroup]:
-    groups = [group for _, _, unit in units_below(model) for group in unit.groups]
-    if not groups:
-        raise SettingError(
-            f"{type(model).__name__} has no parameters sharded by polyshard; call "
-            "fully_shard first."
-        )
-    return groups
+def _plugins(plan: GroupPlan) -> Iterator[str]:
+    return (f"plugin {line}" for line in (*plan.roles.plugins, *plan.roles.watching))
 
 
 def describe(model: nn.Module) -> Description:
     """The plan of every group of ``model``: what it holds, what travels, who takes part."""
-    _groups(model)
+    groups_of(model)
+    preview_names(model)
     plans: list[GroupPlan] = []
     fqns = {id(p): name for name, p in model.named_parameters()}
     for name, _, unit in units_below(model):
@@ -137,8 +130,6 @@ def _preview(
 ) -> Iterator[GroupPlan]:
     labels = group_names(name or ROOT, len(unit.groups))
     for group, label in zip(unit.groups, labels, strict=True):
-        if group.state is State.SHARDED:
-            group.rename(label, fqns)  # as the root will: plugins choose parameters by their names
         plan = plan_of(group)
         parameters = tuple(
             replace(info, fqn=fqns.get(id(sharded.parameter), info.fqn))
@@ -167,9 +158,9 @@ class Stats:
 
 def stats(model: nn.Module) -> Stats:
     """Bytes, calls and waiting time of every group of ``model`` since it was sharded."""
-    return Stats({group.name: group.meter.traffic for group in _groups(model)})
+    return Stats({group.name: group.meter.traffic for group in groups_of(model)})
 
 
 def identities_of(model: nn.Module) -> frozenset[GroupIdentity]:
     """The groups of ``model``, as plugins that serve several models tell them apart."""
-    return frozenset(group.identity for group in _groups(model))
+    return frozenset(group.identity for group in groups_of(model))

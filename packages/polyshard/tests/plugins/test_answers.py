@@ -258,7 +258,7 @@ PARTS: list[tuple[str, object, str]] = [
     (
         "reduce_codec",
         Binds(Lonely),
-        r"Binds\.bind\(\.\.\.\)\.replicas returned .*BoundReplicaCodec",
+        r"Binds\.bind\(\.\.\.\)\.replicas .*returned .*BoundReplicaCodec",
     ),
     (
         "sharding_constraint",

@@ -152,11 +152,11 @@ class Unbound:
     [
         (
             "polyshard_gather_codec",
-            r"Unbound\.bind returned .*lacks decode, encode, payload_bytes",
+            r"Unbound\.bind .*returned .*lacks decode, encode, payload_bytes",
         ),
-        ("polyshard_reduce_codec", r"Unbound\.bind returned .*decode_sum, encode, payload_bytes"),
-        ("polyshard_shard_storage", r"Unbound\.create returned .*fetch, rest, view"),
-        ("polyshard_collectives_backend", r"Unbound\.connect returned .*gather_route"),
+        ("polyshard_reduce_codec", r"Unbound\.bind .*returned .*decode_sum, encode, payload_bytes"),
+        ("polyshard_shard_storage", r"Unbound\.create .*returned .*fetch, rest, view"),
+        ("polyshard_collectives_backend", r"Unbound\.connect .*returned .*gather_route"),
     ],
 )
 @ranks(1)

@@ -53,7 +53,7 @@ def test_names_are_texts(name: Any) -> None:
 
 @pytest.mark.parametrize("version", ["1.0", 1, (1,)])
 def test_malformed_api_versions_are_refused(version: Any) -> None:
-    with pytest.raises(PluginError, match=r"'x': hook_api must be two integers such as \(1, 0\)"):
+    with pytest.raises(PluginError, match=r"'x': hook_api must be two integers such as \(1, 1\)"):
         Contract("x", hook_api=version)
 
 
@@ -141,7 +141,7 @@ def test_another_hook_api_is_refused_with_both_numbers(version: tuple[int, int])
         hook_api = version
 
     shown = f"{version[0]}.{version[1]}"
-    with pytest.raises(PluginError, match=rf"hook API {shown}, this polyshard has 1\.0"):
+    with pytest.raises(PluginError, match=rf"hook API {shown}, this polyshard has 1\.1"):
         build_stack([Written()])
 
 

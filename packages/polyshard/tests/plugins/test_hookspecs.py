@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from toy_adapters import Adapting, Negating
 from toy_codecs import Codecs, GatherFactory, ReduceFactory
-from toy_groups import NO_MESH, PARAM, contributions
+from toy_groups import GROUP, NO_MESH, PARAM, contributions
+from toy_lifetimes import Kept, Lasting
 from toy_observers import Watching
 from toy_planning import Blocks, Constrained, Preparing, Signing
 from toy_storage import AwayFactory, Resting, SlowBackend
@@ -261,3 +262,17 @@ def test_hooks_of_torch_keep_their_arguments() -> None:
         theirs = tuple(inspect.signature(getattr(FSDPExtensions, name)).parameters)[1:]
         assert ours[name][: len(theirs)] == theirs
         assert ours[name][len(theirs) :] == ("param",)
+
+
+def test_hook_polyshard_plugin_state() -> None:
+    plugin = Lasting()
+    ((name, state),) = contributions(plugin).states
+    assert name == "lasting"
+    assert isinstance(state, Kept)
+    assert contributions(Lasting("elsewhere")).states == ()
+
+
+def test_hook_polyshard_teardown() -> None:
+    plugin = Lasting()
+    build_stack([plugin]).teardown(GROUP, "renamed").run()
+    assert plugin.log == ["lasting renamed"]

@@ -14,6 +14,7 @@ from samples import (
     gather,
     observers,
     reduce,
+    short,
     storage,
     transforms,
 )
@@ -25,7 +26,10 @@ from polyshard.testing import PluginConformance, World
 
 SEAMS: dict[str, Samples] = {
     module.__name__.rpartition(".")[2]: module.SAMPLES
-    for module in (gather, reduce, storage, transforms, adapters, backends, constraints, observers)
+    for module in (
+        *(gather, reduce, short, storage, transforms, adapters, backends, constraints),
+        observers,
+    )
 }
 RIGHT = [(seam, sample) for seam, samples in SEAMS.items() for sample in samples.right]
 WRONG = [(seam, sample) for seam, samples in SEAMS.items() for sample in samples.wrong]

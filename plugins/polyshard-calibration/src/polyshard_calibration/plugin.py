@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from polyshard.group.transfers import readable
 from polyshard.plugins.contract import Plugin, hookimpl
-from polyshard.seams import CollectivesBackend, GroupInfo
+from polyshard.seams import Around, CollectivesBackend, GroupInfo
 from polyshard.sharding.mesh import MeshRoles, resolve_mesh
 from polyshard.transport import Transport, choose_transport
 from polyshard_calibration.file import read, write
@@ -42,17 +42,18 @@ _ITEMSIZE = 4
 
 
 class MeasuredBackend(CollectivesBackend):
-    """The engine's own transports with thresholds from a calibration."""
+    """The transports of another backend, with thresholds from a calibration."""
 
     name = "measured"
 
-    def __init__(self, break_evens: tuple[BreakEven, ...]) -> None:
+    def __init__(self, break_evens: tuple[BreakEven, ...], inner: CollectivesBackend) -> None:
         self._break_evens = break_evens
+        self._inner = inner
         self.notices: tuple[str, ...] = ()
 
     @override
     def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
-        transport = choose_transport(roles, device)
+        transport = self._inner.connect(roles, device)
         if transport.size == 1:
             return transport
         found = [
@@ -88,7 +89,7 @@ class Calibration(Plugin):
         calibration.save("transfers.json")        # next time: Calibration.load("transfers.json")
         fully_shard(model, mesh=mesh, plugins=[calibration])
 
-    It takes the role of the collectives backend, as another plugin that moves bytes would.
+    It moves no bytes: it goes around the collectives backend, the engine's own or another plugin's.
     """
 
     name = "calibration"
@@ -96,10 +97,10 @@ class Calibration(Plugin):
     break_evens: tuple[BreakEven, ...]
 
     @hookimpl
-    def polyshard_collectives_backend(self, group: GroupInfo) -> MeasuredBackend:
-        """The engine's own transports with measured thresholds."""
+    def polyshard_collectives_backend(self, group: GroupInfo) -> Around[CollectivesBackend]:
+        """The transports of whoever moves bytes, with measured thresholds."""
         del group
-        return MeasuredBackend(self.break_evens)
+        return Around(partial(MeasuredBackend, self.break_evens))
 
     @classmethod
     def measure(cls, *meshes: DeviceMesh) -> Calibration:

@@ -24,6 +24,7 @@ from polyshard_quantized.roundtrip import relative_errors
 from polyshard_quantized.transfers.feedback import ErrorFeedback
 from polyshard_quantized.transfers.gather import QuantizedGather
 from polyshard_quantized.transfers.reduction import GradientSettings, QuantizedReduce, RoundingName
+from polyshard_quantized.transfers.state import ReductionState
 from polyshard_quantized.workspace import Workspace
 
 
@@ -137,6 +138,13 @@ class QuantizedComm(Plugin):
         served.reduces[group.identity] = codec
         return codec
 
+    @hookimpl
+    def polyshard_plugin_state(self, group: GroupInfo) -> ReductionState | None:
+        """Errors and counts of reductions, where results depend on them."""
+        counts = self.error_feedback is not None or self.rounding == "stochastic"
+        codec = self._served.reduces.get(group.identity)
+        return codec.state if codec is not None and counts else None
+
     # Reports ----------------------------------------------------------------------------------
 
     def report(self) -> Report:
@@ -188,7 +196,7 @@ class QuantizedComm(Plugin):
         Raises:
             SettingError: when groups of several models would be saved under one name.
         """
-        return {key: codec.state.save() for key, codec in self._reduces_of(model).items()}
+        return {key: codec.state.state_dict() for key, codec in self._reduces_of(model).items()}
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], model: nn.Module | None = None
@@ -209,7 +217,7 @@ class QuantizedComm(Plugin):
                     "polyshard.describe(model) first, so that groups have their names, and load "
                     "what the same rank of the same model saved."
                 )
-            codec.state.load(state_dict[key])
+            codec.state.load_state_dict(state_dict[key])
 
     def _reduces_of(self, model: nn.Module | None) -> dict[str, QuantizedReduce]:
         """The reduce codecs, by the key that a state dict has for each."""

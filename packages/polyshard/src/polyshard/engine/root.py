@@ -11,7 +11,8 @@ from torch import nn
 from polyshard.agreement.meeting import reporting
 from polyshard.engine.plans import audiences, compare_plans
 from polyshard.engine.unit import Unit
-from polyshard.errors import LifecycleError
+from polyshard.errors import LifecycleError, SettingError
+from polyshard.group.group import ParameterGroup
 
 ROOT = "(root)"
 """What a root is called, and its group; units below have the names that lead to them."""
@@ -30,6 +31,21 @@ def units_below(root: nn.Module) -> Iterator[tuple[str, nn.Module, Unit]]:
         if unit is not None and id(unit) not in seen:
             seen.add(id(unit))
             yield name, module, unit
+
+
+def groups_of(model: nn.Module) -> list[ParameterGroup]:
+    """Every group in the tree of ``model``, outermost units first.
+
+    Raises:
+        SettingError: when nothing of it is sharded.
+    """
+    groups = [group for _, _, unit in units_below(model) for group in unit.groups]
+    if not groups:
+        raise SettingError(
+            f"{type(model).__name__} has no parameters sharded by polyshard; call "
+            "fully_shard first."
+        )
+    return groups
 
 
 def initialize_root(root: Unit) -> None:
@@ -84,6 +100,20 @@ def _gather_below(root: Unit, found: Sequence[tuple[str, nn.Module, Unit]]) -> N
         for group in unit.groups:
             group.pool, group.turn = context.pool, context.turn
             group.setup = replace(group.setup, reshard_after_forward=unit.reshards_in_training)
+
+
+def preview_names(root: nn.Module) -> None:
+    """Give groups that have none yet the names that a first forward of ``root`` would give them.
+
+    Plugins choose parameters by them, and what they keep is saved under them.
+    """
+    fqns = {id(p): name for name, p in root.named_parameters()}
+    for name, _, unit in units_below(root):
+        if unit.is_root is None:
+            labels = group_names(name or ROOT, len(unit.groups))
+            for group, label in zip(unit.groups, labels, strict=True):
+                if group.is_sharded:
+                    group.rename(label, fqns)
 
 
 def group_names(unit_name: str, count: int) -> list[str]:

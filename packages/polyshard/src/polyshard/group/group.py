@@ -19,7 +19,7 @@ from torch import Tensor
 
 from polyshard._torch.private import in_backward, profiler_span
 from polyshard.agreement.failures import FailureReport
-from polyshard.errors import warn
+from polyshard.errors import LifecycleError, warn
 from polyshard.exchange.flight import InFlight
 from polyshard.exchange.freshness import Turn
 from polyshard.exchange.gather import Filling
@@ -42,8 +42,7 @@ from polyshard.params.parameter import Source
 from polyshard.params.sharded import Shards
 from polyshard.plugins.answers import Binding
 from polyshard.plugins.claims import check_constraints
-from polyshard.plugins.validation import fitting
-from polyshard.seams import GroupIdentity, GroupInfo, ParamInfo, ShardStorage
+from polyshard.seams import GroupIdentity, GroupInfo, ParamInfo
 from polyshard.sharding.layout import plan_layout
 from polyshard.transport.base import Pending, Transport
 from polyshard.transport.custom import CustomComms, CustomTransport
@@ -78,6 +77,7 @@ class ParameterGroup:
         self.device = setup.roles.device
         info = self._info(tuple(s.info for s in sources), sources[0].value.dtype)
         warn(policy_notices(setup.policy, info.orig_dtype))
+        self._teardown = setup.stack.teardown(info, self._name)
         self.contributions = setup.stack.contributions(info)
         if uses_protocol(sources):
             refuse_claims(self.contributions, info)
@@ -85,7 +85,6 @@ class ParameterGroup:
         self.meter = Meter(self._name, self.contributions.observers)
         binding = Binding(self.contributions, self.name)
         self._base_transport = binding.transport(setup.roles, self.device)
-        warn(self.contributions.backend.notices)
         self.transport: Transport = self._base_transport
         self.comms = CustomComms()
         layout = plan_layout(
@@ -98,8 +97,7 @@ class ParameterGroup:
         self._failures = FailureReport(setup.roles.ranks, self._name)
         self._sources: Sequence[Source] = sources
         self._layout = layout
-        resting = self.contributions.storage
-        self._storage = fitting(resting.create(info, layout), ShardStorage, resting, "create")
+        self._storage = binding.storage(info, layout)
         self.shards: Shards
         self.gradients: Gradients
         self._runtime: Runtime | None = None
@@ -170,6 +168,8 @@ class ParameterGroup:
         runtime = self._runtime
         if runtime is not None and not (self._stale or self.shards.is_vacant):
             return runtime
+        if self._teardown.is_done:
+            raise LifecycleError(f"group '{self.name}' was closed; shard its model anew.")
         # Everything made here outlives the call, which may come from a forward in inference mode.
         with torch.inference_mode(mode=False):
             if self.shards.adopt_replaced():
@@ -380,6 +380,12 @@ class ParameterGroup:
             self._abandon_gather(self._runtime)
         self.reshard()
         self.drop_block()
+
+    def close(self) -> None:
+        """Have plugins let go of what they made for it. It can be used no more."""
+        self.discard()
+        self._runtime, self._stale = None, True
+        self._teardown.run()
 
     def _abandon_gather(self, runtime: Runtime) -> None:
         """End a gather nobody waits for any more, whether or not its peers are still there."""

@@ -51,6 +51,8 @@ class Roles:
     exclusive: Mapping[str, str]
     """What takes each exclusive role, by the role's name, in the order of the table of roles."""
     plugins: tuple[str, ...] = ()
+    watching: tuple[str, ...] = ()
+    """Plugins that only look on, which ranks need not have alike."""
     constraints: tuple[str, ...] = ()
     """Each with the elements it keeps together, by parameter."""
     adapters: tuple[str, ...] = ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ def plan_of(group: ParameterGroup) -> GroupPlan:
     group.sync_requires_grad(runtime)
     contributions, shards, transport = group.contributions, group.shards, group.transport
     gather_codec = _gather_codec(group, runtime)
-    ways = ways_of(shards.layout, transport, has_codec=gather_codec != "native")
+    ways = ways_of(shards.layout, transport, has_codec=runtime.path.payload_bytes is not None)
     return GroupPlan(
         name=group.name,
         parameters=tuple(p.current_info for p in shards.parameters),
@@ -48,10 +50,11 @@ def _roles(group: ParameterGroup, gather_codec: str) -> Roles:
     return Roles(
         transport=group.transport.name,
         exclusive={
-            role.name: gather_codec if role is GATHER_CODEC else _named(part)
-            for role, part in contributions.taken.items()
+            role.name: gather_codec if role is GATHER_CODEC else _nested(layers)
+            for role, layers in contributions.layers.items()
         },
-        plugins=contributions.plugin_lines,
+        plugins=contributions.lines.compared,
+        watching=contributions.lines.local,
         constraints=tuple(
             f"{_named(c)}: {', '.join(f'{p.fqn} {c.block_elements(p)}' for p in parameters)}"
             for c in contributions.constraints
@@ -82,7 +85,12 @@ def _trainable(group: ParameterGroup, runtime: Runtime) -> dict[int, Tensor]:
 def _gather_codec(group: ParameterGroup, runtime: Runtime) -> str:
     if isinstance(runtime.path, ProtocolGather):
         return f"tensor class ({runtime.path.payload_bytes} bytes)"
-    return _named(group.contributions.gather_codec)
+    return _nested(group.contributions.layers[GATHER_CODEC])
+
+
+def _nested(layers: Sequence[Named]) -> str:
+    """What takes a role, from outside to inside."""
+    return " around ".join(map(_named, layers))
 
 
 def _named(part: Named) -> str:

@@ -6,22 +6,25 @@ results, or differ between ranks; so each answer is looked at before anything is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from polyshard.errors import PluginError
-from polyshard.plugins.validation import fitting
+from polyshard.errors import PluginError, warn
+from polyshard.plugins.roles import COLLECTIVES, Contributions
+from polyshard.plugins.validation import misfit
 from polyshard.seams import BoundGatherCodec, BoundReduceCodec, BoundReplicaCodec, ShardStorage
 from polyshard.transport.base import Transport
 
 if TYPE_CHECKING:
-    from polyshard.plugins.roles import Contributions
     from polyshard.seams import GroupInfo, ParamInfo, ShardingConstraint
     from polyshard.sharding.layout import GroupLayout
     from polyshard.sharding.mesh import MeshRoles
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,30 @@ class Binding:
         plugin = self.contributions.plugin_of(factory)
         raise PluginError(f"{plugin}: {call} for group '{self.group}' {problem}")
 
+    def _made(self, factory: Any, method: str, seam: type, *given: object) -> Any:
+        """What ``factory.method(*given)`` returned, which fits ``seam`` if it is anything.
+
+        Raises:
+            PluginError: when it does not fit.
+        """
+        made: object = self._call(factory, getattr(factory, method), *given)
+        if made is not None and (problem := misfit(made, seam)):
+            self.refuse(factory, f"{type(factory).__name__}.{method}", f"returned {problem}")
+        return made
+
+    def _call(self, part: object, function: Callable[..., T], *given: object) -> T:
+        """``function(*given)``; an exception is noted to be that of the plugin of ``part``."""
+        try:
+            return function(*given)
+        except Exception as error:
+            plugin, called = self.contributions.plugin_of(part), function.__name__
+            owner = type(getattr(function, "__self__", part)).__name__
+            seam = self.contributions.seam_of(part)
+            error.add_note(
+                f"raised by {plugin} in {owner}.{called}, its {seam} for group '{self.group}'"
+            )
+            raise
+
     # Codecs -----------------------------------------------------------------------------------
 
     def gather_codec(self, info: GroupInfo, layout: GroupLayout) -> BoundGatherCodec | None:
@@ -45,7 +72,7 @@ class Binding:
             PluginError: when what the factory makes does not fit its seam.
         """
         factory = self.contributions.gather_codec
-        bound = fitting(factory.bind(info, layout), BoundGatherCodec, factory, "bind")
+        bound: BoundGatherCodec | None = self._made(factory, "bind", BoundGatherCodec, info, layout)
         if bound is not None:
             self._check_payload(factory, bound)
         return bound
@@ -57,11 +84,13 @@ class Binding:
             PluginError: when what the factory makes does not fit its seam.
         """
         factory = self.contributions.reduce_codec
-        bound = fitting(factory.bind(info, layout), BoundReduceCodec, factory, "bind")
+        bound: BoundReduceCodec | None = self._made(factory, "bind", BoundReduceCodec, info, layout)
         if bound is not None:
             self._check_payload(factory, bound)
             if bound.replicas is not None:
-                fitting(bound.replicas, BoundReplicaCodec, factory, "bind(...).replicas")
+                if problem := misfit(bound.replicas, BoundReplicaCodec):
+                    call = f"{type(factory).__name__}.bind(...).replicas"
+                    self.refuse(factory, call, f"returned {problem}")
                 self._check_payload(factory, bound.replicas)
         return bound
 
@@ -78,14 +107,26 @@ class Binding:
 
     # Storage ----------------------------------------------------------------------------------
 
+    def storage(self, info: GroupInfo, layout: GroupLayout) -> ShardStorage:
+        """Where the shard of the group rests.
+
+        Raises:
+            PluginError: when what the factory makes does not fit its seam.
+        """
+        factory = self.contributions.storage
+        made: ShardStorage | None = self._made(factory, "create", ShardStorage, info, layout)
+        if made is None:
+            self.refuse(factory, f"{type(factory).__name__}.create", "returned None")
+        return made
+
     def rested(self, storage: ShardStorage, shard: Tensor) -> Tensor:
         """What ``storage`` keeps of a freshly cut ``shard``.
 
         Raises:
             PluginError: when it is not the shard's values in the shard's form.
         """
-        resting: object = storage.rest(shard)
         call, factory = f"{type(storage).__name__}.rest", self.contributions.storage
+        resting: object = self._call(factory, storage.rest, shard)
         problem = _unlike(resting, shard)
         if problem or not isinstance(resting, Tensor):
             self.refuse(factory, call, f"returned {problem}; return the shard, where it rests.")
@@ -144,7 +185,7 @@ class Binding:
         Raises:
             PluginError: when it is not a positive whole number.
         """
-        block: object = constraint.block_elements(param)
+        block: object = self._call(constraint, constraint.block_elements, param)
         if not isinstance(block, int) or not _is_count(block) or block < 1:
             self.refuse(
                 constraint,
@@ -161,7 +202,9 @@ class Binding:
             PluginError: when it belongs to other ranks than the shard axis, or lacks members.
         """
         backend = self.contributions.backend
-        made = fitting(backend.connect(roles, device), Transport, backend, "connect")
+        made: Transport | None = self._made(backend, "connect", Transport, roles, device)
+        if made is None:
+            self.refuse(backend, f"{type(backend).__name__}.connect", "returned None")
         if (made.rank, made.size) != (roles.shard_rank, roles.shard_size):
             self.refuse(
                 backend,
@@ -175,6 +218,7 @@ class Binding:
                 f"{type(made).__name__}.staging_bytes",
                 f"is {made.staging_bytes!r}; give a whole number of bytes.",
             )
+        warn([n for part in self.contributions.layers[COLLECTIVES] for n in part.notices])
         return made
 
 

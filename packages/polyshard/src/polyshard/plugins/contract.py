@@ -17,7 +17,7 @@ import pluggy
 from polyshard.errors import PluginError
 
 PROJECT = "polyshard"
-HOOK_API = (1, 0)
+HOOK_API = (1, 1)
 """Version of the hook specifications (major, minor). A new hook or argument is a minor change; a
 changed meaning is a major one, and plugins written for another major are refused."""
 

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from polyshard.errors import ConflictError
 from polyshard.plugins import hookspecs
 from polyshard.plugins.manager import Answer, Implementation, Manager, Member
-from polyshard.plugins.roles import GroupHook
+from polyshard.plugins.roles import RANKS_MAY_DIFFER, GroupHook
+from polyshard.plugins.teardown import Teardown
 from polyshard.plugins.transforms import name_of
 from polyshard.seams import GroupInfo, ParamInfo
 
@@ -113,6 +114,14 @@ class Hooks:
         unflattening = self._manager.implementations("post_unflatten_transform")
         undo = {id(i.member): i for i in unflattening}
         return [(i.member, i, undo[id(i.member)]) for i in flattening]
+
+    def is_local(self, member: Member) -> bool:
+        """Whether a plugin only looks on, so that ranks need not have it alike."""
+        return self._manager.hooks_of(member) <= RANKS_MAY_DIFFER
+
+    def teardown(self, group: GroupInfo, name: object) -> Teardown:
+        """``polyshard_teardown``, for when ``group`` goes; ``str(name)`` is its name then."""
+        return Teardown(self._manager.implementations("polyshard_teardown"), group, name)
 
     def prepare_model(self, module: nn.Module, mesh: DeviceMesh) -> list[Answer[object]]:
         """``polyshard_prepare_model``."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
     from polyshard.seams import (
+        Around,
         CollectivesBackend,
         GatherCodec,
         GroupInfo,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         ReduceCodec,
         ShardingConstraint,
         StateDictAdapter,
+        Stateful,
         StorageFactory,
     )
 
@@ -131,36 +133,41 @@ def chunk_dtensor(
 
 
 @hookspec
-def polyshard_shard_storage(group: GroupInfo) -> StorageFactory | None:
+def polyshard_shard_storage(group: GroupInfo) -> StorageFactory | Around[StorageFactory] | None:
     """Decide where the shard of ``group`` rests between uses.
 
     When: once for each group, before it is sharded.
-    Return: a storage factory.
-    Combine: exclusive; two answers are an error.
+    Return: a storage factory; ``Around(make)`` to go around the one that has the role.
+    Combine: exclusive; two claims are an error. Wrappers nest around the claim, the first in plugin
+        order outermost.
     Ranks: must return the same kind with the same settings.
     """
     raise NotImplementedError
 
 
 @hookspec
-def polyshard_collectives_backend(group: GroupInfo) -> CollectivesBackend | None:
+def polyshard_collectives_backend(
+    group: GroupInfo,
+) -> CollectivesBackend | Around[CollectivesBackend] | None:
     """Decide how the bytes of ``group`` move.
 
     When: once for each group, before its layout is planned.
-    Return: a backend.
-    Combine: exclusive; two answers are an error.
+    Return: a backend; ``Around(make)`` to go around the one that has the role.
+    Combine: exclusive; two claims are an error. Wrappers nest around the claim, the first in plugin
+        order outermost.
     Ranks: must return the same kind with the same settings.
     """
     raise NotImplementedError
 
 
 @hookspec
-def polyshard_gather_codec(group: GroupInfo) -> GatherCodec | None:
+def polyshard_gather_codec(group: GroupInfo) -> GatherCodec | Around[GatherCodec] | None:
     """Decide what travels in the all-gather of ``group``.
 
     When: once for each group, while its plan is built.
-    Return: a codec.
-    Combine: exclusive; two answers are an error.
+    Return: a codec; ``Around(make)`` to go around the one that has the role.
+    Combine: exclusive; two claims are an error. Wrappers nest around the claim, the first in plugin
+        order outermost.
     Ranks: must return the same kind with the same settings; payloads are equal in size.
     """
     raise NotImplementedError
@@ -182,12 +189,13 @@ def post_unflatten_transform(
 
 
 @hookspec
-def polyshard_reduce_codec(group: GroupInfo) -> ReduceCodec | None:
+def polyshard_reduce_codec(group: GroupInfo) -> ReduceCodec | Around[ReduceCodec] | None:
     """Own how the gradients of ``group`` travel and are summed.
 
     When: once for each group, while its plan is built.
-    Return: a codec.
-    Combine: exclusive; two answers are an error.
+    Return: a codec; ``Around(make)`` to go around the one that has the role.
+    Combine: exclusive; two claims are an error. Wrappers nest around the claim, the first in plugin
+        order outermost.
     Ranks: must return the same kind with the same settings; payloads are equal in size.
     """
     raise NotImplementedError
@@ -218,6 +226,19 @@ def polyshard_state_dict_adapter(group: GroupInfo) -> StateDictAdapter | None:
 
 
 @hookspec
+def polyshard_plugin_state(group: GroupInfo) -> Stateful | None:
+    """Give what a checkpoint must hold of the plugin, so that training goes on as it would have.
+
+    When: once for each group, after all other hooks about it.
+    Return: an object with ``state_dict()`` and ``load_state_dict(state)``, called when
+        ``polyshard.plugin_state_dict(model)`` and ``load_plugin_state_dict`` are.
+    Combine: all, each under the name of its plugin.
+    Ranks: may differ: every rank saves and loads its own.
+    """
+    raise NotImplementedError
+
+
+@hookspec
 def all_gather_dtensor(
     tensor: DTensor, parent_mesh: DeviceMesh | None, param: ParamInfo | None
 ) -> Tensor | None:
@@ -241,5 +262,19 @@ def pre_load_state_dict_transform(
     Return: the tensor and its local shards.
     Combine: exclusive for each parameter; two answers are an error.
     Ranks: must return shards of the same global tensor.
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def polyshard_teardown(group: GroupInfo) -> None:
+    """Let go of what the plugin made for ``group``: files, memory, threads.
+
+    When: once for each group: in ``polyshard.close(model)``, when sharding it failed, or when
+        nobody holds the model any more. Not when the process ends. ``group.identity`` is that of
+        all infos of the group.
+    Return: nothing.
+    Combine: every plugin, in reverse; one that raises keeps none of the others.
+    Ranks: may do it at different moments; it must not communicate.
     """
     raise NotImplementedError

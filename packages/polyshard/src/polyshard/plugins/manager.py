@@ -41,6 +41,12 @@ class Member:
         return f"'{self.contract.name}' ({self.contract.version})"
 
     @property
+    def line(self) -> str:
+        """All of it in a plan."""
+        shown = f" ({self.settings})" if self.settings else ""
+        return f"{self.contract.name} {self.contract.version}{shown}"
+
+    @property
     def origin(self) -> str:
         """Where the plugin was defined."""
         plugin = self.plugin
@@ -134,6 +140,11 @@ class Manager:
         self._implementations: Mapping[str, Sequence[Implementation]] = {
             hook: (*own.get(hook, ()), *others.get(hook, ())) for hook in hook_arguments()
         }
+
+    def hooks_of(self, member: Member) -> frozenset[str]:
+        """The hooks that ``member`` implements."""
+        every = self._implementations.items()
+        return frozenset(hook for hook, found in every if any(i.member is member for i in found))
 
     def implementations(self, hook: str) -> Sequence[Implementation]:
         """The functions for ``hook``, in order, to be called without the manager."""

@@ -25,6 +25,7 @@ from polyshard.seams import (
     ReduceCodec,
     ShardingConstraint,
     StateDictAdapter,
+    Stateful,
     StorageFactory,
 )
 
@@ -71,6 +72,23 @@ OBSERVERS = GroupHook[Observer]("polyshard_observer", Observer)
 ADAPTERS = GroupHook[StateDictAdapter]("polyshard_state_dict_adapter", StateDictAdapter)
 
 
+STATES = GroupHook[Stateful]("polyshard_plugin_state", Stateful)
+
+RANKS_MAY_DIFFER = frozenset({OBSERVERS.hook, STATES.hook, "polyshard_teardown"})
+"""Hooks that change nothing of what ranks do together: a plugin that has no other may be passed on
+some ranks only, or with other settings there."""
+
+
+@dataclass(frozen=True)
+class PluginLines:
+    """One line per plugin, in order: name, version, settings."""
+
+    compared: tuple[str, ...] = ()
+    """What ranks must agree on."""
+    local: tuple[str, ...] = ()
+    """Plugins that only look on: shown, not compared."""
+
+
 @dataclass(frozen=True)
 class Contributions:
     """Everything plugins add to one group, checked, ordered and frozen.
@@ -79,19 +97,21 @@ class Contributions:
     order, empty when unused.
     """
 
-    taken: Mapping[Role[Any], Named]
-    """What takes each role, in the order of the table."""
+    layers: Mapping[Role[Any], tuple[Named, ...]]
+    """What takes each role, in the order of the table: wrappers first, the outermost before the
+    others, and what they go around last."""
     constraints: tuple[ShardingConstraint, ...] = ()
     observers: tuple[Observer, ...] = ()
     adapters: tuple[StateDictAdapter, ...] = ()
-    plugin_lines: tuple[str, ...] = ()
-    """One line per plugin of the stack, in order: name, version, settings."""
+    states: tuple[tuple[str, Stateful], ...] = ()
+    """What checkpoints hold of each plugin, by its name."""
+    lines: PluginLines = PluginLines()
     labels: tuple[tuple[object, str], ...] = ()
     """The plugin that each part came from: name and version, as errors call it."""
 
     def __getitem__(self, role: Role[N]) -> N:
         """What takes ``role``."""
-        return cast("N", self.taken[role])
+        return cast("N", self.layers[role][0])
 
     @property
     def gather_codec(self) -> GatherCodec:
@@ -116,9 +136,16 @@ class Contributions:
     @property
     def notices(self) -> tuple[str, ...]:
         """What all parts say of the group, each text once."""
-        parts: list[Named | Observer] = [*self.taken.values(), *self.constraints]
+        parts: list[Named | Observer] = [p for layers in self.layers.values() for p in layers]
+        parts += self.constraints
         parts += [*self.adapters, *self.observers]
         return tuple(dict.fromkeys(notice for part in parts for notice in part.notices))
+
+    def seam_of(self, part: object) -> str:
+        """What ``part`` is for the group, as errors call it."""
+        taken = self.layers.items()
+        role = next((role.name for role, layers in taken if any(p is part for p in layers)), None)
+        return role or "sharding constraint"
 
     def plugin_of(self, part: object) -> str:
         """How an error calls the plugin that contributed ``part``."""

@@ -18,7 +18,8 @@ from polyshard.plugins.discovery import load_plugin
 from polyshard.plugins.hooks import Hooks, ParameterHooks
 from polyshard.plugins.manager import Implementation, Manager, Member, tracing
 from polyshard.plugins.ordering import check_relations, order
-from polyshard.plugins.roles import Contributions
+from polyshard.plugins.roles import Contributions, PluginLines
+from polyshard.plugins.teardown import Teardown
 from polyshard.plugins.transforms import Onion, name_of
 from polyshard.plugins.validation import problems_of
 from polyshard.seams import GroupInfo, ParameterTransform, ParamInfo
@@ -71,14 +72,16 @@ class PluginStack:
         """``members`` are in plugin order; the engine answers last."""
         self._members = tuple(members)
         self._hooks = Hooks(Manager(members, last=_engine(is_traced=tracing())), ENGINE)
+        local = [m for m in members if self._hooks.is_local(m)]
+        self._lines = PluginLines(
+            compared=tuple(m.line for m in members if m not in local),
+            local=tuple(m.line for m in local),
+        )
         self._onion = Onion([PluginTransform(*layer) for layer in self._hooks.layers()])
 
     def lines(self) -> tuple[str, ...]:
-        """One line per plugin, engine excluded: what ranks compare."""
-        return tuple(
-            f"{m.contract.name} {m.contract.version}" + (f" ({m.settings})" if m.settings else "")
-            for m in self._members
-        )
+        """One line per plugin, engine excluded."""
+        return tuple(m.line for m in self._members)
 
     @property
     def onion(self) -> Onion:
@@ -126,7 +129,11 @@ class PluginStack:
             ConflictError: listing every role that two plugins claim.
             PluginError: listing every answer that is not what its hook asks for.
         """
-        return contributions_of(self._hooks, _engine_member(), group, self.lines())
+        return contributions_of(self._hooks, _engine_member(), group, self._lines)
+
+    def teardown(self, group: GroupInfo, name: object) -> Teardown:
+        """What plugins undo when ``group`` goes, which is called ``str(name)`` then."""
+        return self._hooks.teardown(group, name)
 
 
 def build_stack(plugins: Sequence[object | str]) -> PluginStack:

@@ -13,7 +13,7 @@ Rules that hold for all of them:
 
 from __future__ import annotations
 
-from polyshard.seams.base import Named, overrides
+from polyshard.seams.base import Around, Named, Stateful, overrides
 from polyshard.seams.codecs import (
     BoundGatherCodec,
     BoundReduceCodec,
@@ -28,6 +28,7 @@ from polyshard.seams.parameters import ParameterTransform, ShardingConstraint, S
 from polyshard.seams.storage import ShardStorage, StorageFactory
 
 __all__ = [
+    "Around",
     "BoundGatherCodec",
     "BoundReduceCodec",
     "BoundReplicaCodec",
@@ -43,6 +44,7 @@ __all__ = [
     "ShardStorage",
     "ShardingConstraint",
     "StateDictAdapter",
+    "Stateful",
     "StorageFactory",
     "overrides",
 ]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
+
+P = TypeVar("P")
 
 
 class Named:
@@ -36,6 +39,35 @@ class Named:
         name: str
         settings: str = ""
         notices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Around(Generic[P]):
+    """An answer to an exclusive hook that is no claim, but goes around whoever has the role.
+
+    Wrappers nest in plugin order, the first outermost, around what another plugin claims or else
+    around the engine's own part. Plans show the nesting, and ranks compare it.
+
+    Attributes:
+        make: gives the part that is used in place of the one it is given, for one group. It raises
+            :class:`polyshard.errors.PluginError` where it cannot go around that, and returns the
+            very part that it was given to stay out.
+    """
+
+    make: Callable[[P], P]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What a checkpoint can hold, as ``torch.distributed.checkpoint`` calls it as well."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save: plain values and tensors."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what was saved."""
+        ...
 
 
 def overrides(method: Callable[..., Any], default: Callable[..., Any]) -> bool:

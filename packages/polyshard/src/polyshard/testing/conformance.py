@@ -32,7 +32,15 @@ from polyshard.seams import Named, ShardStorage
 from polyshard.testing.cases import case, cases
 from polyshard.testing.codecs import CodecConformance
 from polyshard.testing.kit import ROUNDING, Factory
-from polyshard.testing.runs import describe_with, release_with, reload_with, saved_with, train_with
+from polyshard.testing.runs import (
+    close_with,
+    describe_with,
+    release_with,
+    reload_with,
+    resume_with,
+    saved_with,
+    train_with,
+)
 from polyshard.testing.world import World
 
 STATE_SLACK = 8
@@ -79,7 +87,7 @@ class PluginConformance(CodecConformance):
                 found = build_stack([factory()]).contributions(at.info)
                 gather = found.gather_codec.bind(at.info, at.layout)
                 reduce = found.reduce_codec.bind(at.info, at.layout)
-                parts: list[Named] = [found[role] for role in ROLES]
+                parts: list[Named] = [part for role in ROLES for part in found.layers[role]]
                 parts += [*found.constraints, *found.adapters]
                 binding = Binding(found, at.info.name)
                 blocks = [
@@ -239,6 +247,18 @@ class PluginConformance(CodecConformance):
     def test_state_dict_round_trip(self, factory: Factory, world2: World) -> None:
         """What one sharded model saved, another one with the plugin loads, to the last bit."""
         assert all(world2.run(reload_with, factory))
+
+    def test_plugin_state_round_trip(self, factory: Factory, world2: World) -> None:
+        """What the plugin keeps in checkpoints is loaded whole, into a model that has not run."""
+        found = world2.run(resume_with, factory)
+        if found == [None, None]:
+            pytest.skip("the plugin keeps no state")
+        for problem in found:
+            assert not problem, problem
+
+    def test_one_of_two_models_is_closed(self, factory: Factory, world2: World) -> None:
+        """A plugin that lets go of one model goes on to serve another."""
+        assert all(world2.run(close_with, factory))
 
     def test_a_second_copy_is_refused_by_name(self, factory: Factory) -> None:
         """Errors call the plugin what its contract calls it."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -86,6 +87,67 @@ def reload_with(rank: int, size: int, factory: Factory) -> bool:
     with torch.no_grad():
         first, second = (m(torch.ones(4, 96)) for m in models)
     return torch.equal(first, second)
+
+
+def resume_with(rank: int, size: int, factory: Factory) -> str | None:
+    """What is wrong with the state that the plugin keeps in checkpoints; empty if nothing is.
+
+    ``None`` where it keeps none.
+    """
+    from polyshard import fully_shard, load_plugin_state_dict, plugin_state_dict
+
+    del size
+
+    def step(model: nn.Module) -> None:
+        model(torch.full((4, 96), 1.0 + rank)).square().sum().backward()
+        model.zero_grad()
+
+    first, second = (fully_shard(SmallModel(), plugins=[factory()]) for _ in range(2))
+    fresh = copy.deepcopy(plugin_state_dict(second))
+    for _ in range(2):
+        step(first)
+    state = plugin_state_dict(first)
+    if not state:
+        return None
+    if _shapes(fresh) != _shapes(state):
+        return f"before the first step it has another form: {_shapes(fresh)}, not {_shapes(state)}"
+    saved = copy.deepcopy(state)
+    load_plugin_state_dict(second, state)
+    if not _equal(plugin_state_dict(second), saved):
+        return "what is saved after loading is not what was loaded"
+    step(second)
+    if not _equal(plugin_state_dict(first), saved):
+        return "what was loaded goes on to change with the model that it was loaded from"
+    return ""
+
+
+def _shapes(state: object) -> object:
+    """The form of a state: keys, and shapes of tensors."""
+    if isinstance(state, dict):
+        return {key: _shapes(value) for key, value in state.items()}
+    return tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
+
+
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
+def close_with(rank: int, size: int, factory: Factory) -> bool:
+    """Whether a plugin serves another model as well when one of two was closed."""
+    from polyshard import close, fully_shard
+
+    del rank, size
+    plugin = factory()
+    closed, other = (fully_shard(SmallModel(), plugins=[plugin]) for _ in range(2))
+    for model in (closed, other):
+        model(torch.ones(4, 96)).sum().backward()
+    expected = other(torch.ones(4, 96)).detach()
+    close(closed)
+    return torch.equal(other(torch.ones(4, 96)).detach(), expected)
 
 
 def saved_with(rank: int, size: int, factory: Factory | None) -> tuple[Tensors, Tensors]:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+import polyshard
 from polyshard import Plugin, hookimpl
 from polyshard.plugins.builtin import DefaultBackend
 from polyshard.seams import CollectivesBackend, GroupInfo
@@ -81,6 +82,38 @@ class Inheriting(Wrapping):
     @hookimpl
     def polyshard_collectives_backend(self, group: GroupInfo) -> CollectivesBackend | None:
         return _Named()
+
+
+class _Outer(CollectivesBackend):
+    """Goes around whatever moves bytes."""
+
+    name = "sample"
+
+    def __init__(self, inner: CollectivesBackend) -> None:
+        self.inner = inner
+
+    def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
+        transport = self.inner.connect(roles, device)
+        transport.name = f"sample {transport.name}"
+        return transport
+
+
+class GoingAround(Plugin):
+    """Claims nothing."""
+
+    name = "sample"
+
+    @hookimpl
+    def polyshard_collectives_backend(self, group: GroupInfo) -> polyshard.Around[Any]:
+        return polyshard.Around(_Outer)
+
+
+class StayingOut(GoingAround):
+    """Goes around nothing that it is given."""
+
+    @hookimpl
+    def polyshard_collectives_backend(self, group: GroupInfo) -> polyshard.Around[Any]:
+        return polyshard.Around(lambda inner: inner)
 
 
 # Wrong -------------------------------------------------------------------------------------------
@@ -197,9 +230,27 @@ class SomeRanks(Wrapping):
 
 
 TRAIN = "test_two_ranks_train_like_without"
+
+
+class FirstOnly(GoingAround):
+    """Goes around on one rank."""
+
+    @hookimpl
+    def polyshard_collectives_backend(self, group: GroupInfo) -> polyshard.Around[Any]:
+        return polyshard.Around(lambda inner: inner if group.rank else _Outer(inner))
+
+
 SAMPLES = Samples(
-    right=[Right(Wrapping), Right(Standard), Right(Inheriting), Right(Abstaining)],
+    right=[
+        Right(Wrapping),
+        Right(Standard),
+        Right(Inheriting),
+        Right(Abstaining),
+        Right(GoingAround),
+        Right(StayingOut),
+    ],
     wrong=[
+        Wrong(FirstOnly, "test_answers_are_the_same_on_every_rank"),
         Wrong(Forgetting, TRAIN),
         Wrong(Shuffling, TRAIN),
         Wrong(Averaging, TRAIN),

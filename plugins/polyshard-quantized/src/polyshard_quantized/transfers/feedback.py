@@ -58,11 +58,15 @@ class Residuals:
         self.values: dict[int, Tensor] = {}
 
     def prepare(self, plan: Payload, world_size: int, calls: int, device: torch.device) -> None:
-        """Make room for every parameter of ``plan``; start anew when it is time to."""
+        """Before a reduction of ``plan``: start anew when it is time to."""
         reset = self.settings.reset_every
         if reset is not None and calls % reset == 0:
             for value in self.values.values():
                 value.zero_()
+        self.make_room(plan, world_size, device)
+
+    def make_room(self, plan: Payload, world_size: int, device: torch.device) -> None:
+        """Start from zero for every parameter of ``plan`` that has no error yet."""
         for quantized in plan.quantized:
             numel = sum(tile.elements for tile in quantized.tiles)
             held = self.values.get(quantized.index)

@@ -296,6 +296,7 @@ class QuantizedReduce(ReduceCodec):
         plan = coverage.payload(layout, group.reduce_dtype)
         self.report = reduce_report(group, layout, coverage, plan)
         self.state.belong_to(group)
+        self.state.plan = plan
         if plan is None:
             return None
         bound = BoundReduce(plan, self._settings, self._workspace, self.state, group)

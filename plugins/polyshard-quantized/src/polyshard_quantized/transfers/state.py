@@ -9,6 +9,7 @@ from torch import Tensor
 
 from polyshard.errors import SettingError
 from polyshard.seams import GroupInfo
+from polyshard_quantized.layout.payload import Payload
 from polyshard_quantized.transfers.feedback import Residuals
 
 
@@ -21,6 +22,8 @@ class ReductionState:
     def __init__(self, residuals: Residuals | None) -> None:
         self.calls = 0
         self.residuals = residuals
+        self.plan: Payload | None = None
+        """Of the group as it was last bound."""
         self.group = ""
         self.world_size = 0
         self._fqns: tuple[str, ...] = ()
@@ -33,21 +36,27 @@ class ReductionState:
         self._fqns = tuple(p.fqn for p in group.parameters)
         self._device = group.device
 
-    def save(self) -> dict[str, Any]:
-        """Plain data and tensors; tensors are the live ones, as in any state dict."""
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data and tensors; tensors are the live ones, as in any state dict.
+
+        Errors that are yet to come are zeros, so that a new run can be filled from a checkpoint.
+        """
         saved: dict[str, Any] = {"calls": self.calls, "world_size": self.world_size}
         if self.residuals is not None:
+            if self.plan is not None:
+                self.residuals.make_room(self.plan, self.world_size, self._device)
             saved["residuals"] = {
                 self._fqns[index]: value for index, value in self.residuals.values.items()
             }
         return saved
 
-    def load(self, saved: dict[str, Any]) -> None:
-        """Go on where :meth:`save` left off.
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` left off.
 
         Raises:
             SettingError: when the state is of another world size or another set of parameters.
         """
+        saved = state_dict
         if saved["world_size"] != self.world_size:
             raise SettingError(
                 f"quantized: the state of group '{self.group}' was saved on "

@@ -1,0 +1,292 @@
+"""Codecs in one class each, right and wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from polyshard import CodecGroup, GatherCodecPlugin, ReduceCodecPlugin, hookimpl
+from polyshard.seams import GroupInfo
+from polyshard.sharding.layout import GroupLayout
+from samples.verdict import Right, Samples, Wrong
+
+
+class Exact(GatherCodecPlugin):
+    """Ships every chunk in one dtype."""
+
+    name = "sample"
+    dtype: ClassVar[torch.dtype] = torch.float32
+
+    def payload_bytes(self, group: GroupInfo, layout: GroupLayout) -> int | None:
+        return self.dtype.itemsize * sum(p.chunk_numel for p in layout.parameters)
+
+    def encode(self, shard: Tensor, payload: Tensor, at: CodecGroup) -> None:
+        placed = at.layout.parameters
+        parts = [shard[p.shard_offset : p.shard_offset + p.chunk_numel] for p in placed]
+        payload.copy_(torch.cat(parts).to(self.dtype).view(torch.uint8))
+
+    def decode(self, payloads: Tensor, regions: Sequence[Tensor], at: CodecGroup) -> None:
+        values = payloads.clone().view(self.dtype)
+        parts = values.split([p.chunk_numel for p in at.layout.parameters], dim=1)
+        for region, part in zip(regions, parts, strict=True):
+            region.copy_(part)
+
+
+class Lossy(Exact):
+    dtype = torch.bfloat16
+
+
+class WholeShard(GatherCodecPlugin):
+    """As the tutorial has it: the shard as it is, padding and all."""
+
+    name = "sample"
+
+    def payload_bytes(self, group: GroupInfo, layout: GroupLayout) -> int | None:
+        return 2 * layout.shard_numel
+
+    def encode(self, shard: Tensor, payload: Tensor, at: CodecGroup) -> None:
+        payload.view(torch.bfloat16).copy_(shard)
+
+    def decode(self, payloads: Tensor, regions: Sequence[Tensor], at: CodecGroup) -> None:
+        values = payloads.view(torch.bfloat16)
+        for placed, region in zip(at.layout.parameters, regions, strict=True):
+            region.copy_(values.narrow(1, placed.shard_offset, placed.chunk_numel))
+
+
+class NotAlone(Exact):
+    """Leaves single ranks to the engine."""
+
+    def payload_bytes(self, group: GroupInfo, layout: GroupLayout) -> int | None:
+        return super().payload_bytes(group, layout) if group.world_size > 1 else None
+
+
+class Nobody(Exact):
+    """Serves no group."""
+
+    def serves(self, group: GroupInfo) -> bool:
+        return False
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen(Exact):
+    """Its settings are fields; each group has a scratch of its own."""
+
+    scale: float = 2.0
+
+    def new_state(self, group: GroupInfo, layout: GroupLayout) -> Tensor:
+        return torch.zeros(sum(p.chunk_numel for p in layout.parameters))
+
+    def encode(self, shard: Tensor, payload: Tensor, at: CodecGroup) -> None:
+        scratch = payload.clone()
+        super().encode(shard * self.scale, scratch, at)
+        at.state.copy_(scratch.view(torch.float32))
+        payload.copy_(at.state.view(torch.uint8))
+
+    def decode(self, payloads: Tensor, regions: Sequence[Tensor], at: CodecGroup) -> None:
+        super().decode(payloads, regions, at)
+        for region in regions:
+            region.div_(self.scale)
+
+
+class ExactSums(ReduceCodecPlugin):
+    """Ships every chunk in one dtype, and sums in rank order."""
+
+    name = "sample"
+    dtype: ClassVar[torch.dtype] = torch.float32
+
+    def payload_bytes(self, group: GroupInfo, layout: GroupLayout) -> int | None:
+        return self.dtype.itemsize * sum(p.chunk_numel for p in layout.parameters)
+
+    def encode(self, chunks: Sequence[Tensor], payloads: Tensor, at: CodecGroup) -> None:
+        payloads.copy_(torch.cat(list(chunks), dim=1).to(self.dtype).view(torch.uint8))
+
+    def decode_sum(self, payloads: Tensor, outs: Sequence[Tensor], at: CodecGroup) -> None:
+        values = payloads.clone().view(self.dtype)
+        for out, part in zip(outs, values.split([o.numel() for o in outs], dim=1), strict=True):
+            total = part[0].float()
+            for row in part[1:]:
+                total = total + row.float()
+            out.copy_(total)
+
+
+class Feedback(ExactSums):
+    """Sends the larger half of each row; what was left out is added to the next reduction."""
+
+    def new_state(self, group: GroupInfo, layout: GroupLayout) -> Tensor:
+        numel = sum(p.chunk_numel for p in layout.parameters)
+        return torch.zeros(layout.world_size, numel)
+
+    def encode(self, chunks: Sequence[Tensor], payloads: Tensor, at: CodecGroup) -> None:
+        values = torch.cat(list(chunks), dim=1).float() + at.state
+        middle = values.abs().median(dim=1, keepdim=True).values
+        sent = torch.where(values.abs() >= middle, values, 0.0)
+        at.state = values - sent
+        super().encode([sent], payloads, at)
+
+
+class Left:
+    """What a reduction left out, as checkpoints hold it."""
+
+    def __init__(self, numel: int, world_size: int) -> None:
+        self.value = torch.zeros(world_size, numel)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value.copy_(state_dict["value"])
+
+
+class SavedFeedback(Feedback):
+    """Its errors are part of training."""
+
+    kept: ClassVar[type[Left]] = Left
+
+    def new_state(self, group: GroupInfo, layout: GroupLayout) -> Any:
+        return self.kept(sum(p.chunk_numel for p in layout.parameters), layout.world_size)
+
+    def encode(self, chunks: Sequence[Tensor], payloads: Tensor, at: CodecGroup) -> None:
+        plain = CodecGroup(at.group, at.layout, at.state.value)
+        super().encode(chunks, payloads, plain)
+        at.state.value.copy_(plain.state)
+
+
+# Wrong -------------------------------------------------------------------------------------------
+
+
+class Growing(Exact):
+    """Its payload grows with the rank."""
+
+    def payload_bytes(self, group: GroupInfo, layout: GroupLayout) -> int | None:
+        return (super().payload_bytes(group, layout) or 0) + 4 * group.rank
+
+
+class Choosy(Exact):
+    """Serves the first rank only."""
+
+    def serves(self, group: GroupInfo) -> bool:
+        return group.rank == 0
+
+
+class WrongDtype(Exact):
+    """Loses bits and says that it is exact."""
+
+    dtype = torch.bfloat16
+
+
+class PeersOnly(Exact):
+    """Leaves the first row alone."""
+
+    def decode(self, payloads: Tensor, regions: Sequence[Tensor], at: CodecGroup) -> None:
+        super().decode(payloads[1:], [region[1:] for region in regions], at)
+
+
+class Shared(Exact):
+    """Keeps what it sends in one place for all groups, instead of in ``at.state``."""
+
+    last: ClassVar[dict[int, Tensor]] = {}
+
+    def encode(self, shard: Tensor, payload: Tensor, at: CodecGroup) -> None:
+        super().encode(shard, payload, at)
+        self.last[at.group.rank] = payload.clone()
+
+    def decode(self, payloads: Tensor, regions: Sequence[Tensor], at: CodecGroup) -> None:
+        payloads = payloads.clone()
+        payloads[at.group.rank] = self.last[at.group.rank]
+        super().decode(payloads, regions, at)
+
+
+class SharedSums(Feedback):
+    """Adds what it left out of one group to the next one."""
+
+    left: ClassVar[dict[int, Tensor]] = {}
+
+    def encode(self, chunks: Sequence[Tensor], payloads: Tensor, at: CodecGroup) -> None:
+        values = torch.cat(list(chunks), dim=1)
+        known = self.left.get(at.group.rank)
+        self.left[at.group.rank] = values
+        if known is not None and known.shape == values.shape:
+            values = values + 100 * known
+        ExactSums.encode(self, [values], payloads, at)
+
+
+class Averaging(ExactSums):
+    """Averages, which is the engine's part."""
+
+    def decode_sum(self, payloads: Tensor, outs: Sequence[Tensor], at: CodecGroup) -> None:
+        super().decode_sum(payloads, outs, at)
+        for out in outs:
+            out.div_(len(payloads))
+
+
+class _Forgetting(Left):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing is loaded."""
+
+
+class _Late(Left):
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value} if bool(self.value.any()) else {}
+
+
+class _Aliasing(Left):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value = state_dict["value"]
+
+
+class ForgettingState(SavedFeedback):
+    """Loads nothing."""
+
+    kept = _Forgetting
+
+
+class LateState(SavedFeedback):
+    """Has nothing to fill before the first step."""
+
+    kept = _Late
+
+
+class AliasingState(SavedFeedback):
+    """Takes over the tensors that it is given."""
+
+    kept = _Aliasing
+
+
+class ClosesAll(Lossy):
+    """Lets go of what all groups need when one goes."""
+
+    @hookimpl
+    def polyshard_teardown(self, group: GroupInfo) -> None:
+        self.__dict__["dtype"] = torch.float32
+
+
+SAMPLES = Samples(
+    right=[
+        Right(Exact),
+        Right(Lossy, tolerance=2.0**-8),
+        Right(NotAlone),
+        Right(Nobody),
+        Right(Chosen),
+        Right(ExactSums),
+        Right(Feedback, tolerance=1.0, loss_tolerance=0.2),
+        Right(SavedFeedback, tolerance=1.0, loss_tolerance=0.2),
+        Right(WholeShard, tolerance=2.0**-8),
+    ],
+    wrong=[
+        Wrong(Growing, "test_answers_are_the_same_on_every_rank"),
+        Wrong(Choosy, "test_answers_are_the_same_on_every_rank"),
+        Wrong(WrongDtype, "test_gather_round_trip"),
+        Wrong(PeersOnly, "test_gather_round_trip"),
+        Wrong(Shared, "test_gathers_of_two_groups_do_not_mix"),
+        Wrong(SharedSums, "test_reductions_of_two_groups_do_not_mix"),
+        Wrong(Averaging, "test_reduce_sums_over_ranks"),
+        Wrong(ForgettingState, "test_plugin_state_round_trip"),
+        Wrong(LateState, "test_plugin_state_round_trip"),
+        Wrong(AliasingState, "test_plugin_state_round_trip"),
+        Wrong(ClosesAll, "test_one_of_two_models_is_closed"),
+    ],
+)

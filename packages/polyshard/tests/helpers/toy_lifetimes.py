@@ -1,0 +1,58 @@
+"""What plugins make for groups: let go of, and saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from polyshard import Plugin, hookimpl
+from polyshard.seams import GroupInfo
+
+
+class Kept:
+    """A number that training changes, and this rank's."""
+
+    def __init__(self, rank: int) -> None:
+        self.value = torch.zeros(2)
+        self.rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "rank": self.rank}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value.copy_(state_dict["value"])
+        self.rank = state_dict["rank"]
+
+
+class Lasting(Plugin):
+    """Keeps something for every group whose name holds ``only``, until that is torn down."""
+
+    name = "lasting"
+
+    def __init__(self, only: str = "", log: list[str] | None = None) -> None:
+        self.only = only
+        self.kept: dict[Any, Kept] = {}
+        self.log: list[str] = [] if log is None else log
+
+    @hookimpl
+    def polyshard_plugin_state(self, group: GroupInfo) -> Kept | None:
+        if self.only not in group.name:
+            return None
+        return self.kept.setdefault(group.identity, Kept(group.rank))
+
+    @hookimpl
+    def polyshard_teardown(self, group: GroupInfo) -> None:
+        self.kept.pop(group.identity, None)
+        self.log.append(f"{self.name} {group.name}")
+
+
+class Failing(Lasting):
+    """Fails when it is torn down."""
+
+    name = "failing"
+
+    @hookimpl
+    def polyshard_teardown(self, group: GroupInfo) -> None:
+        super().polyshard_teardown(group)
+        raise OSError(f"{group.name} is busy")
