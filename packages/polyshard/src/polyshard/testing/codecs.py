@@ -109,6 +109,8 @@ class CodecConformance(Kit):
         """Shards come in the original dtype, regions are in the parameter dtype."""
         self._skip_without_gather_codec(stack)
         members = [case(3, rank, dtypes) for rank in range(3)]
+        bound = self.contributions(stack, members[0]).gather_codec.bind(*members[0].group)
+        self.skip_unless_claimed(bound, "gather codec for these dtypes")
         values = members[0].values()
         payloads = torch.stack([self._payload(stack, at, values) for at in members])
         placed = members[0].layout.parameters
@@ -129,6 +131,8 @@ class CodecConformance(Kit):
         """Chunks come in the reduce dtype, and sums go out in it."""
         self._skip_without_reduce_codec(stack)
         members = [case(3, rank, dtypes) for rank in range(3)]
+        bound = self.contributions(stack, members[0]).reduce_codec.bind(*members[0].group)
+        self.skip_unless_claimed(bound, "reduce codec for these dtypes")
         sent = [self._sent(stack, at) for at in members]
         at = members[1]
         outs = [torch.zeros(p.chunk_numel, dtype=dtypes.reduce) for p in at.layout.parameters]
