@@ -7,7 +7,7 @@ import torch
 from gallery_training import whole as full
 from torch import nn
 
-from polyshard import MixedPrecisionPolicy, describe, fully_shard, stats
+from polyshard import FSDPModule, MixedPrecisionPolicy, describe, fully_shard, stats
 from polyshard.testing import PluginConformance, ranks
 from polyshard_gallery.bf16_gather import Bf16Gather
 
@@ -24,11 +24,12 @@ class TestConformance(PluginConformance):
 def test_weights_are_rounded_and_bytes_halved(rank: int, size: int) -> None:
     model = nn.Linear(64, 48, bias=False)
     whole = model.weight.detach().clone()
-    sharded = fully_shard(model, plugins=[Bf16Gather()])
-    sharded.unshard()
+    fully_shard(model, plugins=[Bf16Gather()])
+    assert isinstance(model, FSDPModule)
+    model.unshard()
     torch.testing.assert_close(model.weight, whole.bfloat16().float(), rtol=0, atol=0)
     assert stats(model).bytes_sent == (size - 1) * 64 * 48 // size * 2
-    sharded.reshard()
+    model.reshard()
     torch.testing.assert_close(full(model.weight), whole, rtol=0, atol=0)
 
 

@@ -15,8 +15,7 @@ class Factors:
 
     def __init__(self, group: GroupInfo, rows: int, columns: int, rank: int) -> None:
         self._rank, self._sizes = rank, [rank * rows, rank * columns]
-        start = torch.randn(columns, rank, generator=torch.Generator().manual_seed(0))
-        self._basis = start.to(group.device).expand(group.world_size, -1, -1)
+        self._basis = torch.eye(columns, rank, device=group.device)  # steps turn it
         self._error = torch.zeros(group.world_size, rows, columns, device=group.device)
 
     def encode(self, chunk: Tensor, sent: Tensor) -> None:
@@ -28,7 +27,6 @@ class Factors:
         self._error = wanted - self.decode(sent.float())  # as it arrives, rounded
 
     def decode(self, sent: Tensor) -> Tensor:
-        """The product of both factors, row by row."""
         left, right = (p.unflatten(1, (-1, self._rank)) for p in sent.split(self._sizes, dim=1))
         return torch.bmm(left, right.mT)
 
@@ -73,8 +71,9 @@ class LowRankGradients(Plugin, ReduceCodec):
 
     @hookimpl
     def polyshard_reduce_codec(self) -> ReduceCodec:
-        """The plugin is its own factory."""
         return self
 
     def bind(self, group: GroupInfo, layout: GroupLayout) -> BoundLowRank | None:
+        if self.rank < 1:
+            raise ValueError(f"low_rank_gradients: rank must be at least 1, got {self.rank}")
         return BoundLowRank(group, layout, self.rank) if group.world_size > 1 else None

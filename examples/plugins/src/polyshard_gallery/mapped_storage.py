@@ -27,16 +27,16 @@ class MappedShard(ShardStorage):
             self._resting = torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
         self._resting.copy_(shard)
         self._near = torch.empty_like(shard, device=self._device)
-        self.release()
         return self._resting
 
     def view(self) -> Tensor:
+        if self._near is not self._resting:  # views can be made of memory only
+            self._near.untyped_storage().resize_(self._resting.nbytes)
         return self._near
 
     def fetch(self) -> None:
         if self._near is not self._resting:
-            self._near.untyped_storage().resize_(self._resting.nbytes)
-            self._near.copy_(self._resting)
+            self.view().copy_(self._resting)
 
     def release(self) -> None:
         if self._near is not self._resting:

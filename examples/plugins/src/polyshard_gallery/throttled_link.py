@@ -44,7 +44,7 @@ class HeldTransport(WrappedTransport):
 
     def __init__(self, inner: Transport, link: Link) -> None:
         super().__init__(inner)
-        self._link = link
+        self.name, self._link = f"throttled {inner.name}", link
 
     def started(self, pending: Pending, sent_bytes: int) -> Pending:
         return self._link.hold(pending, sent_bytes)

@@ -59,10 +59,11 @@ class WrappedTransport(Transport):
 
     def __init__(self, inner: Transport) -> None:
         """Wrap what :func:`choose_transport` or another backend's ``connect`` made."""
+        self.name = inner.name
         self._wrap(inner)
 
     def _wrap(self, inner: Transport) -> Self:
-        self.inner, self.name, self.rank, self.size = inner, inner.name, inner.rank, inner.size
+        self.inner, self.rank, self.size = inner, inner.rank, inner.size
         return self
 
     def started(self, pending: Pending, sent_bytes: int) -> Pending:
