@@ -125,22 +125,29 @@ def build(session: nox.Session) -> None:
 
 @nox.session
 def template(session: nox.Session) -> None:
-    """Render the plugin template outside the repository, install it, run its tests and doctor."""
+    """Render the plugin template outside the repository, run its tests and doctor, seam by seam."""
     session.install("copier>=9")
     bin_folder = dev_environment(session, PLUGINS)
     python = str(bin_folder / "python")
     with tempfile.TemporaryDirectory() as folder:
         session.run("python", "tools/check_template.py", folder)
+        example = f"{folder}/example"
         # --no-deps: core is installed from this checkout, not from an index.
         pip = (python, "-m", "pip")
-        session.run_install(*pip, "install", "--no-deps", folder, external=True, silent=True)
+        session.run_install(*pip, "install", "--no-deps", example, external=True, silent=True)
         try:
-            with session.chdir(folder):
+            with session.chdir(example):
                 session.run(python, "-m", "pytest", external=True, env=ONE_THREAD)
                 session.run(str(bin_folder / "polyshard"), "plugins", "doctor", external=True)
         finally:
             name = "polyshard-byte-counter"
             session.run_install(*pip, "uninstall", "--yes", name, external=True, silent=True)
+        # One of each seam, under another name: imported from where it was rendered.
+        sources = os.pathsep.join(map(str, sorted(Path(folder).glob("seams/*/src"))))
+        with session.chdir(f"{folder}/seams"):
+            kit = ("-p", "polyshard.testing.fixtures", "--import-mode=importlib")
+            env = {**ONE_THREAD, "PYTHONPATH": sources}
+            session.run(python, "-m", "pytest", *kit, "--rootdir=.", external=True, env=env)
 
 
 @nox.session(venv_backend="none")

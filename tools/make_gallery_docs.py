@@ -2,8 +2,8 @@
 
 Usage: python tools/make_gallery_docs.py [--check]      (--check: only say whether it is current)
 
-A page is what ``examples/plugins/docs/NAME.md`` says of a plugin, with the code of its module where ``{code}``
-stands: what readers see is what is tested.
+A page is what ``examples/plugins/docs/NAME.md`` says of a plugin, with the code of its module where
+``{code}`` stands: what readers see is what is tested.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def page(name: str) -> str:
     words = (WORDS / f"{name}.md").read_text("utf-8")
     head, mark, tail = words.partition(CODE)
     if not mark:
-        raise ValueError(f"examples/plugins/docs/{name}.md has no {CODE}: say where the code is to stand")
+        where = f"{WORDS.relative_to(ROOT).as_posix()}/{name}.md"
+        raise ValueError(f"{where} has no {CODE}: say where the code is to stand")
     return f"{head}{shown}{tail}"
 
 
