@@ -5,8 +5,9 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-import make_gallery_docs
 import pytest
+
+import make_gallery_docs
 from make_gallery_docs import MAX_LINES, MODULES, PAGES, ROOT, modules, page, problems
 
 
