@@ -20,18 +20,18 @@ HEAD = """# Transports, meshes and defaults
 Generated from `polyshard/transport/`, `polyshard/sharding/` and `polyshard/plugins/builtin.py` by
 `tools/make_transport_docs.py`; edit the classes.
 
-A backend's `connect(roles, device)` makes a *transport* between the ranks of a shard axis. The engine
-asks it for a *route* for each group, once: a route binds the *pieces* of the group to memory, so that
-a step only starts it and waits for what is *pending*. [How to write a transport](../how-to/write-a-transport.md)
-has examples.
+A backend's `connect(roles, device)` makes a *transport* between the ranks of a shard axis. The
+engine asks it for a *route* for each group, once: a route binds the *pieces* of the group to
+memory, so that a step only starts it and waits for what is *pending*. Examples:
+[how to write a transport](../how-to/write-a-transport.md).
 
 `choose_transport(roles, device)` makes the engine's own, and `WrappedTransport` goes around any.
 `backend_for(group, device)` says what `torch.distributed` uses there: `"gloo"`, `"nccl"`, ...
 """
-DEFAULTS_HEAD = """# The engine's own answers
+DEFAULTS_HEAD = """## The engine's own answers
 
-`polyshard.plugins.builtin` holds what counts where no plugin answers. The classes go through the same
-seams as a plugin's; inherit from one, or make one, where yours differs in a part only.
+`polyshard.plugins.builtin` holds what counts where no plugin answers. The classes go through the
+same seams as a plugin's; inherit from one, or make one, where yours differs in a part only.
 
 | seam | class | name in plans | what it does |
 |---|---|---|---|
@@ -45,8 +45,7 @@ LAYOUTS = ("GroupLayout", "ParameterLayout")
 
 def page() -> str:
     """The whole page."""
-    import polyshard.seams as seams
-    import polyshard.transport as transport
+    from polyshard import seams, transport
 
     parts = [HEAD]
     for home, names in ((transport, TRANSPORTS), (seams, LAYOUTS)):

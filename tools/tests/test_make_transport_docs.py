@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 
 from make_transport_docs import PAGE, page
-
 from polyshard import transport
 from polyshard.plugins.roles import ROLES
 

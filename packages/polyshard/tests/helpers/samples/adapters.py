@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from samples.verdict import Right, Samples, Wrong
 
 from polyshard import Plugin, hookimpl
 from polyshard.seams import GroupInfo, ParamInfo, StateDictAdapter
+from samples.verdict import Right, Samples, Wrong
 
 
 class Same(StateDictAdapter):

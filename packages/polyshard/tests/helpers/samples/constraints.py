@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from samples.verdict import Right, Samples, Wrong
-
 from polyshard import Plugin, hookimpl
 from polyshard.seams import GroupInfo, ParamInfo, ShardingConstraint
+from samples.verdict import Right, Samples, Wrong
 
 
 class Rows(ShardingConstraint):

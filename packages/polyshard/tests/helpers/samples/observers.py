@@ -6,12 +6,12 @@ from collections import Counter
 from typing import Any, ClassVar
 
 import torch
-from samples.verdict import Right, Samples, Wrong
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from polyshard import Observer, Plugin, hookimpl
 from polyshard.seams import GroupInfo
+from samples.verdict import Right, Samples, Wrong
 
 
 class Counting(Observer):

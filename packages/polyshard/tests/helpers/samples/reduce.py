@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from samples.verdict import Right, Samples, Wrong
 from torch import Tensor
 
 from polyshard import Plugin, hookimpl
 from polyshard.seams import BoundReduceCodec, GroupInfo, ReduceCodec
 from polyshard.sharding.layout import GroupLayout
+from samples.verdict import Right, Samples, Wrong
 
 
 class Cast(BoundReduceCodec):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from samples.verdict import Right, Samples, Wrong
 from torch import Tensor
 
 from polyshard import Plugin, hookimpl
 from polyshard.plugins.builtin import DeviceStorage
 from polyshard.seams import GroupInfo, ShardStorage, StorageFactory
 from polyshard.sharding.layout import GroupLayout
+from samples.verdict import Right, Samples, Wrong
 
 
 class Apart(ShardStorage):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from samples.verdict import Right, Samples, Wrong
 from torch import Tensor
 
 from polyshard import Plugin, hookimpl
 from polyshard.seams import GroupInfo, ParamInfo, StateDictAdapter
+from samples.verdict import Right, Samples, Wrong
 
 
 class Untransposing(StateDictAdapter):
