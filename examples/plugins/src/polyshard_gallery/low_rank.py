@@ -43,7 +43,6 @@ class BoundLowRank(BoundReduceCodec):
             self._factors.append(Factors(group, rows, columns, rank) if thin < whole else None)
             self._sizes.append(min(thin, whole))
         self.payload_bytes = sum(self._sizes) * self._dtype.itemsize
-        self._present = frozenset(range(len(self._sizes)))
 
     def begin(self, present: frozenset[int]) -> None:
         self._present = present

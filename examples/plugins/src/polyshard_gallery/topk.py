@@ -23,7 +23,6 @@ class BoundTopK(BoundReduceCodec):
         self._end = self._split + self._kept * self._dtype.itemsize
         self.payload_bytes = -(-self._end // 4) * 4  # rows start where an int32 may
         self._error = torch.zeros(group.world_size, total, device=group.device)
-        self.begin(frozenset(range(len(self._numels))))
 
     def begin(self, present: frozenset[int]) -> None:
         """What is kept for a parameter waits while it has no gradient."""
