@@ -15,7 +15,7 @@ nox.needs_version = ">=2026.2"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
 # The tests come last, so that pytest's closing line is the last thing above nox's summary.
-nox.options.sessions = ["lint", "typecheck", "docs", "build", "template", "tests"]
+nox.options.sessions = ["lint", "typecheck", "docs", "build", "template", "gallery", "tests"]
 
 ROOT = Path(__file__).parent
 PYPROJECT = nox.project.load_toml("pyproject.toml")
@@ -96,6 +96,7 @@ def typecheck(session: nox.Session) -> None:
         mypy, *existing("noxfile.py", "conftest.py", "tools", "benchmarks", "examples/train_lm.py")
     )
     session.run(mypy, *existing("integration_tests"))
+    session.run(mypy, *existing("examples/plugins/src", "examples/plugins/tests"))
 
 
 @nox.session(venv_backend="none")
@@ -124,22 +125,46 @@ def build(session: nox.Session) -> None:
 
 @nox.session
 def template(session: nox.Session) -> None:
-    """Render the plugin template outside the repository, install it, run its tests and doctor."""
+    """Render the plugin template outside the repository, run its tests and doctor, seam by seam."""
     session.install("copier>=9")
     bin_folder = dev_environment(session, PLUGINS)
     python = str(bin_folder / "python")
     with tempfile.TemporaryDirectory() as folder:
         session.run("python", "tools/check_template.py", folder)
+        example = f"{folder}/example"
         # --no-deps: core is installed from this checkout, not from an index.
         pip = (python, "-m", "pip")
-        session.run_install(*pip, "install", "--no-deps", folder, external=True, silent=True)
+        session.run_install(*pip, "install", "--no-deps", example, external=True, silent=True)
         try:
-            with session.chdir(folder):
+            with session.chdir(example):
                 session.run(python, "-m", "pytest", external=True, env=ONE_THREAD)
                 session.run(str(bin_folder / "polyshard"), "plugins", "doctor", external=True)
         finally:
             name = "polyshard-byte-counter"
             session.run_install(*pip, "uninstall", "--yes", name, external=True, silent=True)
+        # One of each seam, under another name: imported from where it was rendered.
+        sources = os.pathsep.join(map(str, sorted(Path(folder).glob("seams/*/src"))))
+        with session.chdir(f"{folder}/seams"):
+            kit = ("-p", "polyshard.testing.fixtures", "--import-mode=importlib")
+            env = {**ONE_THREAD, "PYTHONPATH": sources}
+            session.run(python, "-m", "pytest", *kit, "--rootdir=.", external=True, env=env)
+
+
+@nox.session(venv_backend="none")
+def gallery(session: nox.Session) -> None:
+    """Install the gallery of small plugins, run its tests and doctor, take it away again."""
+    bin_folder = dev_environment(session, PLUGINS)
+    pip = (str(bin_folder / "python"), "-m", "pip")
+    folder = "examples/plugins"
+    session.run(str(bin_folder / "python"), "tools/make_gallery_docs.py", "--check")
+    # --no-deps: core is installed from this checkout, not from an index.
+    session.run_install(*pip, "install", "--no-deps", f"--editable={folder}", silent=True)
+    try:
+        with session.chdir(folder):
+            session.run(str(bin_folder / "python"), "-m", "pytest", env=ONE_THREAD)
+        session.run(str(bin_folder / "polyshard"), "plugins", "doctor")
+    finally:
+        session.run_install(*pip, "uninstall", "--yes", "polyshard-gallery", silent=True)
 
 
 @nox.session(venv_backend="none")

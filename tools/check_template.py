@@ -1,12 +1,16 @@
-"""Render the plugin template and compare it with the example kept in the repository.
+"""Render the plugin template: as the example kept in the repository, and once for each seam.
 
 Usage: python tools/check_template.py TARGET      (renders into TARGET, an empty folder)
        python tools/check_template.py --update    (rewrites examples/third-party-plugin)
+
+TARGET/example is compared with what is kept. TARGET/seams/SEAM is a plugin of another name for each
+choice of seam, in which nothing of the example's name may be left; their tests are the session's.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -14,12 +18,23 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TEMPLATE = ROOT / "template"
 EXAMPLE = ROOT / "examples" / "third-party-plugin"
+ODD_NAME = "quokka_7"
+LEFTOVER = re.compile(
+    r"byte.?count\w*|bytecount\w*|byteobserver|announcer|\{\{|\}\}|\{%|polyshard[_-]example",
+    re.IGNORECASE,
+)
+"""The example's name in any spelling, the tutorial's, and template code that was not rendered."""
 
 
-def render(target: Path) -> None:
-    """Render the template with its default answers."""
+def seams() -> list[str]:
+    """The choices of seam, as folders of the template have them."""
+    return sorted(path.stem for path in (TEMPLATE / "seams").glob("*.txt"))
+
+
+def render(target: Path, **answers: str) -> None:
+    """Render the template with its default answers, but for those given."""
     copier = importlib.import_module("copier")  # only the template session installs it
-    copier.run_copy(str(TEMPLATE), str(target), defaults=True, quiet=True)
+    copier.run_copy(str(TEMPLATE), str(target), data=answers, defaults=True, quiet=True)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -37,6 +52,27 @@ def differences(fresh: Path, kept: Path) -> list[str]:
     return sorted(path for path in one.keys() | other.keys() if one.get(path) != other.get(path))
 
 
+def leftovers(folder: Path) -> list[str]:
+    """Where a rendered plugin says the example's name, in a path or in a file."""
+    found = []
+    for path, content in contents(folder).items():
+        lines = [path, *content.decode("utf-8").splitlines()]
+        for number, line in enumerate(lines):
+            found += [f"{path}:{number}: {match[0]!r}" for match in LEFTOVER.finditer(line)]
+    return found
+
+
+def check_seams(target: Path) -> list[str]:
+    """Render every seam under an odd name; what is left of the example, or not valid Python."""
+    found = []
+    for seam in seams():
+        render(target / seam, plugin=f"{ODD_NAME}_{seam}", seam=seam)
+        found += [f"{seam}/{place}" for place in leftovers(target / seam)]
+        for path in (target / seam).rglob("*.py"):
+            compile(path.read_text("utf-8"), str(path), "exec")
+    return found
+
+
 def main() -> None:
     """Render, and compare or update."""
     if sys.argv[1:] == ["--update"]:
@@ -44,12 +80,14 @@ def main() -> None:
         render(EXAMPLE)
         return
     target = Path(sys.argv[1])
-    render(target)
-    if different := differences(target, EXAMPLE):
+    render(target / "example")
+    if different := differences(target / "example", EXAMPLE):
         sys.exit(
             "examples/third-party-plugin is not what the template renders: "
             f"{', '.join(different)}. Run python tools/check_template.py --update"
         )
+    if found := check_seams(target / "seams"):
+        sys.exit("the template leaves its example's name behind: " + ", ".join(found))
 
 
 if __name__ == "__main__":

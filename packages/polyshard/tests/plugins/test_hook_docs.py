@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from pathlib import Path
 
 import pytest
 
+from polyshard import fsdp1
 from polyshard.plugins import hookspecs
+from polyshard.plugins.contract import Contract
 from polyshard.plugins.validation import hook_arguments
 
 TESTS = Path(__file__).parents[1]
@@ -39,3 +42,17 @@ def test_hooks_are_documented_with_their_arguments(hook: str) -> None:
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hooks_are_implemented_in_a_test(hook: str) -> None:
     assert any(f"def {hook}(" in path.read_text("utf-8") for path in TESTED_IN)
+
+
+def test_every_field_of_a_contract_is_documented() -> None:
+    page = (ROOT / "docs" / "reference" / "contract.md").read_text(encoding="utf-8")
+    table = page.partition("| field |")[2].partition("\n\n")[0]
+    for field in dataclasses.fields(Contract):
+        assert f"`{field.name}`" in table, f"{field.name} is not in the table of contract.md"
+
+
+def test_pages_name_all_that_crosses_the_bridge_to_fsdp1() -> None:
+    page = (ROOT / "docs" / "how-to" / "fsdp1.md").read_text(encoding="utf-8")
+    for name in fsdp1.__all__:
+        if not inspect.isclass(getattr(fsdp1, name)):
+            assert f"`{name}" in page, name

@@ -26,6 +26,7 @@ from polyshard.seams.info import GroupIdentity, GroupInfo, ParamInfo
 from polyshard.seams.observer import Observer
 from polyshard.seams.parameters import ParameterTransform, ShardingConstraint, StateDictAdapter
 from polyshard.seams.storage import ShardStorage, StorageFactory
+from polyshard.sharding.layout import GroupLayout, ParameterLayout
 
 __all__ = [
     "Around",
@@ -36,9 +37,11 @@ __all__ = [
     "GatherCodec",
     "GroupIdentity",
     "GroupInfo",
+    "GroupLayout",
     "Named",
     "Observer",
     "ParamInfo",
+    "ParameterLayout",
     "ParameterTransform",
     "ReduceCodec",
     "ShardStorage",

@@ -36,7 +36,8 @@ class ShardStorage(ABC):
     def view(self) -> Tensor:
         """``[shard_numel]`` on the compute device: what :meth:`fetch` fills. Always one tensor.
 
-        Transfers are bound to it once, so its memory may come and go but not its storage.
+        Transfers are bound to it once, so its memory may come and go but not its storage. Views of
+        it are made whenever it is asked for: it must have memory then, if not yet its values.
         """
 
     def prefetch(self) -> None:

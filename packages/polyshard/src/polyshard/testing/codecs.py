@@ -109,6 +109,8 @@ class CodecConformance(Kit):
         """Shards come in the original dtype, regions are in the parameter dtype."""
         self._skip_without_gather_codec(stack)
         members = [case(3, rank, dtypes) for rank in range(3)]
+        bound = self.contributions(stack, members[0]).gather_codec.bind(*members[0].group)
+        self.skip_unless_claimed(bound, "gather codec for these dtypes")
         values = members[0].values()
         payloads = torch.stack([self._payload(stack, at, values) for at in members])
         placed = members[0].layout.parameters
@@ -129,6 +131,8 @@ class CodecConformance(Kit):
         """Chunks come in the reduce dtype, and sums go out in it."""
         self._skip_without_reduce_codec(stack)
         members = [case(3, rank, dtypes) for rank in range(3)]
+        bound = self.contributions(stack, members[0]).reduce_codec.bind(*members[0].group)
+        self.skip_unless_claimed(bound, "reduce codec for these dtypes")
         sent = [self._sent(stack, at) for at in members]
         at = members[1]
         outs = [torch.zeros(p.chunk_numel, dtype=dtypes.reduce) for p in at.layout.parameters]
@@ -183,6 +187,8 @@ class CodecConformance(Kit):
         chunks = [chunk_rows(value, placed).to(dtype) for value, placed in pairs]
         payloads = torch.full((at.layout.world_size, codec.payload_bytes), 0xAB, dtype=torch.uint8)
         given = [chunk.clone() for chunk in chunks]
+        if hasattr(codec, "begin"):  # as the engine, whose base classes bring it
+            codec.begin(frozenset(range(len(chunks))))
         codec.encode(chunks, payloads)
         unchanged = all(map(torch.equal, chunks, given))
         assert unchanged, "encode changed the gradients it was given"

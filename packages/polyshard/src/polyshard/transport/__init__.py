@@ -17,14 +17,17 @@ from polyshard.transport.base import (
 from polyshard.transport.collective import CollectiveTransport
 from polyshard.transport.gloo import GlooTransport
 from polyshard.transport.local import LocalTransport
+from polyshard.transport.wrapped import WrappedTransport
 
 __all__ = [
     "Extents",
     "GatherPiece",
     "GatherRoute",
+    "MeshRoles",
     "Pending",
     "ReduceRoute",
     "Transport",
+    "WrappedTransport",
     "backend_for",
     "choose_transport",
 ]

@@ -56,7 +56,9 @@ class GatherRoute(ABC):
     """An all-gather bound to memory."""
 
     sent_bytes: int
+    """Bytes that leave this rank with each :meth:`start`: what ``describe()`` predicts."""
     received_bytes: int
+    """Bytes that arrive."""
 
     @abstractmethod
     def start(self) -> Pending:
@@ -94,8 +96,11 @@ class Transport(ABC):
     """Moves bytes between the ranks of one shard axis."""
 
     name: str
+    """As plans show it; the same on every rank."""
     rank: int
+    """This rank's position on the shard axis, or in its block."""
     size: int
+    """Ranks that take part."""
     staging_bytes: int
     """Chunks below this many bytes are packed: one more message costs more than a small copy."""
 

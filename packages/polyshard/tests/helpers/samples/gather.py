@@ -77,6 +77,20 @@ class Lossy(Exact):
     bound = Half
 
 
+class _Wide(PluginCodec):
+    """Leaves to the engine what travels in two bytes anyway."""
+
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> BoundGatherCodec | None:
+        wide = group.param_dtype.itemsize > 2
+        return super().bind(group, layout) if wide else None
+
+
+class NotNarrow(Lossy):
+    @hookimpl
+    def polyshard_gather_codec(self, group: GroupInfo) -> GatherCodec | None:
+        return _Wide(self.bound)
+
+
 class NoneBound(Exact):
     """Leaves every group to the engine, when it is bound."""
 
@@ -211,6 +225,7 @@ SAMPLES = Samples(
         Right(Lossy, tolerance=2.0**-8),
         Right(NoneBound),
         Right(NotAlone),
+        Right(NotNarrow, tolerance=2.0**-8),
         Right(Wrapping, tolerance=2.0**-8),
     ],
     wrong=[

@@ -58,6 +58,17 @@ class TopHalf(Cast):
         super().encode([sent], payloads)
 
 
+class Told(Cast):
+    """Sends nothing of what has no gradient, as it was told when the reduction began."""
+
+    def begin(self, present: frozenset[int]) -> None:
+        self.present = present
+
+    def encode(self, chunks: Sequence[Tensor], payloads: Tensor) -> None:
+        own = [c if i in self.present else c.new_zeros(c.shape) for i, c in enumerate(chunks)]
+        super().encode(own, payloads)
+
+
 class PluginCodec(ReduceCodec):
     """Binds what its plugin is about."""
 
@@ -88,6 +99,23 @@ class Lossy(Exact):
 
 class Feedback(Exact):
     bound = TopHalf
+
+
+class Begun(Exact):
+    bound = Told
+
+
+class _Wide(PluginCodec):
+    """Leaves to the engine what is reduced in two bytes anyway."""
+
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> BoundReduceCodec | None:
+        return super().bind(group, layout) if group.reduce_dtype.itemsize > 2 else None
+
+
+class NotNarrow(Lossy):
+    @hookimpl
+    def polyshard_reduce_codec(self, group: GroupInfo) -> ReduceCodec | None:
+        return _Wide(self.bound)
 
 
 class NoneBound(Exact):
@@ -204,6 +232,8 @@ SAMPLES = Samples(
         Right(Exact),
         Right(Lossy, tolerance=2.0**-8),
         Right(Feedback, tolerance=1.0, loss_tolerance=0.2),
+        Right(Begun),
+        Right(NotNarrow, tolerance=2.0**-8),
         Right(NoneBound),
         Right(Wrapping, tolerance=2.0**-8),
     ],

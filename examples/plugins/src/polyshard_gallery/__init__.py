@@ -1,0 +1,1 @@
+"""Six small plugins for polyshard, one module each."""
