@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "hooks.md"
 SEAMS_PAGE = PAGE.with_name("seams.md")
 HEAD = """# Hooks
 
-Generated from `polyshard/plugins/hookspecs.py` and `polyshard/plugins/roles.py` by
+Generated from `polyshard/plugins/hookspecs.py` and `polyshard/composition/roles.py` by
 `tools/make_hook_docs.py`; edit the specifications and the table.
 
 A plugin implements the hooks it cares about, marked with `@polyshard.hookimpl`, and may take any
@@ -69,7 +69,7 @@ two do, it is an error that names both. Every name is part of the plan that rank
 
 def _role_table() -> str:
     """The exclusive hooks about groups."""
-    from polyshard.plugins.roles import ROLES
+    from polyshard.composition.roles import ROLES
 
     rows = (
         f"| {role.name} | [{role.hook}](#{role.hook}) "

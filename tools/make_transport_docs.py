@@ -79,8 +79,8 @@ def lines_of(kind: type) -> Iterator[str]:
 
 def default_rows() -> Iterator[str]:
     """A row of the table for each part that the engine has of its own."""
+    from polyshard.composition.roles import ROLES
     from polyshard.plugins import builtin
-    from polyshard.plugins.roles import ROLES
 
     for role in ROLES:
         engine: Any = role.engine

@@ -6,7 +6,7 @@ import inspect
 
 from make_transport_docs import PAGE, page
 from polyshard import transport
-from polyshard.plugins.roles import ROLES
+from polyshard.composition.roles import ROLES
 
 
 def test_the_page_is_current() -> None:

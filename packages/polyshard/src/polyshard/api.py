@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from polyshard._torch.private import tag_managed_module
 from polyshard.agreement.meeting import reporting
+from polyshard.composition.stack import PluginStack, build_stack
 from polyshard.engine.collect import (
     TIE,
     Collector,
@@ -30,7 +31,6 @@ from polyshard.group.setup import GroupSetup
 from polyshard.module import FSDPModule, mix_in
 from polyshard.params.parameter import Source
 from polyshard.plugins.discovery import with_policy
-from polyshard.plugins.stack import PluginStack, build_stack
 from polyshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from polyshard.sharding.mesh import MeshRoles, resolve_mesh
 from polyshard.sharding.placement import PlacementFunction
@@ -94,8 +94,8 @@ def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
         reshard_after_forward: free parameters between forward and backward; ``None`` means yes
             except for the root.
         shard_placement_fn: how to shard each parameter: ``Shard(dim)``, even or not; ``None`` for
-            dim 0; ``Replicate()`` to keep it whole; :class:`polyshard.ShardPlacement` to choose
-            the mesh as well. Parameters of one mesh and dtype communicate together.
+            dim 0; ``Replicate()`` to keep it whole; a :class:`polyshard.ShardPlacement` names the
+            mesh too. Parameters of one mesh and dtype communicate together.
         mp_policy: dtypes of compute, reduction and outputs.
         offload_policy: the default, or ``CPUOffloadPolicy()``, which stands for the plugin
             installed as ``offload`` (polyshard-offload).
@@ -111,11 +111,7 @@ def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
         ModuleError, MeshError, SettingError, UnsupportedError, PluginError: all ``ValueError`` s
             that say what to change. Raised before anything is communicated.
     """
-    modules = cast(
-        "tuple[nn.Module, ...]", tuple(module) if isinstance(module, list) else (module,)
-    )
-    _check_unsharded(modules)
-    check_modules(modules)
+    modules = _modules_of(module)
     _check_supported(reshard_after_forward, dp_mesh_dims)
     plugins = with_policy(plugins, offload_policy)
     roles = resolve_mesh(mesh, dp_mesh_dims)
@@ -125,8 +121,7 @@ def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
             stack.prepare(member, roles.mesh)
         unit = Unit(modules, roles, mp_policy)
         unit.reshard_after_forward = _reshards(reshard_after_forward, roles)
-        ignored = ignored_params or set()
-        dtype = mp_policy.reduce_dtype
+        ignored, dtype = ignored_params or set(), mp_policy.reduce_dtype
         collector = Collector(roles, ignored, shard_placement_fn, stack, dtype)
         move_to_device(modules, collector, roles)
         sources = collector.sources(modules)
@@ -149,6 +144,14 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if method is None:
         raise SettingError(f"{type(module).__name__} has no method '{method_name}'.")
     setattr(module, method_name, UnitHooks(module._unit()).around(module, method))
+
+
+def _modules_of(given: object) -> tuple[nn.Module, ...]:
+    """The modules of one unit, once it is seen that they can be one."""
+    modules = tuple(given) if isinstance(given, list) else (given,)
+    _check_unsharded(modules)
+    check_modules(modules)
+    return cast("tuple[nn.Module, ...]", modules)
 
 
 def _check_unsharded(modules: Sequence[object]) -> None:

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from polyshard.cli.main import app
 from polyshard.cli.plugins import Loaded
+from polyshard.composition.stack import build_stack
 from polyshard.plugins.discovery import installed_plugins
-from polyshard.plugins.stack import build_stack
 
 
 def run(*arguments: str) -> tuple[int, str]:

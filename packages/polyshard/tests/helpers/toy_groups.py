@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from polyshard.plugins.roles import Contributions
-from polyshard.plugins.stack import build_stack
+from polyshard.composition.roles import Contributions
+from polyshard.composition.stack import build_stack
 from polyshard.seams import GroupInfo, ParamInfo
 
 NO_MESH: Any = None

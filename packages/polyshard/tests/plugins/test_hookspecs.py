@@ -21,6 +21,7 @@ from toy_storage import AwayFactory, Resting, SlowBackend
 from toy_transforms import Flattening, Transposing
 
 from polyshard import Plugin, hookimpl
+from polyshard.composition.stack import build_stack
 from polyshard.errors import ConflictError, PluginError
 from polyshard.plugins.builtin import (
     DefaultBackend,
@@ -28,7 +29,6 @@ from polyshard.plugins.builtin import (
     NativeGatherCodec,
     NativeReduceCodec,
 )
-from polyshard.plugins.stack import build_stack
 from polyshard.plugins.validation import hook_arguments
 from polyshard.seams import ParamInfo
 from polyshard.testing import World

@@ -20,8 +20,8 @@ from samples import (
 )
 from samples.verdict import Right, Samples, Wrong
 
+from polyshard.composition.stack import build_stack
 from polyshard.errors import PolyshardError
-from polyshard.plugins.stack import build_stack
 from polyshard.testing import PluginConformance, World
 
 SEAMS: dict[str, Samples] = {

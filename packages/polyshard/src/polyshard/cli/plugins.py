@@ -12,11 +12,11 @@ from inspect import getattr_static
 import typer
 
 from polyshard.__about__ import __version__
+from polyshard.composition.ordering import circle_of
 from polyshard.errors import PluginError
 from polyshard.plugins.contract import HOOK_API, Contract, contract_of
 from polyshard.plugins.discovery import Installed, installed_plugins
 from polyshard.plugins.needs import unmet
-from polyshard.plugins.ordering import circle_of
 from polyshard.plugins.validation import hook_arguments, problems_of
 
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
 from polyshard._torch.private import has_fsdp_protocol, local_tensor
+from polyshard.composition.stack import PluginStack
 from polyshard.engine.root import unit_of
 from polyshard.errors import ModuleError, PluginError, SettingError, UnsupportedError
 from polyshard.exchange.tensor_protocol import check_protocol
 from polyshard.params.parameter import Form, Owner, Source
-from polyshard.plugins.stack import PluginStack
 from polyshard.seams import ParamInfo
 from polyshard.sharding.layout import chunk_bounds
 from polyshard.sharding.mesh import MeshRoles

@@ -23,12 +23,12 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from polyshard._torch.private import has_fsdp_protocol, local_tensor, preserve_version
+from polyshard.composition.roles import GATHER_CODEC, STORAGE, Contributions, Role
 from polyshard.errors import ConflictError, ModuleError, PluginError, UnsupportedError
 from polyshard.exchange.freshness import differs
 from polyshard.params.parameter import ShardedParameter, Source
 from polyshard.params.sharded import Shards
 from polyshard.plugins.builtin import DeviceStorage
-from polyshard.plugins.roles import GATHER_CODEC, STORAGE, Contributions, Role
 from polyshard.policies import MixedPrecisionPolicy
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import ParameterLayout, align

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from polyshard._torch.private import storage_holders
+from polyshard.composition.transforms import Onion
 from polyshard.errors import PluginError
 from polyshard.exchange.accumulation import Accumulation
 from polyshard.exchange.flight import InFlight
 from polyshard.exchange.reduction import ReduceSettings
 from polyshard.group.runtime import Runtime
 from polyshard.params.sharded import Shards
-from polyshard.plugins.transforms import Onion
 
 
 class Gradients:

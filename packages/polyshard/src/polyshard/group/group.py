@@ -19,6 +19,8 @@ from torch import Tensor
 
 from polyshard._torch.private import in_backward, profiler_span
 from polyshard.agreement.failures import FailureReport
+from polyshard.composition.answers import Binding
+from polyshard.composition.claims import check_constraints
 from polyshard.errors import LifecycleError, warn
 from polyshard.exchange.flight import InFlight
 from polyshard.exchange.freshness import Turn
@@ -40,8 +42,6 @@ from polyshard.group.traffic import GroupName, Meter
 from polyshard.memory.pages import PagePool
 from polyshard.params.parameter import Source
 from polyshard.params.sharded import Shards
-from polyshard.plugins.answers import Binding
-from polyshard.plugins.claims import check_constraints
 from polyshard.seams import GroupIdentity, GroupInfo, ParamInfo
 from polyshard.sharding.layout import plan_layout
 from polyshard.transport.base import Pending, Transport

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from polyshard.plugins.roles import Contributions
+from polyshard.composition.roles import Contributions
 from polyshard.policies import MixedPrecisionPolicy
 
 

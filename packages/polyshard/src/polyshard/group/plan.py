@@ -13,8 +13,8 @@ import torch
 from typing_extensions import override
 
 from polyshard._torch.private import reduces_in_original_dtype
+from polyshard.composition.roles import GATHER_CODEC
 from polyshard.group.transfers import Way
-from polyshard.plugins.roles import GATHER_CODEC
 from polyshard.policies import MixedPrecisionPolicy
 from polyshard.seams import ParamInfo
 from polyshard.sharding.layout import GroupLayout

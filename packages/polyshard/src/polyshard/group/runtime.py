@@ -9,6 +9,9 @@ from typing import cast
 
 from torch import nn
 
+from polyshard.composition.answers import Binding
+from polyshard.composition.roles import Contributions
+from polyshard.composition.transforms import Onion
 from polyshard.exchange.accumulation import Accumulation
 from polyshard.exchange.block import Block
 from polyshard.exchange.freshness import Turn
@@ -21,9 +24,6 @@ from polyshard.memory.pages import PagePool
 from polyshard.params.parameter import Registry
 from polyshard.params.sharded import Shards
 from polyshard.params.unsharded import Unsharded
-from polyshard.plugins.answers import Binding
-from polyshard.plugins.roles import Contributions
-from polyshard.plugins.transforms import Onion
 from polyshard.policies import MixedPrecisionPolicy
 from polyshard.seams import GroupInfo
 from polyshard.sharding.mesh import MeshRoles

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polyshard.plugins.stack import PluginStack
+from polyshard.composition.stack import PluginStack
 from polyshard.policies import MixedPrecisionPolicy
 from polyshard.sharding.mesh import MeshRoles
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from polyshard._torch.private import dtensor_spec, wrap_local, wrap_parameter
-from polyshard.plugins.transforms import Extensions
+from polyshard.composition.transforms import Extensions
 from polyshard.sharding.layout import ParameterShape
 
 if TYPE_CHECKING:

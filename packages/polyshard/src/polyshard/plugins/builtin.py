@@ -33,7 +33,7 @@ from polyshard.transport import Transport, choose_transport
 class EnginePlugin(Plugin):
     """Lowest in priority: its answers count only where no plugin has one.
 
-    What it answers to exclusive hooks about groups stands in :mod:`polyshard.plugins.roles`.
+    What it answers to exclusive hooks about groups stands in :mod:`polyshard.composition.roles`.
     """
 
     name = "engine"

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from polyshard.composition.stack import PluginStack
 from polyshard.group.plan import Dtypes
-from polyshard.plugins.stack import PluginStack
 from polyshard.testing.cases import MIXED, Case, case, cases, chunk_rows, real_mask, strided_rows
 from polyshard.testing.kit import Kit
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from polyshard.plugins.roles import ROLES, Contributions
-from polyshard.plugins.stack import PluginStack, build_stack
+from polyshard.composition.roles import ROLES, Contributions
+from polyshard.composition.stack import PluginStack, build_stack
 from polyshard.testing.cases import Case
 
 Factory = Callable[[], object]

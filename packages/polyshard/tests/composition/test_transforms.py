@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from toy_transforms import Flattening, Transposing, Unsqueezing
 
 from polyshard import Plugin, hookimpl
+from polyshard.composition.stack import build_stack
+from polyshard.composition.transforms import Onion
 from polyshard.errors import PluginError
-from polyshard.plugins.stack import build_stack
-from polyshard.plugins.transforms import Onion
 from polyshard.seams import ParamInfo
 
 PARAM = ParamInfo("w", (2, 3), torch.float32, True, None, nn.Linear)  # type: ignore[arg-type]

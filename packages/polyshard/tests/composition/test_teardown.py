@@ -16,8 +16,8 @@ from toy_lifetimes import Failing, Lasting
 
 import polyshard
 from polyshard import Plugin, describe, fully_shard, hookimpl
+from polyshard.composition.stack import build_stack
 from polyshard.errors import LifecycleError, SettingError
-from polyshard.plugins.stack import build_stack
 from polyshard.seams import GroupInfo
 from polyshard.testing import ranks
 

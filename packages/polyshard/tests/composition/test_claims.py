@@ -13,8 +13,8 @@ from toy_groups import GROUP, contributions
 from toy_storage import Resting
 
 from polyshard import Plugin, describe, fully_shard, hookimpl
+from polyshard.composition.stack import build_stack
 from polyshard.errors import ConflictError, PluginError
-from polyshard.plugins.stack import build_stack
 from polyshard.seams import GroupInfo
 from polyshard.testing import ranks
 

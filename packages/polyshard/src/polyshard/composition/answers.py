@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from polyshard.composition.roles import COLLECTIVES, Contributions
 from polyshard.errors import PluginError, warn
-from polyshard.plugins.roles import COLLECTIVES, Contributions
 from polyshard.plugins.validation import misfit
 from polyshard.seams import BoundGatherCodec, BoundReduceCodec, BoundReplicaCodec, ShardStorage
 from polyshard.transport.base import Transport

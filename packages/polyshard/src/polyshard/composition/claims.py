@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-from polyshard.errors import ConflictError, PluginError
-from polyshard.plugins.answers import Binding
-from polyshard.plugins.hooks import Hooks
-from polyshard.plugins.manager import Answer, Member
-from polyshard.plugins.roles import (
+from polyshard.composition.answers import Binding
+from polyshard.composition.hooks import Hooks
+from polyshard.composition.manager import Answer, Member
+from polyshard.composition.roles import (
     ADAPTERS,
     CONSTRAINTS,
     OBSERVERS,
@@ -21,6 +20,7 @@ from polyshard.plugins.roles import (
     PluginLines,
     Role,
 )
+from polyshard.errors import ConflictError, PluginError
 from polyshard.plugins.validation import misfit
 from polyshard.seams import Around, GroupInfo
 from polyshard.sharding.layout import GroupLayout, ParameterLayout

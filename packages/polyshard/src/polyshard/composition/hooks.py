@@ -2,8 +2,8 @@
 
 Each asks every plugin that implements the hook, in plugin order, and gives the answers with the
 names of those who gave them. How answers combine is for the callers
-(:mod:`~polyshard.plugins.claims`, :mod:`~polyshard.plugins.transforms`), but for the four exclusive
-hooks about one parameter (:class:`ParameterHooks`).
+(``claims``, ``transforms``), but for the four exclusive hooks about one parameter
+(:class:`ParameterHooks`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from polyshard.composition.manager import Answer, Implementation, Manager, Member
+from polyshard.composition.roles import RANKS_MAY_DIFFER, GroupHook
+from polyshard.composition.teardown import Teardown
+from polyshard.composition.transforms import name_of
 from polyshard.errors import ConflictError
 from polyshard.plugins import hookspecs
-from polyshard.plugins.manager import Answer, Implementation, Manager, Member
-from polyshard.plugins.roles import RANKS_MAY_DIFFER, GroupHook
-from polyshard.plugins.teardown import Teardown
-from polyshard.plugins.transforms import name_of
 from polyshard.seams import GroupInfo, ParamInfo
 
 P = ParamSpec("P")
@@ -128,7 +128,7 @@ class Hooks:
         return self._manager.ask("polyshard_prepare_model", module=module, mesh=mesh)
 
     def of_group(self, row: GroupHook[T], group: GroupInfo) -> list[Answer[T]]:
-        """One of the hooks of :mod:`~polyshard.plugins.roles`."""
+        """One of the hooks of :mod:`~polyshard.composition.roles`."""
         return self._manager.ask(row.hook, group=group)
 
     def parameter_facts(self, tensor: Tensor, param: ParamInfo) -> list[Answer[str]]:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from polyshard.plugins.manager import Implementation
+from polyshard.composition.manager import Implementation
 from polyshard.seams import GroupInfo
 
 

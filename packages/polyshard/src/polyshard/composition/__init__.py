@@ -1,0 +1,1 @@
+"""Several plugins on one group: their order, their claims, what goes around what."""
