@@ -28,7 +28,7 @@ from polyshard.errors import PlanMismatchError, PolyshardError, SettingError
 from polyshard.seams import GroupInfo
 from polyshard.testing import World, ranks
 from polyshard_tensor_parallel import Heads, Plan, TensorParallel
-from polyshard_tensor_parallel.checking import check
+from polyshard_tensor_parallel.plans.checking import check
 
 OTHER_PLAN: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": ColwiseParallel()}
 WRONG_PLAN: dict[str, ParallelStyle] = {"upp": ColwiseParallel(), "down": RowwiseParallel()}

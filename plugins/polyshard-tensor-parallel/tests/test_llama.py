@@ -13,7 +13,7 @@ from polyshard import fully_shard
 from polyshard.errors import SettingError
 from polyshard.testing import World
 from polyshard_tensor_parallel import TensorParallel, llama_plan
-from polyshard_tensor_parallel.checking import check
+from polyshard_tensor_parallel.plans.checking import check
 
 transformers: Any = pytest.importorskip("transformers")
 

@@ -23,8 +23,8 @@ from polyshard import fully_shard
 from polyshard.errors import LifecycleError, MeshError, SettingError
 from polyshard.testing import World, ranks
 from polyshard_tensor_parallel import Heads, Plan, TensorParallel, demo_plan
-from polyshard_tensor_parallel.checking import check
-from polyshard_tensor_parallel.matching import matches
+from polyshard_tensor_parallel.plans.checking import check
+from polyshard_tensor_parallel.plans.matching import matches
 
 
 def names(*given: str) -> dict[str, nn.Module]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from polyshard_tensor_parallel.__about__ import __version__
-from polyshard_tensor_parallel.plan import Heads, Plan
-from polyshard_tensor_parallel.plans import demo_plan, llama_plan
+from polyshard_tensor_parallel.plans.plan import Heads, Plan
+from polyshard_tensor_parallel.plans.ready_made import demo_plan, llama_plan
 from polyshard_tensor_parallel.plugin import TensorParallel
 from polyshard_tensor_parallel.report import ParameterReport, Report
 

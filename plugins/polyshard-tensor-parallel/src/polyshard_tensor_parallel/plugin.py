@@ -18,12 +18,13 @@ from polyshard.agreement.meeting import agree, reporting
 from polyshard.engine.plans import audiences
 from polyshard.errors import LifecycleError, MeshError, SettingError
 from polyshard.seams import ParamInfo
-from polyshard_tensor_parallel import application, chunks, sharded_tensors, transform
 from polyshard_tensor_parallel.__about__ import __version__
 from polyshard_tensor_parallel._torch_private import root_mesh, waited
-from polyshard_tensor_parallel.axes import check_apart
-from polyshard_tensor_parallel.checking import Checked, check
-from polyshard_tensor_parallel.plan import Plan, Styles, as_plan
+from polyshard_tensor_parallel.forms import chunks, sharded_tensors, transform
+from polyshard_tensor_parallel.forms.axes import check_apart
+from polyshard_tensor_parallel.plans import application
+from polyshard_tensor_parallel.plans.checking import Checked, check
+from polyshard_tensor_parallel.plans.plan import Plan, Styles, as_plan
 from polyshard_tensor_parallel.report import Report
 
 ALIKE = transform.Alike()
@@ -174,7 +175,7 @@ class TensorParallel(Plugin):
     def pre_flatten_transform(
         self, tensor: Tensor, param: ParamInfo | None
     ) -> tuple[Tensor, Any] | None:
-        """``DTensor`` s as their local tensors; see :mod:`polyshard_tensor_parallel.transform`."""
+        """``DTensor`` s as their local tensors; see ``forms.transform``."""
         if isinstance(tensor, DTensor):
             return transform.flatten(tensor, param)
         if self.mesh is None or param is None:

@@ -16,7 +16,7 @@ from polyshard import clip_grad_norm_, fully_shard
 from polyshard.errors import SettingError
 from polyshard_demo.model import LanguageModel, ModelSettings
 from polyshard_tensor_parallel import Plan
-from polyshard_tensor_parallel.checking import check
+from polyshard_tensor_parallel.plans.checking import check
 
 SEQUENCE = 16
 

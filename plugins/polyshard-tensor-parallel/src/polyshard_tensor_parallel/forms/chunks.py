@@ -19,8 +19,8 @@ from polyshard_tensor_parallel._torch_private import (
     waited,
     wrap_local,
 )
-from polyshard_tensor_parallel.axes import check_apart, check_whole, joined, split_axes
-from polyshard_tensor_parallel.strides import chunk_length, is_expressible
+from polyshard_tensor_parallel.forms.axes import check_apart, check_whole, joined, split_axes
+from polyshard_tensor_parallel.forms.strides import chunk_length, is_expressible
 
 
 @dataclass(frozen=True)

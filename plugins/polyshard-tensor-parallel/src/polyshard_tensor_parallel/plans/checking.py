@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from polyshard.errors import SettingError
-from polyshard_tensor_parallel.attention import left_out
-from polyshard_tensor_parallel.matching import matches, suggestion
-from polyshard_tensor_parallel.plan import Heads, Plan
+from polyshard_tensor_parallel.plans.attention import left_out
+from polyshard_tensor_parallel.plans.matching import matches, suggestion
+from polyshard_tensor_parallel.plans.plan import Heads, Plan
 
 DISTRIBUTING = (ColwiseParallel, RowwiseParallel, SequenceParallel)
 """Styles whose placements of parameters are known; others are applied as they are."""

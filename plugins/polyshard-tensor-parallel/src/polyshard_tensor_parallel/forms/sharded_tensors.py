@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 
 from polyshard.errors import UnsupportedError
 from polyshard_tensor_parallel._torch_private import local_tensor, waited
-from polyshard_tensor_parallel.strides import chunk_length
+from polyshard_tensor_parallel.forms.strides import chunk_length
 
 
 def chunk(

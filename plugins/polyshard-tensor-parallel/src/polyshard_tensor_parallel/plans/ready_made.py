@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from polyshard_tensor_parallel.plan import Heads, Plan
+from polyshard_tensor_parallel.plans.plan import Heads, Plan
 
 
 def demo_plan(*, sequence_parallel: bool = False, loss_parallel: bool = False) -> Plan:

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
-from polyshard_tensor_parallel.matching import matches
-from polyshard_tensor_parallel.plan import Heads, Plan
+from polyshard_tensor_parallel.plans.matching import matches
+from polyshard_tensor_parallel.plans.plan import Heads, Plan
 
 WIDTHS = (
     "head_dim",

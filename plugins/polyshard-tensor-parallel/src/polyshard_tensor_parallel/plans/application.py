@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from polyshard_tensor_parallel._torch_private import local_tensor, plain
-from polyshard_tensor_parallel.checking import DISTRIBUTING, Checked, tied
+from polyshard_tensor_parallel.plans.checking import DISTRIBUTING, Checked, tied
 from polyshard_tensor_parallel.report import ParameterReport, Report
 
 

@@ -25,7 +25,7 @@ from polyshard_tensor_parallel._torch_private import (
     waited,
     wrap_local,
 )
-from polyshard_tensor_parallel.axes import check_whole, split_axes
+from polyshard_tensor_parallel.forms.axes import check_whole, split_axes
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""What a user asks for, checked against a model and applied to it."""
