@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 
 import typer
 
@@ -18,7 +19,9 @@ def add_verbs(commands: typer.Typer) -> None:
 
     One that cannot be imported becomes a verb that says so, so that the others still work.
     """
-    for entry_point in sorted(entry_points(group=ENTRY_POINTS), key=lambda e: e.name):
+    for entry_point in sorted(
+        importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda e: e.name
+    ):
         verb = _load(entry_point)
         if isinstance(verb, typer.Typer):
             commands.add_typer(verb, name=entry_point.name)
