@@ -13,13 +13,22 @@ from polyshard.plugins import discovery
 
 def install(monkeypatch: pytest.MonkeyPatch, *entries: tuple[str, str]) -> None:
     points = tuple(EntryPoint(name, value, discovery.ENTRY_POINTS) for name, value in entries)
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **kwargs: points)
+    only(monkeypatch, points)
+
+
+def only(monkeypatch: pytest.MonkeyPatch, points: tuple[EntryPoint, ...]) -> None:
+    """Nothing but ``points`` is installed."""
+    monkeypatch.setattr(
+        importlib.metadata,
+        "entry_points",
+        lambda group: tuple(point for point in points if point.group == group),
+    )
 
 
 def install_from(monkeypatch: pytest.MonkeyPatch, site: Path) -> None:
     """What is in ``site`` and nothing else, whatever this environment holds."""
     found = [p for d in importlib.metadata.distributions(path=[str(site)]) for p in d.entry_points]
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **kwargs: tuple(found))
+    only(monkeypatch, tuple(found))
 
 
 def distribution(site: Path, name: str, entry: str, *requirements: str) -> None:

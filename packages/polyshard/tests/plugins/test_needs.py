@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from importlib.metadata import EntryPoint
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from toy_entry_points import only
 from typer.testing import CliRunner
 
 from polyshard import Contract, Plugin, hookimpl
@@ -105,7 +105,7 @@ def doctor(monkeypatch: pytest.MonkeyPatch, *names: str) -> str:
     points = tuple(
         EntryPoint(name, f"{__name__}:{name.title()}", discovery.ENTRY_POINTS) for name in names
     )
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **kwargs: points)
+    only(monkeypatch, points)
     result = CliRunner().invoke(app(), ["plugins", "doctor"])
     assert result.exit_code == 1, result.output
     return " ".join(result.output.split())

@@ -32,7 +32,9 @@ def add_verbs(commands: typer.Typer) -> None:
 def _load(entry_point: EntryPoint) -> Verb:
     try:
         verb: object = entry_point.load()
-    except (Exception, SystemExit) as error:  # the module of somebody else may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the module of somebody else may raise anything, and leave
         return _broken(entry_point, f"{type(error).__name__}: {error}")
     if isinstance(verb, typer.Typer) or callable(verb):
         return verb

@@ -1,0 +1,73 @@
+"""Verbs of other distributions: found by entry point, and said to be broken where they are."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+import pytest
+import typer
+from toy_entry_points import only
+from typer.testing import CliRunner
+
+from polyshard.cli.main import app
+from polyshard.cli.verbs import ENTRY_POINTS
+
+
+def greet(name: str = "you") -> None:
+    """Say hello."""
+    typer.echo(f"hello {name}")
+
+
+several = typer.Typer(help="More than one.")
+
+
+@several.command("one")
+def first() -> None:
+    """The first."""
+    typer.echo("one of several")
+
+
+@several.command("two")
+def second() -> None:
+    """The second."""
+
+
+NOT_A_VERB = 3
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {
+        "greet": f"{__name__}:greet",
+        "several": f"{__name__}:several",
+        "gone": "no_such_module:verb",
+        "number": f"{__name__}:NOT_A_VERB",
+    }
+    points = tuple(EntryPoint(name, value, ENTRY_POINTS) for name, value in values.items())
+    only(monkeypatch, points)
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app(), list(arguments))
+    said = result.exception.code if isinstance(result.exception, SystemExit) else ""
+    return result.exit_code, f"{result.output}{said}"
+
+
+def test_functions_and_groups_become_verbs() -> None:
+    assert run("greet", "--name", "ranks") == (0, "hello ranks\n")
+    assert run("several", "one")[1].startswith("one of several\n")
+
+
+@pytest.mark.parametrize(
+    ("verb", "reason"),
+    [
+        ("gone", "no_such_module:verb of an unknown distribution failed: ModuleNotFoundError"),
+        ("number", "failed: it is a int, not a function or typer.Typer"),
+    ],
+)
+def test_a_broken_verb_says_so_and_the_others_work(verb: str, reason: str) -> None:
+    code, text = run(verb)
+    assert code == 1
+    assert reason in text
+    assert run("greet")[0] == 0
+    assert "Cannot be loaded" in run("--help")[1]
