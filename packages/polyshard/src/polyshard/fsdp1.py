@@ -56,7 +56,7 @@ class ExtensionsPlugin:
 
     @hookimpl
     def post_unflatten_transform(self, tensor: Tensor, param_extension: Any) -> Tensor:
-        """As the object says."""
+        """The wrapped extension's answer."""
         return self._extensions.post_unflatten_transform(tensor, param_extension)
 
     @hookimpl
@@ -81,12 +81,12 @@ class ExtensionsPlugin:
 
     @hookimpl
     def pre_load_state_dict_transform(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
-        """As the object says."""
+        """The wrapped extension's answer."""
         return self._extensions.pre_load_state_dict_transform(tensor)
 
     @hookimpl
     def all_gather_dtensor(self, tensor: DTensor, parent_mesh: DeviceMesh | None) -> Tensor:
-        """As the object says."""
+        """The wrapped extension's answer."""
         return self._extensions.all_gather_dtensor(tensor, parent_mesh)
 
 

@@ -149,7 +149,6 @@ class StorageGate:
     """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        """Begin open."""
         self._storage = storage
         self._words: ctypes.Array[ctypes.c_uint64] | None = None
         found = _gate_words()

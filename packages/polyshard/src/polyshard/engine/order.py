@@ -30,7 +30,6 @@ class StepOrder(Generic[U]):
     """Who came before whom, of any kind of unit that can be told from others. See [Note: order]."""
 
     def __init__(self) -> None:
-        """Nothing has run."""
         self._records: dict[U, list[U]] = {}
         self._caller: U | None = None
         self._entered: list[U] = []

@@ -48,7 +48,6 @@ class Prefetcher(Generic[G]):
     """Starts early what the order of a step foresees. See [Note: prefetch]."""
 
     def __init__(self) -> None:
-        """Nothing has run."""
         self.order: StepOrder[G] = StepOrder()
         self._early: dict[G, None] = {}
         self._near: dict[ParameterGroup, None] = {}

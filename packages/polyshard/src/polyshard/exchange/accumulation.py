@@ -29,12 +29,10 @@ class Sums:
     """One sum over a whole shard, zero where no parameter has a gradient."""
 
     def __init__(self) -> None:
-        """Nothing waits."""
         self._total: Tensor | None = None
         self._present: frozenset[int] = frozenset()
 
     def __bool__(self) -> bool:
-        """Whether something does."""
         return self._total is not None
 
     @property

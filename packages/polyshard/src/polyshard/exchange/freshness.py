@@ -35,7 +35,6 @@ class Turn:
     """Which turn of a root it is. See [Note: turns]."""
 
     def __init__(self) -> None:
-        """None has begun."""
         self.number = 0
         self.in_forward = False
         self.in_backward = False

@@ -30,7 +30,7 @@ class KeptGroup(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """As plans and errors call the group."""
         ...
 
     def differs(self) -> Tensor:

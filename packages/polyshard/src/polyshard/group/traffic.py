@@ -18,7 +18,6 @@ class GroupName:
 
     @override
     def __str__(self) -> str:
-        """The name now."""
         return self.text
 
 

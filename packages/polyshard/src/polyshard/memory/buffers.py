@@ -147,7 +147,6 @@ class Recycled:
     """
 
     def __init__(self) -> None:
-        """Nothing is allocated yet."""
         self._memory: Tensor | None = None
         self._parts: dict[int, Tensor] = {}
         self._storages: tuple[int, list[torch.UntypedStorage]] = (0, [])

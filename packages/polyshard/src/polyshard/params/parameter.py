@@ -100,7 +100,7 @@ class Form:
         return cls(placed.roles.mesh, placements_for(placed.dim, placed.roles), shape)
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """As torch wants it."""
+        """Mesh, placements, shape and dtype of the sharded form, as a ``DTensor`` keeps them."""
         return dtensor_spec(self.mesh, self.placements, self.shape, dtype)
 
 

@@ -106,7 +106,6 @@ class DeviceStorage(ShardStorage):
     """The shard rests on the compute device; every step of its life cycle is immediate."""
 
     def __init__(self) -> None:
-        """Nothing rests here yet."""
         self._shard: Tensor | None = None
 
     @override

@@ -54,7 +54,7 @@ class Bystander:
 
     @hookimpl
     def polyshard_observer(self) -> None:
-        """Nothing."""
+        """Answers nothing: the hook alone makes it a plugin."""
 
 
 class PluginConformance(CodecConformance):
