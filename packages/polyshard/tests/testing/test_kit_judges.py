@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from samples import (
     adapters,
+    around,
     backends,
     constraints,
     gather,
@@ -23,12 +24,13 @@ from samples.verdict import Right, Samples, Wrong
 from polyshard.composition.stack import build_stack
 from polyshard.errors import PolyshardError
 from polyshard.testing import PluginConformance, World
+from polyshard.testing.kit import plugins_of
 
 SEAMS: dict[str, Samples] = {
     module.__name__.rpartition(".")[2]: module.SAMPLES
     for module in (
         *(gather, reduce, short, storage, transforms, adapters, backends, constraints),
-        observers,
+        *(observers, around),
     )
 }
 RIGHT = [(seam, sample) for seam, samples in SEAMS.items() for sample in samples.right]
@@ -47,7 +49,7 @@ def calls_of(kit: PluginConformance, name: str, world: World, sample: Any) -> It
     test = getattr(kit, name)
     given: dict[str, Callable[[], object]] = {
         "factory": lambda: sample.factory,
-        "stack": lambda: build_stack([sample.factory()]),
+        "stack": lambda: build_stack(plugins_of(sample.factory)),
         "world2": lambda: world,
     }
     marks = [m for m in getattr(test, "pytestmark", ()) if m.name == "parametrize"]

@@ -7,6 +7,9 @@
         def factory(self):
             return MyPlugin          # module-level and picklable; called without arguments
 
+The factory may return a list: the plugin to be judged, then those it needs beside it. One that goes
+around another plugin's part is judged that way; alone it would have nothing to go around.
+
 Tests of seams the plugin does not take are skipped. A lossy codec sets ``tolerance``, the error it
 admits relative to the largest value of a parameter; losses may then be off by ``loss_tolerance``,
 by default twice as much.
@@ -31,7 +34,7 @@ from polyshard.plugins.validation import fitting, problems_of
 from polyshard.seams import Named, ShardStorage
 from polyshard.testing.cases import case, cases
 from polyshard.testing.codecs import CodecConformance
-from polyshard.testing.kit import ROUNDING, Factory
+from polyshard.testing.kit import ROUNDING, Factory, plugins_of
 from polyshard.testing.runs import (
     close_with,
     describe_with,
@@ -64,11 +67,12 @@ class PluginConformance(CodecConformance):
 
     def test_registration_is_clean(self, factory: Factory) -> None:
         """Nothing wrong with hooks, arguments, identity or API version."""
-        assert problems_of(factory()) == []
+        for plugin in plugins_of(factory):
+            assert problems_of(plugin) == []
 
     def test_contract_and_settings_are_stable(self, factory: Factory) -> None:
         """Two instances made alike are the same line of a plan."""
-        first, second = (Member.of(factory()) for _ in range(2))
+        first, second = (Member.of(plugins_of(factory)[0]) for _ in range(2))
         assert first.contract == second.contract
         assert first.settings == second.settings
         assert " at 0x" not in first.settings, "settings must not show addresses"
@@ -76,15 +80,15 @@ class PluginConformance(CodecConformance):
 
     def test_order_does_not_depend_on_registration(self, factory: Factory) -> None:
         """The same plan, whichever plugin is passed first."""
-        one = build_stack([factory(), Bystander()]).lines()
-        assert build_stack([Bystander(), factory()]).lines() == one
+        one = build_stack([*plugins_of(factory), Bystander()]).lines()
+        assert build_stack([Bystander(), *reversed(plugins_of(factory))]).lines() == one
 
     def test_answers_are_the_same_on_every_rank(self, factory: Factory) -> None:
         """Who answers, names, settings and sizes follow from metadata alone."""
         for members in cases():
             seen = set()
             for at in members:
-                found = build_stack([factory()]).contributions(at.info)
+                found = build_stack(plugins_of(factory)).contributions(at.info)
                 gather = found.gather_codec.bind(at.info, at.layout)
                 reduce = found.reduce_codec.bind(at.info, at.layout)
                 parts: list[Named] = [part for role in ROLES for part in found.layers[role]]
@@ -262,13 +266,13 @@ class PluginConformance(CodecConformance):
 
     def test_a_second_copy_is_refused_by_name(self, factory: Factory) -> None:
         """Errors call the plugin what its contract calls it."""
-        name = Member.of(factory()).contract.name
+        name = Member.of(plugins_of(factory)[0]).contract.name
         with pytest.raises(PluginError, match=f"'{re.escape(name)}'"):
-            build_stack([factory(), factory()])
+            build_stack(plugins_of(factory) + plugins_of(factory))
 
     def test_a_plan_can_be_shown(self, factory: Factory, world2: World) -> None:
         """The plan names the plugin, and predicts the bytes of a step."""
-        name = Member.of(factory()).contract.name
+        name = Member.of(plugins_of(factory)[0]).contract.name
         for text, predicted, sent in world2.run(describe_with, factory):
             assert name in text
             assert predicted == sent

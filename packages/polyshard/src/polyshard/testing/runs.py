@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor import DTensor
 
 from polyshard.testing.cases import SmallModel
-from polyshard.testing.kit import Factory
+from polyshard.testing.kit import Factory, plugins_of
 
 STEPS = 4
 Tensors = dict[str, Tensor]
@@ -25,7 +25,7 @@ def train_with(rank: int, size: int, factory: Factory | None) -> list[float]:
     del size
     torch.manual_seed(0)
     model = SmallModel()
-    plugins = [] if factory is None else [factory()]
+    plugins = [] if factory is None else plugins_of(factory)
     fully_shard(model.first, plugins=plugins)
     fully_shard(model, plugins=plugins)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -48,7 +48,7 @@ def release_with(rank: int, size: int, factory: Factory) -> tuple[set[str], list
 
     del rank, size
     model = SmallModel()
-    fully_shard(model, plugins=[factory()])
+    fully_shard(model, plugins=plugins_of(factory))
     resident = []
     for _ in range(STEPS):
         model(torch.ones(4, 96)).sum().backward()
@@ -66,7 +66,7 @@ def describe_with(rank: int, size: int, factory: Factory) -> tuple[str, int, int
 
     del rank, size
     model = SmallModel()
-    fully_shard(model, plugins=[factory()])
+    fully_shard(model, plugins=plugins_of(factory))
     plan = describe(model)
     model(torch.ones(4, 96)).sum().backward()
     return str(plan), plan.step_bytes, stats(model).bytes_sent
@@ -81,7 +81,7 @@ def reload_with(rank: int, size: int, factory: Factory) -> bool:
     for seed in range(2):
         torch.manual_seed(seed)
         model = SmallModel()
-        fully_shard(model, plugins=[factory()])
+        fully_shard(model, plugins=plugins_of(factory))
         models.append(model)
     models[1].load_state_dict(models[0].state_dict())
     with torch.no_grad():
@@ -102,7 +102,7 @@ def resume_with(rank: int, size: int, factory: Factory) -> str | None:
         model(torch.full((4, 96), 1.0 + rank)).square().sum().backward()
         model.zero_grad()
 
-    first, second = (fully_shard(SmallModel(), plugins=[factory()]) for _ in range(2))
+    first, second = (fully_shard(SmallModel(), plugins=plugins_of(factory)) for _ in range(2))
     fresh = copy.deepcopy(plugin_state_dict(second))
     for _ in range(2):
         step(first)
@@ -141,8 +141,8 @@ def close_with(rank: int, size: int, factory: Factory) -> bool:
     from polyshard import close, fully_shard
 
     del rank, size
-    plugin = factory()
-    closed, other = (fully_shard(SmallModel(), plugins=[plugin]) for _ in range(2))
+    plugins = plugins_of(factory)
+    closed, other = (fully_shard(SmallModel(), plugins=plugins) for _ in range(2))
     for model in (closed, other):
         model(torch.ones(4, 96)).sum().backward()
     expected = other(torch.ones(4, 96)).detach()
@@ -157,7 +157,7 @@ def saved_with(rank: int, size: int, factory: Factory | None) -> tuple[Tensors, 
     del size
     torch.manual_seed(0)
     model = SmallModel()
-    fully_shard(model, plugins=[] if factory is None else [factory()])
+    fully_shard(model, plugins=[] if factory is None else plugins_of(factory))
     parameters = {name: full(value) for name, value in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(rank)
