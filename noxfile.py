@@ -41,10 +41,11 @@ COMPOSED = [name for name in PLUGINS if name not in NEUTRAL]
 
 # Every subset of the plugins that are combined (none, each one, pairs, all), and the others alone.
 SUBSETS = {
-    "all" if len(names) == len(COMPOSED) else stack_of(names): list(names)
-    for count in range(len(COMPOSED) + 1)
+    stack_of(names): list(names)
+    for count in range(len(COMPOSED))
     for names in combinations(COMPOSED, count)
-} | {stack_of((name,)): [name] for name in PLUGINS if name in NEUTRAL}
+}
+SUBSETS |= {stack_of((name,)): [name] for name in PLUGINS if name in NEUTRAL}
 SUBSETS["all"] = PLUGINS
 
 

@@ -5,7 +5,6 @@ Usage: python tools/make_combination_docs.py [--check]  (--check: only say wheth
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from composition_table import (
@@ -22,6 +21,7 @@ from composition_table import (
     Stack,
     layouts_of,
 )
+from generated import write_or_check
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "combinations.md"
 HEAD = f"""# Combinations
@@ -95,10 +95,7 @@ def _row(cells: list[str]) -> str:
 
 def main() -> None:
     """Write the page, or check it."""
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page(), encoding="utf-8")
-    elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page():
-        sys.exit(f"{PAGE.name} is out of date: run python tools/make_combination_docs.py")
+    write_or_check({PAGE: page()}, "make_combination_docs.py")
 
 
 if __name__ == "__main__":

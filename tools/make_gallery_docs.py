@@ -11,6 +11,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from generated import is_current
+
 ROOT = Path(__file__).parents[1]
 MODULES = ROOT / "examples" / "plugins" / "src" / "polyshard_gallery"
 PAGES = ROOT / "docs" / "gallery"
@@ -55,7 +57,7 @@ def problems() -> list[str]:
         if f"({name}.md)" not in (PAGES / "index.md").read_text("utf-8"):
             found.append(f"index.md: does not link {name}.md")
         written = PAGES / f"{name}.md"
-        if not written.exists() or written.read_text("utf-8") != page(name):
+        if not is_current(written, page(name)):
             found.append(f"{written.name} is out of date: run python tools/make_gallery_docs.py")
     return found
 

@@ -10,9 +10,10 @@ import dataclasses
 import inspect
 import itertools
 import re
-import sys
 import textwrap
 from pathlib import Path
+
+from generated import write_or_check
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "hooks.md"
 SEAMS_PAGE = PAGE.with_name("seams.md")
@@ -139,7 +140,7 @@ NOTICES = "what `describe()` says of the group"
 
 def _members(found: type) -> list[str]:
     """Fields and methods of a class, each with its text."""
-    said = _attribute_texts(found)
+    said = attribute_texts(found)
     lines = []
     for name, kind in inspect.get_annotations(found).items():
         default = f" = {vars(found)[name]!r}" if _is_seam(found) and name in vars(found) else ""
@@ -149,7 +150,7 @@ def _members(found: type) -> list[str]:
         if inspect.isfunction(member) and not name.startswith(("_", "polyshard_")):
             text = " ".join((inspect.getdoc(member) or "").split())
             needed = "" if getattr(member, "__isabstractmethod__", False) else " (has a default)"
-            lines.append(f"- `{name}{_signature(member)}`{needed}: {text}")
+            lines.append(f"- `{name}{signature_of(member)}`{needed}: {text}")
     from polyshard.seams import Named
 
     if issubclass(found, Named):
@@ -166,7 +167,7 @@ def _is_seam(found: type) -> bool:
     return not dataclasses.is_dataclass(found)
 
 
-def _attribute_texts(found: type) -> dict[str, str]:
+def attribute_texts(found: type) -> dict[str, str]:
     """The strings behind attributes of a class."""
     body = ast.parse(textwrap.dedent(inspect.getsource(found))).body[0]
     assert isinstance(body, ast.ClassDef)
@@ -179,7 +180,8 @@ def _attribute_texts(found: type) -> dict[str, str]:
     return texts
 
 
-def _signature(member: object) -> str:
+def signature_of(member: object) -> str:
+    """The signature of a method as pages show it: without ``self`` and quotes."""
     signature = inspect.signature(member)  # type: ignore[arg-type]
     given = [p for name, p in signature.parameters.items() if name != "self"]
     return str(signature.replace(parameters=given)).replace("'", "")
@@ -201,13 +203,7 @@ def _prose(spec: object) -> str:
 
 def main() -> None:
     """Write the pages, or check them."""
-    pages = {PAGE: hook_page(), SEAMS_PAGE: seams_page()}
-    for path, page in pages.items():
-        if "--check" not in sys.argv[1:]:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(page, encoding="utf-8")
-        elif not path.exists() or path.read_text(encoding="utf-8") != page:
-            sys.exit(f"{path.name} is out of date: run python tools/make_hook_docs.py")
+    write_or_check({PAGE: hook_page(), SEAMS_PAGE: seams_page()}, "make_hook_docs.py")
 
 
 if __name__ == "__main__":

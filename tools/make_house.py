@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 import tomllib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
+
+from generated import write_or_check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -127,12 +128,8 @@ def page(text: str, rooms: str) -> str:
 def main() -> None:
     """Write picture and page, or check them."""
     house = floors()
-    wanted = {PICTURE: picture(house), PAGE: page(PAGE.read_text("utf-8"), table(house))}
-    for path, content in wanted.items():
-        if "--check" not in sys.argv[1:]:
-            path.write_text(content, encoding="utf-8")
-        elif not path.exists() or path.read_text("utf-8") != content:
-            sys.exit(f"{path.name} is out of date: run python tools/make_house.py")
+    text = page(PAGE.read_text("utf-8"), table(house))
+    write_or_check({PICTURE: picture(house), PAGE: text}, "make_house.py")
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
 import make_hook_docs
+from generated import write_or_check
 
 PAGE = make_hook_docs.PAGE.with_name("transport.md")
 HEAD = """# Transports, meshes and defaults
@@ -60,7 +60,7 @@ def page() -> str:
 
 def lines_of(kind: type) -> Iterator[str]:
     """Fields, properties and methods of a class, each with its text."""
-    said = make_hook_docs._attribute_texts(kind)
+    said = make_hook_docs.attribute_texts(kind)
     for name, annotation in inspect.get_annotations(kind).items():
         default = f" = {vars(kind)[name]!r}" if name in vars(kind) else ""
         text = f": {said[name]}" if name in said else ""
@@ -73,7 +73,7 @@ def lines_of(kind: type) -> Iterator[str]:
             yield f"- `{name}: {function.__annotations__['return']}`: {_text(function)}"
         elif inspect.isfunction(member):
             needed = "" if getattr(member, "__isabstractmethod__", False) else _default_of(kind)
-            signature = make_hook_docs._signature(member)
+            signature = make_hook_docs.signature_of(member)
             yield f"- `{name}{signature}`{needed}: {_text(member)}"
 
 
@@ -104,11 +104,7 @@ def _first_line(kind: type) -> str:
 
 def main() -> None:
     """Write the page, or check it."""
-    text = page()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(text, encoding="utf-8")
-    elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
-        sys.exit(f"{PAGE.name} is out of date: run python tools/make_transport_docs.py")
+    write_or_check({PAGE: page()}, "make_transport_docs.py")
 
 
 if __name__ == "__main__":

@@ -45,11 +45,11 @@ class Need:
                 f"such as 'name>=2,<3': {error}."
             ) from error
 
-    def objection(self, present: Sequence[Contract]) -> str | None:
-        """Why ``present`` plugins do not meet it, to be read after "requires"."""
+    def objection(self, present: Sequence[Contract], here: str) -> str | None:
+        """Why ``present`` plugins, which are ``here``, do not meet it; to read after "requires"."""
         able = [c for c in present if self.word in c.answers_to()]
         if not able:
-            return f"'{self.text}', which no plugin {{here}} is or provides"
+            return f"'{self.text}', which no plugin {here} is or provides"
         if not self.versions:
             return None
         named = next((c for c in able if c.name == self.word), None)
@@ -74,9 +74,9 @@ def unmet(contract: Contract, present: Sequence[Contract], here: str) -> Iterato
         here: where those are, as an error says it.
     """
     for text in sorted(contract.requires):
-        objection = Need.parse(contract.name, text).objection(present)
+        objection = Need.parse(contract.name, text).objection(present, here)
         if objection is not None:
-            yield f"requires {objection.replace('{here}', here)}"
+            yield f"requires {objection}"
 
 
 def unmet_by_polyshard(distribution: importlib.metadata.Distribution | None) -> Iterator[str]:

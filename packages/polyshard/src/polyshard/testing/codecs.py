@@ -10,6 +10,7 @@ from torch import Tensor
 
 from polyshard.composition.stack import PluginStack
 from polyshard.group.plan import Dtypes
+from polyshard.seams import GatherCodec, ReduceCodec
 from polyshard.testing.cases import MIXED, Case, case, cases, chunk_rows, real_mask, strided_rows
 from polyshard.testing.kit import Kit
 
@@ -20,18 +21,17 @@ class CodecConformance(Kit):
     # Gather codec -----------------------------------------------------------------------------
 
     def _skip_without_gather_codec(self, stack: PluginStack) -> None:
-        """Nothing to test where a codec is not claimed, or leaves the standard group alone."""
-        at = case(2, 0)
-        codec = self.contributions(stack, at).gather_codec
-        self.skip_unless_claimed(codec, "gather codec")
-        self.skip_unless_claimed(codec.bind(*at.group), "gather codec for this group")
+        codec = self.contributions(stack, case(2, 0)).gather_codec
+        self._skip_unless_bound(codec, "gather codec")
 
     def _skip_without_reduce_codec(self, stack: PluginStack) -> None:
+        codec = self.contributions(stack, case(2, 0)).reduce_codec
+        self._skip_unless_bound(codec, "reduce codec")
+
+    def _skip_unless_bound(self, codec: GatherCodec | ReduceCodec, what: str) -> None:
         """Nothing to test where a codec is not claimed, or leaves the standard group alone."""
-        at = case(2, 0)
-        codec = self.contributions(stack, at).reduce_codec
-        self.skip_unless_claimed(codec, "reduce codec")
-        self.skip_unless_claimed(codec.bind(*at.group), "reduce codec for this group")
+        self.skip_unless_claimed(codec, what)
+        self.skip_unless_claimed(codec.bind(*case(2, 0).group), f"{what} for this group")
 
     def test_gather_round_trip(self, stack: PluginStack) -> None:
         """Every rank decodes every value, its own included, into strided memory."""

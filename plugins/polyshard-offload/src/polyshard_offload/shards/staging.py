@@ -47,7 +47,6 @@ class Staging:
         self._nbytes = self._storage.nbytes()
         self._storage.resize_(0)
         self._held = False
-        self._in_use = False
         self._state = state
 
     def acquire(self) -> None:
@@ -62,12 +61,13 @@ class Staging:
         """Give the memory back, if it is held."""
         if self._held:
             self._storage.resize_(0)
-            self._held = self._in_use = False
+            self._held = False
             self._state.bytes_now -= self._nbytes
 
     def viewable(self) -> Tensor:
         """The tensor, in a state that lets views be made."""
-        if self._in_use:  # a thread may be reading into it: not to be freed when another is asked
+        # In use: a thread may be reading into it, so it is not to be freed when another is asked.
+        if self._held and self._state.idle is not self:
             return self.tensor
         idle, self._state.idle = self._state.idle, self
         if idle is not None and idle is not self:
@@ -79,5 +79,4 @@ class Staging:
         """Hold memory until :meth:`release`, whoever asks for views meanwhile."""
         if self._state.idle is self:
             self._state.idle = None
-        self._in_use = True
         self.acquire()
