@@ -37,11 +37,16 @@ def test_options_reach_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 0
     run("train", "--engine", "single", "--resume", "runs/b/checkpoints/step-000003")
     run("train")
+    run("train", "--resume", "auto", "--out", "runs/c")
     assert seen[0].plugins == ("offload", "quantized")
     assert (seen[0].tied, seen[0].ranks, seen[0].out) == (True, 2, Path("runs/a"))
     assert (seen[1].ranks, seen[1].out) == (1, Path("runs/b"))
     assert seen[2].out.parent == Path("runs")
     assert Settings(out=seen[2].out) == seen[2]
+    assert (seen[3].out, seen[3].resume, seen[3].auto) == (Path("runs/c"), Path("runs/c"), True)
+    code, text = run("train", "--resume", "auto")
+    assert code == 2
+    assert "give it as --out" in text
 
 
 def test_missing_packages_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ shares the reference run, and runs of one rank happen in this process.
 """
 
 import json
+import pickle
 import socket
 import time
 from collections.abc import Iterator
@@ -14,12 +15,15 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from toy_pickles import Call, make
 
 import polyshard
-from polyshard_demo.checkpoint import Checkpoints, complete_checkpoints, find_checkpoint, read_state
+from polyshard.checkpoint.manifest import FileSum, Manifest, file_sum
+from polyshard_demo.checkpoint import find_source, folder_of, write_run
 from polyshard_demo.errors import DemoError, RankError
 from polyshard_demo.launch import launch, run_local_ranks, threads_per_rank
 from polyshard_demo.settings import EngineName, Settings
+from polyshard_demo.text import load_corpus
 
 ENGINES = [
     pytest.param(
@@ -143,44 +147,48 @@ def test_bf16_with_tied_head_learns_about_the_same(
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_broken_and_old_checkpoints(tmp_path: Path) -> None:
+def test_a_run_goes_on_from_its_newest_intact_checkpoint(tmp_path: Path) -> None:
     settings = tiny(tmp_path, engine="single", ranks=1, checkpoint_every=1, steps=4)
-    partial = tmp_path / "checkpoints" / ".step-000003.partial"
-    partial.mkdir(parents=True)
-    (partial / "state.json").write_text("{")
-    launch(settings)
-    names = [path.name for path in complete_checkpoints(tmp_path)]
-    assert names == ["step-000003", "step-000004"]
-    assert not partial.exists()
-    (tmp_path / "checkpoints" / ".step-000009.partial").mkdir()
-    (tmp_path / "checkpoints" / "step-000009").mkdir()
-    assert find_checkpoint(tmp_path).name == "step-000004"
+    resumed = replace(settings, resume=tmp_path, auto=True)
+    launch(resumed)  # nothing there: starts anew
+    folder, whole = folder_of(tmp_path), losses(tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000003", "step-000004"]
     with pytest.raises(DemoError, match="already holds checkpoints"):
         launch(settings)
     with pytest.raises(DemoError, match="--seed: saved 0, now 1"):
-        launch(replace(settings, resume=tmp_path, seed=1))
+        launch(replace(resumed, seed=1))
+    tensors = folder / "step-000004" / "__0_0.distcp"
+    tensors.write_bytes(tensors.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match="step-000004 is damaged"):
+        launch(resumed)
+    assert losses(tmp_path) == whole
+    for path in folder.glob("step-*/__0_0.distcp"):
+        path.unlink()
+    with pytest.raises(DemoError, match=r"cannot resume from .*is intact.*is missing"):
+        launch(resumed)
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "[]", '{"settings": 3, "history": {}}', '{"settings": {}}', "[" * 100_000]
-)
-def test_a_bad_state_says_which(tmp_path: Path, text: str) -> None:
-    (tmp_path / "state.json").write_text(text)
-    with pytest.raises(DemoError, match=r"cannot read .*state\.json"):
-        read_state(tmp_path)
-
-
-def test_a_checkpoint_that_is_a_link_is_not_dropped(tmp_path: Path) -> None:
-    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "run" / "checkpoints"
-    elsewhere.mkdir()
-    (elsewhere / "state.json").touch()
+@pytest.mark.usefixtures("one_rank")
+def test_a_checkpoint_that_was_written_to_harm_runs_nothing(tmp_path: Path) -> None:
+    victim, folder = tmp_path / "pwned", folder_of(tmp_path) / "step-000001"
+    settings = tiny(tmp_path, resume=tmp_path, ranks=1, engine="single")
+    write_run(settings, load_corpus(None, settings.sequence))
     folder.mkdir(parents=True)
-    (folder / "step-000001").symlink_to(elsewhere)
-    for step in (2, 3):
-        (folder / f"step-00000{step}").mkdir()
-        (folder / f"step-00000{step}" / "state.json").touch()
-    Checkpoints(tmp_path / "run", None)._drop_old()  # type: ignore[arg-type]
-    assert (elsewhere / "state.json").exists()
+    evil = folder / ".metadata"
+    evil.write_bytes(pickle.dumps(Call(make, victim)))
+    sums = {evil.name: FileSum(evil.stat().st_size, file_sum(evil))}
+    Manifest(1, 0, 1, "2.13", sums).write(folder)
+    with pytest.raises(DemoError, match=r"cannot resume from .*it names .*make"):
+        launch(settings)
+    assert not victim.exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"settings": 3}', "[" * 100_000])
+def test_a_bad_record_says_which(tmp_path: Path, text: str) -> None:
+    (folder_of(tmp_path) / "step-000001").mkdir(parents=True)
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(DemoError, match=r"cannot read .*run\.json"):
+        find_source(tiny(tmp_path, resume=tmp_path))
 
 
 def test_nothing_to_resume_from(tmp_path: Path) -> None:

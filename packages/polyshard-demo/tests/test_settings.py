@@ -59,6 +59,7 @@ def test_learning_rate_warms_up_and_decays_to_a_tenth() -> None:
 
 def test_history_survives_json() -> None:
     history = History([Step(1, 5.5, 0.1, 1e-3, 2048, 0.5)], [Evaluation(1, 5.4)])
-    again = History.from_plain(json.loads(json.dumps(history.to_plain())))
+    again = History()
+    again.load_state_dict(json.loads(json.dumps(history.state_dict())))
     assert again == history
     assert (again.last, again.seconds, again.speed) == (1, 0.5, 4096.0)

@@ -49,6 +49,8 @@ def train(  # noqa: PLR0913 (typer: an option is a parameter)
     Writes checkpoints, report.json and loss.png to the run directory.
     """
     with _told_in_one_line():
+        auto = resume == Path("auto")
+        resume = _output_of_auto(out) if auto else resume
         settings = Settings(
             out=out or _default_out(resume),
             text=text,
@@ -69,6 +71,7 @@ def train(  # noqa: PLR0913 (typer: an option is a parameter)
             bf16=bf16,
             device=device,
             resume=resume,
+            auto=auto,
             checkpoint_every=checkpoint_every,
             eval_every=eval_every,
         )
@@ -94,6 +97,12 @@ def _ranks(given: int | None, engine: EngineName) -> int:
     if given is not None:
         return given
     return 1 if engine == "single" else Settings.ranks
+
+
+def _output_of_auto(out: Path | None) -> Path:
+    if out is None:
+        raise DemoError("--resume auto goes on in a directory of its own: give it as --out")
+    return out
 
 
 def _default_out(resume: Path | None) -> Path:

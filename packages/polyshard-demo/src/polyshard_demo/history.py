@@ -68,14 +68,11 @@ class History:
         """Whether the held-out loss after a step is known."""
         return any(evaluation.step == step for evaluation in self.evaluations)
 
-    def to_plain(self) -> dict[str, Any]:
-        """Plain data that JSON can hold; :meth:`from_plain` reads it."""
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data, for checkpoints and reports."""
         return asdict(self)
 
-    @staticmethod
-    def from_plain(plain: Mapping[str, Any]) -> "History":
-        """The inverse of `to_plain`."""
-        return History(
-            [Step(**step) for step in plain["steps"]],
-            [Evaluation(**evaluation) for evaluation in plain["evaluations"]],
-        )
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
+        self.steps[:] = [Step(**step) for step in state_dict["steps"]]
+        self.evaluations[:] = [Evaluation(**found) for found in state_dict["evaluations"]]

@@ -39,17 +39,17 @@ def launch(settings: Settings) -> None:
 
 def check(settings: Settings) -> None:
     """Find in this process, with a short message, what every rank would trip over."""
-    from polyshard_demo.checkpoint import find_checkpoint, read_state
+    from polyshard_demo.checkpoint import find_source
     from polyshard_demo.text import load_corpus
     from polyshard_demo.train import check_output
 
     if find_spec("matplotlib") is None:
         raise DemoError("matplotlib is missing; pip install matplotlib")
-    load_corpus(settings.text, settings.sequence)
+    corpus = load_corpus(settings.text, settings.sequence)
     check_output(settings)
-    if settings.resume is not None:
-        path = find_checkpoint(settings.resume)
-        settings.check_continues(read_state(path)["settings"], path)
+    source = find_source(settings)
+    if source is not None:
+        source.check(settings, corpus)
 
 
 def threads_per_rank(ranks: int) -> int:

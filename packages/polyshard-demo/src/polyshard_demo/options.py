@@ -97,7 +97,7 @@ Resume = Annotated[
     Path | None,
     typer.Option(
         help="Run directory, or one of its checkpoints, to go on from; "
-        "also with other ranks or another engine.",
+        "also with other ranks or another engine. auto: go on in --out, or start there.",
         rich_help_panel=OUTPUT,
     ),
 ]

@@ -74,7 +74,7 @@ class Report:
                 {"memory": memory._asdict(), "wire": wire._asdict() if wire else None}
                 for memory, wire in zip(self.memory, self.wire, strict=True)
             ],
-            **self.history.to_plain(),
+            **self.history.state_dict(),
         }
 
 

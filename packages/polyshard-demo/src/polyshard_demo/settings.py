@@ -48,6 +48,7 @@ class Settings:
         bf16: Gather and compute in bfloat16, reduce gradients in float32.
         device: ``auto`` is CUDA where there is one.
         resume: A run directory or one of its checkpoints to go on from.
+        auto: Whether to start anew where ``resume`` has no checkpoint yet.
         checkpoint_every: Steps between checkpoints; 0 writes only the last.
         eval_every: Steps between evaluations; 0 evaluates only at the end.
         eval_batches: Batches of held-out text per evaluation.
@@ -75,6 +76,7 @@ class Settings:
     bf16: bool = False
     device: DeviceName = "auto"
     resume: Path | None = None
+    auto: bool = False
     checkpoint_every: int = 100
     eval_every: int = 50
     eval_batches: int = 8

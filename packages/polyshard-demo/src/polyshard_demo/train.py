@@ -4,13 +4,20 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyshard_demo.checkpoint import Checkpoints, complete_checkpoints, find_checkpoint, read_state
+from polyshard.checkpoint import Checkpoints, Restored, TrainingState
+from polyshard.errors import CheckpointError
+from polyshard_demo.checkpoint import (
+    Source,
+    find_source,
+    folder_of,
+    has_checkpoints,
+    write_run,
+)
 from polyshard_demo.engine import Engine, choose_engine, clip_gradients
 from polyshard_demo.errors import DemoError
 from polyshard_demo.history import Evaluation, History, Step
@@ -42,7 +49,7 @@ def run_worker(settings: Settings) -> None:
 
 def check_output(settings: Settings) -> None:
     """Refuse to mix a new run's checkpoints with those of an older one."""
-    if settings.resume is None and complete_checkpoints(settings.out):
+    if settings.resume is None and has_checkpoints(settings.out):
         raise DemoError(
             f"--out {settings.out} already holds checkpoints; go on from them with "
             f"--resume {settings.out}, or give another --out"
@@ -71,6 +78,7 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     batches: Batches
     history: History
+    restored: Restored | None = None
 
     @staticmethod
     def start(settings: Settings, worker: Worker, corpus: Corpus) -> "Trainer":
@@ -94,14 +102,20 @@ class Trainer:
             ),
             History(),
         )
-        return trainer._resumed(settings.resume) if settings.resume else trainer
+        source = find_source(settings)
+        return trainer if source is None else replace(trainer, restored=trainer._resumed(source))
 
     def run(self) -> Report:
         """Train to the last step, with evaluations and checkpoints on the way."""
         first = self.history.last
         settings = self.settings
         silent = not self.worker.leads
-        with Display(first, settings.steps, settings.log_every, silent=silent) as display:
+        if self.worker.leads:
+            write_run(settings, self.corpus)
+        with (
+            Checkpoints(folder_of(settings.out)) as checkpoints,
+            Display(first, settings.steps, settings.log_every, silent=silent) as display,
+        ):
             self._introduce(display)
             for step in range(first + 1, settings.steps + 1):
                 done = self.train_step(step)
@@ -110,7 +124,8 @@ class Trainer:
                 if _due(step, settings.eval_every, settings.steps):
                     self._evaluate(step, display)
                 if _due(step, settings.checkpoint_every, settings.steps):
-                    display.say(f"checkpoint {self._save(step)}")
+                    checkpoints.save_async(step, self._state)
+                    display.say(f"saving step {step} in {folder_of(settings.out)}")
         return self._report()
 
     def train_step(self, step: int) -> Step:
@@ -161,26 +176,20 @@ class Trainer:
         self.history.evaluations.append(found)
         display.evaluation(found, self.corpus.entropy)
 
-    def _save(self, step: int) -> Path:
-        state = {
-            "settings": self.settings.to_plain(),
-            "text": {"name": self.corpus.name, "digest": self.corpus.digest},
-            "history": self.history.to_plain(),
-        }
-        checkpoints = Checkpoints(self.settings.out, self.worker)
-        return checkpoints.save(step, self.model, self.optimizer, state)
+    @property
+    def _state(self) -> TrainingState:
+        """What a checkpoint holds. Batches follow from the seed and the step; nothing is drawn."""
+        return TrainingState(
+            self.model, [self.optimizer], shared={"history": self.history}, random=False
+        )
 
-    def _resumed(self, source: Path) -> "Trainer":
-        path = find_checkpoint(source)
-        state = read_state(path)
-        self.settings.check_continues(state["settings"], path)
-        if state["text"]["digest"] != self.corpus.digest:
-            raise DemoError(
-                f"cannot resume from {path}: it was trained on the text {state['text']['name']}, "
-                f"this is {self.corpus.name} (or another version of it); give the same --text"
-            )
-        Checkpoints(self.settings.out, self.worker).load(path, self.model, self.optimizer)
-        return replace(self, history=History.from_plain(state["history"]))
+    def _resumed(self, source: Source) -> Restored | None:
+        """Fill model, optimizer and history from a checkpoint."""
+        source.check(self.settings, self.corpus)
+        try:
+            return Checkpoints(folder_of(source.run)).load(self._state, source.checkpoint)
+        except CheckpointError as error:
+            raise DemoError(f"cannot resume from {source.run}: {error}") from error
 
     def _introduce(self, display: Display) -> None:
         corpus, parameters = self.corpus, self.model.parameters()
@@ -194,8 +203,10 @@ class Trainer:
             f"{self.worker.device.type}"
         )
         display.say(self.engine.plan(self.model))
-        if self.history.last:
-            display.say(f"going on after step {self.history.last}")
+        if self.restored is not None:
+            display.say(f"going on after step {self.history.last}, from {self.restored.path}")
+            for note in self.restored.notes:
+                display.say(note)
 
     def _report(self) -> Report:
         return Report(

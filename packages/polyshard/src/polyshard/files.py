@@ -31,10 +31,10 @@ def replace_file(path: Path, content: bytes) -> None:
         with suppress(OSError):
             os.unlink(beside)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Have the new name outlive a crash of the machine, where the file system can say so."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)

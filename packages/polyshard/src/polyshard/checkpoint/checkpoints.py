@@ -1,0 +1,287 @@
+"""Saving and resuming a run. See [Note: whole or not at all] and [Note: stall of a save]."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from polyshard._torch.private import local_tensor
+from polyshard.checkpoint.folder import Folder
+from polyshard.checkpoint.manifest import FileSum, Manifest
+from polyshard.checkpoint.packing import Entries
+from polyshard.checkpoint.reading import CheckpointPlanner, CheckpointReader
+from polyshard.checkpoint.staging import Staging
+from polyshard.checkpoint.state import TrainingState
+from polyshard.checkpoint.together import Ranks
+from polyshard.checkpoint.writing import Progress, SummedWriter
+from polyshard.engine.trees import tensors
+from polyshard.errors import CheckpointError, SettingError, warn
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a run goes on from.
+
+    Attributes:
+        step: the step that was saved; go on with the next.
+        path: the checkpoint's folder.
+        notes: what was passed over (damaged checkpoints) or could not be restored (state of ranks
+            that there are no more), one sentence each.
+    """
+
+    step: int
+    path: Path
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A save that goes on while training does."""
+
+    _path: Future[Path] = field(repr=False)
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._path.done()
+
+    def wait(self) -> Path:
+        """The checkpoint's folder, once it is complete.
+
+        Raises:
+            CheckpointError: on every rank alike, when it failed on any.
+        """
+        return self._path.result()
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder that all ranks see and no other run uses.
+
+    All methods are collective: every rank calls them, in the same order. As a context manager it
+    waits at the end for a save that is still going on.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int | None = 2,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        """Nothing is read or written yet.
+
+        Args:
+            folder: made when something is saved.
+            keep: how many of the newest intact checkpoints a save leaves; ``None`` for all.
+            progress: called on each rank as a save goes on, in the thread that writes.
+
+        Raises:
+            SettingError: when ``keep`` is not a positive number.
+        """
+        if keep is not None and keep < 1:
+            raise SettingError(f"keep={keep}: at least the newest checkpoint has to stay.")
+        self._folder = Folder(Path(folder))
+        self._keep = keep
+        self._progress = progress
+        self._ranks = Ranks()
+        self._staging = Staging()
+        self._damaged: set[Path] = set()
+        self._thread: ThreadPoolExecutor | None = None
+        self._saving: Saving | None = None
+
+    def save(self, step: int, state: TrainingState) -> Path:
+        """Save ``state`` as that of ``step``; returns the checkpoint's folder.
+
+        Raises:
+            CheckpointError: on every rank alike, when it failed on any. Older checkpoints stay.
+        """
+        self.wait()
+        return self._write(step, self._collected(state))
+
+    def save_async(self, step: int, state: TrainingState) -> Saving:
+        """As :meth:`save`, but training waits for a copy of this rank's shards only.
+
+        The copy takes as much host memory as they do, which is kept for the next time. A save that
+        is still going on is waited for first.
+
+        Raises:
+            CheckpointError: on every rank alike, when the state could not be collected, or an
+                earlier save failed that nobody waited for.
+        """
+        self.wait()
+        self._ranks.group  # noqa: B018  # made here: not from a thread, beside the job's transfers
+        entries, arrived = self._staging.copy(self._collected(state))
+        self._thread = self._thread or ThreadPoolExecutor(1, "polyshard-checkpoint")
+
+        def write() -> Path:
+            arrived()
+            return self._write(step, entries)
+
+        self._saving = Saving(self._thread.submit(write))
+        return self._saving
+
+    def wait(self) -> None:
+        """Wait for a save that is still going on.
+
+        Raises:
+            CheckpointError: on every rank alike, when it failed on any; said once.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
+
+    def load(
+        self, state: TrainingState, path: str | os.PathLike[str] | None = None
+    ) -> Restored | None:
+        """Go on from the newest intact checkpoint; ``None`` when the run has none at all.
+
+        All files are compared with their checksums before anything is loaded; a damaged checkpoint
+        is passed over, with a warning.
+
+        Args:
+            state: what to fill, however it is sharded.
+            path: this checkpoint and no other.
+
+        Raises:
+            CheckpointError: on every rank alike, when all checkpoints are damaged, or the one that
+                is loaded does not fit ``state``.
+        """
+        self.wait()
+        notes: list[str] = []
+        candidates, unreadable = self._ranks.led("Looking for checkpoints", self._candidates(path))
+        for candidate in candidates:
+            manifest, damage = self._examined(candidate)
+            if manifest is not None and not damage:
+                warn(notes := [*unreadable, *notes])
+                more = self._load(candidate, state)
+                return Restored(manifest.step, candidate, (*notes, *more))
+            self._damaged.add(candidate)
+            notes.append(f"{candidate.name} is damaged and was passed over: {'; '.join(damage)}")
+        if notes or unreadable:
+            raise CheckpointError(
+                f"no checkpoint in '{self._folder.path}' is intact: "
+                f"{'; '.join([*unreadable, *notes])}. To start anew, choose another folder."
+            )
+        return None
+
+    def _candidates(
+        self, path: str | os.PathLike[str] | None
+    ) -> Callable[[], tuple[list[Path], list[str]]]:
+        if path is None:
+            return self._folder.found
+        return lambda: ([Path(path)], [])
+
+    def _examined(self, path: Path) -> tuple[Manifest | None, list[str]]:
+        """The manifest of a checkpoint, and what is wrong with it; every rank reads some files."""
+        try:
+            manifest = self._ranks.led(f"Reading '{path}'", lambda: Manifest.read(path))
+        except CheckpointError as error:
+            return None, [str(error)]
+        part = self._ranks.rank, self._ranks.size
+        found = self._ranks.gathered(manifest.damage(path, *part))
+        return manifest, sorted({one for each in found for one in each})
+
+    def _load(self, path: Path, state: TrainingState) -> tuple[str, ...]:
+        ranks, planner = self._ranks, CheckpointPlanner()
+
+        def begin() -> tuple[CheckpointReader, Entries, tuple[str, ...]]:
+            reader = CheckpointReader(path)
+            return reader, *state.room(ranks.place, reader.read_metadata())
+
+        def transfer() -> None:
+            dcp.load(
+                entries,
+                storage_reader=reader,
+                planner=planner,
+                process_group=ranks.group,
+                no_dist=ranks.alone,
+            )
+            state.load(ranks.place, entries)
+
+        doing = f"Loading '{path}'"
+        reader, entries, notes = ranks.agreed(doing, begin)
+        ranks.agreed(doing, transfer)
+        return notes
+
+    def _collected(self, state: TrainingState) -> Entries:
+        return self._ranks.agreed("Collecting the state", lambda: state.save(self._ranks.place))
+
+    def _write(self, step: int, entries: Entries) -> Path:
+        ranks, folder = self._ranks, self._folder
+        doing = f"Saving step {step} in '{folder.path}'"
+        unfinished = ranks.led(doing, folder.begin)
+        try:
+            writer = SummedWriter(unfinished, _reporter(self._progress, entries))
+            ranks.agreed(doing, lambda: self._write_tensors(writer, entries))
+            sums = ranks.gathered(writer.sums)
+            return ranks.led(doing, lambda: self._complete(unfinished, step, sums))
+        except BaseException:
+            if ranks.leads:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+
+    def _write_tensors(self, writer: SummedWriter, entries: Entries) -> None:
+        dcp.save(
+            entries,
+            storage_writer=writer,
+            process_group=self._ranks.group,
+            no_dist=self._ranks.alone,
+        )
+
+    def _complete(self, unfinished: Path, step: int, sums: list[dict[str, FileSum]]) -> Path:
+        files = {name: found for each in sums for name, found in each.items()}
+        order = self._folder.next_order()
+        manifest = Manifest(step, order, self._ranks.size, torch.__version__, files)
+        final = self._folder.complete(unfinished, manifest)
+        if self._keep is not None:
+            self._folder.rotate(self._keep, self._damaged)
+        return final
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        del kind, trace
+        try:
+            self.wait()
+        except CheckpointError:
+            if error is None:  # else that one is what ended the run
+                raise
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+
+def _reporter(
+    progress: Callable[[Progress], None] | None, entries: dict[str, Any]
+) -> Callable[[int], None]:
+    if progress is None:
+        return lambda count: None
+    total = sum(_bytes(tensor) for tensor in tensors(entries))
+    written = 0
+
+    def report(count: int) -> None:
+        nonlocal written
+        written += count
+        progress(Progress(written, total))
+
+    return report
+
+
+def _bytes(tensor: Tensor) -> int:
+    return local_tensor(tensor).nbytes if isinstance(tensor, DTensor) else tensor.nbytes

@@ -1,0 +1,119 @@
+"""The file that makes a folder a checkpoint: what belongs to it, and the checksum of each file.
+
+It is written last and has a checksum of its own, so a folder that holds an intact one holds
+everything that it lists, unless something damaged it later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from polyshard.errors import CheckpointError
+from polyshard.files import replace_file
+
+NAME = "polyshard.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """A file's size in bytes and the SHA-256 of its content, in hexadecimal."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of.
+
+    Attributes:
+        step: the run's step it was saved at.
+        order: grows with every checkpoint of the run, also where steps repeat.
+        world_size: the number of ranks that saved it.
+        torch: the version of torch.
+        files: by name, without folders.
+    """
+
+    step: int
+    order: int
+    world_size: int
+    torch: str
+    files: Mapping[str, FileSum]
+
+    def write(self, folder: Path) -> None:
+        """Put it into ``folder``, whole or not at all.
+
+        Raises:
+            OSError: when it cannot be written.
+        """
+        content = {"format": FORMAT, **asdict(self), "files": dict(self._plain_files())}
+        sealed = {"sha256": _sum(content), "checkpoint": content}
+        replace_file(folder / NAME, json.dumps(sealed, indent=1).encode())
+
+    def _plain_files(self) -> Mapping[str, dict[str, Any]]:
+        return {name: asdict(found) for name, found in sorted(self.files.items())}
+
+    @staticmethod
+    def read(folder: Path) -> Manifest:
+        """The manifest of the checkpoint in ``folder``.
+
+        Raises:
+            CheckpointError: when there is none, or it is damaged or of another format.
+        """
+        try:
+            sealed = json.loads((folder / NAME).read_bytes())
+            content = sealed["checkpoint"]
+            if _sum(content) != sealed["sha256"]:
+                raise ValueError("its own checksum does not fit")
+            if content.pop("format") != FORMAT:
+                raise ValueError(f"it is not of format {FORMAT}; load it with a newer polyshard")
+            files = {name: FileSum(**found) for name, found in content.pop("files").items()}
+            if any(PurePath(name).name != name for name in files):
+                raise ValueError("it names files of other folders")
+            return Manifest(files=files, **content)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"'{folder / NAME}' is no manifest of a checkpoint: {type(error).__name__}: {error}"
+            ) from error
+
+    def damage(self, folder: Path, part: int, parts: int) -> list[str]:
+        """What is wrong with the files of ``folder``; of ``parts`` ranks, each reads its share.
+
+        Every rank looks at all sizes.
+        """
+        found = []
+        for index, (name, expected) in enumerate(sorted(self.files.items())):
+            size = _size(folder / name)
+            if size is None:
+                found.append(f"{name} is missing or no plain file")
+            elif size != expected.bytes:
+                found.append(f"{name} has {size:,} bytes, was {expected.bytes:,}")
+            elif index % parts == part and file_sum(folder / name) != expected.sha256:
+                found.append(f"the content of {name} has changed")
+        return found
+
+
+def file_sum(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _size(path: Path) -> int | None:
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def _sum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,104 @@
+"""State of any form as entries of a checkpoint: its plain part as bytes, its tensors as tensors.
+
+``torch.distributed.checkpoint`` fills what it is given, so whoever loads has to know the form of
+what was saved. A scheduler or a plugin may not know it before it has loaded. So the form is saved
+too, without tensors, and read first.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from polyshard.errors import CheckpointError
+
+Entries = dict[str, Any]
+FORM = "form"
+_TENSOR, _BYTES = "polyshard tensor", "polyshard bytes"
+"""The one key of a dict that stands for such a value; an object of a class would not be plain."""
+
+
+def pack(key: str, state: object) -> Entries:
+    """``state`` as entries whose names begin with ``key``. Tensors are the ones given, uncopied.
+
+    Raises:
+        CheckpointError: when something in it is neither a tensor nor plain data, which could not be
+            loaded without running what the checkpoint names.
+    """
+    tensors: list[Tensor] = []
+    content = io.BytesIO()
+    try:
+        torch.save(_without_tensors(state, tensors), content)
+        content.seek(0)
+        torch.load(content, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"the state of '{key}' holds something that is neither a tensor nor plain data "
+            f"(numbers, texts, bytes, and containers of them): {str(error).splitlines()[0]}"
+        ) from error
+    entries: Entries = {f"{key}.{FORM}": content.getvalue()}
+    return entries | {f"{key}.{index}": tensor for index, tensor in enumerate(tensors)}
+
+
+def is_packed(key: str, metadata: Metadata) -> bool:
+    """Whether a checkpoint has state under ``key``."""
+    return f"{key}.{FORM}" in metadata.state_dict_metadata
+
+
+def room_for(key: str, metadata: Metadata) -> Entries:
+    """Entries to load what was saved under ``key`` into; its tensors are made on the host."""
+    entries: Entries = {f"{key}.{FORM}": b""}
+    index = 0
+    while (found := metadata.state_dict_metadata.get(f"{key}.{index}")) is not None:
+        if not isinstance(found, TensorStorageMetadata):
+            raise CheckpointError(f"'{key}.{index}' of the checkpoint is not a tensor")
+        entries[f"{key}.{index}"] = torch.empty(found.size, dtype=found.properties.dtype)
+        index += 1
+    return entries
+
+
+def unpack(key: str, entries: Mapping[str, Any]) -> Any:
+    """The state that :func:`pack` was given, from loaded ``entries``.
+
+    Raises:
+        CheckpointError: when they do not fit together.
+    """
+    try:
+        plain = torch.load(io.BytesIO(entries[f"{key}.{FORM}"]), weights_only=True)
+        return _with_tensors(plain, key, entries)
+    except Exception as error:
+        raise CheckpointError(f"the state of '{key}' cannot be read: {error}") from error
+
+
+def _without_tensors(state: object, tensors: list[Tensor]) -> Any:
+    if isinstance(state, Tensor):
+        tensors.append(state.detach())
+        return {_TENSOR: len(tensors) - 1}
+    if isinstance(state, bytes):  # torch.load(weights_only=True) refuses empty ones
+        return {_BYTES: state.decode("latin-1")}
+    if isinstance(state, Mapping):
+        return {key: _without_tensors(value, tensors) for key, value in state.items()}
+    if isinstance(state, list):
+        return [_without_tensors(value, tensors) for value in state]
+    if type(state) is tuple:
+        return tuple(_without_tensors(value, tensors) for value in state)
+    return state
+
+
+def _with_tensors(plain: Any, key: str, entries: Mapping[str, Any]) -> Any:
+    if isinstance(plain, dict):
+        if set(plain) == {_TENSOR}:
+            return entries[f"{key}.{plain[_TENSOR]}"]
+        if set(plain) == {_BYTES}:
+            return plain[_BYTES].encode("latin-1")
+        return {name: _with_tensors(value, key, entries) for name, value in plain.items()}
+    if isinstance(plain, list):
+        return [_with_tensors(value, key, entries) for value in plain]
+    if isinstance(plain, tuple):
+        return tuple(_with_tensors(value, key, entries) for value in plain)
+    return plain

@@ -1,0 +1,99 @@
+"""What ranks do about one checkpoint together, each learning how it went for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from polyshard.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """All ranks of the job, or this process alone where ``torch.distributed`` is not in use.
+
+    They talk over a gloo group of their own: a save may go on in another thread while the job's own
+    group is used, and what is said are texts and numbers on the host.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is communicated before the first checkpoint."""
+        self.alone = not dist.is_initialized()
+        self.rank = 0 if self.alone else dist.get_rank()
+        self.size = 1 if self.alone else dist.get_world_size()
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup | None:
+        """Made by all ranks when the first of them needs it."""
+        return None if self.alone else dist.new_group(backend="gloo")
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that names, completes and drops checkpoints."""
+        return self.rank == 0
+
+    @property
+    def place(self) -> str:
+        """This rank among how many, as in keys of state that belongs to one rank."""
+        return f"rank{self.rank}of{self.size}"
+
+    def gathered(self, value: T) -> list[T]:
+        """``value`` of every rank, in order."""
+        if self.alone:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def agreed(self, doing: str, work: Callable[[], T]) -> T:
+        """The result of ``work`` here, if it succeeded on every rank.
+
+        Raises:
+            CheckpointError: on every rank alike, quoting each that failed.
+        """
+        result, raised = _attempted(work)
+        self._refuse(doing, self.gathered(self._said(raised)), raised)
+        return cast("T", result)
+
+    def led(self, doing: str, work: Callable[[], T]) -> T:
+        """The result of ``work`` on the leading rank, on every rank.
+
+        Raises:
+            CheckpointError: on every rank alike, when it failed there.
+        """
+        result, raised = _attempted(work) if self.leads else (None, None)
+        every = self.gathered((self._said(raised), result))
+        self._refuse(doing, [said for said, _ in every], raised)
+        return cast("T", every[0][1])
+
+    def _said(self, error: BaseException | None) -> str | None:
+        """What this rank has to say of an error; nothing of one that torch passed on from others.
+
+        ``torch.distributed.checkpoint`` raises on every rank what it collected from those that
+        failed, which therefore say it themselves.
+        """
+        if isinstance(error, CheckpointException):
+            own = error.failures.get(self.rank)
+            return None if own is None else _text(own[0])
+        return None if error is None else _text(error)
+
+    def _refuse(self, doing: str, said: list[str | None], raised: BaseException | None) -> None:
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None]
+        if failed:
+            raise CheckpointError(f"{doing} failed. {'; '.join(failed)}") from raised
+
+
+def _attempted(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return work(), None
+    except (Exception, CheckpointException) as error:  # torch's own is no Exception
+        return None, error
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,105 @@
+"""Saves that go on while training does."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toy_models import build
+from toy_runs import Job, assert_equal, whole
+
+from polyshard.checkpoint import Checkpoints, Progress, TrainingState
+from polyshard.checkpoint.staging import Staging
+from polyshard.errors import CheckpointError
+from polyshard.testing import ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+@ranks(2)
+def test_training_goes_on_before_anything_is_written(rank: int, size: int, tmp_path: Path) -> None:
+    job, may_write = Job.start(rank, size), threading.Event()
+    job.train(1)
+    before = whole(job.model)
+
+    def held(progress: Progress) -> None:
+        assert may_write.wait(20)
+
+    with Checkpoints(tmp_path, progress=held) as checkpoints:
+        saving = checkpoints.save_async(1, job.state)
+        job.train(2)
+        assert not saving.done()
+        may_write.set()
+        saving.wait()
+    other = Job.start(rank, size, seed=1)
+    Checkpoints(tmp_path).load(other.state)
+    assert_equal(whole(other.model), before)
+
+
+@ranks(2)
+def test_progress_reaches_the_total(rank: int, size: int, tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    job = Job.start(rank, size)
+    job.train(1)
+    Checkpoints(tmp_path, progress=seen.append).save(1, job.state)
+    shards = sum(p.to_local().nbytes for p in job.model.parameters())  # type: ignore[attr-defined]
+    assert [p.written for p in seen] == sorted(p.written for p in seen)
+    assert seen[-1].total >= 3 * shards, "weights and both moments"
+    assert seen[-1].written >= 3 * shards
+
+
+def test_memory_is_used_again() -> None:
+    staging, tree = Staging(), {"a": {"b": torch.arange(5.0)}, "c": 3}
+    first, arrived = staging.copy(tree)
+    arrived()
+    address = first["a"]["b"].data_ptr()
+    tree["a"]["b"] += 1  # type: ignore[index]
+    assert first["a"]["b"].tolist() == [0, 1, 2, 3, 4]
+    second, _ = staging.copy(tree)
+    assert second["a"]["b"].data_ptr() == address
+    assert second == {"a": {"b": second["a"]["b"]}, "c": 3}
+    assert second["a"]["b"].tolist() == [1, 2, 3, 4, 5]
+
+
+@ranks(2)
+def test_a_failed_save_is_said_once_and_to_all(rank: int, size: int, tmp_path: Path) -> None:
+    job = Job.start(rank, size)
+    job.train(1)
+
+    def fail(progress: Progress) -> None:
+        if rank == 1:
+            raise OSError("No space left on device")
+
+    checkpoints = Checkpoints(tmp_path, progress=fail)
+    saving = checkpoints.save_async(1, job.state)
+    with pytest.raises(CheckpointError, match=r"step 1 .*No space left"):
+        saving.wait()
+    with pytest.raises(CheckpointError, match="No space left"):
+        checkpoints.save(2, job.state)
+    assert Checkpoints(tmp_path).load(job.state) is None
+    assert not list(tmp_path.glob(".unfinished*"))
+
+
+def test_leaving_the_block_waits(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path) as checkpoints:
+        saving = checkpoints.save_async(1, TrainingState(build()))
+    assert saving.done()
+    assert Checkpoints(tmp_path).load(TrainingState(build(1))) is not None
+
+
+def test_an_exception_in_the_block_is_what_is_raised(tmp_path: Path) -> None:
+    def fail(progress: Progress) -> None:
+        raise OSError("disk")
+
+    checkpoints: Any = Checkpoints(tmp_path, progress=fail)
+
+    def train() -> None:
+        with checkpoints:
+            checkpoints.save_async(1, TrainingState(build()))
+            raise KeyError("training")
+
+    with pytest.raises(KeyError, match="training"):
+        train()
