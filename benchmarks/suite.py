@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gpu
+from benchmarks.checkpoint import stall
 from benchmarks.host import cost
 from benchmarks.ranks import run_alone, run_ranks
 from benchmarks.report import figures, page
@@ -90,11 +91,16 @@ def _gpu(quick: bool) -> dict[str, Any]:
     return found
 
 
+def _stall(quick: bool) -> dict[str, Any]:
+    return stall.measure(2, *((64, 2, 1) if quick else (2048, 8, 7)))
+
+
 PARTS: tuple[Part, ...] = (
     *map(_row_part, ROWS),
     *map(_breakdown_part, MAIN_ROWS),
     Part("steadiness", "steadiness", _steadiness, steadiness.show),
     Part("host-cost", "host-cost", _host_cost, cost.show),
+    Part("checkpoint-stall", "checkpoint", _stall, stall.show),
     Part("gpu", "gpu", _gpu, gpu.show),
 )
 

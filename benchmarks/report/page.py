@@ -24,6 +24,8 @@ Ratios are of medians within one run in which polyshard and torch's `fully_shard
 on the same ranks and data; *paired* is the median of the ratios of single turns. The *floor* is the
 same compute, optimizer and bytes with nothing around them. **Bold** misses its bar.
 """
+STALL_BAR = 1.2
+WITHOUT_PICTURE = ("checkpoint", "gpu")
 QUICK = """
 > **These figures mean nothing.** They are of a quick run, small models and a few steps, to see that
 > everything runs, and are held to no bar:
@@ -40,6 +42,7 @@ def page(results: dict[str, Result], assets: str = "../assets") -> str:
         ("Where the time goes", "breakdown", _breakdown),
         ("200 steps", "steadiness", _steadiness),
         ("Host cost", "host-cost", _host_cost),
+        ("Checkpoints", "checkpoint", _checkpoint),
         ("Device", "gpu", _gpu),
     ):
         chosen = [result for result in results.values() if result.kind == kind]
@@ -48,7 +51,7 @@ def page(results: dict[str, Result], assets: str = "../assets") -> str:
         for result in chosen:
             name = [f"### {result.name}", ""] if len(chosen) > 1 else []
             parts.extend(["", *name, *section(result.found)])
-            if kind != "gpu":
+            if kind not in WITHOUT_PICTURE:
                 parts.append(f"\n![{result.name}]({assets}/{result.name}.png)")
     parts.extend(_machines(results.values()))
     return "\n".join(parts) + "\n"
@@ -213,6 +216,26 @@ def _host_row(row: dict[str, Any], launches: bool) -> tuple[str, ...]:
         counts = [f"{row['launches_per_group'][name]:.1f}" for name in ("polyshard", "torch")]
     sizes = (f"{row[key]}" for key in ("ranks", "groups", "parameters"))
     return (*sizes, *times, f"{row['ratio']:.2f}", f"{row['init_ratio']:.2f}", *counts)
+
+
+def _checkpoint(found: dict[str, Any]) -> Iterator[str]:
+    shard = found["shard_bytes"] / 2**20
+    yield f"How long training stands still for an asynchronous save, {found['ranks']} ranks with"
+    yield f"{shard:.0f} MiB of weights and moments each; *memcpy* copies them into memory that is"
+    yield f"there. The bar is {STALL_BAR} of it. polyshard's files carry checksums, DCP's do not.\n"
+    rows = (
+        (name, f"{1e3 * stall:.0f}", _stall(name, found), f"{1e3 * ended:.0f}")
+        for (name, stall), ended in zip(
+            found["stall_seconds"].items(), found["complete_seconds"].values(), strict=True
+        )
+    )
+    yield from table(("save", "stands still, ms", "/ memcpy", "complete after, ms"), rows)
+
+
+def _stall(name: str, found: dict[str, Any]) -> str:
+    ratio = found["stall_over_memcpy"][name]
+    missed = name == "polyshard" and ratio > STALL_BAR
+    return f"**{ratio:.2f}**" if missed else f"{ratio:.2f}"
 
 
 def _gpu(found: dict[str, Any]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from polyshard.checkpoint.packing import Entries
 from polyshard.checkpoint.reading import CheckpointPlanner, CheckpointReader
 from polyshard.checkpoint.staging import Staging
 from polyshard.checkpoint.state import TrainingState
-from polyshard.checkpoint.together import Ranks
+from polyshard.checkpoint.together import Ranks, attempt
 from polyshard.checkpoint.writing import Progress, SummedWriter
 from polyshard.engine.trees import tensors
 from polyshard.errors import CheckpointError, SettingError, warn
@@ -106,7 +106,9 @@ class Checkpoints:
             CheckpointError: on every rank alike, when it failed on any. Older checkpoints stay.
         """
         self.wait()
-        return self._write(step, self._collected(state))
+        doing = "Collecting the state"
+        entries = self._ranks.agreed(doing, lambda: state.save(self._ranks.place))
+        return self._write(step, entries)
 
     def save_async(self, step: int, state: TrainingState) -> Saving:
         """As :meth:`save`, but training waits for a copy of this rank's shards only.
@@ -115,15 +117,17 @@ class Checkpoints:
         is still going on is waited for first.
 
         Raises:
-            CheckpointError: on every rank alike, when the state could not be collected, or an
-                earlier save failed that nobody waited for.
+            CheckpointError: on every rank alike, when an earlier save failed that nobody waited
+                for. That of this one comes when it is waited for, at the latest by the next call.
         """
         self.wait()
         self._ranks.group  # noqa: B018  # made here: not from a thread, beside the job's transfers
-        entries, arrived = self._staging.copy(self._collected(state))
+        collected = attempt(lambda: self._staging.copy(state.save(self._ranks.place)))
         self._thread = self._thread or ThreadPoolExecutor(1, "polyshard-checkpoint")
 
         def write() -> Path:
+            # Ranks compare how collecting went only here: training is not to wait for its peers.
+            entries, arrived = self._ranks.agreed("Collecting the state", collected.result)
             arrived()
             return self._write(step, entries)
 
@@ -212,9 +216,6 @@ class Checkpoints:
         reader, entries, notes = ranks.agreed(doing, begin)
         ranks.agreed(doing, transfer)
         return notes
-
-    def _collected(self, state: TrainingState) -> Entries:
-        return self._ranks.agreed("Collecting the state", lambda: state.save(self._ranks.place))
 
     def _write(self, step: int, entries: Entries) -> Path:
         ranks, folder = self._ranks, self._folder

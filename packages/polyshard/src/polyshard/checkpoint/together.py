@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -12,6 +13,28 @@ from torch.distributed.checkpoint.api import CheckpointException
 from polyshard.errors import CheckpointError
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Attempted(Generic[T]):
+    """How something went: its value, or what it raised."""
+
+    value: T | None
+    raised: BaseException | None
+
+    def result(self) -> T:
+        """The value; or what was raised, again."""
+        if self.raised is not None:
+            raise self.raised
+        return cast("T", self.value)
+
+
+def attempt(work: Callable[[], T]) -> Attempted[T]:
+    """What becomes of ``work``."""
+    try:
+        return Attempted(work(), None)
+    except (Exception, CheckpointException) as error:  # torch's own is no Exception
+        return Attempted(None, error)
 
 
 class Ranks:
@@ -56,9 +79,10 @@ class Ranks:
         Raises:
             CheckpointError: on every rank alike, quoting each that failed.
         """
-        result, raised = _attempted(work)
+        attempted = attempt(work)
+        raised = attempted.raised
         self._refuse(doing, self.gathered(self._said(raised)), raised)
-        return cast("T", result)
+        return attempted.result()
 
     def led(self, doing: str, work: Callable[[], T]) -> T:
         """The result of ``work`` on the leading rank, on every rank.
@@ -66,8 +90,9 @@ class Ranks:
         Raises:
             CheckpointError: on every rank alike, when it failed there.
         """
-        result, raised = _attempted(work) if self.leads else (None, None)
-        every = self.gathered((self._said(raised), result))
+        attempted = attempt(work) if self.leads else Attempted[T](None, None)
+        raised = attempted.raised
+        every = self.gathered((self._said(raised), attempted.value))
         self._refuse(doing, [said for said, _ in every], raised)
         return cast("T", every[0][1])
 
@@ -86,13 +111,6 @@ class Ranks:
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None]
         if failed:
             raise CheckpointError(f"{doing} failed. {'; '.join(failed)}") from raised
-
-
-def _attempted(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    try:
-        return work(), None
-    except (Exception, CheckpointException) as error:  # torch's own is no Exception
-        return None, error
 
 
 def _text(error: BaseException) -> str:

@@ -1,0 +1,1 @@
+"""What saving a run costs the run."""
