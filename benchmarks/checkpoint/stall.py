@@ -143,9 +143,9 @@ def _timed(begin_save: Callable[[], Callable[[], object]]) -> Timed:
 
 
 def _shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    values: list[Tensor] = [*model.parameters()]
+    values = [p.detach() for p in model.parameters()]
     values += [v for state in optimizer.state.values() for v in state.values() if v.ndim]
-    return [v.detach().to_local() if isinstance(v, DTensor) else v for v in values]
+    return [v.to_local() if isinstance(v, DTensor) else v for v in values]
 
 
 def _slowest(timed: Timed) -> Timed:
