@@ -39,7 +39,7 @@ def test_what_is_saved_is_what_the_library_reads(
     if file_bytes < 7_000:
         index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
         assert set(index["weight_map"]) == set(found)
-        assert set(index["weight_map"].values()) == {p.name for p in tmp_path.glob("*.saf*")}
+        assert set(index["weight_map"].values()) == {p.name for p in tmp_path.glob("*.safetensors")}
         assert index["metadata"]["total_size"] == sum(v.nbytes for v in found.values())
     else:
         assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
