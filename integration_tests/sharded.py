@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from small_model import build, loss_of, optimizer_for, prepare
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from training import EVALUATION, Outcome, train
 
 from composition_table import Cell, Layout
 from polyshard import MixedPrecisionPolicy, clip_grad_norm_, describe, fully_shard, stats
+from polyshard.checkpoint import Checkpoints, TrainingState
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -149,8 +148,7 @@ def trained(rank: int, size: int, cell: Cell, folder: str) -> Found:
     trainee = Sharded(cell, folder)
     outcome = train(trainee, cell.feature)
     if cell.feature == "reload":
-        weights, moments = get_state_dict(trainee.model, trainee.optimizer)
-        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=f"{folder}/saved")
+        Checkpoints(f"{folder}/saved").save(1, state_of(trainee.model, trainee.optimizer))
     elif cell.feature == "compiled":
         _check_compiled()
     elif cell.feature == "plain":
@@ -172,18 +170,14 @@ def _check_compiled() -> None:
 
 
 def reloaded(rank: int, size: int, cell: Cell, folder: str) -> Found:
-    """Load what ``trained`` saved into a model that has no plugins and other values."""
+    """Load what ``trained`` saved into a model that has no plugins and other values; save it."""
     model: Any = build(cell, seed=1)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
     optimizer = optimizer_for(model)
-    weights, moments = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": weights, "optimizer": moments}
-    dcp.load(state, checkpoint_id=f"{folder}/saved")
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
+    assert Checkpoints(f"{folder}/saved").load(state_of(model, optimizer)) is not None
+    Checkpoints(f"{folder}/plain").save(1, state_of(model, optimizer))
     with torch.no_grad():
         losses = [[loss_of(model, EVALUATION, 0).item()]]
     found = {}
@@ -192,3 +186,15 @@ def reloaded(rank: int, size: int, cell: Cell, folder: str) -> Found:
         for key, value in optimizer.state[parameter].items():
             found[f"{name}:{key}"] = whole(value)
     return 0, Outcome(losses, [], {} if rank else found), digest(found)
+
+
+def returned(rank: int, size: int, cell: Cell, folder: str) -> str:
+    """Load what ``reloaded`` saved into a new stack; a digest of its tensors."""
+    trainee = Sharded(cell, folder, seed=2)
+    Checkpoints(f"{folder}/plain").load(state_of(trainee.model, trainee.optimizer))
+    return digest(trainee.tensors())
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
+    """Without random numbers: these ranks are others."""
+    return TrainingState(model, [optimizer], random=False)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from one_process import OneProcess, like_a_rank, outcome_of
 from refusals import CASES, refused
-from sharded import Found, reloaded, trained
+from sharded import Found, reloaded, returned, trained
 from small_model import build, loss_of
 from torch import Tensor
 from training import EVALUATION, Outcome
@@ -77,6 +77,8 @@ def test_cell(cell: Cell, world2: World, world4: World, tmp_path: Path) -> None:
     if cell.feature == "reload":
         other = on(6 - cell.layout.ranks, worlds)
         assert_reloaded(cell, found, other.run(reloaded, cell, str(tmp_path)))
+        again = on(cell.layout.ranks, worlds).run(returned, cell, str(tmp_path))
+        assert set(again) == {found[0][2]}
 
 
 def assert_numbers(

@@ -77,8 +77,8 @@ FEATURES = {
     "compiled": "every block compiled by `torch.compile` (on four ranks the first of two)",
     "clipping": "gradients clipped by their total norm",
     "evaluation": "a forward without gradients in eval mode between the steps",
-    "reload": "parameters and optimizer state saved by `torch.distributed.checkpoint`, and loaded "
-    "on another number of ranks without any plugin",
+    "reload": "parameters and optimizer state saved by `Checkpoints`, loaded on another number of "
+    "ranks without any plugin, saved there, and loaded with the plugins again",
 }
 
 
