@@ -19,6 +19,7 @@ def app() -> typer.Typer:
     import typer
 
     from polyshard.cli import plugins
+    from polyshard.cli.doctor import doctor
     from polyshard.cli.verbs import add_verbs
 
     commands = typer.Typer(
@@ -28,6 +29,7 @@ def app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     commands.add_typer(plugins.app(), name="plugins")
+    commands.command()(doctor)
     add_verbs(commands)
     commands.callback()(_keep_subcommands)
     return commands
