@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from polyshard._torch import private
@@ -112,11 +111,6 @@ def test_holders_of_memory_are_counted() -> None:
     assert private.storage_holders(tensor) == 2
     del view
     assert private.storage_holders(tensor) == 1
-
-
-def test_the_default_of_reduce_dtype_is_read_off_the_policy() -> None:
-    follows = "grad_dtype" in (MixedPrecisionPolicy.__doc__ or "")
-    assert private.reduces_in_original_dtype() is follows
 
 
 def joined(rank: int, size: int) -> None:

@@ -109,6 +109,11 @@ class Shards:
         """Original dtype of the group's parameters."""
         return self.buffer.dtype
 
+    def drop_gradients(self) -> None:
+        """Forget the sharded gradients."""
+        for parameter in self.parameters:
+            parameter.parameter.grad = None
+
     def versions(self) -> list[int]:
         """Version counters of the sharded parameters, which count some of the writes to them.
 
