@@ -69,18 +69,18 @@ def _check(unit: Unit) -> None:
         )
     groups = [group for unit in context.units for group in unit.groups]
     for group in groups:
-        _check_replicas(group, is_pending=group in finalization.pending)
+        _check_replicas(group, context)
 
 
-def _check_replicas(group: ParameterGroup, *, is_pending: bool) -> None:
-    if group.gradients.waiting.partial:
+def _check_replicas(group: ParameterGroup, context: RootContext) -> None:
+    if context.holds_partial(group):
         raise LifecycleError(
             f"{_CALL} was called while group '{group.name}' holds partial sums of replicas, which "
             "it does not support (nor does torch). Do without set_requires_all_reduce(False), or "
             "let backwards end by themselves."
         )
-    replicated, settings = group.roles.is_replicated, group.reduce_settings
-    if is_pending and group.reduces and replicated and not settings.all_reduce:
+    is_reduced = group in context.finalization.pending and group.reduces
+    if is_reduced and group.roles.is_replicated and not group.reduce_settings.all_reduce:
         raise LifecycleError(
             f"{_CALL} was called while group '{group.name}' does not sum over replicas. Call "
             "set_requires_all_reduce(True) before."

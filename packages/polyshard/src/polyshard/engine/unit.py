@@ -205,6 +205,13 @@ class RootContext:
         flight.is_last = self._is_last
         self._reductions.append((group, flight))
 
+    def holds_partial(self, group: ParameterGroup) -> bool:
+        """Whether ``group`` has, or is about to have, sums that lack those of other replicas."""
+        if not group.roles.is_replicated:
+            return False
+        on_their_way = any(g is group and not f.sums_replicas for g, f in self._reductions)
+        return on_their_way or bool(group.gradients.waiting.partial)
+
     @property
     def _is_last(self) -> bool:
         """Whether no backward of this iteration will follow."""
