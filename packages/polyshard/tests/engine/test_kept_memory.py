@@ -109,7 +109,7 @@ def test_a_unit_alone_may_keep_its_memory(rank: int, size: int) -> None:
         fully_shard(part, reshard_after_forward=True)
     weights: dict[int, Tensor] = {}
     for index, part in enumerate(model):
-        part.register_forward_hook(lambda m, a, o, i=index: weights.update({i: m.weight}))
+        part.register_forward_pre_hook(lambda m, a, i=index: weights.update({i: m.weight}))
     model[0].set_keep_unsharded_storage(True, recurse=False)
     model(torch.ones(1, 64)).sum().backward()
     assert torch.equal(weights[0], model[0].weight.full_tensor())

@@ -44,6 +44,14 @@ def reduces_in_original_dtype() -> bool:
     return release() >= (2, 15)
 
 
+def rounds_before_adding() -> bool:
+    """Whether a gradient is cast to the dtype in which it adds up before it is added.
+
+    Before 2.15 it is added to the sum as it is, and only that is rounded.
+    """
+    return release() >= (2, 15)
+
+
 def resets_sharded_gradients() -> bool:
     """Whether ``reset_iter_state()`` drops gradients that were reduced already."""
     return release() >= (2, 15)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from polyshard._torch.newer import rounds_before_adding
 from polyshard._torch.private import storage_holders
 from polyshard.composition.transforms import Onion
 from polyshard.errors import PluginError, SettingError
@@ -129,7 +130,7 @@ class Gradients:
             held = waiting.get(index)
             if held is not None:
                 sums.append(held)
-                terms.append(gradient)
+                terms.append(_rounded(gradient, held.dtype))
             else:
                 waiting[index] = _own(gradient, dtypes[index] or gradient.dtype)
         if sums:
@@ -180,6 +181,12 @@ class Gradients:
         self.take(runtime)
         self._has_unreduced = False
         self.waiting.clear()
+
+
+def _rounded(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """``gradient`` as the installed torch adds it to a sum of ``dtype``."""
+    is_wider = gradient.dtype is not dtype and gradient.itemsize >= dtype.itemsize
+    return gradient.to(dtype) if is_wider and rounds_before_adding() else gradient
 
 
 def _own(gradient: Tensor, dtype: torch.dtype) -> Tensor:
