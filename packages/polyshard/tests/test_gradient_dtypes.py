@@ -22,6 +22,9 @@ from polyshard.testing import ranks
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 TORCH_FOLLOWS = release() >= (2, 15)
+ENGINES: list[Any] = [fully_shard, *([torch_fsdp.fully_shard] if TORCH_FOLLOWS else [])]
+"""Those that follow grad_dtype."""
+
 POLICIES = {
     "as it is": MixedPrecisionPolicy(),
     "computes in bf16": MixedPrecisionPolicy(BF16),
@@ -42,7 +45,7 @@ def said(what: str, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
     for name, dtype in SAID[what].items():
-        model.get_parameter(name).grad_dtype = dtype  # type: ignore[attr-defined]
+        model.get_parameter(name).grad_dtype = dtype
     return model
 
 
@@ -109,7 +112,7 @@ class Wide(torch.autograd.Function):
     """A product whose gradient is wider than the parameter, as kernels may give it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return (x.float() * weight.float()).sum()
 
@@ -125,7 +128,7 @@ class Kernel(nn.Module):
         self.weight = nn.Parameter(torch.zeros(6, dtype=BF16))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = Wide.apply(x, self.weight)
+        out: Tensor = Wide.apply(x, self.weight)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -153,6 +156,7 @@ def test_gradients_of_any_dtype_are_not_rounded_unasked(rank: int, size: int) ->
     fully_shard(model)
     with pytest.raises(SettingError, match=r"'weight'.*wider than torch.bfloat16.*reduce_dtype"):
         model(torch.full((6,), VALUE)).backward()
+    model.reset_iter_state()
     told: Any = Kernel()
     told.weight.grad_dtype = None
     fully_shard(told, mp_policy=MixedPrecisionPolicy(reduce_dtype=FP32))
@@ -163,12 +167,13 @@ def test_gradients_of_any_dtype_are_not_rounded_unasked(rank: int, size: int) ->
 
 @ranks(2)
 def test_zeros_of_an_unknown_dtype_are_refused_on_every_rank(rank: int, size: int) -> None:
-    for function in (fully_shard, *([torch_fsdp.fully_shard] if TORCH_FOLLOWS else [])):
+    for function in ENGINES:
         model: Any = said("some any")
         function(model)
         model.set_reduce_scatter_unused_params(True)
         with pytest.raises(ValueError, match=r"0\.bias"):
             model(batch(rank, 0)).sum().backward()
+        model.reset_iter_state()
     model = fully_shard(said("some any"), mp_policy=MixedPrecisionPolicy(reduce_dtype=FP32))
     model.set_reduce_scatter_unused_params(True)
     model(batch(rank, 0)).sum().backward()
@@ -217,7 +222,7 @@ def test_training_goes_on_after_a_conversion(rank: int, size: int) -> None:
 
 @ranks(2)
 def test_it_may_be_said_after_sharding(rank: int, size: int) -> None:
-    for function in (fully_shard, *([torch_fsdp.fully_shard] if TORCH_FOLLOWS else [])):
+    for function in ENGINES:
         model: Any = function(nn.Linear(6, 5))
         model.weight.grad_dtype = BF16
         model(torch.ones(2, 6)).sum().backward()

@@ -131,7 +131,8 @@ def test_stages_that_share_their_communication_are_known(rank: int, size: int) -
         modules = {i: sharded(i, mesh["dp"], polyshard.fully_shard) for i in (place, place + 2)}
         if share:
             polyshard.share_comm_ctx(list(modules.values()))
-        runner: Any = ScheduleInterleaved1F1B(stages_of(modules, mesh), MICROBATCHES, F.mse_loss)
+        stages: Any = stages_of(modules, mesh)
+        runner: Any = ScheduleInterleaved1F1B(stages, MICROBATCHES, F.mse_loss)
         if share:
             with pytest.raises(ValueError, match="share a communication context"):
                 runner._validate_deferred_gradient_reduction()

@@ -46,10 +46,10 @@ class Half(torch.Tensor):
 
 def model_of(kind: Any) -> Any:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    for linear in model:
-        linear.weight = nn.Parameter(kind(linear.weight.detach().clone()))  # type: ignore[assignment]
-    return model
+    linears = [nn.Linear(8, 8, bias=False) for _ in range(2)]
+    for linear in linears:
+        linear.weight = nn.Parameter(kind(linear.weight.detach().clone()))
+    return nn.Sequential(*linears)
 
 
 def held_bytes(rank: int, function: Any, kind: Any) -> Iterator[tuple[int, Tensor]]:
