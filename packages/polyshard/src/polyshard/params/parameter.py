@@ -178,6 +178,11 @@ class ShardedParameter:
         """Take note of what the parameter was told of its gradients since."""
         self.told = Told.by(self.parameter) or self.told
 
+    def tell_again(self) -> None:
+        """Objects that replace others come without, and so do those whose content was swapped."""
+        self.hear()
+        self._tell()
+
     def lift_gradient(self) -> Tensor | None:
         """Take the gradient away if it has a dtype of its own, which no conversion changes."""
         self.hear()
@@ -206,8 +211,7 @@ class ShardedParameter:
         """Take over a parameter object that replaced ours (``to_empty``, ``assign=True``)."""
         self.hear()
         self.parameter = parameter
-        self.hear()
-        self._tell()  # objects that replace others come without
+        self.tell_again()
         self.spec = self._form.spec(parameter.dtype)
         self._specs = {parameter.dtype: self.spec}
 

@@ -228,6 +228,8 @@ class Shards:
             if found is not parameter.parameter:
                 parameter.adopt(found)
                 changed = True
+            else:
+                parameter.tell_again()
         if changed:
             self.registry = self._new_registry()
             self.registry.register()
