@@ -15,7 +15,18 @@ from toy_models import build, full, loss_of, shard, tokens_for
 from toy_observers import Watching
 
 import polyshard
-from polyshard import FSDPModule, GradientReductionHandle, MixedPrecisionPolicy, fully_shard
+from polyshard import (
+    FSDPModule,
+    GradientReductionHandle,
+    MixedPrecisionPolicy,
+    Plugin,
+    StorageFactory,
+    fully_shard,
+    hookimpl,
+)
+from polyshard.plugins.builtin import DeviceStorage
+from polyshard.seams import GroupInfo
+from polyshard.sharding.layout import GroupLayout
 from polyshard.testing import ranks
 
 TORCH_HAS_IT = hasattr(torch_fsdp.FSDPModule, "finalize_backward")
@@ -155,6 +166,49 @@ def test_the_iteration_ends_when_the_call_ends_it(rank: int, size: int) -> None:
     model(torch.ones(2, 4)).sum().backward()
     assert events.count("step end") == 2
     torch.testing.assert_close(full(model.second.bias.grad), torch.full((4,), 6.0))
+
+
+class Held(DeviceStorage):
+    """Gets the gradients of an iteration once."""
+
+    holds_gradients = True
+    placed = 0
+
+    def place_gradient(self, gradient: Tensor) -> Tensor:
+        Held.placed += 1
+        return gradient
+
+
+class HeldFactory(StorageFactory):
+    name = "held"
+
+    def create(self, group: GroupInfo, layout: GroupLayout) -> Held:
+        return Held()
+
+
+class Holding(Plugin):
+    name = "holding"
+
+    @hookimpl
+    def polyshard_shard_storage(self, group: GroupInfo) -> HeldFactory:
+        return HeldFactory()
+
+
+@ranks(2)
+def test_storages_that_hold_gradients_get_them_at_the_end(rank: int, size: int) -> None:
+    """The sums of synchronised backwards, and of what the call itself reduces."""
+    Held.placed = 0
+    models = [paths(fully_shard, plugins=plugins) for plugins in ([Holding()], [])]
+    for model in models:
+        model.set_manual_backward_finalization(True)
+        for micro in range(3):
+            model.set_requires_gradient_sync(micro != 2)
+            model(torch.full((2, 4), rank + micro + 1.0)).sum().backward()
+        assert Held.placed == (0 if model is models[0] else 2)
+        model.set_requires_gradient_sync(True)
+        model.finalize_backward()
+    assert Held.placed == 2, "once for each group"
+    assert_same(gradients(models[0]), gradients(models[1]))
 
 
 class Verdicts:

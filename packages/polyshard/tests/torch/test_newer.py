@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.device_mesh import init_device_mesh
 from toy_models import full
 
 from polyshard import MixedPrecisionPolicy, fully_shard
 from polyshard._torch import newer
+from polyshard.checkpoint import CheckpointReader
 from polyshard.errors import UnsupportedError
 from polyshard.testing import World, ranks
 from polyshard.transport import backend_for, choose_transport
@@ -136,3 +140,25 @@ def test_backends_are_asked_and_not_known_by_name(monkeypatch: pytest.MonkeyPatc
     group: Any = Group()
     assert newer.coalesces(group, torch.device("cuda"))
     assert not newer.coalesces(group, CPU)
+
+
+def six_facts(self: TensorProperties) -> tuple[Any, ...]:
+    return (*FACTS(self)[:5], (1,))
+
+
+FACTS: Any = TensorProperties.__getstate__
+
+
+def test_checkpoints_of_a_newer_torch_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch 2.15 writes six facts of a tensor where older versions expect five."""
+    with monkeypatch.context() as newest:
+        newest.setattr(TensorProperties, "__getstate__", six_facts)
+        dcp.save({"a": torch.arange(3.0)}, checkpoint_id=tmp_path, no_dist=True)
+    loaded = {"a": torch.zeros(3)}
+    dcp.load(loaded, storage_reader=CheckpointReader(tmp_path), no_dist=True)
+    assert loaded["a"].tolist() == [0.0, 1.0, 2.0]
+    found: Any = CheckpointReader(tmp_path).read_metadata().state_dict_metadata["a"]
+    assert type(found.properties) is TensorProperties
+    assert found.properties.dtype == torch.float32

@@ -105,6 +105,24 @@ def coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
     return bool(getattr(backend, "supports_coalescing", False))
 
 
+def any_tensor_properties() -> type[Any]:
+    """What the metadata of a checkpoint says of a tensor, also as a newer torch wrote it.
+
+    2.15 pickles six facts, and older versions refuse what is not five; the sixth is how elements
+    lay in memory, of which loading makes no use.
+    """
+    from torch.distributed.checkpoint.metadata import TensorProperties
+
+    facts = len(TensorProperties().__getstate__())  # type: ignore[no-untyped-call]
+
+    class AnyTensorProperties(TensorProperties):
+        def __setstate__(self, state: tuple[Any, ...]) -> None:
+            super().__setstate__(state[:facts])  # type: ignore[no-untyped-call]
+            self.__class__ = TensorProperties
+
+    return AnyTensorProperties
+
+
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """Name of the backend of ``group`` for ``device``; empty where it has none for it."""
     config = dist.get_backend_config(group)

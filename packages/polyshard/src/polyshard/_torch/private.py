@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from polyshard._torch.newer import name_of_next_group
+from polyshard._torch.newer import any_tensor_properties, name_of_next_group
 from polyshard.errors import MeshError
 
 if TYPE_CHECKING:
@@ -357,7 +357,6 @@ def metadata_classes() -> Mapping[tuple[str, str], Any]:
         metadata.Metadata,
         metadata.MetadataIndex,
         metadata.StorageMeta,
-        metadata.TensorProperties,
         metadata.TensorStorageMetadata,
         metadata._MEM_FORMAT_ENCODING,
         filesystem._StorageInfo,
@@ -365,6 +364,7 @@ def metadata_classes() -> Mapping[tuple[str, str], Any]:
     found: dict[tuple[str, str], Any] = {(c.__module__, c.__name__): c for c in classes}
     return {
         **found,
+        (metadata.TensorProperties.__module__, "TensorProperties"): any_tensor_properties(),
         ("torch", "Size"): torch.Size,
         ("torch.serialization", "_get_layout"): _get_layout,
     }
