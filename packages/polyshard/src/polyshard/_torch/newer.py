@@ -113,12 +113,12 @@ def any_tensor_properties() -> type[Any]:
     """
     from torch.distributed.checkpoint.metadata import TensorProperties
 
-    facts = len(TensorProperties().__getstate__())  # type: ignore[no-untyped-call]
+    facts = len(TensorProperties().__getstate__())
 
     class AnyTensorProperties(TensorProperties):
         def __setstate__(self, state: tuple[Any, ...]) -> None:
             super().__setstate__(state[:facts])  # type: ignore[no-untyped-call]
-            self.__class__ = TensorProperties
+            self.__class__ = TensorProperties  # type: ignore[assignment]
 
     return AnyTensorProperties
 
