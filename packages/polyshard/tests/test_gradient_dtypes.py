@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from toy_models import full
 from toy_refusals import refused
 
@@ -88,6 +89,35 @@ def test_gradients_are_torchs(rank: int, size: int, what: str, policy: str) -> N
         for name, (dtype, value) in expected.items():
             assert found[name][0] == dtype, name
             assert torch.equal(found[name][1], value), name
+
+
+@pytest.mark.parametrize("what", ["bf16", "some bf16", "any"])
+@ranks(4)
+def test_replicas_and_partial_sums(rank: int, size: int, what: str) -> None:
+    """With every torch against one process, with those that follow grad_dtype against torch."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found: list[dict[str, Any]] = []
+    for function in ENGINES:
+        model: Any = said(what)
+        function(model, mesh=mesh)
+        for micro in range(2):
+            model.set_requires_all_reduce(micro == 1)
+            model(batch(rank, micro)).square().sum().backward()
+        found.append({n: p.grad for n, p in model.named_parameters()})
+    single = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+    single.load_state_dict(said(what).state_dict())
+    for r in range(size):
+        for micro in range(2):
+            (single(batch(r, micro)).square().sum() / size).backward()
+    for name, parameter in single.named_parameters():
+        wanted = SAID[what].get(name, FP32) or FP32
+        for gradients in found:
+            assert gradients[name].dtype == wanted, name
+            value, expected = full(gradients[name]).float(), parameter.grad
+            exact = wanted is FP32
+            torch.testing.assert_close(
+                value, expected, rtol=1e-4 if exact else 2e-2, atol=1e-5 if exact else 1e-1
+            )
 
 
 @pytest.mark.parametrize("what", ["bf16", "some bf16", "fp64"])

@@ -178,7 +178,7 @@ class Gradients:
 
     def discard(self, runtime: Runtime) -> None:
         """Forget everything a failed step left behind."""
-        self.take(runtime)
+        self._given_up(runtime)
         self._has_unreduced = False
         self.waiting.clear()
 
