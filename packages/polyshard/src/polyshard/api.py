@@ -96,7 +96,9 @@ def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
         shard_placement_fn: how to shard each parameter: ``Shard(dim)``, even or not; ``None`` for
             dim 0; ``Replicate()`` to keep it whole; a :class:`polyshard.ShardPlacement` names the
             mesh too. Parameters of one mesh and dtype communicate together.
-        mp_policy: dtypes of compute, reduction and outputs.
+        mp_policy: dtypes of compute, reduction and outputs. Its ``param_dtype_override_fn`` (torch
+            2.15) is asked once for each parameter, here; parameters of one compute dtype
+            communicate together.
         offload_policy: the default, or ``CPUOffloadPolicy()``, which stands for the plugin
             installed as ``offload`` (polyshard-offload).
         ignored_params: parameters to leave alone.

@@ -80,11 +80,11 @@ def test_a_captured_graph_reads_what_is_gathered_later(rank: int, size: int) -> 
         model.reshard()
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.to_local().fill_(0.5 + step)
+                parameter.to_local().fill_(1.0 + step)
         model.unshard()
         assert model.weight.data_ptr() == weight.data_ptr()
         graph.replay()
         torch.cuda.synchronize()
         expected = torch.nn.functional.linear(x, model.weight, model.bias)
         assert torch.equal(out, expected)
-        assert expected[0, 0].item() == 64 * (0.5 + step) + 0.5 + step
+        assert expected[0, 0].item() == 65 * (1.0 + step)

@@ -91,6 +91,15 @@ class Gradients:
         Raises:
             SettingError: on every rank, where ranks could not know of which dtype.
         """
+        if runtime.gradients.is_told:
+            self._check_zeros(runtime)
+        device = runtime.buffer.tensor.device
+        for index, leaf in enumerate(runtime.leaves):
+            if leaf.requires_grad and index not in taken:
+                placed = self._shards.layout.parameters[index]
+                taken[index] = torch.zeros(placed.shape, dtype=runtime.dtypes.param, device=device)
+
+    def _check_zeros(self, runtime: Runtime) -> None:
         trainable = [i for i, leaf in enumerate(runtime.leaves) if leaf.requires_grad]
         unsettled = runtime.gradients.open_among(trainable)
         if unsettled:
@@ -99,11 +108,6 @@ class Gradients:
                 "grad_dtype is None. Give a MixedPrecisionPolicy with the reduce_dtype that their "
                 "gradients have, so that every rank makes the same zeros."
             )
-        device = runtime.buffer.tensor.device
-        for index, leaf in enumerate(runtime.leaves):
-            if leaf.requires_grad and index not in taken:
-                placed = self._shards.layout.parameters[index]
-                taken[index] = torch.zeros(placed.shape, dtype=runtime.dtypes.param, device=device)
 
     def _flattened(self, index: int, gradient: Tensor) -> Tensor:
         if not self._flattens[index]:
