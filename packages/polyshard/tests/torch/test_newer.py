@@ -149,6 +149,7 @@ def six_facts(self: TensorProperties) -> tuple[Any, ...]:
 FACTS: Any = TensorProperties.__getstate__
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_checkpoints_of_a_newer_torch_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
