@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from polyshard.engine.native_state import attach_optimizer
     from polyshard.module import (
         FSDPModule,
+        GradientReductionHandle,
         UnshardHandle,
         share_comm_ctx,
     )
@@ -66,6 +67,7 @@ __all__ = [
     "FSDPModule",
     "GatherCodec",
     "GatherCodecPlugin",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "Observer",
     "OffloadPolicy",
@@ -113,6 +115,7 @@ _HOMES = {
     "DataParallelMeshDims": "policies",
     "FSDPModule": "module",
     "GatherCodecPlugin": "plugins.codec_plugins",
+    "GradientReductionHandle": "module",
     "HOOK_API": "plugins.contract",
     "MixedPrecisionPolicy": "policies",
     "OffloadPolicy": "policies",

@@ -96,7 +96,9 @@ def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
         shard_placement_fn: how to shard each parameter: ``Shard(dim)``, even or not; ``None`` for
             dim 0; ``Replicate()`` to keep it whole; a :class:`polyshard.ShardPlacement` names the
             mesh too. Parameters of one mesh and dtype communicate together.
-        mp_policy: dtypes of compute, reduction and outputs.
+        mp_policy: dtypes of compute, reduction and outputs. Its ``param_dtype_override_fn`` (torch
+            2.15) is asked once for each parameter, here; parameters of one compute dtype
+            communicate together.
         offload_policy: the default, or ``CPUOffloadPolicy()``, which stands for the plugin
             installed as ``offload`` (polyshard-offload).
         ignored_params: parameters to leave alone.
@@ -121,8 +123,8 @@ def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
             stack.prepare(member, roles.mesh)
         unit = Unit(modules, roles, mp_policy)
         unit.reshard_after_forward = _reshards(reshard_after_forward, roles)
-        ignored, dtype = ignored_params or set(), mp_policy.reduce_dtype
-        collector = Collector(roles, ignored, shard_placement_fn, stack, dtype)
+        ignored = ignored_params or set()
+        collector = Collector(roles, ignored, shard_placement_fn, stack, mp_policy)
         move_to_device(modules, collector, roles)
         sources = collector.sources(modules)
         _plan_groups(unit, sources, stack)
@@ -196,9 +198,8 @@ def _plan_groups(unit: Unit, sources: Sequence[Source], stack: PluginStack) -> N
     kinds = split_by_kind(sources)
     for name, members in zip(group_names(unit.name, len(kinds)), kinds, strict=True):
         roles = members[0].placed.roles
-        setup = GroupSetup(
-            roles, unit.policy, stack, unit.reshards_in_training, _block_size(unit, roles)
-        )
+        policy, block_size = members[0].policy, _block_size(unit, roles)
+        setup = GroupSetup(roles, policy, stack, unit.reshards_in_training, block_size)
         group = ParameterGroup(members, setup, name)
         group.pool = unit.context.pool
         unit.groups.append(group)

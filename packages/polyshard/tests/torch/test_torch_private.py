@@ -12,10 +12,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from polyshard._torch import private
+from polyshard._torch import newer, private
 from polyshard.errors import MeshError
 from polyshard.testing import World, ranks
 
@@ -114,11 +113,6 @@ def test_holders_of_memory_are_counted() -> None:
     assert private.storage_holders(tensor) == 1
 
 
-def test_the_default_of_reduce_dtype_is_read_off_the_policy() -> None:
-    follows = "grad_dtype" in (MixedPrecisionPolicy.__doc__ or "")
-    assert private.reduces_in_original_dtype() is follows
-
-
 def joined(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     both = private.join_meshes([mesh["b"], mesh["a"]])
@@ -140,10 +134,28 @@ def other_counts(rank: int, size: int) -> None:
         private.shared_group(list(range(size)), "test", group)
 
 
+def groups_of_some(rank: int, size: int) -> None:
+    """All took part in making a group that one is in: newer torch names the next one alike."""
+    dist.new_group([0])
+    names: list[str | None] = [None] * size
+    dist.all_gather_object(names, newer.name_of_next_group())
+    group: Any = dist.group.WORLD
+    if len({*names}) == 1:
+        shared = private.shared_group(list(range(size)), "test", group)
+        ones = torch.ones(1)
+        dist.all_reduce(ones, group=shared)
+        assert ones.item() == size
+    else:
+        with pytest.raises(MeshError, match=r"\[0\] and ranks \[1, 2, 3\]|different numbers"):
+            private.shared_group(list(range(size)), "test", group)
+    assert len({*names}) == 1 or newer.release() < (2, 15)
+
+
 def test_meshes_are_joined_and_groups_shared() -> None:
     world = World(4)  # with as many groups on every rank
     try:
         world.run(joined)
+        world.run(groups_of_some)
         world.run(other_counts)
     finally:
         world.close()

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from polyshard._torch.newer import any_tensor_properties, name_of_next_group
 from polyshard.errors import MeshError
 
 if TYPE_CHECKING:
@@ -78,7 +78,6 @@ __all__ = [
     "preserve_version",
     "profiler_span",
     "queue_backward_callback",
-    "reduces_in_original_dtype",
     "root_mesh",
     "set_local_tensor",
     "shared_group",
@@ -310,13 +309,16 @@ def shared_group(ranks: Sequence[int], purpose: str, like: dist.ProcessGroup) ->
             continue  # a mark for groups that this rank is not in
         if group.group_desc == label and sorted(members) == sorted(ranks):
             return group
-    counts: list[int | None] = [None] * like.size()
-    dist.all_gather_object(counts, len(distributed_c10d._world.pg_names), group=like)
-    if len(set(counts)) > 1:
+    names: list[str | None] = [None] * like.size()
+    dist.all_gather_object(names, name_of_next_group(), group=like)
+    if len(set(names)) > 1:
+        wanting = dist.get_process_group_ranks(like)
+        kinds = [[r for r, n in zip(wanting, names, strict=True) if n == k] for k in {*names}]
         raise MeshError(
-            f"ranks {dist.get_process_group_ranks(like)} need a process group for {purpose}, and "
-            f"have made different numbers of groups before ({counts}), which torch cannot name "
-            "alike. Create process groups and meshes on all ranks alike, before fully_shard."
+            f"ranks {wanting} need a process group for {purpose}, and have made different numbers "
+            f"of groups before (ranks {' and ranks '.join(map(str, sorted(kinds)))} differ), which "
+            "torch cannot name alike. Create process groups and meshes on all ranks alike, before "
+            "fully_shard."
         )
     made = dist.new_group(
         list(ranks),
@@ -355,7 +357,6 @@ def metadata_classes() -> Mapping[tuple[str, str], Any]:
         metadata.Metadata,
         metadata.MetadataIndex,
         metadata.StorageMeta,
-        metadata.TensorProperties,
         metadata.TensorStorageMetadata,
         metadata._MEM_FORMAT_ENCODING,
         filesystem._StorageInfo,
@@ -363,24 +364,17 @@ def metadata_classes() -> Mapping[tuple[str, str], Any]:
     found: dict[tuple[str, str], Any] = {(c.__module__, c.__name__): c for c in classes}
     return {
         **found,
+        (metadata.TensorProperties.__module__, "TensorProperties"): any_tensor_properties(),
         ("torch", "Size"): torch.Size,
         ("torch.serialization", "_get_layout"): _get_layout,
     }
 
 
-@functools.cache
-def reduces_in_original_dtype() -> bool:
-    """Whether the installed torch reduces in the original dtype where no ``reduce_dtype`` is given.
-
-    Up to 2.13 the default is the compute dtype. What came after says in the policy's own
-    documentation that it follows ``grad_dtype``; there is nothing else to tell them apart by.
-    """
-    return "grad_dtype" in (MixedPrecisionPolicy.__doc__ or "")
-
-
 def has_fsdp_protocol(tensor: Tensor) -> bool:
     """Whether a tensor subclass brings FSDP2's own all-gather protocol."""
-    return hasattr(tensor, "fsdp_pre_all_gather") or hasattr(tensor, "fsdp_post_all_gather")
+    names = ("pre_all_gather", "post_all_gather")
+    more = "should_release_all_gather_outputs_after_post_all_gather"
+    return any(hasattr(tensor, f"fsdp_{name}") for name in (*names, more))
 
 
 def profiler_span(phase: str, name: str) -> AbstractContextManager[Any]:

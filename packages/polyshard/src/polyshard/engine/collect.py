@@ -15,6 +15,7 @@ from polyshard.engine.root import unit_of
 from polyshard.errors import ModuleError, PluginError, SettingError, UnsupportedError
 from polyshard.exchange.tensor_protocol import check_protocol
 from polyshard.params.parameter import Form, Owner, Source
+from polyshard.policies import MixedPrecisionPolicy, policy_for
 from polyshard.seams import ParamInfo
 from polyshard.sharding.layout import chunk_bounds
 from polyshard.sharding.mesh import MeshRoles
@@ -83,10 +84,10 @@ class Collector:
         ignored: set[nn.Parameter],
         placement: PlacementFunction | None,
         stack: PluginStack,
-        reduce_dtype: torch.dtype | None = None,
+        policy: MixedPrecisionPolicy,
     ) -> None:
-        """``placement`` is the user's ``shard_placement_fn``; ``reduce_dtype`` is of the policy."""
-        self._reduce_dtype = reduce_dtype
+        """``placement`` is the user's ``shard_placement_fn``; ``policy`` is the unit's."""
+        self._policy = policy
         self._roles = roles
         self._ignored = {id(p) for p in ignored}
         self._placement = placement
@@ -123,7 +124,7 @@ class Collector:
             mesh=self._roles.mesh,
             module_class=type(owners[0].module),
             placements=_placements_of(parameter),
-            reduce_dtype=self._reduce_dtype,
+            reduce_dtype=self._policy.reduce_dtype,
         )
         with torch.no_grad():
             value, extensions = self._stack.onion.flatten(parameter.detach(), info)
@@ -136,7 +137,8 @@ class Collector:
             check_protocol(fqn, value, placed.dim)
         info = replace(info, mesh=placed.roles.mesh, shard_dim=placed.dim)
         info = replace(info, facts=self._stack.facts(value, info))
-        source = Source(info, parameter, owners, placed, value, extensions)
+        policy = policy_for(self._policy, fqn, parameter)
+        source = Source(info, parameter, owners, placed, value, extensions, policy=policy)
         if any(extension is not None for extension in extensions):
             source = replace(source, form=self._form(source))
         return source
@@ -231,11 +233,13 @@ def move_to_device(roots: Sequence[nn.Module], collector: Collector, roles: Mesh
 
 def _kind(source: Source) -> tuple[object, ...]:
     value = source.value
-    return value.dtype, value.device, has_fsdp_protocol(value), source.placed.roles.key
+    compute = source.policy.param_dtype if value.dtype.is_floating_point else None
+    dtypes = value.dtype, compute or value.dtype
+    return *dtypes, value.device, has_fsdp_protocol(value), source.placed.roles.key
 
 
 def split_by_kind(sources: Sequence[Source]) -> list[list[Source]]:
-    """One list per original dtype, device, mesh, and whether tensors bring FSDP2's protocol."""
+    """One list per dtypes (at rest and in compute), device, mesh, and protocol of tensors."""
     kinds: dict[tuple[object, ...], list[Source]] = {}
     for source in sources:
         kinds.setdefault(_kind(source), []).append(source)

@@ -78,6 +78,7 @@ class UnitHooks:
 
     def _enter_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         unit = self._unit
+        unit.context.finalization.check_line("the next forward")
         if unit.is_root is None:
             initialize_root(unit)
         unit.phase = Phase.FORWARD

@@ -84,6 +84,11 @@ def _check_fresh(root: Unit, found: Sequence[tuple[str, nn.Module, Unit]]) -> No
                 f"'{name}' already ran forward on its own and became a root. Call the outermost "
                 "sharded module first, or shard only the part you call."
             )
+        if unit is not root and unit.context.finalization.enabled:
+            raise LifecycleError(
+                f"set_manual_backward_finalization() was called on '{name}', which is not the "
+                "root. Call it on the outermost sharded module."
+            )
 
 
 def _gather_below(root: Unit, found: Sequence[tuple[str, nn.Module, Unit]]) -> None:

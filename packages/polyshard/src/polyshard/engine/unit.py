@@ -13,8 +13,10 @@ from enum import Enum, auto
 import torch
 from torch import Tensor, nn
 
+from polyshard._torch.newer import resets_sharded_gradients
 from polyshard._torch.private import queue_backward_callback
 from polyshard.agreement.failures import forget_failure
+from polyshard.engine.finalization import Finalization, Reduction
 from polyshard.engine.prefetch import Prefetcher
 from polyshard.exchange.flight import InFlight
 from polyshard.exchange.freshness import Turn
@@ -99,16 +101,16 @@ class Unit:
         """Reduce and free, or accumulate. Harmless for a unit that took no part."""
         self.phase = Phase.POST_BACKWARD
         for group in reversed(self.groups):
-            if not group.reduces:
-                group.accumulate()
-                if group.reshard_after_backward:
-                    group.reshard()
-                continue
-            gradients = group.take_gradients()
-            if group.reshard_after_backward:
-                group.reshard()
-            if gradients or group.expects_gradients():
-                self.context.reduce(group, gradients)
+            self.context.post_backward(group)
+
+    def end_unreached(self) -> None:
+        """A backward has ended without this unit's post-backward."""
+        finalization = self.context.finalization
+        for group in reversed(self.groups):
+            if finalization.is_manual and group.reduces:
+                finalization.pending[group] = None
+            else:
+                self.context.post_backward(group)
 
     def end_step(self) -> None:
         """Free what was prefetched for nothing.
@@ -126,6 +128,8 @@ class Unit:
         self.pending_modules.clear()
         for group in self.groups:
             group.discard()
+            if resets_sharded_gradients():
+                group.shards.drop_gradients()
             forget_failure(group.roles.ranks)
 
 
@@ -139,6 +143,7 @@ class RootContext:
         self.forward_root: Unit | None = None
         self.turn = Turn()
         self.is_last_backward = True
+        self.finalization = Finalization()
         self.max_reductions = 1
         self.post_optim_event: torch.Event | None = None
         self.prefetcher: Prefetcher[Unit] = Prefetcher()
@@ -156,6 +161,7 @@ class RootContext:
     def begin_forward(self, unit: Unit) -> None:
         """``unit`` is called from outside of any other: a turn begins. See [Note: turns]."""
         self.forward_root = unit
+        self.finalization.is_busy = self.finalization.is_busy or torch.is_grad_enabled()
         self.turn.begin()
 
     def refresh(self, unit: Unit) -> None:
@@ -176,13 +182,42 @@ class RootContext:
 
     # Reductions -------------------------------------------------------------------------------
 
+    def post_backward(self, group: ParameterGroup) -> None:
+        """Reduce and free, or accumulate."""
+        if not group.reduces:
+            self.finalization.pending[group] = None
+            group.accumulate()
+            if group.reshard_after_backward:
+                group.reshard()
+            return
+        self.finalization.pending.pop(group, None)
+        gradients = group.take_gradients()
+        if group.reshard_after_backward:
+            group.reshard()
+        if gradients or group.expects_gradients():
+            self.reduce(group, gradients)
+
     def reduce(self, group: ParameterGroup, gradients: dict[int, Tensor]) -> None:
         """Start to reduce, after earlier reductions have made room."""
         while len(self._reductions) >= self.max_reductions:
             self._finish_oldest()
         flight = group.start_reduction(gradients)
-        flight.is_last = self.is_last_backward
+        flight.is_last = self._is_last
         self._reductions.append((group, flight))
+
+    def holds_partial(self, group: ParameterGroup) -> bool:
+        """Whether ``group`` has, or is about to have, sums that lack those of other replicas."""
+        if not group.roles.is_replicated:
+            return False
+        on_their_way = any(g is group and not f.sums_replicas for g, f in self._reductions)
+        return on_their_way or bool(group.gradients.waiting.partial)
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether no backward of this iteration will follow."""
+        if self.finalization.is_manual:
+            return self.finalization.is_ending
+        return self.is_last_backward
 
     def _finish_oldest(self) -> None:
         group, flight = self._reductions.popleft()
@@ -200,22 +235,26 @@ class RootContext:
     def queue_end_of_backward(self) -> None:
         """Have :meth:`end_backward` called once when this backward has ended."""
         if not self.turn.in_backward:
+            self.finalization.begin_backward()
             self.turn.in_backward = True
             queue_backward_callback(self.end_backward)
 
     def end_backward(self) -> None:
-        """Reduce what no post-backward reached, finish reductions, and leave all units idle."""
+        """Reduce what no post-backward reached, finish reductions, and leave all units idle.
+
+        Or leave that to the user: see [Note: manual finalization] of the finalization.
+        """
         self.turn.in_backward = False
         self.end_forward()
         for unit in self.units:
             unit.pending_modules.clear()
             if unit.phase is not Phase.POST_BACKWARD:
-                unit.post_backward()
+                unit.end_unreached()
             unit.phase = Phase.IDLE
-        if self.is_last_backward:
-            self._end_iteration()
+        if self._is_last:
+            self.end_iteration()
 
-    def _end_iteration(self) -> None:
+    def end_iteration(self) -> None:
         """The last backward has ended: gradients are in place, and nothing of it is kept."""
         self.finish_reductions()
         for group in self._may_hold:
@@ -224,8 +263,19 @@ class RootContext:
         self.prefetcher.order.end_step()
         for unit in self.units:
             unit.end_step()
+        self.finalization.end_iteration()
         for observer in self._observers():
             observer.on_step_end()
+
+    def wait_for_reduction(self, reduction: Reduction) -> None:
+        """End the iteration whose last reductions were started apart.
+
+        Raises:
+            LifecycleError: when a reset has dropped them.
+        """
+        self.finalization.check_valid(reduction)
+        self.end_iteration()
+        self.finalization.leave_line()
 
     def _observers(self) -> Iterator[Observer]:
         """Every observer once, however many groups it watches."""
@@ -233,7 +283,12 @@ class RootContext:
         yield from found.values()
 
     def reset(self) -> None:
-        """Make the next iteration valid after an exception in forward or backward."""
+        """Make the next iteration valid after an exception in forward or backward.
+
+        Raises:
+            LifecycleError: while another root that shares the communication reduces.
+        """
+        self.finalization.check_reset()
         for _, flight in self._reductions:
             flight.end()
         self._reductions.clear()
@@ -243,3 +298,4 @@ class RootContext:
         for unit in self.units:
             unit.reset()
         self.end_forward()
+        self.finalization.reset()

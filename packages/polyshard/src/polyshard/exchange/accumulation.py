@@ -69,14 +69,20 @@ class Accumulation:
     """What waits in a group. See [Note: gradients that wait]."""
 
     unsharded: dict[int, Tensor] = field(default_factory=dict)
-    """By parameter index, in the reduce dtype, in memory nobody else knows of."""
+    """By parameter index, in the dtype it adds up in, in memory nobody else knows of."""
     partial: Sums = field(default_factory=Sums)
     held: Sums = field(default_factory=Sums)
 
-    def convert(self, device: torch.device, reduce: torch.dtype, orig: torch.dtype) -> None:
+    def convert(
+        self,
+        device: torch.device,
+        kept: Sequence[torch.dtype | None],
+        reduce: torch.dtype,
+        orig: torch.dtype,
+    ) -> None:
         """Follow parameters whose device or dtypes are others from now on."""
         for index, gradient in self.unsharded.items():
-            self.unsharded[index] = gradient.to(device, reduce)
+            self.unsharded[index] = gradient.to(device, kept[index] or gradient.dtype)
         self.partial.convert(device, reduce)
         self.held.convert(device, orig)
 

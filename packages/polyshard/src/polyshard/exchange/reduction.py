@@ -24,12 +24,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from polyshard._torch.private import local_tensor
-from polyshard.errors import GradientMismatchError
+from polyshard.errors import GradientMismatchError, UnsupportedError
 from polyshard.exchange.accumulation import Accumulation, Slot, part_of
 from polyshard.exchange.flight import Averaging, Decoding, InFlight
 from polyshard.exchange.gather import Line
 from polyshard.exchange.packing import Packing
 from polyshard.exchange.pieces import extents_of
+from polyshard.exchange.placing import Placing
 from polyshard.exchange.presence import Difference, Presence, Told
 from polyshard.memory.buffers import Recycled
 from polyshard.memory.own_storage import own_storage_of_gradient
@@ -64,6 +65,7 @@ class ReduceParts:
     """Gradients of backwards before, and of those that are not the last."""
     check_placed: Callable[[Tensor, object], None]
     """Looks at what the storage makes of the first gradient."""
+    placing: Placing
     pool: PagePool | None = None
 
 
@@ -94,6 +96,13 @@ class Reducer:
         self._storage_looks = overrides(shards.storage.place_gradient, ShardStorage.place_gradient)
         self._presence = Presence.of(roles, roles.device, line.tag, len(self._layout.parameters))
         self._totals = Recycled()
+        self._placing = parts.placing
+        if self._storage_looks and not parts.placing.is_plain:
+            raise UnsupportedError(
+                f"gradients of {self._names()} are to be {parts.placing} (grad_dtype), and their "
+                f"storage takes those of the original dtype {shards.dtype} only. Leave grad_dtype "
+                "as it is, or keep these parameters on the device."
+            )
         # What local_view() would work out for every gradient of every step.
         rank = roles.shard_rank
         self._slots: list[Slot] = [
@@ -304,7 +313,7 @@ class Reducer:
             total.div_(flight.averaging.after)
         if self.settings.hook is not None:
             self.settings.hook(total)
-        total = total.to(self._shards.dtype)
+        total = self._placing.cast(total)
         storage, held = self._shards.storage, self._waiting.held
         if held or (not flight.is_last and storage.holds_gradients):
             held.add(total, flight.present)
@@ -352,6 +361,15 @@ class Reducer:
 
     def _store(self, total: Tensor, present: Sequence[int]) -> None:
         """Set or add to ``.grad`` of the sharded parameters, then run their hooks."""
+        for part, indices in self._placing.parts(total, present):
+            self._put(part, indices)
+        for index in present:
+            parameter = self._shards.parameters[index].parameter
+            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+            for hook in tuple(hooks.values()) if hooks else ():
+                hook(parameter)
+
+    def _put(self, total: Tensor, present: Sequence[int]) -> None:
         accumulate_into: list[Tensor] = []
         accumulate_from: list[Tensor] = []
         parts = self._totals.parts_of(total)
@@ -370,8 +388,3 @@ class Reducer:
             self._totals.drop()  # gradients live elsewhere: this would be a second copy of them
         else:
             self._totals.keep_only_if_used_by(total)
-        for index in present:
-            parameter = self._shards.parameters[index].parameter
-            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
-            for hook in tuple(hooks.values()) if hooks else ():
-                hook(parameter)

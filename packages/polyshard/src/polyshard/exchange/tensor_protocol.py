@@ -7,7 +7,9 @@ the group is prepared, from the local shard alone: the sizes go into the plan th
 and a later gather that does not match them is an error before anything is sent. Shards are padded
 here, so the tensor class need not know about uneven ones.
 
-Source of the protocol: ``torch.distributed.fsdp``, ``fully_shard`` (torch 2.11 to 2.13).
+Since torch 2.15 a class may say that what arrived is not needed once it was given the outputs.
+
+Source of the protocol: ``torch.distributed.fsdp``, ``fully_shard`` (torch 2.11 to 2.15).
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport.base import Extents, GatherPiece, Pending, Transport
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 def check_protocol(fqn: str, value: Tensor, dim: int | None) -> None:
@@ -61,6 +64,21 @@ def check_protocol(fqn: str, value: Tensor, dim: int | None) -> None:
             f"'{fqn}': {kind}.{PRE} takes {count} arguments; FSDP2's protocol has (mesh) or (mesh, "
             "outer_size, outer_stride, module, mp_policy)."
         )
+
+
+def releases_outputs(fqn: str, value: Tensor) -> bool:
+    """Whether what arrived may be freed as soon as the unsharded parameter was made of it.
+
+    Raises:
+        ModuleError: for an answer that is neither ``True`` nor ``False``.
+    """
+    ask: Callable[[], object] | None = getattr(value, RELEASE, None)
+    answer = False if ask is None else ask()
+    if not isinstance(answer, bool):
+        raise ModuleError(
+            f"'{fqn}': {type(value).__name__}.{RELEASE} returned {answer!r}; it must be a bool."
+        )
+    return answer
 
 
 class ProtocolShards(Shards):
@@ -193,6 +211,7 @@ class _Parameter:
             unsharded = torch.as_strided(unsharded, shape, stride, 0)
         trainable = self._sharded.parameter.requires_grad
         self.leaf = nn.Parameter(unsharded, requires_grad=trainable)
+        self._releases = releases_outputs(self._sharded.info.fqn, self._shards.padded(self._index))
         return offset
 
     @torch.no_grad()
@@ -205,6 +224,9 @@ class _Parameter:
         post = getattr(self._shards.padded(self._index), POST)
         with preserve_version(self.leaf):
             post(tuple(w.output for w in self.wires), self._metadata, dtype, out=self.leaf)
+        if self._releases:  # allocated anew with the rest for the next gather
+            for wire in self.wires:
+                wire.arrived.untyped_storage().resize_(0)
 
     def storages(self) -> dict[int, torch.UntypedStorage]:
         """Everything to free while sharded, by identity."""

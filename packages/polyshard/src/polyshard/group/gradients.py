@@ -8,12 +8,15 @@ that belongs to the group alone. torch itself adds in place, and counts such gra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from polyshard._torch.newer import rounds_before_adding
 from polyshard._torch.private import storage_holders
 from polyshard.composition.transforms import Onion
-from polyshard.errors import PluginError
+from polyshard.errors import PluginError, SettingError
 from polyshard.exchange.accumulation import Accumulation
 from polyshard.exchange.flight import InFlight
 from polyshard.exchange.reduction import ReduceSettings
@@ -40,31 +43,37 @@ class Gradients:
     def accumulate(self, runtime: Runtime) -> None:
         """Keep this backward's gradients unsharded, in the reduce dtype, for a later reduction."""
         self._has_unreduced = True
-        self._add(self._given_up(runtime), runtime.dtypes.reduce)
+        self._add(self._given_up(runtime), runtime.gradients.kept)
 
     def carry(self, before: Runtime, after: Runtime) -> None:
         """Take what was accumulated along, in the dtypes that hold from now on."""
         device, dtypes = after.buffer.tensor.device, after.dtypes
-        self.waiting.convert(device, dtypes.reduce, dtypes.orig)
+        self.waiting.convert(device, after.gradients.kept, dtypes.reduce, dtypes.orig)
         if before.leaves is not after.leaves:
             left = {i: g.to(device) for i, g in self._given_up(before).items()}
-            self._add(left, dtypes.reduce)
+            self._add(left, after.gradients.kept)
 
     def take(self, runtime: Runtime) -> dict[int, Tensor]:
         """Unsharded gradients by parameter index; the leaves give them up."""
         taken = self._given_up(runtime)
         waiting = self.waiting.unsharded
         if waiting:
-            self._add(taken, runtime.dtypes.reduce)
+            self._add(taken, runtime.gradients.kept)
             taken = dict(waiting)
             waiting.clear()
         if self._settings.reduce_unused:
             self._add_zeros(taken, runtime)
         return taken
 
-    def may_come(self) -> bool:
-        """Whether any parameter is trainable."""
-        return any(p.parameter.requires_grad for p in self._shards.parameters)
+    def are_expected(self, runtime: Runtime) -> bool:
+        """Whether a reduction follows though there are none here.
+
+        Other ranks may have some, and partial sums may wait for it.
+        """
+        if runtime.reducer.expects_nothing:
+            return False
+        may_come = any(p.parameter.requires_grad for p in self._shards.parameters)
+        return bool(self.waiting.partial) or may_come
 
     def _given_up(self, runtime: Runtime) -> dict[int, Tensor]:
         """Take the gradients that autograd wrote to the leaves in this backward."""
@@ -77,12 +86,28 @@ class Gradients:
         return given
 
     def _add_zeros(self, taken: dict[int, Tensor], runtime: Runtime) -> None:
-        """Add zeros for trainable parameters that have no gradient."""
+        """Add zeros for trainable parameters that have no gradient.
+
+        Raises:
+            SettingError: on every rank, where ranks could not know of which dtype.
+        """
+        if runtime.gradients.is_told:
+            self._check_zeros(runtime)
         device = runtime.buffer.tensor.device
         for index, leaf in enumerate(runtime.leaves):
             if leaf.requires_grad and index not in taken:
                 placed = self._shards.layout.parameters[index]
                 taken[index] = torch.zeros(placed.shape, dtype=runtime.dtypes.param, device=device)
+
+    def _check_zeros(self, runtime: Runtime) -> None:
+        trainable = [i for i, leaf in enumerate(runtime.leaves) if leaf.requires_grad]
+        unsettled = runtime.gradients.open_among(trainable)
+        if unsettled:
+            raise SettingError(
+                f"set_reduce_scatter_unused_params needs zeros for {self._names(unsettled)}, whose "
+                "grad_dtype is None. Give a MixedPrecisionPolicy with the reduce_dtype that their "
+                "gradients have, so that every rank makes the same zeros."
+            )
 
     def _flattened(self, index: int, gradient: Tensor) -> Tensor:
         if not self._flattens[index]:
@@ -99,7 +124,7 @@ class Gradients:
             )
         return flat
 
-    def _add(self, gradients: dict[int, Tensor], dtype: torch.dtype) -> None:
+    def _add(self, gradients: dict[int, Tensor], dtypes: Sequence[torch.dtype | None]) -> None:
         """Add to what waits. See [Note: gradients of autograd]."""
         waiting = self.waiting.unsharded
         sums: list[Tensor] = []
@@ -109,9 +134,9 @@ class Gradients:
             held = waiting.get(index)
             if held is not None:
                 sums.append(held)
-                terms.append(gradient)
+                terms.append(_rounded(gradient, held.dtype))
             else:
-                waiting[index] = _own(gradient, dtype)
+                waiting[index] = _own(gradient, dtypes[index] or gradient.dtype)
         if sums:
             with torch.no_grad():
                 torch._foreach_add_(sums, terms)
@@ -119,7 +144,8 @@ class Gradients:
     def wire_dtype(self, runtime: Runtime) -> torch.dtype:
         """The dtype gradients travel in, from settings alone. See [Note: reduction]."""
         dtypes = runtime.dtypes
-        if self._has_unreduced or dtypes.param.itemsize > dtypes.reduce.itemsize:
+        told = runtime.gradients.is_told  # then gradients may be wider than compute
+        if self._has_unreduced or told or dtypes.param.itemsize > dtypes.reduce.itemsize:
             return dtypes.reduce
         same = dtypes.param.itemsize == dtypes.reduce.itemsize
         return dtypes.reduce if same else dtypes.param
@@ -127,14 +153,44 @@ class Gradients:
     def start(self, runtime: Runtime, gradients: dict[int, Tensor]) -> tuple[InFlight, int]:
         """Begin to reduce what :meth:`take` returned; also the bytes that leave this rank."""
         wire = self.wire_dtype(runtime)
+        self._check_open(runtime, gradients)
         self._has_unreduced = False
         return runtime.reducer.start(gradients, wire)
 
+    def _check_open(self, runtime: Runtime, gradients: dict[int, Tensor]) -> None:
+        """Refuse to round gradients of which nobody said that they may be rounded.
+
+        Raises:
+            SettingError: naming the parameters.
+        """
+        if not runtime.gradients.is_told:
+            return
+        reduce = runtime.dtypes.reduce
+        wider = [
+            index
+            for index in runtime.gradients.open_among(list(gradients))
+            if torch.promote_types(gradients[index].dtype, reduce) is not reduce
+        ]
+        if wider:
+            raise SettingError(
+                f"gradients of {self._names(wider)} (grad_dtype=None) are wider than {reduce}, in "
+                "which their group is reduced. Give a MixedPrecisionPolicy with a reduce_dtype."
+            )
+
+    def _names(self, indices: Sequence[int]) -> list[str]:
+        return [self._shards.parameters[i].info.fqn for i in indices]
+
     def discard(self, runtime: Runtime) -> None:
         """Forget everything a failed step left behind."""
-        self.take(runtime)
+        self._given_up(runtime)
         self._has_unreduced = False
         self.waiting.clear()
+
+
+def _rounded(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """``gradient`` as the installed torch adds it to a sum of ``dtype``."""
+    is_wider = gradient.dtype is not dtype and gradient.itemsize >= dtype.itemsize
+    return gradient.to(dtype) if is_wider and rounds_before_adding() else gradient
 
 
 def _own(gradient: Tensor, dtype: torch.dtype) -> Tensor:

@@ -32,17 +32,17 @@ from polyshard.exchange.tensor_protocol import (
     refuse_claims,
     uses_protocol,
 )
+from polyshard.group.dtypes import Dtypes, GradientDtypes, resolve_dtypes
 from polyshard.group.gradients import Gradients
 from polyshard.group.kept import free_outdated
 from polyshard.group.notices import policy_notices
-from polyshard.group.plan import resolve_dtypes
 from polyshard.group.runtime import Parts, Runtime, build_runtime
 from polyshard.group.setup import GroupSetup
 from polyshard.group.traffic import GroupName, Meter
 from polyshard.memory.pages import PagePool
-from polyshard.params.parameter import Source
+from polyshard.params.parameter import Source, Told
 from polyshard.params.sharded import Shards
-from polyshard.seams import GroupIdentity, GroupInfo, ParamInfo
+from polyshard.seams import GroupIdentity, GroupInfo
 from polyshard.sharding.layout import plan_layout
 from polyshard.transport.base import Pending, Transport
 from polyshard.transport.custom import CustomComms, CustomTransport
@@ -75,8 +75,10 @@ class ParameterGroup:
         self.turn = Turn()
         self.block_size = setup.block_size
         self.device = setup.roles.device
-        info = self._info(tuple(s.info for s in sources), sources[0].value.dtype)
-        warn(policy_notices(setup.policy, info.orig_dtype))
+        told = [Told.by(s.parameter) for s in sources]
+        dtypes, _ = resolve_dtypes(setup.policy, sources[0].value.dtype, told)
+        info = setup.info(name, [s.info for s in sources], dtypes, self.identity)
+        warn(policy_notices(setup.policy, dtypes.orig))
         self._teardown = setup.stack.teardown(info, self._name)
         self.contributions = setup.stack.contributions(info)
         if uses_protocol(sources):
@@ -105,7 +107,7 @@ class ParameterGroup:
         self._pending: Pending | None = None
         self._made = 0
         self._stale = True
-        self._is_outdated = False
+        self.keeps_memory = self._is_outdated = False
 
     def shard(self) -> None:
         """Cut the parameters and register their sharded forms; called once, when all plans hold."""
@@ -121,22 +123,12 @@ class ParameterGroup:
 
     def info(self) -> GroupInfo:
         """The group as plugins see it, with current names, dtypes and frozen parameters."""
-        return self._info(tuple(p.current_info for p in self.shards.parameters), self.shards.dtype)
+        infos = [p.current_info for p in self.shards.parameters]
+        return self.setup.info(self.name, infos, self._dtypes()[0], self.identity)
 
-    def _info(self, parameters: tuple[ParamInfo, ...], orig: torch.dtype) -> GroupInfo:
-        dtypes = resolve_dtypes(self.setup.policy, orig)
-        return GroupInfo(
-            name=self.name,
-            parameters=parameters,
-            mesh=self.roles.mesh,
-            rank=self.roles.shard_rank,
-            world_size=self.roles.shard_size,
-            device=self.device,
-            orig_dtype=dtypes.orig,
-            param_dtype=dtypes.param,
-            reduce_dtype=dtypes.reduce,
-            identity=self.identity,
-        )
+    def _dtypes(self) -> tuple[Dtypes, GradientDtypes]:
+        told = [p.told for p in self.shards.parameters]
+        return resolve_dtypes(self.setup.policy, self.shards.dtype, told)
 
     @property
     def name(self) -> str:
@@ -180,6 +172,9 @@ class ParameterGroup:
         return runtime
 
     def _build(self) -> Runtime:
+        for parameter in self.shards.parameters:
+            parameter.hear()
+        dtypes, gradients = self._dtypes()
         parts = Parts(
             info=self.info(),
             shards=self.shards,
@@ -192,9 +187,12 @@ class ParameterGroup:
             block_size=self.block_size,
             waiting=self.gradients.waiting,
             turn=self.turn,
+            dtypes=dtypes,
+            gradients=gradients,
+            keeps_memory=self.keeps_memory,
         )
         last = self._runtime
-        runtime = build_runtime(parts, resolve_dtypes(self.setup.policy, self.shards.dtype), last)
+        runtime = build_runtime(parts, last)
         runtime.reducer.settings = self.reduce_settings
         if last is not None:
             self.gradients.carry(last, runtime)
@@ -296,9 +294,19 @@ class ParameterGroup:
             if until_backward and block is not None:
                 block.keep()
             self.shards.registry.register()
-            self._runtime.buffer.release()
+            self._let_go(self._runtime)
         self.state = State.SHARDED
         self.meter.resharded()
+
+    def _let_go(self, runtime: Runtime) -> None:
+        if not self.keeps_memory:
+            runtime.buffer.release()
+
+    def keep_memory(self, keep: bool) -> None:
+        """Whether unsharded memory stays where it is when the parameters are freed."""
+        self.keeps_memory = keep
+        if self._runtime is not None and self.is_sharded:
+            self._let_go(self._runtime)
 
     def end_block(self) -> None:
         """Have no block keep the parameters between forward and backward from now on."""
@@ -318,10 +326,6 @@ class ParameterGroup:
             self.transport = CustomTransport(self._base_transport, comms, group)
         self._stale = self._is_outdated = True
 
-    def separate_reductions(self, enable: bool) -> None:
-        """Whether reductions get a communicator of their own."""
-        self.transport.separate_reductions(enable)
-
     def drop_block(self) -> None:
         """Free what the block kept for a backward that is over."""
         if self._runtime is not None and self._runtime.block is not None:
@@ -339,14 +343,8 @@ class ParameterGroup:
         return {} if self._runtime is None else self.gradients.take(self._runtime)
 
     def expects_gradients(self) -> bool:
-        """Whether a backward that brought no gradients ends in a reduction nevertheless.
-
-        Other ranks may have some, and partial sums may wait for it.
-        """
-        runtime = self._runtime
-        if runtime is None or runtime.reducer.expects_nothing:
-            return False
-        return bool(self.gradients.waiting.partial) or self.gradients.may_come()
+        """Whether a backward that brought no gradients ends in a reduction nevertheless."""
+        return self._runtime is not None and self.gradients.are_expected(self._runtime)
 
     def start_reduction(self, gradients: dict[int, Tensor]) -> InFlight:
         """Begin to reduce what :meth:`take_gradients` returned."""
@@ -395,5 +393,5 @@ class ParameterGroup:
         with suppress(RuntimeError):  # a peer that is gone sends nothing into freed memory either
             self._pending.wait()
         self._pending = None
-        runtime.buffer.release()
+        self._let_go(runtime)
         self.state = State.SHARDED

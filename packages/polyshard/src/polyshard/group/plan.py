@@ -9,38 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from typing_extensions import override
 
-from polyshard._torch.private import reduces_in_original_dtype
 from polyshard.composition.roles import GATHER_CODEC
+from polyshard.group.dtypes import Dtypes
 from polyshard.group.transfers import Way
-from polyshard.policies import MixedPrecisionPolicy
 from polyshard.seams import ParamInfo
 from polyshard.sharding.layout import GroupLayout
-
-
-@dataclass(frozen=True)
-class Dtypes:
-    """The three dtypes of a group: at rest, in compute and on the wire, in reduction."""
-
-    orig: torch.dtype
-    param: torch.dtype
-    reduce: torch.dtype
-
-    @override
-    def __str__(self) -> str:
-        """At rest, in compute, in reduction."""
-        names = (str(d).removeprefix("torch.") for d in (self.orig, self.param, self.reduce))
-        return " / ".join(names)
-
-
-def resolve_dtypes(policy: MixedPrecisionPolicy, orig: torch.dtype) -> Dtypes:
-    """What ``policy`` makes of parameters of dtype ``orig``; defaults are the installed torch's."""
-    param = policy.param_dtype if orig.is_floating_point else None
-    compute = param or orig
-    default = orig if reduces_in_original_dtype() else compute
-    return Dtypes(orig, compute, policy.reduce_dtype or default)
 
 
 @dataclass(frozen=True)
@@ -84,12 +59,14 @@ class Sharded:
     """Shape after the transforms of this rank, before it is cut into shards."""
     transforms: tuple[str, ...] = ()
     """Plugins that transform it, in order."""
+    gradients: str = ""
+    """What it says of the dtype of its gradients, if anything."""
 
     @override
     def __str__(self) -> str:
         """The text that ranks compare."""
         by = f" flattened by {', '.join(self.transforms)}" if self.transforms else ""
-        return f"{self.placements}{by}"
+        return f"{self.placements}{by}{self.gradients and f' gradients {self.gradients}'}"
 
 
 @dataclass(frozen=True)

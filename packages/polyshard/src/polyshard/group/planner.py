@@ -67,7 +67,8 @@ def _sharded(group: ParameterGroup, index: int) -> Sharded:
     parameter = group.shards.parameters[index]
     layers = group.setup.stack.onion.layers_of(parameter.extensions)
     flat_shape = group.shards.layout.parameters[index].shape
-    return Sharded(str(tuple(parameter.spec.placements)), flat_shape, layers)
+    told = "" if parameter.told is None else str(parameter.told)
+    return Sharded(str(tuple(parameter.spec.placements)), flat_shape, layers, told)
 
 
 def _trainable(group: ParameterGroup, runtime: Runtime) -> dict[int, Tensor]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
 from torch import nn
 
+from polyshard._torch.newer import set_grad_dtype
 from polyshard.composition.answers import Binding
 from polyshard.composition.roles import Contributions
 from polyshard.composition.transforms import Onion
@@ -16,12 +18,13 @@ from polyshard.exchange.accumulation import Accumulation
 from polyshard.exchange.block import Block
 from polyshard.exchange.freshness import Turn
 from polyshard.exchange.gather import CodecGather, GatherPath, Line, NativeGather
+from polyshard.exchange.placing import Placing
 from polyshard.exchange.reduction import ReduceParts, Reducer
 from polyshard.exchange.tensor_protocol import ProtocolGather, ProtocolShards
-from polyshard.group.plan import Dtypes
+from polyshard.group.dtypes import Dtypes, GradientDtypes
 from polyshard.memory.buffers import Buffer, new_buffer
 from polyshard.memory.pages import PagePool
-from polyshard.params.parameter import Registry
+from polyshard.params.parameter import Registry, Told
 from polyshard.params.sharded import Shards
 from polyshard.params.unsharded import Unsharded
 from polyshard.policies import MixedPrecisionPolicy
@@ -40,6 +43,7 @@ class Runtime:
     reducer: Reducer
     registry: Registry
     dtypes: Dtypes
+    gradients: GradientDtypes
     unsharded: Unsharded | None
     """What owns buffer and leaves, unless a tensor class does."""
     block: Block | None = None
@@ -61,36 +65,54 @@ class Parts:
     waiting: Accumulation
     """Gradients of backwards before this runtime was made."""
     turn: Turn
+    dtypes: Dtypes
+    gradients: GradientDtypes
+    keeps_memory: bool
+    """Whether unsharded memory, once there, stays at its addresses."""
 
 
-def build_runtime(parts: Parts, dtypes: Dtypes, last: Runtime | None) -> Runtime:
-    """Bind every transfer of a group to memory. Leaves the unsharded side freed.
+def build_runtime(parts: Parts, last: Runtime | None) -> Runtime:
+    """Bind every transfer of a group to memory. Leaves the unsharded side freed, if it may be.
 
     Args:
         parts: what it is built from.
-        dtypes: of the group as it is now.
         last: what served until now; memory and leaves go on where they suit.
     """
+    dtypes = parts.dtypes
     # Ranks agree on names, so they agree on tags without a word.
     tag = zlib.crc32(f"{parts.roles.describe()} {parts.info.name}".encode()) >> 2
     line = Line(parts.transport, tag, parts.roles.shard_rank)
     binding = Binding(parts.contributions, parts.info.name)
-    unsharded, path = _unsharded_side(parts, dtypes, line, binding, last)
+    unsharded, path = _unsharded_side(parts, line, binding, last)
     side: Unsharded | ProtocolGather = unsharded or cast("ProtocolGather", path)
     buffer, leaves = side.buffer, side.leaves
+    _tell_leaves(parts, leaves)
     block = None if parts.block_size is None else _block(parts, parts.block_size, buffer, tag)
-    buffer.release()
+    if not parts.keeps_memory:
+        buffer.release()
     reduce_codec = binding.reduce_codec(parts.info, parts.shards.layout)
     check = partial(binding.check_placed, parts.shards.storage)
+    placing = Placing(parts.gradients.placed, dtypes.orig)
     reducer = Reducer(
         parts.shards,
         dtypes.reduce,
-        ReduceParts(parts.roles, line, parts.waiting, check, parts.pool),
+        ReduceParts(parts.roles, line, parts.waiting, check, placing, parts.pool),
         reduce_codec,
     )
     owners = (p.owners for p in parts.shards.parameters)
     registry = Registry(zip(owners, leaves, strict=True))
-    return Runtime(buffer, leaves, path, reducer, registry, dtypes, unsharded, block)
+    return Runtime(
+        buffer, leaves, path, reducer, registry, dtypes, parts.gradients, unsharded, block
+    )
+
+
+def _tell_leaves(parts: Parts, leaves: Sequence[nn.Parameter]) -> None:
+    """Have leaves take gradients of the dtypes that their sharded parameters ask for."""
+    for sharded, leaf, kept in zip(
+        parts.shards.parameters, leaves, parts.gradients.kept, strict=True
+    ):
+        if sharded.told is not None and Told.by(leaf) != Told(kept):
+            set_grad_dtype(leaf, kept)
 
 
 def _block(parts: Parts, size: int, buffer: Buffer, tag: int) -> Block:
@@ -101,30 +123,30 @@ def _block(parts: Parts, size: int, buffer: Buffer, tag: int) -> Block:
 
 
 def _unsharded_side(
-    parts: Parts, dtypes: Dtypes, line: Line, binding: Binding, last: Runtime | None
+    parts: Parts, line: Line, binding: Binding, last: Runtime | None
 ) -> tuple[Unsharded | None, GatherPath]:
     shards = parts.shards
     if isinstance(shards, ProtocolShards):
         route = (line.transport, line.tag)
-        return None, ProtocolGather(shards, parts.policy, dtypes.param, route)
+        return None, ProtocolGather(shards, parts.policy, parts.dtypes.param, route)
     codec = binding.gather_codec(parts.info, shards.layout)
     shards.storage.serve_codec(codec is not None)
     crosses, device = codec is not None, parts.info.device
     binding.check_view(shards.storage, shards.buffer, device, may_cross=crosses)
-    unsharded = _memory(parts, dtypes, last, is_decoded=codec is not None)
+    unsharded = _memory(parts, last, is_decoded=codec is not None)
     if codec is None:
         return unsharded, NativeGather(unsharded, line)
     return unsharded, CodecGather(codec, unsharded, line, parts.turn)
 
 
-def _memory(parts: Parts, dtypes: Dtypes, last: Runtime | None, *, is_decoded: bool) -> Unsharded:
+def _memory(parts: Parts, last: Runtime | None, *, is_decoded: bool) -> Unsharded:
     old = None if last is None else last.unsharded
-    if old is not None and old.serves(dtypes.param, parts.pool, is_decoded):
+    if old is not None and old.serves(parts.dtypes.param, parts.pool, is_decoded):
         old.follow()
         return old
     return Unsharded(
         parts.shards,
-        dtypes.param,
+        parts.dtypes.param,
         parts.info.device,
         parts.pool,
         parts.onion,

@@ -11,15 +11,18 @@ the other with the modules is a dictionary write, prepared once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from typing_extensions import override
 
+from polyshard._torch.newer import grad_dtype_of, set_grad_dtype
 from polyshard._torch.private import dtensor_spec, wrap_local, wrap_parameter
 from polyshard.composition.transforms import Extensions
+from polyshard.policies import MixedPrecisionPolicy
 from polyshard.sharding.layout import ParameterShape
 
 if TYPE_CHECKING:
@@ -29,6 +32,24 @@ if TYPE_CHECKING:
     from polyshard.seams import ParamInfo
     from polyshard.sharding.mesh import MeshRoles
     from polyshard.sharding.placement import Placed
+
+
+@dataclass(frozen=True)
+class Told:
+    """That a parameter says itself of which dtype its gradients are; ``None`` is any."""
+
+    dtype: torch.dtype | None
+
+    @override
+    def __str__(self) -> str:
+        """For people, and for ranks to compare."""
+        return "of any dtype" if self.dtype is None else str(self.dtype).removeprefix("torch.")
+
+    @classmethod
+    def by(cls, parameter: Tensor) -> Told | None:
+        """What ``parameter`` says, if anything."""
+        is_told, dtype = grad_dtype_of(parameter)
+        return cls(dtype) if is_told else None
 
 
 @dataclass(frozen=True)
@@ -120,6 +141,8 @@ class Source:
     extensions: Extensions = ()
     form: Form | None = None
     """What a plugin makes of the sharded parameter, where it takes part in other axes too."""
+    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    """That of the unit, with what it overrides for this parameter settled."""
 
     @property
     def shape(self) -> ParameterShape:
@@ -143,6 +166,38 @@ class ShardedParameter:
         )
         if type(source.parameter) is nn.Parameter:  # a subclass keeps its own state there
             self.parameter.__dict__.update(source.parameter.__dict__)
+        self._specs = {local.dtype: self.spec}
+        self.told = Told.by(source.parameter)
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.told is not None and Told.by(self.parameter) != self.told:
+            set_grad_dtype(self.parameter, self.told.dtype)
+
+    def hear(self) -> None:
+        """Take note of what the parameter was told of its gradients since."""
+        self.told = Told.by(self.parameter) or self.told
+
+    def tell_again(self) -> None:
+        """Objects that replace others come without, and so do those whose content was swapped."""
+        self.hear()
+        self._tell()
+
+    def lift_gradient(self) -> Tensor | None:
+        """Take the gradient away if it has a dtype of its own, which no conversion changes."""
+        self.hear()
+        gradient = self.parameter.grad
+        if self.told is None or gradient is None:
+            return None
+        self.parameter.grad = None
+        return gradient
+
+    def put_gradient(self, gradient: Tensor) -> None:
+        """Give what :meth:`lift_gradient` took to the parameter that is registered now."""
+        held = self.owners[0].held
+        if held is not None and self.told is not None:
+            set_grad_dtype(held, self.told.dtype)
+            held.grad = gradient.to(held.device).requires_grad_(gradient.requires_grad)
 
     @property
     def current_info(self) -> ParamInfo:
@@ -154,9 +209,15 @@ class ShardedParameter:
 
     def adopt(self, parameter: nn.Parameter) -> None:
         """Take over a parameter object that replaced ours (``to_empty``, ``assign=True``)."""
+        self.hear()
         self.parameter = parameter
+        self.tell_again()
         self.spec = self._form.spec(parameter.dtype)
+        self._specs = {parameter.dtype: self.spec}
 
     def wrap(self, local: Tensor) -> DTensor:
         """A gradient (or any value) with this parameter's placements."""
-        return wrap_local(local, self.spec)
+        spec = self._specs.get(local.dtype)
+        if spec is None:
+            spec = self._specs[local.dtype] = self._form.spec(local.dtype)
+        return wrap_local(local, spec)

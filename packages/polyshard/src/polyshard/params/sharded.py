@@ -109,6 +109,11 @@ class Shards:
         """Original dtype of the group's parameters."""
         return self.buffer.dtype
 
+    def drop_gradients(self) -> None:
+        """Forget the sharded gradients."""
+        for parameter in self.parameters:
+            parameter.parameter.grad = None
+
     def versions(self) -> list[int]:
         """Version counters of the sharded parameters, which count some of the writes to them.
 
@@ -223,6 +228,8 @@ class Shards:
             if found is not parameter.parameter:
                 parameter.adopt(found)
                 changed = True
+            else:
+                parameter.tell_again()
         if changed:
             self.registry = self._new_registry()
             self.registry.register()

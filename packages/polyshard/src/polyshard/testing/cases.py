@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from polyshard.group.plan import Dtypes
+from polyshard.group.dtypes import Dtypes
 from polyshard.seams import GroupInfo, ParamInfo
 from polyshard.sharding.layout import GroupLayout, ParameterLayout, ParameterShape, plan_layout
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyshard.composition.stack import PluginStack
-from polyshard.group.plan import Dtypes
+from polyshard.group.dtypes import Dtypes
 from polyshard.seams import GatherCodec, ReduceCodec
 from polyshard.testing.cases import MIXED, Case, case, cases, chunk_rows, real_mask, strided_rows
 from polyshard.testing.kit import Kit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from polyshard._torch.newer import backend_of
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport.base import (
     Extents,
@@ -45,8 +46,4 @@ def choose_transport(roles: MeshRoles, device: torch.device) -> Transport:
 
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
     """Backend of ``group`` for ``device``: a group may have one per device type."""
-    config = dist.get_backend_config(group)
-    if ":" not in config:
-        return config.lower()
-    pairs = dict(part.split(":", 1) for part in config.split(","))
-    return pairs.get(device.type, "").lower()
+    return backend_of(group, device)

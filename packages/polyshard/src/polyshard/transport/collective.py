@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from polyshard._torch.newer import backend_of, coalesces
 from polyshard._torch.private import coalescing, shared_group
 from polyshard.transport.base import (
     Extents,
@@ -168,9 +169,9 @@ class CollectiveTransport(Transport):
         self.reduce_group = group
         self.rank = group.rank()
         self.size = group.size()
-        self.name = f"{dist.get_backend(group)}-collectives"
+        self.name = f"{backend_of(group, device)}-collectives"
         self._device = device
-        self.coalesces = dist.get_backend(group) == dist.Backend.NCCL
+        self.coalesces = coalesces(group, device)
         self.gather_lane = Lane(device)
         self.reduce_lane = Lane(device)
 

@@ -1,0 +1,140 @@
+"""Names that only some of the supported versions of torch have, and what holds where they are not.
+
+Nothing here is read from documentation, which ``python -OO`` strips.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from polyshard.errors import UnsupportedError
+
+if TYPE_CHECKING:
+
+    class TorchGradientReductionHandle:
+        """Waits for gradients that are being reduced, as in torch 2.15."""
+
+        def wait(self) -> None:
+            """Wait for them."""
+
+else:
+    try:
+        from torch.distributed.fsdp import GradientReductionHandle as TorchGradientReductionHandle
+    except ImportError:  # torch before 2.15
+
+        class TorchGradientReductionHandle:
+            """Waits for gradients that are being reduced, as in torch 2.15."""
+
+
+def release() -> tuple[int, ...]:
+    """The first two numbers of the installed torch's version."""
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def reduces_in_original_dtype() -> bool:
+    """Whether gradients are reduced in the original dtype where no ``reduce_dtype`` is given.
+
+    Before 2.15 they are reduced in the dtype of compute.
+    """
+    return release() >= (2, 15)
+
+
+def rounds_before_adding() -> bool:
+    """Whether a gradient is cast to the dtype in which it adds up before it is added.
+
+    Before 2.15 it is added to the sum as it is, and only that is rounded.
+    """
+    return release() >= (2, 15)
+
+
+def resets_sharded_gradients() -> bool:
+    """Whether ``reset_iter_state()`` drops gradients that were reduced already."""
+    return release() >= (2, 15)
+
+
+class StandInState:
+    """What ``_get_fsdp_state()`` gives: only what torch's pipelines compare between stages."""
+
+    def __init__(self, line: object) -> None:
+        """``line`` is the same object for modules that share their communication."""
+        self._comm_ctx = line
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """For all else.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "this module is sharded by polyshard, not by torch.distributed.fsdp: it has no "
+            f"FSDPState with '{name}'. Use the public methods of FSDPModule."
+        )
+
+
+def dtype_override_of(policy: object) -> Any:
+    """``param_dtype_override_fn`` of a policy (torch 2.15, or a subclass that has it)."""
+    return getattr(policy, "param_dtype_override_fn", None)
+
+
+def grad_dtype_of(parameter: Tensor) -> tuple[bool, torch.dtype | None]:
+    """Whether ``parameter`` (a leaf) was told of which dtype gradients are; and of which.
+
+    ``None`` is any. Before 2.15 telling it the dtype it has cannot be told from not telling it.
+    """
+    dtype: torch.dtype | None = getattr(parameter, "grad_dtype", parameter.dtype)
+    told: bool | None = getattr(parameter, "_has_grad_dtype_override", None)
+    return (dtype is not parameter.dtype if told is None else told), dtype
+
+
+def set_grad_dtype(parameter: Tensor, dtype: torch.dtype | None) -> None:
+    """Have ``parameter`` (a leaf) take gradients of ``dtype``, or of any."""
+    cast("Any", parameter).grad_dtype = dtype
+
+
+def coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the backend of ``group`` for ``device`` launches several collectives as one.
+
+    Asked of the backend: by name there are several that do, and a group may have one per device.
+    """
+    backend = cast("Any", group)._get_backend(device)
+    return bool(getattr(backend, "supports_coalescing", False))
+
+
+def any_tensor_properties() -> type[Any]:
+    """What the metadata of a checkpoint says of a tensor, also as a newer torch wrote it.
+
+    2.15 pickles six facts, and older versions refuse what is not five; the sixth is how elements
+    lay in memory, of which loading makes no use.
+    """
+    from torch.distributed.checkpoint.metadata import TensorProperties
+
+    facts = len(TensorProperties().__getstate__())
+
+    class AnyTensorProperties(TensorProperties):
+        def __setstate__(self, state: tuple[Any, ...]) -> None:
+            super().__setstate__(state[:facts])  # type: ignore[no-untyped-call]
+            self.__class__ = TensorProperties  # type: ignore[assignment]
+
+    return AnyTensorProperties
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of the backend of ``group`` for ``device``; empty where it has none for it."""
+    config = dist.get_backend_config(group)
+    if ":" not in config:
+        return config.lower()
+    pairs = dict(part.split(":", 1) for part in config.split(","))
+    return pairs.get(device.type, "").lower()
+
+
+def name_of_next_group() -> str:
+    """From what torch would make the name of a group made now, beside its ranks.
+
+    Up to some version that is the number of groups that a rank is in, later the number it has made.
+    """
+    return distributed_c10d._hash_ranks_to_str([])

@@ -1,0 +1,72 @@
+"""Of which dtypes a group's parameters and gradients are, where.
+
+[Note: dtypes of gradients]
+A parameter may say itself of which dtype its gradients are (``grad_dtype``; ``None``: of any). That
+is what its sharded gradient has then, and unless the policy names a ``reduce_dtype``, what its
+gradients add up in before they are reduced. The group is reduced in the dtype that all of these
+promote to. Parameters that say nothing follow the installed torch: their gradients have the
+original dtype, and are reduced in it or in that of compute.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from typing_extensions import override
+
+from polyshard._torch.newer import reduces_in_original_dtype
+from polyshard.params.parameter import Told
+from polyshard.policies import MixedPrecisionPolicy
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """The three dtypes of a group: at rest, in compute and on the wire, in reduction."""
+
+    orig: torch.dtype
+    param: torch.dtype
+    reduce: torch.dtype
+
+    @override
+    def __str__(self) -> str:
+        """At rest, in compute, in reduction."""
+        names = (str(d).removeprefix("torch.") for d in (self.orig, self.param, self.reduce))
+        return " / ".join(names)
+
+
+@dataclass(frozen=True)
+class GradientDtypes:
+    """Of the gradients of each parameter; ``None`` is any. See [Note: dtypes of gradients]."""
+
+    kept: tuple[torch.dtype | None, ...]
+    """While they add up unsharded."""
+    placed: tuple[torch.dtype | None, ...]
+    """Once they are sharded."""
+    is_told: bool = False
+    """Whether any parameter says what it takes."""
+
+    def open_among(self, indices: Sequence[int]) -> list[int]:
+        """Those of ``indices`` for which no dtype is settled before there is a gradient."""
+        return [index for index in indices if self.kept[index] is None]
+
+
+def resolve_dtypes(
+    policy: MixedPrecisionPolicy, orig: torch.dtype, told: Sequence[Told | None]
+) -> tuple[Dtypes, GradientDtypes]:
+    """What ``policy`` makes of parameters of dtype ``orig`` that say ``told`` of their gradients.
+
+    Defaults are the installed torch's.
+    """
+    param = policy.param_dtype if orig.is_floating_point else None
+    compute = param or orig
+    default = policy.reduce_dtype or (orig if reduces_in_original_dtype() else compute)
+    kept = tuple(default if t is None else policy.reduce_dtype or t.dtype for t in told)
+    placed = tuple(orig if t is None else t.dtype for t in told)
+    # One of which nothing is known has the dtype that autograd computes it in, that of compute.
+    found = {dtype or compute for dtype in kept}
+    reduce = functools.reduce(torch.promote_types, found) if len(found) > 1 else found.pop()
+    is_told = any(t is not None for t in told)
+    return Dtypes(orig, compute, reduce), GradientDtypes(kept, placed, is_told)

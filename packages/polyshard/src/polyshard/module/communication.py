@@ -1,0 +1,102 @@
+"""Settings of how a sharded module communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from typing_extensions import override
+
+from polyshard.errors import warn
+from polyshard.module.access import Access
+from polyshard.transport.custom import AllGather, ReduceScatter
+
+
+class CommunicationSettings(Access):
+    """Setters of who moves bytes, and what is done to gradients on the way."""
+
+    @override
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Have ``hook`` change this unit's reduced gradients before they are stored.
+
+        It gets each group's averaged shard (flat, reduce dtype), after any all-reduce, in the order
+        of the reductions. Several groups of a unit each call it (torch refuses those).
+
+        Args:
+            hook: changes its argument in place.
+            stream: runs the hook there; the current stream waits for it.
+        """
+        for group in self._groups(recurse=False):
+            group.reduce_settings.hook = hook if stream is None else _on_stream(hook, stream)
+
+    @override
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Have the next forward of the root wait for ``event`` before anything is gathered.
+
+        The compute stream waits, which is always right; gathers then wait for the compute stream.
+        Without streams (CPU) there is nothing to wait for.
+
+        Raises:
+            LifecycleError: on a module that is not the root.
+        """
+        unit = self._root_unit("set_post_optim_event")
+        unit.context.post_optim_event = event
+
+    @override
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Have ``comm`` gather this unit's parameters, through one flat buffer it allocates."""
+        for group in self._groups(recurse=False):
+            group.set_comms(replace(group.comms, all_gather=comm))
+
+    @override
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Have ``comm`` reduce this unit's gradients, through one flat buffer it allocates."""
+        for group in self._groups(recurse=False):
+            group.set_comms(replace(group.comms, reduce_scatter=comm))
+
+    @override
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Whether reductions get a communicator of their own.
+
+        Only collectives queue behind each other; on gloo messages do not, and nothing changes.
+        """
+        for group in self._groups(recurse):
+            group.transport.separate_reductions(enable)
+
+    @override
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """No effect, and a warning: transfers use parameters and gradients where they rest."""
+        if enable:
+            warn([_without_buffers("set_allocate_memory_from_process_group_for_comm")])
+
+    @override
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """No effect, and a warning: transfers use parameters and gradients where they rest."""
+        del backend
+        warn([_without_buffers("set_symm_mem_for_comm")])
+
+
+def _on_stream(
+    hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream
+) -> Callable[[torch.Tensor], None]:
+    def run(gradient: torch.Tensor) -> None:
+        current = torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            hook(gradient)
+        current.wait_stream(stream)
+
+    return run
+
+
+def _without_buffers(setter: str) -> str:
+    return (
+        f"{setter}() has no effect: polyshard sends parameters and gradients from where they rest "
+        "and has no communication buffers to allocate elsewhere"
+    )

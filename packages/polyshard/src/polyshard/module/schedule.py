@@ -1,0 +1,153 @@
+"""Settings of when a sharded module gathers, frees and reduces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from typing_extensions import override
+
+from polyshard.errors import SettingError
+from polyshard.module.access import Access, units_of
+
+
+class ScheduleSettings(Access):
+    """Setters of what happens when."""
+
+    @override
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is the last of an iteration and so finishes reductions."""
+        self._unit().context.is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether an iteration is ended by :meth:`FSDPModule.finalize_backward`, not by a backward.
+
+        For the root, before a backward starts; :meth:`set_is_last_backward` no longer matters then.
+        Until the call, gradients may be unreduced.
+
+        Raises:
+            LifecycleError: on a module that is not the root, and when a backward has started.
+        """
+        unit = self._root_unit("set_manual_backward_finalization")
+        unit.context.finalization.choose(enabled)
+
+    @override
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether backward reduces gradients; without, they add up unsharded on each rank.
+
+        Over replicas too: what :meth:`set_requires_all_reduce` said before no longer holds.
+        """
+        for group in self._groups(recurse):
+            group.reduces = requires_gradient_sync
+            group.reduce_settings.all_reduce = requires_gradient_sync
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication inside the block; nests.
+
+        The settings of each unit below are restored on the way out, exceptions included.
+        """
+        groups = self._groups(recurse=True)
+        before = [(group.reduces, group.reduce_settings.all_reduce) for group in groups]
+        self.set_requires_gradient_sync(requires_gradient_sync=False)
+        try:
+            yield
+        finally:
+            for group, (reduces, all_reduces) in zip(groups, before, strict=True):
+                group.reduces = reduces
+                group.reduce_settings.all_reduce = all_reduces
+
+    @override
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces over replicas; without, partial sums add up sharded."""
+        for group in self._groups(recurse):
+            group.reduce_settings.all_reduce = requires_all_reduce
+
+    @override
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether parameters are freed between forward and backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise SettingError(
+                "set_reshard_after_forward takes True or False, got "
+                f"{type(reshard_after_forward).__name__} {reshard_after_forward!r}. An int can be "
+                "given to fully_shard only."
+            )
+        for unit in self._units(recurse):
+            unit.reshard_after_forward = reshard_after_forward
+            for group in unit.groups:
+                group.end_block()
+
+    @override
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether parameters are freed after backward (off: one gather less per micro-batch)."""
+        for group in self._groups(recurse):
+            group.reshard_after_backward = reshard_after_backward
+
+    @override
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether parameters without a gradient take part in the reduction with zeros."""
+        for group in self._groups(recurse):
+            group.reduce_settings.reduce_unused = reduce_scatter_unused_params
+
+    @override
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide gradient sums by ``factor`` instead of the number of data-parallel ranks."""
+        for group in self._groups(recurse=False):
+            group.reduce_settings.divide_factor = factor
+
+    @override
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward gathers (off for parameters only forward needs, as embeddings)."""
+        for group in self._groups(recurse=False):
+            group.unshard_in_backward = unshard_in_backward
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether the memory of unsharded parameters is kept when they are resharded.
+
+        They have the same addresses in every step then, as captured CUDA graphs need. Kept memory
+        holds what was gathered last; it is gathered anew wherever it would be otherwise.
+        """
+        for group in self._groups(recurse):
+            group.keep_memory(keep)
+
+    @override
+    def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
+        """Units to start gathering while this one computes forward, in this order."""
+        self._unit().forward_prefetch = units_of(modules, "set_modules_to_forward_prefetch")
+
+    @override
+    def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
+        """Units to start gathering while this one computes backward, in this order."""
+        self._unit().backward_prefetch = units_of(modules, "set_modules_to_backward_prefetch")
+
+    @override
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accepted for compatibility: reductions are plain sums with the division apart anyway."""
+        del enable
+
+    @override
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted for compatibility: gathers never block the host more than needed."""
+        del async_op
+
+    @override
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Old name of :meth:`set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    @override
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """How many reductions may be in flight at once (default 1); one value for the root."""
+        if max_input_buffers < 1:
+            raise SettingError(f"max_input_buffers must be an int >= 1, got {max_input_buffers!r}")
+        del recurse  # reductions of a root share one queue
+        self._unit().context.max_reductions = max_input_buffers

@@ -1,0 +1,168 @@
+"""The methods a sharded module gains."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NoReturn, overload
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from typing_extensions import override
+
+from polyshard._torch.newer import StandInState
+from polyshard.engine.ending import finalize, start_to_finalize
+from polyshard.engine.plans import compare_early
+from polyshard.engine.unit import Unit
+from polyshard.errors import DeepcopyError, LifecycleError
+from polyshard.module.access import units_of
+from polyshard.module.communication import CommunicationSettings
+from polyshard.module.handles import GradientReductionHandle, UnshardHandle
+from polyshard.module.schedule import ScheduleSettings
+
+
+class FSDPModule(ScheduleSettings, CommunicationSettings):
+    """Mixed into the class of every module ``fully_shard`` was applied to.
+
+    A subclass of torch's class of the same name, so that ``isinstance`` checks made against torch
+    hold; every method acts on polyshard's engine.
+    """
+
+    # Parameters -------------------------------------------------------------------------------
+
+    @override
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's own parameters (not those of units below).
+
+        Args:
+            async_op: return a handle at once; forward waits by itself if nobody did before.
+        """
+        unit = self._unit()
+        if unit.is_root is None and unit.is_sharded():
+            compare_early(unit)  # nobody has compared plans yet
+        unit.unshard()
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    @override
+    def reshard(self) -> None:
+        """Free this module's own unsharded parameters and register the sharded ones."""
+        self._unit().reshard()
+
+    @override
+    def reset_iter_state(self) -> None:
+        """Make the next iteration valid after an exception in forward or backward.
+
+        Gradients of the failed iteration, accumulated ones included, are lost; with torch 2.15 and
+        later those that were reduced already as well, as torch's own does it. A handle of
+        :meth:`finalize_backward` that was not waited for is no longer valid.
+
+        Raises:
+            LifecycleError: on a module that is not the root.
+        """
+        self._root_unit("reset_iter_state").context.reset()
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[False] = ...) -> None: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """End the iteration after all of its backwards: reduce what they left, free parameters.
+
+        For roots with :meth:`set_manual_backward_finalization`. Where several backwards come first,
+        have them accumulate with ``set_requires_gradient_sync(False)`` and turn it on again before.
+        Before the first forward there is nothing to end, and nothing happens.
+
+        Args:
+            async_op: return while the last reductions are on their way. Wait for the handle before
+                gradients are read, and before the next forward of this root or of one that shares
+                its communication.
+
+        Raises:
+            LifecycleError: at a moment when it cannot work, saying what to do first.
+        """
+        unit = self._unit()
+        if unit.is_root is None:
+            return GradientReductionHandle() if async_op else None
+        if not async_op:
+            finalize(unit)
+            return None
+        return GradientReductionHandle(unit.context, start_to_finalize(unit))
+
+    # nn.Module --------------------------------------------------------------------------------
+
+    @override
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Convert or move sharded parameters; their memory is put together again at once."""
+        unit = self._unit()
+        unit.reshard()
+        members = [p for group in unit.groups for p in group.shards.parameters]
+        lifted = [(p, gradient) for p in members if (gradient := p.lift_gradient()) is not None]
+        applied = super(TorchFSDPModule, self)._apply(fn, recurse=recurse)  # type: ignore[misc]
+        for group in unit.groups:
+            group.adopt_replaced()
+        with torch.no_grad():
+            for parameter, gradient in lifted:
+                parameter.put_gradient(gradient)
+        return applied
+
+    @override
+    def _get_fsdp_state(self) -> Any:
+        """Torch's private way to its own engine, of which there is what its pipelines look for."""
+        return StandInState(self._unit().context.finalization.line)
+
+
+FSDPModule._orig_cls_mro_index = len(FSDPModule.__mro__)  # before ``object`` there is the original
+
+
+def refuse_deepcopy(*args: object, **kwargs: object) -> NoReturn:
+    """Stands in for ``__deepcopy__`` of sharded classes."""
+    del args, kwargs
+    raise DeepcopyError(
+        "a sharded module cannot be deep-copied: its parameters rest in shared buffers. Build "
+        "the copy anew, shard it, and load the state dict of the first."
+    )
+
+
+@functools.cache
+def _sharded_class(original: type[Any]) -> type[Any]:
+    """One for each class: what is compiled for one module serves others of its class."""
+    name = f"FSDP{original.__name__}"
+    return type(name, (FSDPModule, original), {"__deepcopy__": refuse_deepcopy})
+
+
+def mix_in(module: nn.Module, unit: Unit) -> None:
+    """Turn ``module`` into an :class:`FSDPModule` of its own class, in place."""
+    original: Any = type(module)
+    module.__class__ = _sharded_class(original)
+    module.__dict__["_polyshard_unit"] = unit
+
+
+def share_comm_ctx(modules: Sequence[TorchFSDPModule]) -> None:
+    """Let several roots share what transfers need, so that each does not keep memory of its own.
+
+    Call it after sharding and before the first forward of any of them.
+
+    Raises:
+        SettingError: for a module that is not sharded.
+        LifecycleError: when one of them already ran.
+    """
+    roots = units_of(modules, "share_comm_ctx")
+    for unit in roots:
+        if unit.is_root is not None:
+            raise LifecycleError(
+                f"share_comm_ctx was given '{unit.name}' after its first forward; call it right "
+                "after sharding."
+            )
+    for unit in roots[1:]:
+        unit.context.pool = roots[0].context.pool
+        unit.context.finalization.join(roots[0].context.finalization.line)

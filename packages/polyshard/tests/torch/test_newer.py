@@ -1,0 +1,165 @@
+"""What only some versions of torch have: asked of the installed one's behaviour."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.device_mesh import init_device_mesh
+from toy_models import full
+
+from polyshard import MixedPrecisionPolicy, fully_shard
+from polyshard._torch import newer
+from polyshard.checkpoint import CheckpointReader
+from polyshard.errors import UnsupportedError
+from polyshard.testing import World, ranks
+from polyshard.transport import backend_for, choose_transport
+
+CPU = torch.device("cpu")
+
+
+def rounded(function: Any, rank: int) -> torch.Tensor:
+    """A gradient in which one can see whether bf16 sums were rounded before the mean."""
+    model = function(nn.Linear(1, 4, bias=False), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    model(torch.full((1, 1), 1.0 + rank / 128)).sum().backward()
+    return full(model.weight.grad)
+
+
+@ranks(2)
+def test_the_default_of_reduce_dtype_is_what_torch_does(rank: int, size: int) -> None:
+    theirs = rounded(torch_fsdp.fully_shard, rank)
+    assert torch.equal(rounded(fully_shard, rank), theirs)
+    exact = torch.equal(theirs, torch.full((4, 1), 1.0 + 1 / 256))
+    assert exact is newer.reduces_in_original_dtype()
+
+
+@ranks(2)
+def test_sharded_gradients_after_a_reset(rank: int, size: int) -> None:
+    model: Any = torch_fsdp.fully_shard(nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    model.reset_iter_state()
+    assert (model.weight.grad is None) is newer.resets_sharded_gradients()
+
+
+def test_nothing_is_read_from_documentation() -> None:
+    """The same answers without docstrings, which ``python -OO`` strips."""
+    code = (
+        "from polyshard._torch import newer;"
+        "print(newer.reduces_in_original_dtype(), newer.resets_sharded_gradients())"
+    )
+    said = [
+        subprocess.run(
+            [sys.executable, *options, "-c", code], check=True, capture_output=True, text=True
+        ).stdout
+        for options in ((), ("-OO",))
+    ]
+    assert (
+        said[0]
+        == said[1]
+        == (f"{newer.reduces_in_original_dtype()} {newer.resets_sharded_gradients()}\n")
+    )
+
+
+def test_a_stand_in_has_what_pipelines_compare() -> None:
+    line = object()
+    state: Any = newer.StandInState(line)
+    assert state._comm_ctx is line
+    with pytest.raises(UnsupportedError, match="no FSDPState with '_training_state'"):
+        state._training_state  # noqa: B018
+
+
+def mixed_backends(rank: int, size: int) -> None:
+    """A group with a backend per device, and one whose name nobody here compares."""
+    mixed = dist.new_group(backend="cpu:gloo,cuda:gloo")
+    assert isinstance(mixed, dist.ProcessGroup)
+    assert newer.backend_of(mixed, CPU) == backend_for(mixed, CPU) == "gloo"
+    assert newer.backend_of(mixed, torch.device("cuda")) == "gloo"
+    assert newer.backend_of(mixed, torch.device("xpu")) == ""
+    assert not newer.coalesces(mixed, CPU)
+    mesh = dist.DeviceMesh.from_group(mixed, "cpu")
+    model: Any = nn.Linear(4, 4)
+    before = model.weight.detach().clone()
+    fully_shard(model, mesh=mesh)
+    model(torch.ones(1, 4)).sum().backward()
+    assert torch.equal(full(model.weight.detach()), before)
+    roles = model._unit().roles
+    assert choose_transport(roles, CPU).name == "gloo-p2p"
+
+
+def uneven_numbers_of_groups(rank: int, size: int) -> None:
+    """One rank alone made a group of its own: names differ from here on, results do not."""
+    mesh = init_device_mesh("cpu", (size,))
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    names = [None] * size
+    dist.all_gather_object(names, newer.name_of_next_group())
+    assert len({*names}) == 2, "torch would name the next group differently"
+    model: Any = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    tags = [None] * size
+    model(torch.ones(1, 4)).sum().backward()
+    lines = [line for g in model._unit().groups for line in _compared(g)]
+    dist.all_gather_object(tags, lines)
+    assert tags[0] == tags[1], "what ranks compare contains no name of a process group"
+
+
+def _compared(group: Any) -> tuple[str, ...]:
+    from polyshard.group.planner import plan_of
+
+    return plan_of(group).lines()
+
+
+@pytest.mark.parametrize("function", [mixed_backends, uneven_numbers_of_groups])
+def test_process_groups(function: Any) -> None:
+    world = World(2)
+    try:
+        world.run(function)
+    finally:
+        world.close()
+
+
+class Coalescing:
+    """A backend of whatever name that coalesces."""
+
+    supports_coalescing = True
+
+
+def test_backends_are_asked_and_not_known_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        def _get_backend(self, device: torch.device) -> Any:
+            return Coalescing() if device.type == "cuda" else object()
+
+    group: Any = Group()
+    assert newer.coalesces(group, torch.device("cuda"))
+    assert not newer.coalesces(group, CPU)
+
+
+def six_facts(self: TensorProperties) -> tuple[Any, ...]:
+    return (*FACTS(self)[:5], (1,))
+
+
+FACTS: Any = TensorProperties.__getstate__
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_checkpoints_of_a_newer_torch_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch 2.15 writes six facts of a tensor where older versions expect five."""
+    with monkeypatch.context() as newest:
+        newest.setattr(TensorProperties, "__getstate__", six_facts)
+        dcp.save({"a": torch.arange(3.0)}, checkpoint_id=tmp_path, no_dist=True)
+    loaded = {"a": torch.zeros(3)}
+    dcp.load(loaded, storage_reader=CheckpointReader(tmp_path), no_dist=True)
+    assert loaded["a"].tolist() == [0.0, 1.0, 2.0]
+    found: Any = CheckpointReader(tmp_path).read_metadata().state_dict_metadata["a"]
+    assert type(found.properties) is TensorProperties
+    assert found.properties.dtype == torch.float32
