@@ -376,6 +376,7 @@ def share_comm_ctx(modules: Sequence[TorchFSDPModule]) -> None:
             )
     for unit in roots[1:]:
         unit.context.pool = roots[0].context.pool
+        unit.context.lanes = roots[0].context.lanes
 
 
 def _without_buffers(setter: str) -> str:

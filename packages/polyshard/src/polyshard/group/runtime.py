@@ -21,6 +21,7 @@ from polyshard.exchange.tensor_protocol import ProtocolGather, ProtocolShards
 from polyshard.group.plan import Dtypes
 from polyshard.memory.buffers import Buffer, new_buffer
 from polyshard.memory.pages import PagePool
+from polyshard.memory.streams import Lanes
 from polyshard.params.parameter import Registry
 from polyshard.params.sharded import Shards
 from polyshard.params.unsharded import Unsharded
@@ -61,6 +62,7 @@ class Parts:
     waiting: Accumulation
     """Gradients of backwards before this runtime was made."""
     turn: Turn
+    lanes: Lanes
 
 
 def build_runtime(parts: Parts, dtypes: Dtypes, last: Runtime | None) -> Runtime:
@@ -85,7 +87,7 @@ def build_runtime(parts: Parts, dtypes: Dtypes, last: Runtime | None) -> Runtime
     reducer = Reducer(
         parts.shards,
         dtypes.reduce,
-        ReduceParts(parts.roles, line, parts.waiting, check, parts.pool),
+        ReduceParts(parts.roles, line, parts.waiting, check, parts.lanes, parts.pool),
         reduce_codec,
     )
     owners = (p.owners for p in parts.shards.parameters)
