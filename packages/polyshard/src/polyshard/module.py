@@ -19,6 +19,7 @@ from polyshard.engine.root import unit_of, units_below
 from polyshard.engine.unit import Unit
 from polyshard.errors import DeepcopyError, LifecycleError, SettingError, UnsupportedError, warn
 from polyshard.group.group import ParameterGroup
+from polyshard.memory.streams import streams_of
 from polyshard.transport.custom import AllGather, ReduceScatter
 
 
@@ -313,9 +314,13 @@ def _on_stream(
     hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream
 ) -> Callable[[torch.Tensor], None]:
     def run(gradient: torch.Tensor) -> None:
-        current = torch.cuda.current_stream()
+        streams = streams_of(gradient.device)
+        if streams is None:
+            hook(gradient)
+            return
+        current = streams.current()
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):
+        with streams.on(stream):
             hook(gradient)
         current.wait_stream(stream)
 

@@ -300,7 +300,6 @@ class Reducer:
         """What came of a reduction (``[shard_numel]``, original dtype), where gradients rest."""
         self._check(flight)
         flight.pending.wait()
-        flight.pending = DONE  # and with it the memory that it kept
         if flight.scratch is not None:
             self._packing.give_back(flight.scratch)
         total = flight.total if flight.is_summed else self._summed(flight)
@@ -311,6 +310,7 @@ class Reducer:
         if self.settings.hook is not None:
             self.settings.hook(total)
         total = total.to(self._shards.dtype)
+        flight.pending = DONE  # with the memory that it kept
         storage, held = self._shards.storage, self._waiting.held
         if held or (not flight.is_last and storage.holds_gradients):
             held.add(total, flight.present)

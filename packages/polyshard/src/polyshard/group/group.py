@@ -393,6 +393,6 @@ class ParameterGroup:
         assert self._pending is not None
         with suppress(RuntimeError):  # a peer that is gone sends nothing into freed memory either
             self._pending.wait()
-        self._pending = None
         runtime.buffer.release()
+        self._pending = None
         self.state = State.SHARDED

@@ -125,9 +125,8 @@ class Passage:
         self._end = end
         self._keep = keep
         # A model may be dropped in the middle of a transfer, and its memory go to other tensors.
-        dropped = weakref.finalize(self, _go_behind, streams.current(), end, keep)
-        dropped.atexit = False
-        self._dropped = dropped
+        self._dropped = weakref.finalize(self, _go_behind, streams.current(), end)
+        self._dropped.atexit = False
 
     def wait(self) -> None:
         """Have the current stream go behind the work."""
@@ -135,9 +134,8 @@ class Passage:
         self._dropped.detach()
 
 
-def _go_behind(stream: Any, end: Event, keep: object) -> None:
-    """``keep`` ends after this."""
-    del keep
+def _go_behind(stream: Any, end: Event) -> None:
+    """What the passage keeps ends after this."""
     stream.wait_event(end)
 
 

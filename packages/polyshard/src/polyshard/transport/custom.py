@@ -108,7 +108,7 @@ class _Arriving:
         self._dropped: weakref.finalize[Any, Any] | None = None
         if work is not None and streams_of(sent.device) is not None:
             # As with a lane: what it uses goes back to the stream it came from, behind its end.
-            self._dropped = weakref.finalize(self, _go_behind, work, (sources, sent))
+            self._dropped = weakref.finalize(self, _go_behind, work)
             self._dropped.atexit = False
 
     def wait(self) -> None:
@@ -120,9 +120,8 @@ class _Arriving:
             torch._foreach_copy_(self._targets, self._sources)
 
 
-def _go_behind(work: dist.Work, keep: object) -> None:
-    """``keep`` ends after this."""
-    del keep
+def _go_behind(work: dist.Work) -> None:
+    """What the transfer keeps ends after this."""
     work.wait()
 
 
