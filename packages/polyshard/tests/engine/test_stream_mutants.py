@@ -1,4 +1,4 @@
-"""No wait, event or keep-alive is there for nothing: without any one of them a step is disordered."""
+"""No wait, event or keep-alive is for nothing: without any one of them a step is disordered."""
 
 from __future__ import annotations
 

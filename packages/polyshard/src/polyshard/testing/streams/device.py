@@ -121,7 +121,7 @@ class RecordedModule:
         """The block runs in another thread of the host, which starts now."""
         self.timeline.learn(name, self.timeline.known(self.host))
         self._hosts.append(name)
-        self._currents.append(self._currents[0])
+        self._currents.append(RecordedStream(self, f"default stream of {name}"))
         try:
             yield
         finally:

@@ -37,6 +37,7 @@ class Recorder:
         self.ledger = Ledger(self.timeline)
         self._addresses: dict[int, int] = {}
         self._host_memory: list[tuple[int, int]] = []
+        self._host_results: dict[int, None] = {}
         self._numbers = itertools.count()
         self._is_on = True
 
@@ -52,7 +53,7 @@ class Recorder:
     # What others say --------------------------------------------------------------------------
 
     def is_host_memory(self, start: int, nbytes: int) -> None:
-        """These bytes belong to the host: operations on them alone are not launched."""
+        """These bytes belong to the host for good: operations on them alone are not launched."""
         self._host_memory.append((start, start + nbytes))
         self.ledger.take(start, nbytes, None)
 
@@ -60,6 +61,19 @@ class Recorder:
         """A thread of the host uses memory without an operation, as a file system does."""
         self._see(tensor)
         self._use(self.module.host, [tensor], writes=writes, what=what)
+
+    @contextmanager
+    def other_thread(self) -> Iterator[Clock]:
+        """The block runs in a thread of its own; whoever waits for that gives the clock on."""
+        name = f"thread {next(self._numbers)}"
+        ended: Clock = {}
+        with self.module.thread(name):
+            yield ended
+            ended.update(self.timeline.snapshot(name))
+
+    def waited_for(self, ended: Clock) -> None:
+        """The host thread goes on after what ended."""
+        self.timeline.learn(self.module.host, ended)
 
     def collective(
         self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], *, is_async: bool
@@ -97,7 +111,7 @@ class Recorder:
         for tensor in fresh:
             self._take(tensor)
             if actor == self.module.host:
-                self.is_host_memory(*_storage_range(tensor))
+                self._host_results[storage_id(tensor.untyped_storage())] = None
         if name in _EMPTY:
             return
         self._use(actor, reads, writes=False, what=name)
@@ -119,7 +133,13 @@ class Recorder:
 
     def _on_host(self, tensor: Tensor) -> bool:
         found = bytes_of(tensor)
-        return found is not None and any(a <= found[0] < b for a, b in self._host_memory)
+        if found is None:
+            return False
+        made_there = storage_id(tensor.untyped_storage()) in self._host_results
+        return made_there or self._is_host(found[0])
+
+    def _is_host(self, address: int) -> bool:
+        return any(start <= address < stop for start, stop in self._host_memory)
 
     def _use(self, actor: str, tensors: Iterable[Tensor], *, writes: bool, what: str) -> None:
         step = self.timeline.step(actor)
@@ -153,8 +173,8 @@ class Recorder:
 
     def _ended(self, number: int) -> None:
         address = self._addresses.pop(number, 0)
-        self._host_memory = [r for r in self._host_memory if r[0] != address]
-        if self._is_on and address:
+        self._host_results.pop(number, None)
+        if self._is_on and address and not self._is_host(address):
             self.ledger.give_back(address, self.module.host)
 
     def resized(self, storage: torch.UntypedStorage, before: int) -> None:
@@ -185,11 +205,6 @@ class _Watching(DispatchMode):
         results = func(*args, **(kwargs or {}))
         self._recorder.operation(func, args, kwargs or {}, results)
         return results
-
-
-def _storage_range(tensor: Tensor) -> tuple[int, int]:
-    storage = tensor.untyped_storage()
-    return storage.data_ptr(), storage.nbytes()
 
 
 def _is_view(func: Any) -> bool:
