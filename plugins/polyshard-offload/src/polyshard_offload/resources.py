@@ -110,7 +110,7 @@ class Resources:
     def _gradients(self, dtype: torch.dtype) -> GradientStorage:
         if self.settings.grads == "disk":
             return DiskGradients(self.file("gradients"))
-        return HostGradients(self.arena("gradients", dtype))
+        return HostGradients(self.arena("gradients", dtype), self.staging)
 
     def state_store(self, tier: Tier) -> Store:
         """A store for the state of one optimizer."""

@@ -10,6 +10,11 @@ A rank that fails before it gets here leaves a report, which stands until that r
 Others wait :data:`GRACE_SECONDS` for that, then give the meeting up, quoting it; and do so again at
 every further attempt while the report stands. A rank that failed as often itself in this meeting
 takes no notice: all were told the same, and those who recover may need longer than others.
+
+Whatever needs a look at every rank is done by one: of those who wait, the first to come looks for
+reports (one for each number of failures of its own, which decides what it takes notice of), and
+the last to come compares, where digests differ, and says how. The others read its answer, so that
+a meeting takes a few requests a rank. Should that rank be gone, they look for themselves.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from polyshard.agreement.differences import difference
 from polyshard.errors import PlanMismatchError
 
 POLL_SECONDS = 0.01
+"""How soon a rank that waits asks again, at first: it does less often the longer it waits."""
 LOOK_SECONDS = 0.1
 """How often a rank that waits looks for reports of those that have not come."""
 GRACE_SECONDS = 0.75
@@ -115,10 +121,10 @@ def meet(board: Board, lines: Sequence[str], occasion: str = "the meeting") -> N
         ended = meeting.attend(_digest(lines))
         # Given up because, or after, this rank itself had failed: it was told when it did.
         knew = is_over and (meeting.own_failures() > 0 or board.rank in _culprits(ended))
-        texts = meeting.exchange(lines) if ended == MET else {}
+        verdict = meeting.compare(lines) if ended == MET else ""
         board.store.add(board.key(CONCLUDED, board.rank), 1)
-        if texts:
-            raise _refusal(board, difference(texts))
+        if verdict:
+            raise _refusal(board, verdict)
         if ended == MET:
             return
         if not knew:
@@ -163,6 +169,7 @@ class Meeting:
         if store.compare_set(f"{here.prefix}/first", "", digest).decode() != digest:
             store.add(f"{here.prefix}/differing", 1)
         if store.add(f"{here.prefix}/arrived", 1) == len(here.ranks):
+            here.post("last", "yes")
             return self._end(MET)
         return self._wait()
 
@@ -174,25 +181,56 @@ class Meeting:
         """How often this rank reported a failure for this meeting."""
         return self._failures_of(self.board.rank)
 
-    def exchange(self, lines: Sequence[str]) -> dict[tuple[int, ...], str]:
-        """Every kind of lines that ranks came with, by those ranks; empty if all are alike."""
+    def compare(self, lines: Sequence[str]) -> str:
+        """How the lines that ranks came with differ, in the same words for all; empty if alike."""
         here = self._here
         if here.look(f"{here.prefix}/differing") is None:
-            return {}
-        kinds: dict[str, list[int]] = {}
-        for rank in here.ranks:
-            kinds.setdefault(here.read("digest", rank) or "", []).append(rank)
-        if any(ranks[0] == here.rank for ranks in kinds.values()):
+            return ""
+        if here.read("last", here.rank):
+            kinds = self._kinds()
+            self._publish("leads", ",".join(str(ranks[0]) for ranks in kinds))
+            self._show(kinds, lines)
+            return self._publish("verdict", self._compared(kinds))
+        leads = self._awaited("leads")
+        if leads is not None and str(here.rank) in leads.split(","):
             here.post("lines", "\n".join(lines))
-        return {tuple(ranks): self._lines_of(ranks[0]) for ranks in kinds.values()}
+        verdict = None if leads is None else self._awaited("verdict")
+        if verdict is None:  # the rank that compares is gone
+            kinds = self._kinds()
+            self._show(kinds, lines)
+            verdict = self._compared(kinds)
+        return verdict
 
-    def _lines_of(self, rank: int) -> str:
+    def _kinds(self) -> list[tuple[int, ...]]:
+        """Ranks that came with the same lines, by their digests."""
+        found: dict[str, list[int]] = {}
+        for rank in self._here.ranks:
+            found.setdefault(self._here.read("digest", rank) or "", []).append(rank)
+        return [tuple(ranks) for ranks in found.values()]
+
+    def _show(self, kinds: Sequence[tuple[int, ...]], lines: Sequence[str]) -> None:
+        """Show the own lines, if this rank is the first of those who have them."""
+        if any(ranks[0] == self._here.rank for ranks in kinds):
+            self._here.post("lines", "\n".join(lines))
+
+    def _compared(self, kinds: Sequence[tuple[int, ...]]) -> str:
+        return difference({
+            ranks: self._awaited(f"lines/{ranks[0]}") or f"(rank {ranks[0]} is gone)"
+            for ranks in kinds
+        })  # fmt: skip
+
+    def _publish(self, name: str, text: str) -> str:
+        self.board.store.set(f"{self._here.prefix}/{name}", text)
+        return text
+
+    def _awaited(self, name: str) -> str | None:
+        """What is under a key of this meeting as soon as it is there; ``None`` if it never is."""
         deadline = time.monotonic() + store_timeout_seconds(self.board.store)
-        while time.monotonic() < deadline:
-            if (text := self._here.look(self._here.key("lines", rank))) is not None:
+        for _ in _pauses():
+            text = self._here.look(f"{self._here.prefix}/{name}")
+            if text is not None or time.monotonic() > deadline:
                 return text
-            time.sleep(POLL_SECONDS)
-        return f"(rank {rank} is gone)"
+        raise AssertionError
 
     def _end(self, how: str) -> str:
         """End the meeting, unless somebody else was first; how it ended."""
@@ -202,19 +240,31 @@ class Meeting:
     def _wait(self) -> str:
         now = time.monotonic()
         deadline = now + store_timeout_seconds(self.board.store)
-        look_at, blamed_since = now, None
-        while (ended := self.ended()) is None:
+        looks, look_at, blamed_since = self._is_first_to_look(), now, None
+        if not looks:
+            deadline += GRACE_SECONDS  # who looks for reports says who is missing, too
+        for _ in _pauses():
+            if (ended := self.ended()) is not None:
+                return ended
             now = time.monotonic()
             if now > deadline:
                 return self._end(f"\n{self._absent()}")
-            if now >= look_at:
+            if looks and now >= look_at:
                 look_at = now + LOOK_SECONDS
                 failures = self._failures()
                 blamed_since = (blamed_since or now) if failures else None
                 if blamed_since is not None and now - blamed_since > GRACE_SECONDS:
                     return self._end(_quoted(failures))
-            time.sleep(POLL_SECONDS)
-        return ended
+        raise AssertionError
+
+    def _is_first_to_look(self) -> bool:
+        """Whether this rank looks for reports; others with as many failures of their own need not.
+
+        What is looked for differs by that number alone.
+        """
+        me = str(self.board.rank)
+        key = f"{self._here.prefix}/looks/{self.own_failures()}"
+        return bool(self.board.store.compare_set(key, "", me).decode() == me)
 
     def _missing(self) -> list[int]:
         return [r for r in self.board.ranks if self._here.read("digest", r) is None]
@@ -244,6 +294,15 @@ class Meeting:
             f"{seconds:.0f} s (rank {self.board.rank} did). Every rank of the mesh must shard the "
             f"same model and call it; check that all were started.{quotes}"
         )
+
+
+def _pauses() -> Iterator[None]:
+    """Begin at once, then ever more seldom: many ranks share one store."""
+    seconds = POLL_SECONDS
+    while True:
+        yield
+        time.sleep(seconds)
+        seconds = min(1.25 * seconds, max(LOOK_SECONDS / 2, POLL_SECONDS))
 
 
 def _quoted(failures: dict[int, str]) -> str:

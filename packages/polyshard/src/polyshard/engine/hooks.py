@@ -92,8 +92,8 @@ class UnitHooks:
         context.begin_forward(unit)
         if not in_backward():  # a recomputation shows nothing of the order
             context.prefetcher.begin(unit)
+        context.wait_for_optimizer(device)
         if device.type != "cpu":
-            context.wait_for_optimizer()
             args, kwargs = map_tensors(lambda t: t.to(device), (args, kwargs))
         context.refresh(unit)
         return args, kwargs

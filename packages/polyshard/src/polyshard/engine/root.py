@@ -103,7 +103,8 @@ def _gather_below(root: Unit, found: Sequence[tuple[str, nn.Module, Unit]]) -> N
         unit.name = name or ROOT
         _name_groups(unit, fqns)
         for group in unit.groups:
-            group.pool, group.turn = context.pool, context.turn
+            group.pool, group.turn, group.lanes = context.pool, context.turn, context.lanes
+            group.transport.use_lanes(context.lanes)
             group.setup = replace(group.setup, reshard_after_forward=unit.reshards_in_training)
 
 

@@ -20,9 +20,11 @@ from polyshard.engine.finalization import Finalization, Reduction
 from polyshard.engine.prefetch import Prefetcher
 from polyshard.exchange.flight import InFlight
 from polyshard.exchange.freshness import Turn
-from polyshard.group.group import ParameterGroup, State
+from polyshard.group.group import ParameterGroup
 from polyshard.group.kept import free_outdated
+from polyshard.group.state import State
 from polyshard.memory.pages import PagePool, pages_can_move
+from polyshard.memory.streams import Lanes, streams_of
 from polyshard.policies import MixedPrecisionPolicy
 from polyshard.seams import Observer
 from polyshard.sharding.mesh import MeshRoles
@@ -140,6 +142,7 @@ class RootContext:
         """For one unit at first; a root hands its own to all units below."""
         self.units: list[Unit] = []
         self.pool = PagePool() if pages_can_move() else None
+        self.lanes = Lanes()
         self.forward_root: Unit | None = None
         self.turn = Turn()
         self.is_last_backward = True
@@ -150,11 +153,12 @@ class RootContext:
         self._reductions: deque[tuple[ParameterGroup, InFlight]] = deque()
         self._may_hold: dict[ParameterGroup, None] = {}
 
-    def wait_for_optimizer(self) -> None:
+    def wait_for_optimizer(self, device: torch.device) -> None:
         """Order the current stream behind the event the user recorded after the optimizer."""
-        if self.post_optim_event is not None:
-            torch.accelerator.current_stream().wait_event(self.post_optim_event)
-            self.post_optim_event = None
+        event, self.post_optim_event = self.post_optim_event, None
+        streams = None if event is None else streams_of(device)
+        if streams is not None:
+            streams.current().wait_event(event)
 
     # Turns ------------------------------------------------------------------------------------
 
@@ -179,6 +183,17 @@ class RootContext:
         self.turn.in_forward = False
         if not self.turn.in_backward:
             self.prefetcher.forget_near()
+            if not torch.is_grad_enabled():  # else a backward follows, which ends alike
+                self.settle()
+
+    def settle(self) -> None:
+        """A turn has ended: have the host wait for copies from and to it.
+
+        It may read gradients and write shards from now on, and follows no stream.
+        """
+        for unit in self.units:
+            for group in unit.groups:
+                group.settle()
 
     # Reductions -------------------------------------------------------------------------------
 
@@ -253,6 +268,7 @@ class RootContext:
             unit.phase = Phase.IDLE
         if self._is_last:
             self.end_iteration()
+        self.settle()
 
     def end_iteration(self) -> None:
         """The last backward has ended: gradients are in place, and nothing of it is kept."""

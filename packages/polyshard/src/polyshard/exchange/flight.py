@@ -53,6 +53,8 @@ class InFlight:
     """Where staged gradients were packed; free once the transfer has ended."""
     sums_replicas: bool = False
     """Whether replicas are summed too, as settings said when it started."""
+    is_summed: bool = False
+    """Whether the sum over replicas is part of what :attr:`pending` waits for."""
     is_last: bool = True
     """Whether no backward of this iteration follows."""
 

@@ -27,6 +27,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from polyshard.memory.streams import streams_of
+
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _PIECE_NUMEL = 1 << 20
 
@@ -105,7 +107,7 @@ class Freshness:
 
 def imprint(values: Tensor) -> int | None:
     """A checksum of contiguous values and their order; ``None`` where that would mean waiting."""
-    if values.device.type != "cpu":
+    if values.is_meta or streams_of(values.device) is not None:
         return None
     # Not through numpy(): that makes a storage refuse to be resized for the rest of its life.
     memory = (ctypes.c_uint8 * values.nbytes).from_address(values.data_ptr())
@@ -122,7 +124,7 @@ def differs(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     for copy, original in pairs:
         for mine, source in zip(_pieces(copy), _pieces(original), strict=True):
             wanted = source.to(mine.dtype)
-            if mine.device.type != "cpu":
+            if streams_of(mine.device) is not None:
                 found.append((_bits(mine) != _bits(wanted)).any())
             elif not torch.equal(_bits(mine), _bits(wanted)):
                 return torch.tensor(True)

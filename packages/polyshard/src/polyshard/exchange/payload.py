@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from polyshard.memory.streams import launched
 from polyshard.plugins.validation import wordless
 from polyshard.seams import BoundGatherCodec
 
@@ -42,14 +44,15 @@ class CrossingWriter:
         self._shard = shard
         self._payload = payload
         self._encoded = torch.empty(payload.numel(), dtype=torch.uint8, pin_memory=True)
-        self._copied = torch.Event(payload.device)
+        self._copied: Callable[[], None] | None = None
 
     def write(self) -> None:
         """Encode on the host, after the last copy has read what was encoded before; copy."""
-        self._copied.synchronize()
+        if self._copied is not None:
+            self._copied()
         wordless(self._codec.encode(self._shard, self._encoded), self._codec, "encode")
         self._payload.copy_(self._encoded, non_blocking=True)
-        self._copied.record(torch.accelerator.current_stream(self._payload.device))
+        self._copied = launched(self._payload.device)
 
 
 def payload_writer(codec: BoundGatherCodec, shard: Tensor, payload: Tensor) -> PayloadWriter:

@@ -32,9 +32,11 @@ from polyshard.exchange.packing import Packing
 from polyshard.exchange.pieces import extents_of
 from polyshard.exchange.placing import Placing
 from polyshard.exchange.presence import Difference, Presence, Told
+from polyshard.exchange.replicas import Replicas
 from polyshard.memory.buffers import Recycled
 from polyshard.memory.own_storage import own_storage_of_gradient
 from polyshard.memory.pages import PagePool
+from polyshard.memory.streams import Lanes
 from polyshard.params.sharded import Shards
 from polyshard.plugins.validation import wordless
 from polyshard.seams import BoundReduceCodec, ShardStorage, overrides
@@ -66,6 +68,7 @@ class ReduceParts:
     check_placed: Callable[[Tensor, object], None]
     """Looks at what the storage makes of the first gradient."""
     placing: Placing
+    lanes: Lanes
     pool: PagePool | None = None
 
 
@@ -83,6 +86,7 @@ class Reducer:
         roles, line = parts.roles, parts.line
         self._check_placed: Callable[[Tensor, object], None] | None = parts.check_placed
         self._waiting = parts.waiting
+        self._replicas = Replicas(roles, parts.lanes)
         self._packing = Packing(shards.layout, roles.shard_rank, parts.pool)
         self._shards = shards
         self._layout = shards.layout
@@ -158,6 +162,7 @@ class Reducer:
         pieces, flight.scratch = self._packing.pieces(sources, wire_dtype)
         flight.sources = pieces
         flight.pending = self._route.start(pieces, self._packing.piece_outs(total))
+        self._replicas.follow(flight, self._waiting.partial)
         return flight, self._route.sent_bytes(pieces)
 
     # Agreement --------------------------------------------------------------------------------
@@ -306,7 +311,7 @@ class Reducer:
         flight.pending.wait()
         if flight.scratch is not None:
             self._packing.give_back(flight.scratch)
-        total = self._summed(flight)
+        total = flight.total if flight.is_summed else self._summed(flight)
         if total is None:
             return None
         if flight.averaging.after != 1.0:
@@ -314,6 +319,7 @@ class Reducer:
         if self.settings.hook is not None:
             self.settings.hook(total)
         total = self._placing.cast(total)
+        flight.pending = DONE  # with the memory that it kept
         storage, held = self._shards.storage, self._waiting.held
         if held or (not flight.is_last and storage.holds_gradients):
             held.add(total, flight.present)
@@ -343,30 +349,18 @@ class Reducer:
         if partial:
             total, flight.present = partial.take()
         if total is not None:
-            self._sum_replicas(total)
+            self._replicas.sum(total, None if self._codec is None else self._codec.replicas)
         return total
-
-    def _sum_replicas(self, total: Tensor) -> None:
-        groups = self._roles.replicate_groups
-        codec = None if self._codec is None else self._codec.replicas
-        if codec is None or len(groups) != 1:
-            for group in groups:
-                dist.all_reduce(total, group=group)
-            return
-        payload = total.new_empty(codec.payload_bytes, dtype=torch.uint8)
-        payloads = payload.new_empty(self._roles.replicate_size, codec.payload_bytes)
-        wordless(cast("Any", codec).encode(total, payload), codec, "encode")
-        dist.all_gather(list(payloads.unbind()), payload, group=groups[0])
-        wordless(cast("Any", codec).decode_sum(payloads, total), codec, "decode_sum")
 
     def _store(self, total: Tensor, present: Sequence[int]) -> None:
         """Set or add to ``.grad`` of the sharded parameters, then run their hooks."""
         for part, indices in self._placing.parts(total, present):
             self._put(part, indices)
-        for index in present:
-            parameter = self._shards.parameters[index].parameter
-            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
-            for hook in tuple(hooks.values()) if hooks else ():
+        hooked = [h for i in present if (h := self._hooks_of(i))]
+        if hooked:
+            self._shards.storage.settle()
+        for parameter, hooks in hooked:
+            for hook in hooks:
                 hook(parameter)
 
     def _put(self, total: Tensor, present: Sequence[int]) -> None:
@@ -384,7 +378,14 @@ class Reducer:
                 accumulate_into.append(local_tensor(cast("DTensor", sharded.parameter.grad)))
                 accumulate_from.append(part_of(total, slot))
         if accumulate_into:
+            self._shards.storage.settle()
             torch._foreach_add_(accumulate_into, accumulate_from)
             self._totals.drop()  # gradients live elsewhere: this would be a second copy of them
         else:
             self._totals.keep_only_if_used_by(total)
+
+    def _hooks_of(self, index: int) -> tuple[Tensor, tuple[Callable[[Tensor], None], ...]] | None:
+        """A parameter and what is called when its gradient is in place, if anything."""
+        parameter = self._shards.parameters[index].parameter
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        return (parameter, tuple(hooks.values())) if hooks else None

@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from enum import Enum, auto
 from functools import partial
 
 import torch
@@ -38,22 +37,16 @@ from polyshard.group.kept import free_outdated
 from polyshard.group.notices import policy_notices
 from polyshard.group.runtime import Parts, Runtime, build_runtime
 from polyshard.group.setup import GroupSetup
+from polyshard.group.state import State
 from polyshard.group.traffic import GroupName, Meter
 from polyshard.memory.pages import PagePool
+from polyshard.memory.streams import Lanes
 from polyshard.params.parameter import Source, Told
 from polyshard.params.sharded import Shards
 from polyshard.seams import GroupIdentity, GroupInfo
 from polyshard.sharding.layout import plan_layout
 from polyshard.transport.base import Pending, Transport
 from polyshard.transport.custom import CustomComms, CustomTransport
-
-
-class State(Enum):
-    """Which form of its parameters a group holds."""
-
-    SHARDED = auto()
-    GATHERING = auto()
-    UNSHARDED = auto()
 
 
 class ParameterGroup:
@@ -67,12 +60,11 @@ class ParameterGroup:
         self.setup = setup
         self._name = GroupName(name)
         self.roles = setup.roles
-        self.state = State.SHARDED
+        self.state, self.identity = State.SHARDED, GroupIdentity()
         self.reduces = self.reshard_after_backward = self.unshard_in_backward = True
         self.reduce_settings = ReduceSettings()
-        self.identity = GroupIdentity()
         self.pool: PagePool | None = None
-        self.turn = Turn()
+        self.turn, self.lanes = Turn(), Lanes()
         self.block_size = setup.block_size
         self.device = setup.roles.device
         told = [Told.by(s.parameter) for s in sources]
@@ -190,6 +182,7 @@ class ParameterGroup:
             dtypes=dtypes,
             gradients=gradients,
             keeps_memory=self.keeps_memory,
+            lanes=self.lanes,
         )
         last = self._runtime
         runtime = build_runtime(parts, last)
@@ -262,6 +255,8 @@ class ParameterGroup:
         self._pending = None
         if self._path is runtime.path:
             self.shards.release()
+        if not (self.turn.in_forward or self.turn.in_backward):
+            self.settle()  # asked for by hand: whoever did may change the shard next
         self.sync_requires_grad(runtime)
         runtime.registry.register()
         self.state = State.UNSHARDED
@@ -325,6 +320,10 @@ class ParameterGroup:
             group = self.roles.shard_group
             self.transport = CustomTransport(self._base_transport, comms, group)
         self._stale = self._is_outdated = True
+
+    def settle(self) -> None:
+        """Have the host wait for copies to and from where the shard and its gradient rest."""
+        self.shards.storage.settle()
 
     def drop_block(self) -> None:
         """Free what the block kept for a backward that is over."""
@@ -392,6 +391,6 @@ class ParameterGroup:
         assert self._pending is not None
         with suppress(RuntimeError):  # a peer that is gone sends nothing into freed memory either
             self._pending.wait()
-        self._pending = None
         self._let_go(runtime)
+        self._pending = None
         self.state = State.SHARDED

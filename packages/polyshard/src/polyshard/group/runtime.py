@@ -24,6 +24,7 @@ from polyshard.exchange.tensor_protocol import ProtocolGather, ProtocolShards
 from polyshard.group.dtypes import Dtypes, GradientDtypes
 from polyshard.memory.buffers import Buffer, new_buffer
 from polyshard.memory.pages import PagePool
+from polyshard.memory.streams import Lanes
 from polyshard.params.parameter import Registry, Told
 from polyshard.params.sharded import Shards
 from polyshard.params.unsharded import Unsharded
@@ -69,6 +70,7 @@ class Parts:
     gradients: GradientDtypes
     keeps_memory: bool
     """Whether unsharded memory, once there, stays at its addresses."""
+    lanes: Lanes
 
 
 def build_runtime(parts: Parts, last: Runtime | None) -> Runtime:
@@ -96,7 +98,7 @@ def build_runtime(parts: Parts, last: Runtime | None) -> Runtime:
     reducer = Reducer(
         parts.shards,
         dtypes.reduce,
-        ReduceParts(parts.roles, line, parts.waiting, check, placing, parts.pool),
+        ReduceParts(parts.roles, line, parts.waiting, check, placing, parts.lanes, parts.pool),
         reduce_codec,
     )
     owners = (p.owners for p in parts.shards.parameters)

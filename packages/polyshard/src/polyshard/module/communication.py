@@ -10,6 +10,7 @@ import torch
 from typing_extensions import override
 
 from polyshard.errors import warn
+from polyshard.memory.streams import streams_of
 from polyshard.module.access import Access
 from polyshard.transport.custom import AllGather, ReduceScatter
 
@@ -86,9 +87,13 @@ def _on_stream(
     hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream
 ) -> Callable[[torch.Tensor], None]:
     def run(gradient: torch.Tensor) -> None:
-        current = torch.cuda.current_stream()
+        streams = streams_of(gradient.device)
+        if streams is None:
+            hook(gradient)
+            return
+        current = streams.current()
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):
+        with streams.on(stream):
             hook(gradient)
         current.wait_stream(stream)
 

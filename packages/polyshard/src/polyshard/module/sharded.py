@@ -165,4 +165,5 @@ def share_comm_ctx(modules: Sequence[TorchFSDPModule]) -> None:
             )
     for unit in roots[1:]:
         unit.context.pool = roots[0].context.pool
+        unit.context.lanes = roots[0].context.lanes
         unit.context.finalization.join(roots[0].context.finalization.line)

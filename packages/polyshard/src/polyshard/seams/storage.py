@@ -64,6 +64,14 @@ class ShardStorage(ABC):
         """
         return gradient
 
+    def settle(self) -> None:
+        """Have the host wait for copies under way: it may read gradients and write the shard next.
+
+        For storages that copy beside the computation: no stream orders what the host does. Called
+        when a turn has ended (a backward, a forward without grad mode), and before gradients that
+        :meth:`place_gradient` returned are added to or shown to hooks.
+        """
+
     def hold(self, parameters: Sequence[Tensor]) -> None:
         """See the sharded parameters, all of which rest in the memory :meth:`rest` returned.
 

@@ -17,6 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from polyshard.memory.streams import ARRIVED, Lanes
+
 
 @dataclass(frozen=True)
 class Extents:
@@ -45,7 +47,11 @@ class GatherPiece:
 
 
 class Pending(Protocol):
-    """A transfer in flight."""
+    """A transfer in flight.
+
+    One whose ``outlives_wait`` is true keeps the memory it uses as long as the object is held, not
+    only until :meth:`wait`. The sum over replicas then follows it on a lane of its own.
+    """
 
     def wait(self) -> None:
         """Return when its results may be used on the current stream. Call exactly once."""
@@ -128,6 +134,12 @@ class Transport(ABC):
         Every rank of the axis asks for its block at the same point.
         """
 
+    def use_lanes(self, lanes: Lanes) -> None:
+        """Run transfers on ``lanes`` from now on, which all groups of a root share.
+
+        For transports on accelerators whose collectives run on streams; nothing is in flight.
+        """
+
     def separate_reductions(self, enable: bool) -> None:
         """Whether reductions get a communicator of their own, so as not to queue behind gathers."""
 
@@ -136,11 +148,5 @@ class Transport(ABC):
         """All-to-all of equal rows: row ``r`` of ``payloads`` goes to rank ``r``."""
 
 
-class Done:
-    """A transfer that needed no waiting."""
-
-    def wait(self) -> None:
-        """Nothing to do."""
-
-
-DONE = Done()
+DONE: Pending = ARRIVED
+"""A transfer that needed no waiting."""

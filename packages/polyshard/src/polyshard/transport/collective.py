@@ -1,19 +1,13 @@
 """Collectives of ``torch.distributed``, one per piece: NCCL's path, and any other backend's.
 
-[Note: lanes]
-On an accelerator transfers run on streams of their own. A gather waits for the compute stream (the
-optimizer wrote the shards there) and is waited for by event when its parameters are needed. The
-memory it writes was released on the compute stream, so the same wait orders its reuse. Buffers are
-kept alive by reference until the event has been waited for; ``record_stream`` is never used, and
-memory is therefore deterministic. On the CPU streams and events are no-ops and a collective has
-finished when it returns.
+Transfers run on lanes (see [Note: lanes] of the streams). On the CPU a collective has finished when
+it returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +17,7 @@ from typing_extensions import override
 
 from polyshard._torch.newer import backend_of, coalesces
 from polyshard._torch.private import coalescing, shared_group
+from polyshard.memory.streams import Lane, Lanes
 from polyshard.transport.base import (
     Extents,
     GatherPiece,
@@ -39,45 +34,6 @@ STAGING_BYTES = 256 << 10
 # torch 2.13 renamed both, and warns about the names that torch 2.11 has.
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Lane:
-    """A stream for one direction of traffic. See [Note: lanes]."""
-
-    def __init__(self, device: torch.device) -> None:
-        """A new stream on ``device``; a no-op on the CPU."""
-        self._module: Any = torch.get_device_module(device)
-        self._stream = self._module.Stream()
-
-    def enter(self) -> AbstractContextManager[Any]:
-        """Run the block on the lane, after all the current stream was given so far."""
-        self._stream.wait_stream(self._module.current_stream())
-        context: AbstractContextManager[Any] = self._module.stream(self._stream)
-        return context
-
-    def leave(self) -> Any:
-        """An event that marks the end of what the lane was given so far."""
-        event = self._module.Event()
-        event.record(self._stream)
-        return event
-
-    def join(self, event: Any) -> None:
-        """Make the current stream wait for ``event``."""
-        self._module.current_stream().wait_event(event)
-
-
-@dataclass
-class OnLane:
-    """Collectives issued on a lane."""
-
-    lane: Lane
-    event: Any
-    keep: object
-
-    def wait(self) -> None:
-        """Order the current stream behind them; only then let go of their memory."""
-        self.lane.join(self.event)
-        self.keep = None
 
 
 class CollectiveGather(GatherRoute):
@@ -110,7 +66,7 @@ class CollectiveGather(GatherRoute):
             with self._transport.together(self._transport.group):
                 for region, source in self._transfers:
                     gather_single(region, source, group=self._transport.group)
-        return OnLane(lane, lane.leave(), None)
+        return lane.leave((self._transfers, self._cast_sources))
 
 
 class CollectiveReduce(ReduceRoute):
@@ -137,16 +93,16 @@ class CollectiveReduce(ReduceRoute):
         transport = self._transport
         lane = transport.reduce_lane
         inputs: list[Tensor] = []
-        with lane.enter():
-            targets: list[Tensor] = []
-            for source, out, extents in zip(sources, outs, self._extents, strict=True):
-                if source is not None and extents.chunk_numel:
-                    inputs.append(self._padded(source, extents))
-                    targets.append(out)
-            with transport.together(transport.reduce_group):
-                for target, padded in zip(targets, inputs, strict=True):
-                    reduce_single(target, padded, group=transport.reduce_group)
-        return OnLane(lane, lane.leave(), (inputs, sources))
+        targets: list[Tensor] = []
+        # Casts and padding are memory, which is taken on the current stream: see [Note: lanes].
+        for source, out, extents in zip(sources, outs, self._extents, strict=True):
+            if source is not None and extents.chunk_numel:
+                inputs.append(self._padded(source, extents))
+                targets.append(out)
+        with lane.enter(), transport.together(transport.reduce_group):
+            for target, padded in zip(targets, inputs, strict=True):
+                reduce_single(target, padded, group=transport.reduce_group)
+        return lane.leave((inputs, targets))
 
     def _padded(self, source: Tensor, extents: Extents) -> Tensor:
         full = extents.chunk_numel * len(extents.numels)
@@ -172,8 +128,21 @@ class CollectiveTransport(Transport):
         self.name = f"{backend_of(group, device)}-collectives"
         self._device = device
         self.coalesces = coalesces(group, device)
-        self.gather_lane = Lane(device)
-        self.reduce_lane = Lane(device)
+        self._lanes = Lanes()
+
+    @property
+    def gather_lane(self) -> Lane:
+        """Where gathers run."""
+        return self._lanes.gathers(self._device)
+
+    @property
+    def reduce_lane(self) -> Lane:
+        """Where reductions run."""
+        return self._lanes.reductions(self._device)
+
+    @override
+    def use_lanes(self, lanes: Lanes) -> None:
+        self._lanes = lanes
 
     def together(self, group: dist.ProcessGroup) -> AbstractContextManager[Any]:
         """Launch the block's collectives on ``group`` at once where the backend can."""
@@ -196,7 +165,9 @@ class CollectiveTransport(Transport):
         ranks = dist.get_process_group_ranks(self.group)
         first = self.rank // size * size
         members = ranks[first : first + size]
-        return CollectiveTransport(shared_group(members, "block", self.group), self._device)
+        made = CollectiveTransport(shared_group(members, "block", self.group), self._device)
+        made.use_lanes(self._lanes)
+        return made
 
     @override
     def separate_reductions(self, enable: bool) -> None:
@@ -206,6 +177,7 @@ class CollectiveTransport(Transport):
 
     @override
     def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
-        with self.gather_lane.enter():
-            dist.all_to_all_single(received, payloads, group=self.group)
-        return OnLane(self.gather_lane, self.gather_lane.leave(), (payloads, received))
+        lane = self.reduce_lane  # payloads of gradients: gathers do not queue behind them
+        with lane.enter():
+            dist.all_to_all_single(received, payloads, group=self.reduce_group)
+        return lane.leave((payloads, received))

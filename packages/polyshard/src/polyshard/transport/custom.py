@@ -8,6 +8,7 @@ of its interface. A plugin's collectives backend has no such price.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from polyshard.errors import SettingError
+from polyshard.memory.streams import Lanes, streams_of
 from polyshard.transport.base import (
     Extents,
     GatherPiece,
@@ -94,20 +96,33 @@ class CustomComms:
 class _Arriving:
     """A collective in flight, and the copies to make when it has ended."""
 
+    outlives_wait = True
+
     def __init__(
-        self, work: dist.Work | None, targets: list[Tensor], sources: list[Tensor], keep: object
+        self, work: dist.Work | None, targets: list[Tensor], sources: list[Tensor], sent: Tensor
     ) -> None:
         self._work = work
         self._targets = targets
         self._sources = sources
-        self._keep = keep
+        self._sent = sent
+        self._dropped: weakref.finalize[Any, Any] | None = None
+        if work is not None and streams_of(sent.device) is not None:
+            # As with a lane: what it uses goes back to the stream it came from, behind its end.
+            self._dropped = weakref.finalize(self, _go_behind, work)
+            self._dropped.atexit = False
 
     def wait(self) -> None:
         if self._work is not None:
             self._work.wait()
+        if self._dropped is not None:
+            self._dropped.detach()
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
-        self._keep = None
+
+
+def _go_behind(work: dist.Work) -> None:
+    """What the transfer keeps ends after this."""
+    work.wait()
 
 
 class CustomGather(GatherRoute):
@@ -137,7 +152,7 @@ class CustomGather(GatherRoute):
         torch._foreach_copy_(list(own.split(sizes)), [p.source for p in self._pieces])
         work = self._comm(whole, own, self._group, async_op=True)
         arrived = whole.view(world, self._numel).split(sizes, dim=1)
-        return _Arriving(work, [p.region for p in self._pieces], list(arrived), (own, whole))
+        return _Arriving(work, [p.region for p in self._pieces], list(arrived), own)
 
 
 class CustomReduce(ReduceRoute):
@@ -183,7 +198,7 @@ class CustomReduce(ReduceRoute):
             _fill(row, source, numel)
         work = self._comm(summed, packed, self._group, dist.ReduceOp.SUM, async_op=True)
         targets = [out for _, out, _ in present]
-        return _Arriving(work, targets, list(summed.split(sizes)), (packed, summed))
+        return _Arriving(work, targets, list(summed.split(sizes)), packed)
 
 
 def _fill(rows: Tensor, source: Tensor, chunk_numel: int) -> None:
@@ -227,6 +242,10 @@ class CustomTransport(Transport):
     def block(self, size: int) -> Transport:
         """The transport's own: the user's objects know the whole axis only."""
         return self._base.block(size)
+
+    @override
+    def use_lanes(self, lanes: Lanes) -> None:
+        self._base.use_lanes(lanes)
 
     @override
     def separate_reductions(self, enable: bool) -> None:

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from polyshard_offload.tiers.host_memory import Slab, launched
+from polyshard.memory.streams import launched
+from polyshard_offload.tiers.host_memory import Slab
 from polyshard_offload.tiers.state_store import Extent, Store
 
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from polyshard.memory.streams import launched
 from polyshard_offload.shards.checksums import ParameterChecksums
 from polyshard_offload.shards.gradients import GradientStorage, giver
 from polyshard_offload.shards.staging import Staging, StagingState
 from polyshard_offload.shards.storage import TierStorage
-from polyshard_offload.tiers.host_memory import launched, typed
+from polyshard_offload.tiers.host_memory import typed
 from polyshard_offload.tiers.private_window import PrivateWindow
 from polyshard_offload.tiers.swap_file import SwapFile
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from polyshard.memory.streams import Arrived, Passage, streams_of
 from polyshard_offload.shards.gradients import GradientStorage
 from polyshard_offload.shards.staging import StagingState
 from polyshard_offload.shards.storage import TierStorage
@@ -24,12 +25,12 @@ class HostStorage(TierStorage):
         prefetch_units: int,
     ) -> None:
         """Shards rest in ``arena``."""
-        on_host = device.type == "cpu"  # where a copy ahead of time hides behind nothing
-        super().__init__(device, staging, gradients, 0 if on_host else prefetch_units)
+        # On the host a copy ahead of time hides behind nothing.
+        self._is_apart = streams_of(device) is not None
+        super().__init__(device, staging, gradients, prefetch_units if self._is_apart else 0)
         self._wanted_units = self.prefetch_units
         self._arena = arena
-        self._stream = torch.Stream(device) if device.type != "cpu" else None
-        self._on_the_way = False
+        self._on_the_way: Passage | Arrived | None = None
 
     def _keep(self, shard: Tensor) -> Tensor:
         resting = typed(self._arena.take(shard.nbytes), shard.dtype)
@@ -54,36 +55,37 @@ class HostStorage(TierStorage):
     @override
     def prefetch(self) -> None:
         # Without an accelerator there is nothing that a copy could hide behind.
-        if self._stream is not None and not (self._on_the_way or self._serves_codec):
-            self._copy(self._stream)
+        if self._is_apart and not self._serves_codec:
+            self._copy()
 
-    def _copy(self, stream: torch.Stream) -> None:
-        staging = self._stage()
+    def _copy(self) -> None:
+        """Start to copy, unless that is under way. See [Note: lanes] of the streams."""
+        if self._on_the_way is not None:
+            return
+        staging, lane = self._stage(), self._staging_state.fetches(self._device)
         staging.in_use()
-        # The memory just taken may be in use by work launched before on the compute stream.
-        stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with stream:
+        with lane.enter():
             staging.tensor.copy_(self._shard, non_blocking=True)
-        self._on_the_way = True
+        self._on_the_way = lane.leave(staging.tensor)
+        lane.hold(self._shard)
 
     @override
     def fetch(self) -> None:
         if self._serves_codec:
             return
-        if self._stream is None:
-            staging = self._stage()
-            staging.in_use()
-            staging.tensor.copy_(self._shard)
-            return
-        if not self._on_the_way:
-            self._copy(self._stream)
-        torch.accelerator.current_stream(self._device).wait_stream(self._stream)
-        self._on_the_way = False
+        self._copy()
+        on_the_way, self._on_the_way = self._on_the_way, None
+        assert on_the_way is not None
+        on_the_way.wait()
 
     @override
     def release(self) -> None:
-        # A copy that nobody waited for must end before its memory goes.
-        if self._on_the_way and self._stream is not None:
-            self._stream.synchronize()
-            self._on_the_way = False
+        # A copy that nobody waited for: dropping it orders the memory's next use behind it.
+        self._on_the_way = None
         super().release()
+
+    @override
+    def settle(self) -> None:
+        super().settle()
+        if self._is_apart:
+            self._staging_state.fetches(self._compute_device).drain()

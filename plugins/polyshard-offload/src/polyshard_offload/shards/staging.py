@@ -14,23 +14,36 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from polyshard.memory.streams import HIGH_PRIORITY, Arrived, Lane, Lanes, Passage
+
 
 @dataclass(eq=False)
 class StagingState:
     """Staging memory of all shards together, in bytes, and the one whose views were just made.
 
-    ``ahead`` lets one thread read the next shards while a step computes. ``gradient_moves`` counts
-    shards of gradients that left the device; ``records_norms`` has their norms taken before.
+    ``lanes`` carry what moves between device and host. ``ahead`` lets one thread read the next
+    shards while a step computes. ``gradient_moves`` counts shards of gradients that left the
+    device, ``leaving`` is the one that does; ``records_norms`` has their norms taken before.
     """
 
     bytes_now: int = 0
     gradient_moves: int = 0
     records_norms: bool = False
     peak_bytes: int = 0
+    lanes: Lanes = field(default_factory=Lanes)
     idle: Staging | None = None
+    leaving: Passage | Arrived | None = None
     ahead: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="polyshard-fetch")
     )
+
+    def fetches(self, device: torch.device) -> Lane:
+        """The lane on which shards come to ``device``."""
+        return self.lanes.lane("fetches", device, HIGH_PRIORITY)
+
+    def departures(self, device: torch.device) -> Lane:
+        """The lane on which gradients leave ``device``."""
+        return self.lanes.lane("departures", device, HIGH_PRIORITY)
 
     def __del__(self) -> None:
         self.ahead.shutdown(wait=False)

@@ -90,5 +90,9 @@ class TierStorage(ShardStorage):
         return placed
 
     @override
+    def settle(self) -> None:
+        self.gradients.settle()
+
+    @override
     def hold(self, parameters: Sequence[Tensor]) -> None:
         self.norms.hold(parameters, self._shard)

@@ -119,12 +119,3 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """
     assert tensor.device.type == "cpu"
     return memoryview((ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
-def launched(device: torch.device) -> Callable[[], None]:
-    """Waits, when called in another thread, for what was launched on ``device`` so far."""
-    if device.type == "cpu":
-        return lambda: None
-    event = torch.Event(device)
-    event.record()
-    return event.synchronize

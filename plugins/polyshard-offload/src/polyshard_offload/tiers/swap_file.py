@@ -30,6 +30,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from polyshard.memory.streams import launched
 from polyshard_offload.errors import CorruptedError, StorageError, storage_error
 from polyshard_offload.settings import PAGE_BYTES, DiskSettings
 from polyshard_offload.tiers.block_io import Blocks, Calls, KvikioBlocks, PosixBlocks
@@ -170,6 +171,7 @@ class SwapFile:
         if not self._header_is_current:  # written late: plans allocate many times
             with self._header_lock:
                 self._guarded("writing the header of", 0, self._write_header)
+        launched(source.device)()  # threads that move blocks follow no stream of this one
         self._transfer(offset, source, self._write_block)
 
     def _transfer(self, offset: int, tensor: Tensor, move: Callable[[int, Tensor], None]) -> None:

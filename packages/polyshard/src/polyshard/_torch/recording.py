@@ -1,0 +1,35 @@
+"""Private names of torch that the stand-in for an accelerator needs (see ``testing.streams``)."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+__all__ = ["DispatchMode", "FakeTensor", "WorkBase", "registered_name", "storage_id", "unwatched"]
+
+DispatchMode = TorchDispatchMode
+"""Sees every operation on tensors."""
+
+WorkBase: Any = dist._Work
+"""What collectives return."""
+
+
+def registered_name(group: dist.ProcessGroup) -> str:
+    """The name under which torch knows ``group``; those made in Python are not told it."""
+    return str(distributed_c10d._world.pg_names[group])
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """The same for all tensors that share memory through torch."""
+    return storage._cdata
+
+
+def unwatched() -> AbstractContextManager[Any]:
+    """Operations of the block are seen by no mode."""
+    return cast("AbstractContextManager[Any]", _disable_current_modes())

@@ -1,0 +1,68 @@
+"""Sums over the replicate axis: the second hop of a reduction, on a mesh that has one.
+
+[Note: replicas]
+Other links carry it than what the shard axis needs next, so where the device has streams it
+follows the reduce-scatter on a lane of its own and runs beside the computation. Two things keep it
+on the current stream, when the reduction is finished: a codec, whose working memory belongs to that
+stream, and a transfer that gives its memory up as soon as it was waited for (see ``Pending``).
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from polyshard.exchange.accumulation import Sums
+from polyshard.exchange.flight import InFlight
+from polyshard.memory.streams import Lanes, streams_of
+from polyshard.plugins.validation import wordless
+from polyshard.seams import BoundReplicaCodec
+from polyshard.sharding.mesh import MeshRoles
+
+
+class Replicas:
+    """Sums the shards of one group over its replicas. See [Note: replicas]."""
+
+    def __init__(self, roles: MeshRoles, lanes: Lanes) -> None:
+        """``lanes`` are those of the root."""
+        self._roles = roles
+        self._lanes = lanes
+        self._follows = roles.is_replicated and streams_of(roles.device) is not None
+
+    def follow(self, flight: InFlight, partial: Sums) -> None:
+        """Have the sum be part of what ``flight`` waits for, where it may; takes ``partial``."""
+        total = flight.total
+        outlives = getattr(flight.pending, "outlives_wait", False)
+        if not (self._follows and flight.sums_replicas and outlives) or total is None:
+            return
+        earlier = None
+        if partial:
+            earlier, present = partial.take()
+            flight.present = sorted({*present, *flight.present})
+        lane = self._lanes.replicas(total.device)
+        with lane.enter():
+            flight.pending.wait()
+            if earlier is not None:
+                total.add_(earlier)
+            self._all_reduce(total)
+        flight.pending = lane.leave((flight.pending, total, earlier))
+        flight.is_summed = True
+
+    def sum(self, total: Tensor, codec: BoundReplicaCodec | None) -> None:
+        """Sum ``total`` in place, on the current stream."""
+        groups = self._roles.replicate_groups
+        if codec is None or len(groups) != 1:
+            self._all_reduce(total)
+            return
+        payload = total.new_empty(codec.payload_bytes, dtype=torch.uint8)
+        payloads = payload.new_empty(self._roles.replicate_size, codec.payload_bytes)
+        wordless(cast("Any", codec).encode(total, payload), codec, "encode")
+        dist.all_gather(list(payloads.unbind()), payload, group=groups[0])
+        wordless(cast("Any", codec).decode_sum(payloads, total), codec, "decode_sum")
+
+    def _all_reduce(self, total: Tensor) -> None:
+        for group in self._roles.replicate_groups:
+            dist.all_reduce(total, group=group)

@@ -1,0 +1,231 @@
+"""Every wait, event and keep-alive of some modules, and the same modules without one of them.
+
+[Note: mutants]
+What orders streams is found in the source, by the names of calls: whoever writes another wait has
+another mutant. A mutant evaluates what the call is made of and leaves the call out, so everything
+else is as it was. Functions are changed in place, in this process.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+LEFT_OUT = frozenset({
+    "wait", "wait_event", "wait_stream", "record", "synchronize", "drain", "hold", "settle",
+    "launched", "result", "exception", "_outlast", "_copied",
+})  # fmt: skip
+"""Statements that call one of these are left out."""
+LET_GO = frozenset({"_on_the_way", "leaving"})
+"""Attributes that hold a passage: setting them to ``None`` orders a stream, and is left out."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A module without one of the things that order it."""
+
+    module: str
+    function: str
+    line: int
+    kind: str
+    text: str
+    tree: ast.Module
+    file: str
+
+    def __str__(self) -> str:
+        """Where it is, and what it lacks."""
+        return f"{self.module}.{self.function}:{self.line}: {self.kind} `{self.text}`"
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Have the function be the mutant inside the block."""
+        target = _live(self.module, self.function)
+        original = target.__code__
+        target.__code__ = _code_of(compile(self.tree, original.co_filename, "exec"), self.function)
+        try:
+            yield
+        finally:
+            target.__code__ = original
+
+
+def mutants(modules: Sequence[str]) -> list[Mutant]:
+    """All mutants of ``modules``."""
+    return [mutant for module in modules for mutant in _of_module(module)]
+
+
+def _of_module(module: str) -> Iterator[Mutant]:
+    path = importlib.import_module(module).__file__
+    assert path is not None
+    source = Path(path).read_text()
+    tree = ast.parse(source)
+    for function, node in _functions(tree):
+        for place, inner in enumerate(ast.walk(node)):
+            for kind, change in _changes(inner):
+                mutated = copy.deepcopy(tree)
+                twin = next(n for f, n in _functions(mutated) if f == function)
+                change(list(ast.walk(twin))[place])
+                ast.fix_missing_locations(mutated)
+                text = ast.unparse(inner).splitlines()[0]
+                yield Mutant(module, function, inner.lineno, kind, text, mutated, path)  # type: ignore[attr-defined]
+
+
+def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Functions and methods by their qualified names; nested ones are part of the outer."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, node
+        if isinstance(node, ast.ClassDef):
+            for member in node.body:
+                if isinstance(member, ast.FunctionDef):
+                    yield f"{node.name}.{member.name}", member
+
+
+Change = Callable[[Any], None]
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[str, Change]]:
+    said = node.value if isinstance(node, ast.Expr) else None
+    if isinstance(said, ast.Call) and _name(said) in LEFT_OUT:
+        yield "without", _leave_out
+    if isinstance(node, ast.Call) and _name(node) == "enter" and not node.args:
+        yield "unordered", _enter_unordered
+    if isinstance(node, ast.Call) and _name(node) == "leave" and _is_lane(node.func):
+        yield "not keeping", _keep_nothing
+    if isinstance(node, ast.Call) and _name(node) == "finalize":
+        yield "without", _finalize_nothing
+    if isinstance(node, ast.Assign) and _lets_go(node):
+        yield "without", _pass_over
+
+
+def _name(call: ast.Call) -> str:
+    function = call.func
+    while isinstance(function, ast.Call):
+        function = function.func
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def _lets_go(node: ast.Assign) -> bool:
+    is_none = isinstance(node.value, ast.Constant) and node.value.value is None
+    targets = [t for t in node.targets if isinstance(t, ast.Attribute)]
+    return is_none and any(t.attr in LET_GO for t in targets)
+
+
+def _leave_out(statement: ast.Expr) -> None:
+    call = statement.value
+    assert isinstance(call, ast.Call)
+    statement.value = ast.Tuple([call.func, *call.args], ast.Load())
+
+
+def _enter_unordered(call: ast.Call) -> None:
+    """The lane's stream without what ``enter`` waits for."""
+    assert isinstance(call.func, ast.Attribute)
+    lane = call.func.value
+    stream = ast.Attribute(lane, "_stream", ast.Load())
+    streams = ast.Attribute(lane, "_streams", ast.Load())
+    call.func, call.args = ast.Attribute(streams, "on", ast.Load()), [stream]
+
+
+def _keep_nothing(call: ast.Call) -> None:
+    call.args[-1] = ast.Subscript(ast.Tuple([call.args[-1], ast.Constant(None)], ast.Load()),
+                                  ast.Constant(1), ast.Load())  # fmt: skip
+
+
+def _is_lane(function: ast.expr) -> bool:
+    return isinstance(function, ast.Attribute) and ast.unparse(function.value) == "lane"
+
+
+def _finalize_nothing(call: ast.Call) -> None:
+    """What is called in the end does nothing."""
+    call.args[1:] = [ast.Name("bool", ast.Load())]
+
+
+def _pass_over(statement: ast.Assign) -> None:
+    target = statement.targets[0]
+    assert isinstance(target, ast.Attribute)
+    statement.value = ast.Attribute(target.value, target.attr, ast.Load())
+
+
+def _live(module: str, function: str) -> FunctionType:
+    found: Any = importlib.import_module(module)
+    for part in function.split("."):
+        found = inspect.getattr_static(found, part)
+        if isinstance(found, property):
+            found = found.fget
+        found = getattr(found, "__func__", found)
+    found = inspect.unwrap(found)
+    assert isinstance(found, FunctionType)
+    return found
+
+
+def _code_of(code: CodeType, function: str) -> CodeType:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            if constant.co_qualname == function:
+                return constant
+            if function.startswith(f"{constant.co_qualname}."):
+                return _code_of(constant, function)
+    raise LookupError(function)
+
+
+Attempt = Callable[[], Sequence[str]]
+"""Does something, and returns the races it found."""
+
+
+class Survival:
+    """Attempts to have mutants fail, each tried on mutants of what it calls."""
+
+    def __init__(self, attempts: Mapping[str, Attempt]) -> None:
+        """Run each once, as it is: there must be no race.
+
+        Args:
+            attempts: by a name for reports.
+        """
+        self._attempts = attempts
+        self._calls = {name: _calls_of(attempt) for name, attempt in attempts.items()}
+
+    def end_of(self, mutant: Mutant) -> str | None:
+        """What ``mutant`` fails, if it fails anything."""
+        called = (mutant.file, mutant.function)
+        with mutant.applied():
+            for name, attempt in self._attempts.items():
+                if called not in self._calls[name]:
+                    continue
+                try:
+                    races = attempt()
+                except Exception as error:
+                    return f"{name}: {type(error).__name__}: {error}"
+                if races:
+                    return f"{name}: {races[0]}"
+        return None
+
+
+def _calls_of(attempt: Attempt) -> frozenset[tuple[str, str]]:
+    """Files and qualified names of all functions it calls."""
+    called: set[CodeType] = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        del argument
+        if event == "call":
+            called.add(frame.f_code)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        races = attempt()
+    finally:
+        sys.setprofile(before)
+    assert not races, races
+    return frozenset(
+        (code.co_filename, code.co_qualname.partition(".<locals>")[0]) for code in called
+    )

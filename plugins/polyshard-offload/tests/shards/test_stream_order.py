@@ -1,0 +1,54 @@
+"""Copies between device and host are ordered, and are not without any one wait or keep-alive."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from offload_steps import STEPS, races_of
+
+from polyshard.testing.streams.mutants import Mutant, Survival, mutants
+
+
+@pytest.mark.parametrize("run", STEPS, ids=lambda run: run.__name__)
+def test_a_step_is_ordered(run: Any, tmp_path: Path) -> None:
+    assert races_of(run, tmp_path) == []
+
+
+OWN = (
+    "polyshard_offload.shards.host_storage",
+    "polyshard_offload.shards.disk_storage",
+    "polyshard_offload.shards.gradients",
+    "polyshard_offload.shards.storage",
+    "polyshard_offload.tiers.swap_file",
+)
+CORE = (
+    "polyshard.memory.streams",
+    "polyshard.exchange.reduction",
+    "polyshard.group.group",
+    "polyshard.engine.unit",
+)
+HOST_MEMORY = ("settle", "_outlast", "synchronize")
+"""What statements of core say that are there for memory of the host."""
+
+MUTANTS = [
+    *mutants(OWN),
+    *(m for m in mutants(CORE) if any(word in m.text for word in HOST_MEMORY)),
+]
+
+
+@pytest.fixture(scope="module")
+def survival(tmp_path_factory: pytest.TempPathFactory) -> Survival:
+    path = tmp_path_factory.mktemp("tiers")
+    return Survival({run.__name__: partial(races_of, run, path) for run in STEPS})
+
+
+ELSEWHERE: dict[tuple[str, str], str] = {}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.function}-{m.kind}-{m.line}")
+def test_without_it_a_step_is_disordered(mutant: Mutant, survival: Survival) -> None:
+    if (mutant.function, mutant.text) not in ELSEWHERE:
+        assert survival.end_of(mutant) is not None, f"nothing fails with {mutant}"
