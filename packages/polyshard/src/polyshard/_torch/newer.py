@@ -99,9 +99,13 @@ def set_grad_dtype(parameter: Tensor, dtype: torch.dtype | None) -> None:
 def coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the backend of ``group`` for ``device`` launches several collectives as one.
 
-    Asked of the backend: by name there are several that do, and a group may have one per device.
+    Asked of the backend: by name there are several that do, and a group may have one per device. A
+    group that is written in Python has none, and says it itself.
     """
-    backend = cast("Any", group)._get_backend(device)
+    try:
+        backend = cast("Any", group)._get_backend(device)
+    except RuntimeError:
+        backend = group
     return bool(getattr(backend, "supports_coalescing", False))
 
 

@@ -354,16 +354,15 @@ class Reducer:
 
     def _store(self, total: Tensor, present: Sequence[int]) -> None:
         """Set or add to ``.grad`` of the sharded parameters, then run their hooks."""
-        for part, indices in self._placing.parts(total, present):
-            self._put(part, indices)
         hooked = [h for i in present if (h := self._hooks_of(i))]
-        if hooked:
-            self._shards.storage.settle()
+        for part, indices in self._placing.parts(total, present):
+            self._put(part, indices, is_seen=bool(hooked))
         for parameter, hooks in hooked:
             for hook in hooks:
                 hook(parameter)
 
-    def _put(self, total: Tensor, present: Sequence[int]) -> None:
+    def _put(self, total: Tensor, present: Sequence[int], *, is_seen: bool) -> None:
+        """The part of one dtype; ``is_seen`` where hooks look at it at once."""
         accumulate_into: list[Tensor] = []
         accumulate_from: list[Tensor] = []
         parts = self._totals.parts_of(total)
@@ -377,8 +376,9 @@ class Reducer:
             else:
                 accumulate_into.append(local_tensor(cast("DTensor", sharded.parameter.grad)))
                 accumulate_from.append(part_of(total, slot))
-        if accumulate_into:
+        if accumulate_into or is_seen:
             self._shards.storage.settle()
+        if accumulate_into:
             torch._foreach_add_(accumulate_into, accumulate_from)
             self._totals.drop()  # gradients live elsewhere: this would be a second copy of them
         else:
