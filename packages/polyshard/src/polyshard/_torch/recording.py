@@ -38,7 +38,8 @@ def registered_name(group: dist.ProcessGroup) -> str:
 
 def storage_id(storage: torch.UntypedStorage) -> int:
     """The same for all tensors that share memory through torch."""
-    return storage._cdata
+    number: int = storage._cdata
+    return number
 
 
 def unwatched() -> AbstractContextManager[Any]:
