@@ -43,6 +43,7 @@ from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport.base import DONE, Pending, ReduceRoute
 
 ReduceHook = Callable[[Tensor], None]
+_HOOKS = "_post_accumulate_grad_hooks"
 
 
 @dataclass
@@ -358,7 +359,8 @@ class Reducer:
             else:
                 accumulate_into.append(local_tensor(cast("DTensor", sharded.parameter.grad)))
                 accumulate_from.append(part_of(total, slot))
-        hooked = [h for i in present if (h := self._hooks_of(i))]
+        parameters = [self._shards.parameters[index].parameter for index in present]
+        hooked = [p for p in parameters if getattr(p, _HOOKS, None)]
         if accumulate_into or hooked:
             self._shards.storage.settle()
         if accumulate_into:
@@ -366,12 +368,6 @@ class Reducer:
             self._totals.drop()  # gradients live elsewhere: this would be a second copy of them
         else:
             self._totals.keep_only_if_used_by(total)
-        for parameter, hooks in hooked:
-            for hook in hooks:
+        for parameter in hooked:
+            for hook in tuple(getattr(parameter, _HOOKS).values()):
                 hook(parameter)
-
-    def _hooks_of(self, index: int) -> tuple[Tensor, tuple[Callable[[Tensor], None], ...]] | None:
-        """A parameter and what is called when its gradient is in place, if anything."""
-        parameter = self._shards.parameters[index].parameter
-        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
-        return (parameter, tuple(hooks.values())) if hooks else None
