@@ -325,7 +325,8 @@ def customized(recorder: Recorder) -> None:
 
 
 def dropped_in_a_gather(recorder: Recorder) -> None:
-    for make in (sharded, lambda: custom((2,))):
+    models: tuple[Callable[[], Any], ...] = (lambda: sharded(), lambda: custom((2,)))
+    for make in models:
         model = make()
         step(model, 1)
         model[1].unshard(async_op=True)
@@ -334,7 +335,10 @@ def dropped_in_a_gather(recorder: Recorder) -> None:
 
 
 def dropped_in_a_reduction(recorder: Recorder) -> None:
-    for make in (lambda: sharded(mp_policy=BF16), lambda: custom((2,)), lambda: sharded((2, 2))):
+    models: tuple[Callable[[], Any], ...] = (
+        lambda: sharded(mp_policy=BF16), lambda: custom((2,)), lambda: sharded((2, 2)),
+    )  # fmt: skip
+    for make in models:
         model = make()
         model.set_is_last_backward(False)
         backward(model)

@@ -98,8 +98,8 @@ def backward(model: nn.Module) -> None:
     model(torch.ones(2, WIDTH)).square().sum().backward()
 
 
-def step(model: nn.Module, optimizer: Any = None, steps: int = 3) -> None:
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+def step(model: nn.Module, steps: int = 3) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(steps):
         backward(model)
         optimizer.step()
@@ -206,11 +206,15 @@ def plugin_dropped(recorder: Recorder, path: Path) -> None:
 
 def disk(recorder: Recorder, path: Path) -> None:
     settings = DiskSettings(path=path)
-    offload = Offload(params="disk", grads="disk", optimizer="disk", disk=settings, chunk_bytes=64)
-    model = sharded(offload)
-    step(model, offload.wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)))
+    model = sharded(Offload(params="disk", grads="disk", optimizer="disk", disk=settings))
+    for _ in range(3):
+        backward(model)
+        model.zero_grad()
     with torch.no_grad():
         model(torch.ones(2, WIDTH))
+    storage = model[0]._polyshard_unit.groups[0].shards.storage
+    storage.prefetch()
+    storage.release()
 
 
 STEPS = (

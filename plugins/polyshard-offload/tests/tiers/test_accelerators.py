@@ -174,6 +174,9 @@ def test_copies_wait_for_the_memory_they_fill(rank: int, size: int) -> None:
         def place(self, gradient: torch.Tensor) -> torch.Tensor:
             return gradient
 
+        def settle(self) -> None:
+            pass
+
     device = torch.device("cuda", 0)
     storage = HostStorage(Arena(pinned=True), device, StagingState(), Nowhere(), 2)
     numel = 16 << 20

@@ -11,13 +11,24 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = ["DispatchMode", "FakeTensor", "WorkBase", "registered_name", "storage_id", "unwatched"]
+__all__ = [
+    "DispatchMode",
+    "FakeTensor",
+    "GroupBase",
+    "WorkBase",
+    "registered_name",
+    "storage_id",
+    "unwatched",
+]
 
-DispatchMode = TorchDispatchMode
+DispatchMode: Any = TorchDispatchMode
 """Sees every operation on tensors."""
 
 WorkBase: Any = dist._Work
 """What collectives return."""
+
+GroupBase: Any = dist.ProcessGroup
+"""A process group, whose methods torch overloads in ways that Python code cannot repeat."""
 
 
 def registered_name(group: dist.ProcessGroup) -> str:
@@ -27,7 +38,8 @@ def registered_name(group: dist.ProcessGroup) -> str:
 
 def storage_id(storage: torch.UntypedStorage) -> int:
     """The same for all tensors that share memory through torch."""
-    return storage._cdata
+    number: int = storage._cdata
+    return number
 
 
 def unwatched() -> AbstractContextManager[Any]:

@@ -44,6 +44,7 @@ from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport.base import DONE, Pending, ReduceRoute
 
 ReduceHook = Callable[[Tensor], None]
+_HOOKS = "_post_accumulate_grad_hooks"
 
 
 @dataclass
@@ -354,11 +355,12 @@ class Reducer:
 
     def _store(self, total: Tensor, present: Sequence[int]) -> None:
         """Set or add to ``.grad`` of the sharded parameters, then run their hooks."""
-        hooked = [h for i in present if (h := self._hooks_of(i))]
+        parameters = [self._shards.parameters[index].parameter for index in present]
+        hooked = [p for p in parameters if getattr(p, _HOOKS, None)]
         for part, indices in self._placing.parts(total, present):
             self._put(part, indices, is_seen=bool(hooked))
-        for parameter, hooks in hooked:
-            for hook in hooks:
+        for parameter in hooked:
+            for hook in tuple(getattr(parameter, _HOOKS).values()):
                 hook(parameter)
 
     def _put(self, total: Tensor, present: Sequence[int], *, is_seen: bool) -> None:
@@ -383,9 +385,3 @@ class Reducer:
             self._totals.drop()  # gradients live elsewhere: this would be a second copy of them
         else:
             self._totals.keep_only_if_used_by(total)
-
-    def _hooks_of(self, index: int) -> tuple[Tensor, tuple[Callable[[Tensor], None], ...]] | None:
-        """A parameter and what is called when its gradient is in place, if anything."""
-        parameter = self._shards.parameters[index].parameter
-        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
-        return (parameter, tuple(hooks.values())) if hooks else None

@@ -98,6 +98,7 @@ class Ledger:
         """``timeline`` knows the order."""
         self.races: list[Race] = []
         self.counted = 0
+        self._actors: dict[str, set[str]] = {}
         self._timeline = timeline
         self._starts: list[int] = []
         self._at: dict[int, Allocation] = {}
@@ -122,9 +123,18 @@ class Ledger:
             self._remove(old)
         self._add(joined)
 
+    def allocations(self) -> list[Allocation]:
+        """Memory that is in use."""
+        return list(self._at.values())
+
+    def seen(self, what: str) -> set[str]:
+        """Which actors ever did ``what``."""
+        return self._actors.get(what, set())
+
     def use(self, used: Use) -> None:
         """Compare with every earlier use of the same bytes."""
         self.counted += 1
+        self._actors.setdefault(used.what, set()).add(used.actor)
         for allocation in self._overlapping(used.start, used.stop):
             kept = []
             for earlier in allocation.uses:

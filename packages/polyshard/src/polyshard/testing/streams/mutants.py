@@ -22,7 +22,7 @@ from typing import Any
 
 LEFT_OUT = frozenset({
     "wait", "wait_event", "wait_stream", "record", "synchronize", "drain", "hold", "settle",
-    "launched", "result", "exception", "_outlast", "_copied",
+    "launched", "result", "exception", "idle", "_outlast", "_copied",
 })  # fmt: skip
 """Statements that call one of these are left out."""
 LET_GO = frozenset({"_on_the_way", "leaving"})

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polyshard._torch.recording import WorkBase, registered_name, unwatched
+from polyshard._torch.recording import GroupBase, WorkBase, registered_name, unwatched
 
 BACKEND = "recorded"
 
@@ -44,7 +44,7 @@ class RecordedWork(WorkBase):  # type: ignore[misc]
         return True
 
 
-class RecordedGroup(dist.ProcessGroup):
+class RecordedGroup(GroupBase):  # type: ignore[misc]
     """A process group whose other ranks do what this one does."""
 
     def __init__(self, rank: int, size: int, watcher: Watcher) -> None:

@@ -191,7 +191,7 @@ class Recorder:
             self.ledger.take(storage.data_ptr(), storage.nbytes(), self.module.current)
 
 
-class _Watching(DispatchMode):
+class _Watching(DispatchMode):  # type: ignore[misc]
     """Tells a recorder of every operation."""
 
     def __init__(self, recorder: Recorder) -> None:
