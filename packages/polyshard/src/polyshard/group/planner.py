@@ -19,6 +19,7 @@ from polyshard.seams import Named
 
 def plan_of(group: ParameterGroup) -> GroupPlan:
     """What ranks compare and ``describe()`` shows: what the runtime of ``group`` carries out."""
+    group.adopt_replaced()  # local tensors may have learnt a protocol: nothing tells of that
     runtime = group.prepare()
     group.sync_requires_grad(runtime)
     contributions, shards, transport = group.contributions, group.shards, group.transport

@@ -17,11 +17,17 @@ from polyshard.exchange.block import Block
 from polyshard.exchange.freshness import Turn
 from polyshard.exchange.gather import CodecGather, GatherPath, Line, NativeGather
 from polyshard.exchange.reduction import ReduceParts, Reducer
-from polyshard.exchange.tensor_protocol import ProtocolGather, ProtocolShards
+from polyshard.exchange.tensor_protocol import (
+    ProtocolGather,
+    ProtocolParts,
+    refuse_block,
+    refuse_claims,
+)
 from polyshard.group.plan import Dtypes
 from polyshard.memory.buffers import Buffer, new_buffer
 from polyshard.memory.pages import PagePool
 from polyshard.params.parameter import Registry
+from polyshard.params.protocol_shards import ProtocolShards
 from polyshard.params.sharded import Shards
 from polyshard.params.unsharded import Unsharded
 from polyshard.policies import MixedPrecisionPolicy
@@ -104,9 +110,12 @@ def _unsharded_side(
     parts: Parts, dtypes: Dtypes, line: Line, binding: Binding, last: Runtime | None
 ) -> tuple[Unsharded | None, GatherPath]:
     shards = parts.shards
-    if isinstance(shards, ProtocolShards):
-        route = (line.transport, line.tag)
-        return None, ProtocolGather(shards, parts.policy, dtypes.param, route)
+    if shards.speaking:  # the plan was made before anybody knew
+        refuse_claims(parts.contributions, parts.info)
+        refuse_block(parts.block_size, parts.info)
+    if shards.speaking or isinstance(shards, ProtocolShards):
+        given = ProtocolParts(parts.roles.shard_mesh, parts.policy, dtypes.param, parts.onion)
+        return None, ProtocolGather(shards, given, line, parts.info.device)
     codec = binding.gather_codec(parts.info, shards.layout)
     shards.storage.serve_codec(codec is not None)
     crosses, device = codec is not None, parts.info.device

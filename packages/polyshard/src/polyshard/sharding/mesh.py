@@ -35,6 +35,15 @@ class MeshRoles:
         return self.mesh.get_group(self.shard_axis)
 
     @cached_property
+    def shard_mesh(self) -> DeviceMesh:
+        """The shard axis alone, as a mesh; there must be one."""
+        assert self.shard_axis is not None
+        names = self.mesh.mesh_dim_names
+        return (
+            self.mesh if names is None or self.mesh.ndim == 1 else self.mesh[names[self.shard_axis]]
+        )
+
+    @cached_property
     def shard_ranks(self) -> tuple[int, ...]:
         """Global ranks of the shard axis, in its order; none without one."""
         return (
