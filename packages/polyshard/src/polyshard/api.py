@@ -102,7 +102,9 @@ def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
         ignored_params: parameters to leave alone.
         dp_mesh_dims: which axes of ``mesh`` are data-parallel, when it has others too.
         plugins: plugin objects, or names from the ``polyshard.plugins`` entry points. Order does
-            not matter; being installed activates nothing.
+            not matter; being installed activates nothing. For parameters that are ``DTensor`` s
+            already, and that none of these takes, the plugin installed as ``tensor_parallel``
+            (polyshard-tensor-parallel) is found, as ``offload_policy`` finds offload.
 
     Returns:
         What was passed in; each module is an :class:`polyshard.FSDPModule` now.
@@ -125,7 +127,7 @@ def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
         collector = Collector(roles, ignored, shard_placement_fn, stack, dtype)
         move_to_device(modules, collector, roles)
         sources = collector.sources(modules)
-        _plan_groups(unit, sources, stack)
+        _plan_groups(unit, sources, collector.stack)
         _shard(unit, sources)
     return module
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
@@ -22,6 +23,11 @@ KEEPING = {
     aten.copy_.default,
     aten._to_copy.default,
 }
+
+
+def local_part(out: Tensor) -> Tensor:
+    """FSDP2 hands over the unsharded parameter, with tensor parallelism a ``DTensor``."""
+    return out._local_tensor if isinstance(out, DTensor) else out
 
 
 class Wrapped(Tensor):
@@ -73,6 +79,7 @@ class Coded(Wrapped):
         decoded = (codes.float() * scale).to(dtype)
         if out is None:
             return decoded, (decoded,)
+        out = local_part(out)
         # FSDP2 leaves both guards to the class.
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
             out.copy_(decoded[: out.shape[0]])
@@ -91,6 +98,7 @@ class OldForm(Wrapped):
         assert metadata == "kept"
         (whole,) = outputs
         if out is not None:
+            out = local_part(out)
             assert out.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
             return None
         return whole, (whole,)
