@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast, overload
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from polyshard._torch.composable import register_sharded
 from polyshard._torch.private import tag_managed_module
 from polyshard.agreement.meeting import reporting
 from polyshard.composition.stack import PluginStack, build_stack
@@ -230,3 +231,4 @@ def _shard(unit: Unit, sources: Sequence[Source]) -> None:
     UnitHooks(unit).attach()
     for module in unit.modules:
         mix_in(module, unit)
+        register_sharded(module)

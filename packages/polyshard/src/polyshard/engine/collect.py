@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from polyshard._torch.composable import is_replicated
 from polyshard._torch.private import has_fsdp_protocol, local_tensor
 from polyshard.composition.stack import PluginStack
 from polyshard.composition.transforms import Extensions
@@ -55,7 +56,10 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
 
 
 def managed_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules whose own parameters belong to a unit over ``roots``, with names inside the unit."""
+    """Modules whose own parameters belong to a unit over ``roots``, with names inside the unit.
+
+    Those of other units, and what torch's ``replicate`` was applied to, are left alone.
+    """
     seen: set[nn.Module] = set()
     for index, root in enumerate(roots):
         prefix = f"{index}." if len(roots) > 1 else ""
@@ -65,7 +69,7 @@ def managed_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module
 def _walk(
     module: nn.Module, prefix: str, seen: set[nn.Module], *, is_root: bool
 ) -> Iterator[tuple[str, nn.Module]]:
-    if not is_root and unit_of(module) is not None:
+    if is_replicated(module) or (not is_root and unit_of(module) is not None):
         return
     # A module reached by a second name is walked again: it owns its parameters under both.
     repeated = module in seen
