@@ -12,13 +12,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
-from typing_extensions import override
+from typing_extensions import deprecated, override
 
 from polyshard.engine.plans import compare_early
 from polyshard.engine.root import unit_of, units_below
 from polyshard.engine.unit import Unit
-from polyshard.errors import DeepcopyError, LifecycleError, SettingError, UnsupportedError, warn
+from polyshard.errors import DeepcopyError, LifecycleError, SettingError, UnsupportedError
 from polyshard.group.group import ParameterGroup
+from polyshard.group.notices import has_no_buffers
 from polyshard.transport.custom import AllGather, ReduceScatter
 
 
@@ -204,6 +205,7 @@ class FSDPModule(TorchFSDPModule):
         del async_op
 
     @override
+    @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Old name of :meth:`set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
@@ -213,8 +215,9 @@ class FSDPModule(TorchFSDPModule):
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
         """How many reductions may be in flight at once (default 1); one value for the root."""
-        if max_input_buffers < 1:
-            raise SettingError(f"max_input_buffers must be an int >= 1, got {max_input_buffers!r}")
+        given: object = max_input_buffers  # True is an int, and means something else
+        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+            raise SettingError(f"max_input_buffers must be an int >= 1, got {given!r}")
         del recurse  # reductions of a root share one queue
         self._unit().context.max_reductions = max_input_buffers
 
@@ -232,7 +235,15 @@ class FSDPModule(TorchFSDPModule):
         Args:
             hook: changes its argument in place.
             stream: runs the hook there; the current stream waits for it.
+
+        Raises:
+            SettingError: for a stream where replicas are reduced too, which has its own place.
         """
+        if stream is not None and any(g.roles.is_replicated for g in self._groups(recurse=False)):
+            raise SettingError(
+                "set_all_reduce_hook(stream=) is for units without a replicate axis: with one, the "
+                "hook runs where its all-reduce does. Leave stream out."
+            )
         for group in self._groups(recurse=False):
             group.reduce_settings.hook = hook if stream is None else _on_stream(hook, stream)
 
@@ -278,15 +289,19 @@ class FSDPModule(TorchFSDPModule):
 
     @override
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """No effect, and a warning: transfers use parameters and gradients where they rest."""
-        if enable:
-            warn([_without_buffers("set_allocate_memory_from_process_group_for_comm")])
+        """No effect, and a warning: transfers use parameters and gradients where they rest.
+
+        Raises:
+            CustomCommsError: after :meth:`set_custom_all_gather` or its like.
+        """
+        setter = "set_allocate_memory_from_process_group_for_comm"
+        has_no_buffers(setter, [g.comms for g in self._groups(recurse=False)], enable)
 
     @override
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """No effect, and a warning: transfers use parameters and gradients where they rest."""
+        """As :meth:`set_allocate_memory_from_process_group_for_comm`."""
         del backend
-        warn([_without_buffers("set_symm_mem_for_comm")])
+        has_no_buffers("set_symm_mem_for_comm", [g.comms for g in self._groups(recurse=False)])
 
     # nn.Module --------------------------------------------------------------------------------
 
@@ -376,10 +391,3 @@ def share_comm_ctx(modules: Sequence[TorchFSDPModule]) -> None:
             )
     for unit in roots[1:]:
         unit.context.pool = roots[0].context.pool
-
-
-def _without_buffers(setter: str) -> str:
-    return (
-        f"{setter}() has no effect: polyshard sends parameters and gradients from where they rest "
-        "and has no communication buffers to allocate elsewhere"
-    )

@@ -27,7 +27,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from polyshard._torch.private import has_fsdp_protocol, preserve_version
 from polyshard.composition.roles import GATHER_CODEC, STORAGE, Contributions, Role
 from polyshard.composition.transforms import Onion
-from polyshard.errors import ConflictError, ModuleError, PluginError, UnsupportedError
+from polyshard.errors import (
+    ConflictError,
+    ModuleError,
+    PluginError,
+    ProtocolError,
+    UnsupportedError,
+)
 from polyshard.exchange.freshness import differs
 from polyshard.exchange.gather import Line
 from polyshard.params.parameter import Source
@@ -50,7 +56,7 @@ def check_protocol(fqn: str, value: Tensor, dim: int | None) -> None:
     kind = type(value).__name__
     missing = [name for name in (PRE, POST) if not hasattr(value, name)]
     if missing:
-        raise ModuleError(
+        raise ProtocolError(
             f"'{fqn}' is a {kind} that lacks {missing[0]}; FSDP2's protocol needs both {PRE} and "
             f"{POST}."
         )
@@ -60,7 +66,7 @@ def check_protocol(fqn: str, value: Tensor, dim: int | None) -> None:
         )
     count = len(inspect.signature(getattr(value, PRE)).parameters)
     if count not in (1, 5):
-        raise ModuleError(
+        raise ProtocolError(
             f"'{fqn}': {kind}.{PRE} takes {count} arguments; FSDP2's protocol has (mesh) or (mesh, "
             "outer_size, outer_stride, module, mp_policy)."
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from polyshard._torch.private import join_meshes
-from polyshard.errors import MeshError
+from polyshard.errors import MeshError, UnnamedMeshError
 from polyshard.policies import DataParallelMeshDims
 
 
@@ -162,7 +162,7 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = No
             "data-parallel."
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise MeshError(
+        raise UnnamedMeshError(
             f"a 2D mesh needs names for its axes, got {mesh}. Pass mesh_dim_names=('replicate', "
             "'shard') to init_device_mesh."
         )
