@@ -96,9 +96,11 @@ def test_one_module_cannot_be_both(rank: int, size: int) -> None:
         with pytest.raises(AssertionError):
             torch_fully_shard(module)
     replicated: Any = ddp_replicate(nn.Linear(2, 2))
+    parameters = list(replicated.parameters())
     fully_shard(replicated)  # as torch's: nothing is left to shard
+    held = list(replicated.parameters())
+    assert all(now is before for now, before in zip(held, parameters, strict=True))
     assert isinstance(replicated, FSDPModule)
-    assert all(type(p) is nn.Parameter for p in replicated.parameters())
 
 
 def test_the_registry() -> None:
