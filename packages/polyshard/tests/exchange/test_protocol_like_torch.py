@@ -176,11 +176,12 @@ def test_methods_put_on_local_tensors_after_meta_init(rank: int, size: int) -> N
 def test_what_such_methods_send_is_planned(rank: int, size: int) -> None:
     model: Any = fully_shard(nn.Linear(64, 32, bias=False))
     before = describe(model).groups[0].gather_bytes
-    model = fully_shard(nn.Linear(64, 32, bias=False))
-    patch(model)
+    patch(model)  # after a plan was made, and before it is used
     (plan,) = describe(model).groups
     assert plan.roles.gather_codec.startswith("tensor class")
     assert plan.gather_bytes == before // 2
+    model(torch.ones(1, 64))
+    assert describe(model).groups[0].gather_bytes == before // 2  # while it is unsharded
 
 
 @ranks(4)

@@ -107,6 +107,7 @@ class _Spoken:
         self._index = index
         self._parts = parts
         self._shape = torch.Size(shards.layout.parameters[index].shape)
+        self._stride = torch.empty(self._shape, device="meta").stride()
         self._old_form = len(inspect.signature(getattr(self._carrier(), PRE)).parameters) == 1
 
     def _carrier(self) -> Any:
@@ -120,10 +121,9 @@ class _Spoken:
         carrier, parts = self._carrier(), self._parts
         if self._old_form:
             return cast("tuple[Sequence[Tensor], Any]", carrier.fsdp_pre_all_gather(parts.mesh))
-        stride = torch.empty(self._shape, device="meta").stride()
         module = self._shards.parameters[self._index].owners[0].module
         inputs, metadata = carrier.fsdp_pre_all_gather(
-            parts.mesh, self._shape, stride, module, parts.policy
+            parts.mesh, self._shape, self._stride, module, parts.policy
         )
         return [self._padded(tensor) for tensor in inputs], metadata
 

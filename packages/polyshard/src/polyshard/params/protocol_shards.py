@@ -83,6 +83,11 @@ class ProtocolShards(Shards):
         )
 
     @override
+    def speaks_anew(self) -> bool:
+        """No: their class speaks for them."""
+        return False
+
+    @override
     def adopt_replaced(self) -> bool:
         """Take over parameter objects that replaced ours; memory is theirs anyway."""
         changed = self._adopt_registered()

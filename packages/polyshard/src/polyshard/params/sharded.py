@@ -224,10 +224,16 @@ class Shards:
             self._introduce()
         return changed
 
+    def speaks_anew(self) -> bool:
+        """Whether local tensors were given the protocol, or lost it, since that was noted."""
+        return self._speaking() != self.speaking
+
+    def _speaking(self) -> frozenset[int]:
+        every = range(len(self.parameters))
+        return frozenset(i for i in every if has_fsdp_protocol(self.local(i)))
+
     def _listen(self) -> bool:
-        """See which local tensors have the protocol; whether that is news."""
-        before, every = self.speaking, range(len(self.parameters))
-        self.speaking = frozenset(i for i in every if has_fsdp_protocol(self.local(i)))
+        before, self.speaking = self.speaking, self._speaking()
         return self.speaking != before
 
     def _adopt_registered(self) -> bool:
