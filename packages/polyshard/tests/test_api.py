@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
+from toy_entry_points import only
 from toy_planning import Constrained
 from toy_refusals import refused
 
@@ -40,7 +41,9 @@ def test_bad_modules(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,))
     sharded = nn.Linear(4, 4)
     sharded.weight = nn.Parameter(distribute_tensor(sharded.weight.detach(), mesh, [Shard(0)]))
-    refused(UnsupportedError, r"'weight' is a DTensor.*tensor-parallel", fully_shard, sharded)
+    with pytest.MonkeyPatch.context() as patch:
+        only(patch, ())
+        refused(UnsupportedError, r"'weight' is a DTensor.*tensor-parallel", fully_shard, sharded)
 
 
 @ranks(2)

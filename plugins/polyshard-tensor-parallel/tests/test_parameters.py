@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -25,6 +27,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel.fsdp import _chunk_tensor, _pre_load_state_dict
 from toy_models import full
+from toy_tensors import Coded, OldForm, Wrapped
 from tp_models import meshes
 
 from polyshard import MixedPrecisionPolicy, fully_shard
@@ -291,3 +294,32 @@ def test_sharded_tensors_are_nested(rank: int, size: int) -> None:
 
 def test_chunk_lengths() -> None:
     assert [chunk_length(7, 3, r) for r in range(3)] == [3, 3, 1]
+
+
+@pytest.mark.parametrize("kind", [OldForm, Coded])
+@ranks(4)
+def test_local_tensors_that_gather_for_themselves(
+    rank: int, size: int, kind: type[Wrapped]
+) -> None:
+    """FSDP2's tensor-subclass protocol on the local tensor of a ``DTensor`` parameter."""
+    mesh = meshes(2, 2)
+    runs = []
+    engines: Any = (torch_fully_shard, partial(fully_shard, plugins=[TensorParallel()]))
+    for engine in engines:
+        torch.manual_seed(0)
+        model: Any = nn.Linear(6, 8, bias=False)
+        whole = distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(0)])
+        local = kind(whole.to_local().clone())
+        parts = DTensor.from_local(local, mesh["tp"], [Shard(0)], run_check=False)
+        model.weight = nn.Parameter(parts)
+        engine(model, mesh=mesh["dp"])
+        losses = []
+        for step in range(2):
+            x = torch.full((2, 6), 1.0 + rank // 2 + step)
+            out = model(DTensor.from_local(x, mesh["tp"], [Replicate()], run_check=False))
+            assert isinstance(out, DTensor)
+            loss: Any = out.square().sum()
+            loss.backward()
+            losses += [loss.full_tensor().item(), full(model.weight.grad).sum().item()]
+        runs.append(losses)
+    assert runs[1] == runs[0]

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast, overload
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from polyshard._torch.composable import register_sharded
 from polyshard._torch.private import tag_managed_module
 from polyshard.agreement.meeting import reporting
 from polyshard.composition.stack import PluginStack, build_stack
@@ -104,7 +105,9 @@ def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
         ignored_params: parameters to leave alone.
         dp_mesh_dims: which axes of ``mesh`` are data-parallel, when it has others too.
         plugins: plugin objects, or names from the ``polyshard.plugins`` entry points. Order does
-            not matter; being installed activates nothing.
+            not matter; being installed activates nothing. For parameters that are ``DTensor`` s
+            already, and that none of these takes, the plugin installed as ``tensor_parallel``
+            (polyshard-tensor-parallel) is found, as ``offload_policy`` finds offload.
 
     Returns:
         What was passed in; each module is an :class:`polyshard.FSDPModule` now.
@@ -127,7 +130,7 @@ def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
         collector = Collector(roles, ignored, shard_placement_fn, stack, mp_policy)
         move_to_device(modules, collector, roles)
         sources = collector.sources(modules)
-        _plan_groups(unit, sources, stack)
+        _plan_groups(unit, sources, collector.stack)
         _shard(unit, sources)
     return module
 
@@ -229,3 +232,4 @@ def _shard(unit: Unit, sources: Sequence[Source]) -> None:
     UnitHooks(unit).attach()
     for module in unit.modules:
         mix_in(module, unit)
+        register_sharded(module)

@@ -30,8 +30,24 @@ class MeshError(PolyshardError, ValueError):
     """A device mesh that does not fit the processes or the request."""
 
 
+class UnnamedMeshError(MeshError, AssertionError):
+    """A 2-D mesh whose axes have no names (torch raises ``AssertionError`` here)."""
+
+
+class ProtocolError(ModuleError, AssertionError):
+    """A tensor class with half of FSDP2's protocol (torch raises ``AssertionError`` here)."""
+
+
 class SettingError(PolyshardError, ValueError, TypeError):
     """A keyword or setter received a value it does not take."""
+
+
+class ShardDimError(SettingError, AssertionError):
+    """A dim to shard that a parameter does not have (torch raises ``AssertionError`` here)."""
+
+
+class CustomCommsError(SettingError, AssertionError):
+    """Memory for transfers that are the user's own (torch raises ``AssertionError`` here)."""
 
 
 class UnsupportedError(PolyshardError, ValueError, NotImplementedError):

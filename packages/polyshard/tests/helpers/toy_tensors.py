@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
@@ -22,6 +23,11 @@ KEEPING = {
     aten.copy_.default,
     aten._to_copy.default,
 }
+
+
+def local_part(out: Tensor) -> Tensor:
+    """FSDP2 hands over the unsharded parameter, with tensor parallelism a ``DTensor``."""
+    return out._local_tensor if isinstance(out, DTensor) else out
 
 
 class Wrapped(Tensor):
@@ -73,6 +79,7 @@ class Coded(Wrapped):
         decoded = (codes.float() * scale).to(dtype)
         if out is None:
             return decoded, (decoded,)
+        out = local_part(out)
         # FSDP2 leaves both guards to the class.
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
             out.copy_(decoded[: out.shape[0]])
@@ -91,6 +98,7 @@ class OldForm(Wrapped):
         assert metadata == "kept"
         (whole,) = outputs
         if out is not None:
+            out = local_part(out)
             assert out.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
             return None
         return whole, (whole,)
@@ -179,3 +187,41 @@ class Nibbles(Tensor):
 def _unpacked(codes: Tensor, scales: Tensor) -> Tensor:
     pairs = torch.stack([codes >> 4, codes & 15], dim=-1).flatten(1)
     return (pairs.float() - 8) * scales
+
+
+class Asking(OldForm):
+    """Remembers the meshes it was handed."""
+
+    def __init__(self, inner: Tensor) -> None:
+        super().__init__(inner)
+        self.meshes: list[Any] = []
+
+    scale: float | None = None
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        self.meshes.append(mesh)
+        (held,), metadata = super().fsdp_pre_all_gather(mesh)
+        return (held if self.scale is None else held * self.scale,), metadata
+
+
+class Careless(Wrapped):
+    """Pads by itself, travels in bfloat16, and fills ``out`` with everything that arrives."""
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        rows = -(-outer_size[0] // mesh.size())
+        sent = self.held.new_zeros((rows, *outer_size[1:]), dtype=torch.bfloat16)
+        sent[: self.held.shape[0]].copy_(self.held)
+        return (sent,), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, dtype: Any, *, out: Tensor | None = None
+    ) -> Any:
+        (whole,) = outputs
+        if out is None:
+            wide = whole.to(dtype)
+            return wide, (whole, wide)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(whole)
+        return None

@@ -91,6 +91,10 @@ class TensorParallel(Plugin):
                 "mesh['tp']."
             )
 
+    def for_dtensors(self) -> TensorParallel:
+        """What ``fully_shard`` takes ``DTensor`` parameters with that no plugin was given for."""
+        return self
+
     # Applying ---------------------------------------------------------------------------------
 
     def apply(self, model: nn.Module) -> Report:

@@ -83,6 +83,14 @@ class PluginStack:
         """One line per plugin, engine excluded."""
         return tuple(m.line for m in self._members)
 
+    def joined(self, plugin: object) -> PluginStack:
+        """The same plugins and one more.
+
+        Raises:
+            PluginError: as :func:`build_stack`.
+        """
+        return build_stack([*(member.plugin for member in self._members), plugin])
+
     @property
     def onion(self) -> Onion:
         """The transforms of all plugins, in plugin order."""

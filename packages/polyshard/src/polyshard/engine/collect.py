@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from polyshard._torch.composable import is_replicated
 from polyshard._torch.private import has_fsdp_protocol, local_tensor
 from polyshard.composition.stack import PluginStack
+from polyshard.composition.transforms import Extensions
 from polyshard.engine.root import unit_of
 from polyshard.errors import ModuleError, PluginError, SettingError, UnsupportedError
 from polyshard.exchange.tensor_protocol import check_protocol
 from polyshard.params.parameter import Form, Owner, Source
+from polyshard.plugins.discovery import for_dtensors
 from polyshard.policies import MixedPrecisionPolicy, policy_for
 from polyshard.seams import ParamInfo
 from polyshard.sharding.layout import chunk_bounds
@@ -53,7 +57,10 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
 
 
 def managed_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules whose own parameters belong to a unit over ``roots``, with names inside the unit."""
+    """Modules whose own parameters belong to a unit over ``roots``, with names inside the unit.
+
+    Those of other units, and what torch's ``replicate`` was applied to, are left alone.
+    """
     seen: set[nn.Module] = set()
     for index, root in enumerate(roots):
         prefix = f"{index}." if len(roots) > 1 else ""
@@ -63,7 +70,7 @@ def managed_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module
 def _walk(
     module: nn.Module, prefix: str, seen: set[nn.Module], *, is_root: bool
 ) -> Iterator[tuple[str, nn.Module]]:
-    if not is_root and unit_of(module) is not None:
+    if is_replicated(module) or (not is_root and unit_of(module) is not None):
         return
     # A module reached by a second name is walked again: it owns its parameters under both.
     repeated = module in seen
@@ -73,6 +80,17 @@ def _walk(
         return
     for name, child in module.named_children():
         yield from _walk(child, f"{prefix}{name}.", seen, is_root=False)
+
+
+@dataclass(frozen=True)
+class _Peeled:
+    """A parameter as found, and what plugins flattened it into."""
+
+    info: ParamInfo
+    parameter: nn.Parameter
+    owners: tuple[Owner, ...]
+    value: Tensor
+    extensions: Extensions
 
 
 class Collector:
@@ -91,7 +109,8 @@ class Collector:
         self._roles = roles
         self._ignored = {id(p) for p in ignored}
         self._placement = placement
-        self._stack = stack
+        self.stack = stack
+        """The plugins of the unit, with the one that was found for ``DTensor`` s if any was."""
 
     def takes(self, parameter: nn.Parameter) -> bool:
         """Whether the unit takes ``parameter`` if one of its modules registers it."""
@@ -109,13 +128,21 @@ class Collector:
                 if owner not in owners.setdefault(id(parameter), []):
                     owners[id(parameter)].append(owner)
                 found.setdefault(id(parameter), (f"{prefix}{name}", parameter))
-        return [
-            self._source(fqn, parameter, tuple(owners[key]))
-            for key, (fqn, parameter) in found.items()
-        ]
+        for fqn, parameter in found.values():
+            _check_untied(fqn, parameter)
+        peeled = [self._peel(*found[key], tuple(owners[key])) for key in found]
+        if any(isinstance(one.value, DTensor) for one in peeled) and self._find_tensor_parallel():
+            peeled = [self._peel(*found[key], tuple(owners[key])) for key in found]
+        return [self._source(one) for one in peeled]
 
-    def _source(self, fqn: str, parameter: nn.Parameter, owners: tuple[Owner, ...]) -> Source:
-        _check_untied(fqn, parameter)
+    def _find_tensor_parallel(self) -> bool:
+        """Have the installed plugin take what is a ``DTensor`` still; whether there is one."""
+        plugin = for_dtensors()
+        if plugin is not None:
+            self.stack = self.stack.joined(plugin)
+        return plugin is not None
+
+    def _peel(self, fqn: str, parameter: nn.Parameter, owners: tuple[Owner, ...]) -> _Peeled:
         info = ParamInfo(
             fqn=fqn,
             shape=tuple(parameter.shape),
@@ -127,19 +154,36 @@ class Collector:
             reduce_dtype=self._policy.reduce_dtype,
         )
         with torch.no_grad():
-            value, extensions = self._stack.onion.flatten(parameter.detach(), info)
+            value, extensions = self.stack.onion.flatten(parameter.detach(), info)
             if any(extension is not None for extension in extensions):
-                self._stack.onion.verify(value, extensions, info, parameter.detach())
+                self.stack.onion.verify(value, extensions, info, parameter.detach())
+        return _Peeled(info, parameter, owners, value, extensions)
+
+    def _source(self, one: _Peeled) -> Source:
+        fqn, value = one.info.fqn, one.value
         _check_shardable(fqn, value)
-        wanted = self._placement(parameter) if self._placement is not None else None
+        wanted = self._placement(one.parameter) if self._placement is not None else None
         placed = resolve_placement(wanted, fqn, value, self._roles)
         if has_fsdp_protocol(value):
             check_protocol(fqn, value, placed.dim)
-        info = replace(info, mesh=placed.roles.mesh, shard_dim=placed.dim)
-        info = replace(info, facts=self._stack.facts(value, info))
-        policy = policy_for(self._policy, fqn, parameter)
-        source = Source(info, parameter, owners, placed, value, extensions, policy=policy)
-        if any(extension is not None for extension in extensions):
+        try:
+            return self._placed_source(one, placed)
+        except UnsupportedError:
+            others = () if wanted is not None or has_fsdp_protocol(value) else _others(value)
+            for other in others:
+                with suppress(UnsupportedError):
+                    placed = resolve_placement(other, fqn, value, self._roles)
+                    return self._placed_source(one, placed)
+            raise
+
+    def _placed_source(self, one: _Peeled, placed: Placed) -> Source:
+        info = replace(one.info, mesh=placed.roles.mesh, shard_dim=placed.dim)
+        info = replace(info, facts=self.stack.facts(one.value, info))
+        policy = policy_for(self._policy, info.fqn, one.parameter)
+        source = Source(
+            info, one.parameter, one.owners, placed, one.value, one.extensions, policy=policy
+        )
+        if any(extension is not None for extension in one.extensions):
             source = replace(source, form=self._form(source))
         return source
 
@@ -151,7 +195,7 @@ class Collector:
         placed, fqn = source.placed, source.info.fqn
         given = source.parameter.detach()
         rank, mesh = placed.roles.shard_rank, placed.roles.mesh
-        answer = self._stack.parameter_hooks.chunk_dtensor.claimed(given, rank, mesh, source.info)
+        answer = self.stack.parameter_hooks.chunk_dtensor.claimed(given, rank, mesh, source.info)
         if not isinstance(answer, DTensor):
             if not isinstance(given, DTensor):
                 return None
@@ -168,6 +212,15 @@ class Collector:
                 f"shard axis holds {expected} of what pre_flatten_transform made of it."
             )
         return Form(answer.device_mesh, _placements_for(source, answer), answer.shape)
+
+
+def _others(value: Tensor) -> tuple[Shard | Replicate, ...]:
+    """Where else a parameter may go whose dim 0 has rows that no placements describe.
+
+    Tensor parallelism cuts 50257 rows into 25129 and 25128: over three more ranks ``DTensor`` reads
+    other rows than those that are there, and would save them as such.
+    """
+    return (*(Shard(dim) for dim in range(1, value.ndim)), Replicate())
 
 
 def _placements_for(source: Source, answer: DTensor) -> tuple[Placement, ...]:

@@ -7,6 +7,8 @@ the group is prepared, from the local shard alone: the sizes go into the plan th
 and a later gather that does not match them is an error before anything is sent. Shards are padded
 here, so the tensor class need not know about uneven ones.
 
+The methods may also be put on the local tensor of a sharded parameter that is a plain one. That is
+seen when the group is prepared; the other parameters of the group travel along as they are.
 Since torch 2.15 a class may say that what arrived is not needed once it was given the outputs.
 
 Source of the protocol: ``torch.distributed.fsdp``, ``fully_shard`` (torch 2.11 to 2.15).
@@ -21,21 +23,27 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from typing_extensions import override
+from torch.distributed.device_mesh import DeviceMesh
 
-from polyshard._torch.private import has_fsdp_protocol, local_tensor, preserve_version
+from polyshard._torch.private import has_fsdp_protocol, preserve_version
 from polyshard.composition.roles import GATHER_CODEC, STORAGE, Contributions, Role
-from polyshard.errors import ConflictError, ModuleError, PluginError, UnsupportedError
+from polyshard.composition.transforms import Onion
+from polyshard.errors import (
+    ConflictError,
+    ModuleError,
+    PluginError,
+    ProtocolError,
+    UnsupportedError,
+)
 from polyshard.exchange.freshness import differs
-from polyshard.params.parameter import ShardedParameter, Source
+from polyshard.exchange.gather import Line
+from polyshard.params.parameter import Source
+from polyshard.params.protocol_shards import ProtocolShards
 from polyshard.params.sharded import Shards
-from polyshard.plugins.builtin import DeviceStorage
 from polyshard.policies import MixedPrecisionPolicy
 from polyshard.seams import GroupInfo
-from polyshard.sharding.layout import ParameterLayout, align
-from polyshard.sharding.mesh import MeshRoles
-from polyshard.transport.base import Extents, GatherPiece, Pending, Transport
+from polyshard.sharding.layout import align
+from polyshard.transport.base import Extents, GatherPiece, Pending
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
@@ -50,7 +58,7 @@ def check_protocol(fqn: str, value: Tensor, dim: int | None) -> None:
     kind = type(value).__name__
     missing = [name for name in (PRE, POST) if not hasattr(value, name)]
     if missing:
-        raise ModuleError(
+        raise ProtocolError(
             f"'{fqn}' is a {kind} that lacks {missing[0]}; FSDP2's protocol needs both {PRE} and "
             f"{POST}."
         )
@@ -60,7 +68,7 @@ def check_protocol(fqn: str, value: Tensor, dim: int | None) -> None:
         )
     count = len(inspect.signature(getattr(value, PRE)).parameters)
     if count not in (1, 5):
-        raise ModuleError(
+        raise ProtocolError(
             f"'{fqn}': {kind}.{PRE} takes {count} arguments; FSDP2's protocol has (mesh) or (mesh, "
             "outer_size, outer_stride, module, mp_policy)."
         )
@@ -81,58 +89,6 @@ def releases_outputs(fqn: str, value: Tensor) -> bool:
     return answer
 
 
-class ProtocolShards(Shards):
-    """Sharded parameters whose local tensors are of the user's class, each with its own memory."""
-
-    def __init__(self, sources: Sequence[Source], layout: Any, roles: MeshRoles) -> None:
-        """Cut every source with the operations of its own class."""
-        self.layout = layout
-        self.roles = roles
-        self._rank = roles.shard_rank
-        first = sources[0].value
-        # Nothing rests here: it stands for the dtype and device of the group.
-        self.buffer = torch.empty(0, dtype=first.dtype, device=first.device)
-        self.storage = DeviceStorage()  # gradients stay where they are reduced
-        self.storage.rest(self.buffer)
-        self.is_vacant = self.buffer.is_meta
-        self._strays = set()
-        self.parameters = [
-            ShardedParameter(source, self._rows(source.value, placed))
-            for source, placed in zip(sources, layout.parameters, strict=True)
-        ]
-        self.registry = self._new_registry()
-        self.registry.register()
-
-    @torch.no_grad()
-    def _rows(self, value: Tensor, placed: ParameterLayout) -> Tensor:
-        start, stop = placed.bounds(self._rank)
-        return value.narrow(0, start, stop - start).clone()
-
-    def padded(self, index: int) -> Tensor:
-        """The local tensor with as many rows as the first rank's."""
-        placed = self.layout.parameters[index]
-        local = local_tensor(cast("DTensor", self.parameters[index].parameter))
-        rows = placed.chunk_shape[0]
-        if local.shape[0] == rows:
-            return local
-        padded = local.new_zeros(placed.chunk_shape)
-        if local.shape[0]:
-            padded.narrow(0, 0, local.shape[0]).copy_(local)
-        return padded
-
-    @override
-    def have_moved(self) -> bool:
-        """Unknown: such tensors need not have an address. Hooks tell of most changes."""
-        return False
-
-    @override
-    def adopt_replaced(self) -> bool:
-        """Take over parameter objects that replaced ours; memory is theirs anyway."""
-        changed = self._adopt_registered()
-        self.is_vacant = any(p.parameter.is_meta for p in self.parameters)
-        return changed
-
-
 @dataclass
 class _Wire:
     """One tensor that ``fsdp_pre_all_gather`` returned: where it travels, where it arrives.
@@ -150,34 +106,119 @@ class _Wire:
     output: Tensor
 
 
+@dataclass(frozen=True)
+class ProtocolParts:
+    """What a tensor is told when it is asked, and what becomes of its answer."""
+
+    mesh: DeviceMesh
+    policy: MixedPrecisionPolicy
+    param_dtype: torch.dtype
+    onion: Onion
+
+
+class _Spoken:
+    """The two methods of a tensor, asked as FSDP2 asks them."""
+
+    def __init__(self, shards: Shards, index: int, parts: ProtocolParts) -> None:
+        self._shards = shards
+        self._index = index
+        self._parts = parts
+        self._shape = torch.Size(shards.layout.parameters[index].shape)
+        self._stride = torch.empty(self._shape, device="meta").stride()
+        self._old_form = len(inspect.signature(getattr(self._carrier(), PRE)).parameters) == 1
+
+    def _carrier(self) -> Any:
+        """What has the methods: the tensor of a class padded, else the one they were put on."""
+        if isinstance(self._shards, ProtocolShards):
+            return self._shards.padded(self._index)
+        return self._shards.local(self._index)
+
+    def pre(self) -> tuple[Sequence[Tensor], Any]:
+        """What travels, and what :meth:`post` is to know."""
+        carrier, parts = self._carrier(), self._parts
+        if self._old_form:
+            return cast("tuple[Sequence[Tensor], Any]", carrier.fsdp_pre_all_gather(parts.mesh))
+        module = self._shards.parameters[self._index].owners[0].module
+        inputs, metadata = carrier.fsdp_pre_all_gather(
+            parts.mesh, self._shape, self._stride, module, parts.policy
+        )
+        return [self._padded(tensor) for tensor in inputs], metadata
+
+    def _padded(self, sent: Tensor) -> Tensor:
+        """As many rows as the first rank sends, where they are the local tensor's own."""
+        shape = self._shards.layout.parameters[self._index].chunk_shape
+        local = self._shards.local(self._index).shape
+        if sent.shape != local or local == shape:
+            return sent
+        padded = sent.new_zeros(shape)
+        padded[: local[0]].copy_(sent)
+        return padded
+
+    def post(self, outputs: Sequence[Tensor], metadata: Any, out: Tensor | None = None) -> Any:
+        """The unsharded tensor and what it needs beside ``outputs``; nothing where ``out`` is."""
+        method = getattr(self._carrier(), POST)
+        if out is None:
+            return method(tuple(outputs), metadata, self._parts.param_dtype)
+        return method(tuple(outputs), metadata, self._parts.param_dtype, out=out)
+
+    def releases(self, fqn: str) -> bool:
+        """See :func:`releases_outputs`."""
+        return releases_outputs(fqn, self._carrier())
+
+
+class _Silent:
+    """A plain parameter beside others that have the methods: what the engine does by itself."""
+
+    def __init__(self, shards: Shards, index: int, parts: ProtocolParts) -> None:
+        self._shards = shards
+        self._index = index
+        self._dtype = parts.param_dtype
+        self._placed = shards.layout.parameters[index]
+
+    def pre(self) -> tuple[Sequence[Tensor], Any]:
+        """The padded chunk, in the dtype of compute."""
+        local = self._shards.local(self._index)
+        chunk = local.new_zeros(self._placed.chunk_shape, dtype=self._dtype)
+        chunk[tuple(slice(n) for n in local.shape)].copy_(local)
+        return (chunk,), None
+
+    def post(self, outputs: Sequence[Tensor], metadata: Any, out: Tensor | None = None) -> Any:
+        """Chunks of dim 0, one behind the other, are the parameter; others are put together."""
+        del metadata
+        (stacked,), placed = outputs, self._placed
+        if not placed.dim:
+            return stacked, ()
+        chunks = stacked.view(placed.world_size, *placed.chunk_shape).unbind(0)
+        whole = torch.cat(chunks, placed.dim).narrow(placed.dim, 0, placed.shape[placed.dim])
+        if out is not None:
+            return out.copy_(whole)
+        whole = whole.contiguous()
+        return whole, (whole,)
+
+    def releases(self, fqn: str) -> bool:
+        """No: chunks of dim 0 are the parameter."""
+        del fqn
+        return False
+
+
 class _Parameter:
     """One parameter's side of the protocol."""
 
-    def __init__(self, shards: ProtocolShards, index: int, policy: MixedPrecisionPolicy) -> None:
-        self._shards = shards
-        self._index = index
-        self._policy = policy
+    def __init__(self, shards: Shards, index: int, parts: ProtocolParts) -> None:
         self._sharded = shards.parameters[index]
-        self._old_form = len(inspect.signature(getattr(shards.padded(index), PRE)).parameters) == 1
+        self._shape = torch.Size(shards.layout.parameters[index].shape)
+        self._parts = parts
+        speaks = isinstance(shards, ProtocolShards) or index in shards.speaking
+        self._side = (_Spoken if speaks else _Silent)(shards, index, parts)
         self.wires: list[_Wire] = []
         self._metadata: Any = None
         self._inner: tuple[Tensor, ...] = ()
+        self._first: Tensor | None = None
         self.leaf: nn.Parameter
 
     def inputs(self) -> Sequence[Tensor]:
         """What to send now; keeps the metadata for :meth:`finish`."""
-        padded: Any = self._shards.padded(self._index)
-        mesh = self._shards.roles.mesh
-        if self._old_form:
-            inputs, self._metadata = padded.fsdp_pre_all_gather(mesh)
-        else:
-            shape = torch.Size(self._sharded.info.shape)
-            stride = torch.empty(shape, device="meta").stride()
-            module = self._sharded.owners[0].module
-            inputs, self._metadata = padded.fsdp_pre_all_gather(
-                mesh, shape, stride, module, self._policy
-            )
-        found: Sequence[Tensor] = inputs
+        found, self._metadata = self._side.pre()
         if self.wires:
             self._check(found)
         return found
@@ -192,7 +233,7 @@ class _Parameter:
             )
 
     @torch.no_grad()
-    def bind(self, offset: int, world_size: int, param_dtype: torch.dtype) -> int:
+    def bind(self, offset: int, world_size: int) -> int:
         """Lay out the payload and make the leaf from a trial run; returns the next offset."""
         for tensor in self.inputs():
             arrived = tensor.new_zeros(world_size * tensor.numel())
@@ -202,31 +243,46 @@ class _Parameter:
             shape, dtype = tensor.shape, tensor.dtype
             self.wires.append(_Wire(shape, dtype, offset, tensor.nbytes, arrived, output))
             offset += align(tensor.nbytes, 1)
-        post = getattr(self._shards.padded(self._index), POST)
-        outputs = tuple(w.output for w in self.wires)
-        unsharded, self._inner = post(outputs, self._metadata, param_dtype)
-        shape = torch.Size(self._sharded.info.shape)
-        if unsharded.shape != shape:  # without the rows that padding added
-            stride = torch.empty(shape, device="meta").stride()
-            unsharded = torch.as_strided(unsharded, shape, stride, 0)
+        unsharded, self._inner = self._side.post(self._outputs(), self._metadata)
+        if unsharded.shape != self._shape:  # without the rows that padding added
+            self._first = unsharded if type(unsharded) is Tensor else None
+            stride = torch.empty(self._shape, device="meta").stride()
+            unsharded = torch.as_strided(unsharded, self._shape, stride, 0)
+        info, extensions = self._sharded.info, self._sharded.extensions
+        unsharded = self._parts.onion.rebuild(unsharded, extensions, info)
         trainable = self._sharded.parameter.requires_grad
         self.leaf = nn.Parameter(unsharded, requires_grad=trainable)
-        self._releases = releases_outputs(self._sharded.info.fqn, self._shards.padded(self._index))
+        self._releases = self._side.releases(info.fqn)
         return offset
 
+    def _outputs(self) -> list[Tensor]:
+        return [wire.output for wire in self.wires]
+
     @torch.no_grad()
-    def finish(self, received: Tensor, dtype: torch.dtype) -> None:
+    def finish(self, received: Tensor) -> None:
         """Hand over what arrived (``[W, payload_bytes]``); the leaf is complete afterwards."""
         for wire in self.wires:
             rows = received[:, wire.offset : wire.offset + wire.nbytes]
             world = received.shape[0]
             wire.arrived.view(torch.uint8).view(world, -1).copy_(rows)
-        post = getattr(self._shards.padded(self._index), POST)
         with preserve_version(self.leaf):
-            post(tuple(w.output for w in self.wires), self._metadata, dtype, out=self.leaf)
+            if self._first is None:
+                self._side.post(self._outputs(), self._metadata, self.leaf)
+            else:
+                self._fill_first(self._first)
         if self._releases:  # allocated anew with the rest for the next gather
             for wire in self.wires:
                 wire.arrived.untyped_storage().resize_(0)
+
+    def _fill_first(self, first: Tensor) -> None:
+        """As FSDP2's first gather: without an ``out``, whose rows are fewer than those that arrive.
+
+        A class that copies into ``out`` regardless fails there at its second gather, not before.
+        """
+        whole, _ = self._side.post(self._outputs(), self._metadata)
+        if whole.data_ptr() != first.data_ptr():
+            first.copy_(whole)
+        self._first = None
 
     def storages(self) -> dict[int, torch.UntypedStorage]:
         """Everything to free while sharded, by identity."""
@@ -260,32 +316,28 @@ class ProtocolGather:
     """Gathers what the tensor classes hand out, as one payload of bytes per rank."""
 
     def __init__(
-        self,
-        shards: ProtocolShards,
-        policy: MixedPrecisionPolicy,
-        dtype: torch.dtype,
-        route: tuple[Transport, int],
+        self, shards: Shards, parts: ProtocolParts, line: Line, device: torch.device
     ) -> None:
         """Find out sizes, make the leaves, bind the transfer."""
         world = shards.layout.world_size
-        self._dtype = dtype
-        self._members = [_Parameter(shards, i, policy) for i in range(len(shards.parameters))]
+        for index in shards.speaking:
+            placed = shards.layout.parameters[index]
+            check_protocol(placed.name, shards.local(index), placed.dim)
+        self._members = [_Parameter(shards, i, parts) for i in range(len(shards.parameters))]
         nbytes = 0
         for member in self._members:
-            nbytes = member.bind(nbytes, world, dtype)
+            nbytes = member.bind(nbytes, world)
         self.payload_bytes = nbytes
         self.leaves = [member.leaf for member in self._members]
         storages: dict[int, torch.UntypedStorage] = {}
         for member in self._members:
             storages.update(member.storages())
         self.buffer = ProtocolBuffer(storages)
-        device = shards.buffer.device
         self._payload = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._received = torch.zeros(world, nbytes, dtype=torch.uint8, device=device)
-        transport, tag = route
         extents = Extents(nbytes, (nbytes,) * world)
         piece = GatherPiece(self._payload, self._received, extents)
-        self._route = transport.gather_route([piece], tag)
+        self._route = line.gather_route([piece])
         self.sent_bytes = self._route.sent_bytes
         self.received_bytes = self._route.received_bytes
 
@@ -313,7 +365,7 @@ class ProtocolGather:
     def finish(self) -> None:
         """Give every parameter what arrived for it."""
         for member in self._members:
-            member.finish(self._received, self._dtype)
+            member.finish(self._received)
 
 
 def refuse_claims(contributions: Contributions, group: GroupInfo) -> None:

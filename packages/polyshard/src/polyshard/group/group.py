@@ -25,12 +25,7 @@ from polyshard.exchange.flight import InFlight
 from polyshard.exchange.freshness import Turn
 from polyshard.exchange.gather import Filling
 from polyshard.exchange.reduction import ReduceSettings
-from polyshard.exchange.tensor_protocol import (
-    ProtocolShards,
-    refuse_block,
-    refuse_claims,
-    uses_protocol,
-)
+from polyshard.exchange.tensor_protocol import refuse_block, refuse_claims, uses_protocol
 from polyshard.group.dtypes import Dtypes, GradientDtypes, resolve_dtypes
 from polyshard.group.gradients import Gradients
 from polyshard.group.kept import free_outdated
@@ -42,6 +37,7 @@ from polyshard.group.traffic import GroupName, Meter
 from polyshard.memory.pages import PagePool
 from polyshard.memory.streams import Lanes
 from polyshard.params.parameter import Source, Told
+from polyshard.params.protocol_shards import ProtocolShards
 from polyshard.params.sharded import Shards
 from polyshard.seams import GroupIdentity, GroupInfo
 from polyshard.sharding.layout import plan_layout

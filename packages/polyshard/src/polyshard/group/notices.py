@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from polyshard.composition.roles import Contributions
+from polyshard.errors import CustomCommsError, warn
 from polyshard.policies import MixedPrecisionPolicy
+from polyshard.transport.custom import CustomComms
 
 
 def policy_notices(policy: MixedPrecisionPolicy, orig_dtype: torch.dtype) -> tuple[str, ...]:
@@ -23,3 +27,23 @@ def all_notices(
 ) -> tuple[str, ...]:
     """Those of the policy, and what the parts of plugins say of the group."""
     return (*policy_notices(policy, orig_dtype), *contributions.notices)
+
+
+def has_no_buffers(setter: str, comms: Iterable[CustomComms], enable: bool = True) -> None:
+    """Say that a setter of buffers for transfers changes nothing.
+
+    Raises:
+        CustomCommsError: where the user's own objects allocate them.
+    """
+    if any(comms):
+        raise CustomCommsError(
+            f"{setter}() was called on a module with a custom all-gather or reduce-scatter, which "
+            "allocates by itself. Call one or the other."
+        )
+    if enable:
+        warn(
+            [
+                f"{setter}() has no effect: polyshard sends parameters and gradients from where "
+                "they rest and has no communication buffers to allocate elsewhere"
+            ]
+        )

@@ -19,6 +19,8 @@ from polyshard.seams import Named
 
 def plan_of(group: ParameterGroup) -> GroupPlan:
     """What ranks compare and ``describe()`` shows: what the runtime of ``group`` carries out."""
+    if group.is_sharded and group.shards.speaks_anew():  # no hook tells of that
+        group.adopt_replaced()
     runtime = group.prepare()
     group.sync_requires_grad(runtime)
     contributions, shards, transport = group.contributions, group.shards, group.transport

@@ -20,12 +20,18 @@ from polyshard.exchange.freshness import Turn
 from polyshard.exchange.gather import CodecGather, GatherPath, Line, NativeGather
 from polyshard.exchange.placing import Placing
 from polyshard.exchange.reduction import ReduceParts, Reducer
-from polyshard.exchange.tensor_protocol import ProtocolGather, ProtocolShards
+from polyshard.exchange.tensor_protocol import (
+    ProtocolGather,
+    ProtocolParts,
+    refuse_block,
+    refuse_claims,
+)
 from polyshard.group.dtypes import Dtypes, GradientDtypes
 from polyshard.memory.buffers import Buffer, new_buffer
 from polyshard.memory.pages import PagePool
 from polyshard.memory.streams import Lanes
 from polyshard.params.parameter import Registry, Told
+from polyshard.params.protocol_shards import ProtocolShards
 from polyshard.params.sharded import Shards
 from polyshard.params.unsharded import Unsharded
 from polyshard.policies import MixedPrecisionPolicy
@@ -128,9 +134,13 @@ def _unsharded_side(
     parts: Parts, line: Line, binding: Binding, last: Runtime | None
 ) -> tuple[Unsharded | None, GatherPath]:
     shards = parts.shards
-    if isinstance(shards, ProtocolShards):
-        route = (line.transport, line.tag)
-        return None, ProtocolGather(shards, parts.policy, parts.dtypes.param, route)
+    if shards.speaking:  # the plan was made before anybody knew
+        refuse_claims(parts.contributions, parts.info)
+        refuse_block(parts.block_size, parts.info)
+    if shards.speaking or isinstance(shards, ProtocolShards):
+        param = parts.dtypes.param
+        given = ProtocolParts(parts.roles.shard_mesh, parts.policy, param, parts.onion)
+        return None, ProtocolGather(shards, given, line, parts.info.device)
     codec = binding.gather_codec(parts.info, shards.layout)
     shards.storage.serve_codec(codec is not None)
     crosses, device = codec is not None, parts.info.device

@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 from typing_extensions import override
 
-from polyshard.errors import warn
+from polyshard.errors import SettingError
+from polyshard.group.notices import has_no_buffers
 from polyshard.memory.streams import streams_of
 from polyshard.module.access import Access
 from polyshard.transport.custom import AllGather, ReduceScatter
@@ -30,7 +31,15 @@ class CommunicationSettings(Access):
         Args:
             hook: changes its argument in place.
             stream: runs the hook there; the current stream waits for it.
+
+        Raises:
+            SettingError: for a stream where replicas are reduced too, which has its own place.
         """
+        if stream is not None and any(g.roles.is_replicated for g in self._groups(recurse=False)):
+            raise SettingError(
+                "set_all_reduce_hook(stream=) is for units without a replicate axis: with one, the "
+                "hook runs where its all-reduce does. Leave stream out."
+            )
         for group in self._groups(recurse=False):
             group.reduce_settings.hook = hook if stream is None else _on_stream(hook, stream)
 
@@ -72,15 +81,19 @@ class CommunicationSettings(Access):
 
     @override
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """No effect, and a warning: transfers use parameters and gradients where they rest."""
-        if enable:
-            warn([_without_buffers("set_allocate_memory_from_process_group_for_comm")])
+        """No effect, and a warning: transfers use parameters and gradients where they rest.
+
+        Raises:
+            CustomCommsError: after :meth:`set_custom_all_gather` or its like.
+        """
+        setter = "set_allocate_memory_from_process_group_for_comm"
+        has_no_buffers(setter, [g.comms for g in self._groups(recurse=False)], enable)
 
     @override
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """No effect, and a warning: transfers use parameters and gradients where they rest."""
+        """As :meth:`set_allocate_memory_from_process_group_for_comm`."""
         del backend
-        warn([_without_buffers("set_symm_mem_for_comm")])
+        has_no_buffers("set_symm_mem_for_comm", [g.comms for g in self._groups(recurse=False)])
 
 
 def _on_stream(
@@ -98,10 +111,3 @@ def _on_stream(
         current.wait_stream(stream)
 
     return run
-
-
-def _without_buffers(setter: str) -> str:
-    return (
-        f"{setter}() has no effect: polyshard sends parameters and gradients from where they rest "
-        "and has no communication buffers to allocate elsewhere"
-    )

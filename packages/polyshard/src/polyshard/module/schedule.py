@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
-from typing_extensions import override
+from typing_extensions import deprecated, override
 
 from polyshard.errors import SettingError
 from polyshard.module.access import Access, units_of
@@ -138,6 +138,7 @@ class ScheduleSettings(Access):
         del async_op
 
     @override
+    @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Old name of :meth:`set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
@@ -147,7 +148,8 @@ class ScheduleSettings(Access):
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
         """How many reductions may be in flight at once (default 1); one value for the root."""
-        if max_input_buffers < 1:
-            raise SettingError(f"max_input_buffers must be an int >= 1, got {max_input_buffers!r}")
+        given: object = max_input_buffers  # True is an int, and means something else
+        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+            raise SettingError(f"max_input_buffers must be an int >= 1, got {given!r}")
         del recurse  # reductions of a root share one queue
         self._unit().context.max_reductions = max_input_buffers

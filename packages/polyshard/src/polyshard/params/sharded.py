@@ -25,7 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from polyshard._torch.private import Watched, have_moved, local_tensor, set_local_tensor
+from polyshard._torch.private import (
+    Watched,
+    has_fsdp_protocol,
+    have_moved,
+    local_tensor,
+    set_local_tensor,
+)
 from polyshard.errors import LifecycleError, ModuleError
 from polyshard.memory.own_storage import Home, own_storage
 from polyshard.params.parameter import Registry, ShardedParameter, Source
@@ -51,6 +57,9 @@ class Shards:
 
     is_vacant = False
     """Whether some parameter is on the meta device still."""
+
+    speaking: frozenset[int] = frozenset()
+    """Parameters whose local tensors were given FSDP2's all-gather protocol after sharding."""
 
     def __init__(
         self,
@@ -159,7 +168,7 @@ class Shards:
     @torch.no_grad()
     def _copy_strays(self) -> None:
         for index in self._strays:
-            self._slot(index).copy_(self._local(index))
+            self._slot(index).copy_(self.local(index))
 
     def check_materialized(self) -> None:
         """Refuse to compute with parameters that hold no values yet.
@@ -185,7 +194,7 @@ class Shards:
         return have_moved(self._watched)
 
     def _new_watched(self) -> list[Watched]:
-        locals_ = [self._local(i) for i in range(len(self.parameters))]
+        locals_ = [self.local(i) for i in range(len(self.parameters))]
         return [
             (o.module._parameters, o.name, p.parameter, local, local.data_ptr())
             for p, local in zip(self.parameters, locals_, strict=True)
@@ -214,10 +223,23 @@ class Shards:
         with torch.inference_mode(mode=False), torch.no_grad():
             changed = self._adopt_registered()
             changed = self._settle() or changed
+            changed = self._listen() or changed
         self._watched = self._new_watched()
         if changed:
             self._introduce()
         return changed
+
+    def speaks_anew(self) -> bool:
+        """Whether local tensors were given the protocol, or lost it, since that was noted."""
+        return self._speaking() != self.speaking
+
+    def _speaking(self) -> frozenset[int]:
+        every = range(len(self.parameters))
+        return frozenset(i for i in every if has_fsdp_protocol(self.local(i)))
+
+    def _listen(self) -> bool:
+        before, self.speaking = self.speaking, self._speaking()
+        return self.speaking != before
 
     def _adopt_registered(self) -> bool:
         """Take over parameters that modules hold in place of ours; whether there were any."""
@@ -246,7 +268,7 @@ class Shards:
         return cast("nn.Parameter", found)
 
     def _settle(self) -> bool:
-        locals_ = [self._local(i) for i in range(len(self.parameters))]
+        locals_ = [self.local(i) for i in range(len(self.parameters))]
         kind = self._common_kind(locals_)
         vacant = {i for i, t in enumerate(locals_) if t.is_meta}
         waiting = vacant if kind[1].type != "meta" else set()
@@ -274,7 +296,8 @@ class Shards:
             )
         return kinds.pop()
 
-    def _local(self, index: int) -> Tensor:
+    def local(self, index: int) -> Tensor:
+        """The local tensor of a sharded parameter, itself."""
         return local_tensor(cast("DTensor", self.parameters[index].parameter))
 
     def _slot(self, index: int) -> Tensor:
@@ -295,7 +318,7 @@ class Shards:
 
     def _check_shapes(self, indices: Sequence[int]) -> None:
         for index in indices:
-            placed, local = self.layout.parameters[index], self._local(index)
+            placed, local = self.layout.parameters[index], self.local(index)
             expected = placed.local_shape(self._rank)
             if local.shape != expected:
                 raise ModuleError(
@@ -305,7 +328,7 @@ class Shards:
 
     def _without_shared(self, moved: list[int]) -> list[int]:
         """Leave memory that is shared with other processes where they look into it."""
-        shared = {i for i in moved if self._may_stray and self._homes[i].holds(self._local(i))}
+        shared = {i for i in moved if self._may_stray and self._homes[i].holds(self.local(i))}
         for index in shared:
             self._homes[index] = Home.at(self._homes[index].alias)
         self._strays |= shared
@@ -315,7 +338,7 @@ class Shards:
         """Have parameters rest in the buffer as it is."""
         self.forget_prefetched()
         for index in indices:
-            self._slot(index).copy_(self._local(index))
+            self._slot(index).copy_(self.local(index))
         self._house(indices)
 
     def _move(self, kind: Kind, moved: Sequence[int], waiting: set[int]) -> None:
@@ -326,7 +349,7 @@ class Shards:
         every = range(len(self.parameters))
         housed = [i for i in every if i not in strays and i not in waiting]
         for index in housed:
-            local_view(shard, self.layout.parameters[index], self._rank).copy_(self._local(index))
+            local_view(shard, self.layout.parameters[index], self._rank).copy_(self.local(index))
         self.forget_prefetched()
         self.buffer = shard
         self._house(housed)

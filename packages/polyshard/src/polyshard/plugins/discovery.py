@@ -20,6 +20,8 @@ from polyshard.policies import CPUOffloadPolicy, OffloadPolicy
 ENTRY_POINTS = "polyshard.plugins"
 OFFLOAD = "offload"
 """The plugin with ``for_policy(CPUOffloadPolicy)``, which gives a plugin that does the same."""
+TENSOR_PARALLEL = "tensor_parallel"
+"""The plugin with ``for_dtensors()``, which gives one that takes ``DTensor`` s as they are."""
 
 
 @dataclass(frozen=True)
@@ -124,3 +126,21 @@ def with_policy(plugins: Sequence[object | str], policy: object) -> Sequence[obj
             "offload_policy=CPUOffloadPolicy(); pass plugins=[...] instead."
         )
     return [*plugins, adapt(policy)]
+
+
+def for_dtensors() -> object | None:
+    """What takes parameters that are ``DTensor`` s already; ``None`` where it is not installed.
+
+    Raises:
+        PluginError: when what is installed under its name is something else, or several are.
+    """
+    if not any(installed.name == TENSOR_PARALLEL for installed in installed_plugins()):
+        return None
+    adapt = getattr(load_plugin(TENSOR_PARALLEL), "for_dtensors", None)
+    if not callable(adapt):
+        raise PluginError(
+            f"the plugin installed as '{TENSOR_PARALLEL}' has no for_dtensors(), so it cannot take "
+            "parameters that are DTensors already; pass plugins=[...] instead."
+        )
+    plugin: object = adapt()
+    return plugin

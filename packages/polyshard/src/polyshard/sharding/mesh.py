@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from polyshard._torch.private import join_meshes
-from polyshard.errors import MeshError
+from polyshard.errors import MeshError, UnnamedMeshError
 from polyshard.policies import DataParallelMeshDims
 
 
@@ -33,6 +33,15 @@ class MeshRoles:
         """Process group of the shard axis; there must be one."""
         assert self.shard_axis is not None
         return self.mesh.get_group(self.shard_axis)
+
+    @cached_property
+    def shard_mesh(self) -> DeviceMesh:
+        """The shard axis alone, as a mesh; there must be one."""
+        assert self.shard_axis is not None
+        names = self.mesh.mesh_dim_names
+        return (
+            self.mesh if names is None or self.mesh.ndim == 1 else self.mesh[names[self.shard_axis]]
+        )
 
     @cached_property
     def shard_ranks(self) -> tuple[int, ...]:
@@ -153,7 +162,7 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = No
             "data-parallel."
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise MeshError(
+        raise UnnamedMeshError(
             f"a 2D mesh needs names for its axes, got {mesh}. Pass mesh_dim_names=('replicate', "
             "'shard') to init_device_mesh."
         )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from polyshard.errors import MeshError, SettingError, warn
+from polyshard.errors import MeshError, SettingError, ShardDimError, warn
 from polyshard.sharding.layout import chunk_bounds
 from polyshard.sharding.mesh import MeshRoles, resolve_mesh
 
@@ -79,7 +79,7 @@ def resolve_placement(answer: object, fqn: str, value: Tensor, roles: MeshRoles)
         return Placed(0, roles)
     dim = placement.dim + value.ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < value.ndim:
-        raise SettingError(
+        raise ShardDimError(
             f"shard_placement_fn returned {placement!r} for '{fqn}', which has {value.ndim} dims "
             f"{tuple(value.shape)}."
         )

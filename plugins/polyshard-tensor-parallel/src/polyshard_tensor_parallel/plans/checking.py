@@ -164,6 +164,8 @@ def _check_module(one: Assignment, world_size: int) -> Iterator[str]:
             "Name its linear children, or use a style of your own."
         )
         return
+    if not loses_remainder(style, module):
+        return
     for name, parameter in module.named_parameters(recurse=False):
         placement = placement_of(style, module, name)
         if isinstance(placement, Shard) and parameter.shape[placement.dim] % world_size:
@@ -171,8 +173,30 @@ def _check_module(one: Assignment, world_size: int) -> Iterator[str]:
             yield (
                 f"'{one.name}.{name}' {tuple(parameter.shape)} has {rows} "
                 f"on dim {placement.dim}, which {kind} divides over {world_size} ranks with a "
-                "remainder; pad it, leave the module out, or use another number of ranks."
+                f"remainder, and {_PLAIN[type(style)]} plain local tensors, from whose sizes the "
+                f"remainder cannot be told. {_WHOLE[type(style)]}, pad it, leave the module out, "
+                "or use another number of ranks."
             )
+
+
+_PLAIN = {ColwiseParallel: "hands on", RowwiseParallel: "is handed"}
+_WHOLE = {
+    ColwiseParallel: "Pass output_layouts=Replicate() or use_local_output=False",
+    RowwiseParallel: "Pass input_layouts=Replicate()",
+}
+
+
+def loses_remainder(style: ColwiseParallel | RowwiseParallel, module: nn.Module) -> bool:
+    """Whether what ``style`` cuts unevenly is passed on in local tensors that do not say so.
+
+    Weights may be uneven: a ``DTensor`` knows its whole size. A style that makes one of a plain
+    part of activations takes all parts for as large as this rank's.
+    """
+    if isinstance(style, ColwiseParallel):
+        return style.use_local_output and any(isinstance(p, Shard) for p in style.output_layouts)
+    if isinstance(module, nn.Embedding):
+        return False  # every rank looks up what it has of the rows
+    return any(isinstance(p, Shard) for p in style.input_layouts)
 
 
 def _ties(model: nn.Module, assignments: list[Assignment]) -> Iterator[str]:
