@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast, overload
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from polyshard._torch.pipelining import show_to_stages
 from polyshard._torch.private import tag_managed_module
 from polyshard.agreement.meeting import reporting
 from polyshard.composition.stack import PluginStack, build_stack
@@ -228,3 +229,5 @@ def _shard(unit: Unit, sources: Sequence[Source]) -> None:
     UnitHooks(unit).attach()
     for module in unit.modules:
         mix_in(module, unit)
+        # Late, because a root hands its context to units below.
+        show_to_stages(module, lambda: unit.context.end_backward())  # noqa: PLW0108
