@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast, overload
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from polyshard._torch.pipelining import show_to_stages
+from polyshard._torch.engine_state import EngineState, show_to_torch
 from polyshard._torch.private import tag_managed_module
 from polyshard.agreement.meeting import reporting
 from polyshard.composition.stack import PluginStack, build_stack
@@ -226,8 +226,10 @@ def _shard(unit: Unit, sources: Sequence[Source]) -> None:
         for owner in source.owners:
             tag_managed_module(owner.module)
     StateDictHooks(unit)
-    UnitHooks(unit).attach()
+    hooks = UnitHooks(unit)
+    hooks.attach()
+    # Late, because a root hands its context to units below.
+    state = EngineState(hooks.parts(), lambda: unit.context.end_backward())  # noqa: PLW0108
     for module in unit.modules:
         mix_in(module, unit)
-        # Late, because a root hands its context to units below.
-        show_to_stages(module, lambda: unit.context.end_backward())  # noqa: PLW0108
+        show_to_torch(module, state)

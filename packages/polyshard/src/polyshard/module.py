@@ -14,10 +14,11 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from typing_extensions import override
 
+from polyshard._torch.engine_state import shown_to_torch
 from polyshard.engine.plans import compare_early
 from polyshard.engine.root import unit_of, units_below
 from polyshard.engine.unit import Unit
-from polyshard.errors import DeepcopyError, LifecycleError, SettingError, UnsupportedError, warn
+from polyshard.errors import DeepcopyError, LifecycleError, SettingError, warn
 from polyshard.group.group import ParameterGroup
 from polyshard.transport.custom import AllGather, ReduceScatter
 
@@ -301,12 +302,9 @@ class FSDPModule(TorchFSDPModule):
         return applied
 
     @override
-    def _get_fsdp_state(self) -> NoReturn:
-        """Torch's private way to its own engine; there is none behind this module."""
-        raise UnsupportedError(
-            "this module is sharded by polyshard, not by torch.distributed.fsdp: it has no "
-            "FSDPState. Use the public methods of FSDPModule."
-        )
+    def _get_fsdp_state(self) -> Any:
+        """The little that torch's own functions take from the state of its engine."""
+        return shown_to_torch(self)  # type: ignore[arg-type]
 
 
 def _on_stream(
