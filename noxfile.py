@@ -226,10 +226,11 @@ CLIENTS = (
 @nox.session(default=False)
 def clients(session: nox.Session) -> None:
     """Run other libraries' training loops under both engines; those libraries take about 1 GB."""
-    groups = nox.project.dependency_groups(PYPROJECT, "test")
+    groups = nox.project.dependency_groups(PYPROJECT, "test", "type")
     session.install(TORCH, "--editable=packages/polyshard[testing]", *groups, *CLIENTS)
-    loops = "examples/clients/tests"
-    session.run("python", "-m", "pytest", loops, *session.posargs, env=ONE_THREAD)
+    folder = "examples/clients"
+    session.run("mypy", "--ignore-missing-imports", *map(str, Path(folder).glob("*.py")))
+    session.run("python", "-m", "pytest", f"{folder}/tests", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(venv_backend="none", default=False)

@@ -15,7 +15,7 @@ def loop(arguments: argparse.Namespace) -> list[float]:
     """Adapters on, then everything sharded; the optimizer sees what trains."""
     dist.init_process_group("gloo")
     adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    model = get_peft_model(common.tiny_llama(), adapters)  # type: ignore[arg-type]
+    model = get_peft_model(common.tiny_llama(), adapters)
     common.shard_llama(model, common.engine(arguments.engine))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-1)
     losses = []

@@ -8,23 +8,36 @@ import tempfile
 import common
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 
-class Losses(TrainerCallback):  # type: ignore[misc]
+class Losses(TrainerCallback):
     """Keeps what the Trainer logs."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
 
-    def on_log(self, *args: object, logs: dict[str, float], **kwargs: object) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
         """Every step logs a loss; the end of training logs none."""
-        del args, kwargs
-        if "loss" in logs:
+        del args, state, control, kwargs
+        if logs and "loss" in logs:
             self.values.append(logs["loss"])
 
 
-class HostTrainer(Trainer):  # type: ignore[misc]
+class HostTrainer(Trainer):
     """Takes the FSDP2 route without an accelerator."""
 
     def create_accelerator_and_postprocess(self) -> None:
