@@ -90,17 +90,17 @@ def tiny_llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=TOKENS,
-        attn_implementation="eager",
-    )
-    model: nn.Module = LlamaForCausalLM(config)
+    settings: dict[str, Any] = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": TOKENS,
+        "attn_implementation": "eager",
+    }
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(**settings))
     return model
 
 
