@@ -216,6 +216,23 @@ def kernels(session: nox.Session) -> None:
         session.run_install(*pip, "uninstall", "--yes", "triton", silent=True)
 
 
+# What examples/clients runs, from the versions it was written for on.
+CLIENTS = (
+    "accelerate>=1.15", "lightning>=2.6.6", "peft>=0.21", "torchao>=0.18", "transformers>=5.23",
+    "torchtitan==0.3.0", "triton>=3.4",
+)  # fmt: skip
+
+
+@nox.session(default=False)
+def clients(session: nox.Session) -> None:
+    """Run other libraries' training loops under both engines; those libraries take about 1 GB."""
+    groups = nox.project.dependency_groups(PYPROJECT, "test", "type")
+    session.install(TORCH, "--editable=packages/polyshard[testing]", *groups, *CLIENTS)
+    folder = "examples/clients"
+    session.run("mypy", "--ignore-missing-imports", *map(str, Path(folder).glob("*.py")))
+    session.run("python", "-m", "pytest", f"{folder}/tests", *session.posargs, env=ONE_THREAD)
+
+
 @nox.session(venv_backend="none", default=False)
 def fuzz(session: nox.Session) -> None:
     """Throw random models and scripts at four ranks: `nox -s fuzz -- --cases 2000 --seed 1`."""

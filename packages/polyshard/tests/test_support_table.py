@@ -21,7 +21,12 @@ def files_called(name: str) -> list[Path]:
     """Test files of that name, in whichever room of whichever distribution."""
     return [
         path
-        for tests in ("packages/*/tests", "plugins/*/tests", "integration_tests")
+        for tests in (
+            "packages/*/tests",
+            "plugins/*/tests",
+            "integration_tests",
+            "examples/*/tests",
+        )
         for folder in ROOT.glob(tests)
         for path in folder.rglob(name)
     ]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from polyshard._torch.composable import register_sharded
+from polyshard._torch.engine_state import EngineState, show_to_torch
 from polyshard._torch.private import tag_managed_module
 from polyshard.agreement.meeting import reporting
 from polyshard.composition.stack import PluginStack, build_stack
@@ -229,7 +230,12 @@ def _shard(unit: Unit, sources: Sequence[Source]) -> None:
         for owner in source.owners:
             tag_managed_module(owner.module)
     StateDictHooks(unit)
-    UnitHooks(unit).attach()
+    hooks = UnitHooks(unit)
+    hooks.attach()
+    # Late, because a root hands its context to units below.
+    end = lambda: unit.context.end_backward()  # noqa: E731, PLW0108
+    state = EngineState(hooks.parts(), end, lambda: unit.context.finalization.line)
     for module in unit.modules:
         mix_in(module, unit)
         register_sharded(module)
+        show_to_torch(module, state)

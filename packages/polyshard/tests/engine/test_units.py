@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
@@ -339,6 +340,26 @@ def test_other_forward_methods(rank: int, size: int) -> None:
     torch.testing.assert_close(model.generate(x), plain.generate(x))
     with pytest.raises(ValueError, match="no method 'sample'"):
         register_fsdp_forward_method(model, "sample")
+
+
+@ranks(2)
+def test_methods_that_torchs_function_registers(rank: int, size: int) -> None:
+    """Libraries call it by its own name: the Trainer of transformers does, for ``generate``."""
+    plain, model = Generating(3, 3), Generating(3, 3)
+    model.load_state_dict(plain.state_dict())
+    fully_shard(model, reshard_after_forward=True)
+    torch_fsdp.register_fsdp_forward_method(model, "generate")
+    x = torch.ones(1, 3)
+    got = model.generate(x)
+    torch.testing.assert_close(got, plain.generate(x))
+    assert states(model) == {State.SHARDED}
+    got.sum().backward()
+    plain.generate(x).sum().backward()
+    assert_gradients(model, plain)
+    state: Any = model._get_fsdp_state()  # type: ignore[operator]
+    assert not hasattr(state, "_fsdp_param_groups")
+    with pytest.raises(UnsupportedError, match="_fsdp_param_groups"):
+        _ = state._fsdp_param_groups
 
 
 @ranks(2)

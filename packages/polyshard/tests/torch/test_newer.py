@@ -20,7 +20,6 @@ from toy_models import full
 from polyshard import MixedPrecisionPolicy, fully_shard
 from polyshard._torch import newer
 from polyshard.checkpoint import CheckpointReader
-from polyshard.errors import UnsupportedError
 from polyshard.testing import World, ranks
 from polyshard.transport import backend_for, choose_transport
 
@@ -67,14 +66,6 @@ def test_nothing_is_read_from_documentation() -> None:
         == said[1]
         == (f"{newer.reduces_in_original_dtype()} {newer.resets_sharded_gradients()}\n")
     )
-
-
-def test_a_stand_in_has_what_pipelines_compare() -> None:
-    line = object()
-    state: Any = newer.StandInState(line)
-    assert state._comm_ctx is line
-    with pytest.raises(UnsupportedError, match="no FSDPState with '_training_state'"):
-        state._training_state  # noqa: B018
 
 
 def mixed_backends(rank: int, size: int) -> None:

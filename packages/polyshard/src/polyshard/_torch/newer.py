@@ -5,14 +5,12 @@ Nothing here is read from documentation, which ``python -OO`` strips.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-
-from polyshard.errors import UnsupportedError
 
 if TYPE_CHECKING:
 
@@ -55,25 +53,6 @@ def rounds_before_adding() -> bool:
 def resets_sharded_gradients() -> bool:
     """Whether ``reset_iter_state()`` drops gradients that were reduced already."""
     return release() >= (2, 15)
-
-
-class StandInState:
-    """What ``_get_fsdp_state()`` gives: only what torch's pipelines compare between stages."""
-
-    def __init__(self, line: object) -> None:
-        """``line`` is the same object for modules that share their communication."""
-        self._comm_ctx = line
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """For all else.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            "this module is sharded by polyshard, not by torch.distributed.fsdp: it has no "
-            f"FSDPState with '{name}'. Use the public methods of FSDPModule."
-        )
 
 
 def dtype_override_of(policy: object) -> Any:

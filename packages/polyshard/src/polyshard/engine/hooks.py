@@ -57,6 +57,10 @@ class UnitHooks:
 
         return MethodType(gathered, module)
 
+    def parts(self) -> tuple[Callable[..., Arguments], Callable[..., Any]]:
+        """What is done before a forward and what after, for a caller that runs it in between."""
+        return self._before, self._after
+
     # Forward ----------------------------------------------------------------------------------
 
     def _pre_forward(

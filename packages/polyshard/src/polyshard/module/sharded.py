@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from typing_extensions import override
 
-from polyshard._torch.newer import StandInState
+from polyshard._torch.engine_state import shown_to_torch
 from polyshard.engine.ending import finalize, start_to_finalize
 from polyshard.engine.plans import compare_early
 from polyshard.engine.unit import Unit
@@ -117,8 +117,8 @@ class FSDPModule(ScheduleSettings, CommunicationSettings):
 
     @override
     def _get_fsdp_state(self) -> Any:
-        """Torch's private way to its own engine, of which there is what its pipelines look for."""
-        return StandInState(self._unit().context.finalization.line)
+        """The little that torch's own functions take from the state of its engine."""
+        return shown_to_torch(self)  # type: ignore[arg-type]
 
 
 FSDPModule._orig_cls_mro_index = len(FSDPModule.__mro__)  # before ``object`` there is the original
