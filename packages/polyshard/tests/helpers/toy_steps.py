@@ -325,7 +325,7 @@ def customized(recorder: Recorder) -> None:
 
 
 def dropped_in_a_gather(recorder: Recorder) -> None:
-    models: tuple[Callable[[], Any], ...] = (lambda: sharded(), lambda: custom((2,)))
+    models: tuple[Callable[[], Any], ...] = (sharded, lambda: custom((2,)))
     for make in models:
         model = make()
         step(model, 1)

@@ -141,13 +141,13 @@ def groups_of_some(rank: int, size: int) -> None:
     dist.all_gather_object(names, newer.name_of_next_group())
     group: Any = dist.group.WORLD
     if len({*names}) == 1:
-        shared = private.shared_group(list(range(size)), "test", group)
+        shared = private.shared_group(list(range(size)), "some", group)
         ones = torch.ones(1)
         dist.all_reduce(ones, group=shared)
         assert ones.item() == size
     else:
         with pytest.raises(MeshError, match=r"\[0\] and ranks \[1, 2, 3\]|different numbers"):
-            private.shared_group(list(range(size)), "test", group)
+            private.shared_group(list(range(size)), "some", group)
     assert len({*names}) == 1 or newer.release() < (2, 15)
 
 

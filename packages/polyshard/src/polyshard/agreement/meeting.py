@@ -302,7 +302,7 @@ def _pauses() -> Iterator[None]:
     while True:
         yield
         time.sleep(seconds)
-        seconds = min(1.25 * seconds, max(LOOK_SECONDS / 2, POLL_SECONDS))
+        seconds = min(1.25 * seconds, max(LOOK_SECONDS / 4, POLL_SECONDS))
 
 
 def _quoted(failures: dict[int, str]) -> str:
