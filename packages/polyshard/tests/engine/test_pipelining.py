@@ -27,19 +27,12 @@ from toy_observers import Watching
 import polyshard
 from polyshard import MixedPrecisionPolicy
 from polyshard.engine.root import groups_of
-from polyshard.module import FSDPModule
 from polyshard.testing import ranks
 
 PIPELINE = 2
 WIDTH = 6
 STEPS = 3
 MICROBATCHES = 4
-
-pytestmark = pytest.mark.skipif(
-    hasattr(torch_fsdp.FSDPModule, "finalize_backward")
-    and FSDPModule.finalize_backward is torch_fsdp.FSDPModule.finalize_backward,  # type: ignore[attr-defined]
-    reason="stages of this torch call finalize_backward, which the engine does not have yet",
-)
 
 
 class Block(nn.Module):
