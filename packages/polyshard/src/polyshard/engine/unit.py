@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from polyshard._torch.private import queue_backward_callback
+from polyshard._torch.transforms import outside_transforms
 from polyshard.agreement.failures import forget_failure
 from polyshard.engine.prefetch import Prefetcher
 from polyshard.exchange.flight import InFlight
@@ -57,16 +58,19 @@ class Unit:
 
     # Gathering --------------------------------------------------------------------------------
 
+    @outside_transforms
     def unshard(self) -> None:
         """Begin to gather every group."""
         for group in self.groups:
             group.unshard()
 
+    @outside_transforms
     def wait(self) -> None:
         """Finish gathering every group."""
         for group in self.groups:
             group.wait()
 
+    @outside_transforms
     def reshard(self) -> None:
         """Free every group."""
         for group in self.groups:
@@ -95,6 +99,7 @@ class Unit:
 
     # Gradients --------------------------------------------------------------------------------
 
+    @outside_transforms
     def post_backward(self) -> None:
         """Reduce and free, or accumulate. Harmless for a unit that took no part."""
         self.phase = Phase.POST_BACKWARD
@@ -158,6 +163,7 @@ class RootContext:
         self.forward_root = unit
         self.turn.begin()
 
+    @outside_transforms
     def refresh(self, unit: Unit) -> None:
         """Free what was kept from an earlier turn and is out of date; the rest as it is reached."""
         if self.turn.in_backward:
@@ -203,6 +209,7 @@ class RootContext:
             self.turn.in_backward = True
             queue_backward_callback(self.end_backward)
 
+    @outside_transforms
     def end_backward(self) -> None:
         """Reduce what no post-backward reached, finish reductions, and leave all units idle."""
         self.turn.in_backward = False

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from polyshard._torch.private import in_backward, profiler_span
+from polyshard._torch.transforms import outside_transforms
 from polyshard.agreement.failures import FailureReport
 from polyshard.composition.answers import Binding
 from polyshard.composition.claims import check_constraints
@@ -168,16 +169,20 @@ class ParameterGroup:
         runtime = self._runtime
         if runtime is not None and not (self._stale or self.shards.is_vacant):
             return runtime
+        return self._prepare_anew()
+
+    @outside_transforms
+    @torch.inference_mode(mode=False)
+    def _prepare_anew(self) -> Runtime:
+        """All that is made here outlives the forward, which may run in inference mode or a jvp."""
         if self._teardown.is_done:
             raise LifecycleError(f"group '{self.name}' was closed; shard its model anew.")
-        # Everything made here outlives the call, which may come from a forward in inference mode.
-        with torch.inference_mode(mode=False):
-            if self.shards.adopt_replaced():
-                self._is_outdated = True
-            if self._is_outdated or runtime is None:
-                runtime = self._runtime = self._build()
+        if self.shards.adopt_replaced():
+            self._is_outdated = True
+        if self._is_outdated or self._runtime is None:
+            self._runtime = self._build()
         self._is_outdated = self._stale = False
-        return runtime
+        return self._runtime
 
     def _build(self) -> Runtime:
         parts = Parts(
