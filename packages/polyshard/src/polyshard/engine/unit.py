@@ -162,6 +162,8 @@ class RootContext:
         """``unit`` is called from outside of any other: a turn begins. See [Note: turns]."""
         self.forward_root = unit
         self.turn.begin()
+        if self.pool is not None:
+            self.pool.recall()
 
     @outside_transforms
     def refresh(self, unit: Unit) -> None:
@@ -179,6 +181,12 @@ class RootContext:
         self.turn.in_forward = False
         if not self.turn.in_backward:
             self.prefetcher.forget_near()
+            if not torch.is_grad_enabled():
+                self._lend_pages()
+
+    def _lend_pages(self) -> None:
+        if self.pool is not None:
+            self.pool.lend()
 
     # Reductions -------------------------------------------------------------------------------
 
@@ -231,6 +239,7 @@ class RootContext:
         self.prefetcher.order.end_step()
         for unit in self.units:
             unit.end_step()
+        self._lend_pages()
         for observer in self._observers():
             observer.on_step_end()
 

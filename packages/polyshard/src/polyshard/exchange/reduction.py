@@ -93,7 +93,7 @@ class Reducer:
         # See [Note: reduction].
         self._storage_looks = overrides(shards.storage.place_gradient, ShardStorage.place_gradient)
         self._presence = Presence.of(roles, roles.device, line.tag, len(self._layout.parameters))
-        self._totals = Recycled()
+        self._totals = Recycled(parts.pool)
         # What local_view() would work out for every gradient of every step.
         rank = roles.shard_rank
         self._slots: list[Slot] = [

@@ -96,8 +96,7 @@ class ParameterGroup:
         )
         check_constraints(binding, info, layout)
         self._failures = FailureReport(setup.roles.ranks, self._name)
-        self._sources: Sequence[Source] = sources
-        self._layout = layout
+        self._sources, self._layout = sources, layout
         self._storage = binding.storage(info, layout)
         self.shards: Shards
         self.gradients: Gradients
@@ -105,8 +104,7 @@ class ParameterGroup:
         self._path: Filling | None = None
         self._pending: Pending | None = None
         self._made = 0
-        self._stale = True
-        self._is_outdated = False
+        self._stale, self._is_outdated = True, False
 
     def shard(self) -> None:
         """Cut the parameters and register their sharded forms; called once, when all plans hold."""
@@ -150,8 +148,8 @@ class ParameterGroup:
         for parameter in self.shards.parameters:
             fqn = fqns.get(id(parameter.parameter), parameter.info.fqn)
             parameter.info = replace(parameter.info, fqn=fqn)
-        self._is_outdated = True  # transfers are tagged with the name, which ranks must agree on
-        self._stale = True
+        # Transfers are tagged with the name, which ranks must agree on.
+        self._stale = self._is_outdated = True
 
     # --- life cycle ---------------------------------------------------------------------------
 
@@ -167,9 +165,9 @@ class ParameterGroup:
     def prepare(self) -> Runtime:
         """Everything the step needs, made on first use and after a conversion."""
         runtime = self._runtime
-        if runtime is not None and not (self._stale or self.shards.is_vacant):
-            return runtime
-        return self._prepare_anew()
+        if runtime is None or self._stale or self.shards.is_vacant:
+            return self._prepare_anew()
+        return runtime
 
     @outside_transforms
     @torch.inference_mode(mode=False)
