@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from polyshard.engine.plans import compare_early
 from polyshard.engine.root import unit_of, units_below
+from polyshard.engine.opaque import calling, enroll
 from polyshard.engine.unit import Unit
 from polyshard.errors import DeepcopyError, LifecycleError, SettingError, UnsupportedError, warn
 from polyshard.group.group import ParameterGroup
@@ -348,7 +349,7 @@ def refuse_deepcopy(*args: object, **kwargs: object) -> NoReturn:
 def _sharded_class(original: type[Any]) -> type[Any]:
     """One for each class: what is compiled for one module serves others of its class."""
     name = f"FSDP{original.__name__}"
-    return type(name, (FSDPModule, original), {"__deepcopy__": refuse_deepcopy})
+    return type(name, (FSDPModule, original), {"__deepcopy__": refuse_deepcopy, "__call__": calling(original)})
 
 
 def mix_in(module: nn.Module, unit: Unit) -> None:
@@ -356,6 +357,7 @@ def mix_in(module: nn.Module, unit: Unit) -> None:
     original: Any = type(module)
     module.__class__ = _sharded_class(original)
     module.__dict__["_polyshard_unit"] = unit
+    enroll(module)
 
 
 def share_comm_ctx(modules: Sequence[TorchFSDPModule]) -> None:

@@ -34,6 +34,7 @@ class Phase(Enum):
     FORWARD = auto()
     PRE_BACKWARD = auto()
     POST_BACKWARD = auto()
+    REHEARSAL = auto()
 
 
 class Unit:
