@@ -234,12 +234,12 @@ def call_unit_backward(ticket: Tensor, gradients: list[Tensor], which: list[int]
                 grad = torch.empty_like(leaf).copy_(grad)
             leaf.grad = None
             found.append(grad)
-    return found
+    return [*found, torch.zeros((), dtype=torch.float64)]
 
 
 @call_unit_backward.register_fake
 def _(ticket, gradients, which, inputs):
-    return [torch.empty_like(i) for i in inputs]
+    return [*(torch.empty_like(i) for i in inputs), torch.empty((), dtype=torch.float64, device="cpu")]
 
 
 def _setup(ctx, inputs, output):
@@ -254,8 +254,9 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, grads):
     ticket, *inputs = ctx.saved_tensors
     which = [i for i, g in enumerate(grads[:-1]) if g is not None]
-    found = iter(call_unit_backward(ticket, [grads[i] for i in which], which, inputs))
-    return None, None, [next(found) if f else None for f in ctx.flags]
+    *found, end = call_unit_backward(ticket, [grads[i] for i in which], which, inputs)
+    found = iter(found)
+    return end, None, [next(found) if f else None for f in ctx.flags]
 
 
 call_unit.register_autograd(_backward, setup_context=_setup)
