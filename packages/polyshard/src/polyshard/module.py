@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from typing_extensions import override
 
+from polyshard.engine.opaque import calling, enroll
 from polyshard.engine.plans import compare_early
 from polyshard.engine.root import unit_of, units_below
-from polyshard.engine.opaque import calling, enroll
 from polyshard.engine.unit import Unit
 from polyshard.errors import DeepcopyError, LifecycleError, SettingError, UnsupportedError, warn
 from polyshard.group.group import ParameterGroup
@@ -348,8 +348,8 @@ def refuse_deepcopy(*args: object, **kwargs: object) -> NoReturn:
 @functools.cache
 def _sharded_class(original: type[Any]) -> type[Any]:
     """One for each class: what is compiled for one module serves others of its class."""
-    name = f"FSDP{original.__name__}"
-    return type(name, (FSDPModule, original), {"__deepcopy__": refuse_deepcopy, "__call__": calling(original)})
+    own = {"__deepcopy__": refuse_deepcopy, "__call__": calling(original)}
+    return type(f"FSDP{original.__name__}", (FSDPModule, original), own)
 
 
 def mix_in(module: nn.Module, unit: Unit) -> None:

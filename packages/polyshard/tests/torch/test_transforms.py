@@ -84,7 +84,7 @@ def training(model: nn.Module) -> list[Tensor]:
         model(POINT).sum().backward()
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter -= 0.1 * parameter.grad
+                parameter.sub_(0.1 * parameter.grad)
                 parameter.grad = None
     return found
 

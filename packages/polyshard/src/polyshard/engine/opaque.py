@@ -6,10 +6,15 @@ swap parameters; and no graph can hold memory that is freed between forward and 
 call becomes one operator, opaque to the compiler. At run time it calls the module as anybody does:
 hooks run as they are, and what they surround is compiled with the same backend into a graph of its
 own, shared by all modules of one class. Autograd of the inside is recorded inside; the operator's
-backward runs it.
+backward runs it, and gradients of parameters go where they always go.
 
 The compiler must know what the operator returns. That is found by a *rehearsal*: the module's own
 forward with tensors that have shapes and no memory, in which hooks cast and do nothing else.
+
+A graph holds numbers and tensors only. It serves other modules of the same class, so the module
+comes in as a tensor, its *handle*; everything else about the place of the call is a constant of the
+graph. The handle requires grad, and its gradient (zero) makes backward call the operator even for
+a unit whose inputs require none.
 """
 
 from __future__ import annotations
@@ -17,246 +22,272 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from polyshard._torch.opaque import Compiler, own_autograd, stand_ins
-from polyshard.engine.root import units_below
+from polyshard._torch.opaque import Compiler, constant_in_graphs, own_autograd, stand_ins
+from polyshard.engine.root import unit_of, units_below
+from polyshard.engine.trees import fill, outline
 from polyshard.engine.unit import Phase
+from polyshard.errors import UnsupportedError
 from polyshard.group.plan import resolve_dtypes
+
+Ran = tuple[list[Tensor], list[Tensor]]
+"""Results and inputs of a call whose graph waits for its backward."""
 
 
 @dataclass
 class Site:
-    """One place in a graph where a unit is called: what surrounds the tensors."""
+    """One place in a graph where a unit is called."""
 
-    spec: Any
+    module: weakref.ref[nn.Module]
+    arguments: Any
+    """What surrounds the tensors: see :func:`polyshard.engine.trees.outline`."""
     requires_grad: tuple[bool, ...]
-    is_training: bool
+    is_recorded: bool
     compiler: Compiler
-    result_spec: Any = None
+    result: Any = None
+    expected: list[tuple[torch.dtype, int]] | None = None
 
-    def arguments(self, tensors: Sequence[Tensor]) -> Any:
-        return fill(self.spec, iter(tensors))
+    def call(self, function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+        """``function`` of the arguments, under autocast as where it was traced."""
+        args, kwargs = fill(self.arguments, iter(tensors))
+        with self.compiler.casting():
+            return function(*args, **kwargs)
 
+    def take_shapes(self, result: Any) -> list[Tensor]:
+        """Learn from a rehearsal what the operator returns."""
+        tensors: list[Tensor] = []
+        self.result = outline(result, tensors)
+        if self.expected is None:
+            self.expected = [(t.dtype, t.ndim) for t in tensors]
+        return tensors
 
-TENSOR, CONSTANT, LIST, TUPLE, DICT = "tensor", "constant", "list", "tuple", "dict"
-
-
-def outline(tree: Any, tensors: list[Tensor]) -> Any:
-    """``tree`` without its tensors, which are appended to ``tensors``."""
-    if isinstance(tree, Tensor):
-        tensors.append(tree)
-        return (TENSOR,)
-    if type(tree) is list:
-        return (LIST, tuple([outline(x, tensors) for x in tree]))
-    if type(tree) is tuple:
-        return (TUPLE, tuple([outline(x, tensors) for x in tree]))
-    if type(tree) is dict:
-        return (DICT, tuple([(k, outline(v, tensors)) for k, v in tree.items()]))
-    return (CONSTANT, tree)
-
-
-def fill(shape: Any, tensors: Any) -> Any:
-    """The inverse of :func:`outline`."""
-    kind = shape[0]
-    if kind == TENSOR:
-        return next(tensors)
-    if kind == LIST:
-        return [fill(x, tensors) for x in shape[1]]
-    if kind == TUPLE:
-        return tuple([fill(x, tensors) for x in shape[1]])
-    if kind == DICT:
-        return {k: fill(v, tensors) for k, v in shape[1]}
-    return shape[1]
+    def check(self, module: nn.Module, results: Sequence[Tensor]) -> None:
+        """Refuse what the graph was not made for, which would read memory wrongly."""
+        found = [(t.dtype, t.ndim) for t in results]
+        if found != self.expected:
+            raise UnsupportedError(
+                f"{type(module).__name__} returned tensors of (dtype, dims) {found} inside a "
+                f"compiled graph made for {self.expected}. Have it return the same in every call, "
+                "or compile the module itself instead of what calls it."
+            )
 
 
 @dataclass
 class Registry:
-    """What operators find by number, since a graph holds numbers and tensors only."""
+    """What operators find by number."""
 
     modules: weakref.WeakValueDictionary[int, nn.Module] = field(
         default_factory=weakref.WeakValueDictionary
     )
     sites: list[Site] = field(default_factory=list)
-    numbers: Any = field(default_factory=lambda: itertools.count(1))
-    compiled: weakref.WeakKeyDictionary[nn.Module, dict[Any, Any]] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
-    rehearsing: dict[int, Any] = field(default_factory=dict)
-    tickets: dict[int, Any] = field(default_factory=dict)
+    waiting: dict[int, Ran] = field(default_factory=dict)
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def module(self, handle: Tensor) -> nn.Module:
+        """Whose handle it is."""
+        return self.modules[int(handle.detach().item())]
 
 
 @functools.cache
 def registry() -> Registry:
+    """One a process: numbers in graphs mean the same everywhere."""
     return Registry()
 
 
 def enroll(module: nn.Module) -> None:
-    """Give ``module`` the tensor that operators know it by."""
+    """Give ``module`` its handle. See [Note: opaque units]."""
     number = next(registry().numbers)
     registry().modules[number] = module
     handle = torch.tensor(float(number), dtype=torch.float64, device="cpu")
-    handle.requires_grad_(any(p.requires_grad for p in module.parameters()))
-    module.__dict__["_polyshard_handle"] = handle
-
-
-def _module(handle: Tensor) -> nn.Module:
-    return registry().modules[int(handle.detach().item())]
-
-
-def site_for(handle, spec, requires_grad, is_training):
-    site = Site(spec, requires_grad, is_training, Compiler.of_trace())
-    registry().sites.append(site)
-    registry().rehearsing[len(registry().sites) - 1] = _module(handle)
-    return len(registry().sites) - 1
-
-
-site_for._dynamo_marked_constant = True
-
-
-def result_spec(site):
-    return registry().sites[site].result_spec
-
-
-result_spec._dynamo_marked_constant = True
-
-
-def call_traced(module: Any, args: Any, kwargs: Any) -> Any:
-    tensors: list[Tensor] = []
-    spec = outline((args, kwargs), tensors)
-    flags = tuple([x.requires_grad for x in tensors])
-    handle = module._polyshard_handle
-    site = site_for(handle, spec, flags, torch.is_grad_enabled())
-    outputs = torch.ops.polyshard.call_unit(handle, site, tensors)
-    return fill(result_spec(site), iter(outputs))
+    module.__dict__["_polyshard_handle"] = handle.requires_grad_()
 
 
 def calling(original: type[nn.Module]) -> Callable[..., Any]:
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``__call__`` of a sharded class: the module's own, and one operator where dynamo traces it."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return call_traced(self, args, kwargs)
+            return _call_traced(self, args, kwargs)
         return original.__call__(self, *args, **kwargs)
 
-    return __call__
+    return call
+
+
+# While dynamo traces --------------------------------------------------------------------------
+
+
+def _call_traced(module: Any, args: Any, kwargs: Any) -> Any:
+    tensors: list[Tensor] = []
+    arguments = outline((args, kwargs), tensors)
+    flags = tuple([tensor.requires_grad for tensor in tensors])
+    handle = module._polyshard_handle
+    site = _new_site(handle, arguments, flags, torch.is_grad_enabled())
+    outputs = torch.ops.polyshard.call_unit(handle, site, tensors)
+    return fill(_result_at(site), iter(outputs))
+
+
+@constant_in_graphs
+def _new_site(handle: Tensor, arguments: Any, flags: tuple[bool, ...], is_recorded: bool) -> int:
+    module = registry().module(handle)
+    unit = unit_of(module)
+    assert unit is not None
+    compiler = Compiler.of_trace(tuple({"cpu": None, unit.roles.device.type: None}))
+    site = Site(weakref.ref(module), arguments, flags, is_recorded, compiler)
+    registry().sites.append(site)
+    return len(registry().sites) - 1
+
+
+@constant_in_graphs
+def _result_at(site: int) -> Any:
+    return registry().sites[site].result
+
+
+# The operator ---------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("polyshard::call_unit", mutates_args=())
 def call_unit(handle: Tensor, site: int, tensors: list[Tensor]) -> list[Tensor]:
-    module, place = _module(handle), registry().sites[site]
-    with own_autograd(place.is_training):
+    """Call a unit as anybody does; the last tensor is the ticket that backward shows."""
+    module, place = registry().module(handle), registry().sites[site]
+    with own_autograd(place.is_recorded):
         inputs = [
-            t.detach().requires_grad_(flag)
-            for t, flag in zip(tensors, place.requires_grad, strict=True)
+            tensor.detach().requires_grad_(flag)
+            for tensor, flag in zip(tensors, place.requires_grad, strict=True)
         ]
-        args, kwargs = place.arguments(inputs)
-        result = _compiled(module, place.compiler)(*args, **kwargs)
         results: list[Tensor] = []
-        outline(result, results)
-        ticket = torch.empty((), dtype=torch.int64)
-        number = next(registry().numbers)
-        ticket.fill_(number)
-        if place.is_training:
-            registry().tickets[number] = (results, inputs)
-            weakref.finalize(ticket, registry().tickets.pop, number, None)
-    held = {t.untyped_storage()._cdata for t in tensors}
-    outs = []
-    for r in results:
-        out = r.detach()
-        if out.untyped_storage()._cdata in held:
-            out = out.clone()
-        held.add(out.untyped_storage()._cdata)
-        outs.append(out)
-    return [*outs, ticket]
+        outline(place.call(_compiled(module, place.compiler), inputs), results)
+    place.check(module, results)
+    ticket = torch.tensor(next(registry().numbers))
+    if place.is_recorded:
+        number = int(ticket)
+        registry().waiting[number] = results, inputs
+        weakref.finalize(ticket, registry().waiting.pop, number, None).atexit = False
+    return [*_unaliased(results, tensors), ticket]
 
 
 def _compiled(module: nn.Module, compiler: Compiler) -> Callable[..., Any]:
-    cached = registry().compiled.setdefault(module, {})
-    if compiler not in cached:
-        ref = weakref.ref(module)
-        cached[compiler] = compiler.compile(module._call_impl)
-    return cached[compiler]
+    """The module's call, compiled as the graph around it was."""
+    made: dict[Compiler, Callable[..., Any]]
+    made = module.__dict__.setdefault("_polyshard_compiled", {})
+    if compiler not in made:
+        made[compiler] = compiler.compile(module._call_impl)
+    return made[compiler]
+
+
+def _unaliased(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """``results`` cut off from their graph; an operator returns no memory twice, nor its inputs'."""
+    seen = {tensor.untyped_storage()._cdata for tensor in inputs}
+    found = []
+    for result in results:
+        out = result.detach()
+        if out.untyped_storage()._cdata in seen:
+            out = out.clone()
+        seen.add(out.untyped_storage()._cdata)
+        found.append(out)
+    return found
 
 
 @call_unit.register_fake
-def _(handle: Tensor, site: int, tensors: list[Tensor]) -> list[Tensor]:
+def _rehearse(handle: Tensor, site: int, tensors: list[Tensor]) -> list[Tensor]:
+    del handle
     place = registry().sites[site]
-    module = registry().rehearsing[site]
-    args, kwargs = place.arguments(list(tensors))
+    module = place.module()
+    assert module is not None
+    with _rehearsal(module), torch.no_grad():
+        shapes = place.take_shapes(place.call(module._call_impl, tensors))
+    found = [torch.empty_like(shape) for shape in shapes]
+    return [*found, torch.empty((), dtype=torch.int64, device="cpu")]
+
+
+@contextmanager
+def _rehearsal(module: nn.Module) -> Iterator[None]:
     units = [unit for _, _, unit in units_below(module)]
-    before = [unit.phase for unit in units]
-    values = {}
+    phases = [unit.phase for unit in units]
     for unit in units:
         unit.phase = Phase.REHEARSAL
-        for group in unit.groups:
-            dtype = resolve_dtypes(group.setup.policy, group.shards.dtype).param
-            for p in group.shards.parameters:
-                for owner in p.owners:
-                    values[id(owner.module), owner.name] = (p.parameter.shape, dtype)
     try:
-        named = {}
-        for prefix, sub in module.named_modules(remove_duplicate=False):
-            for name, p in sub._parameters.items():
-                if p is None: continue
-                shape, dtype = values.get((id(sub), name), (p.shape, p.dtype))
-                named[f"{prefix}.{name}" if prefix else name] = torch.empty(shape, dtype=dtype, device=p.device)
-            for name, p in sub._buffers.items():
-                if p is None: continue
-                named[f"{prefix}.{name}" if prefix else name] = torch.empty_like(p)
-        with stand_ins(module, named), torch.no_grad():
-            result = module._call_impl(*args, **kwargs)
+        with stand_ins(module, _shapes_of(module)):
+            yield
     finally:
-        for unit, phase in zip(units, before, strict=True):
+        for unit, phase in zip(units, phases, strict=True):
             unit.phase = phase
-    leaves = []
-    place.result_spec = outline(result, leaves)
-    outs = [torch.empty_like(x) for x in leaves]
-    return [*outs, torch.empty((), dtype=torch.int64, device="cpu")]
+
+
+def _shapes_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters as forward sees them, and buffers; whatever mode makes tensors makes these."""
+    dtypes = {
+        id(sharded.parameter): resolve_dtypes(unit.policy, group.shards.dtype).param
+        for _, _, unit in units_below(module)
+        for group in unit.groups
+        for sharded in group.shards.parameters
+    }
+    found = {}
+    for name, value in module.named_parameters(remove_duplicate=False):
+        dtype = dtypes.get(id(value), value.dtype)
+        found[name] = torch.empty(value.shape, dtype=dtype, device=value.device)
+    for name, value in module.named_buffers(remove_duplicate=False):
+        found[name] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    return found
 
 
 @torch.library.custom_op("polyshard::call_unit_backward", mutates_args=())
-def call_unit_backward(ticket: Tensor, gradients: list[Tensor], which: list[int], inputs: list[Tensor]) -> list[Tensor]:
-    results, leaves = registry().tickets[int(ticket.item())]
-    with own_autograd(False):
-        torch.autograd.backward([results[i] for i in which if results[i].requires_grad], [g for g, i in zip(gradients, which) if results[i].requires_grad])
-    found = []
-    for leaf in leaves:
-        if leaf.requires_grad:
-            grad = leaf.grad
-            if grad is None:
-                grad = torch.zeros_like(leaf)
-            elif grad.stride() != torch.empty_like(leaf).stride():
-                grad = torch.empty_like(leaf).copy_(grad)
-            leaf.grad = None
-            found.append(grad)
+def call_unit_backward(
+    ticket: Tensor, gradients: list[Tensor], which: list[int], inputs: list[Tensor]
+) -> list[Tensor]:
+    """Run the backward recorded inside; gradients of the inputs, and zero for the handle."""
+    results, leaves = registry().waiting[int(ticket.item())]
+    pairs = [
+        (results[index], gradient)
+        for index, gradient in zip(which, gradients, strict=True)
+        if results[index].requires_grad
+    ]
+    if pairs:
+        with own_autograd(enabled=False):
+            torch.autograd.backward([result for result, _ in pairs], [g for _, g in pairs])
+    watched = [leaf for leaf in leaves if leaf.requires_grad]
+    found = [_as_promised(*pair) for pair in zip(watched, inputs, strict=True)]
     return [*found, torch.zeros((), dtype=torch.float64)]
 
 
+def _as_promised(leaf: Tensor, given: Tensor) -> Tensor:
+    """The gradient of ``leaf``, laid out as the graph around expects it."""
+    gradient, leaf.grad = leaf.grad, None
+    if gradient is None:
+        return torch.zeros_like(given)
+    promised = torch.empty_like(given)
+    return gradient if gradient.stride() == promised.stride() else promised.copy_(gradient)
+
+
 @call_unit_backward.register_fake
-def _(ticket, gradients, which, inputs):
-    return [*(torch.empty_like(i) for i in inputs), torch.empty((), dtype=torch.float64, device="cpu")]
+def _backward_shapes(
+    ticket: Tensor, gradients: list[Tensor], which: list[int], inputs: list[Tensor]
+) -> list[Tensor]:
+    del ticket, gradients, which
+    found = [torch.empty_like(given) for given in inputs]
+    return [*found, torch.empty((), dtype=torch.float64, device="cpu")]
 
 
-def _setup(ctx, inputs, output):
-    handle, site, tensors = inputs
-    ctx.site = site
-    flags = registry().sites[site].requires_grad
-    ctx.flags = flags
-    ctx.save_for_backward(output[-1], *[t for t, f in zip(tensors, flags) if f])
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    _, site, tensors = inputs
+    ctx.flags = registry().sites[site].requires_grad
+    watched = [t for t, flag in zip(tensors, ctx.flags, strict=True) if flag]
+    ctx.save_for_backward(output[-1], *watched)
     ctx.mark_non_differentiable(output[-1])
 
 
-def _backward(ctx, grads):
+def _run_backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     ticket, *inputs = ctx.saved_tensors
-    which = [i for i, g in enumerate(grads[:-1]) if g is not None]
-    *found, end = call_unit_backward(ticket, [grads[i] for i in which], which, inputs)
-    found = iter(found)
-    return end, None, [next(found) if f else None for f in ctx.flags]
+    given = {i: g for i, g in enumerate(gradients[:-1]) if g is not None}
+    *found, end = call_unit_backward(ticket, list(given.values()), list(given), inputs)
+    rest = iter(found)
+    return end, None, [next(rest) if flag else None for flag in ctx.flags]
 
 
-call_unit.register_autograd(_backward, setup_context=_setup)
+call_unit.register_autograd(_run_backward, setup_context=_remember)

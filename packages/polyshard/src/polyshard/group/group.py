@@ -394,9 +394,9 @@ class ParameterGroup:
         """End a gather nobody waits for any more, whether or not its peers are still there."""
         if self.state is not State.GATHERING:
             return
-        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        assert pending is not None
         with suppress(RuntimeError):  # a peer that is gone sends nothing into freed memory either
-            self._pending.wait()
-        self._pending = None
+            pending.wait()
         runtime.buffer.release()
         self.state = State.SHARDED
