@@ -223,7 +223,8 @@ class Nested(nn.Module):
             else:
                 x, extra = block(x, scale=0.5)
             extras.append(extra["mean"])
-        return x.square().mean() + torch.stack(extras).sum()
+        loss: torch.Tensor = x.square().mean() + torch.stack(extras).sum()
+        return loss
 
 
 def nested(rank: int, size: int, recomputes: bool, casts: bool) -> None:
@@ -294,8 +295,13 @@ def test_what_cannot_leave_a_graph_is_named(rank: int, size: int) -> None:
     import torch._dynamo as dynamo
 
     dynamo.reset()
-    unit = fully_shard(Boxing())
-    call: Any = torch.compile(lambda x: unit(x).value.sum(), backend="eager", **FULL)
+    unit: Any = fully_shard(Boxing())
+
+    def sum_of(x: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = unit(x).value.sum()
+        return total
+
+    call: Any = torch.compile(sum_of, backend="eager", **FULL)
     with pytest.raises(Exception, match="a Boxed goes in or out of a sharded module"):
         call(torch.ones(2, 8))
     dynamo.reset()

@@ -1,4 +1,4 @@
-"""What an operator needs that runs modules and autograd inside graphs that ``torch.compile`` made."""
+"""What an operator needs that runs modules and autograd inside of compiled graphs."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ class _PostBackward(torch.autograd.Function):
 
 
 class _PreBackward(torch.autograd.Function):
-    """An identity on an output whose backward runs before the unit's own. See [Note: transforms]."""
+    """An identity on an output, whose backward runs first. See [Note: transforms]."""
 
     generate_vmap_rule = True
 
@@ -296,4 +296,6 @@ class _PreBackward(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
         tangent = tangents[1]  # a path of its own into backward, to be watched as the output is
-        return None if tangent is None else _PreBackward.apply(ctx.hooks, tangent)
+        if tangent is None:
+            return None
+        return _PreBackward.apply(ctx.hooks, tangent)  # type: ignore[no-untyped-call]

@@ -110,7 +110,7 @@ def enroll(module: nn.Module) -> None:
 
 
 def calling(original: type[nn.Module]) -> Callable[..., Any]:
-    """``__call__`` of a sharded class: the module's own, and one operator where dynamo traces it."""
+    """``__call__`` of a sharded class: the module's own, or one operator while dynamo traces."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -182,7 +182,7 @@ def _compiled(module: nn.Module, compiler: Compiler) -> Callable[..., Any]:
 
 
 def _unaliased(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """``results`` cut off from their graph; an operator returns no memory twice, nor its inputs'."""
+    """``results`` without their graph; operators return no memory twice, nor their inputs'."""
     seen = {tensor.untyped_storage()._cdata for tensor in inputs}
     found = []
     for result in results:
@@ -228,13 +228,12 @@ def _shapes_of(module: nn.Module) -> dict[str, Tensor]:
         for group in unit.groups
         for sharded in group.shards.parameters
     }
-    found = {}
-    for name, value in module.named_parameters(remove_duplicate=False):
-        dtype = dtypes.get(id(value), value.dtype)
-        found[name] = torch.empty(value.shape, dtype=dtype, device=value.device)
-    for name, value in module.named_buffers(remove_duplicate=False):
-        found[name] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    return found
+    held: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    held.update(module.named_buffers(remove_duplicate=False))
+    return {
+        name: torch.empty(t.shape, dtype=dtypes.get(id(t), t.dtype), device=t.device)
+        for name, t in held.items()
+    }
 
 
 @torch.library.custom_op("polyshard::call_unit_backward", mutates_args=())

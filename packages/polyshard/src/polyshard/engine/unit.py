@@ -35,6 +35,7 @@ class Phase(Enum):
     PRE_BACKWARD = auto()
     POST_BACKWARD = auto()
     REHEARSAL = auto()
+    """Shapes alone are wanted. See [Note: opaque units]."""
 
 
 class Unit:
