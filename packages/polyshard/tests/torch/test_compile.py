@@ -46,11 +46,19 @@ def whole(model: Model, backend: str, **kwargs: Any) -> nn.Module:
     return model
 
 
+def broken(model: Model, backend: str, **kwargs: Any) -> nn.Module:
+    """The whole model, in graphs that may end at units."""
+    shard(model, fully_shard, **kwargs)
+    model.compile(backend=backend)
+    return model
+
+
 WAYS: dict[str, Callable[..., nn.Module]] = {
     "before": before,
     "after": after,
     "wrapped": wrapped,
     "whole": whole,
+    "broken": broken,
 }
 
 
@@ -80,7 +88,7 @@ def compiled(rank: int, size: int, way: str, backend: str, kwargs: dict[str, Any
     losses = losses_of(WAYS[way](build(**SMALL), backend, **kwargs), rank, graphs)
     breaks = dict(counters["graph_break"])
     dynamo.reset()
-    assert not breaks
+    assert bool(breaks) is (way == "broken")
     assert graphs[0] > 0, "nothing was compiled"
     assert graphs[1] == graphs[-1], f"compiled again after warm-up: {graphs}"
     if backend == "aot_eager":  # the same kernels

@@ -25,7 +25,6 @@ class Compiler:
     """How the graph is compiled that is being traced, and under which autocast."""
 
     backend: Callable[..., Any]
-    fullgraph: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
 
     @classmethod
@@ -36,18 +35,25 @@ class Compiler:
         trace = InstructionTranslator.current_tx()
         backend = trace.output.compiler_fn
         assert backend is not None
-        fullgraph = bool(trace.one_graph or trace.error_on_graph_break)
         autocast = tuple(
             (kind, torch.get_autocast_dtype(kind))
             for kind in device_types
             if torch.is_autocast_enabled(kind)
         )
-        return cls(backend, fullgraph, autocast)
+        return cls(backend, autocast)
+
+    @staticmethod
+    def allows_breaks() -> bool:
+        """Whether the graph that is being traced may end at what dynamo cannot trace."""
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        trace = InstructionTranslator.current_tx()
+        return not (trace.one_graph or trace.error_on_graph_break)
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, compiled alike."""
         compiled: Callable[..., Any]
-        compiled = torch.compile(function, backend=self.backend, fullgraph=self.fullgraph)
+        compiled = torch.compile(function, backend=self.backend, fullgraph=True)
         return compiled
 
     @contextmanager

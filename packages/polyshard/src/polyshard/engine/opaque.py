@@ -2,8 +2,9 @@
 
 [Note: opaque units]
 Where a compiled function calls a unit, dynamo would trace its hooks, which wait for transfers and
-swap parameters; and no graph can hold memory that is freed between forward and backward. So the
-call becomes one operator, opaque to the compiler. At run time it calls the module as anybody does:
+swap parameters; and no graph can hold memory that is freed between forward and backward. Graphs
+that may break do so there. Where they must not (``fullgraph=True``) the call becomes one operator,
+opaque to the compiler. At run time it calls the module as anybody does:
 hooks run as they are, and what they surround is compiled with the same backend into a graph of its
 own, shared by all modules of one class. Autograd of the inside is recorded inside; the operator's
 backward runs it, and gradients of parameters go where they always go.
@@ -113,7 +114,7 @@ def calling(original: type[nn.Module]) -> Callable[..., Any]:
     """``__call__`` of a sharded class: the module's own, or one operator while dynamo traces."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() and not _may_break():
             return _call_traced(self, args, kwargs)
         return original.__call__(self, *args, **kwargs)
 
@@ -131,6 +132,11 @@ def _call_traced(module: Any, args: Any, kwargs: Any) -> Any:
     site = _new_site(handle, arguments, flags, torch.is_grad_enabled())
     outputs = torch.ops.polyshard.call_unit(handle, site, tensors)
     return fill(_result_at(site), iter(outputs))
+
+
+@constant_in_graphs
+def _may_break() -> bool:
+    return Compiler.allows_breaks()
 
 
 @constant_in_graphs
