@@ -1,8 +1,13 @@
 """Hooks that ``torch.compile`` leaves alone.
 
-Compilation breaks the graph at a hook and goes on with the module's own forward, which is what one
-wants to compile: a hook waits for transfers and changes registered parameters. Importing dynamo
-takes seconds, so it is asked only where somebody else has imported it.
+A hook waits for transfers and changes registered parameters. A module with hooks is not compiled
+as a whole: dynamo runs ``__call__`` as it is and compiles each function that it calls, the module's
+own forward among them, which is what one wants to compile. Hooks are functions it calls too. So the
+frame of the wrapper is marked to be skipped, before dynamo ever sees it: then a compiled module
+has no graph break at its own hooks, and ``fullgraph=True`` holds for it. Where dynamo inlines the
+call of a module into another graph it asks for no frame, and breaks the graph at the hook.
+
+Importing dynamo takes seconds, so it is asked only where somebody else has imported it.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+from torch._C._dynamo import eval_frame
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,4 +36,13 @@ def untraced(function: F) -> F:
             disabled = torch.compiler.disable(function)
         return disabled(*args, **kwargs)
 
+    _skip_frames_of(call)
     return cast("F", call)
+
+
+def _skip_frames_of(function: Callable[..., Any]) -> None:
+    """Have dynamo run ``function`` as it is, whichever compiled function it is called from."""
+    action = eval_frame._FrameAction
+    # What it calls is looked at as ever: the wrapper asks dynamo itself to look away.
+    strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)

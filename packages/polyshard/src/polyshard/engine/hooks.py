@@ -6,6 +6,13 @@ that require grad. *Pre-backward* (the first such output receives its gradient) 
 starts to gather the unit that ran before. *Post-backward* (all inputs that require grad have
 received theirs, through an identity in the graph) reduces and frees. A unit none of whose inputs
 require grad has no such identity; the callback at the end of the whole backward reduces it.
+
+[Note: transforms]
+Under ``torch.func`` (``jvp`` above all) inputs and outputs are wrapped, and what hooks do with them
+(casting, watching) is part of the function transformed. Gathering and freeing is not: it handles
+plain tensors, outside of all transforms. Inside a transform an output may say that it requires no
+grad although gradients of the whole will pass it later, so there an identity in the graph takes
+the place of a hook on the output.
 """
 
 from __future__ import annotations
@@ -20,6 +27,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from polyshard._torch.private import in_backward
+from polyshard._torch.transforms import outside_transforms, transforms_run
 from polyshard._torch.untraced import untraced
 from polyshard.engine.root import initialize_root
 from polyshard.engine.trees import cast_floating, map_tensors, tensors
@@ -69,6 +77,8 @@ class UnitHooks:
         """Gather before ``module`` runs; cast and watch its inputs."""
         del module
         unit = self._unit
+        if unit.phase is Phase.REHEARSAL:
+            return self._cast_inputs(args, kwargs)
         if unit.phase in (Phase.FORWARD, Phase.PRE_BACKWARD):
             # Another module of the unit, or activation checkpointing recomputing this forward
             # inside backward: gathered already (or freed since by a repeated one's post-backward).
@@ -136,12 +146,12 @@ class UnitHooks:
         """Free after ``module`` has run; watch and cast its outputs."""
         del args
         unit = self._unit
-        if unit.phase is Phase.PRE_BACKWARD:  # recomputation: post-backward frees
+        if unit.phase in (Phase.PRE_BACKWARD, Phase.REHEARSAL):  # recomputed: post-backward frees
             return self._cast_output(output)
         unit.pending_modules.discard(module)
         if not unit.pending_modules:
             _leave_forward(unit)
-        self._watch_output(output)
+        output = self._watch_output(output)
         if unit.context.forward_root is unit:
             self._end_outermost()
         return self._cast_output(output)
@@ -156,11 +166,26 @@ class UnitHooks:
         context.prefetcher.end()
         context.end_forward()
 
-    def _watch_output(self, output: Any) -> None:
-        if torch.is_grad_enabled():
-            for tensor in tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._pre_backward)
+    def _watch_output(self, output: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return output
+        is_transformed = transforms_run()
+        watch = self._pre_backward_of_transform if is_transformed else self._pre_backward
+        for tensor in tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(watch)
+        return self._watch_transformed(output) if is_transformed else output
+
+    def _watch_transformed(self, output: Any) -> Any:
+        """Watch outputs that require no grad as far as the transform shows."""
+
+        def watch(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):
+                return tensor
+            watched: Tensor = _PreBackward.apply(self, tensor)  # type: ignore[no-untyped-call]
+            return watched
+
+        return map_tensors(watch, output)
 
     def _cast_output(self, output: Any) -> Any:
         dtype = self._unit.policy.output_dtype
@@ -169,23 +194,35 @@ class UnitHooks:
     # Backward ---------------------------------------------------------------------------------
 
     def _pre_backward(self, gradient: Tensor) -> Tensor:
-        unit = self._unit
         if torch.is_grad_enabled():
-            raise UnsupportedError(
-                f"unit '{unit.name}': backward was called with create_graph=True. Gradients leave "
-                "autograd when they are reduced, so they cannot be differentiated again. Compute "
-                "the first gradients with a model that is not sharded, or without create_graph."
-            )
+            self._refuse_double_backward()
+        self._enter_backward()
+        return gradient
+
+    def _pre_backward_of_transform(self, gradient: Tensor) -> Tensor:
+        """``torch.func.grad`` makes a graph of every backward, and few differentiate it again."""
+        self._enter_backward()
+        return gradient
+
+    def _refuse_double_backward(self) -> None:
+        raise UnsupportedError(
+            f"unit '{self._unit.name}': backward was called with create_graph=True. Gradients "
+            "leave autograd when they are reduced, so they cannot be differentiated again. Compute "
+            "the first gradients with a model that is not sharded, or without create_graph."
+        )
+
+    @outside_transforms
+    def _enter_backward(self) -> None:
+        unit = self._unit
         unit.context.queue_end_of_backward()
         if unit.phase is Phase.PRE_BACKWARD:
-            return gradient
+            return
         unit.phase = Phase.PRE_BACKWARD
         for group in unit.groups:
             if group.unshard_in_backward:
                 group.unshard()
         self._prefetch_backward()
         unit.wait()
-        return gradient
 
     def _prefetch_backward(self) -> None:
         unit, prefetcher = self._unit, self._unit.context.prefetcher
@@ -201,6 +238,7 @@ class UnitHooks:
             prefetcher.tell_before(before)
 
 
+@outside_transforms
 def _leave_forward(unit: Unit) -> None:
     unit.phase = Phase.IDLE
     if in_backward():  # recomputed by an outer checkpoint: needed again in a moment
@@ -215,14 +253,54 @@ def _leave_forward(unit: Unit) -> None:
 class _PostBackward(torch.autograd.Function):
     """An identity on a unit's inputs whose backward runs after the unit's own."""
 
+    generate_vmap_rule = True
+
     @override
     @staticmethod
-    def forward(ctx: Any, unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.unit = unit
+    def forward(unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:
         return inputs
+
+    @override
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.unit = inputs[0]
 
     @override
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.unit.post_backward()
         return (None, *gradients)
+
+    @override
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        return tuple(None if t is None else t.view_as(t) for t in tangents[1:])
+
+
+class _PreBackward(torch.autograd.Function):
+    """An identity on an output, whose backward runs first. See [Note: transforms]."""
+
+    generate_vmap_rule = True
+
+    @override
+    @staticmethod
+    def forward(hooks: UnitHooks, output: Tensor) -> Tensor:
+        return output
+
+    @override
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.hooks = inputs[0]
+
+    @override
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, ctx.hooks._pre_backward_of_transform(gradients[0])
+
+    @override
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        tangent = tangents[1]  # a path of its own into backward, to be watched as the output is
+        if tangent is None:
+            return None
+        return _PreBackward.apply(ctx.hooks, tangent)  # type: ignore[no-untyped-call]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +13,7 @@ from polyshard.engine.plans import audiences, compare_plans
 from polyshard.engine.unit import Unit
 from polyshard.errors import LifecycleError, SettingError
 from polyshard.group.group import ParameterGroup
+from polyshard.params.parameter import Registration
 
 ROOT = "(root)"
 """What a root is called, and its group; units below have the names that lead to them."""
@@ -62,8 +63,10 @@ def initialize_root(root: Unit) -> None:
     try:
         with reporting(partial(audiences, root.roles.mesh)):
             _check_fresh(root, found)
-            _gather_below(root, found)
+            substitutes = _substitutes(found)
+            _gather_below(root, found, keep_memory=substitutes.keys())
             compare_plans(root.roles, root.context.units)
+            _put_back(substitutes)
     except BaseException:
         root.context.units.clear()
         for unit, is_root, context in before:
@@ -91,7 +94,9 @@ def _check_fresh(root: Unit, found: Sequence[tuple[str, nn.Module, Unit]]) -> No
             )
 
 
-def _gather_below(root: Unit, found: Sequence[tuple[str, nn.Module, Unit]]) -> None:
+def _gather_below(
+    root: Unit, found: Sequence[tuple[str, nn.Module, Unit]], keep_memory: Collection[Unit]
+) -> None:
     context = root.context
     for _, _, unit in found:
         unit.reshard()  # so that modules hold sharded parameters, which names are looked up by
@@ -103,9 +108,37 @@ def _gather_below(root: Unit, found: Sequence[tuple[str, nn.Module, Unit]]) -> N
         unit.name = name or ROOT
         _name_groups(unit, fqns)
         for group in unit.groups:
-            group.pool, group.turn, group.lanes = context.pool, context.turn, context.lanes
+            group.turn, group.lanes = context.turn, context.lanes
+            group.pool = group.pool if unit in keep_memory else context.pool
             group.transport.use_lanes(context.lanes)
             group.setup = replace(group.setup, reshard_after_forward=unit.reshards_in_training)
+
+
+def _substitutes(
+    found: Sequence[tuple[str, nn.Module, Unit]],
+) -> dict[Unit, list[Registration]]:
+    """What stands in for parameters gathered early (``torch.func.functional_call``), and where.
+
+    A transform computes with tensors over the memory of those parameters, under their names.
+    """
+    standing: dict[Unit, list[Registration]] = {}
+    for unit in {unit: None for _, _, unit in found if not unit.is_sharded()}:
+        for group in unit.groups:
+            leaves = group.prepare().leaves
+            for sharded, leaf in zip(group.shards.parameters, leaves, strict=True):
+                for owner in sharded.owners:
+                    held = owner.held
+                    if held is not None and held is not leaf and held is not sharded.parameter:
+                        standing.setdefault(unit, []).append(Registration(owner, held))
+    return standing
+
+
+def _put_back(substitutes: Mapping[Unit, Sequence[Registration]]) -> None:
+    for unit, registrations in substitutes.items():
+        unit.unshard()
+        unit.wait()
+        for registration in registrations:
+            registration.owner.module._parameters[registration.owner.name] = registration.value
 
 
 def preview_names(root: nn.Module) -> None:

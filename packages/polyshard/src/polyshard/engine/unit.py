@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from polyshard._torch.newer import resets_sharded_gradients
 from polyshard._torch.private import queue_backward_callback
+from polyshard._torch.transforms import outside_transforms
 from polyshard.agreement.failures import forget_failure
 from polyshard.engine.finalization import Finalization, Reduction
 from polyshard.engine.prefetch import Prefetcher
@@ -37,6 +38,8 @@ class Phase(Enum):
     FORWARD = auto()
     PRE_BACKWARD = auto()
     POST_BACKWARD = auto()
+    REHEARSAL = auto()
+    """Shapes alone are wanted. See [Note: opaque units]."""
 
 
 class Unit:
@@ -61,16 +64,19 @@ class Unit:
 
     # Gathering --------------------------------------------------------------------------------
 
+    @outside_transforms
     def unshard(self) -> None:
         """Begin to gather every group."""
         for group in self.groups:
             group.unshard()
 
+    @outside_transforms
     def wait(self) -> None:
         """Finish gathering every group."""
         for group in self.groups:
             group.wait()
 
+    @outside_transforms
     def reshard(self) -> None:
         """Free every group."""
         for group in self.groups:
@@ -99,6 +105,7 @@ class Unit:
 
     # Gradients --------------------------------------------------------------------------------
 
+    @outside_transforms
     def post_backward(self) -> None:
         """Reduce and free, or accumulate. Harmless for a unit that took no part."""
         self.phase = Phase.POST_BACKWARD
@@ -167,7 +174,10 @@ class RootContext:
         self.forward_root = unit
         self.finalization.is_busy = self.finalization.is_busy or torch.is_grad_enabled()
         self.turn.begin()
+        if self.pool is not None:
+            self.pool.recall()
 
+    @outside_transforms
     def refresh(self, unit: Unit) -> None:
         """Free what was kept from an earlier turn and is out of date; the rest as it is reached."""
         if self.turn.in_backward:
@@ -185,6 +195,7 @@ class RootContext:
             self.prefetcher.forget_near()
             if not torch.is_grad_enabled():  # else a backward follows, which ends alike
                 self.settle()
+                self._lend_pages()
 
     def settle(self) -> None:
         """A turn has ended: have the host wait for copies from and to it.
@@ -194,6 +205,10 @@ class RootContext:
         for unit in self.units:
             for group in unit.groups:
                 group.settle()
+
+    def _lend_pages(self) -> None:
+        if self.pool is not None:
+            self.pool.lend()
 
     # Reductions -------------------------------------------------------------------------------
 
@@ -254,6 +269,7 @@ class RootContext:
             self.turn.in_backward = True
             queue_backward_callback(self.end_backward)
 
+    @outside_transforms
     def end_backward(self) -> None:
         """Reduce what no post-backward reached, finish reductions, and leave all units idle.
 
@@ -280,6 +296,7 @@ class RootContext:
         for unit in self.units:
             unit.end_step()
         self.finalization.end_iteration()
+        self._lend_pages()
         for observer in self._observers():
             observer.on_step_end()
 

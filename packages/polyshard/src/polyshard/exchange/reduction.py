@@ -100,7 +100,7 @@ class Reducer:
         # See [Note: reduction].
         self._storage_looks = overrides(shards.storage.place_gradient, ShardStorage.place_gradient)
         self._presence = Presence.of(roles, roles.device, line.tag, len(self._layout.parameters))
-        self._totals = Recycled()
+        self._totals = Recycled(parts.pool)
         self._placing = parts.placing
         if self._storage_looks and not parts.placing.is_plain:
             raise UnsupportedError(

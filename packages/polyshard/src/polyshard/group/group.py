@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from polyshard._torch.private import in_backward, profiler_span
+from polyshard._torch.transforms import outside_transforms
 from polyshard.agreement.failures import FailureReport
 from polyshard.composition.answers import Binding
 from polyshard.composition.claims import check_constraints
@@ -61,8 +62,7 @@ class ParameterGroup:
         self.reduce_settings = ReduceSettings()
         self.pool: PagePool | None = None
         self.turn, self.lanes = Turn(), Lanes()
-        self.block_size = setup.block_size
-        self.device = setup.roles.device
+        self.block_size, self.device = setup.block_size, setup.roles.device
         told = [Told.by(s.parameter) for s in sources]
         dtypes, _ = resolve_dtypes(setup.policy, sources[0].value.dtype, told)
         info = setup.info(name, [s.info for s in sources], dtypes, self.identity)
@@ -85,17 +85,15 @@ class ParameterGroup:
         )
         check_constraints(binding, info, layout)
         self._failures = FailureReport(setup.roles.ranks, self._name)
-        self._sources: Sequence[Source] = sources
-        self._layout = layout
+        self._sources, self._layout = sources, layout
         self._storage = binding.storage(info, layout)
         self.shards: Shards
         self.gradients: Gradients
         self._runtime: Runtime | None = None
         self._path: Filling | None = None
         self._pending: Pending | None = None
-        self._made = 0
-        self._stale = True
-        self.keeps_memory = self._is_outdated = False
+        self._made, self._stale, self._is_outdated = 0, True, False
+        self.keeps_memory = False
 
     def shard(self) -> None:
         """Cut the parameters and register their sharded forms; called once, when all plans hold."""
@@ -129,8 +127,8 @@ class ParameterGroup:
         for parameter in self.shards.parameters:
             fqn = fqns.get(id(parameter.parameter), parameter.info.fqn)
             parameter.info = replace(parameter.info, fqn=fqn)
-        self._is_outdated = True  # transfers are tagged with the name, which ranks must agree on
-        self._stale = True
+        # Transfers are tagged with the name, which ranks must agree on.
+        self._stale = self._is_outdated = True
 
     # --- life cycle ---------------------------------------------------------------------------
 
@@ -146,18 +144,22 @@ class ParameterGroup:
     def prepare(self) -> Runtime:
         """Everything the step needs, made on first use and after a conversion."""
         runtime = self._runtime
-        if runtime is not None and not (self._stale or self.shards.is_vacant):
-            return runtime
+        if runtime is None or self._stale or self.shards.is_vacant:
+            return self._prepare_anew()
+        return runtime
+
+    @outside_transforms
+    @torch.inference_mode(mode=False)
+    def _prepare_anew(self) -> Runtime:
+        """All that is made here outlives the forward, which may run in inference mode or a jvp."""
         if self._teardown.is_done:
             raise LifecycleError(f"group '{self.name}' was closed; shard its model anew.")
-        # Everything made here outlives the call, which may come from a forward in inference mode.
-        with torch.inference_mode(mode=False):
-            if self.shards.adopt_replaced():
-                self._is_outdated = True
-            if self._is_outdated or runtime is None:
-                runtime = self._runtime = self._build()
+        if self.shards.adopt_replaced():
+            self._is_outdated = True
+        if self._is_outdated or self._runtime is None:
+            self._runtime = self._build()
         self._is_outdated = self._stale = False
-        return runtime
+        return self._runtime
 
     def _build(self) -> Runtime:
         for parameter in self.shards.parameters:
@@ -384,9 +386,9 @@ class ParameterGroup:
         """End a gather nobody waits for any more, whether or not its peers are still there."""
         if self.state is not State.GATHERING:
             return
-        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        assert pending is not None
         with suppress(RuntimeError):  # a peer that is gone sends nothing into freed memory either
-            self._pending.wait()
+            pending.wait()
         self._let_go(runtime)
-        self._pending = None
         self.state = State.SHARDED

@@ -143,11 +143,16 @@ class Recycled:
 
     Sharded gradients live from one backward to ``zero_grad``; taken afresh in every step they cost
     more in page faults than in arithmetic. Whoever keeps a gradient longer keeps its memory: then
-    new memory is taken instead.
+    new memory is taken instead. Large memory is made of pages that backward has freed, and gives
+    them back to the next forward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pool: PagePool | None = None) -> None:
+        self._pool = pool
         self._memory: Tensor | None = None
+        self._address = 0
+        self._mapped: MappedBuffer | None = None
+        self._is_resting = False
         self._parts: dict[int, Tensor] = {}
         self._storages: tuple[int, list[torch.UntypedStorage]] = (0, [])
 
@@ -155,28 +160,51 @@ class Recycled:
         """``[numel]``, contents undefined; an alias, so that holders can be counted."""
         memory = self._memory
         if memory is None or not self._fits(memory, numel, dtype, device):
-            memory = self._memory = torch.empty(numel, dtype=dtype, device=device)
-            self._forget_parts()
+            memory = self._renew(numel, dtype, device)
+        elif self._is_resting:
+            assert self._mapped is not None
+            self._mapped.acquire()
+        self._is_resting = False
         return memory.view(-1)
+
+    def _renew(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.drop()
+        buffer = new_buffer(numel, dtype, device, self._pool)
+        buffer.acquire()
+        # Parts keep addresses, which a buffer on the heap does not: that one never rests.
+        if self._pool is not None and isinstance(buffer, MappedBuffer):
+            self._mapped = buffer
+            self._pool.borrowers.add(self)
+        self._memory, self._address = buffer.tensor, buffer.tensor.data_ptr()
+        return buffer.tensor
+
+    def rest(self) -> None:
+        """Let others have the pages meanwhile, if nobody holds what was handed out."""
+        memory, mapped = self._memory, self._mapped
+        if mapped is None or memory is None or self._is_resting or self._is_held(memory):
+            return
+        mapped.release()
+        self._is_resting = True
 
     def parts_of(self, value: Tensor) -> dict[int, Tensor]:
         """What was cut from ``value`` before, to be added to; empty if it lives elsewhere.
 
         A part (in a storage of its own) may be handed out as an alias, so that its holders count.
         """
-        memory = self._memory
-        lives_here = memory is not None and memory.data_ptr() == value.data_ptr()
+        lives_here = self._memory is not None and self._address == value.data_ptr()
         return self._parts if lives_here else {}
 
     def keep_only_if_used_by(self, value: Tensor) -> None:
         """Give the memory up unless ``value`` lives in it: then keeping it costs nothing."""
-        memory = self._memory
-        if memory is not None and memory.data_ptr() != value.data_ptr():
+        if self._memory is not None and self._address != value.data_ptr():
             self.drop()
 
     def drop(self) -> None:
         """Give the memory up; whoever holds it keeps it."""
-        self._memory = None
+        if self._mapped is not None:
+            self.rest()
+        self._memory = self._mapped = None
+        self._is_resting = False
         self._forget_parts()
 
     def _forget_parts(self) -> None:
@@ -192,5 +220,8 @@ class Recycled:
     def _fits(self, memory: Tensor, numel: int, dtype: torch.dtype, device: torch.device) -> bool:
         if not (memory.numel() == numel and memory.dtype == dtype and memory.device == device):
             return False
+        return self._is_resting or not self._is_held(memory)
+
+    def _is_held(self, memory: Tensor) -> bool:
         parts = self._storages_of_parts()
-        return storage_holders(memory) == 1 + len(parts) and not storages_are_held(parts)
+        return storage_holders(memory) != 1 + len(parts) or storages_are_held(parts)

@@ -11,7 +11,14 @@ or the very same range finds its pages still in place and pays nothing.
 ``MREMAP_DONTUNMAP`` leaves the emptied range mapped, so that no other allocation can land there:
 memory of somebody else is never seen through a released buffer (which its gate keeps closed).
 
-Source: mremap(2), flags MREMAP_MAYMOVE, MREMAP_FIXED (2.3.31), MREMAP_DONTUNMAP (5.7).
+[Note: pages between steps]
+What one step needed the next one needs again, and pages given back are faulted in anew. So a pool
+keeps its pages, but lends them: after a step, and after a forward without grad mode, the kernel may
+take what nobody uses whenever memory is short (``MADV_FREE``). Until it does so, using them again
+costs nothing.
+
+Source: mremap(2), flags MREMAP_MAYMOVE, MREMAP_FIXED (2.3.31), MREMAP_DONTUNMAP (5.7); madvise(2),
+MADV_DONTNEED, MADV_FREE (4.5).
 """
 
 from __future__ import annotations
@@ -23,6 +30,7 @@ import sys
 import weakref
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +41,7 @@ EXTENT_BYTES = 2 << 20
 _PROT_READ_WRITE = 0x1 | 0x2
 _MAP_PRIVATE_ANONYMOUS_NORESERVE = 0x02 | 0x20 | 0x4000
 _MREMAP_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
+_MADV_FREE = 8
 _MADV_HUGEPAGE = 14
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -66,11 +75,24 @@ class PageRange:
         # Tensors over the range may outlive it at exit, where the kernel unmaps by itself.
         weakref.finalize(self, _libc().munmap, raw, length).atexit = False
 
+    def lend(self) -> None:
+        """Let the kernel take the pages, whose contents nobody needs, until they are written."""
+        if True in self.filled:
+            _libc().madvise(self.start, self.extents * EXTENT_BYTES, _MADV_FREE)
+
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
         """``[numel]`` over the range; its storage keeps the range alive."""
         array = (ctypes.c_uint8 * max(numel * dtype.itemsize, 1)).from_address(self.start)
         array.page_range = self  # type: ignore[attr-defined]
         return torch.frombuffer(array, dtype=dtype, count=numel)
+
+
+class Borrower(Protocol):
+    """Has pages that others may use while nobody holds what it made of them."""
+
+    def rest(self) -> None:
+        """Give the pages back if nobody needs their contents."""
+        ...
 
 
 @dataclass(eq=False)
@@ -82,10 +104,24 @@ class PagePool:
     """
 
     _offers: list[weakref.ref[PageRange]] = field(default_factory=list)
+    borrowers: weakref.WeakSet[Borrower] = field(default_factory=weakref.WeakSet)
+    """Who else has pages of it, to be given back before a forward."""
+
+    def recall(self) -> None:
+        """A forward begins: have borrowers give back what nobody holds."""
+        for borrower in tuple(self.borrowers):
+            borrower.rest()
 
     def offer(self, released: PageRange) -> None:
         """Let others take the pages of ``released``."""
         self._offers.append(weakref.ref(released))
+
+    def lend(self) -> None:
+        """Let the kernel take what nobody uses. See [Note: pages between steps]."""
+        for offer in self._offers:
+            donor = offer()
+            if donor is not None:
+                donor.lend()
 
     def fill(self, wanted: PageRange) -> None:
         """Back ``wanted`` with pages: its own if still there, then offered, else fresh ones."""

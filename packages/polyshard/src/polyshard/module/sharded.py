@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from polyshard._torch.engine_state import shown_to_torch
 from polyshard.engine.ending import finalize, start_to_finalize
+from polyshard.engine.opaque import calling, enroll
 from polyshard.engine.plans import compare_early
 from polyshard.engine.unit import Unit
 from polyshard.errors import DeepcopyError, LifecycleError
@@ -136,8 +137,8 @@ def refuse_deepcopy(*args: object, **kwargs: object) -> NoReturn:
 @functools.cache
 def _sharded_class(original: type[Any]) -> type[Any]:
     """One for each class: what is compiled for one module serves others of its class."""
-    name = f"FSDP{original.__name__}"
-    return type(name, (FSDPModule, original), {"__deepcopy__": refuse_deepcopy})
+    own = {"__deepcopy__": refuse_deepcopy, "__call__": calling(original)}
+    return type(f"FSDP{original.__name__}", (FSDPModule, original), own)
 
 
 def mix_in(module: nn.Module, unit: Unit) -> None:
@@ -145,6 +146,7 @@ def mix_in(module: nn.Module, unit: Unit) -> None:
     original: Any = type(module)
     module.__class__ = _sharded_class(original)
     module.__dict__["_polyshard_unit"] = unit
+    enroll(module)
 
 
 def share_comm_ctx(modules: Sequence[TorchFSDPModule]) -> None:
