@@ -196,8 +196,7 @@ def plugin_dropped(recorder: Recorder, path: Path) -> None:
     offload = Offload()
     model = sharded(offload)
     backward(model)
-    memory = offload.tiers.arena("parameters", torch.float32)._slab
-    assert memory is not None
+    memory = model[0]._polyshard_unit.groups[0].shards.storage._arena._slab
     model[1].unshard(async_op=True)
     del model, offload
     gc.collect()
