@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from typing_extensions import override
 
+from polyshard.engine.opaque import calling, enroll
 from polyshard.engine.plans import compare_early
 from polyshard.engine.root import unit_of, units_below
 from polyshard.engine.unit import Unit
@@ -347,8 +348,8 @@ def refuse_deepcopy(*args: object, **kwargs: object) -> NoReturn:
 @functools.cache
 def _sharded_class(original: type[Any]) -> type[Any]:
     """One for each class: what is compiled for one module serves others of its class."""
-    name = f"FSDP{original.__name__}"
-    return type(name, (FSDPModule, original), {"__deepcopy__": refuse_deepcopy})
+    own = {"__deepcopy__": refuse_deepcopy, "__call__": calling(original)}
+    return type(f"FSDP{original.__name__}", (FSDPModule, original), own)
 
 
 def mix_in(module: nn.Module, unit: Unit) -> None:
@@ -356,6 +357,7 @@ def mix_in(module: nn.Module, unit: Unit) -> None:
     original: Any = type(module)
     module.__class__ = _sharded_class(original)
     module.__dict__["_polyshard_unit"] = unit
+    enroll(module)
 
 
 def share_comm_ctx(modules: Sequence[TorchFSDPModule]) -> None:

@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,6 +128,60 @@ def test_memory_nobody_lives_in_is_given_up() -> None:
     memory.take(100, torch.float32, device)
     memory.drop()
     assert memory._memory is None
+
+
+def lazily_free() -> int:
+    for line in Path("/proc/self/smaps_rollup").read_text("utf-8").splitlines():
+        if line.startswith("LazyFree:"):
+            return int(line.split()[1]) << 10
+    pytest.skip("this kernel does not say what it may take")
+
+
+@mapped
+def test_recycled_memory_is_lent_and_taken_back() -> None:
+    pool = PagePool()
+    parameters = MappedBuffer(NUMEL, torch.float32, pool)
+    parameters.acquire()
+    parameters.tensor.fill_(1.0)
+    parameters.release()
+    memory = Recycled(pool)
+    total = memory.take(NUMEL, torch.float32, torch.device("cpu"))
+    assert True not in parameters._range.filled, "gradients took the pages"
+    total.fill_(2.0)
+    part = memory.parts_of(total)[0] = own_storage_of_gradient(total[:100])
+    gradient, address = part.detach(), total.data_ptr()
+    del total, part
+    pool.recall()
+    parameters.acquire()
+    parameters.tensor.fill_(3.0)
+    assert bool((gradient == 2.0).all()), "somebody holds a gradient"
+    parameters.release()
+    del gradient
+    pool.recall()
+    parameters.acquire()
+    parameters.tensor.fill_(4.0)
+    parameters.release()
+    again = memory.take(NUMEL, torch.float32, torch.device("cpu"))
+    assert again.data_ptr() == address
+    again.fill_(5.0)
+    assert memory.parts_of(again)[0][0] == 5.0
+
+
+@mapped
+def test_the_kernel_may_take_what_nobody_uses() -> None:
+    pool = PagePool()
+    used, unused = (MappedBuffer(NUMEL, torch.float32, pool) for _ in range(2))
+    for buffer in (used, unused):
+        buffer.acquire()
+        buffer.tensor.fill_(6.0)
+    unused.release()
+    before = lazily_free()
+    pool.lend()
+    assert lazily_free() - before >= unused.nbytes
+    assert bool((used.tensor == 6.0).all())
+    unused.acquire()
+    unused.tensor.fill_(7.0)
+    assert bool((unused.tensor == 7.0).all())
 
 
 ACCESSES: dict[str, Callable[[torch.Tensor], object]] = {

@@ -15,31 +15,39 @@ from polyshard import MixedPrecisionPolicy, fully_shard
 from polyshard.testing import World, ranks
 
 STEPS = 4
+FULL: dict[str, Any] = {"fullgraph": True}
 SMALL = {"width": 32, "hidden": 50, "layers": 2}
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def before(model: Model, backend: str, **kwargs: Any) -> nn.Module:
     for block in model.blocks:
-        block.compile(backend=backend)
+        block.compile(backend=backend, **FULL)
     return shard(model, fully_shard, **kwargs)
 
 
 def after(model: Model, backend: str, **kwargs: Any) -> nn.Module:
     shard(model, fully_shard, **kwargs)
     for block in model.blocks:
-        block.compile(backend=backend)
+        block.compile(backend=backend, **FULL)
     return model
 
 
 def wrapped(model: Model, backend: str, **kwargs: Any) -> nn.Module:
     for index, block in enumerate(model.blocks):
-        compiled: Any = torch.compile(block, backend=backend)
+        compiled: Any = torch.compile(block, backend=backend, **FULL)
         model.blocks[index] = compiled
     return shard(model, fully_shard, **kwargs)
 
 
 def whole(model: Model, backend: str, **kwargs: Any) -> nn.Module:
+    shard(model, fully_shard, **kwargs)
+    model.compile(backend=backend, **FULL)
+    return model
+
+
+def broken(model: Model, backend: str, **kwargs: Any) -> nn.Module:
+    """The whole model, in graphs that may end at units."""
     shard(model, fully_shard, **kwargs)
     model.compile(backend=backend)
     return model
@@ -50,6 +58,7 @@ WAYS: dict[str, Callable[..., nn.Module]] = {
     "after": after,
     "wrapped": wrapped,
     "whole": whole,
+    "broken": broken,
 }
 
 
@@ -77,7 +86,9 @@ def compiled(rank: int, size: int, way: str, backend: str, kwargs: dict[str, Any
     expected = losses_of(shard(build(**SMALL), fully_shard, **kwargs), rank, [])
     graphs: list[int] = []
     losses = losses_of(WAYS[way](build(**SMALL), backend, **kwargs), rank, graphs)
+    breaks = dict(counters["graph_break"])
     dynamo.reset()
+    assert bool(breaks) is (way == "broken")
     assert graphs[0] > 0, "nothing was compiled"
     assert graphs[1] == graphs[-1], f"compiled again after warm-up: {graphs}"
     if backend == "aot_eager":  # the same kernels
@@ -90,12 +101,25 @@ def test_compiled_models_train_alike(world2: World, way: str) -> None:
     world2.run(compiled, way, "aot_eager", {}, timeout=180.0)
 
 
+@pytest.mark.parametrize("frees", [False, True])
+def test_compiled_and_told_when_to_free(world2: World, frees: bool) -> None:
+    for way in ("after", "whole"):
+        world2.run(compiled, way, "aot_eager", {"reshard_after_forward": frees}, timeout=180.0)
+
+
+def test_compiled_with_blocks_of_ranks(world4: World) -> None:
+    for way in ("after", "whole"):
+        world4.run(compiled, way, "aot_eager", {"reshard_after_forward": 2}, timeout=180.0)
+
+
 def test_compiled_with_mixed_precision(world2: World) -> None:
-    world2.run(compiled, "before", "aot_eager", {"mp_policy": BF16}, timeout=180.0)
+    for way in ("before", "whole"):
+        world2.run(compiled, way, "aot_eager", {"mp_policy": BF16}, timeout=180.0)
 
 
 def test_inductor_code(world2: World) -> None:
-    world2.run(compiled, "before", "inductor", {}, timeout=180.0)
+    for way in ("before", "whole"):
+        world2.run(compiled, way, "inductor", {}, timeout=180.0)
 
 
 class Checkpointing(Model):
@@ -167,3 +191,124 @@ def test_equal_blocks_are_compiled_once(rank: int, size: int) -> None:
             model(torch.ones(2, 8)).sum().backward()
         counts.append(compiled.frame_count)
     assert counts[0] == counts[1]
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(
+        self, x: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return torch.tanh(self.layer(x)) * scale, {"mean": x.mean()}
+
+
+class Outer(nn.Module):
+    """A unit that calls a unit, and gives and takes more than a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.layer = Inner(), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, *, scale: float) -> tuple[torch.Tensor, dict[str, Any]]:
+        y, extra = self.inner(x, scale)
+        return x + self.layer(y), extra
+
+
+class Nested(nn.Module):
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 8)
+        self.blocks = nn.ModuleList([Outer() for _ in range(3)])
+        self.recomputes = recomputes
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, extras = self.table(tokens), []
+        for block in self.blocks:
+            if self.recomputes:
+                x, extra = checkpoint(block, x, scale=0.5, use_reentrant=False)
+            else:
+                x, extra = block(x, scale=0.5)
+            extras.append(extra["mean"])
+        loss: torch.Tensor = x.square().mean() + torch.stack(extras).sum()
+        return loss
+
+
+def nested(rank: int, size: int, recomputes: bool) -> None:
+    """One graph around all units, and one for each class of them."""
+    import torch._dynamo as dynamo
+    from torch._dynamo.utils import counters
+
+    found = []
+    for compiles in (False, True):
+        dynamo.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        model: Any = Nested(recomputes)
+        fully_shard(model.table)
+        for block in model.blocks:
+            fully_shard(block.inner)
+            fully_shard(block)
+        fully_shard(model)
+
+        def loss_of_step(tokens: torch.Tensor, model: Any = model) -> torch.Tensor:
+            loss: torch.Tensor = model(tokens)
+            return loss
+
+        call: Any = loss_of_step
+        if compiles:  # the root itself is a unit inside the graph
+            call = torch.compile(loss_of_step, backend="aot_eager", **FULL)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses, graphs = [], []
+        for step in range(3):
+            loss = call(torch.arange(6).view(2, 3) + step + rank)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            graphs.append(counters["stats"]["unique_graphs"])
+        with torch.no_grad():
+            losses += [call(torch.arange(6).view(2, 3)).item() for _ in range(2)]
+        assert not counters["graph_break"]
+        assert graphs == graphs[:1] * 3, "compiled again"
+        assert bool(graphs[0]) is compiles
+        found.append(losses)
+    dynamo.reset()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["keeps", "recomputes"])
+def test_nested_units_in_one_graph(world2: World, recomputes: bool) -> None:
+    world2.run(nested, recomputes, timeout=180.0)
+
+
+class Boxed:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Boxing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Boxed:
+        return Boxed(self.layer(x))
+
+
+@ranks(2, timeout=120.0)
+def test_what_cannot_leave_a_graph_is_named(rank: int, size: int) -> None:
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    unit: Any = fully_shard(Boxing())
+
+    def sum_of(x: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = unit(x).value.sum()
+        return total
+
+    call: Any = torch.compile(sum_of, backend="eager", **FULL)
+    with pytest.raises(Exception, match="a Boxed goes in or out of a sharded module"):
+        call(torch.ones(2, 8))
+    dynamo.reset()

@@ -1,4 +1,4 @@
-"""Function transforms of ``torch.func``: tensors wrapped for a transform, and work that is not of it.
+"""Function transforms of ``torch.func``, and work inside of them that is not of them.
 
 A transform (``jvp``, ``grad``, ``vmap``) wraps every tensor that is made while it runs. What the
 engine does around a module's computation is no part of the function transformed: parameters are

@@ -73,6 +73,8 @@ class UnitHooks:
         """Gather before ``module`` runs; cast and watch its inputs."""
         del module
         unit = self._unit
+        if unit.phase is Phase.REHEARSAL:
+            return self._cast_inputs(args, kwargs)
         if unit.phase in (Phase.FORWARD, Phase.PRE_BACKWARD):
             # Another module of the unit, or activation checkpointing recomputing this forward
             # inside backward: gathered already (or freed since by a repeated one's post-backward).
@@ -139,7 +141,7 @@ class UnitHooks:
         """Free after ``module`` has run; watch and cast its outputs."""
         del args
         unit = self._unit
-        if unit.phase is Phase.PRE_BACKWARD:  # recomputation: post-backward frees
+        if unit.phase in (Phase.PRE_BACKWARD, Phase.REHEARSAL):  # recomputed: post-backward frees
             return self._cast_output(output)
         unit.pending_modules.discard(module)
         if not unit.pending_modules:
@@ -271,7 +273,7 @@ class _PostBackward(torch.autograd.Function):
 
 
 class _PreBackward(torch.autograd.Function):
-    """An identity on an output whose backward runs before the unit's own. See [Note: transforms]."""
+    """An identity on an output, whose backward runs first. See [Note: transforms]."""
 
     generate_vmap_rule = True
 
@@ -294,4 +296,6 @@ class _PreBackward(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
         tangent = tangents[1]  # a path of its own into backward, to be watched as the output is
-        return None if tangent is None else _PreBackward.apply(ctx.hooks, tangent)
+        if tangent is None:
+            return None
+        return _PreBackward.apply(ctx.hooks, tangent)  # type: ignore[no-untyped-call]

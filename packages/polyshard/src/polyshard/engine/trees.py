@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyshard.errors import UnsupportedError
+
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """``tree`` with ``function`` applied to every tensor; rebuilt only where something changed."""
@@ -72,3 +74,46 @@ def cast_floating(dtype: torch.dtype, tree: Any) -> Any:
         return tensor
 
     return map_tensors(cast, tree)
+
+
+_CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+def outline(tree: Any, tensors: list[Tensor]) -> Any:
+    """``tree`` without its tensors, which are appended to ``tensors``; nested tuples that compare.
+
+    Made to be traced by ``torch.compile``, so it knows plain containers only.
+
+    Raises:
+        UnsupportedError: for anything else, which could hide tensors.
+    """
+    if isinstance(tree, Tensor):
+        tensors.append(tree)
+        return ("tensor",)
+    if type(tree) is list or type(tree) is tuple:
+        kind = "list" if type(tree) is list else "tuple"
+        return (kind, tuple([outline(value, tensors) for value in tree]))
+    if type(tree) is dict:
+        items = [(key, outline(value, tensors)) for key, value in tree.items()]
+        return ("dict", tuple(items))
+    if tree is None or isinstance(tree, _CONSTANTS):
+        return ("constant", tree)
+    raise UnsupportedError(
+        f"a {type(tree).__name__} goes in or out of a sharded module inside a compiled function. "
+        "There modules exchange tensors, numbers, strings and lists, tuples and dicts of them: "
+        "pass those, or compile the module itself instead of what calls it."
+    )
+
+
+def fill(shape: Any, tensors: Iterator[Tensor]) -> Any:
+    """The inverse of :func:`outline`."""
+    kind = shape[0]
+    if kind == "tensor":
+        return next(tensors)
+    if kind == "list":
+        return [fill(value, tensors) for value in shape[1]]
+    if kind == "tuple":
+        return tuple([fill(value, tensors) for value in shape[1]])
+    if kind == "dict":
+        return {key: fill(value, tensors) for key, value in shape[1]}
+    return shape[1]

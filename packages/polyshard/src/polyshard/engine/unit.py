@@ -34,6 +34,8 @@ class Phase(Enum):
     FORWARD = auto()
     PRE_BACKWARD = auto()
     POST_BACKWARD = auto()
+    REHEARSAL = auto()
+    """Shapes alone are wanted. See [Note: opaque units]."""
 
 
 class Unit:

@@ -74,8 +74,7 @@ class ParameterGroup:
         self.identity = GroupIdentity()
         self.pool: PagePool | None = None
         self.turn = Turn()
-        self.block_size = setup.block_size
-        self.device = setup.roles.device
+        self.block_size, self.device = setup.block_size, setup.roles.device
         info = self._info(tuple(s.info for s in sources), sources[0].value.dtype)
         warn(policy_notices(setup.policy, info.orig_dtype))
         self._teardown = setup.stack.teardown(info, self._name)
@@ -103,8 +102,7 @@ class ParameterGroup:
         self._runtime: Runtime | None = None
         self._path: Filling | None = None
         self._pending: Pending | None = None
-        self._made = 0
-        self._stale, self._is_outdated = True, False
+        self._made, self._stale, self._is_outdated = 0, True, False
 
     def shard(self) -> None:
         """Cut the parameters and register their sharded forms; called once, when all plans hold."""
@@ -394,9 +392,9 @@ class ParameterGroup:
         """End a gather nobody waits for any more, whether or not its peers are still there."""
         if self.state is not State.GATHERING:
             return
-        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        assert pending is not None
         with suppress(RuntimeError):  # a peer that is gone sends nothing into freed memory either
-            self._pending.wait()
-        self._pending = None
+            pending.wait()
         runtime.buffer.release()
         self.state = State.SHARDED

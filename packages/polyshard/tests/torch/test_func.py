@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -43,6 +43,11 @@ def loss_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda x: model(x).square().sum()
 
 
+def derivative(function: Callable[[Tensor], Tensor], point: Tensor) -> tuple[Tensor, Tensor]:
+    """A value, and how it changes with the point."""
+    return cast("tuple[Tensor, Tensor]", jvp(function, (point,), (DIRECTION,)))
+
+
 def gradients(model: nn.Module) -> list[Tensor]:
     found = []
     for parameter in model.parameters():
@@ -54,25 +59,25 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 def forward_mode(model: nn.Module) -> list[Tensor]:
-    return list(jvp(model, (POINT,), (DIRECTION,)))
+    return list(derivative(model, POINT))
 
 
 def forward_mode_without_grad(model: nn.Module) -> list[Tensor]:
     with torch.no_grad():
-        return list(jvp(model, (POINT,), (DIRECTION,)))
+        return list(derivative(model, POINT))
 
 
 def backward_through_both(model: nn.Module) -> list[Tensor]:
     """The output and its derivative both send gradients to the parameters."""
     point = POINT.clone().requires_grad_()
-    output, tangent = jvp(model, (point,), (DIRECTION,))
+    output, tangent = derivative(model, point)
     (output.sum() + 3 * tangent.sum()).backward()
     assert point.grad is not None
     return [output.detach(), tangent.detach(), point.grad, *gradients(model)]
 
 
 def backward_through_derivative(model: nn.Module) -> list[Tensor]:
-    loss, tangent = jvp(loss_of(model), (POINT,), (DIRECTION,))
+    loss, tangent = derivative(loss_of(model), POINT)
     tangent.backward()
     return [loss.detach(), tangent.detach(), *gradients(model)]
 
@@ -84,7 +89,8 @@ def training(model: nn.Module) -> list[Tensor]:
         model(POINT).sum().backward()
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter -= 0.1 * parameter.grad
+                assert parameter.grad is not None
+                parameter.sub_(0.1 * parameter.grad)
                 parameter.grad = None
     return found
 
@@ -96,7 +102,7 @@ def input_gradient(model: nn.Module) -> list[Tensor]:
 
 
 def reverse_mode(model: nn.Module) -> list[Tensor]:
-    output, pull = vjp(model, POINT)
+    output, pull = cast("tuple[Tensor, Callable[..., Any]]", vjp(model, POINT))
     return [output.detach(), pull(DIRECTION)[0].detach()]
 
 
@@ -153,7 +159,7 @@ def as_torch_does(rank: int, size: int, case: str, ran: bool, kwargs: dict[str, 
 @pytest.mark.parametrize("kwargs", [{}, {"reshard_after_forward": False}], ids=["frees", "keeps"])
 @pytest.mark.parametrize("ran", [False, True], ids=["first", "later"])
 @pytest.mark.parametrize("case", list(CASES))
-def test_transforms(world2: World, case: str, ran: bool, kwargs: dict[str, Any]) -> None:
+def test_as_torch_does(world2: World, case: str, ran: bool, kwargs: dict[str, Any]) -> None:
     world2.run(as_torch_does, case, ran, kwargs)
 
 

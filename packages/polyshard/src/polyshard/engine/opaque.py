@@ -1,0 +1,298 @@
+"""Units inside a graph that ``torch.compile`` makes of what calls them.
+
+[Note: opaque units]
+Where a compiled function calls a unit, dynamo would trace its hooks, which wait for transfers and
+swap parameters; and no graph can hold memory that is freed between forward and backward. Graphs
+that may break do so there. Where they must not (``fullgraph=True``) the call becomes one operator,
+opaque to the compiler. At run time it calls the module as anybody does:
+hooks run as they are, and what they surround is compiled with the same backend into a graph of its
+own, shared by all modules of one class. Autograd of the inside is recorded inside; the operator's
+backward runs it, and gradients of parameters go where they always go.
+
+The compiler must know what the operator returns. That is found by a *rehearsal*: the module's own
+forward with tensors that have shapes and no memory, in which hooks cast and do nothing else.
+
+A graph holds numbers and tensors only. It serves other modules of the same class, so the module
+comes in as a tensor, its *handle*; everything else about the place of the call is a constant of the
+graph. The handle requires grad, and its gradient (zero) makes backward call the operator even for
+a unit whose inputs require none.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyshard._torch.opaque import Compiler, constant_in_graphs, own_autograd, stand_ins
+from polyshard.engine.root import unit_of, units_below
+from polyshard.engine.trees import fill, outline
+from polyshard.engine.unit import Phase
+from polyshard.errors import UnsupportedError
+from polyshard.group.plan import resolve_dtypes
+
+Ran = tuple[list[Tensor], list[Tensor]]
+"""Results and inputs of a call whose graph waits for its backward."""
+
+
+@dataclass
+class Site:
+    """One place in a graph where a unit is called."""
+
+    module: weakref.ref[nn.Module]
+    arguments: Any
+    """What surrounds the tensors: see :func:`polyshard.engine.trees.outline`."""
+    requires_grad: tuple[bool, ...]
+    is_recorded: bool
+    compiler: Compiler
+    result: Any = None
+    expected: list[tuple[torch.dtype, int]] | None = None
+
+    def call(self, function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+        """``function`` of the arguments, under autocast as where it was traced."""
+        args, kwargs = fill(self.arguments, iter(tensors))
+        with self.compiler.casting():
+            return function(*args, **kwargs)
+
+    def take_shapes(self, result: Any) -> list[Tensor]:
+        """Learn from a rehearsal what the operator returns."""
+        tensors: list[Tensor] = []
+        self.result = outline(result, tensors)
+        if self.expected is None:
+            self.expected = [(t.dtype, t.ndim) for t in tensors]
+        return tensors
+
+    def check(self, module: nn.Module, results: Sequence[Tensor]) -> None:
+        """Refuse what the graph was not made for, which would read memory wrongly."""
+        found = [(t.dtype, t.ndim) for t in results]
+        if found != self.expected:
+            raise UnsupportedError(
+                f"{type(module).__name__} returned tensors of (dtype, dims) {found} inside a "
+                f"compiled graph made for {self.expected}. Have it return the same in every call, "
+                "or compile the module itself instead of what calls it."
+            )
+
+
+@dataclass
+class Registry:
+    """What operators find by number."""
+
+    modules: weakref.WeakValueDictionary[int, nn.Module] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
+    sites: list[Site] = field(default_factory=list)
+    waiting: dict[int, Ran] = field(default_factory=dict)
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def module(self, handle: Tensor) -> nn.Module:
+        """Whose handle it is."""
+        return self.modules[int(handle.detach().item())]
+
+
+@functools.cache
+def registry() -> Registry:
+    """One a process: numbers in graphs mean the same everywhere."""
+    return Registry()
+
+
+def enroll(module: nn.Module) -> None:
+    """Give ``module`` its handle. See [Note: opaque units]."""
+    number = next(registry().numbers)
+    registry().modules[number] = module
+    handle = torch.tensor(float(number), dtype=torch.float64, device="cpu")
+    module.__dict__["_polyshard_handle"] = handle.requires_grad_()
+
+
+def calling(original: type[nn.Module]) -> Callable[..., Any]:
+    """``__call__`` of a sharded class: the module's own, or one operator while dynamo traces."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() and not _may_break():
+            return _call_traced(self, args, kwargs)
+        return original.__call__(self, *args, **kwargs)
+
+    return call
+
+
+# While dynamo traces --------------------------------------------------------------------------
+
+
+def _call_traced(module: Any, args: Any, kwargs: Any) -> Any:
+    tensors: list[Tensor] = []
+    arguments = outline((args, kwargs), tensors)
+    flags = tuple([tensor.requires_grad for tensor in tensors])
+    handle = module._polyshard_handle
+    site = _new_site(handle, arguments, flags, torch.is_grad_enabled())
+    outputs = torch.ops.polyshard.call_unit(handle, site, tensors)
+    return fill(_result_at(site), iter(outputs))
+
+
+@constant_in_graphs
+def _may_break() -> bool:
+    return Compiler.allows_breaks()
+
+
+@constant_in_graphs
+def _new_site(handle: Tensor, arguments: Any, flags: tuple[bool, ...], is_recorded: bool) -> int:
+    module = registry().module(handle)
+    unit = unit_of(module)
+    assert unit is not None
+    compiler = Compiler.of_trace(tuple({"cpu": None, unit.roles.device.type: None}))
+    site = Site(weakref.ref(module), arguments, flags, is_recorded, compiler)
+    registry().sites.append(site)
+    return len(registry().sites) - 1
+
+
+@constant_in_graphs
+def _result_at(site: int) -> Any:
+    return registry().sites[site].result
+
+
+# The operator ---------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("polyshard::call_unit", mutates_args=())
+def call_unit(handle: Tensor, site: int, tensors: list[Tensor]) -> list[Tensor]:
+    """Call a unit as anybody does; the last tensor is the ticket that backward shows."""
+    module, place = registry().module(handle), registry().sites[site]
+    with own_autograd(place.is_recorded):
+        inputs = [
+            tensor.detach().requires_grad_(flag)
+            for tensor, flag in zip(tensors, place.requires_grad, strict=True)
+        ]
+        results: list[Tensor] = []
+        outline(place.call(_compiled(module, place.compiler), inputs), results)
+    place.check(module, results)
+    ticket = torch.tensor(next(registry().numbers))
+    if place.is_recorded:
+        number = int(ticket)
+        registry().waiting[number] = results, inputs
+        weakref.finalize(ticket, registry().waiting.pop, number, None).atexit = False
+    return [*_unaliased(results, tensors), ticket]
+
+
+def _compiled(module: nn.Module, compiler: Compiler) -> Callable[..., Any]:
+    """The module's call, compiled as the graph around it was."""
+    made: dict[Compiler, Callable[..., Any]]
+    made = module.__dict__.setdefault("_polyshard_compiled", {})
+    if compiler not in made:
+        made[compiler] = compiler.compile(module._call_impl)
+    return made[compiler]
+
+
+def _unaliased(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """``results`` without their graph; operators return no memory twice, nor their inputs'."""
+    seen = {tensor.untyped_storage()._cdata for tensor in inputs}
+    found = []
+    for result in results:
+        out = result.detach()
+        if out.untyped_storage()._cdata in seen:
+            out = out.clone()
+        seen.add(out.untyped_storage()._cdata)
+        found.append(out)
+    return found
+
+
+@call_unit.register_fake
+def _rehearse(handle: Tensor, site: int, tensors: list[Tensor]) -> list[Tensor]:
+    del handle
+    place = registry().sites[site]
+    module = place.module()
+    assert module is not None
+    with _rehearsal(module), torch.no_grad():
+        shapes = place.take_shapes(place.call(module._call_impl, tensors))
+    found = [torch.empty_like(shape) for shape in shapes]
+    return [*found, torch.empty((), dtype=torch.int64, device="cpu")]
+
+
+@contextmanager
+def _rehearsal(module: nn.Module) -> Iterator[None]:
+    units = [unit for _, _, unit in units_below(module)]
+    phases = [unit.phase for unit in units]
+    for unit in units:
+        unit.phase = Phase.REHEARSAL
+    try:
+        with stand_ins(module, _shapes_of(module)):
+            yield
+    finally:
+        for unit, phase in zip(units, phases, strict=True):
+            unit.phase = phase
+
+
+def _shapes_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters as forward sees them, and buffers; whatever mode makes tensors makes these."""
+    dtypes = {
+        id(sharded.parameter): resolve_dtypes(unit.policy, group.shards.dtype).param
+        for _, _, unit in units_below(module)
+        for group in unit.groups
+        for sharded in group.shards.parameters
+    }
+    held: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    held.update(module.named_buffers(remove_duplicate=False))
+    return {
+        name: torch.empty(t.shape, dtype=dtypes.get(id(t), t.dtype), device=t.device)
+        for name, t in held.items()
+    }
+
+
+@torch.library.custom_op("polyshard::call_unit_backward", mutates_args=())
+def call_unit_backward(
+    ticket: Tensor, gradients: list[Tensor], which: list[int], inputs: list[Tensor]
+) -> list[Tensor]:
+    """Run the backward recorded inside; gradients of the inputs, and zero for the handle."""
+    results, leaves = registry().waiting[int(ticket.item())]
+    pairs = [
+        (results[index], gradient)
+        for index, gradient in zip(which, gradients, strict=True)
+        if results[index].requires_grad
+    ]
+    if pairs:
+        with own_autograd(enabled=False):
+            torch.autograd.backward([result for result, _ in pairs], [g for _, g in pairs])
+    watched = [leaf for leaf in leaves if leaf.requires_grad]
+    found = [_as_promised(*pair) for pair in zip(watched, inputs, strict=True)]
+    return [*found, torch.zeros((), dtype=torch.float64)]
+
+
+def _as_promised(leaf: Tensor, given: Tensor) -> Tensor:
+    """The gradient of ``leaf``, laid out as the graph around expects it."""
+    gradient, leaf.grad = leaf.grad, None
+    if gradient is None:
+        return torch.zeros_like(given)
+    promised = torch.empty_like(given)
+    return gradient if gradient.stride() == promised.stride() else promised.copy_(gradient)
+
+
+@call_unit_backward.register_fake
+def _backward_shapes(
+    ticket: Tensor, gradients: list[Tensor], which: list[int], inputs: list[Tensor]
+) -> list[Tensor]:
+    del ticket, gradients, which
+    found = [torch.empty_like(given) for given in inputs]
+    return [*found, torch.empty((), dtype=torch.float64, device="cpu")]
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    _, site, tensors = inputs
+    ctx.flags = registry().sites[site].requires_grad
+    watched = [t for t, flag in zip(tensors, ctx.flags, strict=True) if flag]
+    ctx.save_for_backward(output[-1], *watched)
+    ctx.mark_non_differentiable(output[-1])
+
+
+def _run_backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    ticket, *inputs = ctx.saved_tensors
+    given = {i: g for i, g in enumerate(gradients[:-1]) if g is not None}
+    *found, end = call_unit_backward(ticket, list(given.values()), list(given), inputs)
+    rest = iter(found)
+    return end, None, [next(rest) if flag else None for flag in ctx.flags]
+
+
+call_unit.register_autograd(_run_backward, setup_context=_remember)
