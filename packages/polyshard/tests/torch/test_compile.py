@@ -235,7 +235,7 @@ class Nested(nn.Module):
         return loss
 
 
-def nested(rank: int, size: int, recomputes: bool, casts: bool) -> None:
+def nested(rank: int, size: int, recomputes: bool) -> None:
     """One graph around all units, and one for each class of them."""
     import torch._dynamo as dynamo
     from torch._dynamo.utils import counters
@@ -253,8 +253,7 @@ def nested(rank: int, size: int, recomputes: bool, casts: bool) -> None:
         fully_shard(model)
 
         def loss_of_step(tokens: torch.Tensor, model: Any = model) -> torch.Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=casts):
-                loss: torch.Tensor = model(tokens)
+            loss: torch.Tensor = model(tokens)
             return loss
 
         call: Any = loss_of_step
@@ -272,16 +271,16 @@ def nested(rank: int, size: int, recomputes: bool, casts: bool) -> None:
         with torch.no_grad():
             losses += [call(torch.arange(6).view(2, 3)).item() for _ in range(2)]
         assert not counters["graph_break"]
-        assert graphs == [5 * compiles] * 3  # loss, root, Embedding, Outer, Inner
+        assert graphs == graphs[:1] * 3, "compiled again"
+        assert bool(graphs[0]) is compiles
         found.append(losses)
     dynamo.reset()
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("casts", [False, True], ids=["native", "autocast"])
 @pytest.mark.parametrize("recomputes", [False, True], ids=["keeps", "recomputes"])
-def test_nested_units_in_one_graph(world2: World, recomputes: bool, casts: bool) -> None:
-    world2.run(nested, recomputes, casts, timeout=180.0)
+def test_nested_units_in_one_graph(world2: World, recomputes: bool) -> None:
+    world2.run(nested, recomputes, timeout=180.0)
 
 
 class Boxed:
