@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -204,3 +205,13 @@ def test_rows_of_chunks() -> None:
     private.chunk_cat(tensors, out)
     wanted = [torch.cat([t.chunk(2)[row].flatten() for t in tensors]) for row in range(2)]
     assert torch.equal(out, torch.stack(wanted))
+
+
+def test_gates_are_found_whatever_mode_is_on() -> None:
+    """Under a mode no operation reaches memory, and what is found is kept for the process."""
+    private._gate_words.cache_clear()
+    try:
+        with FakeTensorMode():
+            assert private.gates_work()
+    finally:
+        private._gate_words.cache_clear()

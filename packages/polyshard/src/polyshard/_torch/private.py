@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import _disable_current_modes
 
 from polyshard._torch.newer import any_tensor_properties, name_of_next_group
 from polyshard.errors import MeshError
@@ -187,7 +188,12 @@ _STORAGE_WORDS = 10
 
 @functools.cache
 def _gate_words() -> _GateWords | None:
-    """Found by what happens to a throwaway storage."""
+    """Found by what happens to a throwaway storage, whichever mode of torch is on just now."""
+    with _disable_current_modes():
+        return _found_gate_words()
+
+
+def _found_gate_words() -> _GateWords | None:
     memory = (ctypes.c_float * 1021)()
     tensor = torch.frombuffer(memory, dtype=torch.float32)
     storage = tensor.untyped_storage()
