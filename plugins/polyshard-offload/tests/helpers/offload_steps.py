@@ -83,6 +83,10 @@ def on_the_host(recorder: Recorder) -> Iterator[None]:
         yield
 
 
+def on_host(**keywords: Any) -> Offload:
+    return Offload(params="host", optimizer="host", **keywords)
+
+
 def sharded(offload: Offload, mesh: tuple[int, ...] = (2,), frozen: int | None = None) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
@@ -116,19 +120,19 @@ def touch(model: nn.Module) -> None:
 
 
 def host(recorder: Recorder, path: Path) -> None:
-    step(sharded(Offload()))
+    step(sharded(on_host()))
 
 
 def host_with_replicas(recorder: Recorder, path: Path) -> None:
-    step(sharded(Offload(), (2, 2)))
+    step(sharded(on_host(), (2, 2)))
 
 
 def host_without_prefetch(recorder: Recorder, path: Path) -> None:
-    step(sharded(Offload(prefetch=0)))
+    step(sharded(on_host(prefetch=0)))
 
 
 def a_frozen_unit(recorder: Recorder, path: Path) -> None:
-    model = sharded(Offload(), frozen=0)
+    model = sharded(on_host(), frozen=0)
     for _ in range(3):
         backward(model)
         touch(model)
@@ -136,21 +140,21 @@ def a_frozen_unit(recorder: Recorder, path: Path) -> None:
 
 def summed(recorder: Recorder, path: Path) -> None:
     """Gradients of several backwards are added up on the host."""
-    model = sharded(Offload())
+    model = sharded(on_host())
     for _ in range(3):
         backward(model)
     touch(model)
 
 
 def hooked(recorder: Recorder, path: Path) -> None:
-    model = sharded(Offload())
+    model = sharded(on_host())
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: p.grad.to_local().mul_(2))
     backward(model)
 
 
 def evaluated(recorder: Recorder, path: Path) -> None:
-    model = sharded(Offload())
+    model = sharded(on_host())
     with torch.no_grad():
         for _ in range(3):
             model(torch.ones(2, WIDTH))
@@ -158,7 +162,7 @@ def evaluated(recorder: Recorder, path: Path) -> None:
 
 
 def by_hand(recorder: Recorder, path: Path) -> None:
-    model = sharded(Offload())
+    model = sharded(on_host())
     for layer in model:
         layer.unshard()
         layer.reshard()
@@ -167,7 +171,7 @@ def by_hand(recorder: Recorder, path: Path) -> None:
 
 def begun_early(recorder: Recorder, path: Path) -> None:
     """What was brought near and not gathered goes again."""
-    model = sharded(Offload())
+    model = sharded(on_host())
     storage = model[0]._polyshard_unit.groups[0].shards.storage
     backward(model)
     storage.prefetch()
@@ -182,7 +186,7 @@ def begun_early(recorder: Recorder, path: Path) -> None:
 
 def dropped(recorder: Recorder, path: Path) -> None:
     """A model goes while copies are under way; the next one gets its memory."""
-    offload = Offload()
+    offload = on_host()
     for _ in range(2):
         model = sharded(offload)
         step(model, steps=1)
@@ -193,7 +197,7 @@ def dropped(recorder: Recorder, path: Path) -> None:
 
 def plugin_dropped(recorder: Recorder, path: Path) -> None:
     """The plugin goes as well, and whoever had its memory next writes to it."""
-    offload = Offload()
+    offload = on_host()
     model = sharded(offload)
     backward(model)
     memory = model[0]._polyshard_unit.groups[0].shards.storage._arena._slab
