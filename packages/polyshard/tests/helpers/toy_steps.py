@@ -159,6 +159,7 @@ def hooked(recorder: Recorder) -> None:
         layer.set_all_reduce_hook(lambda gradient: gradient.mul_(2))
     step(model)
     side: Any = recorder.module.Stream()
+    model = sharded()
     for layer in model:
         layer.set_all_reduce_hook(lambda gradient: gradient.mul_(2), stream=side)
     step(model)
