@@ -48,7 +48,6 @@ def survival(tmp_path_factory: pytest.TempPathFactory) -> Survival:
 BY_THE_OPTIMIZER = "a thread and a file, no stream: what an optimizer opened in host memory"
 NAMED_ALIKE = "orders nothing: only the name is alike"
 DROPPED = "the passage is dropped there, which puts its stream behind the copy as well"
-FRESH = "a gap: the recorder forgets who had memory before it was given back and taken again"
 ELSEWHERE = {
     ("DiskStorage.open", "opening.result()"): BY_THE_OPTIMIZER,
     ("DiskStorage.finish", "opening.exception()"): BY_THE_OPTIMIZER,
@@ -64,8 +63,6 @@ ELSEWHERE = {
     ("HostGradients.place", "self.state.leaving = None"): DROPPED,
     ("HostGradients.settle", "self.state.leaving = None"): DROPPED,
     ("HostStorage._copy", "lane.leave(staging.tensor)"): "the storage holds its staging as well",
-    ("HostStorage._copy", "lane.enter()"): FRESH,
-    ("DiskStorage._read_later", "idle()"): FRESH,
 }
 """Mutants that no step of this test fails, and why."""
 

@@ -9,7 +9,9 @@ the same bytes, at least one a write, must be ordered; if not, an accelerator ma
 order, and that is a race whatever the values were here.
 
 Memory that is given back goes to the stream it was taken on, without waiting for anybody: what that
-stream is given next may write it at once. So giving back counts as a write by that stream.
+stream is given next may write it at once. So giving back counts as a write by that stream. And
+memory that is taken may have been used until now by all that its stream was given before: whoever
+else uses it has to come after that.
 """
 
 from __future__ import annotations
@@ -104,11 +106,22 @@ class Ledger:
         self._at: dict[int, Allocation] = {}
 
     def take(self, start: int, nbytes: int, home: str | None) -> None:
-        """Memory was taken for work of ``home``; what was there before is forgotten."""
+        """Memory was taken for work of ``home``, and may be what that has used until now."""
+        if not nbytes:
+            return
+        for old in list(self._overlapping(start, start + nbytes)):
+            self._remove(old)
+        taken = Allocation(start, start + nbytes, home)
+        before = 0 if home is None else self._timeline.known(home).get(home, 0)
+        if home is not None and before:
+            taken.uses.append(Use(start, taken.stop, True, home, before, "its owner before"))
+        self._add(taken)
+
+    def take_on_host(self, start: int, nbytes: int, home: str) -> None:
+        """Memory of the host was taken, which no stream has used; it is given back as others."""
+        self.take(start, nbytes, None)
         if nbytes:
-            for old in list(self._overlapping(start, start + nbytes)):
-                self._remove(old)
-            self._add(Allocation(start, start + nbytes, home))
+            self._at[start].home = home
 
     def know(self, start: int, nbytes: int, home: str | None) -> None:
         """Memory was seen that somebody took before, or another name for memory known already."""

@@ -109,9 +109,7 @@ class Recorder:
         fresh = [t for t in out if self._is_new(t)]
         actor = self._actor([*reads, *writes])
         for tensor in fresh:
-            self._take(tensor)
-            if actor == self.module.host:
-                self._host_results[storage_id(tensor.untyped_storage())] = None
+            self._take(tensor, on_host=actor == self.module.host)
         if name in _EMPTY:
             return
         self._use(actor, reads, writes=False, what=name)
@@ -153,10 +151,13 @@ class Recorder:
     def _is_new(self, tensor: Tensor) -> bool:
         return storage_id(tensor.untyped_storage()) not in self._addresses
 
-    def _take(self, tensor: Tensor) -> None:
+    def _take(self, tensor: Tensor, *, on_host: bool) -> None:
         storage = tensor.untyped_storage()
         self._watch(storage)
-        self.ledger.take(storage.data_ptr(), storage.nbytes(), self.module.current)
+        if on_host:
+            self._host_results[storage_id(storage)] = None
+        take = self.ledger.take_on_host if on_host else self.ledger.take
+        take(storage.data_ptr(), storage.nbytes(), self.module.current)
 
     def _see(self, tensor: Tensor) -> None:
         """Memory that was there before, or came by a way that is no operation."""
