@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,24 +40,28 @@ def pack(key: str, state: object) -> Entries:
     return entries | {f"{key}.{index}": tensor for index, tensor in enumerate(tensors)}
 
 
-def check_plain(entries: Mapping[str, Any], prefix: str = "") -> None:
+def check_plain(entries: Mapping[str, Any]) -> None:
     """Refuse values beside tensors that could not be loaded without running what they name.
 
     Raises:
         CheckpointError: naming the first.
     """
-    values = {f"{prefix}{key}": value for key, value in entries.items()}
-    rest = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            check_plain(value, f"{key}.")
-        elif not isinstance(value, Tensor):
-            rest[key] = value
+    rest = dict(_plain_values("", entries))
     try:
-        _loadable(rest)
+        _loadable(rest)  # at once: there may be some for every parameter
     except Exception:
         for key, value in rest.items():
             _plain(key, value)
+
+
+def _plain_values(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
+    """What torch's planner saves of ``tree`` beside its tensors, by name."""
+    if isinstance(tree, Mapping) or type(tree) is list:
+        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        for key, value in items:
+            yield from _plain_values(f"{path}.{key}" if path else str(key), value)
+    elif not isinstance(tree, Tensor):
+        yield path, tree
 
 
 def is_packed(key: str, metadata: Metadata) -> bool:

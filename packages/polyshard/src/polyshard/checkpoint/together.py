@@ -44,17 +44,20 @@ class Ranks:
     group is used, and what is said are texts and numbers on the host.
     """
 
-    @property
+    # All of these from the first use on: a run may make its checkpoints before its process group,
+    # and end that one before a save has ended, which must not turn every rank into the only one.
+
+    @cached_property
     def alone(self) -> bool:
-        """Asked every time: a run may make its checkpoints before its process group."""
+        """Whether there is no process group."""
         return not dist.is_initialized()
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """This rank, of all."""
         return 0 if self.alone else dist.get_rank()
 
-    @property
+    @cached_property
     def size(self) -> int:
         """How many there are."""
         return 1 if self.alone else dist.get_world_size()
@@ -71,7 +74,7 @@ class Ranks:
     def close(self) -> None:
         """Let go of the group and its connections; the next use makes another."""
         made = self.__dict__.pop("_made", None)
-        if made is not None and not self.alone:
+        if made is not None and dist.is_initialized():
             dist.destroy_process_group(made)
 
     def __enter__(self) -> Ranks:
