@@ -82,7 +82,7 @@ def test_a_damaged_checkpoint_is_passed_over(
 @ranks(2)
 @pytest.mark.parametrize("reader", [0, 1])
 def test_a_file_that_one_rank_cannot_read_is_damage(
-    rank: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: int
+    rank: int, size: int, tmp_path: Path, reader: int
 ) -> None:
     """A bad sector; the peers of who meets it must not wait for it."""
     job = Job.start(rank, size)
@@ -94,9 +94,10 @@ def test_a_file_that_one_rank_cannot_read_is_damage(
             raise OSError(5, "Input/output error")
         return file_sum(path)
 
-    monkeypatch.setattr(manifest, "file_sum", broken)
-    with pytest.warns(IneffectiveSettingWarning, match="cannot be read: Input/output error"):
-        restored = Checkpoints(tmp_path).load(job.state)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(manifest, "file_sum", broken)
+        with pytest.warns(IneffectiveSettingWarning, match="cannot be read: Input/output error"):
+            restored = Checkpoints(tmp_path).load(job.state)
     assert restored is not None
     assert restored.step == 1
 

@@ -189,7 +189,7 @@ GOOD = make_header({"a": (torch.float32, torch.Size([2]))})
         (GOOD.replace(b"[0,8]", b"[0,4]") + bytes(8), "its shape means 8"),
         (GOOD.replace(b"F32", b"F99") + bytes(8), "KeyError: 'F99'"),
         (GOOD.replace(b'"shape":[2]', b'"shape":2  ') + bytes(8), "TypeError"),
-        (GOOD + bytes(9), "end at 8[0-9], the file at 9[0-9]"),
+        (GOOD + bytes(9), "its tensors end at 104, the file at 105"),
         (GOOD.replace(b"[0,8]", b"[1,9]") + bytes(9), "a gap before"),
         (GOOD.replace(b"{", b"[", 1) + bytes(8), "JSONDecodeError"),
     ],
@@ -237,7 +237,7 @@ def test_any_name_of_a_tied_tensor_will_do(
         safetensors.save_file({name: wanted}, tmp_path / "m.safetensors")
     torch.distributed.barrier()
     model: Any = fully_shard(Tied())
-    model = torch.compile(model) if compiled else model
+    model = torch.compile(model, backend="eager") if compiled else model
     assert load_safetensors(model, tmp_path) == frozenset()
     assert full(model.head.weight).equal(wanted)
     assert full(model.embedding.weight).equal(wanted)

@@ -24,7 +24,7 @@ def test_a_copy_has_the_layout_and_memory_of_its_own(rank: int, size: int) -> No
 
 
 def test_wrappers_are_no_part_of_names() -> None:
-    inner: Any = torch.compile(nn.Sequential(nn.Linear(2, 2)))
+    inner: Any = torch.compile(nn.Sequential(nn.Linear(2, 2)), backend="eager")
     model = nn.Sequential(inner)
     names = [checkpoint_name(model, name) for name, _ in model.named_parameters()]
     assert names == ["0.0.weight", "0.0.bias"]
