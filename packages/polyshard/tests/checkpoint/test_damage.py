@@ -244,7 +244,8 @@ def test_a_full_disk_loses_nothing(rank: int, size: int, tmp_path: Path) -> None
     """The limit on file sizes fails writes as a full disk does, in the middle of a file."""
     job = Job.start(rank, size)
     job.train(1)
-    Checkpoints(tmp_path).save(1, job.state)
+    checkpoints = Checkpoints(tmp_path)  # its group is made before the limit: that takes a file too
+    checkpoints.save(1, job.state)
     before = whole(job.model)
     job.train(1)
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.SIG_IGN
@@ -253,7 +254,7 @@ def test_a_full_disk_loses_nothing(rank: int, size: int, tmp_path: Path) -> None
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
         with pytest.raises(CheckpointError, match=r"step 2 .*File too large"):
-            Checkpoints(tmp_path).save(2, job.state)
+            checkpoints.save(2, job.state)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, previous)

@@ -177,5 +177,5 @@ class Noted(nn.Linear):
 
 
 def test_what_a_model_adds_is_plain_data_too(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"'model\._extra_state'.*plain data"):
+    with pytest.raises(CheckpointError, match=r"'model\._extra_state\.path'.*plain data"):
         Checkpoints(tmp_path).save(1, TrainingState(Noted(2, 2)))
