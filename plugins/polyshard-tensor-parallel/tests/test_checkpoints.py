@@ -19,6 +19,8 @@ from toy_models import full
 from tp_models import loss_of, meshes, mlp, mlp_plan, shard_blocks, tiny, tokens_for
 
 from polyshard import fully_shard
+from polyshard.checkpoint import Checkpoints, TrainingState
+from polyshard.safetensors import load_safetensors, save_safetensors
 from polyshard.testing import World, ranks
 from polyshard_tensor_parallel import TensorParallel, demo_plan
 
@@ -118,3 +120,37 @@ def test_uneven_shards_are_saved_right(rank: int, size: int, tmp_path: Path) -> 
         plain.parameters(), mlp(width=7, hidden=14).parameters(), strict=True
     ):
         assert torch.equal(full(found.detach()), expected.detach())
+
+
+def run(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    model(torch.ones(2, 10)).sin().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return {name: full(p.detach()).clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("hidden", [12, 10])
+@ranks(4)
+def test_a_run_on_two_axes_goes_on(rank: int, size: int, tmp_path: Path, hidden: int) -> None:
+    """Shards of shards, evenly and not, in checkpoints and in safetensors files."""
+
+    def start(seed: int) -> TrainingState:
+        model: Any = mlp(seed, hidden=hidden)
+        mesh = meshes(2, 2)
+        plugin = TensorParallel(mlp_plan(), mesh=mesh["tp"])
+        plugin.apply(model)
+        fully_shard(model, mesh=mesh["dp"], plugins=[plugin])
+        return TrainingState(model, [torch.optim.AdamW(model.parameters(), lr=0.1)])
+
+    state, other = start(0), start(1)
+    trained = run(state.model, state.optimizers[0])
+    Checkpoints(tmp_path / "run").save(1, state)
+    save_safetensors(state.model, tmp_path / "weights")
+    wanted = run(state.model, state.optimizers[0])
+    Checkpoints(tmp_path / "run").load(other)
+    found = run(other.model, other.optimizers[0])
+    load_safetensors(other.model, tmp_path / "weights")
+    loaded = {name: full(p.detach()) for name, p in other.model.named_parameters()}
+    for name in wanted:
+        assert torch.equal(found[name], wanted[name]), name
+        assert torch.equal(loaded[name], trained[name]), name

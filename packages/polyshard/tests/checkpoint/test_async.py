@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,26 @@ def test_memory_is_used_again() -> None:
     assert second["a"]["b"].data_ptr() == address
     assert second == {"a": {"b": second["a"]["b"]}, "c": 3}
     assert second["a"]["b"].tolist() == [1, 2, 3, 4, 5]
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+def test_nothing_shares_memory_with_what_is_copied() -> None:
+    base = torch.arange(4.0)
+    tree: dict[str, Any] = {
+        "keys": {1: torch.ones(2), "1": torch.zeros(2)},
+        "pair": Pair(torch.ones(2), 3),
+        "expanded": base[:1].expand(3),
+        "strided": base[::2],
+    }
+    found, _ = Staging().copy(tree)
+    for tensor in (*tree["keys"].values(), tree["pair"].a, base):
+        tensor.fill_(9)
+    assert [t.tolist() for t in found["keys"].values()] == [[1, 1], [0, 0]]
+    assert found["pair"].a.tolist() == [1, 1]
+    assert found["expanded"].tolist() == [0, 0, 0]
+    assert found["strided"].tolist() == [0, 2]
 
 
 @ranks(2)

@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from toy_models import build
 from toy_pickles import Call, make
 from toy_runs import Job, assert_equal, whole
 
-from polyshard.checkpoint import Checkpoints, TrainingState
+from polyshard.checkpoint import Checkpoints, TrainingState, manifest
 from polyshard.checkpoint.manifest import NAME, FileSum, Manifest, file_sum
 from polyshard.errors import CheckpointError, IneffectiveSettingWarning, SettingError
 from polyshard.testing import ranks
@@ -76,6 +77,65 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert restored.step == 1
     assert "step-000002" in restored.notes[0]
     assert_equal(whole(found.model), weights[1])
+
+
+@ranks(2)
+@pytest.mark.parametrize("reader", [0, 1])
+def test_a_file_that_one_rank_cannot_read_is_damage(
+    rank: int, size: int, tmp_path: Path, reader: int
+) -> None:
+    """A bad sector; the peers of who meets it must not wait for it."""
+    job = Job.start(rank, size)
+    Checkpoints(tmp_path).save(1, job.state)
+    Checkpoints(tmp_path).save(2, job.state)
+
+    def broken(path: Path) -> str:
+        if path.parent.name == "step-000002" and rank == reader:
+            raise OSError(5, "Input/output error")
+        return file_sum(path)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(manifest, "file_sum", broken)
+        with pytest.warns(IneffectiveSettingWarning, match="cannot be read: Input/output error"):
+            restored = Checkpoints(tmp_path).load(job.state)
+    assert restored is not None
+    assert restored.step == 1
+
+
+def rewritten(folder: Path, **changes: Any) -> None:
+    """With a manifest of other content, and its checksum."""
+    replace(Manifest.read(folder), **changes).write(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"order": "2"},
+        {"order": True},
+        {"step": None},
+        {"step": -1},
+        {"files": {"..": FileSum(1, "")}},
+        {"files": {"a": FileSum(-1, "")}},
+        {"files": {"a/b": FileSum(1, "")}},
+    ],
+)
+def test_a_manifest_of_other_types_is_passed_over(tmp_path: Path, changes: dict[str, Any]) -> None:
+    saved(tmp_path, 1, 2)
+    rewritten(tmp_path / "step-000002", **changes)
+    with pytest.warns(IneffectiveSettingWarning, match=r"step-000002.*no manifest"):
+        restored = Checkpoints(tmp_path).load(state())
+    assert restored is not None
+    assert restored.step == 1
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_file_without_a_checksum_is_not_read(tmp_path: Path, name: str) -> None:
+    saved(tmp_path, 1)
+    folder = tmp_path / "step-000001"
+    files = {n: s for n, s in Manifest.read(folder).files.items() if n != name}
+    rewritten(folder, files=files)
+    with pytest.raises(CheckpointError, match=rf"{name}, which has no checksum"):
+        Checkpoints(tmp_path).load(state())
 
 
 def test_all_damaged_is_an_error(tmp_path: Path) -> None:
@@ -184,7 +244,8 @@ def test_a_full_disk_loses_nothing(rank: int, size: int, tmp_path: Path) -> None
     """The limit on file sizes fails writes as a full disk does, in the middle of a file."""
     job = Job.start(rank, size)
     job.train(1)
-    Checkpoints(tmp_path).save(1, job.state)
+    checkpoints = Checkpoints(tmp_path)  # its group is made before the limit: that takes a file too
+    checkpoints.save(1, job.state)
     before = whole(job.model)
     job.train(1)
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.SIG_IGN
@@ -193,7 +254,7 @@ def test_a_full_disk_loses_nothing(rank: int, size: int, tmp_path: Path) -> None
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
         with pytest.raises(CheckpointError, match=r"step 2 .*File too large"):
-            Checkpoints(tmp_path).save(2, job.state)
+            checkpoints.save(2, job.state)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, previous)
@@ -213,6 +274,27 @@ def test_what_could_not_be_loaded_safely_is_not_saved(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"'polyshard\.shared\.odd'.*plain data"):
         Checkpoints(tmp_path).save(1, TrainingState(build(), shared={"odd": Odd()}))
+
+
+@pytest.mark.parametrize("name", ["plugins", "random"])
+def test_names_of_what_is_saved_by_itself_are_taken(name: str) -> None:
+    with pytest.raises(SettingError, match=name):
+        TrainingState(build(), per_rank={name: Broken(0, "none")})
+
+
+@ranks(2)
+def test_a_sharded_tensor_beside_the_model_is_refused(rank: int, size: int, tmp_path: Path) -> None:
+    """It would come back whole and on the host, which its owner does not expect."""
+    job = Job.start(rank, size)
+    average = {"weight": job.model.head.weight.detach()}
+
+    class Average(Broken):
+        def state_dict(self) -> dict[str, Any]:
+            return average
+
+    shared = {"average": Average(rank, "none")}
+    with pytest.raises(CheckpointError, match=r"shared\.average.*DTensor.*put it in the model"):
+        Checkpoints(tmp_path).save(1, TrainingState(job.model, shared=shared))
 
 
 def test_a_checkpoint_that_lacks_state_says_what(tmp_path: Path) -> None:

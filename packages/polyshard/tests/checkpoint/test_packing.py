@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -65,6 +67,47 @@ def test_what_is_packed_comes_back(tree: Any) -> None:
         else:
             room[key] = value
     assert_equal(unpack("key", room), tree)
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+def through(tree: Any) -> Any:
+    return unpack("key", pack("key", tree))
+
+
+def test_containers_stay_what_they_are() -> None:
+    """``MultiStepLR`` counts its milestones with a ``Counter`` and asks for its methods."""
+    for tree in (Counter([3, 5, 5]), OrderedDict(b=1, a=2)):
+        assert type(through(tree)) is type(tree)
+        assert through(tree) == tree
+    assert list(through(OrderedDict(b=1, a=2))) == ["b", "a"]
+
+
+@pytest.mark.parametrize("odd", [defaultdict(int, a=1), Pair(1, 2)])
+def test_containers_that_would_become_others_are_refused(odd: Any) -> None:
+    with pytest.raises(CheckpointError, match="'key' holds something"):
+        pack("key", {"inside": odd})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.float64(0.1),
+        np.float32(0.1),
+        np.int64(-3),
+        np.bool_(True),
+        np.arange(6, dtype=np.int16).reshape(2, 3).T,
+        np.zeros((0, 2)),
+        np.array(2.5),
+    ],
+)
+def test_what_numpy_computed_comes_back(value: Any) -> None:
+    found = through({"value": value})["value"]
+    assert type(found) is type(value)
+    assert found.dtype == value.dtype
+    assert np.array_equal(found, value)
+    assert found.shape == value.shape
 
 
 def test_tensors_are_not_copied() -> None:

@@ -80,6 +80,26 @@ def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None
     assert "there is no interface nosuch0, only " in finding.text
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "state"),
+    [
+        ("GLOO_SOCKET_IFNAME", "l", State.PROBLEM),
+        ("NCCL_SOCKET_IFNAME", "l", State.FINE),
+        ("NCCL_SOCKET_IFNAME", "=l", State.PROBLEM),
+        ("NCCL_SOCKET_IFNAME", "=lo", State.FINE),
+        ("NCCL_SOCKET_IFNAME", "^docker", State.FINE),
+    ],
+)
+def test_only_nccl_takes_the_beginning_of_a_name(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, state: State
+) -> None:
+    for name in checks.INTERFACES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo")])
+    monkeypatch.setenv(variable, value)
+    assert only(checks.interfaces()).state is state
+
+
 Address = namedtuple("Address", "family type proto name address")
 
 

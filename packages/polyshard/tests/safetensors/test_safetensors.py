@@ -16,6 +16,7 @@ from toy_models import build, full, shard
 from toy_runs import assert_equal, whole
 
 from polyshard import fully_shard
+from polyshard.checkpoint import Checkpoints, TrainingState
 from polyshard.errors import CheckpointError, SettingError
 from polyshard.safetensors import load_safetensors, save_safetensors
 from polyshard.safetensors.header import DTYPES, make_header, read_header
@@ -188,6 +189,8 @@ GOOD = make_header({"a": (torch.float32, torch.Size([2]))})
         (GOOD.replace(b"[0,8]", b"[0,4]") + bytes(8), "its shape means 8"),
         (GOOD.replace(b"F32", b"F99") + bytes(8), "KeyError: 'F99'"),
         (GOOD.replace(b'"shape":[2]', b'"shape":2  ') + bytes(8), "TypeError"),
+        (GOOD + bytes(9), "its tensors end at 104, the file at 105"),
+        (GOOD.replace(b"[0,8]", b"[1,9]") + bytes(9), "a gap before"),
         (GOOD.replace(b"{", b"[", 1) + bytes(8), "JSONDecodeError"),
     ],
 )
@@ -206,13 +209,51 @@ def test_what_does_not_fit_is_said_on_all_ranks(rank: int, size: int, tmp_path: 
     if rank == 0:
         safetensors.save_file({"head.weight": torch.ones(3)}, tmp_path / "m.safetensors")
     torch.distributed.barrier()
-    with pytest.raises(CheckpointError, match=r"lacks 19 tensors of the model: blocks\.0\.down"):
+    with pytest.raises(CheckpointError, match=r"lack 19 tensors of the model: blocks\.0\.down"):
         load_safetensors(model, tmp_path)
     with pytest.raises(CheckpointError, match=r"holds m\.safetensors already"):
         save_safetensors(model, tmp_path)
     with pytest.raises(SettingError, match="file_bytes=0"):
         save_safetensors(model, tmp_path, file_bytes=0)
     assert_equal(whole(model), before)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", ["embedding.weight", "head.weight"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_any_name_of_a_tied_tensor_will_do(
+    rank: int, size: int, tmp_path: Path, name: str, compiled: bool
+) -> None:
+    wanted = torch.arange(15.0).reshape(5, 3)
+    if rank == 0:
+        safetensors.save_file({name: wanted}, tmp_path / "m.safetensors")
+    torch.distributed.barrier()
+    model: Any = fully_shard(Tied())
+    model = torch.compile(model, backend="eager") if compiled else model
+    assert load_safetensors(model, tmp_path) == frozenset()
+    assert full(model.head.weight).equal(wanted)
+    assert full(model.embedding.weight).equal(wanted)
+    save_safetensors(model, tmp_path / "again")
+    assert set(read_header(tmp_path / "again" / "model.safetensors")) == {"embedding.weight"}
+
+
+@ranks(2)
+def test_no_process_group_is_left(rank: int, size: int, tmp_path: Path) -> None:
+    model = fully_shard(nn.Linear(3, 3))
+    before = len(torch.distributed.distributed_c10d._world.pg_map)
+    save_safetensors(model, tmp_path / "weights")
+    load_safetensors(model, tmp_path / "weights")
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, TrainingState(model))
+    assert len(torch.distributed.distributed_c10d._world.pg_map) == before
 
 
 @ranks(2)

@@ -20,7 +20,7 @@ from polyshard._torch.private import local_tensor
 from polyshard.checkpoint.folder import Folder
 from polyshard.checkpoint.manifest import FileSum, Manifest
 from polyshard.checkpoint.packing import Entries
-from polyshard.checkpoint.reading import CheckpointPlanner, CheckpointReader
+from polyshard.checkpoint.reading import CheckpointPlanner, CheckpointReader, files_in
 from polyshard.checkpoint.staging import Staging
 from polyshard.checkpoint.state import TrainingState
 from polyshard.checkpoint.together import Ranks, attempt
@@ -167,7 +167,7 @@ class Checkpoints:
             manifest, damage = self._examined(candidate)
             if manifest is not None and not damage:
                 warn(notes := [*unreadable, *notes])
-                more = self._load(candidate, state)
+                more = self._load(candidate, manifest, state)
                 return Restored(manifest.step, candidate, (*notes, *more))
             self._damaged.add(candidate)
             notes.append(f"{candidate.name} is damaged and was passed over: {'; '.join(damage)}")
@@ -195,12 +195,15 @@ class Checkpoints:
         found = self._ranks.gathered(manifest.damage(path, *part))
         return manifest, sorted({one for each in found for one in each})
 
-    def _load(self, path: Path, state: TrainingState) -> tuple[str, ...]:
+    def _load(self, path: Path, manifest: Manifest, state: TrainingState) -> tuple[str, ...]:
         ranks, planner = self._ranks, CheckpointPlanner()
 
         def begin() -> tuple[CheckpointReader, Entries, tuple[str, ...]]:
             reader = CheckpointReader(path)
-            return reader, *state.room(ranks.place, reader.read_metadata())
+            metadata = reader.read_metadata()
+            if more := {".metadata", *files_in(metadata)} - manifest.files.keys():
+                raise CheckpointError(f"it refers to {min(more)}, which has no checksum")
+            return reader, *state.room(ranks.place, metadata)
 
         def transfer() -> None:
             dcp.load(
@@ -244,6 +247,7 @@ class Checkpoints:
         order = self._folder.next_order()
         manifest = Manifest(step, order, self._ranks.size, torch.__version__, files)
         final = self._folder.complete(unfinished, manifest)
+        self._damaged.discard(final)  # that one had its name
         if self._keep is not None:
             self._folder.rotate(self._keep, self._damaged)
         return final
@@ -263,9 +267,12 @@ class Checkpoints:
         except CheckpointError:
             if error is None:  # else that one is what ended the run
                 raise
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+                self._thread = None
+            if error is None:  # else peers may be anywhere
+                self._ranks.close()
 
 
 def _reporter(

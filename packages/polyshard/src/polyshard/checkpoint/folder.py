@@ -68,18 +68,23 @@ class Folder:
 
     def found(self) -> tuple[list[Path], list[str]]:
         """Checkpoints with an intact manifest, newest first; and what is wrong with the others."""
+        intact, damaged = self._ordered()
+        return [path for _, path in intact], damaged
+
+    def next_order(self) -> int:
+        """The order of a checkpoint that is saved now."""
+        intact, _ = self._ordered()
+        return intact[0][0] + 1 if intact else 0
+
+    def _ordered(self) -> tuple[list[tuple[int, Path]], list[str]]:
+        """Each is read once: somebody may take it away at any time."""
         intact, damaged = [], []
         for path in self._named():
             try:
                 intact.append((Manifest.read(path).order, path))
             except CheckpointError as error:
                 damaged.append(f"{path.name}: {error}")
-        return [path for _, path in sorted(intact, reverse=True)], damaged
-
-    def next_order(self) -> int:
-        """The order of a checkpoint that is saved now."""
-        newest, _ = self.found()
-        return Manifest.read(newest[0]).order + 1 if newest else 0
+        return sorted(intact, reverse=True), damaged
 
     def rotate(self, keep: int, damaged: Iterable[Path]) -> None:
         """Remove all but the newest ``keep``; those known to be ``damaged`` do not count as any."""

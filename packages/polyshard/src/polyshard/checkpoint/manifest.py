@@ -76,13 +76,24 @@ class Manifest:
             if content.pop("format") != FORMAT:
                 raise ValueError(f"it is not of format {FORMAT}; load it with a newer polyshard")
             files = {name: FileSum(**found) for name, found in content.pop("files").items()}
-            if any(PurePath(name).name != name for name in files):
+            if any(not name or name == ".." or PurePath(name).name != name for name in files):
                 raise ValueError("it names files of other folders")
-            return Manifest(files=files, **content)
+            found = Manifest(files=files, **content)
+            if not found.is_typed():
+                raise TypeError("what it says is not of the types that it should be")
+            return found
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"'{folder / NAME}' is no manifest of a checkpoint: {type(error).__name__}: {error}"
             ) from error
+
+    def is_typed(self) -> bool:
+        """Whether everything is of the type it is said to be; JSON may hold anything."""
+        numbers = [self.step, self.order, self.world_size, *(f.bytes for f in self.files.values())]
+        texts = [self.torch, *(f.sha256 for f in self.files.values())]
+        return all(type(n) is int and n >= 0 for n in numbers) and all(
+            isinstance(text, str) for text in texts
+        )
 
     def damage(self, folder: Path, part: int, parts: int) -> list[str]:
         """What is wrong with the files of ``folder``; of ``parts`` ranks, each reads its share.
@@ -96,8 +107,8 @@ class Manifest:
                 found.append(f"{name} is missing or no plain file")
             elif size != expected.bytes:
                 found.append(f"{name} has {size:,} bytes, was {expected.bytes:,}")
-            elif index % parts == part and file_sum(folder / name) != expected.sha256:
-                found.append(f"the content of {name} has changed")
+            elif index % parts == part:
+                found += _changed(folder / name, expected)
         return found
 
 
@@ -105,6 +116,14 @@ def file_sum(path: Path) -> str:
     """The SHA-256 of a file."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _changed(path: Path, expected: FileSum) -> list[str]:
+    try:
+        same = file_sum(path) == expected.sha256
+    except OSError as error:  # a bad sector, say: nothing that peers may not be told of
+        return [f"{path.name} cannot be read: {error.strerror or error}"]
+    return [] if same else [f"the content of {path.name} has changed"]
 
 
 def _size(path: Path) -> int | None:

@@ -105,6 +105,11 @@ def _check_places(metadata: Metadata) -> None:
             raise CheckpointError(f"it refers to '{relative}', outside of the checkpoint")
 
 
+def files_in(metadata: Metadata) -> frozenset[str]:
+    """The files that a checkpoint's metadata says tensors and values are in."""
+    return frozenset(str(place.relative_path) for place in (metadata.storage_data or {}).values())
+
+
 def _said(error: Exception) -> str:
     if isinstance(error, CheckpointError):
         return str(error)

@@ -20,14 +20,16 @@ from torch.distributed.tensor import DTensor
 from polyshard._torch.private import local_tensor
 from polyshard._torch.staged import with_local
 
+_Path = tuple[object, ...]
+
 
 class Staging:
     """Host memory for one save at a time. See [Note: stall of a save]."""
 
     def __init__(self) -> None:
         """Nothing is allocated before the first copy."""
-        self._buffers: dict[tuple[str, ...], Tensor] = {}
-        self._used: set[tuple[str, ...]] = set()
+        self._buffers: dict[_Path, Tensor] = {}
+        self._used: set[_Path] = set()
 
     @torch.no_grad()
     def copy(self, tree: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
@@ -42,19 +44,18 @@ class Staging:
             del self._buffers[path]
         return copied, _waiter()
 
-    def _copied(self, path: tuple[str, ...], value: Any) -> Any:
+    def _copied(self, path: _Path, value: Any) -> Any:
         if isinstance(value, DTensor):
             return with_local(value, self._buffered(path, local_tensor(value)))
         if isinstance(value, Tensor):
             return self._buffered(path, value)
         if isinstance(value, Mapping):
-            return {key: self._copied((*path, str(key)), inner) for key, inner in value.items()}
-        if isinstance(value, (list, tuple)):
-            items = (self._copied((*path, str(i)), inner) for i, inner in enumerate(value))
-            return type(value)(items) if type(value) in (list, tuple) else value
+            return {key: self._copied((*path, key), inner) for key, inner in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self._copied((*path, i), inner) for i, inner in enumerate(value))
         return copy.deepcopy(value)
 
-    def _buffered(self, path: tuple[str, ...], tensor: Tensor) -> Tensor:
+    def _buffered(self, path: _Path, tensor: Tensor) -> Tensor:
         self._used.add(path)
         buffer = self._buffers.get(path)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:

@@ -16,17 +16,31 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
-from polyshard.checkpoint.packing import Entries, is_packed, pack, room_for, unpack
+from polyshard.checkpoint.optimizers import (
+    OPTIMIZER,
+    load_optimizers,
+    optimizers_state,
+    parameter_names,
+    room_for_optimizers,
+)
+from polyshard.checkpoint.packing import (
+    Entries,
+    check_plain,
+    is_packed,
+    pack,
+    room_for,
+    unpack,
+)
 from polyshard.checkpoint.random_state import RandomState
 from polyshard.engine.keeping import load_plugin_state_dict, plugin_state_dict
-from polyshard.engine.native_state import attach_optimizer
-from polyshard.errors import CheckpointError
+from polyshard.errors import CheckpointError, SettingError
 from polyshard.module import FSDPModule
 from polyshard.seams import Stateful
 
+MODEL = "model"
 PLUGINS, RANDOM = "plugins", "random"
 
 
@@ -41,6 +55,9 @@ class TrainingState:
         per_rank: other state that differs between ranks. It is lost where a run goes on with
             another number of ranks; what was restored says so.
         random: whether random number generators belong to it; they are state per rank.
+
+    Raises:
+        SettingError: when ``per_rank`` has a name that plugins or random numbers are saved under.
     """
 
     model: nn.Module
@@ -49,13 +66,21 @@ class TrainingState:
     per_rank: Mapping[str, Stateful] = field(default_factory=dict)
     random: bool = True
 
+    def __post_init__(self) -> None:
+        taken = {PLUGINS, RANDOM} & set(self.per_rank)
+        if taken:
+            raise SettingError(f"per_rank={sorted(taken)}: saved by itself; choose another name.")
+
     def save(self, place: str) -> Entries:
         """Entries of a checkpoint, those of the rank ``place`` included; tensors are live.
 
         Raises:
             CheckpointError: naming what cannot be saved.
         """
-        entries = self._tensors()
+        entries: Entries = {MODEL: get_model_state_dict(self.model)}
+        if self.optimizers:
+            entries[OPTIMIZER] = optimizers_state(self.model, self.optimizers)
+        check_plain(entries)
         for key, state in self._kept(place):
             entries |= pack(key, _asked(key, state.state_dict))
         return entries
@@ -66,7 +91,11 @@ class TrainingState:
         Raises:
             CheckpointError: when the checkpoint lacks state that does not belong to one rank.
         """
-        entries, notes = self._tensors(), []
+        entries: Entries = {MODEL: get_model_state_dict(self.model)}
+        if self.optimizers:
+            names = parameter_names(self.model, self.optimizers)
+            entries[OPTIMIZER] = room_for_optimizers(metadata, entries[MODEL], names)
+        notes = []
         for key, _ in self._kept(place):
             if is_packed(key, metadata):
                 entries |= room_for(key, metadata)
@@ -85,25 +114,13 @@ class TrainingState:
         Raises:
             CheckpointError: naming what did not take its state.
         """
-        self._load_tensors(entries)
+        set_model_state_dict(self.model, entries[MODEL])
+        if self.optimizers:
+            load_optimizers(self.model, self.optimizers, entries[OPTIMIZER])
         for key, state in self._kept(place):
             if f"{key}.form" in entries:
                 saved = unpack(key, entries)
                 _asked(key, lambda state=state, saved=saved: state.load_state_dict(saved))
-
-    def _tensors(self) -> Entries:
-        for optimizer in self.optimizers:
-            attach_optimizer(optimizer)
-        weights, moments = get_state_dict(self.model, self.optimizers)
-        return {"model": weights} | ({"optimizer": moments} if self.optimizers else {})
-
-    def _load_tensors(self, entries: Entries) -> None:
-        set_state_dict(
-            self.model,
-            self.optimizers,
-            model_state_dict=entries["model"],
-            optim_state_dict=entries.get("optimizer", {}),
-        )
 
     def _kept(self, place: str) -> Iterator[tuple[str, Stateful]]:
         """All but the model and its optimizers, by key; random numbers last: others may draw."""

@@ -44,16 +44,44 @@ class Ranks:
     group is used, and what is said are texts and numbers on the host.
     """
 
-    def __init__(self) -> None:
-        """Nothing is communicated before the first checkpoint."""
-        self.alone = not dist.is_initialized()
-        self.rank = 0 if self.alone else dist.get_rank()
-        self.size = 1 if self.alone else dist.get_world_size()
+    # All of these from the first use on: a run may make its checkpoints before its process group,
+    # and end that one before a save has ended, which must not turn every rank into the only one.
 
     @cached_property
+    def alone(self) -> bool:
+        """Whether there is no process group."""
+        return not dist.is_initialized()
+
+    @cached_property
+    def rank(self) -> int:
+        """This rank, of all."""
+        return 0 if self.alone else dist.get_rank()
+
+    @cached_property
+    def size(self) -> int:
+        """How many there are."""
+        return 1 if self.alone else dist.get_world_size()
+
+    @cached_property
+    def _made(self) -> dist.ProcessGroup:
+        return cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
+
+    @property
     def group(self) -> dist.ProcessGroup | None:
         """Made by all ranks when the first of them needs it."""
-        return None if self.alone else dist.new_group(backend="gloo")
+        return None if self.alone else self._made
+
+    def close(self) -> None:
+        """Let go of the group and its connections; the next use makes another."""
+        made = self.__dict__.pop("_made", None)
+        if made is not None and dist.is_initialized():
+            dist.destroy_process_group(made)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
 
     @property
     def leads(self) -> bool:

@@ -78,7 +78,9 @@ def interfaces() -> Iterator[Finding]:
     known = [name for _, name in socket.if_nameindex()]
     chosen = {name: os.environ[name] for name in INTERFACES if os.environ.get(name)}
     for variable, value in chosen.items():
-        wrong = [one for one in value.lstrip("=^").split(",") if not _is_known(one, known)]
+        given = value.lstrip("=^").split(",")
+        exact = not variable.startswith("NCCL") or value.startswith("=")
+        wrong = [name for name in given if not _is_known(name, known, exact=exact)]
         if wrong and not value.startswith("^"):
             missing = f"there is no interface {', '.join(wrong)}, only {', '.join(known)}"
             yield Finding("network", State.PROBLEM, f"{variable}={value}: {missing}")
@@ -110,8 +112,9 @@ def _unreachable(host: str) -> str:
     )
 
 
-def _is_known(name: str, known: list[str]) -> bool:
-    return any(one.startswith(name) for one in known)
+def _is_known(name: str, known: list[str], *, exact: bool) -> bool:
+    """NCCL takes the beginning of a name too, the others do not."""
+    return name in known or (not exact and any(one.startswith(name) for one in known))
 
 
 def _is_own(address: str) -> bool:

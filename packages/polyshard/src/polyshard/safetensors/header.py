@@ -91,7 +91,9 @@ def read_header(path: Path) -> dict[str, Stored]:
             found = json.loads(file.read(length))
         found.pop("__metadata__", None)
         start = LENGTH_BYTES + length
-        return {name: _stored(name, entry, start, size) for name, entry in found.items()}
+        stored = {name: _stored(name, entry, start, size) for name, entry in found.items()}
+        _check_places(stored, start, size)
+        return stored
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"'{path}' is no safetensors file: {type(error).__name__}: {error}"
@@ -106,6 +108,17 @@ def _stored(name: str, entry: Mapping[str, Any], start: int, size: int) -> Store
     if end - begin != found.nbytes:
         raise ValueError(f"'{name}' has {end - begin:,} bytes, its shape means {found.nbytes:,}")
     return found
+
+
+def _check_places(stored: Mapping[str, Stored], start: int, size: int) -> None:
+    """Every byte belongs to one tensor; else the header is not that of this file."""
+    end = start
+    for name, tensor in sorted(stored.items(), key=lambda one: (one[1].begin, one[1].nbytes)):
+        if tensor.begin != end:
+            raise ValueError(f"there is a gap before '{name}', or it begins inside another")
+        end += tensor.nbytes
+    if end != size:
+        raise ValueError(f"its tensors end at {end:,}, the file at {size:,}")
 
 
 def make_header(tensors: Mapping[str, tuple[torch.dtype, torch.Size]]) -> bytes:

@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
+from polyshard._torch.staged import checkpoint_name
 from polyshard.checkpoint.together import Ranks
 from polyshard.errors import CheckpointError, SettingError
 from polyshard.safetensors.reading import SafetensorsReader
@@ -46,19 +47,21 @@ def save_safetensors(
     """
     if file_bytes < 1:
         raise SettingError(f"file_bytes={file_bytes}: a file holds at least one byte.")
-    ranks, doing = Ranks(), f"Saving '{folder}'"
+    doing = f"Saving '{folder}'"
     state = _tensors(model)
-    for name in _aliases(model):
-        state.pop(name, None)
+    for names in _shared_names(model):
+        for name in names[1:]:
+            state.pop(name, None)
     if dtype is not None:
         state = {n: v.to(dtype) if v.is_floating_point() else v for n, v in state.items()}
-    writer = ranks.agreed(doing, lambda: SafetensorsWriter(folder, file_bytes))
-    try:
-        ranks.agreed(doing, lambda: _save(state, writer, ranks))
-    except BaseException:
-        if ranks.leads:
-            writer.remove_unfinished()
-        raise
+    with Ranks() as ranks:
+        writer = ranks.agreed(doing, lambda: SafetensorsWriter(folder, file_bytes))
+        try:
+            ranks.agreed(doing, lambda: _save(state, writer, ranks))
+        except BaseException:
+            if ranks.leads:
+                writer.remove_unfinished()
+            raise
 
 
 def load_safetensors(model: nn.Module, folder: str | os.PathLike[str]) -> frozenset[str]:
@@ -77,21 +80,31 @@ def load_safetensors(model: nn.Module, folder: str | os.PathLike[str]) -> frozen
     Raises:
         CheckpointError: on every rank alike, when the files lack tensors or hold other shapes.
     """
-    ranks, doing = Ranks(), f"Loading '{folder}'"
+    doing = f"Loading '{folder}'"
     state = _tensors(model)
-    reader = ranks.agreed(doing, lambda: SafetensorsReader(folder))
+    with Ranks() as ranks:
+        reader = ranks.agreed(doing, lambda: SafetensorsReader(folder))
+        ranks.agreed(doing, lambda: _drop_missing(state, model, reader))
+        ranks.agreed(doing, lambda: _load(model, state, reader, ranks))
+    return reader.names - state.keys()
+
+
+def _drop_missing(state: dict[str, Tensor], model: nn.Module, reader: SafetensorsReader) -> None:
+    """Leave out names that the files lack, which is fine if they have another name of the tensor.
+
+    Raises:
+        CheckpointError: when they do not.
+    """
     missing = sorted(state.keys() - reader.names)
-    known_otherwise = {n for n, first in _aliases(model).items() if first in reader.names}
-    lacking = [name for name in missing if name not in known_otherwise]
+    known = {n for names in _shared_names(model) if reader.names & set(names) for n in names}
+    lacking = [name for name in missing if name not in known]
     if lacking:
         raise CheckpointError(
-            f"'{folder}' lacks {len(lacking)} tensors of the model: {', '.join(lacking[:5])}"
+            f"the files lack {len(lacking)} tensors of the model: {', '.join(lacking[:5])}"
             f"{' and others' if len(lacking) > 5 else ''}. Is it a checkpoint of this model?"
         )
     for name in missing:
         del state[name]
-    ranks.agreed(doing, lambda: _load(model, state, reader, ranks))
-    return reader.names - state.keys()
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -99,15 +112,13 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 
-def _aliases(model: nn.Module) -> dict[str, str]:
-    """Further names of parameters and buffers, and the first of each."""
-    first: dict[int, str] = {}
-    found = {}
+def _shared_names(model: nn.Module) -> list[list[str]]:
+    """The names, as in state dicts, of each parameter and buffer that has several."""
+    found: dict[int, list[str]] = {}
     for named in (model.named_parameters, model.named_buffers):
         for name, tensor in named(remove_duplicate=False):
-            if first.setdefault(id(tensor), name) != name:
-                found[name] = first[id(tensor)]
-    return found
+            found.setdefault(id(tensor), []).append(checkpoint_name(model, name))
+    return [names for names in found.values() if len(names) > 1]
 
 
 def _save(state: dict[str, Tensor], writer: SafetensorsWriter, ranks: Ranks) -> None:
