@@ -56,7 +56,7 @@ def one_rank_fails(rank: int, size: int) -> None:
         refused(SettingError, r"'odd'", fully_shard, model, shard_placement_fn=placement)
         return
     fully_shard(model, shard_placement_fn=placement)
-    pattern = r"rank 1 failed while planning: SettingError: .*'odd'"
+    pattern = r"rank 1 failed while planning: ShardDimError: .*'odd'"
     refused(PlanMismatchError, pattern, model, tokens_for(0, rank))
 
 

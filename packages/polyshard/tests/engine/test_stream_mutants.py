@@ -36,7 +36,7 @@ ELSEWHERE = {
     ("Lane.__init__", "weakref.finalize(self, _outlast, self._held)"): FOR_HOST_MEMORY,
     ("Lane.drain", "_outlast(self._held)"): FOR_HOST_MEMORY,
     ("_outlast", "held[-1][0].synchronize()"): FOR_HOST_MEMORY,
-    ("Reducer._store", "self._shards.storage.settle()"): FOR_HOST_MEMORY,
+    ("Reducer._put", "self._shards.storage.settle()"): FOR_HOST_MEMORY,
     ("ParameterGroup.wait", "self.settle()"): FOR_HOST_MEMORY,
     ("ParameterGroup.settle", "self.shards.storage.settle()"): FOR_HOST_MEMORY,
     ("RootContext.end_forward", "self.settle()"): FOR_HOST_MEMORY,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -10,6 +11,7 @@ from polyshard._torch.transforms import outside_transforms, transforms_run
 from polyshard._torch.untraced import untraced
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own jvp
 def test_work_outside_of_transforms() -> None:
     seen = []
 
