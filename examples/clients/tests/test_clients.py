@@ -28,9 +28,6 @@ LOOPS: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "titan-compiled": (TITAN, ["with_torchtitan.py", "--checkpointing=full", "--compile"]),
 }
 CASES = [pytest.param(*case, id=name) for name, case in LOOPS.items()]
-# torchtitan compiles blocks with fullgraph=True, and the hooks of a unit break graphs.
-BROKEN = pytest.mark.xfail(reason="hooks of units break graphs", strict=False)
-CASES[-1] = pytest.param(*LOOPS["titan-compiled"], id="titan-compiled", marks=BROKEN)
 
 
 @pytest.mark.parametrize(("needed", "command"), CASES)
