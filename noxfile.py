@@ -174,7 +174,7 @@ def tests(session: nox.Session, plugins: list[str]) -> None:
     """Test every subset of the plugins with nothing else installed; each in what is its own.
 
     A subset runs the combinations of exactly its plugins, so a session repeats none of another's.
-    Core's tests run alone and beside everything, a plugin's likewise.
+    Core's tests run alone and beside everything, a plugin's likewise; those marked ``once`` alone.
     """
     python = str(dev_environment(session, plugins) / "python")
     paths = []
@@ -185,6 +185,8 @@ def tests(session: nox.Session, plugins: list[str]) -> None:
     if plugins == PLUGINS or not NEUTRAL.intersection(plugins):
         stack = stack_of(tuple(name for name in plugins if name not in NEUTRAL))
         paths += ["integration_tests", f"--stack={stack}"]  # an option that is known there alone
+    if plugins == PLUGINS:
+        paths += ["-m", "not once"]
     session.run(python, "-m", "pytest", *paths, *session.posargs, env=ONE_THREAD)
 
 

@@ -25,6 +25,8 @@ from polyshard.errors import PeerError, PlanMismatchError, SettingError
 from polyshard.sharding.layout import GroupLayout
 from polyshard.testing import World, ranks
 
+pytestmark = pytest.mark.once
+
 
 @ranks(2)
 def test_different_models(rank: int, size: int) -> None:

@@ -24,6 +24,8 @@ from polyshard.agreement.meeting import meet, report_failure, start_again
 from polyshard.errors import PlanMismatchError, SettingError
 from polyshard.testing import ranks
 
+pytestmark = pytest.mark.once
+
 SECONDS = 10.0
 
 

@@ -9,6 +9,8 @@ from toy_steps import STEPS, races_of
 
 from polyshard.testing.streams.mutants import Mutant, Survival, mutants
 
+pytestmark = pytest.mark.once
+
 MODULES = (
     "polyshard.memory.streams",
     "polyshard.transport.collective",

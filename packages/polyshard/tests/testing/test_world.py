@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from polyshard.testing import RankError, World
 
+pytestmark = pytest.mark.once
+
 
 def total(rank: int, size: int, base: int) -> int:
     value = torch.tensor(base + rank)

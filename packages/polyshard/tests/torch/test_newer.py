@@ -23,6 +23,8 @@ from polyshard.checkpoint import CheckpointReader
 from polyshard.testing import World, ranks
 from polyshard.transport import backend_for, choose_transport
 
+pytestmark = pytest.mark.once
+
 CPU = torch.device("cpu")
 
 
