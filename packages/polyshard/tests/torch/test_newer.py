@@ -20,6 +20,7 @@ from toy_models import full
 from polyshard import MixedPrecisionPolicy, fully_shard
 from polyshard._torch import newer
 from polyshard.checkpoint import CheckpointReader
+from polyshard.errors import UnsupportedError
 from polyshard.testing import World, ranks
 from polyshard.transport import backend_for, choose_transport
 
@@ -68,6 +69,29 @@ def test_nothing_is_read_from_documentation() -> None:
         == said[1]
         == (f"{newer.reduces_in_original_dtype()} {newer.resets_sharded_gradients()}\n")
     )
+
+
+@pytest.mark.skipif(
+    not getattr(dist, "_is_spmd_types_available", bool)(),
+    reason="spmd_types is not installed, or this torch does not look at it",
+)
+@ranks(2)
+@pytest.mark.parametrize("kind", ["R", "S", "I"])
+def test_what_spmd_types_says_is_not_passed_over(rank: int, size: int, kind: str) -> None:
+    import spmd_types
+    from spmd_types.checker import typecheck
+
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    axis = spmd_types.MeshAxis.of(mesh.get_group("tp"))
+    model = nn.Linear(4, 4)
+    with typecheck(), spmd_types.set_current_mesh(mesh):
+        told = spmd_types.S(0) if kind == "S" else getattr(spmd_types, kind)
+        spmd_types.assert_type(model.weight, {axis: told})
+    if kind == "R":
+        fully_shard(model)
+        return
+    with pytest.raises(UnsupportedError, match=r"'weight' is annotated by spmd_types \(.+\)"):
+        fully_shard(model)
 
 
 def mixed_backends(rank: int, size: int) -> None:

@@ -75,6 +75,22 @@ def set_grad_dtype(parameter: Tensor, dtype: torch.dtype | None) -> None:
     cast("Any", parameter).grad_dtype = dtype
 
 
+def told_by_spmd_types(parameter: Tensor) -> str:
+    """What the package ``spmd_types`` was told of a parameter, beyond that ranks hold the same.
+
+    torch 2.15 looks at that where the package is installed.
+    """
+    is_installed = getattr(dist, "_is_spmd_types_available", None)
+    if is_installed is None or not is_installed():
+        return ""
+    import spmd_types
+
+    told = dict(spmd_types.get_local_type(parameter))
+    spec = spmd_types.get_partition_spec(parameter)
+    kinds = [f"{kind} on {axis}" for axis, kind in told.items() if kind is not spmd_types.R]
+    return ", ".join([*kinds, *([] if spec is None else [str(spec)])])
+
+
 def coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the backend of ``group`` for ``device`` launches several collectives as one.
 

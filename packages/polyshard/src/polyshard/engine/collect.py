@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from polyshard._torch.composable import is_replicated
+from polyshard._torch.newer import told_by_spmd_types
 from polyshard._torch.private import has_fsdp_protocol, local_tensor
 from polyshard.composition.stack import PluginStack
 from polyshard.composition.transforms import Extensions
@@ -143,6 +144,12 @@ class Collector:
         return plugin is not None
 
     def _peel(self, fqn: str, parameter: nn.Parameter, owners: tuple[Owner, ...]) -> _Peeled:
+        if told := told_by_spmd_types(parameter):
+            raise UnsupportedError(
+                f"'{fqn}' is annotated by spmd_types ({told}): ranks hold different parts of it, "
+                "which only a DTensor tells polyshard. Make it one, as parallelize_module does, "
+                "or annotate parameters as the same on all axes."
+            )
         info = ParamInfo(
             fqn=fqn,
             shape=tuple(parameter.shape),
