@@ -133,7 +133,7 @@ def whole(tensor: Tensor) -> Tensor:
 def digest(tensors: dict[str, Tensor]) -> str:
     """Of every bit."""
     total = hashlib.sha256()
-    for name, tensor in tensors.items():
+    for name, tensor in sorted(tensors.items()):
         total.update(name.encode())
         total.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
