@@ -11,7 +11,7 @@ from polyshard._torch.transforms import outside_transforms, transforms_run
 from polyshard._torch.untraced import untraced
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own jvp
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")  # torch's own jvp
 def test_work_outside_of_transforms() -> None:
     made: list[Tensor] = []
 
@@ -51,10 +51,17 @@ def test_stand_ins_leave_when_the_block_ends() -> None:
     assert module.weight is weight
 
 
+class Doubling(nn.Module):
+    """No class of torch's own: 2.15 traces the hooks of those where they are compiled alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
 def test_untraced_functions_break_no_graph_as_hooks() -> None:
     torch._dynamo.reset()
     seen = []
-    module = nn.Sequential(nn.Linear(2, 2))
+    module = Doubling()
     module.register_forward_pre_hook(untraced(lambda m, args: seen.append(len(args))))
     module.compile(backend="eager", fullgraph=True)
     for _ in range(2):

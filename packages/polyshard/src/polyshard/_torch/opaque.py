@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch.nn.utils.stateless import _reparametrize_module
 
+from polyshard._torch.untraced import skip_frames_of
+
 _AUTOGRAD_KEYS = (
     DispatchKey.ADInplaceOrView,
     DispatchKey.AutogradOther,
@@ -51,9 +53,16 @@ class Compiler:
         return not (trace.one_graph or trace.error_on_graph_break)
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, compiled alike."""
+        """What ``function`` calls, compiled alike, frame by frame."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        # torch 2.15 would trace the hooks of a module of its own, such as an embedding, whose
+        # forward it does not compile by itself.
+        skip_frames_of(call)
         compiled: Callable[..., Any]
-        compiled = torch.compile(function, backend=self.backend, fullgraph=True)
+        compiled = torch.compile(call, backend=self.backend, fullgraph=True)
         return compiled
 
     @contextmanager

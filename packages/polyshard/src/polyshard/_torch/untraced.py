@@ -36,11 +36,11 @@ def untraced(function: F) -> F:
             disabled = torch.compiler.disable(function)
         return disabled(*args, **kwargs)
 
-    _skip_frames_of(call)
+    skip_frames_of(call)
     return cast("F", call)
 
 
-def _skip_frames_of(function: Callable[..., Any]) -> None:
+def skip_frames_of(function: Callable[..., Any]) -> None:
     """Have dynamo run ``function`` as it is, whichever compiled function it is called from."""
     action = eval_frame._FrameAction
     # What it calls is looked at as ever: the wrapper asks dynamo itself to look away.
