@@ -48,6 +48,9 @@ SUBSETS = {
 SUBSETS |= {stack_of((name,)): [name] for name in PLUGINS if name in NEUTRAL}
 SUBSETS["all"] = PLUGINS
 
+# Rooms of core's tests in which nothing depends on what is installed beside core.
+ALONE = ("agreement", "checkpoint", "memory", "safetensors", "sharding", "torch", "transport")
+
 
 # [Note: one environment with torch]
 # Installing torch costs most of a session's time and a gigabyte of disk, so every session that
@@ -174,19 +177,23 @@ def tests(session: nox.Session, plugins: list[str]) -> None:
     """Test every subset of the plugins with nothing else installed; each in what is its own.
 
     A subset runs the combinations of exactly its plugins, so a session repeats none of another's.
-    Core's tests run alone and beside everything, a plugin's likewise; those marked ``once`` alone.
+    Core's tests run alone and beside everything, a plugin's likewise; those marked ``once``, and
+    those of some rooms, alone.
     """
     python = str(dev_environment(session, plugins) / "python")
     paths = []
     if len(plugins) == 1 or plugins == PLUGINS:
         paths += [f"{folder}/tests" for folder in FOLDERS if Path(folder).name in plugins]
     if plugins in ([], PLUGINS):
-        paths += [f"packages/{name}/tests" for name in PACKAGES] + ["tools/tests"]
+        paths += [f"packages/{name}/tests" for name in PACKAGES]
+    if not plugins:
+        paths.append("tools/tests")
     if plugins == PLUGINS or not NEUTRAL.intersection(plugins):
         stack = stack_of(tuple(name for name in plugins if name not in NEUTRAL))
         paths += ["integration_tests", f"--stack={stack}"]  # an option that is known there alone
     if plugins == PLUGINS:
         paths += ["-m", "not once"]
+        paths += [f"--ignore=packages/polyshard/tests/{room}" for room in ALONE]
     session.run(python, "-m", "pytest", *paths, *session.posargs, env=ONE_THREAD)
 
 
