@@ -186,13 +186,11 @@ def tests(session: nox.Session, plugins: list[str]) -> None:
         paths += [f"{folder}/tests" for folder in FOLDERS if Path(folder).name in plugins]
     if plugins in ([], PLUGINS):
         paths += [f"packages/{name}/tests" for name in PACKAGES]
-    if not plugins:
-        paths.append("tools/tests")
     if plugins == PLUGINS or not NEUTRAL.intersection(plugins):
         stack = stack_of(tuple(name for name in plugins if name not in NEUTRAL))
         paths += ["integration_tests", f"--stack={stack}"]  # an option that is known there alone
     if plugins == PLUGINS:
-        paths += ["-m", "not once"]
+        paths += ["tools/tests", "-m", "not once"]
         paths += [f"--ignore=packages/polyshard/tests/{room}" for room in ALONE]
     session.run(python, "-m", "pytest", *paths, *session.posargs, env=ONE_THREAD)
 
