@@ -73,8 +73,38 @@ class PeerError(PolyshardError, RuntimeError):
     """A transfer failed because another rank did; the message quotes that rank."""
 
 
+class AttemptError(PolyshardError, RuntimeError):
+    """An attempt failed on some rank; raised on every rank alike.
+
+    Attributes:
+        ranks: those that failed, as far as it is known.
+        is_out_of_memory: whether one of them ran out of memory.
+        is_gone: whether one of them will not come back.
+        is_undone: whether this rank is where it was before the attempt.
+    """
+
+    ranks: tuple[int, ...] = ()
+    is_out_of_memory = is_gone = False
+    is_undone = True
+
+
+class ControlFlowError(PeerError):
+    """Ranks wait for each other at different places; the message says where each of them is."""
+
+
+class ConnectionLostError(PolyshardError, RuntimeError):
+    """A transfer ended before it was complete; what ranks see is the :class:`PeerError` of it."""
+
+    peer: int | None = None
+    """The rank it was to come from or go to, if known."""
+
+
 class NonFiniteError(PolyshardError, RuntimeError):
-    """A gradient norm that is infinite or not a number (torch raises ``RuntimeError`` here)."""
+    """Gradients, or their norm, that are infinite or no numbers (torch raises ``RuntimeError``)."""
+
+
+class CorruptionError(PolyshardError, RuntimeError):
+    """Weights or optimizer state that changed though nobody wrote them, or replicas that differ."""
 
 
 class CheckpointError(PolyshardError, ValueError):
@@ -87,6 +117,10 @@ class PluginError(PolyshardError, ValueError):
 
 class ConflictError(PluginError):
     """Plugins of one stack that exclude each other."""
+
+
+class SkippedStepWarning(UserWarning):
+    """A step of the optimizer that all ranks left out; the message says why."""
 
 
 class IneffectiveSettingWarning(UserWarning):

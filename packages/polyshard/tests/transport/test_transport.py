@@ -86,6 +86,47 @@ def test_reduce(world2: World, world4: World, kind: str, wire: torch.dtype) -> N
     world4.run(reduce, kind, wire)
 
 
+def reduce_in_tree(rank: int, world: int, wire: torch.dtype) -> None:
+    pieces = [extents(size, world) for size in SIZES]
+    route = connect("gloo").reduce_route(pieces, torch.float32, tag=7).in_tree()
+    assert route is not None
+    every = [
+        [torch.randn(size, generator=torch.Generator().manual_seed(r)).to(wire) for size in SIZES]
+        for r in range(world)
+    ]
+    present = [s if i != 2 else None for i, s in enumerate(every[rank])]
+    outs = [torch.full((p.chunk_numel,), float("nan")) for p in pieces]
+    before = [s.clone() for s in every[rank]]
+    route.start(present, outs).wait()
+    for index, (piece, out) in enumerate(zip(pieces, outs, strict=True)):
+        nodes = [sources[index].float() for sources in every]
+        while len(nodes) > 1:
+            nodes = [left + right for left, right in zip(nodes[::2], nodes[1::2], strict=True)]
+        start, real = rank * piece.chunk_numel, piece.numels[rank]
+        if index != 2:
+            assert torch.equal(out[:real], nodes[0][start : start + real])
+    for source, copy in zip(every[rank], before, strict=True):
+        assert torch.equal(source, copy), "a gradient must not change on its way"
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=str)
+def test_reduce_in_tree(world2: World, world4: World, wire: torch.dtype) -> None:
+    """Also to the last bit, and not by chance: linear sums of these differ on four ranks."""
+    world2.run(reduce_in_tree, wire)
+    world4.run(reduce_in_tree, wire)
+
+
+def trees(rank: int, world: int, kind: str) -> bool:
+    route = connect(kind).reduce_route([extents(4, world)], torch.float32, tag=7)
+    return route.in_tree() is not None
+
+
+def test_who_sums_in_a_tree(world3: World, world4: World) -> None:
+    assert not any(world3.run(trees, "gloo")), "three leaves are no whole tree"
+    assert all(world4.run(trees, "gloo"))
+    assert not any(world4.run(trees, "collective"))
+
+
 def same_bits_everywhere(rank: int, world: int) -> None:
     """Every rank reduces the same replicated values: the sums must agree to the last bit."""
     group = dist.group.WORLD

@@ -1,1 +1,1 @@
-"""Ranks compare their plans, and quote each other's failures."""
+"""Ranks compare their plans before anything is communicated."""

@@ -11,6 +11,9 @@ Others wait :data:`GRACE_SECONDS` for that, then give the meeting up, quoting it
 every further attempt while the report stands. A rank that failed as often itself in this meeting
 takes no notice: all were told the same, and those who recover may need longer than others.
 
+A rank whose process ended or stands still will not come either ([Note: alarm] of ``alarm.py``):
+that ends the meeting at once.
+
 Whatever needs a look at every rank is done by one: of those who wait, the first to come looks for
 reports (one for each number of failures of its own, which decides what it takes notice of), and
 the last to come compares, where digests differ, and says how. The others read its answer, so that
@@ -27,17 +30,23 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from polyshard._torch.private import store_timeout_seconds
-from polyshard.agreement.board import Board, open_board, said_of
 from polyshard.agreement.differences import difference
-from polyshard.errors import PlanMismatchError
+from polyshard.alarm.board import Board, open_board, said_of
+from polyshard.alarm.current import current_alarm
+from polyshard.errors import PeerError, PlanMismatchError
 
 POLL_SECONDS = 0.01
 """How soon a rank that waits asks again, at first: it does less often the longer it waits."""
 LOOK_SECONDS = 0.1
 """How often a rank that waits looks for reports of those that have not come."""
-GRACE_SECONDS = 0.75
+PATIENCE_SECONDS = 0.3
+"""How long it waits before it looks at their processes as well."""
+REQUEST_SECONDS = 1 / 2000
+"""Of a rank, that asking the store for every other one may take."""
+GRACE_SECONDS = 0.5
 """How long a rank that reported a failure may take to start again before the others give up."""
 MET = "met"
+RUNG = "rung"
 _TOLD = "_polyshard_was_reported"
 STANDING, FAILURES, CONCLUDED = "standing", "failures", "concluded"
 
@@ -82,7 +91,8 @@ def reporting(audiences: Audiences) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not getattr(error, _TOLD, False):  # by a block inside this one
+        # By a block inside this one; of processes that ended, the alarm tells.
+        if not (getattr(error, _TOLD, False) or isinstance(error, PeerError)):
             report_failure(audiences, error)
             setattr(error, _TOLD, True)
         raise
@@ -106,6 +116,7 @@ def agree(
     Raises:
         PlanMismatchError: on every one of ``ranks``: when lines differ, a rank failed before, or
             one does not come within the time-out of the store.
+        PeerError: on all that are left, when the process of one ended or stands still.
     """
     board = open_board(ranks)
     if board is not None and len(ranks) > 1:
@@ -127,6 +138,8 @@ def meet(board: Board, lines: Sequence[str], occasion: str = "the meeting") -> N
             raise _refusal(board, verdict)
         if ended == MET:
             return
+        if ended.startswith(RUNG):
+            raise PeerError(ended.partition("\n")[2])
         if not knew:
             raise _refusal(board, ended.partition("\n")[2])
 
@@ -147,7 +160,7 @@ def _digest(lines: Sequence[str]) -> str:
 
 def _culprits(ended: str) -> tuple[int, ...]:
     """Ranks whose own reports ended a meeting: its first line."""
-    return tuple(int(rank) for rank in ended.partition("\n")[0].split(",") if rank)
+    return tuple(int(rank) for rank in ended.partition("\n")[0].split(",") if rank.isdigit())
 
 
 @dataclass(frozen=True)
@@ -238,26 +251,17 @@ class Meeting:
         return ended.decode()
 
     def _wait(self) -> str:
-        now = time.monotonic()
-        deadline = now + store_timeout_seconds(self.board.store)
-        looks, look_at, blamed_since = self._is_first_to_look(), now, None
-        if not looks:
-            deadline += GRACE_SECONDS  # who looks for reports says who is missing, too
+        lookout = _Lookout(self)
         for _ in _pauses():
-            if (ended := self.ended()) is not None:
+            ended = self.ended()
+            if ended is None:
+                reason = lookout.look(time.monotonic())
+                ended = None if reason is None else self._end(reason)
+            if ended is not None:
                 return ended
-            now = time.monotonic()
-            if now > deadline:
-                return self._end(f"\n{self._absent()}")
-            if looks and now >= look_at:
-                look_at = now + LOOK_SECONDS
-                failures = self._failures()
-                blamed_since = (blamed_since or now) if failures else None
-                if blamed_since is not None and now - blamed_since > GRACE_SECONDS:
-                    return self._end(_quoted(failures))
         raise AssertionError
 
-    def _is_first_to_look(self) -> bool:
+    def is_first_to_look(self) -> bool:
         """Whether this rank looks for reports; others with as many failures of their own need not.
 
         What is looked for differs by that number alone.
@@ -266,15 +270,16 @@ class Meeting:
         key = f"{self._here.prefix}/looks/{self.own_failures()}"
         return bool(self.board.store.compare_set(key, "", me).decode() == me)
 
-    def _missing(self) -> list[int]:
+    def missing(self) -> list[int]:
+        """Ranks that have not come."""
         return [r for r in self.board.ranks if self._here.read("digest", r) is None]
 
-    def _failures(self) -> dict[int, str]:
+    def failures(self) -> dict[int, str]:
         """What ranks that have not come reported, and this rank did not meet with as well."""
         if self.board.look(f"{self.board.prefix}/reports") is None:
             return {}
         found = {}
-        for rank in self._missing():
+        for rank in self.missing():
             report = self.board.read(STANDING, rank)
             if report is not None:
                 number, times, text = report.split(" ", 2)
@@ -285,8 +290,9 @@ class Meeting:
     def _failures_of(self, rank: int) -> int:
         return int(self._here.look(self._here.key(FAILURES, rank)) or 0)
 
-    def _absent(self) -> str:
-        missing, seconds = self._missing(), store_timeout_seconds(self.board.store)
+    def absent(self) -> str:
+        """What is said of them when time is up."""
+        missing, seconds = self.missing(), store_timeout_seconds(self.board.store)
         said = {r: text for r in missing if (text := self.board.read(STANDING, r))}
         quotes = "".join(f" Rank {r} failed: {t.split(' ', 2)[2]}." for r, t in said.items())
         return (
@@ -294,6 +300,45 @@ class Meeting:
             f"{seconds:.0f} s (rank {self.board.rank} did). Every rank of the mesh must shard the "
             f"same model and call it; check that all were started.{quotes}"
         )
+
+
+class _Lookout:
+    """What a rank looks for while it waits in a meeting: why it should be given up."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        """It begins to wait."""
+        now = time.monotonic()
+        self._meeting = meeting
+        self._alarm = current_alarm()
+        self._rung = self._alarm.report
+        self._looks = meeting.is_first_to_look()
+        self._deadline = now + store_timeout_seconds(meeting.board.store)
+        if not self._looks:
+            self._deadline += GRACE_SECONDS  # who looks for reports says who is missing, too
+        self._reports_at, self._processes_at = now, now + PATIENCE_SECONDS
+        self._blamed_since: float | None = None
+
+    def look(self, now: float) -> str | None:
+        """How the meeting is to end, if this rank finds that it should."""
+        alarm, report = self._alarm, self._alarm.report
+        if report is not None and report is not self._rung and report.is_of_process:
+            return f"{RUNG}\n{alarm.because(f'{self._meeting.occasion} cannot begin')}"
+        if now > self._deadline:
+            return f"\n{self._meeting.absent()}"
+        if self._looks and now >= self._processes_at and alarm.board is not None:
+            ranks = len(self._meeting.board.ranks)
+            self._processes_at = now + max(LOOK_SECONDS, ranks * REQUEST_SECONDS)
+            alarm.look_at_processes(tuple(self._meeting.missing()))
+        if self._looks and now >= self._reports_at:
+            self._reports_at = now + LOOK_SECONDS
+            return self._look_for_reports(now)
+        return None
+
+    def _look_for_reports(self, now: float) -> str | None:
+        failures = self._meeting.failures()
+        self._blamed_since = (self._blamed_since or now) if failures else None
+        since = self._blamed_since
+        return _quoted(failures) if since is not None and now - since > GRACE_SECONDS else None
 
 
 def _pauses() -> Iterator[None]:

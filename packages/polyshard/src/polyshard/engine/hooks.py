@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from polyshard._torch.gloo import await_values
 from polyshard._torch.private import in_backward
 from polyshard._torch.transforms import outside_transforms, transforms_run
 from polyshard._torch.untraced import untraced
@@ -48,20 +49,26 @@ class UnitHooks:
         """Nothing is hooked before :meth:`attach`."""
         self._unit = unit
         self._before, self._after = untraced(self._pre_forward), untraced(self._post_forward)
+        self._always = untraced(self._left_forward)
 
     def attach(self) -> None:
         """Hook the modules, once all groups are sharded."""
         for module in self._unit.modules:
             module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._after)
+            module.register_forward_hook(self._always, always_call=True)
 
     def around(self, module: nn.Module, method: Callable[..., Any]) -> MethodType:
         """``method`` of ``module``, which gathers and frees parameters as ``forward`` does."""
 
         @functools.wraps(method)
         def gathered(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self._before(module, args, kwargs)
-            return self._after(module, args, method(*args, **kwargs))
+            try:
+                args, kwargs = self._before(module, args, kwargs)
+                return self._after(module, args, method(*args, **kwargs))
+            except Exception:
+                self._always(module, args, None)
+                raise
 
         return MethodType(gathered, module)
 
@@ -148,13 +155,27 @@ class UnitHooks:
         unit = self._unit
         if unit.phase in (Phase.PRE_BACKWARD, Phase.REHEARSAL):  # recomputed: post-backward frees
             return self._cast_output(output)
+        is_outermost = unit.context.forward_root is unit
+        if is_outermost:
+            for tensor in tensors(output):  # see [Note: let down elsewhere] of breaking.py
+                await_values(tensor)
         unit.pending_modules.discard(module)
         if not unit.pending_modules:
             _leave_forward(unit)
         output = self._watch_output(output)
-        if unit.context.forward_root is unit:
+        if is_outermost:
             self._end_outermost()
         return self._cast_output(output)
+
+    def _left_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The module's forward is over, whatever happened: if its end was not seen, an exception.
+
+        Also called after :meth:`_post_forward`, which leaves nothing to do here.
+        """
+        del module, args, output
+        context = self._unit.context
+        if context.forward_root is self._unit and self._unit.pending_modules:
+            context.forward_broke()
 
     def _end_outermost(self) -> None:
         """Close units of which only some modules ran, so that nothing stays gathered."""
@@ -215,6 +236,8 @@ class UnitHooks:
     def _enter_backward(self) -> None:
         unit = self._unit
         unit.context.queue_end_of_backward()
+        if not (unit.is_root and unit.context.reached):
+            unit.context.reached = unit.name
         if unit.phase is Phase.PRE_BACKWARD:
             return
         unit.phase = Phase.PRE_BACKWARD

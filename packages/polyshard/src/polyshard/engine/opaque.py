@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from polyshard._torch.opaque import Compiler, constant_in_graphs, own_autograd, stand_ins
+from polyshard.engine.breaking import let_down
 from polyshard.engine.root import unit_of, units_below
 from polyshard.engine.trees import fill, outline
 from polyshard.engine.unit import Phase
@@ -113,9 +114,17 @@ def calling(original: type[nn.Module]) -> Callable[..., Any]:
     """``__call__`` of a sharded class: the module's own, or one operator while dynamo traces."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() and not _may_break():
-            return _call_traced(self, args, kwargs)
-        return original.__call__(self, *args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():  # which cannot break a graph where it tries
+            if not _may_break():
+                return _call_traced(self, args, kwargs)
+            return original.__call__(self, *args, **kwargs)
+        try:
+            return original.__call__(self, *args, **kwargs)
+        except RuntimeError as error:
+            refusal = let_down(error)
+            if refusal is None:
+                raise
+            raise refusal from error
 
     return call
 

@@ -111,6 +111,7 @@ def _gather_below(
             group.turn, group.lanes = context.turn, context.lanes
             group.pool = group.pool if unit in keep_memory else context.pool
             group.transport.use_lanes(context.lanes)
+            group.transport.use_turns(context.turn)
             group.setup = replace(group.setup, reshard_after_forward=unit.reshards_in_training)
 
 

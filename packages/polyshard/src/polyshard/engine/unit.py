@@ -6,9 +6,12 @@ unit's backward computes; it is finished before another starts.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from enum import Enum, auto
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +19,9 @@ from torch import Tensor, nn
 from polyshard._torch.newer import resets_sharded_gradients
 from polyshard._torch.private import queue_backward_callback
 from polyshard._torch.transforms import outside_transforms
-from polyshard.agreement.failures import forget_failure
+from polyshard.alarm.alarm import Alarm
+from polyshard.alarm.current import current_alarm
+from polyshard.engine.breaking import BackwardGuard, backward_broke, forward_broke, given_up
 from polyshard.engine.finalization import Finalization, Reduction
 from polyshard.engine.prefetch import Prefetcher
 from polyshard.exchange.flight import InFlight
@@ -131,6 +136,14 @@ class Unit:
                 group.reshard()
             group.drop_block()
 
+    def leave_broken(self) -> None:
+        """The forward was broken off; end sharded."""
+        if self.phase is Phase.FORWARD:
+            self.phase = Phase.IDLE
+        self.pending_modules.clear()
+        for group in self.groups:
+            group.abandon()
+
     def reset(self) -> None:
         """Forget the iteration; end sharded."""
         self.phase = Phase.IDLE
@@ -139,7 +152,6 @@ class Unit:
             group.discard()
             if resets_sharded_gradients():
                 group.shards.drop_gradients()
-            forget_failure(group.roles.ranks)
 
 
 class RootContext:
@@ -156,6 +168,9 @@ class RootContext:
         self.finalization = Finalization()
         self.max_reductions = 1
         self.post_optim_event: torch.Event | None = None
+        self.alarm = Alarm(None)
+        self.reached = ""
+        """The unit that a backward reached last, by name."""
         self.prefetcher: Prefetcher[Unit] = Prefetcher()
         self._reductions: deque[tuple[ParameterGroup, InFlight]] = deque()
         self._may_hold: dict[ParameterGroup, None] = {}
@@ -173,7 +188,9 @@ class RootContext:
         """``unit`` is called from outside of any other: a turn begins. See [Note: turns]."""
         self.forward_root = unit
         self.finalization.is_busy = self.finalization.is_busy or torch.is_grad_enabled()
-        self.turn.begin()
+        self.alarm = current_alarm()
+        self.alarm.begin_turn()
+        self.turn.begin(self.alarm.epoch)
         if self.pool is not None:
             self.pool.recall()
 
@@ -267,7 +284,8 @@ class RootContext:
         if not self.turn.in_backward:
             self.finalization.begin_backward()
             self.turn.in_backward = True
-            queue_backward_callback(self.end_backward)
+            self.reached = ""
+            queue_backward_callback(BackwardGuard(self.end_backward, self._backward_broke))
 
     @outside_transforms
     def end_backward(self) -> None:
@@ -300,6 +318,27 @@ class RootContext:
         for observer in self._observers():
             observer.on_step_end()
 
+    def remember(self) -> Callable[[], None]:
+        """What puts back, after :meth:`reset`, gradients that wait for a later backward.
+
+        Reductions under way are ended first.
+
+        Raises:
+            LifecycleError: while a handle is to be waited for.
+        """
+        self.finalization.check_line("an attempt")
+        self.finish_reductions()
+        pending, may_hold = dict(self.finalization.pending), dict(self._may_hold)
+        groups = [group.gradients.remember() for unit in self.units for group in unit.groups]
+
+        def put_back() -> None:
+            self.finalization.pending.update(pending)
+            self._may_hold.update(may_hold)
+            for group in groups:
+                group()
+
+        return put_back
+
     def wait_for_reduction(self, reduction: Reduction) -> None:
         """End the iteration whose last reductions were started apart.
 
@@ -309,6 +348,21 @@ class RootContext:
         self.finalization.check_valid(reduction)
         self.end_iteration()
         self.finalization.leave_line()
+
+    def forward_broke(self) -> None:
+        """An exception passes through the outermost forward: nothing of it is left gathered.
+
+        The next forward starts as if this one had not been; backwards of earlier ones may follow.
+        """
+        names = [unit.name for unit in self.units if unit.phase is Phase.FORWARD]
+        forward_broke(self.alarm, names)
+        for unit in self.units:
+            unit.leave_broken()
+        self.prefetcher.reset()
+        self.end_forward()
+
+    def _backward_broke(self, error: Exception | None, caller: FrameType | None) -> None:
+        backward_broke(self.alarm, self.reached, error, caller)
 
     def _observers(self) -> Iterator[Observer]:
         """Every observer once, however many groups it watches."""
@@ -322,8 +376,10 @@ class RootContext:
             LifecycleError: while another root that shares the communication reduces.
         """
         self.finalization.check_reset()
+        given_up(self.alarm, sys.exc_info()[1], is_in_mid_step=self._is_in_mid_step)
         for _, flight in self._reductions:
-            flight.end()
+            with suppress(RuntimeError):  # whose peers may be gone
+                flight.end()
         self._reductions.clear()
         self._may_hold.clear()
         self.turn.in_backward = False
@@ -332,3 +388,11 @@ class RootContext:
             unit.reset()
         self.end_forward()
         self.finalization.reset()
+        self.alarm.begin_anew()
+
+    @property
+    def _is_in_mid_step(self) -> bool:
+        """Whether others may wait for this rank: in a backward that it has not begun, say."""
+        groups = (group for unit in self.units for group in unit.groups)
+        under_way = self._reductions or any(g.state is State.GATHERING for g in groups)
+        return self.finalization.is_busy or bool(under_way)

@@ -11,13 +11,17 @@ from polyshard.transport.base import (
     Extents,
     GatherPiece,
     GatherRoute,
+    OwnerRoute,
     Pending,
     ReduceRoute,
     Transport,
 )
 from polyshard.transport.collective import CollectiveTransport
+from polyshard.transport.collective_owners import CollectiveOwner
 from polyshard.transport.gloo import GlooTransport
+from polyshard.transport.gloo_owners import GlooOwner
 from polyshard.transport.local import LocalTransport
+from polyshard.transport.wire import wire_of
 from polyshard.transport.wrapped import WrappedTransport
 
 __all__ = [
@@ -25,12 +29,14 @@ __all__ = [
     "GatherPiece",
     "GatherRoute",
     "MeshRoles",
+    "OwnerRoute",
     "Pending",
     "ReduceRoute",
     "Transport",
     "WrappedTransport",
     "backend_for",
     "choose_transport",
+    "owner_route_over",
 ]
 
 
@@ -42,6 +48,15 @@ def choose_transport(roles: MeshRoles, device: torch.device) -> Transport:
     if device.type == "cpu" and backend_for(group, device) == dist.Backend.GLOO:
         return GlooTransport(group)
     return CollectiveTransport(group, device)
+
+
+def owner_route_over(
+    group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, tag: int
+) -> OwnerRoute:
+    """A way for whole tensors among the ranks of ``group``, such as replicas."""
+    if device.type == "cpu" and backend_for(group, device) == dist.Backend.GLOO:
+        return GlooOwner(wire_of(group), group.rank(), group.size(), tag)
+    return CollectiveOwner(group, dtype)
 
 
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:

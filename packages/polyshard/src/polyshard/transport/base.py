@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from polyshard.errors import UnsupportedError
 from polyshard.memory.streams import ARRIVED, Lanes
 
 
@@ -44,6 +45,24 @@ class GatherPiece:
     source: Tensor
     region: Tensor
     extents: Extents
+
+
+class Turns(Protocol):
+    """Counts the outermost forwards of a root, alike on all ranks."""
+
+    @property
+    def count(self) -> int:
+        """How many there were since all ranks began anew."""
+        ...
+
+
+@dataclass(frozen=True)
+class _NoTurns:
+    count: int = 0
+
+
+NO_TURNS: Turns = _NoTurns()
+"""Before there is a root."""
 
 
 class Pending(Protocol):
@@ -88,6 +107,14 @@ class ReduceRoute(ABC):
     def sent_bytes(self, sources: Sequence[Tensor | None]) -> int:
         """Bytes that leave this rank for these sources."""
 
+    def in_tree(self) -> ReduceRoute | None:
+        """The same route with sums over a binary tree of the ranks; ``None`` where it cannot.
+
+        Node ``i`` of a level is the sum of nodes ``2 i`` and ``2 i + 1`` below it, in the dtype of
+        sums; the ranks are a power of two.
+        """
+        return None
+
     def answer(self, peer: int, takes_part: Sequence[bool], dtype: torch.dtype) -> Pending:
         """Take part, with zeros, in the reduction of the pieces that ``peer`` started.
 
@@ -96,6 +123,40 @@ class ReduceRoute(ABC):
         this is never called: a reduction starts when ranks are known to agree.
         """
         raise NotImplementedError
+
+
+class OwnerRoute(ABC):
+    """Whole tensors to one rank of an axis, and parts of them back.
+
+    ``key`` tells transfers apart that are under way at once; all ranks call alike. Tensors are flat
+    and contiguous, and must not change before the wait.
+    """
+
+    @abstractmethod
+    def reduce(self, key: int, owner: int, source: Tensor, out: Tensor | None) -> Pending:
+        """Sum every rank's ``source`` (wire dtype) into ``out`` on rank ``owner``, in rank order.
+
+        ``out`` has the dtype of sums, and is ``None`` on every other rank.
+        """
+
+    @abstractmethod
+    def scatter(
+        self, key: int, owner: int, parts: Sequence[Tensor] | None, out: Tensor, most: int
+    ) -> Pending:
+        """Bring ``parts[r]`` of ``owner``, who alone has them, into ``out`` on rank ``r``.
+
+        No part has more than ``most`` elements.
+        """
+
+    @abstractmethod
+    def gather(
+        self, key: int, owner: int, source: Tensor, parts: Sequence[Tensor] | None, most: int
+    ) -> Pending:
+        """Bring ``source`` of rank ``r`` into ``parts[r]`` on ``owner``: a scatter mirrored."""
+
+    @abstractmethod
+    def broadcast(self, key: int, owner: int, value: Tensor) -> Pending:
+        """Bring ``value`` of ``owner`` into that of all ranks."""
 
 
 class Transport(ABC):
@@ -127,6 +188,17 @@ class Transport(ABC):
     def reduce_route(self, extents: Sequence[Extents], dtype: torch.dtype, tag: int) -> ReduceRoute:
         """Bind a reduce-scatter whose sums are kept in ``dtype``."""
 
+    def owner_route(self, dtype: torch.dtype, tag: int) -> OwnerRoute:
+        """A way for whole gradients to ranks that own them, with sums in ``dtype``.
+
+        Without an override there is none, and gradients land on shards alone.
+        """
+        del dtype, tag
+        raise UnsupportedError(
+            f"transport '{self.name}' brings no gradient whole to one rank: it has no owner_route. "
+            "Leave out the plugin whose gradients land on owners, or take another transport."
+        )
+
     @abstractmethod
     def block(self, size: int) -> Transport:
         """The same way among the block of ``size`` consecutive ranks that holds this one.
@@ -139,6 +211,9 @@ class Transport(ABC):
 
         For transports on accelerators whose collectives run on streams; nothing is in flight.
         """
+
+    def use_turns(self, turns: Turns) -> None:
+        """Tell transfers of different turns apart from now on, where they have tags."""
 
     def separate_reductions(self, enable: bool) -> None:
         """Whether reductions get a communicator of their own, so as not to queue behind gathers."""

@@ -26,6 +26,7 @@ from polyshard.transport.base import (
     ReduceRoute,
     Transport,
 )
+from polyshard.transport.collective_owners import CollectiveOwner
 
 STAGING_BYTES = 256 << 10
 """A coalesced launch takes many tensors; only those too small to fill a link are packed."""
@@ -158,6 +159,11 @@ class CollectiveTransport(Transport):
     ) -> CollectiveReduce:
         del tag  # collectives pair by order
         return CollectiveReduce(extents, dtype, self)
+
+    @override
+    def owner_route(self, dtype: torch.dtype, tag: int) -> CollectiveOwner:
+        del tag  # collectives pair by order
+        return CollectiveOwner(self.reduce_group, dtype)
 
     @override
     def block(self, size: int) -> CollectiveTransport:

@@ -27,6 +27,7 @@ from polyshard.transport.base import (
     Pending,
     ReduceRoute,
     Transport,
+    Turns,
 )
 
 
@@ -246,6 +247,10 @@ class CustomTransport(Transport):
     @override
     def use_lanes(self, lanes: Lanes) -> None:
         self._base.use_lanes(lanes)
+
+    @override
+    def use_turns(self, turns: Turns) -> None:
+        self._base.use_turns(turns)
 
     @override
     def separate_reductions(self, enable: bool) -> None:

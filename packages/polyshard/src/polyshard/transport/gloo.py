@@ -12,10 +12,14 @@ wrote it, and each rank sums what it receives. Because the sum is local, a gradi
 own dtype and is added in the reduction's: bf16 gradients reduced in fp32 cost bf16 bytes, with the
 same bits as if they had been cast first. Gradients that this rank does not have are not sent. So
 that a peer which has them does not take others for them, the tag then says which pieces travel.
+
+Every tag also says in which turn (outermost forward) its ranks are: messages of ranks whose control
+flow differs do not meet, so that nobody computes with weights of another step.
 """
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,100 +30,81 @@ from torch import Tensor
 from typing_extensions import override
 
 from polyshard.transport.base import (
+    NO_TURNS,
     Extents,
     GatherPiece,
     GatherRoute,
     Pending,
     ReduceRoute,
     Transport,
+    Turns,
 )
+from polyshard.transport.gloo_owners import GlooOwner
+from polyshard.transport.wire import wire_of
+from polyshard.transport.works import Message, Works, exchange_over, in_turn
 
 STAGING_BYTES = 64 << 10
 """Measured on loopback: a message costs about as much as copying this many bytes twice."""
 
 
-class Works:
-    """Sends and receives in flight, with what keeps their memory alive."""
-
-    def __init__(self, works: list[dist.Work], keep: object = None) -> None:
-        """Hold ``keep`` until the transfers end."""
-        self._works = works
-        self._keep = keep
-
-    def wait(self) -> None:
-        """Wait for receives first, then for sends (the order they were posted in)."""
-        for work in self._works:
-            work.wait()
-        self._works.clear()
-        self._keep = None
-
-
-@dataclass(frozen=True)
-class _Message:
-    tensors: list[Tensor]
-    peer: int
-
-
 class GlooGather(GatherRoute):
     """See [Note: gloo point to point]."""
 
-    def __init__(
-        self,
-        pieces: Sequence[GatherPiece],
-        group: dist.ProcessGroup,
-        tag: int,
-        members: Sequence[int],
-    ) -> None:
-        """Slice every region and source once; ``members`` are the ranks in ``group`` taking part.
-
-        Regions have a row for each member.
-        """
-        rank, world = members.index(group.rank()), len(members)
+    def __init__(self, pieces: Sequence[GatherPiece], transport: GlooTransport, tag: int) -> None:
+        """Slice every region and source once. Regions have a row for each rank taking part."""
+        rank, world, members = transport.rank, transport.size, transport.members
         peers = [(rank + step) % world for step in range(1, world)]
-        self._group = group
+        self._transport = transport
         self._tag = tag
         self._casts = any(p.source.dtype != p.region.dtype for p in pieces)
         self._own = [p.region[rank][: p.extents.numels[rank]] for p in pieces]
         self._sources = [p.source[: p.extents.numels[rank]] for p in pieces]
         outgoing = self._own if self._casts else self._sources
         self._receives = [
-            _Message([p.region[peer][: p.extents.numels[peer]]], members[peer])
+            Message([p.region[peer][: p.extents.numels[peer]]], members[peer])
             for peer in peers
             for p in pieces
             if p.extents.numels[peer]
         ]
-        self._sends = [
-            _Message([t], members[peer]) for peer in peers for t in outgoing if t.numel()
-        ]
+        self._sends = [Message([t], members[peer]) for peer in peers for t in outgoing if t.numel()]
         self.sent_bytes = sum(m.tensors[0].nbytes for m in self._sends)
         self.received_bytes = sum(m.tensors[0].nbytes for m in self._receives)
 
     @override
     def start(self) -> Pending:
         """Post receives, then sends; put the own chunk in place while they run."""
-        group, tag = self._group, self._tag
-        works = [group.recv(m.tensors, m.peer, tag) for m in self._receives]
+        works = self._transport.begin(self._tag)
+        works.receive(self._receives)
         if self._casts:
             torch._foreach_copy_(self._own, self._sources)
-        works += [group.send(m.tensors, m.peer, tag) for m in self._sends]
+        works.send(self._sends)
         if not self._casts:
             torch._foreach_copy_(self._own, self._sources)
-        return Works(works)
+        return works
 
 
 class GlooReduce(ReduceRoute):
     """See [Note: gloo point to point]."""
 
     def __init__(
-        self, extents: Sequence[Extents], dtype: torch.dtype, group: dist.ProcessGroup, tag: int
+        self, extents: Sequence[Extents], dtype: torch.dtype, transport: GlooTransport, tag: int
     ) -> None:
         """``dtype`` is the dtype of the sums."""
         self._extents = tuple(extents)
         self._dtype = dtype
-        self._group = group
+        self._transport = transport
         self._tag = tag
-        self._rank, self._world = group.rank(), group.size()
+        self._rank, self._world = transport.rank, transport.size
         self._peers = [peer for peer in range(self._world) if peer != self._rank]
+        self._sum: type[_Sum] = _Sum
+
+    @override
+    def in_tree(self) -> GlooReduce | None:
+        if self._world & (self._world - 1):
+            return None
+        made = copy.copy(self)
+        made._sum = _TreeSum
+        return made
 
     @override
     def sent_bytes(self, sources: Sequence[Tensor | None]) -> int:
@@ -146,10 +131,9 @@ class GlooReduce(ReduceRoute):
                 own.append(chunks[self._rank])
                 targets.append(out if real == extents.chunk_numel else out[:real])
         arrivals = [self._arrivals(own, targets, i) for i in range(len(self._peers))]
-        works = self._post(
-            arrivals, outgoing, self._tag_of([source is not None for source in sources])
-        )
-        return _Sum(works, self._rank, own, targets, arrivals)
+        tag = self._tag_of([source is not None for source in sources])
+        works = self._post(arrivals, outgoing, self._transport.begin(tag))
+        return self._sum(works, self._rank, own, targets, arrivals)
 
     def _arrivals(self, own: list[Tensor], targets: list[Tensor], index: int) -> list[Tensor]:
         """Where the peer at ``index`` writes: into the sum itself if it comes first."""
@@ -165,34 +149,33 @@ class GlooReduce(ReduceRoute):
 
     @override
     def answer(self, peer: int, takes_part: Sequence[bool], dtype: torch.dtype) -> Pending:
-        group, tag = self._group, self._tag_of(takes_part)
-        works: list[dist.Work] = []
-        kept: list[Tensor] = []
+        works = self._transport.begin(self._tag_of(takes_part))
         for extents in (e for e, present in zip(self._extents, takes_part, strict=True) if present):
             mine, theirs = extents.numels[self._rank], extents.numels[peer]
             if mine:
-                kept.append(torch.empty(mine, dtype=dtype))
-                works.append(group.recv([kept[-1]], peer, tag))
+                works.receive([Message([torch.empty(mine, dtype=dtype)], peer)])
             if theirs:
-                kept.append(torch.zeros(theirs, dtype=dtype))
-                works.append(group.send([kept[-1]], peer, tag))
-        return Works(works, kept)
+                works.send([Message([torch.zeros(theirs, dtype=dtype)], peer)])
+        return works
 
     def _post(
-        self, arrivals: list[list[Tensor]], outgoing: list[Sequence[Tensor]], tag: int
-    ) -> list[dist.Work]:
-        group = self._group
-        works = [
-            group.recv([tensor], peer, tag)
-            for peer, tensors in zip(self._peers, arrivals, strict=True)
-            for tensor in tensors
-        ]
-        works += [
-            group.send([chunks[peer]], peer, tag)
-            for peer in self._peers
-            for chunks in outgoing
-            if peer < len(chunks) and chunks[peer].numel()
-        ]
+        self, arrivals: list[list[Tensor]], outgoing: list[Sequence[Tensor]], works: Works
+    ) -> Works:
+        works.receive(
+            [
+                Message([tensor], peer)
+                for peer, tensors in zip(self._peers, arrivals, strict=True)
+                for tensor in tensors
+            ]
+        )
+        works.send(
+            [
+                Message([chunks[peer]], peer)
+                for peer in self._peers
+                for chunks in outgoing
+                if peer < len(chunks) and chunks[peer].numel()
+            ]
+        )
         return works
 
 
@@ -203,18 +186,19 @@ class _Sum:
     ``arrivals[0]`` is ``targets`` itself when dtypes allow: the first peer writes into the sum.
     """
 
-    works: list[dist.Work]
+    works: Works
     rank: int
     own: list[Tensor]
     targets: list[Tensor]
     arrivals: list[list[Tensor]]
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-        self.works.clear()
-        if not self.targets:
-            return
+        self.works.wait()
+        if self.targets:
+            self.add()
+
+    def add(self) -> None:
+        """Sum what has arrived into the targets."""
         first, *rest = self.arrivals
         if first is not self.targets:
             torch._foreach_copy_(self.targets, first)
@@ -222,6 +206,30 @@ class _Sum:
         position = max(self.rank - 1, 0)
         for term in (*rest[:position], self.own, *rest[position:]):
             torch._foreach_add_(self.targets, term)
+
+
+@dataclass
+class _TreeSum(_Sum):
+    """Adds neighbours first; in memory of arrivals, or, where those are narrower, in wider."""
+
+    @override
+    def add(self) -> None:
+        leaves = [*self.arrivals[: self.rank], self.own, *self.arrivals[self.rank :]]
+        total = self._sum_of(leaves)
+        if total is not self.targets:
+            torch._foreach_copy_(self.targets, total)
+
+    def _sum_of(self, leaves: list[list[Tensor]]) -> list[Tensor]:
+        if len(leaves) == 1:
+            return leaves[0]
+        half = len(leaves) // 2
+        left, right = self._sum_of(leaves[:half]), self._sum_of(leaves[half:])
+        if left is self.own:  # what autograd wrote is not ours to change
+            left, right = right, left
+        if left[0].dtype != self.targets[0].dtype:
+            left = [tensor.to(self.targets[0].dtype) for tensor in left]
+        torch._foreach_add_(left, right)
+        return left
 
 
 class GlooTransport(Transport):
@@ -233,27 +241,42 @@ class GlooTransport(Transport):
     def __init__(self, group: dist.ProcessGroup, members: Sequence[int] | None = None) -> None:
         """``group`` must run on gloo; ``members`` are the ranks in it, all unless a block."""
         self._group = group
-        self._members = tuple(members) if members is not None else tuple(range(group.size()))
-        self.rank = self._members.index(group.rank())
-        self.size = len(self._members)
+        self._turns: Turns = NO_TURNS
+        self.wire = wire_of(group)
+        self.members = tuple(members) if members is not None else tuple(range(group.size()))
+        self.rank = self.members.index(group.rank())
+        self.size = len(self.members)
+
+    def begin(self, tag: int) -> Works:
+        """A transfer of ``tag`` in this turn."""
+        return Works(self.wire, in_turn(tag, self._turns.count))
+
+    @override
+    def use_turns(self, turns: Turns) -> None:
+        self._turns = turns
 
     @override
     def gather_route(self, pieces: Sequence[GatherPiece], tag: int) -> GlooGather:
-        return GlooGather(pieces, self._group, 2 * tag, self._members)
+        return GlooGather(pieces, self, 2 * tag)
 
     @override
     def reduce_route(self, extents: Sequence[Extents], dtype: torch.dtype, tag: int) -> GlooReduce:
         assert self.size == self._group.size(), "a block does not reduce"
-        return GlooReduce(extents, dtype, self._group, 2 * tag + 1)
+        return GlooReduce(extents, dtype, self, 2 * tag + 1)
+
+    @override
+    def owner_route(self, dtype: torch.dtype, tag: int) -> GlooOwner:
+        del dtype  # sums are made where they are kept
+        return GlooOwner(self.wire, self.rank, self.size, tag)
 
     @override
     def block(self, size: int) -> GlooTransport:
         """Some ranks of the same group: messages need no group of their own."""
         first = self.rank // size * size
-        return GlooTransport(self._group, self._members[first : first + size])
+        made = GlooTransport(self._group, self.members[first : first + size])
+        made.use_turns(self._turns)
+        return made
 
     @override
     def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
-        work = dist.all_to_all_single(received, payloads, group=self._group, async_op=True)
-        assert work is not None
-        return Works([work], (payloads, received))
+        return exchange_over(self.wire, payloads, received)

@@ -13,6 +13,7 @@ from polyshard.transport.base import (
     Extents,
     GatherPiece,
     GatherRoute,
+    OwnerRoute,
     Pending,
     ReduceRoute,
     Transport,
@@ -42,6 +43,10 @@ class LocalReduce(ReduceRoute):
     """The sum over one rank is the gradient itself."""
 
     @override
+    def in_tree(self) -> LocalReduce:
+        return self
+
+    @override
     def answer(self, peer: int, takes_part: Sequence[bool], dtype: torch.dtype) -> Pending:
         del peer, takes_part, dtype
         return DONE
@@ -57,6 +62,40 @@ class LocalReduce(ReduceRoute):
         for source, out in zip(sources, outs, strict=True):
             if source is not None:
                 out[: source.numel()].copy_(source)
+        return DONE
+
+
+class LocalOwner(OwnerRoute):
+    """The only rank owns everything."""
+
+    @override
+    def reduce(self, key: int, owner: int, source: Tensor, out: Tensor | None) -> Pending:
+        del key, owner
+        assert out is not None
+        out.copy_(source)
+        return DONE
+
+    @override
+    def scatter(
+        self, key: int, owner: int, parts: Sequence[Tensor] | None, out: Tensor, most: int
+    ) -> Pending:
+        del key, owner, most
+        assert parts is not None
+        out.copy_(parts[0])
+        return DONE
+
+    @override
+    def gather(
+        self, key: int, owner: int, source: Tensor, parts: Sequence[Tensor] | None, most: int
+    ) -> Pending:
+        del key, owner, most
+        assert parts is not None
+        parts[0].copy_(source)
+        return DONE
+
+    @override
+    def broadcast(self, key: int, owner: int, value: Tensor) -> Pending:
+        del key, owner, value
         return DONE
 
 
@@ -77,6 +116,11 @@ class LocalTransport(Transport):
     def reduce_route(self, extents: Sequence[Extents], dtype: torch.dtype, tag: int) -> LocalReduce:
         del extents, dtype, tag
         return LocalReduce()
+
+    @override
+    def owner_route(self, dtype: torch.dtype, tag: int) -> LocalOwner:
+        del dtype, tag
+        return LocalOwner()
 
     @override
     def block(self, size: int) -> LocalTransport:

@@ -15,9 +15,11 @@ from polyshard.transport.base import (
     Extents,
     GatherPiece,
     GatherRoute,
+    OwnerRoute,
     Pending,
     ReduceRoute,
     Transport,
+    Turns,
 )
 
 Started = Callable[[Pending, int], Pending]
@@ -40,12 +42,46 @@ class _Reduce(ReduceRoute):
         self.answer = inner.answer  # type: ignore[method-assign]
 
     @override
+    def in_tree(self) -> ReduceRoute | None:
+        inner = self._inner.in_tree()
+        return None if inner is None else _Reduce(inner, self._started)
+
+    @override
     def start(self, sources: Sequence[Tensor | None], outs: Sequence[Tensor]) -> Pending:
         return self._started(self._inner.start(sources, outs), self.sent_bytes(sources))
 
     @override
     def sent_bytes(self, sources: Sequence[Tensor | None]) -> int:
         return self._inner.sent_bytes(sources)
+
+
+class _Owner(OwnerRoute):
+    def __init__(self, inner: OwnerRoute, rank: int, started: Started) -> None:
+        self._inner, self._rank, self._started = inner, rank, started
+
+    @override
+    def reduce(self, key: int, owner: int, source: Tensor, out: Tensor | None) -> Pending:
+        sent = source.nbytes if out is None else 0
+        return self._started(self._inner.reduce(key, owner, source, out), sent)
+
+    @override
+    def scatter(
+        self, key: int, owner: int, parts: Sequence[Tensor] | None, out: Tensor, most: int
+    ) -> Pending:
+        sent = sum(p.nbytes for p in parts or ()) - (out.nbytes if parts else 0)
+        return self._started(self._inner.scatter(key, owner, parts, out, most), sent)
+
+    @override
+    def gather(
+        self, key: int, owner: int, source: Tensor, parts: Sequence[Tensor] | None, most: int
+    ) -> Pending:
+        sent = 0 if parts else source.nbytes
+        return self._started(self._inner.gather(key, owner, source, parts, most), sent)
+
+    @override
+    def broadcast(self, key: int, owner: int, value: Tensor) -> Pending:
+        sent = value.nbytes if self._rank == owner else 0
+        return self._started(self._inner.broadcast(key, owner, value), sent)
 
 
 class WrappedTransport(Transport):
@@ -86,6 +122,11 @@ class WrappedTransport(Transport):
         return _Reduce(self.inner.reduce_route(extents, dtype, tag), self.started)
 
     @override
+    def owner_route(self, dtype: torch.dtype, tag: int) -> OwnerRoute:
+        """The inner route; its transfers go through :meth:`started`."""
+        return _Owner(self.inner.owner_route(dtype, tag), self.rank, self.started)
+
+    @override
     def block(self, size: int) -> Self:
         """A copy of this object, around the block of the inner transport."""
         return copy.copy(self)._wrap(self.inner.block(size))
@@ -93,6 +134,10 @@ class WrappedTransport(Transport):
     @override
     def use_lanes(self, lanes: Lanes) -> None:
         self.inner.use_lanes(lanes)
+
+    @override
+    def use_turns(self, turns: Turns) -> None:
+        self.inner.use_turns(turns)
 
     @override
     def separate_reductions(self, enable: bool) -> None:

@@ -37,7 +37,7 @@ class Board:
 
     def look(self, key: str) -> str | None:
         """What is under ``key``, if anything; never waits."""
-        return self.store.get(key).decode() if self.store.check([key]) else None
+        return look(self.store, key)
 
     def part(self, name: object) -> Board:
         """A board of the same ranks below this one."""
@@ -53,10 +53,9 @@ def open_board(ranks: Sequence[int]) -> Board | None:
     return Board(store, prefix, dist.get_rank(), tuple(ranks))
 
 
-def open_step_board(ranks: Sequence[int]) -> Board | None:
-    """Where ``ranks`` report failures during steps; ``None`` as in :func:`open_board`."""
-    board = open_board(ranks)
-    return None if board is None else board.part("steps")
+def look(store: dist.Store, key: str) -> str | None:
+    """What is under ``key`` of ``store``, if anything; never waits."""
+    return store.get(key).decode() if store.check([key]) else None
 
 
 def said_of(error: BaseException) -> str:

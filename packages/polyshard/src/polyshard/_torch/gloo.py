@@ -1,0 +1,180 @@
+"""Connections of gloo that belong to nobody's process group, and how those who wait are woken.
+
+[Note: cutting]
+gloo has no call that ends a transfer under way (torch's ``abort()`` does nothing there). But a
+receive that is not answered in time makes gloo close every pair of its context, which ends all that
+waits in it, in whatever thread, with an error; and since a pair is a TCP connection, the other end
+is woken as well. So whoever wants all of it to end waits for a message that nobody sends, for a
+millisecond. What was cut stays so: new connections are made.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives, distributed_c10d
+
+from polyshard._torch.optimizers import local_of
+from polyshard.errors import ConnectionLostError
+
+CUT_TAG = (1 << 31) - 1
+"""No transfer has it."""
+_MOMENT = timedelta(milliseconds=1)
+COLLECTIVES = frozenset((distributed_c10d.__file__, _functional_collectives.__file__))
+"""Files that all collectives pass through, whoever makes them."""
+_OF_GLOO = re.compile("gloo/transport|pair closure")
+BESIDE = "polyshard beside training"
+"""Description of groups that other threads use at their own pace."""
+MOST_GROUPS = 64
+"""To mend more would take longer than to start again. A mesh has one for each of its axes."""
+_TYPES = range(32, 256)
+"""Of backends: a byte, far above those that torch knows."""
+
+
+def connect_gloo(
+    store: dist.Store, name: str, rank: int, size: int, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Connections of ``size`` ranks, which all ask for the same ``name`` of ``store``.
+
+    A process group that torch's registry does not know: its name is nobody's business, and it goes
+    when nobody holds it. Modes of torch's dispatcher see its operations like those of any other.
+    """
+    prefixed = dist.PrefixStore(name, store)
+    made = dist.ProcessGroup(prefixed, rank, size)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    made._set_default_backend(kind)
+    backend: Any = dist.ProcessGroupGloo(prefixed, rank, size, timeout)
+    made._register_backend(torch.device("cpu"), kind, backend)
+    return made
+
+
+def forget_gloo(store: dist.Store, name: str, rank: int) -> None:
+    """Take back what :func:`connect_gloo` left in ``store`` for others, who have read it."""
+    store.delete_key(f"{name}/0/{rank}")
+
+
+def gather_options() -> Any:
+    """How an all-gather of :func:`connect_gloo`'s is to be done: as ever."""
+    return distributed_c10d.AllgatherOptions()
+
+
+def cut_gloo(connections: dist.ProcessGroup) -> None:
+    """End all that waits in ``connections``, here and at the other ends. See [Note: cutting]."""
+    own = connections.rank()
+    for peer in range(connections.size()):
+        if peer != own:  # one whose pair is closed already does not end the others
+            with suppress(RuntimeError):
+                connections.recv([torch.empty(1)], peer, CUT_TAG).wait(_MOMENT)
+
+
+def is_from_gloo(error: RuntimeError) -> bool:
+    """Whether gloo raised ``error`` about a connection: one that broke, or a wait that was over."""
+    return bool(_OF_GLOO.search(str(error)))
+
+
+def backend_on_cpu(group: dist.ProcessGroup) -> object:
+    """What ``group`` does its work on the CPU with; ``None`` if nothing."""
+    try:
+        return group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return None
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long transfers of ``group`` wait on the CPU."""
+    options = getattr(backend_on_cpu(group), "options", None)
+    found = getattr(options, "_timeout", None)
+    return (
+        found
+        if isinstance(found, timedelta)
+        else distributed_c10d._get_default_timeout(dist.Backend("gloo"))
+    )
+
+
+def own_client(store: dist.Store) -> dist.Store:
+    """A client of ``store`` for another thread: one that waits does not keep others waiting.
+
+    Only where that is a matter of connections: files and memory are shared as they are (a file
+    counts its clients, and is removed with the last).
+    """
+    base = store
+    while isinstance(base, dist.PrefixStore):
+        base = base.underlying_store
+    return cast("Any", store).clone() if isinstance(base, dist.TCPStore) else store
+
+
+def await_values(tensor: Tensor) -> None:
+    """Wait for a collective of torch's whose result ``tensor`` is, or holds; on a GPU, in order.
+
+    Else whatever uses the result first waits for it.
+    """
+    local = local_of(tensor)
+    if isinstance(local, _functional_collectives.AsyncCollectiveTensor):
+        local.trigger_wait()
+
+
+def gloo_groups() -> dict[str, dist.ProcessGroup]:
+    """The process groups of this process that run on gloo on the CPU, by names.
+
+    All ranks of a group know it by the same name, and no other group has it.
+    """
+    return {
+        f"{name}/{dist.get_process_group_ranks(group)[0]}": group
+        for group, name in list(distributed_c10d._world.pg_names.items())
+        if isinstance(backend_on_cpu(group), dist.ProcessGroupGloo)
+    }
+
+
+def begun_collectives() -> dict[str, int]:
+    """How many collectives each of :func:`gloo_groups` has begun, but for :data:`BESIDE` groups.
+
+    Nothing where there are more than :data:`MOST_GROUPS`.
+    """
+    groups = gloo_groups()
+    if len(groups) > MOST_GROUPS:
+        return {}
+    backends: dict[str, Any] = {
+        name: backend_on_cpu(group) for name, group in groups.items() if group.group_desc != BESIDE
+    }
+    return {name: b._get_sequence_number_for_group() for name, b in backends.items()}
+
+
+def cut_groups() -> None:
+    """End all that waits on the CPU in any process group of this process."""
+    for group in gloo_groups().values():
+        cut_group(group)
+
+
+def cut_group(group: dist.ProcessGroup) -> None:
+    """End all that waits on the CPU in ``group``."""
+    cut_gloo(cast("dist.ProcessGroup", backend_on_cpu(group)))
+
+
+def reconnect(group: dist.ProcessGroup, connections: dist.ProcessGroup, number: int) -> None:
+    """Have ``group`` do its work on the CPU over other ``connections`` of the same ranks.
+
+    A group keeps one backend of each type for good. So this one comes under a type of its own, and
+    the old one stays behind without connections: two threads that wait for nothing.
+
+    Args:
+        group: Of torch's registry.
+        connections: What :func:`connect_gloo` made.
+        number: How often the group has been reconnected before.
+
+    Raises:
+        ConnectionLostError: when there are no types left, after more than 200 times.
+    """
+    if number >= len(_TYPES):
+        raise ConnectionLostError(f"it was reconnected {number} times before, which is the most")
+    kinds = dist.ProcessGroup.BackendType
+    kind: Any = kinds(_TYPES[number])
+    backend: Any = backend_on_cpu(connections)
+    group._register_backend(torch.device("cpu"), kind, backend)
+    if distributed_c10d._world.pg_map[group][0] == dist.Backend.GLOO:
+        group._set_default_backend(kind)

@@ -1,0 +1,86 @@
+"""Process groups that were cut are connected anew, as the objects that they are.
+
+[Note: mending]
+Meshes, tensors and users hold the process groups of a mesh, so new ones would help nobody. A group
+gets a new backend instead, over a :class:`~polyshard.transport.wire.Wire` of its own among the same
+ranks. All of them come, each of its groups in the order of their names: whoever is in a group with
+a rank that cut knows of it (see [Note: who has cut] of ``alarm/cuts.py``). Groups with a rank
+that will not come back stay broken.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import cast
+
+import torch.distributed as dist
+
+from polyshard._torch.gloo import MOST_GROUPS, cut_group, gloo_groups, reconnect
+from polyshard.alarm.alarm import Alarm
+from polyshard.alarm.cuts import Broken
+from polyshard.errors import ConnectionLostError, PeerError
+from polyshard.transport.wire import Wire
+
+
+def mend_groups(alarm: Alarm) -> None:
+    """Connect every process group anew that was broken in the epoch which this rank has left.
+
+    All ranks do so before they use one. They wait for each other only if there is one to mend.
+
+    Raises:
+        PeerError: when another rank does not come.
+    """
+    broken = alarm.broken_groups()
+    if broken:
+        _mend_all(alarm, broken)
+
+
+def _mend_all(alarm: Alarm, broken: Broken) -> None:
+    groups = gloo_groups()
+    if len(groups) > MOST_GROUPS:
+        warnings.warn(
+            f"process groups {broken} stay broken: there are {len(groups)}, and at most "
+            f"{MOST_GROUPS} are mended. Destroy those that are not used any more, or start again "
+            "from the last checkpoint.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return
+    mended = []
+    try:
+        for name in sorted(groups):
+            ranks = tuple(dist.get_process_group_ranks(groups[name]))
+            if alarm.gone.keys().isdisjoint(ranks) and broken.includes(name, ranks):
+                _mend(alarm, name, groups[name], ranks)
+                mended.append(name)
+    except ConnectionLostError as error:
+        alarm.say_cut()
+        if alarm.report is not None:
+            raise alarm.because("process groups could not be mended") from error
+        raise PeerError(
+            f"process groups {broken} could not be mended: {error}. Call reset_iter_state() on "
+            "every rank, or start again from the last checkpoint."
+        ) from error
+    if mended or alarm.rank in broken.cut:
+        alarm.say_mended(mended)
+
+
+def _mend(alarm: Alarm, name: str, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
+    wire = Wire(group, alarm, ranks, f"group/{name}")
+    known = cast("_Mended", alarm.mending.setdefault(name, _Mended(wire)))
+    known.wire.renew()
+    connections = known.wire.open()
+    if alarm.report is not None:
+        raise ConnectionLostError("another failure came first")
+    cut_group(group)  # what is still under way there will not end otherwise
+    reconnect(group, connections, known.times)
+    known.times += 1
+
+
+@dataclass
+class _Mended:
+    """One process group."""
+
+    wire: Wire
+    times: int = 0

@@ -1,0 +1,238 @@
+"""Messages in flight over a wire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from polyshard._torch.gloo import gather_options
+from polyshard.errors import ConnectionLostError
+from polyshard.transport.waiter import Job
+from polyshard.transport.wire import Wire
+
+COLLECTIVE = -1
+"""What collectives of a wire have for a tag: they pair by order."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """Something that comes from, or goes to, the ``peer``-th rank of a wire."""
+
+    tensors: list[Tensor]
+    peer: int
+
+
+class Works:
+    """Messages of one transfer, with what keeps their memory alive."""
+
+    def __init__(self, wire: Wire, tag: int, keep: object = None) -> None:
+        """Begin a transfer; ``keep`` is held until it ends."""
+        self._wire, self._tag, self._keep = wire, tag, keep
+        self._number = wire.begin(tag)
+        self._works: list[dist.Work] = []
+        self._peers: list[Sequence[Message]] = []
+        self._connections: dist.ProcessGroup | None = None
+        self._job: Job | None = None
+        self._next = 0
+
+    def receive(self, messages: Sequence[Message]) -> None:
+        """Post receives.
+
+        Raises:
+            ConnectionLostError: when the connections were cut.
+        """
+        self._post("recv", messages)
+
+    def send(self, messages: Sequence[Message]) -> None:
+        """Post sends.
+
+        Raises:
+            ConnectionLostError: when the connections were cut.
+        """
+        self._post("send", messages)
+
+    def _post(self, what: str, messages: Sequence[Message]) -> None:
+        connections = self._connections = self._wire.open()
+        post, tag = getattr(connections, what), self._tag
+        self._peers.append(messages)
+        try:
+            self._works += [post(m.tensors, m.peer, tag) for m in messages]
+        except RuntimeError as error:
+            raise lost(error, None) from error
+
+    def wait(self) -> None:
+        """Wait in the order they were posted in.
+
+        Each is waited for once: gloo would wait for another message that completes it. So after an
+        error the next call waits for those that were not reached.
+
+        Raises:
+            ConnectionLostError: when one of them ended before it was complete.
+        """
+        wire = self._wire
+        job = self._job = Job(self._works[self._next :], (self._keep, tuple(self._peers)))
+        wire.alarm.waiting = self
+        try:
+            wait_over(wire, self._connections, job)
+        except RuntimeError as error:
+            peer = wire.rank_of(self._peer())
+            self._next += job.at + 1
+            raise lost(error, peer) from error
+        finally:
+            wire.alarm.waiting = None
+            if job.is_left:
+                self._works = []  # nothing of it will move again
+        self._works.clear()
+        self._peers.clear()
+        self._job, self._next = None, 0
+        self._keep = None
+
+    def _peer(self) -> int | None:
+        job = self._job
+        at = self._next + (0 if job is None else job.at)
+        every = [message.peer for messages in tuple(self._peers) for message in messages]
+        return every[at] if at < len(every) else None
+
+    def peers(self) -> tuple[int, ...]:
+        """See :class:`polyshard.alarm.alarm.Waiting`."""
+        place = self.place()
+        return () if place is None else (place[0],)
+
+    def place(self) -> tuple[int, str, int] | None:
+        """See there."""
+        rank, tag = self._wire.rank_of(self._peer()), self._tag
+        if rank is None:  # it has just ended
+            return None
+        return rank, self._wire.key(tag), self._wire.count(tag, self._number)
+
+    def posted(self) -> dict[str, int]:
+        """See there."""
+        return self._wire.posted()
+
+
+class Collective:
+    """A collective in flight over a wire; which rank keeps it waiting is not known."""
+
+    def __init__(
+        self, wire: Wire, connections: dist.ProcessGroup, work: dist.Work, keep: object
+    ) -> None:
+        """``work`` goes over ``connections`` of ``wire``; ``keep`` is held until it ends."""
+        self._wire, self._connections = wire, connections
+        self._work: dist.Work | None = work
+        self._keep = keep
+        self._number = wire.begin(COLLECTIVE)
+        self._asked = 0
+
+    def wait(self) -> None:
+        """Wait for all of it.
+
+        Raises:
+            ConnectionLostError: when it ended before it was complete.
+        """
+        assert self._work is not None
+        alarm = self._wire.alarm
+        alarm.waiting = self
+        try:
+            wait_over(self._wire, self._connections, Job([self._work], self._keep))
+        except RuntimeError as error:
+            raise lost(error, None) from error
+        finally:
+            alarm.waiting = None
+        self._work = self._keep = None
+
+    def peers(self) -> tuple[int, ...]:
+        """See :class:`polyshard.alarm.alarm.Waiting`."""
+        return self._wire.ranks
+
+    def place(self) -> tuple[int, str, int] | None:
+        """See there: of the ranks that may keep it waiting, another one at every call."""
+        others = self._wire.others()
+        if not others:
+            return None
+        self._asked += 1
+        count = self._wire.count(COLLECTIVE, self._number)
+        return others[self._asked % len(others)], self._wire.key(COLLECTIVE), count
+
+    def posted(self) -> dict[str, int]:
+        """See there."""
+        return self._wire.posted()
+
+
+def wait_over(wire: Wire, connections: dist.ProcessGroup | None, job: Job) -> None:
+    """Wait for ``job``, whose messages go over ``connections`` of ``wire``.
+
+    Raises:
+        RuntimeError: what gloo raised.
+        ConnectionLostError: when the connections were cut.
+    """
+    if not wire.waiter.wait(job, lambda: wire.is_over(connections)):
+        raise ConnectionLostError("connections were cut")
+    if job.error is not None:
+        raise job.error
+
+
+def _begun(wire: Wire, begin: Callable[[dist.ProcessGroup], dist.Work], keep: object) -> Collective:
+    """What ``begin`` starts over the connections of ``wire``; ``keep`` is held until it ends."""
+    try:
+        connections = wire.open()
+        work = begin(connections)
+    except RuntimeError as error:
+        raise lost(error, None) from error
+    return Collective(wire, connections, work, keep)
+
+
+def exchange_over(wire: Wire, payloads: Tensor, received: Tensor) -> Collective:
+    """All-to-all of equal rows.
+
+    Raises:
+        ConnectionLostError: when the connections were cut.
+    """
+    options = dist.AllToAllOptions()
+    return _begun(
+        wire,
+        lambda group: group.alltoall_base(received, payloads, [], [], options),
+        (payloads, received),
+    )
+
+
+def all_reduce_over(wire: Wire, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+    """Reduce ``values`` in place, on all ranks of ``wire``.
+
+    Raises:
+        ConnectionLostError: when the connections were cut.
+    """
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(op)
+    _begun(wire, lambda group: group.allreduce([values], options), values).wait()
+
+
+def all_gather_over(wire: Wire, rows: Tensor, row: Tensor) -> None:
+    """Row ``r`` of ``rows`` becomes the ``row`` of the ``r``-th rank of ``wire``.
+
+    Raises:
+        ConnectionLostError: when the connections were cut.
+    """
+    options = gather_options()
+    parts = list(rows.unbind())
+    _begun(wire, lambda group: group.allgather([parts], [row], options), (parts, row)).wait()
+
+
+_SPREAD = 2654435761
+"""Knuth's multiplier for hashing by multiplication (The Art of Computer Programming 3, 6.4)."""
+
+
+def in_turn(tag: int, turn: int) -> int:
+    """Another tag for every turn; odd ones stay odd, and all fit gloo's 31 bits."""
+    return tag ^ ((turn * _SPREAD & 0x3FFFFFFF) << 1)
+
+
+def lost(error: RuntimeError, peer: int | None) -> ConnectionLostError:
+    """What gloo said of a transfer with ``peer`` (a rank of the default group), as ours."""
+    if isinstance(error, ConnectionLostError):
+        return error
+    made = ConnectionLostError(str(error))
+    made.peer = peer
+    return made

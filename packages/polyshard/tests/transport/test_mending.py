@@ -1,0 +1,155 @@
+"""Ranks in a collective of the model's own are woken, and all process groups work afterwards."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from polyshard import fully_shard
+from polyshard._torch.gloo import backend_on_cpu
+from polyshard.errors import PeerError
+from polyshard.testing import World, ranks
+
+pytestmark = pytest.mark.once
+
+WIDTH = 8
+PATIENT_SECONDS = 10.0
+"""Far below the time-out of the process group (30 s)."""
+HEARD_SECONDS = 0.5
+"""After which every rank has heard of a failure."""
+
+
+class Beside(torch.autograd.Function):
+    """A sum over another axis of the mesh, in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return torch.as_tensor(collectives.all_reduce(x, "sum", group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return torch.as_tensor(collectives.all_reduce(grads[0], "sum", ctx.group)), None
+
+
+class Layer(nn.Module):
+    """Communicates by itself; raises when told to."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.group = group
+        self.raises = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.raises == "forward":
+            raise ArithmeticError("on purpose")
+        y: Tensor = Beside.apply(self.linear(x), self.group)  # type: ignore[no-untyped-call]
+        if self.raises == "backward":
+            y.register_hook(self._raise)
+        if self.raises == "elsewhere":
+            time.sleep(HEARD_SECONDS)
+        return y
+
+    def _raise(self, grad: Tensor) -> None:
+        raise ArithmeticError("on purpose")
+
+
+def build(mesh: DeviceMesh) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer(mesh["tp"].get_group()) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def train(model: Any) -> Tensor:
+    loss: Tensor = model(torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)).square().sum()
+    loss.backward()
+    norm = torch.stack([p.grad.to_local().square().sum() for p in model.parameters()]).sum()
+    model.zero_grad()
+    return torch.stack([loss.detach(), norm])
+
+
+def works(model: Any, mesh: DeviceMesh, expected: Tensor) -> None:
+    for group in (mesh["dp"].get_group(), mesh["tp"].get_group(), None):
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        assert total.item() == dist.get_world_size(group)
+    dist.barrier()
+    torch.testing.assert_close(train(model), expected, rtol=0, atol=0)
+
+
+def fail_and_mend(rank: int, size: int, phase: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = build(mesh)
+    expected = train(model)
+    for again, layer in enumerate(model):
+        broken = rank == (again + 1) % size
+        layer.raises = phase if broken else ""
+        begin = time.monotonic()
+        with pytest.raises(ArithmeticError if broken else RuntimeError) as caught:
+            train(model)
+        assert time.monotonic() - begin < PATIENT_SECONDS
+        if not broken:
+            said = "\n".join((str(caught.value), *getattr(caught.value, "__notes__", ())))
+            assert f"rank {(again + 1) % size} failed" in said, said
+            assert "reset_iter_state() on every rank" in said
+            assert phase == "backward" or isinstance(caught.value, PeerError)
+        layer.raises = ""
+        model.reset_iter_state()
+        model.zero_grad()
+        works(model, mesh, expected)
+
+
+def fail_out_of_step(rank: int, size: int) -> None:
+    """Rank 1 has begun a collective with rank 0 that neither of them waits for."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = build(mesh)
+    expected = train(model)
+    for _ in range(2):
+        model[1].raises = {0: "forward", 1: "elsewhere"}.get(rank, "")
+        with pytest.raises(ArithmeticError if rank == 0 else PeerError):
+            train(model)
+        model[1].raises = ""
+        model.reset_iter_state()
+        model.zero_grad()
+        works(model, mesh, expected)
+
+
+def run_alone(function: Any, *args: str) -> None:
+    """On ranks with few process groups to mend."""
+    world = World(4)
+    try:
+        world.run(function, *args)
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_collective_of_the_model(phase: str) -> None:
+    run_alone(fail_and_mend, phase)
+
+
+def test_a_collective_that_nobody_waits_for() -> None:
+    run_alone(fail_out_of_step)
+
+
+@ranks(2)
+def test_nothing_is_mended_that_nobody_cut(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+    model: Any = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=mesh)
+    before = backend_on_cpu(mesh.get_group())
+    if rank == 0:
+        model.forward = None
+    with pytest.raises((TypeError, PeerError)):
+        model(torch.ones(1, WIDTH)).sum().backward()
+    model.reset_iter_state()
+    assert backend_on_cpu(mesh.get_group()) is before
