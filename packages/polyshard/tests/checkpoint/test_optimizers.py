@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from toy_models import build, full, loss_of, shard, tokens_for
 from toy_runs import assert_equal, whole
 
@@ -106,6 +106,54 @@ def test_resuming_is_the_undisturbed_run(
     for run in (first, second):
         found, wanted = run.everything(), undisturbed.everything()
         assert_equal(found, wanted)
+
+
+class Scaled(nn.Module):
+    """Has a parameter without dims, which one rank has and others have nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * self.scale
+        return y
+
+
+SCALARS: dict[str, Any] = {
+    "adamw": torch.optim.AdamW,
+    "nadam": torch.optim.NAdam,
+    "asgd": torch.optim.ASGD,
+    "adagrad": torch.optim.Adagrad,
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", SCALARS)
+def test_state_of_a_parameter_without_dims(rank: int, size: int, tmp_path: Path, kind: str) -> None:
+    def made() -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = fully_shard(Scaled())
+        return model, SCALARS[kind](model.parameters(), lr=0.1)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.full((2, 3), 1.0 + rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    (first, optimizer), (second, other) = made(), made()
+    train(first, optimizer)
+    Checkpoints(tmp_path).save(1, TrainingState(first, [optimizer]))
+    Checkpoints(tmp_path).load(TrainingState(second, [other]))
+    for model, steps in ((first, optimizer), (second, other)):
+        train(model, steps)
+    wanted, found = [o.state_dict()["state"] for o in (optimizer, other)]
+    kinds = [
+        {i: {n: type(v) for n, v in s.items()} for i, s in each.items()} for each in (wanted, found)
+    ]
+    assert kinds[0] == kinds[1]
+    assert_equal(whole(second), whole(first))
 
 
 def test_what_the_optimizer_had_before_is_gone(tmp_path: Path) -> None:

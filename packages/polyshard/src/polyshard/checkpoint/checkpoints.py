@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from polyshard._torch.gloo import cut_groups
 from polyshard._torch.private import local_tensor
 from polyshard.checkpoint.folder import Folder
 from polyshard.checkpoint.manifest import FileSum, Manifest
@@ -23,10 +25,15 @@ from polyshard.checkpoint.packing import Entries
 from polyshard.checkpoint.reading import CheckpointPlanner, CheckpointReader, files_in
 from polyshard.checkpoint.staging import Staging
 from polyshard.checkpoint.state import TrainingState
+from polyshard.checkpoint.survivors import Survivors
 from polyshard.checkpoint.together import Ranks, attempt
 from polyshard.checkpoint.writing import Progress, SummedWriter
+from polyshard.engine.root import units_below
 from polyshard.engine.trees import tensors
 from polyshard.errors import CheckpointError, SettingError, warn
+
+PATIENCE_SECONDS = 10.0
+"""How long ranks that are left wait for an asynchronous save to end."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +141,51 @@ class Checkpoints:
         self._saving = Saving(self._thread.submit(write))
         return self._saving
 
+    def save_survivors(
+        self,
+        step: int,
+        state: TrainingState,
+        *,
+        ranks: Sequence[int] | None = None,
+        partial: bool = False,
+    ) -> Path:
+        """Save what is left after a rank has died; called by every rank that is still there.
+
+        They need the folder and nothing else: no process group, and no store, which may be gone
+        with the rank that kept it. Where every shard has a replica (HSDP) the checkpoint is
+        complete, and as any other. Otherwise the error names what is missing.
+
+        Args:
+            step: that each of these ranks has completed last; they compare it.
+            state: as of :meth:`save`. Gathered parameters and gradients on their way are dropped.
+            ranks: those that are left; by default all but those known to be gone.
+            partial: save what there is where something is missing, in a folder ``partial-step-...``
+                that :meth:`load` takes for no checkpoint; its manifest says what is missing.
+
+        Raises:
+            CheckpointError: on every rank alike, when something is missing, steps differ, or
+                saving failed on any.
+        """
+        self._abandon()
+        with Survivors.of(self._folder.path, ranks) as left:
+            left.compare("completed step", step)
+            entries = left.agreed(
+                "Collecting the state", lambda: _left(state).save(self._ranks.place)
+            )
+            return self._write(step, entries, left, partial=partial)
+
+    def _abandon(self) -> None:
+        """End a save that is still going on, and may wait for the rank that died."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        with suppress(Exception):
+            try:
+                saving._path.result(PATIENCE_SECONDS)
+            except TimeoutError:
+                cut_groups()  # they are of no use any more
+                saving.wait()
+
     def wait(self) -> None:
         """Wait for a save that is still going on.
 
@@ -191,12 +243,16 @@ class Checkpoints:
             manifest = self._ranks.led(f"Reading '{path}'", lambda: Manifest.read(path))
         except CheckpointError as error:
             return None, [str(error)]
-        part = self._ranks.rank, self._ranks.size
-        found = self._ranks.gathered(manifest.damage(path, *part))
+        found = self._ranks.gathered(manifest.damage(path, *self._ranks.part))
         return manifest, sorted({one for each in found for one in each})
 
     def _load(self, path: Path, manifest: Manifest, state: TrainingState) -> tuple[str, ...]:
         ranks, planner = self._ranks, CheckpointPlanner()
+        if manifest.missing:
+            raise CheckpointError(
+                f"'{path}' is what some ranks were left to save: {'; '.join(manifest.missing)}. "
+                "torch.distributed.checkpoint loads tensors that are whole; go on from a whole one."
+            )
 
         def begin() -> tuple[CheckpointReader, Entries, tuple[str, ...]]:
             reader = CheckpointReader(path)
@@ -220,35 +276,32 @@ class Checkpoints:
         ranks.agreed(doing, transfer)
         return notes
 
-    def _write(self, step: int, entries: Entries) -> Path:
-        ranks, folder = self._ranks, self._folder
+    def _write(
+        self, step: int, entries: Entries, ranks: Ranks | None = None, *, partial: bool = False
+    ) -> Path:
+        ranks, folder = ranks or self._ranks, self._folder
         doing = f"Saving step {step} in '{folder.path}'"
         unfinished = ranks.led(doing, folder.begin)
         try:
             writer = SummedWriter(unfinished, _reporter(self._progress, entries))
-            ranks.agreed(doing, lambda: self._write_tensors(writer, entries))
+            missing = ranks.write(doing, writer, entries, partial=partial)
             sums = ranks.gathered(writer.sums)
-            return ranks.led(doing, lambda: self._complete(unfinished, step, sums))
+            found = _Written(unfinished, step, missing, sums)
+            return ranks.led(doing, lambda: self._complete(found))
         except BaseException:
             if ranks.leads:
                 shutil.rmtree(unfinished, ignore_errors=True)
             raise
 
-    def _write_tensors(self, writer: SummedWriter, entries: Entries) -> None:
-        dcp.save(
-            entries,
-            storage_writer=writer,
-            process_group=self._ranks.group,
-            no_dist=self._ranks.alone,
-        )
-
-    def _complete(self, unfinished: Path, step: int, sums: list[dict[str, FileSum]]) -> Path:
-        files = {name: found for each in sums for name, found in each.items()}
+    def _complete(self, found: _Written) -> Path:
+        files = {name: one for each in found.sums for name, one in each.items()}
         order = self._folder.next_order()
-        manifest = Manifest(step, order, self._ranks.size, torch.__version__, files)
-        final = self._folder.complete(unfinished, manifest)
+        manifest = Manifest(
+            found.step, order, len(found.sums), torch.__version__, files, found.missing
+        )
+        final = self._folder.complete(found.folder, manifest)
         self._damaged.discard(final)  # that one had its name
-        if self._keep is not None:
+        if self._keep is not None and not found.missing:
             self._folder.rotate(self._keep, self._damaged)
         return final
 
@@ -273,6 +326,23 @@ class Checkpoints:
                 self._thread = None
             if error is None:  # else peers may be anywhere
                 self._ranks.close()
+
+
+@dataclass(frozen=True)
+class _Written:
+    """Files of all ranks, on their way to a checkpoint."""
+
+    folder: Path
+    step: int
+    missing: tuple[str, ...]
+    sums: list[dict[str, FileSum]]
+
+
+def _left(state: TrainingState) -> TrainingState:
+    """``state``, with nothing of a step under way."""
+    for context in {id(u.context): u.context for _, _, u in units_below(state.model)}.values():
+        context.reset()
+    return state
 
 
 def _reporter(

@@ -24,6 +24,8 @@ from polyshard.errors import CheckpointError
 from polyshard.files import sync_folder
 
 UNFINISHED = ".unfinished-"
+PARTIAL = "partial-"
+"""What begins the name of what is no checkpoint: only some of its ranks were left to save it."""
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 READABLE = 0o755
 
@@ -54,16 +56,16 @@ class Folder:
         manifest.write(unfinished)
         unfinished.chmod(READABLE)
         sync_folder(unfinished)
-        final = self._free_name(manifest.step)
+        final = self._free_name(f"{PARTIAL if manifest.missing else ''}step-{manifest.step:06d}")
         unfinished.rename(final)
         sync_folder(self.path)
         return final
 
-    def _free_name(self, step: int) -> Path:
-        final, again = self.path / f"step-{step:06d}", 1
+    def _free_name(self, name: str) -> Path:
+        final, again = self.path / name, 1
         while os.path.lexists(final):
             again += 1
-            final = self.path / f"step-{step:06d}.{again}"
+            final = self.path / f"{name}.{again}"
         return final
 
     def found(self) -> tuple[list[Path], list[str]]:

@@ -40,6 +40,7 @@ class Manifest:
         world_size: the number of ranks that saved it.
         torch: the version of torch.
         files: by name, without folders.
+        missing: what it lacks, where ranks that were left saved what they had; one sentence each.
     """
 
     step: int
@@ -47,6 +48,7 @@ class Manifest:
     world_size: int
     torch: str
     files: Mapping[str, FileSum]
+    missing: tuple[str, ...] = ()
 
     def write(self, folder: Path) -> None:
         """Put it into ``folder``, whole or not at all.
@@ -55,6 +57,8 @@ class Manifest:
             OSError: when it cannot be written.
         """
         content = {"format": FORMAT, **asdict(self), "files": dict(self._plain_files())}
+        if not self.missing:
+            del content["missing"]  # so that versions which know nothing of it read the others
         sealed = {"sha256": _sum(content), "checkpoint": content}
         replace_file(folder / NAME, json.dumps(sealed, indent=1).encode())
 
@@ -78,7 +82,8 @@ class Manifest:
             files = {name: FileSum(**found) for name, found in content.pop("files").items()}
             if any(not name or name == ".." or PurePath(name).name != name for name in files):
                 raise ValueError("it names files of other folders")
-            found = Manifest(files=files, **content)
+            missing = tuple(content.pop("missing", ()))
+            found = Manifest(files=files, missing=missing, **content)
             if not found.is_typed():
                 raise TypeError("what it says is not of the types that it should be")
             return found
@@ -90,7 +95,7 @@ class Manifest:
     def is_typed(self) -> bool:
         """Whether everything is of the type it is said to be; JSON may hold anything."""
         numbers = [self.step, self.order, self.world_size, *(f.bytes for f in self.files.values())]
-        texts = [self.torch, *(f.sha256 for f in self.files.values())]
+        texts = [self.torch, *self.missing, *(f.sha256 for f in self.files.values())]
         return all(type(n) is int and n >= 0 for n in numbers) and all(
             isinstance(text, str) for text in texts
         )

@@ -26,6 +26,8 @@ from polyshard.engine.native_state import attach_optimizer
 from polyshard.errors import CheckpointError
 
 OPTIMIZER, STATE, GROUPS, PARAMS = "optimizer", "state", "param_groups", "params"
+NUMBERS = frozenset(("step", "eta", "mu", "mu_product"))
+"""State that torch's optimizers keep as plain numbers, also of a parameter without dims."""
 MOST_ITEMS = 1_000_000
 """Of a list in a checkpoint, which may be anybody's."""
 Groups = list[dict[str, Any]]
@@ -69,7 +71,9 @@ def room_for_optimizers(
         if len(path) < 4 or path[0] != OPTIMIZER or (path[1] == STATE and path[2] not in names):
             continue
         value = (
-            _room(saved, weights.get(path[2])) if isinstance(saved, TensorStorageMetadata) else None
+            _room(saved, weights.get(path[2]), path[3])
+            if isinstance(saved, TensorStorageMetadata)
+            else None
         )
         _put(room, path[1:], value)
     return room
@@ -128,10 +132,11 @@ def _group_of(
     return found[0] if found else {}
 
 
-def _room(saved: TensorStorageMetadata, like: object) -> Tensor:
-    """Memory for a tensor of state of the parameter that is saved as ``like``."""
+def _room(saved: TensorStorageMetadata, like: object, name: object) -> Tensor:
+    """Memory for the tensor ``name`` of the state of the parameter that is saved as ``like``."""
     dtype = saved.properties.dtype
-    if isinstance(like, Tensor) and saved.size and saved.size == like.shape:
+    is_number = not saved.size and name in NUMBERS
+    if isinstance(like, Tensor) and saved.size == like.shape and not is_number:
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
     if isinstance(like, DTensor) and saved.size:  # as what is computed from all of it
         whole = [Replicate()] * like.device_mesh.ndim

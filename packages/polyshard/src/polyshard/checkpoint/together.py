@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar, cast
 
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import StorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
+from polyshard._torch.gloo import BESIDE
 from polyshard.errors import CheckpointError
 
 T = TypeVar("T")
@@ -64,7 +67,7 @@ class Ranks:
 
     @cached_property
     def _made(self) -> dist.ProcessGroup:
-        return cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
+        return cast("dist.ProcessGroup", dist.new_group(backend="gloo", group_desc=BESIDE))
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -86,12 +89,44 @@ class Ranks:
     @property
     def leads(self) -> bool:
         """Whether this is the rank that names, completes and drops checkpoints."""
-        return self.rank == 0
+        return self.rank == self.members[0]
+
+    @property
+    def members(self) -> Sequence[int]:
+        """All that take part."""
+        return range(self.size)
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """The how-manieth of how many this is, where work is shared."""
+        return self.members.index(self.rank), len(self.members)
 
     @property
     def place(self) -> str:
         """This rank among how many, as in keys of state that belongs to one rank."""
         return f"rank{self.rank}of{self.size}"
+
+    def write(
+        self, doing: str, writer: StorageWriter, entries: dict[str, Any], *, partial: bool = False
+    ) -> tuple[str, ...]:
+        """Write ``entries`` of all; what is missing of them, one sentence a tensor.
+
+        Args:
+            doing: for errors.
+            writer: that writes the files.
+            entries: of this rank.
+            partial: whether something may be missing, where that can be.
+
+        Raises:
+            CheckpointError: on every rank alike, when it failed on any.
+        """
+        del partial
+        group, alone = self.group, self.alone
+        self.agreed(
+            doing,
+            lambda: dcp.save(entries, storage_writer=writer, process_group=group, no_dist=alone),
+        )
+        return ()
 
     def gathered(self, value: T) -> list[T]:
         """``value`` of every rank, in order."""
@@ -136,7 +171,8 @@ class Ranks:
         return None if error is None else _text(error)
 
     def _refuse(self, doing: str, said: list[str | None], raised: BaseException | None) -> None:
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None]
+        every = zip(self.members, said, strict=True)
+        failed = [f"rank {rank}: {text}" for rank, text in every if text is not None]
         if failed:
             raise CheckpointError(f"{doing} failed. {'; '.join(failed)}") from raised
 

@@ -14,7 +14,7 @@ from polyshard._torch.composable import is_replicated
 from polyshard._torch.newer import told_by_spmd_types
 from polyshard._torch.private import has_fsdp_protocol, local_tensor
 from polyshard.composition.stack import PluginStack
-from polyshard.composition.transforms import Extensions
+from polyshard.composition.transforms import Extensions, is_transformed
 from polyshard.engine.root import unit_of
 from polyshard.errors import ModuleError, PluginError, SettingError, UnsupportedError
 from polyshard.exchange.tensor_protocol import check_protocol
@@ -162,7 +162,7 @@ class Collector:
         )
         with torch.no_grad():
             value, extensions = self.stack.onion.flatten(parameter.detach(), info)
-            if any(extension is not None for extension in extensions):
+            if is_transformed(extensions):
                 self.stack.onion.verify(value, extensions, info, parameter.detach())
         return _Peeled(info, parameter, owners, value, extensions)
 
@@ -185,12 +185,14 @@ class Collector:
 
     def _placed_source(self, one: _Peeled, placed: Placed) -> Source:
         info = replace(one.info, mesh=placed.roles.mesh, shard_dim=placed.dim)
+        if not is_transformed(one.extensions) or is_local_part(one.value, one.parameter.detach()):
+            info = replace(info, part_shape=tuple(one.value.shape))
         info = replace(info, facts=self.stack.facts(one.value, info))
         policy = policy_for(self._policy, info.fqn, one.parameter)
         source = Source(
             info, one.parameter, one.owners, placed, one.value, one.extensions, policy=policy
         )
-        if any(extension is not None for extension in one.extensions):
+        if is_transformed(one.extensions):
             source = replace(source, form=self._form(source))
         return source
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from polyshard._torch.private import local_tensor
 from polyshard.engine.native_state import Adapted, native_state
 from polyshard.engine.unit import Unit
-from polyshard.errors import CheckpointError, PluginError
+from polyshard.errors import CheckpointError, PeerError, PluginError
 from polyshard.group.group import ParameterGroup
 from polyshard.params.parameter import ShardedParameter
 from polyshard.seams import StateDictAdapter
@@ -47,7 +47,11 @@ class StateDictHooks:
 
     def _reshard(self, *args: object, **kwargs: object) -> None:
         del args, kwargs
-        self._unit.reshard()
+        try:
+            self._unit.reshard()
+        except PeerError:  # a gather that nobody will complete: shards are whole without it
+            for group in self._unit.groups:
+                group.abandon()
 
     def _before_load(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: object
