@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_codecs import Codecs
 from toy_groups import GROUP, contributions
+from toy_landing import Landing
 from toy_storage import Resting
 
 from polyshard import Plugin, describe, fully_shard, hookimpl
@@ -23,12 +24,14 @@ ROLES = {
     "polyshard_collectives_backend": "the collectives",
     "polyshard_gather_codec": "the gather codec",
     "polyshard_reduce_codec": "the reduce codec",
+    "polyshard_gradient_landing": "the gradient landing",
 }
 FIELDS = {
     "polyshard_shard_storage": "storage",
     "polyshard_collectives_backend": "backend",
     "polyshard_gather_codec": "gather_codec",
     "polyshard_reduce_codec": "reduce_codec",
+    "polyshard_gradient_landing": "landing",
 }
 SEAMS = (
     *ROLES,
@@ -54,6 +57,9 @@ class Everything:
 
     def connect(self, roles: Any, device: Any) -> None:
         """Of a backend."""
+
+    def owners(self, group: Any) -> None:
+        """Of a landing."""
 
 
 def claiming(name: str, hooks: frozenset[str]) -> Plugin:
@@ -103,7 +109,7 @@ def test_claims_resolve_alike_in_any_order(claims: dict[str, frozenset[str]], ra
 
 @pytest.mark.parametrize("hook", list(ROLES))
 def test_exclusive_roles_name_both_plugins_and_the_parameters(hook: str) -> None:
-    both = [Codecs(), Resting()]
+    both = [Codecs(), Resting(), Landing()]
     others = [type("Rival", (type(p),), {"name": f"rival_{p.name}"})() for p in both]
     with pytest.raises(ConflictError) as caught:
         contributions(*both, *others)

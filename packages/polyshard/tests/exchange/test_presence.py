@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from toy_codecs import Codecs
 from toy_models import full
 
@@ -179,3 +179,19 @@ def test_replicas_are_compared_when_they_are_summed(rank: int, size: int) -> Non
     model.set_requires_all_reduce(True)
     with pytest.raises(GradientMismatchError, match=r"'b' has one on ranks \[0, 1\]"):
         model(x, "a").backward()
+
+
+@pytest.mark.parametrize("shape", [(2,), (1, 2), (2, 1)], ids=str)
+@ranks(4)
+def test_a_mesh_of_some_ranks(rank: int, size: int, shape: tuple[int, ...]) -> None:
+    """Nobody waits for processes that are in no mesh, or in another one."""
+    chosen = torch.tensor([1, 3]).view(shape)
+    mesh = DeviceMesh("cpu", chosen, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    if rank not in chosen:
+        return
+    model: Any = fully_shard(Branches(200), mesh=mesh)
+    model(torch.tensor(float(rank)), "ab").backward()
+    for name in "ab":
+        torch.testing.assert_close(
+            full(model.get_parameter(name).grad), torch.full((200, 200), 2.0)
+        )

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from toy_adapters import Adapting, Negating
 from toy_codecs import Codecs, GatherFactory, ReduceFactory
 from toy_groups import GROUP, NO_MESH, PARAM, contributions
+from toy_landing import InTurn, Landing
 from toy_lifetimes import Kept, Lasting
 from toy_observers import Watching
 from toy_planning import Blocks, Constrained, Preparing, Signing
@@ -28,6 +29,7 @@ from polyshard.plugins.builtin import (
     DeviceStorageFactory,
     NativeGatherCodec,
     NativeReduceCodec,
+    ShardLanding,
 )
 from polyshard.plugins.validation import hook_arguments
 from polyshard.seams import ParamInfo
@@ -123,6 +125,12 @@ def test_hook_polyshard_gather_codec() -> None:
 def test_hook_polyshard_reduce_codec() -> None:
     assert isinstance(contributions().reduce_codec, NativeReduceCodec)
     assert isinstance(contributions(Codecs()).reduce_codec, ReduceFactory)
+
+
+def test_hook_polyshard_gradient_landing() -> None:
+    assert isinstance(contributions().landing, ShardLanding)
+    assert contributions().landing.owners(GROUP) == [None]
+    assert isinstance(contributions(Landing()).landing, InTurn)
 
 
 def test_hook_polyshard_observer() -> None:

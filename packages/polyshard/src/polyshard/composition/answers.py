@@ -6,12 +6,12 @@ results, or differ between ranks; so each answer is looked at before anything is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyshard.composition.roles import COLLECTIVES, Contributions
 from polyshard.errors import PluginError, warn
@@ -20,7 +20,7 @@ from polyshard.seams import BoundGatherCodec, BoundReduceCodec, BoundReplicaCode
 from polyshard.transport.base import Transport
 
 if TYPE_CHECKING:
-    from polyshard.seams import GroupInfo, ParamInfo, ShardingConstraint
+    from polyshard.seams import GroupInfo, OwnedParameter, ParamInfo, ShardingConstraint
     from polyshard.sharding.layout import GroupLayout
     from polyshard.sharding.mesh import MeshRoles
 
@@ -176,6 +176,37 @@ class Binding:
                 f"{type(storage).__name__}.place_gradient",
                 f"returned {problem}; return the gradient, next to the resting shard.",
             )
+
+    # Landing ----------------------------------------------------------------------------------
+
+    def owners(self, info: GroupInfo) -> tuple[int | None, ...]:
+        """The rank on which the gradient of each parameter lands whole, if it does.
+
+        Raises:
+            PluginError: when the answer names no ranks of the mesh.
+        """
+        landing = self.contributions.landing
+        found: Any = self._call(landing, landing.owners, info)
+        count, ranks = len(info.parameters), info.mesh.size()
+        is_list = isinstance(found, Sequence) and len(found) == count
+        if not is_list or not all(o is None or (_is_count(o) and o < ranks) for o in found):
+            self.refuse(
+                landing,
+                f"{type(landing).__name__}.owners",
+                f"returned {found!r}; return, for each of {count} parameters, a position among the "
+                f"{ranks} ranks of its mesh, or None.",
+            )
+        return tuple(found)
+
+    def show(self, info: GroupInfo, parameters: Sequence[nn.Parameter]) -> None:
+        """Show the landing of the group all parameters."""
+        landing = self.contributions.landing
+        self._call(landing, landing.show, info, parameters)
+
+    def hold(self, info: GroupInfo, owned: Sequence[OwnedParameter]) -> None:
+        """Show the landing of the group what moves its parameters."""
+        landing = self.contributions.landing
+        self._call(landing, landing.hold, info, owned)
 
     # Constraints and transports ---------------------------------------------------------------
 

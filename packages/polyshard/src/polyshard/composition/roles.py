@@ -16,10 +16,12 @@ from polyshard.plugins.builtin import (
     DeviceStorageFactory,
     NativeGatherCodec,
     NativeReduceCodec,
+    ShardLanding,
 )
 from polyshard.seams import (
     CollectivesBackend,
     GatherCodec,
+    GradientLanding,
     Named,
     Observer,
     ReduceCodec,
@@ -60,11 +62,14 @@ GATHER_CODEC = Role[GatherCodec](
 REDUCE_CODEC = Role[ReduceCodec](
     "polyshard_reduce_codec", ReduceCodec, "reduce codec", NativeReduceCodec
 )
+LANDING = Role[GradientLanding](
+    "polyshard_gradient_landing", GradientLanding, "gradient landing", ShardLanding
+)
 STORAGE = Role[StorageFactory](
     "polyshard_shard_storage", StorageFactory, "shard storage", DeviceStorageFactory
 )
 
-ROLES: tuple[Role[Any], ...] = (COLLECTIVES, GATHER_CODEC, REDUCE_CODEC, STORAGE)
+ROLES: tuple[Role[Any], ...] = (COLLECTIVES, GATHER_CODEC, REDUCE_CODEC, LANDING, STORAGE)
 """Every exclusive hook about a group, in the order of plan lines."""
 
 CONSTRAINTS = GroupHook[ShardingConstraint]("polyshard_sharding_constraint", ShardingConstraint)
@@ -122,6 +127,11 @@ class Contributions:
     def reduce_codec(self) -> ReduceCodec:
         """How gradients travel."""
         return self[REDUCE_CODEC]
+
+    @property
+    def landing(self) -> GradientLanding:
+        """Which gradients land whole on an owner."""
+        return self[LANDING]
 
     @property
     def storage(self) -> StorageFactory:

@@ -16,6 +16,11 @@ from polyshard.seams import ParameterTransform, ParamInfo
 Extensions = tuple[Any | None, ...]
 
 
+def is_transformed(extensions: Extensions) -> bool:
+    """Whether any layer took part."""
+    return any(extension is not None for extension in extensions)
+
+
 def name_of(param: ParamInfo | None) -> str:
     """How an error calls a parameter; FSDP1 does not say which one it is."""
     return f"'{param.fqn}'" if param is not None else "a parameter"

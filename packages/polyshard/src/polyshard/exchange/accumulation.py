@@ -54,6 +54,13 @@ class Sums:
         self.clear()
         return total, present
 
+    def copy(self) -> Sums:
+        """The same in memory of its own."""
+        found = Sums()
+        if self._total is not None:
+            found.add(self._total.clone(), self._present)
+        return found
+
     def convert(self, device: torch.device, dtype: torch.dtype) -> None:
         """Wait elsewhere, as parameters that were converted or moved do."""
         if self._total is not None:
@@ -72,6 +79,8 @@ class Accumulation:
     """By parameter index, in the dtype it adds up in, in memory nobody else knows of."""
     partial: Sums = field(default_factory=Sums)
     held: Sums = field(default_factory=Sums)
+    owned: dict[int, Tensor | None] = field(default_factory=dict)
+    """Partial sums of what lands whole, by parameter index; ``None`` where others make the sum."""
 
     def convert(
         self,
@@ -85,12 +94,26 @@ class Accumulation:
             self.unsharded[index] = gradient.to(device, kept[index] or gradient.dtype)
         self.partial.convert(device, reduce)
         self.held.convert(device, orig)
+        for index, total in self.owned.items():
+            self.owned[index] = None if total is None else total.to(device, reduce)
+
+    def copy(self) -> Accumulation:
+        """The same in memory of its own."""
+        unsharded = {index: gradient.clone() for index, gradient in self.unsharded.items()}
+        return Accumulation(unsharded, self.partial.copy(), self.held.copy())
+
+    def take_over(self, other: Accumulation) -> None:
+        """Have what ``other`` had, which is used no more."""
+        self.unsharded.clear()  # the dict stays: others hold it
+        self.unsharded.update(other.unsharded)
+        self.partial, self.held = other.partial, other.held
 
     def clear(self) -> None:
         """Forget the gradients of a step that failed."""
         self.unsharded.clear()
         self.partial.clear()
         self.held.clear()
+        self.owned.clear()
 
 
 def part_of(total: Tensor, slot: Slot) -> Tensor:

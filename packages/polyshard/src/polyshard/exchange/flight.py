@@ -32,6 +32,16 @@ class Averaging:
             before *= 2
         return cls(before, divisor / before)
 
+    def source_of(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        """What is sent of a gradient: its own memory, which is read only, or a copy."""
+        source = gradient if gradient.dtype == dtype else gradient.to(dtype)
+        if not source.is_contiguous():
+            source = source.contiguous()
+        if self.before == 1.0:
+            return source
+        # Autograd may have given this memory to another parameter too, or a user may hold it.
+        return source.div(self.before) if source is gradient else source.div_(self.before)
+
 
 @dataclass
 class InFlight:
@@ -55,6 +65,8 @@ class InFlight:
     """Whether replicas are summed too, as settings said when it started."""
     is_summed: bool = False
     """Whether the sum over replicas is part of what :attr:`pending` waits for."""
+    landing: Any = None
+    """Gradients of it that land whole (a ``Descent``), if any do."""
     is_last: bool = True
     """Whether no backward of this iteration follows."""
 
@@ -63,6 +75,8 @@ class InFlight:
         if self.told is not None:
             self.told.works.wait()
         self.pending.wait()
+        if self.landing is not None:
+            self.landing.wait()
 
 
 @dataclass

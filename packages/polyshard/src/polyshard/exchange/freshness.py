@@ -38,12 +38,18 @@ class Turn:
 
     def __init__(self) -> None:
         self.number = 0
+        self.count = 0
+        """The number since ranks last began anew, alike on all: transfers are told apart by it."""
+        self.epoch = 0
         self.in_forward = False
         self.in_backward = False
 
-    def begin(self) -> None:
-        """An outermost forward starts."""
+    def begin(self, epoch: int = 0) -> None:
+        """An outermost forward starts, after ranks began anew ``epoch`` times."""
+        if epoch != self.epoch:
+            self.epoch, self.count = epoch, 0
         self.number += 1
+        self.count += 1
         self.in_forward = True
 
     def vouches(self, made: int) -> bool:

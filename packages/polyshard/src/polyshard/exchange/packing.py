@@ -23,9 +23,9 @@ class Packing:
         self._layout = layout
         self._pool = pool
         self._scratch: Buffer | None = None
-        staged = [layout.parameters[i] for i in layout.staged]
+        staged = [layout.parameters[i] for i in layout.reduced]
         self._fills_rows = all(p.is_even for p in staged) and (
-            sum(p.chunk_numel for p in staged) == layout.staged_numel
+            sum(p.chunk_numel for p in staged) == layout.reduced_numel
         )
         self._only_rows = self._fills_rows and all(p.dim == 0 and p.numel for p in staged)
         self._filled = [
@@ -40,27 +40,27 @@ class Packing:
     ) -> tuple[list[Tensor | None], Buffer | None]:
         """What goes on the wire: direct gradients as they are, staged ones packed in a buffer."""
         layout = self._layout
-        staged = {i: sources[i] for i in layout.staged if i in sources}
+        staged = {i: sources[i] for i in layout.reduced if i in sources}
         scratch: Buffer | None = None
         packed: Tensor | None = None
         if staged:
-            nbytes = layout.world_size * layout.staged_numel * dtype.itemsize
+            nbytes = layout.world_size * layout.reduced_numel * dtype.itemsize
             scratch = self.take_scratch(nbytes, next(iter(staged.values())).device)
             packed = scratch.tensor.view(dtype)
-            self._pack(staged, packed.view(layout.world_size, layout.staged_numel))
+            self._pack(staged, packed.view(layout.world_size, layout.reduced_numel))
         return self._listed(sources, packed), scratch
 
     def takes_part(self, present: Callable[[int], bool]) -> list[bool]:
         """Which pieces travel when there are gradients of these parameters."""
         layout = self._layout
         direct = [present(i) for i in layout.direct]
-        return [*direct, any(map(present, layout.staged))] if layout.staged else direct
+        return [*direct, any(map(present, layout.reduced))] if layout.staged else direct
 
     def stand_ins(self, sources: Mapping[int, Tensor], dtype: torch.dtype) -> list[Tensor | None]:
         """Pieces of the same sizes on the meta device."""
         packed: Tensor | None = None
-        if any(i in sources for i in self._layout.staged):
-            numel = self._layout.world_size * self._layout.staged_numel
+        if any(i in sources for i in self._layout.reduced):
+            numel = self._layout.world_size * self._layout.reduced_numel
             packed = torch.empty(numel, dtype=dtype, device="meta")
         return self._listed(sources, packed)
 
@@ -70,9 +70,9 @@ class Packing:
         return [*direct, packed] if layout.staged else direct
 
     def _pack(self, staged: Mapping[int, Tensor], packed: Tensor) -> None:
-        """Copy gradients into ``packed`` (``[W, staged_numel]``); what nobody fills is zero."""
+        """Copy gradients into ``packed`` (``[W, reduced_numel]``); what nobody fills is zero."""
         layout = self._layout
-        is_whole = len(staged) == len(layout.staged)
+        is_whole = len(staged) == len(layout.reduced)
         if is_whole and self._only_rows:
             chunk_cat(list(staged.values()), packed)  # in the order of the layout
             return
@@ -133,7 +133,7 @@ class Packing:
             for p in (layout.parameters[i] for i in layout.direct)
         ]
         if layout.staged:
-            outs.append(total[layout.staged_offset :])
+            outs.append(total[layout.staged_offset : layout.reduced_stop])
         return outs
 
     def chunk_outs(self, total: Tensor) -> list[Tensor]:
@@ -150,8 +150,8 @@ class Packing:
         if self._last_blanks[0] != (key := (packs, *present)):
             layout = self._layout
             filled = [self._filled[i] for i in present]
-            if packs and any(i in layout.staged for i in present):
-                filled.append((layout.staged_offset, layout.shard_numel))
+            if packs and any(i in layout.reduced for i in present):
+                filled.append((layout.staged_offset, layout.reduced_stop))
             self._last_blanks = (key, blanks(layout.shard_numel, filled))
         empty = [total[start:stop] for start, stop in self._last_blanks[1]]
         if empty:

@@ -8,8 +8,11 @@ from polyshard.sharding.layout import GroupLayout, ParameterLayout
 from polyshard.transport.base import Extents
 
 
-def extents_of(layout: GroupLayout) -> list[Extents]:
-    """Pieces of a group's native transfers: each direct parameter, then the packed slice."""
+def extents_of(layout: GroupLayout, *, reduced: bool = False) -> list[Extents]:
+    """Pieces of a group's native transfers: each direct parameter, then the packed slice.
+
+    That of a reduction (``reduced``) may be shorter.
+    """
     ranks = range(layout.world_size)
     pieces = [
         Extents(
@@ -19,7 +22,8 @@ def extents_of(layout: GroupLayout) -> list[Extents]:
         for i in layout.direct
     ]
     if layout.staged:
-        pieces.append(Extents(layout.staged_numel, (layout.staged_numel,) * layout.world_size))
+        packed = layout.reduced_numel if reduced else layout.staged_numel
+        pieces.append(Extents(packed, (packed,) * layout.world_size))
     return pieces
 
 

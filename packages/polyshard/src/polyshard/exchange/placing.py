@@ -17,6 +17,10 @@ class Placing:
         self._kinds = tuple(dict.fromkeys(self._dtypes))
         self.is_plain = self._kinds == (orig,)
 
+    def dtype_of(self, index: int) -> torch.dtype | None:
+        """Of one parameter's gradient."""
+        return self._dtypes[index]
+
     def cast(self, total: Tensor) -> Tensor:
         """``total`` (``[shard_numel]``) in the dtype of all gradients, if they have one."""
         return total.to(self._kinds[0] or total.dtype) if len(self._kinds) == 1 else total

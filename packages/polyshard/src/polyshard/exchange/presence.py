@@ -25,7 +25,9 @@ from torch import Tensor
 
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import backend_for
-from polyshard.transport.gloo import Works
+from polyshard.transport.base import Turns
+from polyshard.transport.wire import wire_of
+from polyshard.transport.works import Message, Works, in_turn
 
 WORD_BITS = 32
 
@@ -87,28 +89,30 @@ class Difference:
 class Presence:
     """The messages of one group. See [Note: presence]."""
 
-    def __init__(self, roles: MeshRoles, group: dist.ProcessGroup, tag: int, count: int) -> None:
+    def __init__(
+        self, roles: MeshRoles, group: dist.ProcessGroup, tag: int, count: int, turns: Turns
+    ) -> None:
         """For ``count`` parameters; ``group`` holds all ranks of the mesh, and runs on gloo."""
-        numbers = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(group))}
         self.rank = dist.get_rank()
         self.peers = tuple(rank for rank in roles.ranks if rank != self.rank)
         self._replicas = list(roles.replicas)
-        self._group = group
-        self._numbers = [numbers[rank] for rank in self.peers]
+        self._wire, self._turns = wire_of(group, roles.ranks), turns
+        self._numbers = [self._wire.number_of(rank) for rank in self.peers]
         self._tag = zlib.crc32(f"presence {tag} {roles.ranks}".encode()) >> 1
         self._count = count
         self._words = -(-count // WORD_BITS)
         self._said: tuple[list[int], Tensor] = ([], torch.empty(0))
 
     @classmethod
-    def of(cls, roles: MeshRoles, device: torch.device, tag: int, count: int) -> Presence | None:
+    def of(cls, roles: MeshRoles, tag: int, count: int, turns: Turns) -> Presence | None:
         """``None`` where there is nobody to tell, or no cheap way to."""
+        device = roles.device
         if device.type != "cpu" or len(roles.ranks) == 1:
             return None
         whole = roles.mesh.get_group(0) if roles.mesh.ndim == 1 else dist.group.WORLD
         if whole is None or backend_for(whole, device) != dist.Backend.GLOO:
             return None
-        return cls(roles, whole, tag, count)
+        return cls(roles, whole, tag, count, turns)
 
     def tell(self, present: Iterable[int], summed: Iterable[int], *, sums_replicas: bool) -> Told:
         """Say which gradients this reduction sums, and which sums it leaves behind."""
@@ -117,13 +121,11 @@ class Presence:
             self._said = (own, torch.tensor(own, dtype=torch.int64))
         message = self._said[1]
         received = torch.empty((len(self.peers), len(own)), dtype=torch.int64)
-        group, tag = self._group, self._tag
-        works = [
-            group.recv([row], peer, tag)
-            for row, peer in zip(received.unbind(), self._numbers, strict=True)
-        ]
-        works += [group.send([message], peer, tag) for peer in self._numbers]
-        return Told(Works(works, message), own, received, self, sums_replicas)
+        works = Works(self._wire, in_turn(self._tag, self._turns.count))
+        rows = zip(received.unbind(), self._numbers, strict=True)
+        works.receive([Message([row], peer) for row, peer in rows])
+        works.send([Message([message], peer) for peer in self._numbers])
+        return Told(works, own, received, self, sums_replicas)
 
     def _bits(self, indices: Iterable[int]) -> list[int]:
         words = [0] * self._words

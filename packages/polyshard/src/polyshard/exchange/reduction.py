@@ -25,22 +25,19 @@ from torch.distributed.tensor import DTensor
 
 from polyshard._torch.private import local_tensor
 from polyshard.errors import GradientMismatchError, UnsupportedError
-from polyshard.exchange.accumulation import Accumulation, Slot, part_of
+from polyshard.exchange.accumulation import Slot, part_of
 from polyshard.exchange.flight import Averaging, Decoding, InFlight
-from polyshard.exchange.gather import Line
+from polyshard.exchange.landing import Landing, check_hook
 from polyshard.exchange.packing import Packing
 from polyshard.exchange.pieces import extents_of
-from polyshard.exchange.placing import Placing
 from polyshard.exchange.presence import Difference, Presence, Told
+from polyshard.exchange.reduce_parts import ReduceParts
 from polyshard.exchange.replicas import Replicas
 from polyshard.memory.buffers import Recycled
 from polyshard.memory.own_storage import own_storage_of_gradient
-from polyshard.memory.pages import PagePool
-from polyshard.memory.streams import Lanes
 from polyshard.params.sharded import Shards
 from polyshard.plugins.validation import wordless
 from polyshard.seams import BoundReduceCodec, ShardStorage, overrides
-from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport.base import DONE, Pending, ReduceRoute
 
 ReduceHook = Callable[[Tensor], None]
@@ -56,21 +53,6 @@ class ReduceSettings:
     all_reduce: bool = True
     hook: ReduceHook | None = None
     """Called with the averaged shard (``[shard_numel]``, reduce dtype) to change it in place."""
-
-
-@dataclass(frozen=True)
-class ReduceParts:
-    """What a group's reductions work with; all of it outlives the reducer."""
-
-    roles: MeshRoles
-    line: Line
-    waiting: Accumulation
-    """Gradients of backwards before, and of those that are not the last."""
-    check_placed: Callable[[Tensor, object], None]
-    """Looks at what the storage makes of the first gradient."""
-    placing: Placing
-    lanes: Lanes
-    pool: PagePool | None = None
 
 
 class Reducer:
@@ -94,14 +76,15 @@ class Reducer:
         self._dtype = dtype
         self._roles = roles
         self._transport = line.transport
-        self._codec = codec
-        self._route: ReduceRoute = line.reduce_route(extents_of(self._layout), dtype)
+        self._route: ReduceRoute = line.reduce_route(extents_of(self._layout, reduced=True), dtype)
+        self.rebind(codec)
         self._answers = overrides(self._route.answer, ReduceRoute.answer)
         # See [Note: reduction].
         self._storage_looks = overrides(shards.storage.place_gradient, ShardStorage.place_gradient)
-        self._presence = Presence.of(roles, roles.device, line.tag, len(self._layout.parameters))
+        self._presence = Presence.of(roles, line.tag, len(self._layout.parameters), parts.turns)
         self._totals = Recycled(parts.pool)
         self._placing = parts.placing
+        self._landing = parts.landing
         if self._storage_looks and not parts.placing.is_plain:
             raise UnsupportedError(
                 f"gradients of {self._names()} are to be {parts.placing} (grad_dtype), and their "
@@ -120,15 +103,19 @@ class Reducer:
     @property
     def payload_bytes(self) -> tuple[int | None, int | None]:
         """Bytes the codec sends to each peer, and to each replica; ``None`` without one."""
-        codec = self._codec
-        if codec is None:
-            return None, None
-        replicas = codec.replicas
-        return codec.payload_bytes, None if replicas is None else replicas.payload_bytes
+        coder, replicas = self._coder, None if self._codec is None else self._codec.replicas
+        return (
+            None if coder is None else coder.payload_bytes,
+            None if replicas is None else replicas.payload_bytes,
+        )
 
     def rebind(self, codec: BoundReduceCodec | None) -> None:
         """Go on with another codec; nothing is in flight."""
-        self._codec = codec
+        self._codec = self._coder = codec
+        self._sums = self._route
+        tree = self._route.in_tree() if codec is not None and codec.sums_in_tree else None
+        if tree is not None:  # gradients travel as they are
+            self._coder, self._sums = None, tree
 
     @property
     def expects_nothing(self) -> bool:
@@ -137,7 +124,8 @@ class Reducer:
 
     @property
     def _sums_partial(self) -> bool:
-        return bool(self._waiting.partial) and self.settings.all_reduce
+        waiting = self._waiting
+        return bool(waiting.partial or waiting.owned) and self.settings.all_reduce
 
     def start(self, gradients: dict[int, Tensor], wire_dtype: torch.dtype) -> tuple[InFlight, int]:
         """Begin to reduce; ``gradients`` maps parameter indices to unsharded gradients.
@@ -145,7 +133,8 @@ class Reducer:
         Returns:
             The reduction in flight, and the bytes that leave this rank.
         """
-        divisor = self.settings.divide_factor or float(self._roles.data_parallel_size)
+        own = None if self._codec is None else self._codec.divisor
+        divisor = self.settings.divide_factor or own or float(self._roles.data_parallel_size)
         averaging = Averaging.of(divisor, self._dtype)
         present = sorted(gradients)
         flight = InFlight(DONE, None, present, averaging, wire_dtype, self._tell(present))
@@ -155,16 +144,26 @@ class Reducer:
             flight.told = None
         if not gradients:
             return flight, 0
-        sources = {i: self._source(g, wire_dtype, averaging) for i, g in gradients.items()}
+        sources = {i: averaging.source_of(g, wire_dtype) for i, g in gradients.items()}
+        sent = 0
+        if self._landing is not None:
+            check_hook(self.settings.hook)
+            flight.landing, sent = self._landing.start(sources)
+            flight.present = present = sorted(sources)
+            if not sources:
+                return flight, sent
         total = flight.total = self._new_total(present, self._first_device(sources))
         if self._codec is not None:
-            flight.pending = self._start_codec(self._codec, sources, total)
-            return flight, (self._layout.world_size - 1) * self._codec.payload_bytes
+            self._codec.begin(frozenset(sources))
+        if self._coder is not None:
+            flight.pending = self._start_codec(self._coder, sources, total)
+            return flight, (self._layout.world_size - 1) * self._coder.payload_bytes
         pieces, flight.scratch = self._packing.pieces(sources, wire_dtype)
         flight.sources = pieces
-        flight.pending = self._route.start(pieces, self._packing.piece_outs(total))
-        self._replicas.follow(flight, self._waiting.partial)
-        return flight, self._route.sent_bytes(pieces)
+        flight.pending = self._sums.start(pieces, self._packing.piece_outs(total))
+        if self._codec is None:
+            self._replicas.follow(flight, self._waiting.partial)
+        return flight, sent + self._route.sent_bytes(pieces)
 
     # Agreement --------------------------------------------------------------------------------
 
@@ -172,7 +171,7 @@ class Reducer:
         """See [Note: presence] in presence.py."""
         if self._presence is None:
             return None
-        summed = self._waiting.partial.present.union(present)
+        summed = self._waiting.partial.present.union(present, self._waiting.owned)
         replicas = self._roles.is_replicated and self.settings.all_reduce
         return self._presence.tell(present, summed, sums_replicas=replicas)
 
@@ -182,7 +181,7 @@ class Reducer:
 
         Collectives pair by order: one that a rank does not join would shift all later ones.
         """
-        return self._codec is not None or self._answers
+        return self._landing is None and (self._coder is not None or self._answers)
 
     def _check(self, flight: InFlight) -> None:
         """Wait for what others said.
@@ -212,9 +211,9 @@ class Reducer:
     def _play_out(self, flight: InFlight, difference: Difference) -> None:
         """End a reduction that not all ranks started alike, so that no message of it is left."""
         ended: list[Pending] = [flight.pending]
-        if self._codec is not None:
+        if self._coder is not None:
             if flight.total is None:
-                size = (2, self._layout.world_size, self._codec.payload_bytes)
+                size = (2, self._layout.world_size, self._coder.payload_bytes)
                 payloads = torch.zeros(size, dtype=torch.uint8, device=self._roles.device)
                 ended.append(self._transport.exchange(*payloads))
         else:
@@ -235,7 +234,7 @@ class Reducer:
         numel = self._layout.shard_numel
         total = self._totals.take(numel, self._dtype, device)
         if self._is_exposed:
-            self._packing.clear_blanks(total, present, packs=self._codec is None)
+            self._packing.clear_blanks(total, present, packs=self._coder is None)
         return total
 
     @property
@@ -247,24 +246,12 @@ class Reducer:
     def _first_device(sources: dict[int, Tensor]) -> torch.device:
         return next(iter(sources.values())).device
 
-    @staticmethod
-    def _source(gradient: Tensor, dtype: torch.dtype, averaging: Averaging) -> Tensor:
-        """What is sent of a gradient: its own memory, which is read only, or a copy."""
-        source = gradient if gradient.dtype == dtype else gradient.to(dtype)
-        if not source.is_contiguous():
-            source = source.contiguous()
-        if averaging.before == 1.0:
-            return source
-        # Autograd may have given this memory to another parameter too, or a user may hold it.
-        return source.div(averaging.before) if source is gradient else source.div_(averaging.before)
-
     def _start_codec(
         self, codec: BoundReduceCodec, sources: dict[int, Tensor], total: Tensor
     ) -> Pending:
         shape = (2, self._layout.world_size, codec.payload_bytes)
         scratch = self._packing.take_scratch(math.prod(shape), total.device)
         payloads, received = scratch.tensor.view(shape)
-        codec.begin(frozenset(sources))
         chunks = self._packing.chunks(sources, total)
         wordless(cast("Any", codec).encode(chunks, payloads), codec, "encode")
         pending = self._transport.exchange(payloads, received)
@@ -276,9 +263,13 @@ class Reducer:
         world = self._layout.world_size
         if not gradients:
             return 0
-        if self._codec is not None:
-            return (world - 1) * self._codec.payload_bytes
+        if self._coder is not None:
+            return (world - 1) * self._coder.payload_bytes
         sources = {i: g.to(wire_dtype) for i, g in gradients.items()}
+        if self._landing is not None:
+            whole = self._landing.sent_bytes(sources)
+            rows = {i: g for i, g in sources.items() if i not in self._landing.owned}
+            return whole + self._route.sent_bytes(self._packing.stand_ins(rows, wire_dtype))
         return self._route.sent_bytes(self._packing.stand_ins(sources, wire_dtype))
 
     def finish(self, flight: InFlight) -> bool:
@@ -292,10 +283,20 @@ class Reducer:
             GradientMismatchError: on every rank, where they have gradients of other parameters.
         """
         placed = self._placed(flight)  # by now nothing here holds what was moved elsewhere
+        is_landed = self._landing is not None and self._land(self._landing, flight)
         if placed is None:
-            return False
+            return is_landed
         self._store(placed, flight.present)
         return True
+
+    def _land(self, landing: Landing, flight: InFlight) -> bool:
+        """Put in place what lands whole; whether there is any."""
+        sums = flight.sums_replicas or not self._roles.is_replicated
+        placed = landing.finish(flight.landing, flight.averaging, sums_replicas=sums)
+        for owned in placed:
+            _run_hooks(owned.parameter)
+        landing.tell(placed, is_last=flight.is_last)
+        return bool(placed)
 
     def place_held(self) -> bool:
         """Put in place what was held and no reduction of the last backward took along, if any."""
@@ -312,6 +313,10 @@ class Reducer:
         flight.pending.wait()
         if flight.scratch is not None:
             self._packing.give_back(flight.scratch)
+        if self._codec is not None and flight.total is not None:
+            flight.total = self._codec.keep(flight.total)
+            if flight.total is None:
+                return None
         total = flight.total if flight.is_summed else self._summed(flight)
         if total is None:
             return None
@@ -360,8 +365,7 @@ class Reducer:
         for part, indices in self._placing.parts(total, present):
             self._put(part, indices, is_seen=bool(hooked))
         for parameter in hooked:
-            for hook in tuple(getattr(parameter, _HOOKS).values()):
-                hook(parameter)
+            _run_hooks(parameter)
 
     def _put(self, total: Tensor, present: Sequence[int], *, is_seen: bool) -> None:
         """The part of one dtype; ``is_seen`` where hooks look at it at once."""
@@ -385,3 +389,8 @@ class Reducer:
             self._totals.drop()  # gradients live elsewhere: this would be a second copy of them
         else:
             self._totals.keep_only_if_used_by(total)
+
+
+def _run_hooks(parameter: Tensor) -> None:
+    for hook in tuple((getattr(parameter, _HOOKS, None) or {}).values()):
+        hook(parameter)

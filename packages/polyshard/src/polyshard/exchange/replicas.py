@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from polyshard.exchange.accumulation import Sums
@@ -21,6 +20,7 @@ from polyshard.memory.streams import Lanes, streams_of
 from polyshard.plugins.validation import wordless
 from polyshard.seams import BoundReplicaCodec
 from polyshard.sharding.mesh import MeshRoles
+from polyshard.transport.sums import all_gather, all_reduce
 
 
 class Replicas:
@@ -60,9 +60,9 @@ class Replicas:
         payload = total.new_empty(codec.payload_bytes, dtype=torch.uint8)
         payloads = payload.new_empty(self._roles.replicate_size, codec.payload_bytes)
         wordless(cast("Any", codec).encode(total, payload), codec, "encode")
-        dist.all_gather(list(payloads.unbind()), payload, group=groups[0])
+        all_gather(payloads, payload, groups[0])
         wordless(cast("Any", codec).decode_sum(payloads, total), codec, "decode_sum")
 
     def _all_reduce(self, total: Tensor) -> None:
         for group in self._roles.replicate_groups:
-            dist.all_reduce(total, group=group)
+            all_reduce(total, group)

@@ -8,7 +8,7 @@ that belongs to the group alone. torch itself adds in place, and counts such gra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -179,6 +179,16 @@ class Gradients:
 
     def _names(self, indices: Sequence[int]) -> list[str]:
         return [self._shards.parameters[i].info.fqn for i in indices]
+
+    def remember(self) -> Callable[[], None]:
+        """What puts back everything that waits now."""
+        has_unreduced, waiting = self._has_unreduced, self.waiting.copy()
+
+        def put_back() -> None:
+            self._has_unreduced = has_unreduced
+            self.waiting.take_over(waiting)
+
+        return put_back
 
     def discard(self, runtime: Runtime) -> None:
         """Forget everything a failed step left behind."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from polyshard._torch.private import in_backward, profiler_span
 from polyshard._torch.transforms import outside_transforms
-from polyshard.agreement.failures import FailureReport
+from polyshard.alarm.failures import FailureReport
 from polyshard.composition.answers import Binding
 from polyshard.composition.claims import check_constraints
 from polyshard.errors import LifecycleError, warn
@@ -31,7 +31,9 @@ from polyshard.group.dtypes import Dtypes, GradientDtypes, resolve_dtypes
 from polyshard.group.gradients import Gradients
 from polyshard.group.kept import free_outdated
 from polyshard.group.notices import policy_notices
-from polyshard.group.runtime import Parts, Runtime, build_runtime
+from polyshard.group.parts import Parts
+from polyshard.group.place import Place
+from polyshard.group.runtime import Runtime, build_runtime
 from polyshard.group.setup import GroupSetup
 from polyshard.group.state import State
 from polyshard.group.traffic import GroupName, Meter
@@ -82,9 +84,10 @@ class ParameterGroup:
             setup.roles.shard_size,
             info.orig_dtype.itemsize,
             self.transport.staging_bytes,
+            binding.owners(info),
         )
         check_constraints(binding, info, layout)
-        self._failures = FailureReport(setup.roles.ranks, self._name)
+        self._failures = FailureReport(self._name, Place(self))
         self._sources, self._layout = sources, layout
         self._storage = binding.storage(info, layout)
         self.shards: Shards
@@ -372,7 +375,11 @@ class ParameterGroup:
         """Forget everything a failed step left behind; end sharded."""
         if self._runtime is not None:
             self.gradients.discard(self._runtime)
-            self._abandon_gather(self._runtime)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """End sharded, whatever is under way."""
+        self._abandon_gather()
         self.reshard()
         self.drop_block()
 
@@ -382,13 +389,12 @@ class ParameterGroup:
         self._runtime, self._stale = None, True
         self._teardown.run()
 
-    def _abandon_gather(self, runtime: Runtime) -> None:
+    def _abandon_gather(self) -> None:
         """End a gather nobody waits for any more, whether or not its peers are still there."""
-        if self.state is not State.GATHERING:
-            return
         pending, self._pending = self._pending, None
-        assert pending is not None
+        if pending is None or self._runtime is None:
+            return
         with suppress(RuntimeError):  # a peer that is gone sends nothing into freed memory either
             pending.wait()
-        self._let_go(runtime)
+        self._let_go(self._runtime)
         self.state = State.SHARDED

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polyshard.agreement.failures import FailureReport
+from polyshard.alarm.failures import FailureReport
 from polyshard.sharding.mesh import MeshRoles
+from polyshard.transport.sums import all_reduce
 
 
 class KeptGroup(Protocol):
@@ -62,9 +63,9 @@ def free_outdated(groups: Iterable[KeptGroup]) -> None:
 def _outdated(groups: list[KeptGroup]) -> list[bool]:
     """Of groups that share their shard axis: which ones differ on any of its ranks."""
     roles, names = groups[0].roles, ", ".join(group.name for group in groups)
-    with FailureReport(roles.ranks, names):
+    with FailureReport(names):
         flags = torch.stack([group.differs().to(group.device) for group in groups])
         flags = flags.to(torch.uint8)
         if roles.shard_size > 1:
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=roles.shard_group)
+            all_reduce(flags, roles.shard_group, dist.ReduceOp.MAX)
         return [bool(flag) for flag in flags.tolist()]

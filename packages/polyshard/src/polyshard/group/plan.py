@@ -127,13 +127,23 @@ class GroupPlan:
         """Memory of the shard at rest."""
         return self.layout.shard_numel * self.dtypes.orig.itemsize
 
+    @property
+    def owners(self) -> tuple[int | None, ...]:
+        """The rank on which each parameter's gradient lands whole, if it does."""
+        return self.layout.owners or (None,) * len(self.parameters)
+
     def lines(self) -> tuple[str, ...]:
         """Everything that must be equal on the ranks of the data-parallel mesh, one fact a line."""
         layout = tuple(
             f"group {self.name}: layout of {info.fqn} {form.flat_shape} {way.kind} at "
-            f"{placed.shard_offset}"
-            for info, placed, way, form in zip(
-                self.parameters, self.layout.parameters, self.ways, self.sharded, strict=True
+            f"{placed.shard_offset}{_landing(owner)}"
+            for info, placed, way, form, owner in zip(
+                self.parameters,
+                self.layout.parameters,
+                self.ways,
+                self.sharded,
+                self.owners,
+                strict=True,
             )
         )
         payloads = f"group {self.name}: payload bytes {self.payloads}"
@@ -158,3 +168,7 @@ class GroupPlan:
             )
         )
         return (*head, *plugins, *extras, *parameters)
+
+
+def _landing(owner: int | None) -> str:
+    return "" if owner is None else f", gradient whole on rank {owner} of the mesh"

@@ -12,14 +12,11 @@ from torch import nn
 
 from polyshard._torch.newer import set_grad_dtype
 from polyshard.composition.answers import Binding
-from polyshard.composition.roles import Contributions
-from polyshard.composition.transforms import Onion
-from polyshard.exchange.accumulation import Accumulation
 from polyshard.exchange.block import Block
-from polyshard.exchange.freshness import Turn
 from polyshard.exchange.gather import CodecGather, GatherPath, Line, NativeGather
 from polyshard.exchange.placing import Placing
-from polyshard.exchange.reduction import ReduceParts, Reducer
+from polyshard.exchange.reduce_parts import ReduceParts
+from polyshard.exchange.reduction import Reducer
 from polyshard.exchange.tensor_protocol import (
     ProtocolGather,
     ProtocolParts,
@@ -27,17 +24,12 @@ from polyshard.exchange.tensor_protocol import (
     refuse_claims,
 )
 from polyshard.group.dtypes import Dtypes, GradientDtypes
+from polyshard.group.owners import landing_of
+from polyshard.group.parts import Parts
 from polyshard.memory.buffers import Buffer, new_buffer
-from polyshard.memory.pages import PagePool
-from polyshard.memory.streams import Lanes
 from polyshard.params.parameter import Registry, Told
 from polyshard.params.protocol_shards import ProtocolShards
-from polyshard.params.sharded import Shards
 from polyshard.params.unsharded import Unsharded
-from polyshard.policies import MixedPrecisionPolicy
-from polyshard.seams import GroupInfo
-from polyshard.sharding.mesh import MeshRoles
-from polyshard.transport import Transport
 
 
 @dataclass
@@ -54,29 +46,6 @@ class Runtime:
     unsharded: Unsharded | None
     """What owns buffer and leaves, unless a tensor class does."""
     block: Block | None = None
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a runtime is built from, all settled by the plan."""
-
-    info: GroupInfo
-    shards: Shards
-    roles: MeshRoles
-    policy: MixedPrecisionPolicy
-    contributions: Contributions
-    transport: Transport
-    onion: Onion
-    pool: PagePool | None
-    block_size: int | None
-    waiting: Accumulation
-    """Gradients of backwards before this runtime was made."""
-    turn: Turn
-    dtypes: Dtypes
-    gradients: GradientDtypes
-    keeps_memory: bool
-    """Whether unsharded memory, once there, stays at its addresses."""
-    lanes: Lanes
 
 
 def build_runtime(parts: Parts, last: Runtime | None) -> Runtime:
@@ -104,7 +73,17 @@ def build_runtime(parts: Parts, last: Runtime | None) -> Runtime:
     reducer = Reducer(
         parts.shards,
         dtypes.reduce,
-        ReduceParts(parts.roles, line, parts.waiting, check, placing, parts.lanes, parts.pool),
+        ReduceParts(
+            parts.roles,
+            line,
+            parts.waiting,
+            check,
+            placing,
+            parts.lanes,
+            parts.turn,
+            landing_of(parts, line, binding, placing, reduce_codec),
+            parts.pool,
+        ),
         reduce_codec,
     )
     owners = (p.owners for p in parts.shards.parameters)

@@ -19,6 +19,7 @@ from polyshard.plugins.contract import Plugin, hookimpl
 from polyshard.seams import (
     CollectivesBackend,
     GatherCodec,
+    GradientLanding,
     GroupInfo,
     Observer,
     ReduceCodec,
@@ -100,6 +101,16 @@ class NativeReduceCodec(ReduceCodec):
     def bind(self, group: GroupInfo, layout: GroupLayout) -> None:
         """The engine's own transfer needs no codec."""
         del group, layout
+
+
+class ShardLanding(GradientLanding):
+    """Every gradient lands on shards."""
+
+    name = "shards"
+
+    @override
+    def owners(self, group: GroupInfo) -> list[None]:
+        return [None] * len(group.parameters)
 
 
 class DeviceStorage(ShardStorage):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         Around,
         CollectivesBackend,
         GatherCodec,
+        GradientLanding,
         GroupInfo,
         Observer,
         ParamInfo,
@@ -197,6 +198,22 @@ def polyshard_reduce_codec(group: GroupInfo) -> ReduceCodec | Around[ReduceCodec
     Combine: exclusive; two claims are an error. Wrappers nest around the claim, the first in plugin
         order outermost.
     Ranks: must return the same kind with the same settings; payloads are equal in size.
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def polyshard_gradient_landing(
+    group: GroupInfo,
+) -> GradientLanding | Around[GradientLanding] | None:
+    """Decide which gradients of ``group`` land whole on one rank instead of on shards.
+
+    When: once for each group, before its layout is planned.
+    Return: a landing; ``Around(make)`` to go around the one that has the role.
+    Combine: exclusive; two claims are an error. Wrappers nest around the claim, the first in plugin
+        order outermost.
+    Ranks: must return the same kind with the same settings, and the same owners, which are part of
+        the plan.
     """
     raise NotImplementedError
 

@@ -13,7 +13,8 @@ Rules that hold for all of them:
 
 from __future__ import annotations
 
-from polyshard.seams.base import Around, Named, Stateful, overrides
+from polyshard._torch.optimizers import like, local_of, repointed, spec_of
+from polyshard.seams.base import Around, Named, Stateful, Undoable, overrides
 from polyshard.seams.codecs import (
     BoundGatherCodec,
     BoundReduceCodec,
@@ -23,10 +24,15 @@ from polyshard.seams.codecs import (
 )
 from polyshard.seams.collectives import CollectivesBackend
 from polyshard.seams.info import GroupIdentity, GroupInfo, ParamInfo
+from polyshard.seams.landing import GradientLanding, OwnedParameter, Rows
 from polyshard.seams.observer import Observer
 from polyshard.seams.parameters import ParameterTransform, ShardingConstraint, StateDictAdapter
 from polyshard.seams.storage import ShardStorage, StorageFactory
 from polyshard.sharding.layout import GroupLayout, ParameterLayout
+from polyshard.stepping.elementwise import check_takeable
+from polyshard.stepping.keeper import Lent, OptimizerKeeper
+from polyshard.stepping.stepper import SteppedOptimizer, Stepper
+from polyshard.stepping.twins import Twins
 
 __all__ = [
     "Around",
@@ -35,19 +41,33 @@ __all__ = [
     "BoundReplicaCodec",
     "CollectivesBackend",
     "GatherCodec",
+    "GradientLanding",
     "GroupIdentity",
     "GroupInfo",
     "GroupLayout",
+    "Lent",
     "Named",
     "Observer",
+    "OptimizerKeeper",
+    "OwnedParameter",
     "ParamInfo",
     "ParameterLayout",
     "ParameterTransform",
     "ReduceCodec",
+    "Rows",
     "ShardStorage",
     "ShardingConstraint",
     "StateDictAdapter",
     "Stateful",
+    "SteppedOptimizer",
+    "Stepper",
     "StorageFactory",
+    "Twins",
+    "Undoable",
+    "check_takeable",
+    "like",
+    "local_of",
     "overrides",
+    "repointed",
+    "spec_of",
 ]

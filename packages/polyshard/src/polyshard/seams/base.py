@@ -70,6 +70,28 @@ class Stateful(Protocol):
         ...
 
 
+@runtime_checkable
+class Undoable(Protocol):
+    """An optimizer that keeps more than ``optimizer.state`` shows, for ``polyshard.attempt``.
+
+    An attempt that failed writes parameters, state and settings of its optimizers back to what they
+    were. What a plugin keeps of a model is put back through ``polyshard_plugin_state``.
+    """
+
+    @property
+    def polyshard_steps_early(self) -> bool:
+        """Whether parameters change before ``step()`` is called: in backward."""
+        ...
+
+    def polyshard_undo(self) -> None:
+        """Let go of a step that failed.
+
+        After this, values are written back into parameters, and ``optimizer.state`` gets new
+        tensors, with the values that those in it had.
+        """
+        ...
+
+
 def overrides(method: Callable[..., Any], default: Callable[..., Any]) -> bool:
     """Whether ``method``, looked up on an object, is its own and not the ``default`` of its base.
 

@@ -73,6 +73,15 @@ class BoundReduceCodec(ABC):
     """Owns how sums travel between replicas, on a mesh that has some; ``None`` leaves it to the
     engine."""
 
+    divisor: float | None = None
+    """What the engine divides sums by, unless ``set_gradient_divide_factor`` says; ``None``: the
+    number of ranks. For a codec whose sums are not of one gradient from each rank."""
+
+    sums_in_tree: bool = False
+    """Whether :meth:`decode_sum` gives, to the last bit, sums of unchanged gradients in the reduce
+    dtype over a binary tree of the ranks, ``(g0 + g1) + (g2 + g3)``. Where the transport can make
+    the same sums it does, and :meth:`encode` and :meth:`decode_sum` are not called."""
+
     def begin(self, present: frozenset[int]) -> None:
         """A reduction starts: these parameters have a gradient, by index, the same on all ranks.
 
@@ -95,6 +104,14 @@ class BoundReduceCodec(ABC):
         ``payloads[r]`` came from rank ``r``. Sum in rank order, so that results are deterministic.
         Averaging is the engine's: return plain sums.
         """
+
+    def keep(self, total: Tensor) -> Tensor | None:
+        """The sum of one backward over the shard axis (``[shard_numel]``, reduce dtype), undivided.
+
+        Return it, or another in its place; ``None`` keeps it from ``.grad`` for now: whoever keeps
+        ``total`` may change it, and gives the sum of all that was kept after a later backward.
+        """
+        return total
 
 
 class ReduceCodec(Named, ABC):

@@ -36,6 +36,9 @@ class ParamInfo:
     reduce_dtype: torch.dtype | None = None
     facts: tuple[str, ...] = ()
     """What plugins say of it (``polyshard_parameter_facts``)."""
+    part_shape: tuple[int, ...] | None = None
+    """Of what is sharded over ``mesh``, if that is the parameter itself, or this rank's part of it
+    as a ``DTensor``, element by element; ``None`` where plugins made something else of it."""
 
 
 class GroupIdentity:

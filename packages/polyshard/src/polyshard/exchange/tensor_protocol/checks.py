@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from polyshard._torch.private import has_fsdp_protocol
-from polyshard.composition.roles import GATHER_CODEC, STORAGE, Contributions, Role
+from polyshard.composition.roles import GATHER_CODEC, LANDING, STORAGE, Contributions, Role
 from polyshard.errors import (
     ConflictError,
     ModuleError,
@@ -69,7 +69,7 @@ def refuse_claims(contributions: Contributions, group: GroupInfo) -> None:
     Raises:
         ConflictError: naming the roles, the group and its parameters.
     """
-    decided: tuple[Role[Any], ...] = (GATHER_CODEC, STORAGE)
+    decided: tuple[Role[Any], ...] = (GATHER_CODEC, LANDING, STORAGE)
     claimed = [
         f"{role.name} '{contributions[role].name}'"
         for role in decided

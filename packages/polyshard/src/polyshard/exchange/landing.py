@@ -1,0 +1,138 @@
+"""Gradients that land whole on one rank, instead of in rows on all.
+
+[Note: owners]
+All chunks of such a gradient go to its owner on the shard axis, where they are added in rank order;
+sums of replicas then go to one of them. What landed is the owner's ``.grad``, and that of every
+other rank is empty: a ``DTensor`` whose rows all lie with one rank (see [Note: whole rows]). Nobody
+pays for rows nobody asks for; the update returns by rows when whoever steps sends it.
+
+Ranks hear of each other's gradients before anything is sent, so that there is nothing to take back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from polyshard.errors import UnsupportedError
+from polyshard.exchange.accumulation import Accumulation
+from polyshard.exchange.flight import Averaging
+from polyshard.exchange.owned import Axes, Owned
+from polyshard.exchange.placing import Placing
+from polyshard.memory.buffers import Recycled
+from polyshard.memory.pages import PagePool
+from polyshard.params.sharded import Shards
+from polyshard.transport.base import DONE, Pending
+
+
+@dataclass
+class Descent:
+    """Whole gradients of one reduction on their way."""
+
+    arriving: dict[int, tuple[Tensor | None, Pending]] = field(default_factory=dict)
+
+    def wait(self) -> None:
+        """Let all of them arrive; they may be forgotten then."""
+        for _, pending in self.arriving.values():
+            pending.wait()
+
+
+class Landing:
+    """Those of one group. See [Note: owners]."""
+
+    def __init__(
+        self,
+        shards: Shards,
+        axes: Axes,
+        waiting: Accumulation,
+        placing: Placing,
+        dtype: torch.dtype,
+        pool: PagePool | None,
+    ) -> None:
+        """Of the parameters to which the layout gives an owner; ``dtype`` is that of sums."""
+        self._dtype = dtype
+        layout = shards.layout
+        self.owned = {
+            i: Owned(i, layout.owners[i] or 0, shards.parameters[i], layout.parameters[i], axes)
+            for i in layout.owned
+        }
+        self._waiting = waiting
+        self._placing = placing
+        self._memory = {i: Recycled(pool) for i in self.owned}
+        self.tells: Callable[[Owned], None] | None = None
+        """Called with each parameter whose gradient is in place after the last backward."""
+
+    def start(self, sources: dict[int, Tensor]) -> tuple[Descent, int]:
+        """Take what has an owner out of ``sources``, and send it; also the bytes that leave."""
+        descent, sent = Descent(), 0
+        for index, owned in self.owned.items():
+            source = sources.pop(index, None)
+            if source is None:
+                continue
+            flat, out = source.view(-1), None
+            if owned.sums_shards():
+                out = self._memory[index].take(flat.numel(), self._dtype, flat.device)
+            else:
+                sent += flat.nbytes
+            pending = owned.reduce(flat, out) if flat.numel() else DONE
+            descent.arriving[index] = (out, pending)
+        return descent, sent
+
+    def sent_bytes(self, sources: dict[int, Tensor]) -> int:
+        """Bytes that :meth:`start` would send."""
+        mine = {i for i, owned in self.owned.items() if owned.sums_shards()}
+        return sum(sources[i].nbytes for i in self.owned if i in sources and i not in mine)
+
+    def finish(
+        self, descent: Descent | None, averaging: Averaging, *, sums_replicas: bool
+    ) -> list[Owned]:
+        """Wait, and put what landed in place; the parameters that got a gradient."""
+        found: dict[int, Tensor | None] = {}
+        arriving = {} if descent is None else descent.arriving
+        for index, (out, pending) in arriving.items():
+            pending.wait()
+            found[index] = out
+        arriving.clear()
+        partial = self._waiting.owned
+        for index in sorted({*partial, *found}):
+            earlier, total = partial.pop(index, None), found.pop(index, None)
+            if earlier is not None:
+                total = earlier if total is None else total.add_(earlier)
+            found[index] = total
+        if not sums_replicas:
+            partial.update({i: None if t is None else t.clone() for i, t in found.items()})
+            return []
+        return [self._put(self.owned[i], total, averaging) for i, total in found.items()]
+
+    def _put(self, owned: Owned, total: Tensor | None, averaging: Averaging) -> Owned:
+        dtype = self._placing.dtype_of(owned.index) or self._dtype
+        whole = owned.over_replicas(total)
+        if whole is not None:
+            if averaging.after != 1.0:
+                whole.div_(averaging.after)
+            whole = whole.to(dtype)
+        owned.put(whole, dtype)
+        return owned
+
+    def tell(self, placed: Iterable[Owned], *, is_last: bool) -> None:
+        """Have the plugin hear of what was put in place, unless more follows."""
+        if is_last and self.tells is not None:
+            for owned in placed:
+                self.tells(owned)
+
+
+def check_hook(hook: object) -> None:
+    """Refuse a hook on sums of shards where some gradients are none.
+
+    Raises:
+        UnsupportedError: saying so.
+    """
+    if hook is not None:
+        raise UnsupportedError(
+            "set_all_reduce_hook() changes the reduced shard of a group, and some gradients of "
+            "this one land whole on an owner instead. Leave its matrices out of that plugin, or do "
+            "without the hook."
+        )
