@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         MixedPrecisionPolicy,
         OffloadPolicy,
     )
+    from polyshard.rollback import Attempt, attempt, attempts
     from polyshard.same_values import SameValues
     from polyshard.seams import (
         Around,
@@ -52,10 +53,12 @@ if TYPE_CHECKING:
         StorageFactory,
     )
     from polyshard.sharding.placement import ShardPlacement
+    from polyshard.stepping.flat import flat
 
 __all__ = [
     "HOOK_API",
     "Around",
+    "Attempt",
     "BoundGatherCodec",
     "BoundReduceCodec",
     "BoundReplicaCodec",
@@ -83,9 +86,12 @@ __all__ = [
     "UnshardHandle",
     "__version__",
     "attach_optimizer",
+    "attempt",
+    "attempts",
     "clip_grad_norm_",
     "close",
     "describe",
+    "flat",
     "fully_shard",
     "grad_norm",
     "hookimpl",
@@ -98,6 +104,7 @@ __all__ = [
 
 _HOMES = {
     "Around": "seams",
+    "Attempt": "rollback",
     "BoundGatherCodec": "seams",
     "BoundReduceCodec": "seams",
     "BoundReplicaCodec": "seams",
@@ -125,9 +132,12 @@ _HOMES = {
     "ShardPlacement": "sharding.placement",
     "UnshardHandle": "module",
     "attach_optimizer": "engine.native_state",
+    "attempt": "rollback",
+    "attempts": "rollback",
     "clip_grad_norm_": "clipping",
     "close": "engine.keeping",
     "describe": "description",
+    "flat": "stepping.flat",
     "fully_shard": "api",
     "grad_norm": "clipping",
     "hookimpl": "plugins.contract",

@@ -121,10 +121,29 @@ def clip_grad_norm_(
             "gradients were left as they are. Look for the first loss that is not finite, or pass "
             "error_if_nonfinite=False."
         )
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for same in _by_kind([part.local for part in parts]):
-        torch._foreach_mul_(same, factor.to(same[0].device))
+    _scale([part.local for part in parts], max_norm, total)
     return total
+
+
+@torch.no_grad()
+def clip_grads_with_norm_(parameters: Iterable[Tensor], max_norm: float, total: Tensor) -> None:
+    """The second half of :func:`clip_grad_norm_`: scale by a norm that is known.
+
+    As ``torch.nn.utils.clip_grads_with_norm_``.
+    """
+    _scale(local_gradients(parameters), max_norm, total)
+
+
+def _scale(locals_: Iterable[Tensor], max_norm: float, total: Tensor) -> None:
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for same in by_kind(locals_):
+        torch._foreach_mul_(same, factor.to(same[0].device))
+
+
+def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """This rank's parts of the gradients that there are, in order."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return [local_tensor(g) if isinstance(g, DTensor) else g for g in gradients]
 
 
 def _extra_groups(distinct_over: Distinct | None) -> dict[int, Groups]:
@@ -223,7 +242,7 @@ def _local_power(parts: list[_Part], order: float, dtype: torch.dtype) -> Tensor
     device = parts[0].local.device
     known = [part.norm.to(device) for part in parts if part.norm is not None]
     every = [torch.stack(known)] if known else []
-    for same in _by_kind([part.local for part in parts if part.norm is None]):
+    for same in by_kind([part.local for part in parts if part.norm is None]):
         at_least = torch.promote_types(same[0].dtype, torch.float32)
         every.append(torch.stack(torch._foreach_norm(same, order, dtype=at_least)).to(device))
     if not every:
@@ -235,7 +254,7 @@ def _local_power(parts: list[_Part], order: float, dtype: torch.dtype) -> Tensor
     return norms.pow(order).sum()
 
 
-def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Tensors that foreach operations take together; empty ones are left out."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 from typing_extensions import override
 
+from polyshard.agreement.meeting import reporting
+from polyshard.engine.plans import audiences
 from polyshard.engine.root import ROOT, group_names, groups_of, preview_names, units_below
 from polyshard.engine.unit import Unit
 from polyshard.group.plan import GroupPlan
@@ -110,8 +113,16 @@ def _plugins(plan: GroupPlan) -> Iterator[str]:
 
 
 def describe(model: nn.Module) -> Description:
-    """The plan of every group of ``model``: what it holds, what travels, who takes part."""
-    groups_of(model)
+    """The plan of every group of ``model``: what it holds, what travels, who takes part.
+
+    A mistake in a plugin that comes to light here is told to the ranks that will wait for this one.
+    """
+    mesh = groups_of(model)[0].roles.mesh
+    with reporting(partial(audiences, mesh)):
+        return _described(model)
+
+
+def _described(model: nn.Module) -> Description:
     preview_names(model)
     plans: list[GroupPlan] = []
     fqns = {id(p): name for name, p in model.named_parameters()}

@@ -124,7 +124,7 @@ def problems_of(program: Program, size: int = 2) -> list[str]:
         with (
             mock.patch("polyshard.transport.backend_for", return_value="gloo"),
             mock.patch("polyshard.exchange.presence.backend_for", return_value="gloo"),
-            mock.patch("polyshard.agreement.board.default_store", return_value=None),
+            mock.patch("polyshard.alarm.board.default_store", return_value=None),
             mock.patch.object(GlooTransport, "staging_bytes", 4),
         ):
             program(mail)

@@ -21,6 +21,7 @@ from polyshard.module.access import units_of
 from polyshard.module.communication import CommunicationSettings
 from polyshard.module.handles import GradientReductionHandle, UnshardHandle
 from polyshard.module.schedule import ScheduleSettings
+from polyshard.transport.mending import mend_groups
 
 
 class FSDPModule(ScheduleSettings, CommunicationSettings):
@@ -62,10 +63,16 @@ class FSDPModule(ScheduleSettings, CommunicationSettings):
         later those that were reduced already as well, as torch's own does it. A handle of
         :meth:`finalize_backward` that was not waited for is no longer valid.
 
+        All ranks call it: process groups of gloo that had to be cut to wake a rank in a collective
+        of somebody else's (tensor parallelism, say) are connected anew.
+
         Raises:
             LifecycleError: on a module that is not the root.
+            PeerError: when another rank fails while process groups are connected.
         """
-        self._root_unit("reset_iter_state").context.reset()
+        context = self._root_unit("reset_iter_state").context
+        context.reset()
+        mend_groups(context.alarm)
 
     @overload
     def finalize_backward(self, *, async_op: Literal[False] = ...) -> None: ...

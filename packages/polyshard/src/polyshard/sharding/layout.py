@@ -149,6 +149,25 @@ class GroupLayout:
     staged_offset: int
     shard_numel: int
     unsharded_numel: int
+    reduced_stop: int
+    """Where the shards' part of a packed reduction ends: what owners get whole lies behind it."""
+    owners: tuple[int | None, ...] = ()
+    """Of each parameter, the rank on which its gradient lands whole; ``None`` for shards."""
+
+    @cached_property
+    def owned(self) -> tuple[int, ...]:
+        """Indices of parameters whose gradients land whole on an owner."""
+        return tuple(i for i, owner in enumerate(self.owners) if owner is not None)
+
+    @cached_property
+    def reduced(self) -> tuple[int, ...]:
+        """Indices of parameters that travel packed in reductions, too."""
+        return tuple(i for i in self.staged if i not in self.owned)
+
+    @property
+    def reduced_numel(self) -> int:
+        """Elements of one rank's packed chunks in a reduction."""
+        return self.reduced_stop - self.staged_offset
 
     @cached_property
     def direct(self) -> tuple[int, ...]:
@@ -171,6 +190,7 @@ def plan_layout(
     world_size: int,
     itemsize: int,
     staging_bytes: int,
+    owners: Sequence[int | None] = (),
 ) -> GroupLayout:
     """Lay out a group: direct parameters first, staged ones packed behind them.
 
@@ -179,6 +199,7 @@ def plan_layout(
         world_size: ranks that share the group.
         itemsize: bytes of an element.
         staging_bytes: chunks smaller than this many bytes are packed into one transfer.
+        owners: of each parameter, the rank on which its gradient lands whole, if any do.
     """
     parameters: dict[int, ParameterLayout] = {}
     shard_offset = region_offset = 0
@@ -201,7 +222,12 @@ def plan_layout(
     for index in sorted(set(range(len(shapes))) - set(staged)):
         place(index, staged=False)
     staged_offset = shard_offset
-    for index in staged:
+    owned = {i for i in staged if owners and owners[i] is not None}
+    for index in (i for i in staged if i not in owned):
+        place(index, staged=True)
+    shard_offset = align(shard_offset, itemsize, STAGED_ALIGNMENT_BYTES)
+    reduced_stop = shard_offset
+    for index in sorted(owned):
         place(index, staged=True)
     shard_offset = align(shard_offset, itemsize, STAGED_ALIGNMENT_BYTES)
     return GroupLayout(
@@ -211,6 +237,8 @@ def plan_layout(
         staged_offset,
         shard_offset,
         region_offset,
+        reduced_stop,
+        tuple(owners) if any(owner is not None for owner in owners) else (),
     )
 
 

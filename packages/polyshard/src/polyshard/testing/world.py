@@ -31,6 +31,7 @@ from typing import Any
 COLLECTIVE_SECONDS = 30.0
 """How long a rank waits for its peers by default."""
 _ANSWER_SECONDS = 5.0  # for a rank to tell that it waited in vain
+_PRELOADED = ["torch.distributed.tensor", "polyshard"]
 _START_SECONDS = 120.0  # for the ranks to import torch and find each other, on a busy machine
 
 
@@ -45,19 +46,35 @@ class _Call:
     args: tuple[Any, ...]
 
 
+@dataclass(frozen=True)
+class _Rank:
+    rank: int
+    size: int
+    store: str
+    seconds: float
+
+
 class World:
     """A set of processes in one gloo process group, reused from test to test.
 
     After a failure the processes are replaced, because peers of a failed rank may be stuck.
     """
 
-    def __init__(self, size: int, collective_seconds: float = COLLECTIVE_SECONDS) -> None:
+    def __init__(
+        self,
+        size: int,
+        collective_seconds: float = COLLECTIVE_SECONDS,
+        start_method: str = "forkserver",
+    ) -> None:
         """``size`` ranks; they start with the first :meth:`run`.
 
-        A rank waits ``collective_seconds`` for its peers before it raises.
+        A rank waits ``collective_seconds`` for its peers before it raises. Those of a
+        ``forkserver`` start at once, since torch is imported there once for all; ``spawn`` makes
+        processes that share no memory with others, for those who measure it.
         """
         self.size = size
         self._seconds = collective_seconds
+        self._start_method = start_method
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -114,7 +131,9 @@ class World:
             self._folder = None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(self._start_method)
+        if self._start_method == "forkserver":
+            context.set_forkserver_preload(_PRELOADED)
         self._folder = tempfile.TemporaryDirectory(prefix="polyshard-world-")
         store = str(Path(self._folder.name) / "store")
         threads = os.environ.get("OMP_NUM_THREADS")
@@ -122,8 +141,11 @@ class World:
         try:
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
-                arguments = (rank, self.size, store, self._seconds, theirs)
-                process = context.Process(target=_serve, args=arguments, daemon=True)
+                process = context.Process(  # type: ignore[attr-defined]
+                    target=_serve,
+                    args=(_Rank(rank, self.size, store, self._seconds), dict(os.environ), theirs),
+                    daemon=True,
+                )
                 process.start()
                 theirs.close()
                 self._processes.append(process)
@@ -158,19 +180,21 @@ class World:
         return answers
 
 
-def _serve(rank: int, size: int, store_path: str, seconds: float, pipe: Connection) -> None:
+def _serve(given: _Rank, environment: dict[str, str], pipe: Connection) -> None:
+    os.environ.clear()  # that of a fork server is of when it started
+    os.environ.update(environment)
     import torch
     import torch.distributed as dist
 
     faulthandler.enable()
     torch.set_num_threads(1)
-    store = dist.FileStore(store_path, size)
+    rank, size = given.rank, given.size
     dist.init_process_group(
         "gloo",
-        store=store,
+        store=dist.FileStore(given.store, size),
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=seconds),
+        timeout=timedelta(seconds=given.seconds),
     )
     pipe.send(("ok", None))
     modules: dict[str, ModuleType] = {}
@@ -183,9 +207,19 @@ def _serve(rank: int, size: int, store_path: str, seconds: float, pipe: Connecti
             # under its name there may be what a decorator made of it
             function = inspect.unwrap(getattr(_load(call.path, modules), call.name))
             torch.manual_seed(0)
+            _forget_failures()
             pipe.send(("ok", function(rank, size, *call.args)))
         except BaseException:
             pipe.send(("error", traceback.format_exc()))
+
+
+def _forget_failures() -> None:
+    """Those of an earlier test ended with it."""
+    from polyshard.alarm.current import current_alarm
+
+    alarm = current_alarm()
+    alarm.look()
+    alarm.begin_anew()
 
 
 def _load(path: str, modules: dict[str, ModuleType]) -> ModuleType:
