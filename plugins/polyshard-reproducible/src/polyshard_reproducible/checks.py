@@ -1,0 +1,67 @@
+"""What breaks the promise though no group of the engine sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from polyshard_reproducible.errors import ReproducibleError
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose results depend on where shards end.
+
+    Raises:
+        ReproducibleError: for ``fused=True`` on the CPU.
+    """
+    for group in optimizer.param_groups:
+        on_host = any(p.device.type == "cpu" for p in group["params"])
+        if group.get("fused") and on_host:
+            raise ReproducibleError(
+                f"reproducible: {type(optimizer).__name__}(fused=True) on the CPU rounds the last "
+                "elements of a shard, which fill no vector register, differently from all others, "
+                "and where shards end depends on the number of ranks. Use foreach=True."
+            )
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse an accelerator that may choose kernels anew.
+
+    Raises:
+        ReproducibleError: unless torch's own switch is on.
+    """
+    if device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
+        raise ReproducibleError(
+            "reproducible: kernels that are not deterministic may run on this device. Call "
+            "torch.use_deterministic_algorithms(True) first, which refuses them."
+        )
+
+
+def check_plans(plans: Iterable[Any], tree: str) -> None:
+    """Refuse parts that results go through and that may see where shards end, whoever has them.
+
+    A plugin that says what it provides is refused earlier, by its name; a parameter's tensor class
+    and a plugin that goes around another say nothing.
+
+    Args:
+        plans: ``polyshard.describe(model).groups``.
+        tree: the name of the reduce codec that is ours; a group without a trainable parameter or
+            without this plugin is somebody else's affair.
+
+    Raises:
+        ReproducibleError: naming the group and the part.
+    """
+    for plan in plans:
+        parts = plan.roles.exclusive
+        if parts["reduce codec"].split(" around ")[-1].partition("(")[0] != tree:
+            continue  # not given the plugin: said elsewhere
+        wanted = {"gather codec": "native", "gradient landing": "shards", "reduce codec": tree}
+        for role, part in wanted.items():
+            if parts[role].partition("(")[0] != part:
+                raise ReproducibleError(
+                    f"reproducible: the {role} of group '{plan.name}' is {parts[role]}, whose "
+                    "results may depend on where shards end. Leave that out, or this plugin."
+                )

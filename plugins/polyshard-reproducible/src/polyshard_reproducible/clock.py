@@ -1,0 +1,51 @@
+"""Which step, turn and slot it is: what reductions and random numbers go by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One turn of a step. ``run`` is the same object in all turns of one attempt at it."""
+
+    run: object
+    step: int
+    turn: int
+    turns: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether nothing of this step was summed yet."""
+        return self.turn == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the sums of this step are whole after it."""
+        return self.turn == self.turns - 1
+
+
+@dataclass
+class Clock:
+    """What time it is for everything that one plugin object serves; ``None`` between steps."""
+
+    now: Moment | None = None
+
+
+class Watcher:
+    """Who is told what happens within the steps of a model; does nothing of its own."""
+
+    def on_step(self, step: int) -> None:
+        """A step begins: parameters are what it computes with."""
+
+    def on_slot(self, slot: int) -> None:
+        """Forward and backward of a slot come now."""
+
+    def on_sums(self) -> None:
+        """All slots were run, and gradients are whole; nobody has changed them yet."""
+
+    def on_pause(self) -> None:
+        """What is computed from now on belongs to no slot, also when one of them failed."""
+
+
+NOBODY = Watcher()

@@ -1,0 +1,135 @@
+"""The norm of all gradients in an order that no mesh changes, and clipping by it.
+
+[Note: rows]
+Whatever the number of ranks, an index of the dim that is sharded is on one of them, whole: a *row*.
+So its part of the sum is made there, element by element in a fixed order (:func:`sum_halves`). Then
+ranks put the rows of all parameters together, as a sum in which each row has one term that is not
+zero, which no order can change; and everybody adds rows up in a fixed order. In fp64, so that the
+result is also better than torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from polyshard.errors import NonFiniteError
+from polyshard.seams import local_of
+from polyshard_reproducible.errors import ReproducibleError
+from polyshard_reproducible.parts import few_rows, part_of
+from polyshard_reproducible.tree import sum_halves
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A gradient's local part, and where its rows are among all."""
+
+    local: Tensor
+    """``[rows, elements of a row]``."""
+    count: int
+    start: int = 0
+    group: dist.ProcessGroup | None = None
+    """Whose ranks have the others."""
+
+
+@torch.no_grad()
+def grad_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
+    """The 2-norm of all gradients: the same bits at every world size. Nothing is changed.
+
+    Parameters without a gradient are left out. Every rank calls it with the same parameters.
+
+    Returns:
+        A plain 0-dim fp32 tensor, the same on all ranks.
+
+    Raises:
+        ReproducibleError: for parameters that more than one axis of their mesh divides.
+    """
+    tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    parts = [_rows_of(p, p.grad) for p in tensors if p.grad is not None]
+    if not parts:
+        return torch.tensor(0.0)
+    sums = torch.stack([sum_halves(rows) for rows in _whole(parts)])
+    return sum_halves(sums).sqrt().float()
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, *, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scale gradients in place so that their 2-norm is at most ``max_norm``, by :func:`grad_norm`.
+
+    Returns:
+        The norm before clipping.
+
+    Raises:
+        NonFiniteError: on every rank, when asked for; gradients are left as they are.
+        ReproducibleError: as :func:`grad_norm`.
+    """
+    tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    norm = grad_norm(tensors)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise NonFiniteError(
+            f"the norm of the gradients is {norm.item()}; they were left as they are. Look for the "
+            "first loss that is not finite, or pass error_if_nonfinite=False."
+        )
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for parameter in tensors:
+        if parameter.grad is not None:
+            local = local_of(parameter.grad)
+            local.mul_(factor.to(local.device))
+    return norm
+
+
+def _rows_of(parameter: Tensor, gradient: Tensor) -> _Rows:
+    part = part_of(gradient)
+    if part is None:
+        assert isinstance(gradient, DTensor)
+        raise ReproducibleError(
+            f"reproducible: the norm of a gradient {tuple(parameter.shape)} that is "
+            f"{gradient.placements} has no rows that stay whole at every world size. Only "
+            "parameters that one axis divides, by Shard(dim), can be clipped so."
+        )
+    cut = part.cut
+    if cut is None:
+        return _Rows(_as_rows(part.local, 0), part.shape[0] if part.shape else 1)
+    group = cut.mesh.get_group(cut.axis)
+    return _Rows(_as_rows(part.local, cut.dim), part.shape[cut.dim], cut.start, group)
+
+
+def _as_rows(local: Tensor, dim: int) -> Tensor:
+    if local.ndim == 0:
+        return local.view(1, 1)
+    moved = local.movedim(dim, 0)
+    return moved.reshape(moved.shape[0], -1) if local.numel() else local.new_zeros(0, 1)
+
+
+def _whole(parts: Sequence[_Rows]) -> list[Tensor]:
+    """The squares of every row of every gradient, summed; the same on all ranks."""
+    device = parts[0].local.device
+    by_group: dict[dist.ProcessGroup | None, list[int]] = {}
+    for index, part in enumerate(parts):
+        by_group.setdefault(part.group, []).append(index)
+    found: dict[int, Tensor] = {}
+    for group, indices in by_group.items():
+        counts = [parts[i].count for i in indices]
+        rows = torch.zeros(sum(counts), dtype=torch.float64, device=device)
+        for index, own in zip(indices, rows.split(counts), strict=True):
+            _square(parts[index], own)
+            found[index] = own
+        if group is not None:
+            dist.all_reduce(rows, group=group)
+    return [found[i] for i in range(len(parts))]
+
+
+def _square(part: _Rows, rows: Tensor) -> None:
+    """Put the squares of the local rows in their places."""
+    start = part.start
+    for some in few_rows(part.local):
+        squares = some.to(torch.float64, copy=True)
+        rows[start : start + some.shape[0]] = sum_halves(squares.square_())
+        start += some.shape[0]

@@ -1,0 +1,284 @@
+"""What the plugin refuses, and what it leaves as it was."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from reproducible_runs import Run, Words, loss_of, mesh_of, samples
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from polyshard import (
+    Around,
+    DataParallelMeshDims,
+    GatherCodecPlugin,
+    MixedPrecisionPolicy,
+    Plugin,
+    fully_shard,
+)
+from polyshard.errors import ConflictError, PeerError
+from polyshard.plugins.contract import hookimpl
+from polyshard.seams import BoundReduceCodec, GroupInfo, ReduceCodec
+from polyshard.sharding.layout import GroupLayout
+from polyshard.testing import ranks
+from polyshard_reproducible import Reproducible, ReproducibleError, check_optimizer
+from polyshard_reproducible.checks import check_device
+
+FOUND_OR_TOLD = (ReproducibleError, PeerError)
+"""In a step, a rank may be told of a mistake of all ranks before it finds it itself."""
+
+
+@pytest.mark.parametrize("slots", [0, 3, -4, 12])
+def test_slots_are_a_power_of_two(slots: int) -> None:
+    with pytest.raises(ReproducibleError, match=f"power of two.*got {slots}"):
+        Reproducible(slots=slots)
+
+
+@pytest.mark.parametrize("given", [{"slots": 2.0}, {"slots": True}, {"seed": "1"}], ids=str)
+def test_settings_are_numbers(given: dict[str, Any]) -> None:
+    with pytest.raises(ReproducibleError, match="must be a number"):
+        Reproducible(**given)
+
+
+def test_fused_steps_are_refused_on_the_cpu() -> None:
+    parameters = [nn.Parameter(torch.zeros(3))]
+    check_optimizer(torch.optim.AdamW(parameters, foreach=True))
+    with pytest.raises(ReproducibleError, match=r"AdamW\(fused=True\) on the CPU"):
+        check_optimizer(torch.optim.AdamW(parameters, fused=True))
+
+
+def test_fused_steps_depend_on_where_shards_end() -> None:
+    """The reason, for as long as it holds."""
+    generator = torch.Generator().manual_seed(0)
+
+    def stepped(values: list[Tensor]) -> Tensor:
+        parameter = nn.Parameter(values[0].clone())
+        optimizer = torch.optim.AdamW([parameter], lr=0.01, fused=True)
+        for gradient in values[1:]:
+            parameter.grad = gradient.clone()
+            optimizer.step()
+        return parameter.detach()
+
+    differ = 0
+    for numel in range(20, 70):
+        values = [torch.randn(numel, generator=generator) for _ in range(4)]
+        cut = numel // 2 + 1
+        parts = [stepped([v[a] for v in values]) for a in (slice(cut), slice(cut, None))]
+        differ += not torch.equal(torch.cat(parts), stepped(values))
+    if not differ:
+        pytest.skip("this processor rounds all elements alike")
+
+
+def refuses(says: str, given: dict[str, Any], slots: int = 8) -> None:
+    with pytest.raises(ReproducibleError, match=says):
+        fully_shard(nn.Linear(8, 8), plugins=[Reproducible(slots=slots)], **given)
+
+
+@ranks(2)
+def test_what_has_no_tree_is_refused(rank: int, size: int) -> None:
+    mesh = mesh_of((2,))
+    refuses("2 ranks, and there are 1 slots", {"mesh": mesh}, slots=1)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    refuses("reduced in torch.bfloat16", {"mesh": mesh, "mp_policy": policy})
+
+
+@ranks(2)
+def test_sums_of_the_backend_are_refused(rank: int, size: int) -> None:
+    kept = {"mesh": mesh_of((2,)), "shard_placement_fn": lambda p: Replicate()}
+    refuses("parameters kept whole", kept)
+
+
+@ranks(4)
+def test_axes_may_come_in_any_order(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "replicas"))
+    dims = DataParallelMeshDims(shard="shards", replicate="replicas")
+    plugin = Reproducible(slots=8)
+    model = fully_shard(nn.Linear(8, 8), mesh=mesh, dp_mesh_dims=dims, plugins=[plugin])
+    slots = []
+    for slot in plugin.each_slot(model, step=0):
+        slots.append(slot)
+        model(torch.ones(2, 8)).sum().backward()
+    shard, replica = divmod(rank, 2)
+    assert slots == [4 * replica + shard, 4 * replica + 2 + shard]  # neighbours share a turn
+
+
+@ranks(2)
+def test_groups_on_different_meshes_are_refused(rank: int, size: int) -> None:
+    model, plugin = Words(), Reproducible()
+    fully_shard(model.blocks[0], mesh=mesh_of((2, 1)), plugins=[plugin])
+    fully_shard(model, mesh=mesh_of((2,)), plugins=[plugin])
+    with pytest.raises(ReproducibleError, match="live on different meshes"):
+        next(iter(plugin.each_slot(model, step=0)))
+
+
+@pytest.mark.skipif(find_spec("polyshard_tensor_parallel") is None, reason="not installed")
+@ranks(2)
+def test_tensor_parallelism_is_refused(rank: int, size: int) -> None:
+    tensor_parallel: Any = import_module("polyshard_tensor_parallel")
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(nn.Linear(8, 8), mesh["tp"], ColwiseParallel())
+    plugins = [tensor_parallel.TensorParallel(), Reproducible()]
+    with pytest.raises(ReproducibleError, match=r"weight.* are divided by tensor parallelism"):
+        fully_shard(model, mesh=mesh["dp"], plugins=plugins)
+
+
+def test_accelerators_need_kernels_that_are_deterministic() -> None:
+    with pytest.raises(ReproducibleError, match=r"use_deterministic_algorithms\(True\)"):
+        check_device(torch.device("cuda"))
+    torch.use_deterministic_algorithms(True)
+    try:
+        check_device(torch.device("cuda"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class Halves(GatherCodecPlugin):
+    """Weights travel in fewer bits."""
+
+    name = "halves"
+    provides: ClassVar[tuple[str, ...]] = ("gather-codec",)
+
+    def payload_bytes(self, group: Any, layout: Any) -> int | None:
+        return None
+
+    def encode(self, shard: Tensor, payload: Tensor, at: Any) -> None:
+        raise NotImplementedError
+
+    def decode(self, payloads: Tensor, regions: Any, at: Any) -> None:
+        raise NotImplementedError
+
+
+class Silent(Halves):
+    """Does not say so."""
+
+    name = "silent"
+    provides = ()
+
+    def payload_bytes(self, group: Any, layout: Any) -> int | None:
+        return 64
+
+
+@ranks(2)
+def test_lossy_codecs_are_refused(rank: int, size: int) -> None:
+    with pytest.raises(ConflictError, match=r"(?s)reproducible.*halves|halves.*reproducible"):
+        fully_shard(nn.Linear(8, 8), plugins=[Reproducible(), Halves()])
+    plugin = Reproducible()
+    model = fully_shard(nn.Linear(8, 8), plugins=[plugin, Silent()])
+    with pytest.raises(ReproducibleError, match=r"gather codec of group .* is silent"):
+        next(iter(plugin.each_slot(model, step=0)))
+
+
+class Louder(ReduceCodec):
+    """Goes around another codec, and would change what that sums."""
+
+    name = "louder"
+    settings = "by=2"
+
+    def __init__(self, inner: ReduceCodec) -> None:
+        self._inner = inner
+
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> BoundReduceCodec | None:
+        return self._inner.bind(group, layout)
+
+
+class Wrapping(Plugin):
+    """Wraps the reduce codec."""
+
+    name = "louder"
+
+    @hookimpl
+    def polyshard_reduce_codec(self, group: GroupInfo) -> Around[ReduceCodec]:
+        """Around whatever there is."""
+        return Around(Louder)
+
+
+@ranks(2)
+def test_what_goes_around_the_tree_is_refused(rank: int, size: int) -> None:
+    plugin = Reproducible()
+    model = fully_shard(nn.Linear(8, 8), plugins=[plugin, Wrapping()])
+    with pytest.raises(ReproducibleError, match=r"reduce codec of group .* is louder"):
+        next(iter(plugin.each_slot(model, step=0)))
+
+
+def backward_twice(run: Run) -> None:
+    for _ in run.plugin.each_slot(run.model, step=0):
+        for _ in range(2):
+            loss_of(run.model, samples()[:3]).backward()
+
+
+@ranks(2)
+def test_a_backward_outside_of_slots_is_refused(rank: int, size: int) -> None:
+    run = Run((2,))
+    with pytest.raises(FOUND_OR_TOLD, match="outside of a slot"):
+        loss_of(run.model, samples()[:3]).backward()
+    run.model.reset_iter_state()
+    with pytest.raises(FOUND_OR_TOLD, match="twice in one slot"):
+        backward_twice(run)
+    run.model.reset_iter_state()
+    for p in run.model.parameters():
+        p.grad = None
+    expected = Run((2,)).train(range(2)).state()
+    assert run.train(range(2)).state() == expected  # nothing of the failed ones is left
+
+
+@ranks(2)
+def test_a_step_that_failed_may_be_made_again(rank: int, size: int) -> None:
+    expected = Run((2,)).train(range(2)).state()
+    run = Run((2,))
+    before = torch.get_rng_state()
+    for turn, slot in enumerate(run.plugin.each_slot(run.model, step=0)):
+        loss_of(run.model, samples()[run.sampler.indices(0, slot)]).backward()
+        if turn == 1:
+            break
+    run.optimizer.zero_grad()
+    assert run.train(range(2)).state() == expected
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Sometimes(nn.Module):
+    """Uses a layer in some slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(4, 4)
+        self.rarely = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, uses: bool) -> Tensor:
+        out: Tensor = self.always(x)
+        return self.rarely(out) if uses else out
+
+
+def use_once(plugin: Reproducible, model: nn.Module, when: int) -> None:
+    for turn, _ in enumerate(plugin.each_slot(model, step=0)):
+        model(torch.ones(2, 4), uses=turn == when).sum().backward()
+
+
+@ranks(2)
+def test_gradients_of_some_slots_are_refused(rank: int, size: int) -> None:
+    for units in ([], ["rarely"]):
+        for when in (0, 1, 3):
+            plugin, model = Reproducible(slots=8), Sometimes()
+            for name in units:
+                fully_shard(getattr(model, name), plugins=[plugin])
+            fully_shard(model, plugins=[plugin])
+            with pytest.raises(FOUND_OR_TOLD, match=r"rarely.*in some slots"):
+                use_once(plugin, model, when)
+
+
+@ranks(2)
+def test_every_group_has_to_have_it(rank: int, size: int) -> None:
+    model = Words()
+    fully_shard(model.blocks[0])
+    plugin = Reproducible()
+    fully_shard(model, plugins=[plugin])
+    with pytest.raises(ReproducibleError, match="1 of the 2 groups"):
+        next(iter(plugin.each_slot(model, step=0)))
+    run = Run((2,))
+    with pytest.raises(ReproducibleError, match="takes one loss of each slot"):
+        run.plugin.mean(run.model, [torch.zeros(())])
