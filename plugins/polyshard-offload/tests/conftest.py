@@ -26,6 +26,7 @@ def spare_world() -> Iterator[World]:
     Their unsharded buffers are allocated, not reserved (reserving counts against limits as well),
     what is freed goes back at once, and a rank gives its peers up after eight seconds.
     """
-    world = SpareWorld(2, collective_seconds=8)
+    # malloc reads its settings when a process begins, so these begin anew, not from a fork server
+    world = SpareWorld(2, collective_seconds=8, start_method="spawn")
     yield world
     world.close()

@@ -8,23 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from offload_toys import SMALL, Recipe, same_as_without, values, wrapped
+from offload_toys import SMALL, TIERS, Recipe, same_as_without, values, wrapped
 from torch import Tensor, nn
 
 from polyshard import fully_shard
 from polyshard.testing import World
 from polyshard_offload import DiskSettings, Offload
-
-TIERS = [
-    ("device", "device", "host"),
-    ("device", "device", "disk"),
-    ("host", "host", "host"),
-    ("host", "host", "disk"),
-    ("host", "disk", "disk"),
-    ("disk", "host", "host"),
-    ("disk", "host", "disk"),
-    ("disk", "disk", "disk"),
-]
 
 
 def make(tiers: tuple[str, str, str], path: str, **settings: object) -> Offload:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from polyshard import CPUOffloadPolicy, Plugin, grad_norm, hookimpl
-from polyshard.seams import GroupInfo
+from polyshard.seams import GroupInfo, local_of
 from polyshard_offload.__about__ import __version__
-from polyshard_offload._torch_private import local_of
 from polyshard_offload.errors import OffloadError
 from polyshard_offload.observer import WrapWatcher
 from polyshard_offload.optimizer.spent import MESSAGE

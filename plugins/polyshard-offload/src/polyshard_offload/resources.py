@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from polyshard.agreement.failures import FailureReport
-from polyshard.seams import GroupInfo, StorageFactory
+from polyshard.alarm.failures import FailureReport
+from polyshard.seams import GroupInfo, StorageFactory, local_of
 from polyshard.sharding.layout import GroupLayout
-from polyshard_offload._torch_private import local_of
 from polyshard_offload.settings import OffloadSettings, Tier
 from polyshard_offload.shards.disk_storage import DiskStorage
 from polyshard_offload.shards.gradients import DiskGradients, GradientStorage, HostGradients
@@ -85,7 +84,7 @@ class Resources:
         if not self.ranks:
             yield
             return
-        with FailureReport(self.ranks, where):
+        with FailureReport(where):
             yield
 
     def storage(self, group: GroupInfo) -> TierStorage:

@@ -18,6 +18,17 @@ from polyshard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from polyshard_offload import DiskSettings, Offload
 
 STEPS = 20
+TIERS = [
+    ("device", "device", "host"),
+    ("device", "device", "disk"),
+    ("host", "host", "host"),
+    ("host", "host", "disk"),
+    ("host", "disk", "disk"),
+    ("disk", "host", "host"),
+    ("disk", "host", "disk"),
+    ("disk", "disk", "disk"),
+]
+"""Of parameters, gradients and optimizer state."""
 SMALL = 2000
 """Bytes of a chunk: many chunks in a small model."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from polyshard_offload._torch_private import local_of
+from polyshard.seams import local_of
 from polyshard_offload.optimizer.pipeline import Job
 from polyshard_offload.optimizer.records import Record
 from polyshard_offload.optimizer.spent import SpentGradient
@@ -24,7 +24,9 @@ class Slot:
     ``group`` indexes ``param_groups``, or is :data:`NO_GROUP`; ``weight`` is the state in bytes
     that the largest shard on any rank has. ``record`` is where its state is kept, if it is;
     ``filled`` says that there are values, of which ``optimizer.state`` shows ``windows`` among
-    ``shown`` entries. ``storage`` holds the parameter itself when it rests on disk.
+    ``shown`` entries. ``storage`` holds the parameter itself when it rests on disk. Nothing moves
+    for one that is ``in_runs``: it is stepped where it and its state are. ``is_stateless`` says
+    that no step makes anything to be kept.
     """
 
     parameter: Tensor
@@ -36,6 +38,8 @@ class Slot:
     filled: bool = False
     windows: dict[str, Tensor] = field(default_factory=dict)
     shown: int = 0
+    in_runs: bool = False
+    is_stateless: bool = False
     _places: tuple[tuple[str, Tensor, int], ...] = ()
 
     @property

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim import Optimizer
 
-from polyshard_offload._torch_private import like, local_of, plain_step, spec_of
-from polyshard_offload.tiers.host_memory import Slab
+from polyshard.memory.own_storage import own_storage
+from polyshard.seams import Stepper, like, local_of, spec_of
 from polyshard_offload.tiers.state_store import Extent
 
 ALIGNMENT_BYTES = 64
@@ -96,22 +95,7 @@ class Record:
 
         ``copy.deepcopy`` of a ``DTensor`` whose local tensor has an offset fails in torch 2.13.
         """
-        return {e.name: like(e.spec, self._window(e, part)) for e in self.entries}
-
-    @staticmethod
-    def _window(entry: Entry, part: Tensor) -> Tensor:
-        slab = Slab(part.data_ptr() + entry.start, entry.nbytes, part)
-        return slab.lease(0, entry.nbytes).view(entry.dtype).view(entry.shape)
-
-
-def twin_of(
-    optimizer: Optimizer, kind: type[Optimizer], groups: list[dict[str, Any]], state: Any
-) -> Optimizer:
-    """An optimizer of the user's class that steps ``groups`` with ``state`` and runs no hooks."""
-    twin: Optimizer = object.__new__(kind)
-    twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.update(param_groups=groups, state=state)
-    return twin
+        return {e.name: like(e.spec, own_storage(e.view(part))) for e in self.entries}
 
 
 def largest_shape(parameter: Tensor) -> tuple[int, ...]:
@@ -125,11 +109,7 @@ def largest_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def predict_entries(
-    optimizer: Optimizer,
-    kind: type[Optimizer],
-    group: Mapping[str, Any],
-    parameter: Tensor,
-    shape: tuple[int, ...],
+    stepper: Stepper, group: Mapping[str, Any], parameter: Tensor, shape: tuple[int, ...]
 ) -> tuple[Entry, ...] | None:
     """What the first step makes for a shard of ``shape``, found with a step that has no values.
 
@@ -138,18 +118,12 @@ def predict_entries(
     """
     if not (parameter.is_floating_point() or parameter.is_complex()):
         return ()  # no gradient will ever come, so no state
-    spec = spec_of(parameter)
     stand_in = torch.nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"))
     stand_in.grad = torch.empty_like(stand_in)
-    settings = {**group, "params": [stand_in]}
-    # Fused and capturable kernels make the same state, but exist on real devices only.
-    settings.update({k: False for k in ("fused", "foreach", "capturable") if k in settings})
-    state: dict[Any, dict[str, Any]] = {stand_in: {}}
-    try:
-        plain_step(kind)(twin_of(optimizer, kind, [settings], state))
-    except Exception:  # whatever it is, the first real step will tell
+    state = stepper.twins.state_made(stand_in, group)
+    if state is None:
         return None
-    return tuple(_with_spec(entries_of(state[stand_in]), shape, spec))
+    return tuple(_with_spec(entries_of(state), shape, spec_of(parameter)))
 
 
 def _with_spec(

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from polyshard_offload._torch_private import local_of, repointed
+from polyshard.seams import Stepper, local_of, repointed
 from polyshard_offload.optimizer.chunks import NO_GROUP, Chunk, Slot, plan_chunks
 from polyshard_offload.optimizer.records import (
     Entry,
@@ -43,14 +43,15 @@ class OptimizerState:
     like as they are.
     """
 
-    def __init__(self, optimizer: Optimizer, resources: Resources) -> None:
+    def __init__(self, optimizer: Optimizer, stepper: Stepper, resources: Resources) -> None:
         """Reserve room for the state of every trainable parameter; move what is there already.
 
         Raises:
             StorageError: when there is not enough.
         """
         self._optimizer = optimizer
-        self._kind = type(optimizer)
+        self._stepper = stepper
+        self._by_runs = stepper.by_runs
         self._resources = resources
         self._settings = resources.settings
         self.store = resources.state_store(self._settings.optimizer)
@@ -58,7 +59,7 @@ class OptimizerState:
         self.every_slot: dict[int, Slot] = {}
         """By parameter: also of those that left the optimizer, whose state it still has."""
         self._members: list[list[int]] = []
-        self._chunks: list[Chunk] = []
+        self._chunks: list[Chunk] | None = None
         self.refresh()
         self.adopt_edits()
 
@@ -85,23 +86,24 @@ class OptimizerState:
             slot.group = index
             self.every_slot[id(parameter)] = slot
             self.slots.append(slot)
-        self._chunks = []
+        self._chunks = None
 
     def _slot(self, parameter: Tensor, index: int, chosen: bool) -> Slot:
         group = self._optimizer.param_groups[index]
         shape = largest_shape(parameter)
-        largest = predict_entries(self._optimizer, self._kind, group, parameter, shape)
+        largest = predict_entries(self._stepper, group, parameter, shape)
         guess = 2 * math.prod(shape) * parameter.itemsize
         weight = guess if largest is None else record_bytes(largest)
         slot = Slot(parameter, index, pages(weight), chosen)
-        local = local_of(parameter)
-        if chosen and parameter.requires_grad and local.numel():
-            entries = largest
-            if tuple(local.shape) != shape:
-                args = (self._optimizer, self._kind, group, parameter, tuple(local.shape))
-                entries = predict_entries(*args)
-            if entries:
-                slot.record = Record(self._allocate(entries), entries)
+        own = tuple(local_of(parameter).shape)
+        entries = largest
+        if own != shape:
+            entries = (
+                predict_entries(self._stepper, group, parameter, own) if math.prod(own) else ()
+            )
+        slot.is_stateless = entries == ()
+        if chosen and parameter.requires_grad and entries:
+            slot.record = Record(self._allocate(entries), entries)
         return slot
 
     def refresh(self) -> list[Chunk]:
@@ -112,9 +114,20 @@ class OptimizerState:
             self._assign_slots()
         if self._settings.params == "disk":
             self._find_storages()
-        if not self._chunks:
-            self._chunks = plan_chunks(self.slots, self._settings.chunk_bytes)
+        if self._chunks is None or self._by_runs is not self._stepper.by_runs:
+            self._by_runs = self._stepper.by_runs
+            for slot in self.slots:
+                slot.in_runs = self._may_run(slot)
+            self._stepper.plan = None
+            lent = [slot for slot in self.slots if not slot.in_runs]
+            self._chunks = plan_chunks(lent, self._settings.chunk_bytes)
         return self._chunks
+
+    def _may_run(self, slot: Slot) -> bool:
+        """Whether a step needs nothing moved for ``slot``, and leaves nothing to be moved."""
+        if not self._by_runs or self._settings.step_in_backward or slot.storage is not None:
+            return False
+        return not slot.offloaded or slot.is_stateless or (slot.filled and not self.streams)
 
     def _find_storages(self) -> None:
         for slot in self.slots:
@@ -123,7 +136,7 @@ class OptimizerState:
                 storage = self._resources.storage_of(slot.parameter)
                 if storage is not slot.storage:
                     slot.storage = storage
-                    self._chunks = []
+                    self._chunks = None
 
     # Keeping state ----------------------------------------------------------------------------
 
@@ -136,17 +149,23 @@ class OptimizerState:
         if not slot.offloaded:
             self.publish(slot, state)
             return
-        before = slot.record.extent if slot.record is not None else None
+        before = slot.record
         self._place(slot, entries)
         if slot.record is not None:
-            size = slot.record.extent.nbytes
-            packed = Slab.of_host(size, pinned=False).lease(0, size)
+            extent = slot.record.extent
+            stays = before is not None and before.extent == extent
+            kept = (part if stays else None) if self.streams else self.store.window(extent)
+            packed = kept if slot.record is before else None
+            if packed is None:  # some of the state may be in the old places
+                packed = Slab.of_host(extent.nbytes, pinned=False).lease(0, extent.nbytes)
             for entry in entries:
-                entry.view(packed).copy_(local_of(state[entry.name]))
-            if part is not None and slot.record.extent == before:
-                part.copy_(packed)
-            else:
-                self.store.save([slot.record.extent], packed)
+                place, value = entry.view(packed), local_of(state[entry.name])
+                if place.data_ptr() != value.data_ptr():
+                    place.copy_(value)
+            if kept is None:
+                self.store.save([extent], packed)
+            elif kept is not packed:
+                kept.copy_(packed)
         self.publish(slot, state)
 
     def _place(self, slot: Slot, entries: tuple[Entry, ...]) -> None:
@@ -154,7 +173,7 @@ class OptimizerState:
         if (slot.record.entries if slot.record is not None else ()) == entries:
             return
         slot.show({})
-        self._chunks = []
+        self._chunks = None
         if not entries:
             slot.record = None
             return
@@ -168,7 +187,7 @@ class OptimizerState:
 
     def publish(self, slot: Slot, state: Mapping[str, Any]) -> None:
         """Have ``optimizer.state`` show what is kept, in the dict that people may hold."""
-        slot.filled = True
+        self._fill(slot, filled=True)
         held = self._optimizer.state.setdefault(slot.parameter, {})
         if slot.record is not None and not slot.windows:
             fresh = slot.record.windows(self.store.window(slot.record.extent))
@@ -181,9 +200,14 @@ class OptimizerState:
 
     def forget(self, slot: Slot) -> None:
         """There is no state for the parameter any more, until a step makes some."""
-        slot.filled = False
+        self._fill(slot, filled=False)
         slot.shown = 0
         self._vacate(slot)
+
+    def _fill(self, slot: Slot, *, filled: bool) -> None:
+        if slot.filled is not filled:
+            slot.filled = filled
+            self._chunks = None
 
     def _vacate(self, slot: Slot) -> None:
         """Leave the place of a record that people may still hold windows on."""

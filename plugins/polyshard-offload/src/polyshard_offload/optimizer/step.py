@@ -1,16 +1,15 @@
 """One step of the user's optimizer, chunk by chunk.
 
-[Note: twins]
-Each chunk is stepped by a *twin*: an object of the optimizer's original class with the same
-settings, whose groups hold only the chunk's parameters and whose state is what the pipeline has
-just read. The arithmetic is the optimizer's own, on tensors of the same dtype and shape, so results
-are the same to the last bit for every optimizer that treats parameters one by one, whatever its
-state looks like. One that couples them through its groups is noticed and refused.
+[Note: lent chunks]
+The parameters of a chunk are lent to the optimizer's stepper with the state that the pipeline has
+just read; :class:`polyshard.seams.Stepper` has its twins step them, as runs if the optimizer is
+elementwise and else whole. The arithmetic is the optimizer's own, so results are the same to the
+last bit for every optimizer that treats parameters one by one, whatever its state looks like. What
+can be stepped where it is, is no part of any chunk: those are runs as without offload.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,32 +18,29 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from polyshard_offload._torch_private import like, local_of, plain_step, spec_of
+from polyshard.seams import Lent, Stepper, like, local_of, spec_of
 from polyshard_offload.errors import OffloadError
 from polyshard_offload.optimizer.chunks import Chunk, Slot
 from polyshard_offload.optimizer.open_shards import OPEN_SHARDS, OpenShards
 from polyshard_offload.optimizer.pipeline import Pipeline
-from polyshard_offload.optimizer.records import entries_of, twin_of
 from polyshard_offload.optimizer.state import OptimizerState
 from polyshard_offload.resources import Resources
 from polyshard_offload.tiers.state_store import DiskStore
 
 
 class StateOffload:
-    """Steps one optimizer whose state is kept elsewhere. See [Note: twins]."""
+    """Steps one optimizer whose state is kept elsewhere. See [Note: lent chunks]."""
 
-    def __init__(self, optimizer: Optimizer, resources: Resources) -> None:
+    def __init__(self, optimizer: Optimizer, stepper: Stepper, resources: Resources) -> None:
         """See :class:`polyshard_offload.optimizer.state.OptimizerState`."""
         self._optimizer = optimizer
-        self._kind = type(optimizer)
-        self._step = plain_step(self._kind)
+        self._stepper = stepper
         self._resources = resources
         self._settings = resources.settings
-        self.state = OptimizerState(optimizer, resources)
+        self.state = OptimizerState(optimizer, stepper, resources)
         self.pipeline = Pipeline(self.state.store, self._device(), self._settings.prefetch + 1)
         self._open_shards = OpenShards()
         self._failure: Exception | None = None
-        self._group_values: dict[int, dict[str, Any]] = {}
 
     def _device(self) -> torch.device:
         """Where steps happen: beside the parameters."""
@@ -62,8 +58,12 @@ class StateOffload:
 
     def adopt_state(self) -> None:
         """Move to the tier what ``load_state_dict`` left in ``optimizer.state``."""
-        self._abandon()
+        self.undo()
         self.state.adopt_loaded()
+
+    def undo(self) -> None:
+        """Let go of a step that failed: whoever calls this puts back what it changed."""
+        self._abandon()
         self._failure = None
 
     def verify(self) -> None:
@@ -138,7 +138,7 @@ class StateOffload:
     def begin(self) -> None:
         """A step begins: with what the user has made of state and groups since the last."""
         self.adopt_edits()
-        self._group_values = {}
+        self._stepper.twins.begin()
 
     def step_due(self) -> None:
         """Step every parameter that has a gradient now.
@@ -148,11 +148,12 @@ class StateOffload:
         """
         self.run([c for c in self.state.refresh() if c.is_due])
         self.close_shards()
+        if any(slot.in_runs for slot in self.state.slots):
+            self._stepper.step_runs()
 
     def end(self) -> None:
         """A step has ended: groups show what it changed in their settings."""
-        for group in self.groups:
-            group.update(self._group_values.get(id(group), {}))
+        self._stepper.twins.end()
 
     def close_shards(self) -> None:
         """Have parameters on disk written.
@@ -166,42 +167,34 @@ class StateOffload:
         """Step ``chunks``, streaming their state where it streams."""
         if not self.state.streams:
             for index in range(len(chunks)):
-                self._visit(chunks, index, None)
+                self.visit(chunks, index, None)
             return
         self.pipeline.run(
             [chunk.job() for chunk in chunks],
-            lambda index, buffer: self._visit(chunks, index, buffer),
+            lambda index, buffer: self.visit(chunks, index, buffer),
         )
 
-    def visit(self, chunk: Chunk, buffer: Tensor | None) -> None:
-        """Step one chunk whose state is in ``buffer``, with nothing but state read ahead."""
-        self._visit([chunk], 0, buffer)
-
-    def _visit(self, chunks: list[Chunk], index: int, buffer: Tensor | None) -> None:
+    def visit(self, chunks: list[Chunk], index: int, buffer: Tensor | None) -> None:
+        """Step the chunk ``index``, whose state is in ``buffer``; read ahead for those after it."""
         chunk = chunks[index]
         opened = self._open_shards.open(chunks, index)
-        keys: dict[Slot, Tensor] = {}
+        lent: dict[Slot, Lent] = {}
         parts: dict[Slot, Tensor | None] = {}
-        views: dict[Slot, dict[str, Tensor]] = {}
-        state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
         start = 0
         for slot in chunk.slots:
             part = buffer[start : start + slot.nbytes] if buffer is not None else None
             start += slot.nbytes
-            if not slot.has_gradient:
-                continue
-            parts[slot] = part
-            key = keys[slot] = self._key(slot, opened)
-            views[slot] = self._views(slot, part)
-            known = self._optimizer.state.get(slot.parameter, {})
-            if known:
-                state[key] = {**known, **views[slot]} if slot.filled else dict(known)
-        self._step_twin(keys, state)
-        for slot, key in keys.items():
-            self._harvest(slot, views[slot], state[key], parts[slot])
+            if slot.has_gradient:
+                parts[slot] = part
+                state = {**self.state_of(slot), **(self._views(slot, part) if slot.filled else {})}
+                lent[slot] = Lent(self._key(slot, opened), slot.group, state)
+        self._stepper.lend(list(lent.values()))
+        torch.autograd.graph.increment_version([slot.parameter for slot in lent])
+        for slot, stepped in lent.items():
+            self._harvest(slot, stepped, parts[slot])
             if slot.storage is not None:
                 local = local_of(slot.parameter)
-                slot.storage.note_stepped(local, local_of(key))
+                slot.storage.note_stepped(local, local_of(stepped.key))
 
     def _views(self, slot: Slot, part: Tensor | None) -> dict[str, Tensor]:
         """The state tensors the step is to use, over the buffer or where they are kept."""
@@ -223,58 +216,13 @@ class StateOffload:
         stand_in.grad = slot.parameter.grad
         return stand_in
 
-    def _step_twin(self, keys: dict[Slot, Tensor], state: dict[Tensor, dict[str, Any]]) -> None:
-        groups = [{**g, "params": []} for g in self.groups]
-        for slot, key in keys.items():
-            groups[slot.group]["params"].append(key)
-        used = [i for i, g in enumerate(groups) if g["params"]]
-        twin = twin_of(self._optimizer, self._kind, [groups[i] for i in used], state)
-        self._step(twin)
-        for index in used:
-            self._note_group(index, groups[index])
-        for name, value in twin.__dict__.items():
-            if name not in ("param_groups", "state"):
-                self._optimizer.__dict__[name] = value
-
-    def _note_group(self, index: int, stepped: dict[str, Any]) -> None:
-        """Keep what a step changed in a group's settings (counters, say); chunks must agree.
-
-        Raises:
-            OffloadError: for an optimizer that couples parameters.
-        """
-        before = self.groups[index]
-        noted = self._group_values.setdefault(id(before), {})
-        for name, value in stepped.items():
-            if name == "params" or value is before.get(name):
-                continue
-            if name in noted and bool(noted[name] != value):
-                raise OffloadError(
-                    f"{self._kind.__name__} computed '{name}' of parameter group {index} from some "
-                    "parameters at once: it couples parameters, which are stepped in chunks here. "
-                    "Use Offload(optimizer='device') with it."
-                )
-            noted[name] = value
-
-    def _harvest(
-        self,
-        slot: Slot,
-        views: dict[str, Tensor],
-        state: dict[str, Any],
-        part: Tensor | None,
-    ) -> None:
-        """Put what the step left into the buffer, and publish it."""
-        if slot.storage is not None:
-            torch.autograd.graph.increment_version(slot.parameter)
-        entries = entries_of(state) if slot.offloaded else ()
-        if not slot.offloaded or slot.record is None or slot.record.entries != entries:
-            if state:
-                self.state.keep(slot, state, part)
-            elif slot.filled:
-                self._optimizer.state.get(slot.parameter, {}).clear()
-                self.state.forget(slot)
-            return
-        for entry in entries:
-            new, kept = local_of(state[entry.name]), local_of(views[entry.name])
-            if new.data_ptr() != kept.data_ptr():
-                kept.copy_(new)
-        self.state.publish(slot, state)
+    def _harvest(self, slot: Slot, stepped: Lent, part: Tensor | None) -> None:
+        """Publish what the step left; what is not where it is kept goes there, or to ``part``."""
+        state = stepped.state
+        if stepped.is_settled:
+            self.state.publish(slot, state)
+        elif state:
+            self.state.keep(slot, state, part)
+        elif slot.filled:
+            self._optimizer.state.get(slot.parameter, {}).clear()
+            self.state.forget(slot)

@@ -4,7 +4,7 @@
 A parameter's hook says that its reduced gradient is in place; the end of its group's reduction (or
 a chunk's worth of landed gradients, for parameters that no group owns) has all of them stepped. The
 gradients are then freed, so a model's gradients are never there together. What a step does to a
-parameter depends on that parameter alone (see [Note: twins] of ``step``), so the order changes
+parameter depends on that parameter alone (see [Note: lent chunks]), so the order changes
 no bit. State is read ahead in the order of the backward before; another order costs the reading
 ahead, nothing else.
 
@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyshard_offload._torch_private import at_end_of_backward, local_of, norms_of
+from polyshard.seams import local_of
+from polyshard_offload._torch_private import at_end_of_backward, norms_of
 from polyshard_offload.errors import OffloadError
 from polyshard_offload.optimizer.chunks import Chunk, Slot, plan_chunks
 from polyshard_offload.optimizer.pipeline import Stream
@@ -123,7 +124,7 @@ class BackwardSteps:
         index = len(self._done)
         expected = self._order[index] if index < len(self._order) else None
         if self._stream is not None and chunk is expected:
-            self._stream.advance(lambda buffer: self._offload.visit(chunk, buffer))
+            self._stream.advance(lambda buffer: self._offload.visit([chunk], 0, buffer))
         else:
             self._leave_stream()
             self._offload.run([chunk])

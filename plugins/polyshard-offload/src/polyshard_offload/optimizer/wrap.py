@@ -1,10 +1,9 @@
 """The user's optimizer, with its state somewhere else between steps.
 
 [Note: wrapped, not replaced]
-The optimizer object stays; its class becomes a subclass whose ``step`` runs the original step on
-one chunk of parameters after another (see [Note: twins]). Between steps ``optimizer.state`` holds
-windows on what is kept, so state dicts, checkpoints and people see the state as always, without it
-being in memory.
+The optimizer object stays, and is stepped as ``polyshard.flat`` has it stepped (see [Note: lent
+chunks] of ``step``). Between steps ``optimizer.state`` holds windows on what is kept, so state
+dicts, checkpoints and people see the state as always, without it being in memory.
 """
 
 from __future__ import annotations
@@ -15,19 +14,24 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from polyshard_offload._torch_private import is_patched, profiled
+from polyshard.seams import OptimizerKeeper, SteppedOptimizer, Stepper, check_takeable
 from polyshard_offload.errors import OffloadError
+from polyshard_offload.optimizer.chunks import Slot
 from polyshard_offload.optimizer.step import StateOffload
 from polyshard_offload.optimizer.step_in_backward import BackwardSteps
 from polyshard_offload.resources import Resources
 
 
 @dataclass(frozen=True, eq=False)
-class Wrapping:
+class Wrapping(OptimizerKeeper):
     """What steps a wrapped optimizer, and keeps its state."""
+
+    error = OffloadError
+    remedy = "Use Offload(optimizer='device') with it."
 
     offload: StateOffload
     in_backward: BackwardSteps | None
@@ -38,11 +42,42 @@ class Wrapping:
         """What the user's ``step()`` calls."""
         return self.offload if self.in_backward is None else self.in_backward
 
+    @override
+    def step(self, closure: Callable[[], Any] | None) -> None:
+        """Step all parameters, chunk by chunk.
 
-class OffloadedOptimizer(Optimizer):
+        Raises:
+            OffloadError: for a closure, which would be called once for each chunk.
+        """
+        if closure is not None:
+            raise OffloadError(
+                "step(closure) cannot be offloaded: the closure would have to run for every chunk "
+                "of parameters. Call it yourself, then step() without it."
+            )
+        self.steps.step()
+
+    @override
+    def is_lent(self, parameter: Tensor) -> bool:
+        return not self._slot(parameter).in_runs
+
+    @override
+    def is_pinned(self, parameter: Tensor) -> bool:
+        return self._slot(parameter).record is not None
+
+    def _slot(self, parameter: Tensor) -> Slot:
+        return self.offload.state.every_slot[id(parameter)]
+
+
+class OffloadedOptimizer(SteppedOptimizer):
     """Mixed into the class of a wrapped optimizer."""
 
+    class_prefix = "Offloaded"
     _polyshard_offload: Wrapping
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether weights change before ``step()`` is called, which guards have to know."""
+        return self._polyshard_offload.in_backward is not None
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -65,6 +100,15 @@ class OffloadedOptimizer(Optimizer):
         with torch.no_grad():
             self._polyshard_offload.steps.adopt_state()
 
+    polyshard_steps_early = steps_in_backward
+
+    def polyshard_undo(self) -> None:
+        """Let go of a step that failed: what it changed is about to be written back."""
+        wrapping = self._polyshard_offload
+        if wrapping.in_backward is not None:
+            wrapping.in_backward.abandon()
+        wrapping.offload.undo()
+
     def __deepcopy__(self, memo: object) -> NoReturn:
         """A copy would share the files and buffers of the first.
 
@@ -77,30 +121,13 @@ class OffloadedOptimizer(Optimizer):
         )
 
 
-def _offloaded_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = None) -> None:
-    """Step all parameters, chunk by chunk.
-
-    Raises:
-        OffloadError: for a closure, which would be called once for each chunk.
-    """
-    if closure is not None:
-        raise OffloadError(
-            "step(closure) cannot be offloaded: the closure would have to run for every chunk of "
-            "parameters. Call it yourself, then step() without it."
-        )
-    self._polyshard_offload.steps.step()
-
-
-def check_optimizer(optimizer: object) -> None:
+def check_optimizer(optimizer: Optimizer) -> None:
     """Refuse what cannot be wrapped.
 
     Raises:
         OffloadError: saying why.
     """
-    if not isinstance(optimizer, Optimizer):
-        raise OffloadError(
-            f"Offload.wrap takes a torch.optim.Optimizer, got {type(optimizer).__name__}."
-        )
+    check_takeable(optimizer, "Offload.wrap", OffloadError)
     kind = type(optimizer).__name__
     if isinstance(optimizer, OffloadedOptimizer):
         raise OffloadError(f"this {kind} is wrapped already; wrap an optimizer once.")
@@ -109,11 +136,6 @@ def check_optimizer(optimizer: object) -> None:
         raise OffloadError(
             f"{kind}.step needs a closure, which would have to run for every chunk of parameters; "
             "its state cannot be offloaded."
-        )
-    if is_patched(optimizer):
-        raise OffloadError(
-            f"something replaced step() of this {kind} object, as learning rate schedulers do. "
-            "Wrap the optimizer first and make the scheduler from the wrapped one."
         )
 
 
@@ -124,13 +146,12 @@ def wrap(optimizer: Optimizer, resources: Resources) -> Wrapping:
         StorageError: when there is no room for the state.
     """
     settings = resources.settings
+    stepper = Stepper.of(optimizer) or Stepper(optimizer)
     with resources.reported("(optimizer)"):
-        offload = StateOffload(optimizer, resources)
+        offload = StateOffload(optimizer, stepper, resources)
     early = BackwardSteps(offload, settings.chunk_bytes) if settings.step_in_backward else None
     wrapping = Wrapping(offload, early)
-    kind = type(optimizer)
-    members = {"step": profiled(_offloaded_step), "__module__": kind.__module__}
-    optimizer.__class__ = type(f"Offloaded{kind.__name__}", (OffloadedOptimizer, kind), members)
+    stepper.take_over(optimizer, OffloadedOptimizer, wrapping)
     optimizer.__dict__["_polyshard_offload"] = wrapping
     return wrapping
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from polyshard_offload._torch_private import local_of
+from polyshard.seams import local_of
 from polyshard_offload.tiers.host_memory import bytes_of
 
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from polyshard_offload._torch_private import local_of, norms_of
+from polyshard.seams import local_of
+from polyshard_offload._torch_private import norms_of
 
 
 class GradientNorms:
