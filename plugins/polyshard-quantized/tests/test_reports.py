@@ -47,19 +47,20 @@ def test_bytes_between_replicas_are_exactly_as_predicted(rank: int, size: int) -
     model = shard(build(), [plugin], mesh=mesh)
     loss_of(model, tokens_for(0, rank)).backward()
     gathered: list[int] = []
-    original = dist.all_gather
+    original = dist.ProcessGroup.allgather
 
-    def counting(outputs: list[Tensor], input_: Tensor, **keywords: Any) -> Any:
-        gathered.append(input_.nbytes)
-        assert input_.dtype == torch.uint8
-        return original(outputs, input_, **keywords)
+    def counting(group: Any, outputs: list[list[Tensor]], inputs: list[Tensor], *args: Any) -> Any:
+        (sent,) = inputs
+        gathered.append(sent.nbytes)
+        assert sent.dtype == torch.uint8
+        return original(group, outputs, inputs, *args)
 
     def native(*args: Any, **keywords: Any) -> None:
         raise AssertionError("sums of replicas travelled natively")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_gather", counting)
-        patch.setattr(dist, "all_reduce", native)
+        patch.setattr(dist.ProcessGroup, "allgather", counting)
+        patch.setattr(dist.ProcessGroup, "allreduce", native)
         loss_of(model, tokens_for(1, rank)).backward()
     reduces = [g.reduce for g in plugin.report().groups if g.reduce]
     assert sorted(gathered) == sorted(r.replica_bytes for r in reduces)  # to one other replica
