@@ -17,3 +17,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="plugins that are to be installed, joined by '+', or 'core' for none: run the cells "
         "of exactly this stack (default: of every stack that can be made of what is installed)",
     )
+    parser.addoption(
+        "--all-faults",
+        action="store_true",
+        help="run every cell of the table of faults, not a sample where some plugins are installed",
+    )

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from composition_table import FSDP, Cell
-from polyshard import CPUOffloadPolicy, fully_shard
+from polyshard import CPUOffloadPolicy, describe, fully_shard
 
 
 def refused(rank: int, size: int, name: str, folder: str) -> tuple[str, str]:
@@ -169,6 +169,27 @@ def rows_left_over(rank: int, folder: str) -> None:
     TensorParallel(demo_plan(), mesh=_both_axes()["tp"]).apply(model)
 
 
+# Whole matrices -------------------------------------------------------------------------------
+
+
+def _matrices(beside: object, module: nn.Module) -> None:
+    from polyshard_matrix import MatrixOptimizer
+
+    describe(fully_shard(module, plugins=[MatrixOptimizer(torch.optim.Muon), beside]))
+
+
+def matrices_offloaded(rank: int, folder: str) -> None:
+    from polyshard_offload import Offload
+
+    _matrices(Offload.cpu(), _linear())
+
+
+def matrices_with_quantized_gradients(rank: int, folder: str) -> None:
+    from polyshard_quantized import Int8Block, QuantizedComm
+
+    _matrices(QuantizedComm(gradients=Int8Block(64)), _linear())
+
+
 CASES: dict[str, Callable[[int, str], None]] = {
     case.__name__.replace("_", "-"): case
     for case in (
@@ -188,5 +209,7 @@ CASES: dict[str, Callable[[int, str], None]] = {
         one_mesh_for_both,
         block_first,
         rows_left_over,
+        matrices_offloaded,
+        matrices_with_quantized_gradients,
     )
 }

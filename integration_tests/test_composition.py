@@ -16,12 +16,17 @@ from small_model import build, loss_of
 from torch import Tensor
 from training import EVALUATION, Outcome
 
-from composition_table import CELLS, PLUGINS, REFUSALS, Agreement, Cell, Refusal, stack_id
+from composition_table import CELLS, NEUTRAL, PLUGINS, REFUSALS, Agreement, Cell, Refusal, stack_id
 from polyshard.testing import World
 
-INSTALLED = tuple(
-    name for name in PLUGINS if importlib.util.find_spec(f"polyshard_{name.replace('-', '_')}")
-)
+APART = set(NEUTRAL)
+
+
+def is_installed(name: str) -> bool:
+    return importlib.util.find_spec(f"polyshard_{name.replace('-', '_')}") is not None
+
+
+INSTALLED = tuple(filter(is_installed, PLUGINS))
 
 
 def is_chosen(row: Cell | Refusal, config: pytest.Config) -> bool:
@@ -29,6 +34,8 @@ def is_chosen(row: Cell | Refusal, config: pytest.Config) -> bool:
     if isinstance(row, Refusal) and set(row.absent) & set(INSTALLED):
         return False
     asked = config.getoption("--stack")
+    if APART & set(row.stack):  # with whatever is installed beside: there is no stack of theirs
+        return all(map(is_installed, row.stack)) and asked in (None, stack_id(INSTALLED))
     return set(row.stack) <= set(INSTALLED) if asked is None else stack_id(row.stack) == asked
 
 

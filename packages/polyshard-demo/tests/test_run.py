@@ -127,6 +127,14 @@ def test_resume_at_another_world_size(engine: EngineName, reference: Path, tmp_p
     assert losses(tmp_path) == pytest.approx(losses(reference), rel=1e-5)
 
 
+@pytest.mark.once
+def test_replicas_do_not_change_the_losses(reference: Path, tmp_path: Path) -> None:
+    """And a run goes on with replicas where it had shards."""
+    start = reference / "checkpoints" / "step-000003"
+    launch(tiny(tmp_path, shard_ranks=1, resume=start, timeout=60))
+    assert losses(tmp_path) == pytest.approx(losses(reference), rel=1e-5)
+
+
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("engine", [*ENGINES, "single"])
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -134,6 +142,13 @@ def test_engine_ranks_and_micro_batches_do_not_change_the_losses(
     engine: EngineName, accumulate: int, reference: Path, tmp_path: Path
 ) -> None:
     launch(tiny(tmp_path, engine=engine, ranks=1, accumulate=accumulate))
+    assert losses(tmp_path) == pytest.approx(losses(reference), rel=1e-5)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("engine", [*ENGINES, "single"])
+def test_guards_change_no_loss(engine: EngineName, reference: Path, tmp_path: Path) -> None:
+    launch(tiny(tmp_path, engine=engine, ranks=1, guards=True))
     assert losses(tmp_path) == pytest.approx(losses(reference), rel=1e-5)
 
 
@@ -225,6 +240,17 @@ def test_failing_rank_ends_the_run_with_its_traceback(
     assert "ArithmeticError: broken on purpose" in str(caught.value)
     assert "broken_rank.py" in str(caught.value)
     assert time.monotonic() - started < 60
+
+
+def test_restarts_that_could_not_work_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torchrun sets by default; ``test_kills.py`` shows that the other way works."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(DemoError, match="set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        launch(tiny(tmp_path))
 
 
 def test_threads_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,11 +29,21 @@ OUT = Path("run")
         ({"engine": "torch", "offload": "params=host"}, "--offload needs --engine polyshard"),
         ({"engine": "single"}, "use --ranks 1"),
         ({"engine": "single", "ranks": 1, "bf16": True}, "--bf16"),
+        ({"engine": "single", "ranks": 1, "shard_ranks": 1}, "--shard-ranks needs an engine"),
+        ({"ranks": 4, "shard_ranks": 3}, "--shard-ranks 3 does not divide 4"),
+        ({"ranks": 4, "shard_ranks": 8}, "--shard-ranks 8 does not divide 4"),
+        ({"timeout": -1}, "--timeout must be at least 0"),
     ],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:
     with pytest.raises(DemoError, match=message):
         Settings(out=OUT, **options)
+
+
+def test_the_mesh_of_shards_and_replicas() -> None:
+    assert Settings(out=OUT, ranks=4).data_mesh == (4,)
+    assert Settings(out=OUT, ranks=4, shard_ranks=2).data_mesh == (2, 2)
+    assert Settings(out=OUT, ranks=2, shard_ranks=2).data_mesh == (1, 2), "one host is left"
 
 
 def test_settings_are_plain_data() -> None:

@@ -51,13 +51,14 @@ class Engine(Protocol):
         ...
 
 
-def choose_engine(settings: Settings, device: torch.device, world_size: int) -> Engine:
+def choose_engine(settings: Settings, device: torch.device) -> Engine:
     """The engine the settings name; only its own library is imported."""
     if settings.engine == "single":
         return SingleEngine(device)
-    shape = (world_size // settings.tp, settings.tp)
-    whole = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
-    mesh = whole["dp"]
+    axes = ("replicas", "dp")[-len(settings.data_mesh) :]
+    shape = (*settings.data_mesh, settings.tp)
+    whole = init_device_mesh(device.type, shape, mesh_dim_names=(*axes, "tp"))
+    mesh = whole[axes]
     if settings.engine == "torch":
         return TorchEngine(mesh, settings.bf16)
     plugins: list[object] = list(settings.plugins)
@@ -121,7 +122,7 @@ class TorchEngine:
         _set_gradient_sync(model, enabled)
 
     def plan(self, model: nn.Module) -> str:
-        return _torch_plan(model, self.mesh.size(), 2 if self.bf16 else 4)
+        return _torch_plan(model, self.mesh.shape[-1], 2 if self.bf16 else 4)
 
     def wire(self, model: nn.Module) -> Wire | None:
         return None

@@ -52,6 +52,24 @@ def check(settings: Settings) -> None:
         source.check(settings, corpus)
 
 
+def check_restarts() -> None:
+    """Refuse a torchrun that is to restart ranks and could not.
+
+    A store that it shares with them outlives them. Ranks of later starts find in it the addresses
+    of those that are gone, connect to these, and fail until no restarts are left.
+
+    Raises:
+        DemoError: saying how to start it instead.
+    """
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise DemoError(
+            f"torchrun --max-restarts {restarts}: it shares its store with the ranks, and those "
+            "that it restarts would connect to ranks that are gone; set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and use --standalone or --rdzv-backend=c10d"
+        )
+
+
 def threads_per_rank(ranks: int) -> int:
     """Compute threads for each of `ranks` processes that share this machine."""
     return max(1, (os.cpu_count() or 1) // ranks)
@@ -62,6 +80,7 @@ def _run_under_torchrun(settings: Settings) -> None:
 
     from polyshard_demo.train import run_worker
 
+    check_restarts()
     check(replace(settings, ranks=int(os.environ["WORLD_SIZE"])))
     record(run_worker)(settings)
 

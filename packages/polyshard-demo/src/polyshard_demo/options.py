@@ -66,6 +66,21 @@ Tp = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+ShardRanks = Annotated[
+    int,
+    typer.Option(
+        help="Neighbouring ranks that hold one copy of the model between them; others hold "
+        "further copies (HSDP). Under torchrun, the ranks of a host. 0: all hold one.",
+        rich_help_panel=MODEL,
+    ),
+]
+Timeout = Annotated[
+    int,
+    typer.Option(
+        help="Seconds after which a transfer that does not end is an error. 0: torch's default.",
+        rich_help_panel=MODEL,
+    ),
+]
 Device = Annotated[DeviceName, typer.Option(help="Where to compute.", rich_help_panel=MODEL)]
 Bf16 = Annotated[
     bool,
@@ -78,9 +93,23 @@ Lr = Annotated[float, typer.Option(help="Peak learning rate.", rich_help_panel=T
 Seed = Annotated[
     int, typer.Option(help="Decides initial weights and batches.", rich_help_panel=TRAINING)
 ]
+Guards = Annotated[
+    bool,
+    typer.Option(
+        "--guards",
+        help="End the run where gradients are not finite, or memory changed by itself.",
+        rich_help_panel=TRAINING,
+    ),
+]
 EvalEvery = Annotated[
     int,
     typer.Option(help="Steps between evaluations; 0: only at the end.", rich_help_panel=TRAINING),
+]
+LogEvery = Annotated[
+    int,
+    typer.Option(
+        help="Steps between lines when the output is not a terminal.", rich_help_panel=OUTPUT
+    ),
 ]
 Out = Annotated[
     Path | None,

@@ -34,6 +34,8 @@ class Settings:
         ranks: Number of processes; each holds ``1 / ranks`` of the model.
         tp: How many neighbouring ranks share each layer (tensor parallelism); needs the plugin
             polyshard-tensor-parallel. The others are data-parallel.
+        shard_ranks: How many neighbouring data-parallel ranks hold one copy of the model between
+            them; others hold further copies (HSDP). 0: all of them hold one.
         preset: Size of the model.
         tied: Whether the output head shares the embedding's weight.
         steps: Optimizer steps of the whole run, including those before a resume.
@@ -45,8 +47,11 @@ class Settings:
         weight_decay: AdamW's decay of matrices; vectors are not decayed.
         clip: Largest global gradient norm.
         seed: Decides the initial weights and every batch.
+        guards: Whether a step with gradients that are not finite, and memory that changed while
+            nobody wrote it, end the run.
         bf16: Gather and compute in bfloat16, reduce gradients in float32.
         device: ``auto`` is CUDA where there is one.
+        timeout: Seconds after which a transfer that does not end is an error; 0 is torch's default.
         resume: A run directory or one of its checkpoints to go on from.
         auto: Whether to start anew where ``resume`` has no checkpoint yet.
         checkpoint_every: Steps between checkpoints; 0 writes only the last.
@@ -63,6 +68,7 @@ class Settings:
     offload: str = ""
     ranks: int = 2
     tp: int = 1
+    shard_ranks: int = 0
     preset: PresetName = "small"
     tied: bool = False
     steps: int = 300
@@ -73,8 +79,10 @@ class Settings:
     weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 0
+    guards: bool = False
     bf16: bool = False
     device: DeviceName = "auto"
+    timeout: int = 0
     resume: Path | None = None
     auto: bool = False
     checkpoint_every: int = 100
@@ -85,7 +93,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("ranks", "tp", "steps", "batch", "sequence", "accumulate", "eval_batches"):
             _check_at_least(name, getattr(self, name), 1)
-        for name in ("checkpoint_every", "eval_every", "seed"):
+        for name in ("checkpoint_every", "eval_every", "seed", "shard_ranks", "timeout"):
             _check_at_least(name, getattr(self, name), 0)
         _check_at_least("log_every", self.log_every, 1)
         for name in ("lr", "clip"):
@@ -95,6 +103,7 @@ class Settings:
         _check_choice("preset", self.preset, get_args(PresetName))
         _check_choice("device", self.device, get_args(DeviceName))
         check_tp(self.ranks, self.tp, self.engine)
+        self._check_shards()
         self._check_batch()
         self._check_engine()
 
@@ -102,6 +111,22 @@ class Settings:
     def data_ranks(self) -> int:
         """Ranks with batches of their own."""
         return self.ranks // self.tp
+
+    @property
+    def data_mesh(self) -> tuple[int, ...]:
+        """Shape of the data-parallel ranks: ``(shards,)``, or ``(replicas, shards)`` (HSDP)."""
+        if not self.shard_ranks:
+            return (self.data_ranks,)
+        return (self.data_ranks // self.shard_ranks, self.shard_ranks)
+
+    def _check_shards(self) -> None:
+        if self.shard_ranks and self.engine == "single":
+            raise DemoError("--shard-ranks needs an engine that shards, got --engine single")
+        if self.shard_ranks and self.data_ranks % self.shard_ranks:
+            raise DemoError(
+                f"--shard-ranks {self.shard_ranks} does not divide {self.data_ranks} data-parallel "
+                "ranks; every copy of the model needs that many"
+            )
 
     def _check_batch(self) -> None:
         parts = self.data_ranks * self.accumulate

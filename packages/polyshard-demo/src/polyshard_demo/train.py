@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from polyshard.checkpoint import Checkpoints, Restored, TrainingState
 from polyshard.errors import CheckpointError
+from polyshard.guards import Corruption, NonFinite
 from polyshard_demo.checkpoint import (
     Source,
     find_source,
@@ -37,7 +38,7 @@ FINAL_FRACTION = 0.1
 def run_worker(settings: Settings) -> None:
     """Train as the rank that the launcher's environment says this process is."""
     corpus = load_corpus(settings.text, settings.sequence)
-    with join(settings.device) as worker:
+    with join(settings.device, settings.timeout) as worker:
         # A default run directory is named after the time, which differs between ranks.
         out = worker.gather(settings.out)[0]
         settings = replace(settings, ranks=worker.world_size, out=out)
@@ -79,11 +80,12 @@ class Trainer:
     batches: Batches
     history: History
     restored: Restored | None = None
+    finite: NonFinite | None = None
 
     @staticmethod
     def start(settings: Settings, worker: Worker, corpus: Corpus) -> "Trainer":
         """Build and shard the model; with ``resume``, fill it from the checkpoint."""
-        engine = choose_engine(settings, worker.device, worker.world_size)
+        engine = choose_engine(settings, worker.device)
         model = engine.shard(_initial_model(settings))
         trainer = Trainer(
             settings,
@@ -102,6 +104,8 @@ class Trainer:
             ),
             History(),
         )
+        if settings.guards:
+            trainer = trainer._guarded()
         source = find_source(settings)
         return trainer if source is None else replace(trainer, restored=trainer._resumed(source))
 
@@ -135,7 +139,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         loss = self._backward(step)
-        norm = clip_gradients(self.model, self.settings.clip)
+        norm = self._clip()
         self.optimizer.step()
         self.optimizer.zero_grad()
         mean = self.worker.mean(loss)
@@ -164,6 +168,17 @@ class Trainer:
             loss.backward()
             total += loss.detach()
         return total
+
+    def _guarded(self) -> "Trainer":
+        """The same, with steps and memory guarded; the optimizer keeps both guards."""
+        Corruption(self.model, self.optimizer)
+        return replace(self, finite=NonFinite(self.optimizer, model=self.model))
+
+    def _clip(self) -> float:
+        """Clip all gradients; their norm before that."""
+        if self.finite is not None:
+            return float(self.finite.clip_grad_norm_(self.settings.clip))
+        return clip_gradients(self.model, self.settings.clip)
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in float32, nats per byte; both arguments (B, T), int64."""

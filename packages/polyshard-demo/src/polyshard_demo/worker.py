@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import NamedTuple, TypeVar, cast
 
 import torch
@@ -57,21 +58,32 @@ class Worker:
 
 
 @contextmanager
-def join(device: DeviceName) -> Iterator[Worker]:
-    """Join the process group that the launcher's environment describes; leave it at the end."""
+def join(device: DeviceName, timeout: int = 0) -> Iterator[Worker]:
+    """Join the process group that the launcher's environment describes; leave it at the end.
+
+    Args:
+        device: where to compute.
+        timeout: seconds that a transfer may take; 0 is torch's default.
+    """
     chosen = _choose_device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout) if timeout else None)
     try:
         yield Worker(dist.get_rank(), dist.get_world_size(), chosen)
     except RuntimeError as error:
-        if any(sign in str(error) for sign in PEER_GONE):
+        if any(sign in str(error) for sign in PEER_GONE) and not _is_restarted():
             time.sleep(GRACE_SECONDS)  # the rank that broke off knows why: let it be heard first
         raise
     # Not in a `finally`: after an error the peers may hang in a collective, and the launcher,
     # which sees this process die, ends them.
     dist.destroy_process_group()
+
+
+def _is_restarted() -> bool:
+    """Whether the launcher goes on after an error; then every rank is heard in the log."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
 def peak_memory(device: torch.device) -> Memory:

@@ -1,0 +1,1 @@
+"""Things that go wrong on one rank, and what all ranks make of it. See ``python -m faults``."""

@@ -1,0 +1,102 @@
+"""``python -m faults cells|raises|soak`` (in ``integration_tests/``): measure what faults cost.
+
+``cells`` runs the cells of the table and writes the seconds that the page of faults shows;
+``raises`` injects exceptions at random; ``soak`` looks for what grows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+sys.path[:0] = [
+    str(Path(__file__).parents[2] / part)
+    for part in ("", "tools", "packages/polyshard/tests/helpers")
+]
+
+from benchmarks.result import RESULTS, About, Result, read  # noqa: E402
+from fault_table import FAULT_CELLS  # noqa: E402
+from faults import raises, soak  # noqa: E402
+from faults.cells import run_cell  # noqa: E402
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="faults", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    cells = commands.add_parser("cells")
+    cells.add_argument(
+        "--only", nargs="+", default=[""], help="cells whose names hold one of these"
+    )
+    cells.add_argument("--missing", action="store_true", help="only those without a figure")
+    many = commands.add_parser("raises")
+    many.add_argument("--ranks", type=int, default=2)
+    many.add_argument("--count", type=int, default=100)
+    many.add_argument("--seed", type=int, default=0)
+    long = commands.add_parser("soak")
+    long.add_argument("--ranks", type=int, default=2)
+    long.add_argument("--steps", type=int, default=2000)
+    long.add_argument("--seed", type=int, default=0)
+    for each in (cells, many, long):
+        each.add_argument(
+            "--results", type=Path, default=RESULTS / "faults", help="folder of the JSON files"
+        )
+    return parser.parse_args()
+
+
+def measure_cells(chosen: argparse.Namespace) -> int:
+    """Figures are written after each cell: a run may be ended and gone on with."""
+    path = chosen.results / "cells.json"
+    seconds: dict[str, Any] = read(path).found["seconds"] if path.exists() else {}
+    failed = 0
+    for cell in FAULT_CELLS:
+        if not any(part in cell.id for part in chosen.only) or (
+            chosen.missing and cell.id in seconds
+        ):
+            continue
+        try:
+            with TemporaryDirectory(prefix="polyshard-faults-") as folder:
+                shown = run_cell(cell, folder)
+        except AssertionError as error:
+            failed += 1
+            print(f"{cell.id}: {error}", flush=True)
+            continue
+        seconds[cell.id] = [None if each is None else round(each, 2) for each in shown.seconds]
+        print(f"{cell.id}: {seconds[cell.id]}", flush=True)
+        write("cells", "faults", {"seconds": seconds}, chosen.results)
+    return failed
+
+
+def measure_raises(chosen: argparse.Namespace) -> int:
+    found = raises.summary(raises.measure(chosen.ranks, chosen.count, chosen.seed))
+    print(found)
+    write(f"raises-{chosen.ranks}", "raises", {"seed": chosen.seed, **found}, chosen.results)
+    return int(found["within_1_s"] < found["raises"])
+
+
+def measure_soak(chosen: argparse.Namespace) -> int:
+    length = soak.Length(steps=chosen.steps, seed=chosen.seed)
+    found = soak.measure(chosen.ranks, length)
+    for rank, each in enumerate(found):
+        print(f"rank {rank}: {each.failures} failures; growth {soak.growth(each)}")
+        for sample in each.samples:
+            print(f"  {sample}")
+    figures = {"length": asdict(length), "ranks": [asdict(each) for each in found]}
+    write("soak", "soak", figures, chosen.results)
+    return 0
+
+
+def write(name: str, kind: str, found: dict[str, Any], folder: Path) -> None:
+    """With what it takes to repeat it."""
+    about = About.here(f"python -m faults {' '.join(sys.argv[1:])}")
+    Result(name, kind, about, found).write(folder)
+
+
+COMMANDS = {"cells": measure_cells, "raises": measure_raises, "soak": measure_soak}
+
+if __name__ == "__main__":
+    options = arguments()
+    sys.exit(COMMANDS[options.command](options))
