@@ -16,7 +16,7 @@ COLLECTIVE_SECONDS = 120.0
 
 def run_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> Any:
     """Call ``work(*args)`` on ``ranks`` fresh processes; return what rank 0's call returned."""
-    with closing(World(ranks, COLLECTIVE_SECONDS)) as world:
+    with closing(World(ranks, COLLECTIVE_SECONDS, "spawn")) as world:
         return world.run(_on_rank, work, args, timeout=None)[0]
 
 

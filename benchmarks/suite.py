@@ -22,9 +22,13 @@ from typing import Any
 
 from benchmarks import gpu
 from benchmarks.checkpoint import stall
+from benchmarks.guards import cost as guards_cost
 from benchmarks.host import cost
+from benchmarks.matrix import step as matrix_step
+from benchmarks.optimizer import step as optimizer_step
 from benchmarks.ranks import run_alone, run_ranks
 from benchmarks.report import figures, page
+from benchmarks.reproducible import step as reproducible_step
 from benchmarks.result import RESULTS, ROOT, About, Result, read_all
 from benchmarks.step import breakdown, steadiness
 from benchmarks.step import time as step_time
@@ -95,12 +99,40 @@ def _stall(quick: bool) -> dict[str, Any]:
     return stall.measure(2, *((64, 2, 1) if quick else (2048, 8, 7)))
 
 
+def _guards(quick: bool) -> dict[str, Any]:
+    return guards_cost.measure(2, *((64, 16, 1) if quick else (512, 512, 15)))
+
+
+def _reproducible_part(name: str, case: reproducible_step.Case) -> Part:
+    def measure(quick: bool) -> dict[str, Any]:
+        return reproducible_step.measure(case.quick() if quick else case)
+
+    return Part(name, "reproducible", measure, reproducible_step.show)
+
+
+def _optimizer(quick: bool) -> dict[str, Any]:
+    return optimizer_step.measure(quick=quick)
+
+
+def _muon_part(ranks: int) -> Part:
+    def measure(quick: bool) -> dict[str, Any]:
+        case = matrix_step.Case(ranks=ranks)
+        return matrix_step.measure(case.quick() if quick else case)
+
+    return Part(f"muon-{ranks}", "matrix", measure, matrix_step.show)
+
+
 PARTS: tuple[Part, ...] = (
     *map(_row_part, ROWS),
     *map(_breakdown_part, MAIN_ROWS),
     Part("steadiness", "steadiness", _steadiness, steadiness.show),
     Part("host-cost", "host-cost", _host_cost, cost.show),
+    Part("optimizer-step", "optimizer", _optimizer, optimizer_step.show),
     Part("checkpoint-stall", "checkpoint", _stall, stall.show),
+    Part("guards", "guards", _guards, guards_cost.show),
+    *map(_muon_part, (2, 4)),
+    _reproducible_part("reproducible", reproducible_step.Case()),
+    _reproducible_part("reproducible-wide", reproducible_step.Case(width=1024, tokens=16)),
     Part("gpu", "gpu", _gpu, gpu.show),
 )
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from benchmarks.matrix.step import BARS as MUON_BARS
+from benchmarks.optimizer.bars import STEP_BARS
+from benchmarks.report.steps import step_time
+from benchmarks.report.table import table
 from benchmarks.result import RESULTS, ROOT, Result, read_all
-from benchmarks.step.rows import CLOSE, FLOOR, MEMORY, ROWS, STEP, Row
 from benchmarks.step.spans import COLUMNS
 
 PAGE = ROOT / "docs" / "reference" / "benchmarks.md"
@@ -25,7 +28,10 @@ on the same ranks and data; *paired* is the median of the ratios of single turns
 same compute, optimizer and bytes with nothing around them. **Bold** misses its bar.
 """
 STALL_BAR = 1.2
-WITHOUT_PICTURE = ("checkpoint", "gpu")
+GUARDS_BAR = 0.01
+EVERY_STEP = "every=1"
+REPRODUCIBLE_BAR = 1.05
+WITHOUT_PICTURE = ("checkpoint", "guards", "gpu", "matrix", "optimizer", "reproducible")
 QUICK = """
 > **These figures mean nothing.** They are of a quick run, small models and a few steps, to see that
 > everything runs, and are held to no bar:
@@ -37,12 +43,16 @@ def page(results: dict[str, Result], assets: str = "../assets") -> str:
     parts = [HEAD]
     if quick := [f"`{result.name}`" for result in results.values() if result.about.quick]:
         parts.append(f"{QUICK.rstrip()} {', '.join(quick)}.")
-    parts.extend(_step_time(results, assets))
+    parts.extend(step_time(results, assets))
     for title, kind, section in (
         ("Where the time goes", "breakdown", _breakdown),
         ("200 steps", "steadiness", _steadiness),
         ("Host cost", "host-cost", _host_cost),
+        ("Optimizer steps", "optimizer", _optimizer),
         ("Checkpoints", "checkpoint", _checkpoint),
+        ("Guards", "guards", _guards),
+        ("Whole matrices", "matrix", _matrix),
+        ("The same bits at every world size", "reproducible", _reproducible),
         ("Device", "gpu", _gpu),
     ):
         chosen = [result for result in results.values() if result.kind == kind]
@@ -55,98 +65,6 @@ def page(results: dict[str, Result], assets: str = "../assets") -> str:
                 parts.append(f"\n![{result.name}]({assets}/{result.name}.png)")
     parts.extend(_machines(results.values()))
     return "\n".join(parts) + "\n"
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
-    cells = list(head)
-    yield f"| {' | '.join(cells)} |"
-    yield "|" + "---|" * len(cells)
-    for row in rows:
-        yield f"| {' | '.join(row)} |"
-
-
-# --- step time ------------------------------------------------------------------------------------
-
-_STEP_HEAD = (
-    "row",
-    "width, tokens, ranks, dtype",
-    "polyshard ms",
-    "FSDP2 ms",
-    "step / FSDP2",
-    "paired",
-    "bar",
-    "step / floor",
-    "peak RSS / FSDP2",
-    "losses",
-)
-
-
-def _step_time(results: dict[str, Result], assets: str) -> Iterator[str]:
-    present = [row for row in ROWS if row.name in results]
-    shown = [row.quick() if results[row.name].about.quick else row for row in present]
-    if not shown:
-        return
-    yield "\n## Step time and memory\n"
-    found = {row.name: results[row.name].found for row in shown}
-    yield from table(_STEP_HEAD, (_step_row(row, found[row.name]) for row in shown))
-    yield ""
-    yield "Peak resident memory is the whole process's, 200 to 300 MiB of torch included; an engine"
-    yield "runs alone for it. torch's allocator for the CPU keeps no statistics."
-    notes = [f"- `{row.name}`: {row.note}" for row in shown if row.note]
-    yield from ["", *notes] if notes else []
-    missed = [line for row in shown for line in _missed(row, found[row.name])]
-    if any(row.bars for row in shown):
-        yield from ["", "### Bars that are missed", "", *(missed or ["None."])]
-    yield f"\n![step time]({assets}/step-time.png)"
-
-
-def _step_row(row: Row, found: dict[str, Any]) -> tuple[str, ...]:
-    case, ratios = found["case"], found["ratios"]
-    medians = {name: 1e3 * phases["step"] for name, phases in found["median_seconds"].items()}
-    bars = {bar.quantity: bar.at_most for bar in row.bars}
-
-    def cell(quantity: str) -> str:
-        if quantity not in ratios:
-            return ""
-        text = f"{ratios[quantity]:.2f}"
-        return f"**{text}**" if ratios[quantity] > bars.get(quantity, float("inf")) else text
-
-    return (
-        f"`{row.name}`",
-        f"{case['width']}, {case['tokens']}, {case['ranks']}, {case['dtype']}",
-        f"{medians['polyshard']:.1f}",
-        f"{medians['torch']:.1f}",
-        cell(STEP),
-        f"{ratios[f'{STEP}, paired']:.2f}",
-        f"{bars[STEP]:.2f}" if STEP in bars else "",
-        cell(FLOOR),
-        cell(MEMORY),
-        _losses(row, found),
-    )
-
-
-def _losses(row: Row, found: dict[str, Any]) -> str:
-    difference = found["losses_largest_relative_difference"]
-    if found["losses_equal"]:
-        return "bitwise"
-    text = f"within {difference:.0e}"
-    if row.losses == "lossy":
-        return f"{text} (lossy)"
-    ok = row.losses == "close" and difference <= CLOSE[row.case.dtype]
-    return text if ok else f"**{text}**"
-
-
-def _missed(row: Row, found: dict[str, Any]) -> Iterator[str]:
-    for bar in row.bars:
-        ratio = found["ratios"].get(bar.quantity)
-        if ratio is not None and ratio > bar.at_most:
-            reason = bar.reason or "No reason is recorded yet."
-            yield f"- `{row.name}`, {bar.quantity} {ratio:.2f}, bar {bar.at_most:.2f}: {reason}"
-    if _losses(row, found).startswith("**"):
-        yield f"- `{row.name}`, losses: {_losses(row, found).strip('*')}, meant to be {row.losses}."
-
-
-# --- the other measurements -----------------------------------------------------------------------
 
 
 def _breakdown(found: dict[str, Any]) -> Iterator[str]:
@@ -218,6 +136,28 @@ def _host_row(row: dict[str, Any], launches: bool) -> tuple[str, ...]:
     return (*sizes, *times, f"{row['ratio']:.2f}", f"{row['init_ratio']:.2f}", *counts)
 
 
+def _optimizer(found: dict[str, Any]) -> Iterator[str]:
+    yield "AdamW alone, one rank: *host* is 1,000 parameters of 64 elements in 40 groups, *large*"
+    yield "16.8 M elements. Weights are the same bits in each setting.\n"
+    seconds, same = found["seconds"], found["flat / FSDP2, same setting"]
+    rows = (
+        (
+            name,
+            setting,
+            *(f"{1e3 * seconds[name][f'{engine} {setting}']:.2f}" for engine in ("flat", "FSDP2")),
+            f"{ratio:.3f}",
+        )
+        for name, ratios in same.items()
+        for setting, ratio in ratios.items()
+    )
+    yield from table(("size", "setting", "flat ms", "FSDP2 ms", "flat / FSDP2"), rows)
+    yield ""
+    for name, ratio in found["ratios"].items():
+        bar = STEP_BARS[name]
+        text = f"**{ratio:.3f}**" if ratio > bar else f"{ratio:.3f}"
+        yield f"- {name}: {text}, bar {bar}"
+
+
 def _checkpoint(found: dict[str, Any]) -> Iterator[str]:
     shard = found["shard_bytes"] / 2**20
     yield f"How long training stands still for an asynchronous save, {found['ranks']} ranks with"
@@ -236,6 +176,48 @@ def _stall(name: str, found: dict[str, Any]) -> str:
     ratio = found["stall_over_memcpy"][name]
     missed = name == "polyshard" and ratio > STALL_BAR
     return f"**{ratio:.2f}**" if missed else f"{ratio:.2f}"
+
+
+def _guards(found: dict[str, Any]) -> Iterator[str]:
+    step = 1e3 * found["step_seconds"]["no guard"]
+    yield f"What guards add to a step of {step:.0f} ms, {found['ranks']} ranks with"
+    yield f"{found['watched_bytes'] / 2**20:.0f} MiB of weights and moments each, {found['tokens']}"
+    yield f"tokens. The bar is {GUARDS_BAR:.0%} at the defaults.\n"
+    rows = ((f"`{name}`", _added(name, part)) for name, part in found["added_to_a_step"].items())
+    yield from table(("guard", "added to a step"), rows)
+
+
+def _added(name: str, part: float) -> str:
+    missed = not name.endswith(EVERY_STEP) and part > GUARDS_BAR
+    return f"**{part:.2%}**" if missed else f"{part:.2%}"
+
+
+def _matrix(found: dict[str, Any]) -> Iterator[str]:
+    case, sent = found["case"], found["bytes"]
+    yield f"{case['layers']} layers of {case['width']}², {case['ranks']} ranks: what follows the"
+    yield "backward, the whole step, and bytes a rank for gradients and updates.\n"
+    rows = (
+        (name, f"{1e3 * m['muon']:.0f}", f"{1e3 * m['step']:.0f}", f"{sent[name] / 2**20:.1f}")
+        for name, m in found["median_seconds"].items()
+    )
+    yield from table(("way", "Muon, ms", "step, ms", "MiB"), rows)
+    for name, bar in MUON_BARS[case["ranks"]].items():
+        ratio = found["ratios"][name]
+        text = f"{ratio:.2f}" if ratio <= bar else f"**{ratio:.2f}**"
+        yield f"- {name}: {text} (bar {bar})"
+
+
+def _reproducible(found: dict[str, Any]) -> Iterator[str]:
+    case, gradient = found["case"], found["gradient_bytes"]
+    yield f"{case['slots']} slots of {case['tokens']} tokens on {case['ranks']} ranks, d="
+    yield f"{case['width']}: the same micro-batches, each reduced, with and without the plugin.\n"
+    rows = ((name, f"{1e3 * seconds:.0f}") for name, seconds in found["step_seconds"].items())
+    yield from table(("", "step, ms"), rows)
+    for name, ratio in found["ratios"].items():
+        text = f"{ratio:.2f}" if ratio <= REPRODUCIBLE_BAR else f"**{ratio:.2f}**"
+        yield f"- step, paired{name}: {text} (bar {REPRODUCIBLE_BAR})"
+    more = (found["peak_bytes"]["Reproducible"] - found["peak_bytes"]["without"]) / gradient
+    yield f"- peak of memory: {more:+.1f} sharded gradients of {gradient / 2**20:.0f} MiB (bar +1)"
 
 
 def _gpu(found: dict[str, Any]) -> Iterator[str]:

@@ -1,9 +1,15 @@
-"""The engines of the benchmark: polyshard, torch's FSDP2, and a floor; one step of each."""
+"""The engines of the benchmark; one step of each.
+
+polyshard, torch's FSDP2 and the floor step AdamW with ``foreach``. ``polyshard best`` and ``torch
+best`` are the first two with their best optimizer setting: fused, and flat in polyshard where no
+plugin steps the optimizer. DDP and FSDP1 (see others.py) are fused too.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,11 +18,15 @@ from torch import Tensor, nn
 
 from benchmarks.step.case import Case
 from benchmarks.step.floor import Floor
-from benchmarks.step.modes import data_rank, set_up
+from benchmarks.step.modes import Setup, data_rank, set_up
+from benchmarks.step.others import WRAPPERS
 from polyshard_demo.model import LanguageModel, ModelSettings
 
 PHASES = ("forward", "backward", "optimizer", "step")
 LEARNING_RATE = 1e-3
+BEST = " best"
+KEPT = "polyshard kept"
+"""polyshard in the mode ``keep``, whatever the others do: to be compared with DDP."""
 
 
 def param_dtype(case: Case) -> torch.dtype | None:
@@ -41,6 +51,8 @@ class Sharded:
     """A model sharded by polyshard or torch."""
 
     def __init__(self, case: Case, engine: str) -> None:
+        is_best = engine.endswith(BEST)
+        engine = engine.removesuffix(BEST)
         fully_shard, policy = library(engine)
         self.model: Any = build_model(case)
         setup = set_up(engine, case.mode, self.model)
@@ -51,9 +63,7 @@ class Sharded:
         for block in self.model.blocks:
             fully_shard(block, **keywords)
         fully_shard(self.model, **keywords)
-        self.optimizer = setup.wrap(
-            torch.optim.AdamW(_by_mesh(self.model), lr=LEARNING_RATE, foreach=True)
-        )
+        self.optimizer = _optimizer(self.model, setup, engine, is_best=is_best)
 
     def step(self, batch: Tensor) -> tuple[float, dict[str, float]]:
         """One training step: loss, and seconds by phase."""
@@ -62,6 +72,38 @@ class Sharded:
             self.model.set_requires_gradient_sync(False)
             loss_of(self.model, batch).backward()
             self.model.set_requires_gradient_sync(True)
+        loss = loss_of(self.model, batch)
+        forward = time.perf_counter()
+        loss.backward()
+        backward = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        end = time.perf_counter()
+        return loss.item(), _phases(begin, forward, backward, end)
+
+
+def _optimizer(
+    model: nn.Module, setup: Setup, engine: str, *, is_best: bool
+) -> torch.optim.Optimizer:
+    setting: dict[str, Any] = {"fused" if is_best else "foreach": True}
+    made = torch.optim.AdamW(_by_mesh(model), lr=LEARNING_RATE, **setting)
+    if is_best and engine == "polyshard" and not setup.wraps:
+        import polyshard
+
+        return polyshard.flat(made)
+    return setup.wrap(made)
+
+
+class Wrapped:
+    """A model wrapped by DDP or FSDP1."""
+
+    def __init__(self, case: Case, engine: str) -> None:
+        plain = build_model(case)
+        self.model = WRAPPERS[engine](plain, type(plain.blocks[0]), param_dtype(case))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
+
+    def step(self, batch: Tensor) -> tuple[float, dict[str, float]]:
+        begin = time.perf_counter()
         loss = loss_of(self.model, batch)
         forward = time.perf_counter()
         loss.backward()
@@ -95,8 +137,12 @@ class Unsharded:
         return loss.item(), _phases(begin, forward, backward, end)
 
 
-def build(engine: str, case: Case) -> Sharded | Unsharded:
-    """``polyshard``, ``torch`` or ``floor``."""
+def build(engine: str, case: Case) -> Sharded | Unsharded | Wrapped:
+    """``polyshard``, ``torch``, ``floor``, the first two with :data:`BEST`, ``ddp``, ``fsdp1``."""
+    if engine in WRAPPERS:
+        return Wrapped(case, engine)
+    if engine.startswith(KEPT):
+        return Sharded(replace(case, mode="keep"), engine.replace(KEPT, "polyshard"))
     return Unsharded(case) if engine == "floor" else Sharded(case, engine)
 
 

@@ -24,6 +24,11 @@ class Setup:
     keywords: dict[str, Any] = field(default_factory=dict)
     wrap: Callable[[Optimizer], Optimizer] = _unchanged
 
+    @property
+    def wraps(self) -> bool:
+        """Whether a plugin steps the optimizer."""
+        return self.wrap is not _unchanged
+
 
 def data_rank(mode: str) -> int:
     """Ranks of the same number are given the same batch."""

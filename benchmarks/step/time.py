@@ -2,8 +2,9 @@
 
     python -m benchmarks.step.time --width 1024 --layers 8 --tokens 16 --ranks 2
 
-polyshard, torch's FSDP2 and the floor (see floor.py) take turns on the same ranks and data, so that
-whatever else the machine does hits all three alike. Reported are medians, the ratio of medians, and
+polyshard, torch's FSDP2, both with their best optimizer setting, DDP, FSDP1 and the floor (see
+floor.py) take turns on the same ranks and data, so that whatever else the machine does hits all of
+them alike. Reported are medians, the ratio of medians, and
 the median of per-turn ratios. Peak memory is measured in runs of its own, one engine a process.
 Losses of polyshard and torch are compared step by step.
 """
@@ -22,10 +23,20 @@ import torch.distributed as dist
 from benchmarks.ranks import run_ranks
 from benchmarks.result import save
 from benchmarks.step.case import MODES, Case
-from benchmarks.step.engines import PHASES, batches, build
+from benchmarks.step.engines import BEST, KEPT, PHASES, batches, build
 from benchmarks.step.memory import peak_resident_bytes, resident_bytes
 
 MEMORY_STEPS = 4
+OUR_BEST, THEIR_BEST, OUR_KEPT = f"polyshard{BEST}", f"torch{BEST}", f"{KEPT}{BEST}"
+PAIRS = (
+    ("polyshard", "torch", "torch"),
+    ("polyshard", "floor", "floor"),
+    (OUR_BEST, THEIR_BEST, THEIR_BEST),
+    (OUR_BEST, "ddp", "ddp"),
+    (OUR_BEST, "fsdp1", "fsdp1"),
+    (OUR_KEPT, "ddp", "ddp, kept"),
+)
+"""What is compared, under which name: ``step / torch best``."""
 Seconds = dict[str, list[dict[str, float]]]
 
 
@@ -62,21 +73,25 @@ def measure_memory(case: Case, name: str) -> dict[str, int]:
 def ratios_of(seconds: Seconds, memory: dict[str, dict[str, int]]) -> dict[str, float]:
     """Polyshard's medians over the others', by phase; and its peak over torch's."""
     ratios = {}
-    for other in ("torch", "floor"):
-        if other not in seconds:
+    for ours, other, name in PAIRS:
+        if not {ours, other} <= seconds.keys():
             continue
         for phase in PHASES:
-            ratios[f"{phase} / {other}"] = _median(seconds, "polyshard", phase) / _median(
-                seconds, other, phase
-            )
-        pairs = zip(seconds["polyshard"], seconds[other], strict=True)
+            ratio = _median(seconds, ours, phase) / _median(seconds, other, phase)
+            ratios[f"{phase} / {name}"] = ratio
+        pairs = zip(seconds[ours], seconds[other], strict=True)
         paired = statistics.median(a["step"] / b["step"] for a, b in pairs)
-        ratios[f"step / {other}, paired"] = paired
-    if {"polyshard", "torch"} <= memory.keys():
-        ours, theirs = memory["polyshard"], memory["torch"]
-        ratios["peak memory / torch"] = ours["peak"] / theirs["peak"]
-        grown = (theirs["peak"] - theirs["before"]) or 1
-        ratios["peak above start / torch"] = (ours["peak"] - ours["before"]) / grown
+        ratios[f"step / {name}, paired"] = paired
+    for ours, other, name in PAIRS:
+        if not {ours, other} <= memory.keys():
+            continue
+        one, two = memory[ours], memory[other]
+        ratios[f"peak memory / {name}"] = one["peak"] / two["peak"]
+        grown = (two["peak"] - two["before"]) or 1
+        ratios[f"peak above start / {name}"] = (one["peak"] - one["before"]) / grown
+    if {OUR_BEST, "torch"} <= memory.keys():
+        best = memory[OUR_BEST]["peak"]
+        ratios["peak memory, flat / torch"] = best / memory["torch"]["peak"]
     return ratios
 
 
@@ -85,8 +100,12 @@ def _median(seconds: Seconds, name: str, phase: str) -> float:
 
 
 def engines_of(case: Case, *, floor: bool = True) -> list[str]:
-    """Who takes part; the floor knows the plain mode only."""
-    return ["polyshard", "torch", *(["floor"] if floor and case.mode == "plain" else [])]
+    """Who takes part; the floor and torch's older engines know the plain mode only."""
+    names = ["polyshard", "torch", OUR_BEST, THEIR_BEST]
+    if case.mode == "plain":
+        names += [*(["floor"] if floor else []), "fsdp1"]
+        names += ["ddp", OUR_KEPT] if case.dtype == "float32" else []
+    return names
 
 
 def time_cases(cases: list[Case]) -> list[dict[str, Any]]:
@@ -97,7 +116,7 @@ def time_cases(cases: list[Case]) -> list[dict[str, Any]]:
 def measure(case: Case, *, memory: bool, floor: bool = True) -> dict[str, Any]:
     """Medians, ratios, peaks, and whether losses agree; every engine in fresh processes."""
     timed = run_ranks(case.ranks, time_engines, case, engines_of(case, floor=floor))
-    names = ("polyshard", "torch") if memory else ()
+    names = [n for n in engines_of(case, floor=False) if memory]
     peaks = {name: run_ranks(case.ranks, measure_memory, case, name) for name in names}
     return summarize(case, timed, peaks)
 
@@ -123,13 +142,13 @@ def summarize(
 
 def show(result: dict[str, Any]) -> None:
     print(" ".join(f"{k}={v}" for k, v in result["case"].items()))
-    print(f"{'':12}" + "".join(f"{phase:>12}" for phase in PHASES) + f"{'peak MiB':>12}")
+    print(f"{'':16}" + "".join(f"{phase:>12}" for phase in PHASES) + f"{'peak MiB':>12}")
     for name, medians in result["median_seconds"].items():
         cells = "".join(f"{1e3 * medians[phase]:>9.1f} ms" for phase in PHASES)
         bytes_ = result["resident_bytes"].get(name)
-        print(f"{name:12}{cells}" + (f"{bytes_['peak'] / 2**20:>12.0f}" if bytes_ else ""))
+        print(f"{name:16}{cells}" + (f"{bytes_['peak'] / 2**20:>12.0f}" if bytes_ else ""))
     for name, ratio in result["ratios"].items():
-        print(f"{name:26} {ratio:.3f}")
+        print(f"{name:32} {ratio:.3f}")
     difference = result["losses_largest_relative_difference"]
     print(f"losses equal torch's: {result['losses_equal']} (largest difference {difference:.1e})")
 

@@ -1,0 +1,147 @@
+"""The section of the page about what a step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.report.table import table
+from benchmarks.result import Result
+from benchmarks.step.rows import (
+    BEST_STEP,
+    CLOSE,
+    FLAT_MEMORY,
+    FLOOR,
+    KEPT,
+    MEMORY,
+    OTHERS,
+    ROWS,
+    STEP,
+    Row,
+)
+
+_STEP_HEAD = (
+    "row",
+    "width, tokens, ranks, dtype",
+    "polyshard ms",
+    "FSDP2 ms",
+    "step / FSDP2",
+    "paired",
+    "bar",
+    "step / floor",
+    "peak RSS / FSDP2",
+    "losses",
+)
+
+
+def step_time(results: dict[str, Result], assets: str) -> Iterator[str]:
+    """The section of what a step takes; ``assets`` is where the pictures are."""
+    present = [row for row in ROWS if row.name in results]
+    shown = [row.quick() if results[row.name].about.quick else row for row in present]
+    if not shown:
+        return
+    yield "\n## Step time and memory\n"
+    found = {row.name: results[row.name].found for row in shown}
+    yield from table(_STEP_HEAD, (_step_row(row, found[row.name]) for row in shown))
+    yield ""
+    yield "Peak resident memory is the whole process's, 200 to 300 MiB of torch included; an engine"
+    yield "runs alone for it. torch's allocator for the CPU keeps no statistics."
+    best = [row for row in shown if BEST_STEP in found[row.name]["ratios"]]
+    if best:
+        yield from ["", *_BEST, ""]
+        yield from table(_BEST_HEAD, (_best_row(row, found[row.name]) for row in best))
+    notes = [f"- `{row.name}`: {row.note}" for row in shown if row.note]
+    yield from ["", *notes] if notes else []
+    missed = [line for row in shown for line in _missed(row, found[row.name])]
+    if any(row.bars for row in shown):
+        yield from ["", "### Bars that are missed", "", *(missed or ["None."])]
+    yield f"\n![step time]({assets}/step-time.png)"
+
+
+_BEST = (
+    "### With the best optimizer setting of each",
+    "",
+    "AdamW fused, and flat in polyshard unless a plugin steps it; the same model and data under",
+    "DDP and FSDP1. *Kept* is polyshard with `reshard_after_forward=False`: weights stay whole",
+    "until backward, as DDP's always are. The table above has `foreach=True` everywhere.",
+)
+_BEST_HEAD = (
+    "row",
+    "polyshard ms",
+    "FSDP2 ms",
+    "step / FSDP2",
+    "bar",
+    "kept ms",
+    "DDP ms",
+    "FSDP1 ms",
+    "peak MiB",
+    "FSDP2 MiB",
+    "kept MiB",
+    "DDP MiB",
+    "FSDP1 MiB",
+    "peak / FSDP2 of the table above",
+)
+
+
+def _best_row(row: Row, found: dict[str, Any]) -> tuple[str, ...]:
+    ratios, seconds, resident = found["ratios"], found["median_seconds"], found["resident_bytes"]
+    bars = {bar.quantity: bar.at_most for bar in row.bars}
+    names = ("polyshard best", "torch best", KEPT, *OTHERS)
+
+    def cell(quantity: str) -> str:
+        if quantity not in ratios:
+            return ""
+        text = f"{ratios[quantity]:.2f}"
+        return f"**{text}**" if ratios[quantity] > bars.get(quantity, float("inf")) else text
+
+    times = [f"{1e3 * seconds[n]['step']:.1f}" if n in seconds else "" for n in names]
+    peaks = [f"{resident[n]['peak'] / 2**20:.0f}" if n in resident else "" for n in names]
+    bar = f"{bars[BEST_STEP]:.2f}" if BEST_STEP in bars else ""
+    ratio = (cell(BEST_STEP), bar)
+    return f"`{row.name}`", *times[:2], *ratio, *times[2:], *peaks, cell(FLAT_MEMORY)
+
+
+def _step_row(row: Row, found: dict[str, Any]) -> tuple[str, ...]:
+    case, ratios = found["case"], found["ratios"]
+    medians = {name: 1e3 * phases["step"] for name, phases in found["median_seconds"].items()}
+    bars = {bar.quantity: bar.at_most for bar in row.bars}
+
+    def cell(quantity: str) -> str:
+        if quantity not in ratios:
+            return ""
+        text = f"{ratios[quantity]:.2f}"
+        return f"**{text}**" if ratios[quantity] > bars.get(quantity, float("inf")) else text
+
+    return (
+        f"`{row.name}`",
+        f"{case['width']}, {case['tokens']}, {case['ranks']}, {case['dtype']}",
+        f"{medians['polyshard']:.1f}",
+        f"{medians['torch']:.1f}",
+        cell(STEP),
+        f"{ratios[f'{STEP}, paired']:.2f}",
+        f"{bars[STEP]:.2f}" if STEP in bars else "",
+        cell(FLOOR),
+        cell(MEMORY),
+        _losses(row, found),
+    )
+
+
+def _losses(row: Row, found: dict[str, Any]) -> str:
+    difference = found["losses_largest_relative_difference"]
+    if found["losses_equal"]:
+        return "bitwise"
+    text = f"within {difference:.0e}"
+    if row.losses == "lossy":
+        return f"{text} (lossy)"
+    ok = row.losses == "close" and difference <= CLOSE[row.case.dtype]
+    return text if ok else f"**{text}**"
+
+
+def _missed(row: Row, found: dict[str, Any]) -> Iterator[str]:
+    for bar in row.bars:
+        ratio = found["ratios"].get(bar.quantity)
+        if ratio is not None and ratio > bar.at_most:
+            reason = bar.reason or "No reason is recorded yet."
+            yield f"- `{row.name}`, {bar.quantity} {ratio:.2f}, bar {bar.at_most:.2f}: {reason}"
+    if _losses(row, found).startswith("**"):
+        yield f"- `{row.name}`, losses: {_losses(row, found).strip('*')}, meant to be {row.losses}."

@@ -1,0 +1,1 @@
+"""What bits that do not depend on the number of ranks cost."""
