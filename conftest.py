@@ -13,15 +13,28 @@ sys.path[:0] = map(str, sorted(Path(__file__).parent.glob("p*/*/tests/helpers"))
 pytest_plugins = ["polyshard.testing.fixtures", "pytester"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where torch sees no accelerator."""
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--thorough`` for what CI runs a sample of."""
+    parser.addoption("--thorough", action="store_true", help="run tests marked thorough as well")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests marked ``gpu`` where torch sees no accelerator, and thorough ones unless asked."""
+    if not config.getoption("--thorough"):
+        _skip(_marked(items, "thorough"), "takes long; run with --thorough")
+    if not (marked := _marked(items, "gpu")):
         return  # the tests of the tooling should not import torch
 
     import torch
 
     if not torch.accelerator.is_available():
-        skip = pytest.mark.skip(reason="needs an accelerator, and torch sees none")
-        for item in marked:
-            item.add_marker(skip)
+        _skip(marked, "needs an accelerator, and torch sees none")
+
+
+def _marked(items: list[pytest.Item], name: str) -> list[pytest.Item]:
+    return [item for item in items if item.get_closest_marker(name)]
+
+
+def _skip(items: list[pytest.Item], reason: str) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.skip(reason=reason))

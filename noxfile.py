@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -34,9 +35,9 @@ def stack_of(plugins: tuple[str, ...]) -> str:
     return "+".join(name.removeprefix("polyshard-") for name in plugins) or "core"
 
 
-# Plugins that change when and how bytes travel and nothing that is computed: tested alone and
-# beside everything, but not in every combination.
-NEUTRAL = {"polyshard-calibration"}
+# Tested alone and beside everything, but not in every combination: one that changes how bytes
+# travel and nothing that is computed, and those that the others either leave alone or refuse.
+NEUTRAL = {"polyshard-calibration", "polyshard-matrix", "polyshard-reproducible"}
 COMPOSED = [name for name in PLUGINS if name not in NEUTRAL]
 
 # Every subset of the plugins that are combined (none, each one, pairs, all), and the others alone.
@@ -49,13 +50,31 @@ SUBSETS |= {stack_of((name,)): [name] for name in PLUGINS if name in NEUTRAL}
 SUBSETS["all"] = PLUGINS
 
 # Rooms of core's tests in which nothing depends on what is installed beside core.
-ALONE = ("agreement", "checkpoint", "memory", "safetensors", "sharding", "torch", "transport")
+ALONE = (
+    "agreement", "alarm", "checkpoint", "engine", "exchange", "group", "guards", "memory", "params",
+    "rollback", "safetensors", "sharding", "stepping", "testing", "torch", "transport",
+)  # fmt: skip
+# Of a plugin's tests, those that run beside all others too; and whichever name another one.
+BESIDE = ("test_plugin.py", "test_conformance.py")
+
+
+def beside_others(folder: str) -> list[str]:
+    """Tests of the plugin in ``folder`` to which it matters what else is installed."""
+    names = [name.replace("-", "_") for name in PLUGINS if name != Path(folder).name]
+    files = sorted((ROOT / folder / "tests").rglob("test_*.py"))
+    return [
+        str(file.relative_to(ROOT))
+        for file in files
+        if file.name in BESIDE or any(name in file.read_text("utf-8") for name in names)
+    ]
 
 
 # [Note: one environment with torch]
 # Installing torch costs most of a session's time and a gigabyte of disk, so every session that
 # needs it shares .nox/dev. What a session must not see is uninstalled first; sessions of this file
 # therefore cannot run in parallel. Only `build` makes a second one, because it must start empty.
+# While no pyproject.toml changes, a session adds and removes only the plugins that differ: pip
+# makes an environment to build each editable distribution in, also one that is there already.
 def dev_environment(session: nox.Session, plugins: list[str]) -> Path:
     """Make the shared environment hold core and exactly ``plugins``; return its bin folder."""
     home = ROOT / ".nox" / "dev"
@@ -63,15 +82,35 @@ def dev_environment(session: nox.Session, plugins: list[str]) -> Path:
     if not python.exists():
         session.run_install(sys.executable, "-m", "virtualenv", "--quiet", str(home))
     pip = (str(python), "-m", "pip")
-    absent = [name for name in PLUGINS if name not in plugins]
+    installed = [name for name in PLUGINS if is_installed(home, name)]
+    absent = [name for name in installed if name not in plugins]
     if absent:
         session.run_install(*pip, "uninstall", "--yes", *absent, silent=True)
+    stamp, wanted = home / "installed.json", wanted_packages()
+    is_ready = stamp.exists() and stamp.read_text("utf-8") == wanted
+    wheels = [] if is_ready else json.loads(wanted)["install"]
+    new = [name for name in plugins if not is_ready or name not in installed]
+    wheels += [f"--editable=plugins/{name}" for name in new]
+    if wheels:
+        session.run_install(*pip, "install", *wheels, silent=True)
+    if not is_ready:
+        stamp.write_text(wanted, "utf-8")
+    return python.parent
+
+
+def is_installed(environment: Path, name: str) -> bool:
+    """Whether the distribution ``name`` is in ``environment``."""
+    pattern = f"lib/python*/site-packages/{name.replace('-', '_')}-*.dist-info"
+    return any(environment.glob(pattern))
+
+
+def wanted_packages() -> str:
+    """What every session shares, and what decides whether that has to be installed anew."""
     editable = [f"--editable=packages/{name}" for name in PACKAGES if name != "polyshard"]
     editable += ["--editable=packages/polyshard[cli,testing]"]
-    editable += [f"--editable=plugins/{name}" for name in plugins]
     groups = nox.project.dependency_groups(PYPROJECT, "test", "type")
-    session.run_install(*pip, "install", TORCH, *editable, *groups, silent=True)
-    return python.parent
+    projects = [(ROOT / folder / "pyproject.toml").read_text("utf-8") for folder in FOLDERS]
+    return json.dumps({"install": [TORCH, *editable, *groups], "projects": projects})
 
 
 def existing(*paths: str) -> list[str]:
@@ -113,11 +152,13 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def build(session: nox.Session) -> None:
     """Build every sdist and wheel, check what they carry, use them in an empty environment."""
-    session.install("build", "packaging")
+    session.install("build", "packaging", "hatchling>=1.27")
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     for folder in FOLDERS:
-        session.run("python", "-m", "build", f"--outdir={dist}", folder, silent=True)
+        # Without an environment to build in: all have the one backend, which is installed here.
+        build = ("python", "-m", "build", "--no-isolation", f"--outdir={dist}")
+        session.run(*build, folder, silent=True)
     session.run("python", "tools/check_dist.py", str(dist))
     with tempfile.TemporaryDirectory() as empty, session.chdir(empty):
         session.run(sys.executable, "-m", "virtualenv", "--quiet", "env", external=True)
@@ -177,13 +218,16 @@ def tests(session: nox.Session, plugins: list[str]) -> None:
     """Test every subset of the plugins with nothing else installed; each in what is its own.
 
     A subset runs the combinations of exactly its plugins, so a session repeats none of another's.
-    Core's tests run alone and beside everything, a plugin's likewise; those marked ``once``, and
-    those of some rooms, alone.
+    Core's tests run alone and beside everything; those marked ``once``, and those of some rooms,
+    alone. A plugin's run alone, and beside everything those to which that may matter.
     """
     python = str(dev_environment(session, plugins) / "python")
+    folders = [folder for folder in FOLDERS if Path(folder).name in plugins]
     paths = []
-    if len(plugins) == 1 or plugins == PLUGINS:
-        paths += [f"{folder}/tests" for folder in FOLDERS if Path(folder).name in plugins]
+    if len(plugins) == 1:
+        paths += [f"{folder}/tests" for folder in folders]
+    if plugins == PLUGINS:
+        paths += [path for folder in folders for path in beside_others(folder)]
     if plugins in ([], PLUGINS):
         paths += [f"packages/{name}/tests" for name in PACKAGES]
     if plugins == PLUGINS or not NEUTRAL.intersection(plugins):

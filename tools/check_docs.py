@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ FENCE = re.compile(
 NOT_RUN = re.compile(r"^<!-- not run: \S.*-->$")
 RANKS = re.compile(r"^<!-- ranks: (\d+) -->$", re.MULTILINE)
 TIMEOUT_SECONDS = 300
+AT_ONCE = 2
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ def default_pages(root: Path) -> list[Path]:
 def main(arguments: list[str]) -> int:
     """Run the pages; 1 if one fails."""
     pages = [Path(argument) for argument in arguments] or default_pages(ROOT)
-    failures = [failure for failure in map(run_page, pages) if failure]
+    with ThreadPoolExecutor(AT_ONCE) as pool:  # most of a page is starting Python and torch
+        failures = [failure for failure in pool.map(run_page, pages) if failure]
     print("\n".join([*failures, f"docs: {len(pages) - len(failures)} of {len(pages)} pages pass"]))
     return 1 if failures else 0
 

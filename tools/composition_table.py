@@ -13,8 +13,9 @@ from itertools import combinations
 PLUGINS = ("offload", "quantized", "tensor-parallel")
 """The plugins that are combined; their distributions are called ``polyshard-NAME``."""
 
-NEUTRAL = ("calibration",)
-"""Plugins that change no number that is computed: tested alone and beside everything."""
+NEUTRAL = ("calibration", "matrix", "reproducible")
+"""Plugins tested alone and beside everything, not in every subset: one changes no number that is
+computed; of the others, what they refuse stands below."""
 
 Stack = tuple[str, ...]
 STACKS: tuple[Stack, ...] = tuple(
@@ -171,6 +172,7 @@ class Refusal:
 
 
 OFFLOAD, QUANTIZED, TENSOR_PARALLEL = ((name,) for name in PLUGINS)
+MATRIX = "matrix"
 REFUSALS = (
     Refusal(
         "divided-parameters-alone",
@@ -285,5 +287,19 @@ REFUSALS = (
         "rows that the tensor-parallel ranks do not divide",
         "SettingError",
         "with a remainder",
+    ),
+    Refusal(
+        "matrices-offloaded",
+        (*OFFLOAD, MATRIX),
+        "gradients that land whole on owners, and move to the host or to disk",
+        "UnsupportedError",
+        "moves gradients to where shards rest",
+    ),
+    Refusal(
+        "matrices-with-quantized-gradients",
+        (*QUANTIZED, MATRIX),
+        "gradients that land whole on owners, quantized",
+        "UnsupportedError",
+        "encodes the gradients of all ranks in rows",
     ),
 )

@@ -11,6 +11,7 @@ import inspect
 import itertools
 import re
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 from generated import write_or_check
@@ -32,7 +33,8 @@ flowchart LR
     subgraph plan [once, in fully_shard]
         prepare[polyshard_prepare_model] --> flatten[pre_flatten_transform]
         flatten --> facts[polyshard_parameter_facts]
-        facts --> layout[polyshard_sharding_constraint]
+        facts --> landing[polyshard_gradient_landing]
+        landing --> layout[polyshard_sharding_constraint]
         layout --> storage[polyshard_shard_storage]
         storage --> backend[polyshard_collectives_backend]
         backend --> codecs[polyshard_gather_codec, polyshard_reduce_codec]
@@ -116,11 +118,15 @@ def seams_page() -> str:
     parts = [SEAMS_HEAD]
     for name in SEAMS:
         kind: type = next(vars(m)[name] for m in (seams, codec_plugins, base) if name in vars(m))
-        home = "polyshard" if name in polyshard.__all__ else kind.__module__.rpartition(".")[0]
+        home = kind.__module__.rpartition(".")[0]
+        home = "polyshard.seams" if name in seams.__all__ else home
+        home = "polyshard" if name in polyshard.__all__ else home
         parts.append(f"## {name}\n\n`{home}.{name}`. {inspect.getdoc(kind)}\n")
         parts.extend(_members(kind))
         if issubclass(kind, codec_plugins.CodecPlugin):
             parts.extend(_members(codec_plugins.CodecPlugin))
+    parts.append(FUNCTIONS_HEAD)
+    parts.append("\n".join(_function(vars(seams)[name]) for name in FUNCTIONS) + "\n")
     page = "\n".join(parts)
     return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", page.replace("``", "`"))
 
@@ -130,9 +136,20 @@ SEAMS = (
     *("GatherCodecPlugin", "ReduceCodecPlugin", "CodecGroup", "Around", "Stateful"),
     *("GatherCodec", "BoundGatherCodec", "ReduceCodec", "BoundReduceCodec", "BoundReplicaCodec"),
     *("StorageFactory", "ShardStorage", "CollectivesBackend", "Transport", "GatherRoute"),
-    *("ReduceRoute", "ShardingConstraint", "StateDictAdapter", "Observer"),
+    *("ReduceRoute", "OwnerRoute", "GradientLanding", "OwnedParameter", "Rows"),
+    *("ShardingConstraint", "StateDictAdapter", "Observer"),
+    *("OptimizerKeeper", "Lent", "Stepper", "Twins", "SteppedOptimizer"),
 )
 """What hooks meet, codecs in one class first; the engine's own side is left out."""
+
+GIVEN = ("Stepper", "Twins")
+"""Nobody inherits from these."""
+
+FUNCTIONS_HEAD = """## Functions
+
+For plugins that step optimizers; in `polyshard.seams`.
+"""
+FUNCTIONS = ("check_takeable", "like", "local_of", "repointed", "spec_of")
 
 
 NOTICES = "what `describe()` says of the group"
@@ -143,13 +160,16 @@ def _members(found: type) -> list[str]:
     said = attribute_texts(found)
     lines = []
     for name, kind in inspect.get_annotations(found).items():
+        if name.startswith("_"):
+            continue
         default = f" = {vars(found)[name]!r}" if _is_seam(found) and name in vars(found) else ""
         text = f": {said[name]}" if name in said else f": {NOTICES}" if name == "notices" else ""
         lines.append(f"- `{name}: {kind}{default}`{text}")
     for name, member in vars(found).items():
         if inspect.isfunction(member) and not name.startswith(("_", "polyshard_")):
             text = " ".join((inspect.getdoc(member) or "").split())
-            needed = "" if getattr(member, "__isabstractmethod__", False) else " (has a default)"
+            is_needed = found.__name__ in GIVEN or getattr(member, "__isabstractmethod__", False)
+            needed = "" if is_needed else " (has a default)"
             lines.append(f"- `{name}{signature_of(member)}`{needed}: {text}")
     from polyshard.seams import Named
 
@@ -160,6 +180,12 @@ def _members(found: type) -> list[str]:
             f"- `notices: tuple[str, ...] = ()`: {NOTICES}; read after it was bound",
         )
     return ["\n".join(lines) + "\n"] if lines else []
+
+
+def _function(found: Callable[..., object]) -> str:
+    """One line of the list of functions."""
+    text = " ".join((inspect.getdoc(found) or "").split("\n\n")[0].split())
+    return f"- `{found.__name__}{signature_of(found)}`: {text}"
 
 
 def _is_seam(found: type) -> bool:

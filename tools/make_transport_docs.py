@@ -26,6 +26,7 @@ memory, so that a step only starts it and waits for what is *pending*. Examples:
 [how to write a transport](../how-to/write-a-transport.md).
 
 `choose_transport(roles, device)` makes the engine's own, and `WrappedTransport` goes around any.
+`owner_route_over(group, device, dtype, tag)` is a way for whole tensors among ranks of any group.
 `backend_for(group, device)` says what `torch.distributed` uses there: `"gloo"`, `"nccl"`, ...
 """
 DEFAULTS_HEAD = """## The engine's own answers
@@ -38,7 +39,7 @@ same seams as a plugin's; inherit from one, or make one, where yours differs in 
 """
 TRANSPORTS = (
     *("Transport", "WrappedTransport", "GatherPiece", "Extents"),
-    *("GatherRoute", "ReduceRoute", "Pending", "MeshRoles"),
+    *("GatherRoute", "ReduceRoute", "OwnerRoute", "Pending", "MeshRoles"),
 )
 LAYOUTS = ("GroupLayout", "ParameterLayout")
 

@@ -1,0 +1,226 @@
+"""Which faults are tested, under which plugins, and what each rank sees.
+
+One table, read by ``integration_tests/test_faults.py`` (which runs every cell on real ranks), by
+``python -m faults`` beside it (which measures them) and by ``tools/make_fault_docs.py`` (which
+prints it). Nothing of torch is imported here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from composition_table import FSDP, FSDP_TP, HSDP, STACKS, Cell, Layout, Stack, stack_id
+
+TIMEOUT_SECONDS = 120.0
+"""Of the process group, in every cell."""
+BAR_SECONDS = 12.0
+"""A cell that takes longer fails: far above what a busy machine needs, far below the time-out."""
+STRUCK = 1
+"""The rank that fails."""
+
+
+class Way(Enum):
+    """How ranks go on afterwards."""
+
+    IN_PROCESS = "`reset_iter_state()`, and go on"
+    NEW_PLAN = "mend it and call `fully_shard` again"
+    RESTART = "start again from the last checkpoint"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong on one rank.
+
+    Attributes:
+        id: names the cell's test, and the function that brings it about.
+        what: as the page says it.
+        struck: class of the exception that the rank meets; empty if its process ends.
+        peers: class of the exception that all others raise.
+        words: what theirs says, in this order.
+        keeper: whether it is the rank that keeps the store (rank 0) that is struck.
+    """
+
+    id: str
+    what: str
+    struck: str
+    peers: str
+    words: tuple[str, ...]
+    way: Way = Way.IN_PROCESS
+    keeper: bool = False
+
+    @property
+    def rank(self) -> int:
+        """Who is struck."""
+        return 0 if self.keeper else STRUCK
+
+
+AGAIN = "reset_iter_state() on every rank"
+CHECKPOINT = "start the job again from its last checkpoint"
+
+
+def _raised(name: str, what: str, kind: str, *words: str) -> Fault:
+    return Fault(name, what, kind, "PeerError", ("rank 1 failed", *words, AGAIN))
+
+
+def _apart(name: str, what: str, *words: str) -> Fault:
+    kind = "ControlFlowError"
+    return Fault(name, what, kind, kind, ("control flow differs between ranks", *words, AGAIN))
+
+
+def _planned(name: str, what: str) -> Fault:
+    words = ("rank 1", "ArithmeticError: on purpose", "faulty")
+    return Fault(name, what, "ArithmeticError", "PlanMismatchError", words, Way.NEW_PLAN)
+
+
+def _ended(name: str, what: str, *words: str, keeper: bool = False) -> Fault:
+    return Fault(name, what, "", "PeerError", words, Way.RESTART, keeper)
+
+
+FAULTS = (
+    _raised(
+        "forward",
+        "the model's forward raises",
+        "ArithmeticError",
+        "in the forward of 'blocks.1",
+        "ArithmeticError: on purpose",
+    ),
+    _raised(
+        "backward",
+        "the model's backward raises",
+        "ArithmeticError",
+        "in its backward, when it had reached 'blocks.1",
+        "ArithmeticError: on purpose",
+    ),
+    _raised(
+        "memory",
+        "out of memory in forward",
+        "OutOfMemoryError",
+        "in the forward of 'blocks.1",
+        "OutOfMemoryError: on purpose",
+    ),
+    _raised("transfer", "the engine raises in a transfer", "OSError", "OSError: on purpose"),
+    _raised("encode", "a codec raises while it encodes", "ArithmeticError", "on purpose"),
+    _raised("decode", "a codec raises while it decodes", "ArithmeticError", "on purpose"),
+    _raised("storage", "a storage raises when a shard is fetched", "ArithmeticError", "on purpose"),
+    _raised("observer", "an observer raises", "ArithmeticError", "on purpose"),
+    _planned("contribution", "a hook of a plugin raises while the model is sharded"),
+    _planned("bind", "the `bind` of a codec raises while the model is sharded"),
+    _planned("create", "the `create` of a storage raises while the model is sharded"),
+    _apart("evaluation", "one more evaluation on one rank", "rank 0 is at", "rank 1 is at"),
+    _apart("skipped", "one rank skips the backward of a batch", "rank 0 is at", "rank 1 is at"),
+    _apart("order", "layers in another order on one rank", "rank 0 is at", "rank 1 is at"),
+    _apart("unused", "one rank leaves a layer out", "rank 0 is at", "rank 1 is at"),
+    _ended(
+        "optimizer",
+        "the optimizer raises, and nobody catches it",
+        "rank 1 failed with an exception that nobody caught",
+        "ArithmeticError: on purpose",
+    ),
+    _ended(
+        "loop",
+        "the training loop raises, and nobody catches it",
+        "rank 1 failed with an exception that nobody caught",
+        "ArithmeticError: on purpose",
+    ),
+    _ended("exit", "the process exits a step early", "rank 1 has ended", CHECKPOINT),
+    _ended("killed", "the process is killed (SIGKILL)", "rank 1 is gone", "killed", CHECKPOINT),
+    _ended("stopped", "the process is stopped (SIGSTOP)", "rank 1 was stopped", "kill -CONT"),
+    _ended(
+        "keeper-killed",
+        "the rank that keeps the store is killed",
+        "rank 0 is gone",
+        CHECKPOINT,
+        keeper=True,
+    ),
+    _ended(
+        "keeper-stopped",
+        "the rank that keeps the store is stopped",
+        "rank 0 was stopped",
+        "kill -CONT",
+        keeper=True,
+    ),
+)
+
+SAMPLE = ("forward", "backward", "decode", "killed")
+"""What CI runs, without plugins; the rest is run by who changes how ranks fail."""
+
+
+@dataclass(frozen=True)
+class FaultCell:
+    """One test."""
+
+    fault: Fault
+    stack: Stack
+    layout: Layout
+
+    @property
+    def id(self) -> str:
+        """Names the cell in a test's id and in the file of figures."""
+        return "-".join((stack_id(self.stack), _mesh(self.layout), self.fault.id))
+
+    @property
+    def cell(self) -> Cell:
+        """What is trained."""
+        return Cell(self.stack, self.layout, "fp32", "plain")
+
+    @property
+    def is_brief(self) -> bool:
+        """Whether CI runs it."""
+        return not self.stack and self.fault.id in SAMPLE
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What the error of the others says, in this order.
+
+        With tensor parallelism, either of the ranks that share a batch is named.
+        """
+        words = self.fault.words
+        if self.fault.peers == "ControlFlowError" and self.layout.tensor > 1:
+            words = tuple("is at" if each.endswith("is at") else each for each in words)
+        return words
+
+    @property
+    def way(self) -> Way:
+        """How its ranks go on."""
+        return self.fault.way
+
+    @property
+    def struck(self) -> tuple[int, ...]:
+        """The ranks that are struck: control flow is that of all who share a batch."""
+        share = self.layout.tensor
+        if self.fault.peers != "ControlFlowError" or share == 1:
+            return (self.fault.rank,)
+        return tuple(range(share, 2 * share))
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """What other ranks may raise, whose words are the same in any case.
+
+        One that waits in a collective of tensor parallelism in its backward raises what gloo did,
+        with the words as a note.
+        """
+        kind = self.fault.peers
+        is_beside = kind != "PlanMismatchError" and self.layout.tensor > 1
+        return (kind, "RuntimeError") if is_beside else (kind,)
+
+
+def _mesh(layout: Layout) -> str:
+    return layout.name.replace(" × ", "x").lower()
+
+
+def layout_of(stack: Stack) -> Layout:
+    """Two ranks, or four with tensor parallelism."""
+    return FSDP_TP if "tensor-parallel" in stack else FSDP
+
+
+COLUMNS: tuple[tuple[Stack, Layout], ...] = (
+    ((), FSDP),
+    ((), HSDP),
+    *((stack, layout_of(stack)) for stack in STACKS if stack),
+)
+"""What the page has a column for."""
+
+FAULT_CELLS = tuple(
+    FaultCell(fault, stack, layout) for stack, layout in COLUMNS for fault in FAULTS
+)
