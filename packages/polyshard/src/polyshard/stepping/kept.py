@@ -99,8 +99,8 @@ class Counters:
 
         A member that leads no run has the values of the one before it.
         """
-        self._shown = [member.scalars[name] for member in members]
-        found = joined(self._shown)
+        self.shown = [member.scalars[name] for member in members]
+        found = joined(self.shown)
         if found is None:
             found = self._moved(name, members)
         self._seen = found
@@ -117,11 +117,11 @@ class Counters:
         self._note()
 
     def _moved(self, name: str, members: Sequence[Member]) -> Tensor:
-        flat = torch.stack(self._shown)
+        flat = torch.stack(self.shown)
         seen: set[int] = set()
         for index, member in enumerate(members):
-            _put(member, name, self._shown[index], own_storage(flat[index]), seen)
-        self._shown = [member.scalars[name] for member in members]
+            _put(member, name, self.shown[index], own_storage(flat[index]), seen)
+        self.shown = [member.scalars[name] for member in members]
         return flat
 
     def _note(self) -> None:
@@ -129,13 +129,13 @@ class Counters:
         if self._seen.device.type == "cpu":
             self._noted = self._seen.clone()
         else:
-            self._versions = [scalar._version for scalar in self._shown]
+            self._versions = [scalar._version for scalar in self.shown]
 
     def holds(self) -> bool:
         """Whether nobody wrote to what was shown."""
         if self._noted is not None:
             return torch.equal(self._noted, self._seen)
-        return [scalar._version for scalar in self._shown] == self._versions
+        return [scalar._version for scalar in self.shown] == self._versions
 
     def show(self) -> None:
         """A step is over: people see the counters of the run."""

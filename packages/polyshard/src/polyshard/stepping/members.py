@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from polyshard._torch.optimizers import local_of
+from polyshard._torch.optimizers import local_of, state_of
 from polyshard.stepping.keeper import OptimizerKeeper
 
 PLAIN_TYPES = (Tensor, nn.Parameter)
@@ -70,13 +70,13 @@ class Survey:
 
 def survey(optimizer: Optimizer, keeper: OptimizerKeeper | None = None) -> Survey:
     """Look at every parameter of ``optimizer`` that ``keeper`` does not lend."""
-    found = Survey([], [])
+    found, states = Survey([], []), state_of(optimizer)
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if parameter.grad is None or (keeper is not None and keeper.is_lent(parameter)):
                 continue
-            # Not ``state[parameter]``: looking makes an entry, which torch would save.
-            member = member_of(parameter, index, optimizer.state.get(parameter))
+            # Not ``states[parameter]``: looking makes an entry, which torch would save.
+            member = member_of(parameter, index, states.get(parameter))
             if member is None:
                 found.apart.append((index, parameter))
                 continue

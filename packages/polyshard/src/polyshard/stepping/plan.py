@@ -2,7 +2,8 @@
 
 [Note: does the plan hold]
 Users may change anything between steps: groups, gradients, state, memory of parameters. A plan
-notes what it relies on, and looks at all of it before each step, in a few loops over everything.
+notes what it relies on, and looks at it before each step, in a few loops over everything but state
+that nobody has been shown (see [Note: sealed state]).
 That is most of what a step of small parameters takes, mostly by waiting for memory: a parameter,
 its gradient, its state and what is local of each are ten objects, and any tensor of them can get
 other memory (``.data =``, ``set_``, ``share_memory_``) with no trace but its address. There is no
@@ -13,7 +14,7 @@ together (they are in new memory after each step that somebody has kept them) on
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -22,12 +23,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from polyshard._torch.optimizers import local_of, locals_of, quick_reads, spec_of, specs_of
+from polyshard._torch.optimizers import (
+    gradients_of,
+    local_of,
+    locals_of,
+    quick_reads,
+    spec_of,
+    specs_of,
+    state_of,
+)
 from polyshard.stepping.chunks import Mode, Run, batches_of
 from polyshard.stepping.keeper import OptimizerKeeper
 from polyshard.stepping.kept import Counters, read_scalars
 from polyshard.stepping.members import Member, survey
 from polyshard.stepping.runs import VECTORS_BYTES, Stretch, find_runs
+from polyshard.stepping.sealed import Holdings, Seal
 from polyshard.stepping.twins import Twins, every_parameter
 
 
@@ -75,6 +85,7 @@ class Plan:
         self._fresh = [run for run in self.runs if run.is_fresh]
         self._batches = list(batches_of(run for run in self.runs if not run.is_fresh))
         self._watch_parameters()
+        self.seal = Seal(can_close=keeper is None)
         self._watch_state()
 
     def _make_counters(self) -> list[Counters]:
@@ -125,7 +136,7 @@ class Plan:
         return [(g.get("fused"), g.get("foreach")) for g in self._optimizer.param_groups]
 
     def _watch_state(self) -> None:
-        states = self._optimizer.state
+        self._states = states = state_of(self._optimizer)
         self._keys, self._dicts = list(states), list(states.values())
         self._own = [m.state for m in self._watched if m.state is not None]
         self._entries = list(chain.from_iterable(map(dict.values, self._own)))
@@ -134,6 +145,18 @@ class Plan:
         scalars = chain.from_iterable(m.scalars.values() for m in self._watched)
         self._plain_state = [*(t for t in tensors if local_of(t) is t), *scalars]
         self._state_addresses = self._find_state()
+        self._holdings = Holdings(states, self._own, self._known())
+
+    def _known(self) -> Iterator[object]:
+        """State, once for every reference that this plan and its parts have to it."""
+        yield self._states
+        yield from chain(self._dicts, self._own, self._entries, self._windows, self._plain_state)
+        for run in self.runs:
+            for member in run.members:
+                yield member.state
+                yield from chain(member.tensors.values(), member.scalars.values())
+        for counters in self._counters:
+            yield from counters.shown
 
     def _find_state(self) -> list[int]:
         return _addresses(chain(locals_of(self._windows), self._plain_state))
@@ -157,7 +180,17 @@ class Plan:
         return _addresses(chain(found, self._plain)) == self._weights
 
     def _state_holds(self) -> bool:
-        states = self._optimizer.state
+        if state_of(self._optimizer) is not self._states:
+            return False
+        if self.seal.is_closed:
+            return True
+        if not self._all_state_holds():
+            return False
+        self.seal.try_to_close(self._holdings)
+        return True
+
+    def _all_state_holds(self) -> bool:
+        states = self._states
         if len(states) != len(self._keys):
             return False
         if not (all(map(is_, states, self._keys)) and all(map(is_, states.values(), self._dicts))):
@@ -165,6 +198,7 @@ class Plan:
         entries = list(chain.from_iterable(map(dict.values, self._own)))
         if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
             return False
+        del entries  # references are counted soon
         # Every tensor can get other memory and leave no trace: by ``.data =``, by being shared.
         if self._find_state() != self._state_addresses:
             return False
@@ -173,8 +207,8 @@ class Plan:
     def _gradients_hold(self) -> bool:
         if [p.grad is None for p in self._others] != self._absent:
             return False
-        sharded: list[Any] = [p.grad for p in self._sharded]
-        plain: list[Any] = [p.grad for p in self._plain]
+        sharded: list[Any] = gradients_of(self._sharded)
+        plain: list[Any] = gradients_of(self._plain)
         try:
             if not (all(map(is_, specs_of(sharded), self._specs)) and all(map(_is_plain, plain))):
                 return False
@@ -220,7 +254,7 @@ class Plan:
             self._publish(run)
 
     def _publish(self, run: Run) -> None:
-        run.publish(type(self._optimizer).__name__, self._optimizer.state)
+        run.publish(type(self._optimizer).__name__, state_of(self._optimizer))
         self.is_spent = True
 
     def _step_apart(self) -> None:
@@ -230,7 +264,7 @@ class Plan:
         parts: dict[int, list[Tensor]] = {}
         for group, parameter in self._apart:
             parts.setdefault(group, []).append(parameter)
-        states = self._optimizer.state
+        states = self._states
         state: defaultdict[Any, Any] = defaultdict(dict)
         state.update({p: states[p] for _, p in self._apart if p in states})
         self._twins.step(parts.items(), state)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from polyshard._torch.optimizers import local_of, profiled
+from polyshard._torch.optimizers import local_of, profiled, state_of
 from polyshard._torch.untraced import untraced
 from polyshard.stepping.chunks import Batch, Chunk, Mode, Run, batches_of
 from polyshard.stepping.elementwise import reason_against
@@ -90,6 +90,11 @@ class Stepper:
             plan = self.plan = Plan(self._optimizer, self.twins, self._keeper)
         plan.step()
 
+    def state_was_shown(self) -> None:
+        """Somebody reads the state of the optimizer, and may keep and change it."""
+        if self.plan is not None:
+            self.plan.seal.open()
+
     @torch.no_grad()
     def lend(self, parts: Sequence[Lent]) -> None:
         """Step parameters with the state that comes with them."""
@@ -157,9 +162,20 @@ def _step(self: SteppedOptimizer, closure: Callable[[], Any] | None = None) -> A
     return self._polyshard_flat.step(closure)
 
 
+def _show_state(self: SteppedOptimizer) -> defaultdict[Any, Any]:
+    """State by parameter. See [Note: sealed state]."""
+    self._polyshard_flat.state_was_shown()
+    return state_of(self)
+
+
+def _replace_state(self: SteppedOptimizer, state: defaultdict[Any, Any]) -> None:
+    self.__dict__["state"] = state
+
+
 @functools.cache
 def _class_of(kind: type[Optimizer], mixin: type[SteppedOptimizer]) -> type[SteppedOptimizer]:
     names = {n: getattr(kind, n) for n in ("__module__", "__qualname__", "__doc__")}
-    members = {"step": profiled(_step), **names}
+    state = property(_show_state, _replace_state)
+    members = {"step": profiled(_step), "state": state, **names}
     made = type(mixin.class_prefix + kind.__name__, (mixin, kind), members)
     return cast("type[SteppedOptimizer]", made)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from polyshard._torch.optimizers import plain_step
+from polyshard._torch.optimizers import plain_step, state_of
 from polyshard.errors import UnsupportedError
 
 Group = dict[str, Any]
@@ -58,7 +58,7 @@ class Twins:
     def begin(self) -> None:
         """A step of all parts begins."""
         self._changed = {}
-        self._known = len(self._optimizer.state)
+        self._known = len(state_of(self._optimizer))
 
     def step(self, parts: Iterable[tuple[int, list[Tensor]]], state: Any) -> None:
         """Step tensors, given by the parameter group whose settings hold for them.
@@ -113,12 +113,12 @@ class Twins:
         """All parts are stepped: groups show what that changed in their settings."""
         for group, changed in self._changed.values():
             group.update(changed)
-        if len(self._optimizer.state) > self._known:
+        if len(state_of(self._optimizer)) > self._known:
             self._sort_state()
 
     def _sort_state(self) -> None:
         """State that came has the order of parameters, on all ranks, wherever they rest."""
-        state = self._optimizer.state
+        state = state_of(self._optimizer)
         places = {id(p): i for i, p in enumerate(every_parameter(self._optimizer))}
         for key in sorted(list(state)[self._known :], key=lambda key: places.get(id(key), -1)):
             state[key] = state.pop(key)
