@@ -53,7 +53,7 @@ def test_a_few_steps_give_the_same_bits(
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("given", [{}, {"tied": True, "bf16": True}], ids=["fp32", "bf16"])
 def test_fifty_steps_give_the_same_bits(
     world1: World, world2: World, world4: World, world8: World, tmp_path: Path, given: Any
@@ -122,7 +122,7 @@ def test_a_run_goes_on_at_other_world_sizes(
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_fifty_steps_on_four_two_and_eight_ranks(
     world1: World, world2: World, world4: World, world8: World, tmp_path: Path
 ) -> None:
