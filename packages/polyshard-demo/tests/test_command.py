@@ -18,7 +18,16 @@ def test_help_names_every_option() -> None:
     code, text = run("train", "--help")
     assert code == 0
     options = "text ranks engine preset steps batch sequence lr seed bf16 accumulate tied resume"
-    for option in [*options.split(), "out", "checkpoint-every", "eval-every", "device", "plugins"]:
+    newer = "reproducible record dropout"
+    for option in [
+        *options.split(),
+        *newer.split(),
+        "out",
+        "checkpoint-every",
+        "eval-every",
+        "device",
+        "plugins",
+    ]:
         assert f"--{option}" in text
 
 
@@ -44,6 +53,8 @@ def test_options_reach_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen[2].out.parent == Path("runs")
     assert Settings(out=seen[2].out) == seen[2]
     assert (seen[3].out, seen[3].resume, seen[3].auto) == (Path("runs/c"), Path("runs/c"), True)
+    run("train", "--dropout", "0.5")
+    assert seen[4].dropout == 0.5
     code, text = run("train", "--resume", "auto")
     assert code == 2
     assert "give it as --out" in text

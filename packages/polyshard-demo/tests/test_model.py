@@ -1,6 +1,7 @@
 """The demo's language model against naive arithmetic."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -105,6 +106,28 @@ def test_meta_init_fills_everything(tied: bool) -> None:
     for name, buffer in direct.named_buffers():
         assert torch.equal(late.get_buffer(name), buffer), name
     assert (late.head.weight is late.embedding.weight) is tied
+
+
+def test_without_dropout_nothing_is_drawn() -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(TINY).train()
+    before, tokens = torch.get_rng_state(), torch.arange(16)[None]
+    found = model(tokens)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(model.eval()(tokens), found)
+
+
+def test_dropout_leaves_out_a_share_of_what_blocks_add() -> None:
+    torch.manual_seed(0)
+    plain, model = LanguageModel(TINY), LanguageModel(replace(TINY, dropout=0.25))
+    model.load_state_dict(plain.state_dict())
+    tokens = torch.randint(256, (4, 16))
+    assert torch.equal(model.eval()(tokens), plain(tokens))
+    added = torch.ones(100_000)
+    kept = model.train().blocks[0]._dropped(added)  # type: ignore[operator]
+    assert kept.unique().tolist() == pytest.approx([0.0, 4 / 3])
+    assert float((kept == 0).float().mean()) == pytest.approx(0.25, abs=0.01)
+    assert not torch.equal(model(tokens), plain(tokens))
 
 
 def test_odd_head_width_is_refused() -> None:

@@ -146,6 +146,20 @@ def test_engine_ranks_and_micro_batches_do_not_change_the_losses(
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_dropout_follows_from_seed_and_step(reference: Path, tmp_path: Path) -> None:
+    """So that nothing of it has to be saved, and every engine leaves out the same."""
+    given: dict[str, Any] = {"ranks": 1, "dropout": 0.2, "accumulate": 2}
+    launch(tiny(tmp_path / "whole", engine="single", **given))
+    whole = losses(tmp_path / "whole")
+    assert whole != pytest.approx(losses(reference), rel=1e-3)
+    start = tmp_path / "whole" / "checkpoints" / "step-000003"
+    launch(tiny(tmp_path / "again", engine="single", resume=start, **given))
+    assert losses(tmp_path / "again") == whole
+    launch(tiny(tmp_path / "sharded", resume=start, **given))
+    assert losses(tmp_path / "sharded") == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("engine", [*ENGINES, "single"])
 def test_guards_change_no_loss(engine: EngineName, reference: Path, tmp_path: Path) -> None:
     launch(tiny(tmp_path, engine=engine, ranks=1, guards=True))

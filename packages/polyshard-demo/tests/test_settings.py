@@ -33,6 +33,8 @@ OUT = Path("run")
         ({"ranks": 4, "shard_ranks": 3}, "--shard-ranks 3 does not divide 4"),
         ({"ranks": 4, "shard_ranks": 8}, "--shard-ranks 8 does not divide 4"),
         ({"timeout": -1}, "--timeout must be at least 0"),
+        ({"dropout": 1.0}, "--dropout must be at least 0 and below 1"),
+        ({"dropout": float("nan")}, "--dropout must be at least 0 and below 1"),
     ],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:

@@ -28,6 +28,7 @@ def train(  # noqa: PLR0913 (typer: an option is a parameter)
     accumulate: options.Accumulate = Settings.accumulate,
     preset: options.Preset = Settings.preset,
     tied: options.Tied = Settings.tied,
+    dropout: options.Dropout = Settings.dropout,
     engine: options.Engine = Settings.engine,
     plugins: options.Plugins = "",
     quantize: options.Quantize = Settings.quantize,
@@ -42,10 +43,12 @@ def train(  # noqa: PLR0913 (typer: an option is a parameter)
     lr: options.Lr = Settings.lr,
     seed: options.Seed = Settings.seed,
     guards: options.Guards = Settings.guards,
+    reproducible: options.Reproducible = Settings.reproducible,
     eval_every: options.EvalEvery = Settings.eval_every,
     out: options.Out = None,
     checkpoint_every: options.CheckpointEvery = Settings.checkpoint_every,
     log_every: options.LogEvery = Settings.log_every,
+    record: options.Record = Settings.record,
     resume: options.Resume = Settings.resume,
 ) -> None:
     """Train a byte-level language model on real text, sharded over several processes.
@@ -68,6 +71,7 @@ def train(  # noqa: PLR0913 (typer: an option is a parameter)
             timeout=timeout,
             preset=preset,
             tied=tied,
+            dropout=dropout,
             steps=steps,
             batch=batch,
             sequence=sequence,
@@ -75,12 +79,14 @@ def train(  # noqa: PLR0913 (typer: an option is a parameter)
             lr=lr,
             seed=seed,
             guards=guards,
+            reproducible=reproducible,
             bf16=bf16,
             device=device,
             resume=resume,
             auto=auto,
             checkpoint_every=checkpoint_every,
             log_every=log_every,
+            record=record,
             eval_every=eval_every,
         )
         make_offload(offload)  # so that a mistake is told before any rank starts

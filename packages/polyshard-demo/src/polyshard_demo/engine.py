@@ -51,8 +51,8 @@ class Engine(Protocol):
         ...
 
 
-def choose_engine(settings: Settings, device: torch.device) -> Engine:
-    """The engine the settings name; only its own library is imported."""
+def choose_engine(settings: Settings, device: torch.device, *more: object) -> Engine:
+    """The engine the settings name, with ``more`` plugins; only its own library is imported."""
     if settings.engine == "single":
         return SingleEngine(device)
     axes = ("replicas", "dp")[-len(settings.data_mesh) :]
@@ -61,7 +61,7 @@ def choose_engine(settings: Settings, device: torch.device) -> Engine:
     mesh = whole[axes]
     if settings.engine == "torch":
         return TorchEngine(mesh, settings.bf16)
-    plugins: list[object] = list(settings.plugins)
+    plugins: list[object] = [*settings.plugins, *more]
     if settings.quantize:
         plugins.append(quantizing_plugin(settings.quantize))
     offload = make_offload(settings.offload)

@@ -40,13 +40,17 @@ def launch(settings: Settings) -> None:
 def check(settings: Settings) -> None:
     """Find in this process, with a short message, what every rank would trip over."""
     from polyshard_demo.checkpoint import find_source
-    from polyshard_demo.text import load_corpus
+    from polyshard_demo.reproducible import slot_sampler
+    from polyshard_demo.text import Windows, load_corpus
     from polyshard_demo.train import check_output
 
     if find_spec("matplotlib") is None:
         raise DemoError("matplotlib is missing; pip install matplotlib")
     corpus = load_corpus(settings.text, settings.sequence)
     check_output(settings)
+    if settings.reproducible:
+        windows = Windows(corpus, settings.sequence)
+        slot_sampler(windows, settings.batch, settings.reproducible, settings.seed)
     source = find_source(settings)
     if source is not None:
         source.check(settings, corpus)
@@ -106,7 +110,9 @@ def run_local_ranks(work: Callable[[Settings], None], settings: Settings) -> Non
         max_restarts=0,
     )
     try:
-        with _quiet_elastic(), _limited_threads(settings.ranks):
+        # What is to be the same at every number of ranks has the same threads.
+        threads = 1 if settings.reproducible else threads_per_rank(settings.ranks)
+        with _quiet_elastic(), _limited_threads(threads):
             elastic_launch(config, work)(settings)
     except ChildFailedError as error:
         raise _rank_error(error) from None
@@ -115,10 +121,10 @@ def run_local_ranks(work: Callable[[Settings], None], settings: Settings) -> Non
 
 
 @contextmanager
-def _limited_threads(ranks: int) -> Iterator[None]:
+def _limited_threads(threads: int) -> Iterator[None]:
     """Let new processes share the cores, unless the user has said otherwise."""
     given = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = given or str(threads_per_rank(ranks))
+    os.environ["OMP_NUM_THREADS"] = given or str(threads)
     try:
         yield
     finally:

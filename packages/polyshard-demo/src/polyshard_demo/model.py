@@ -32,6 +32,7 @@ class ModelSettings:
         hidden: Elements inside the feed-forward part.
         sequence: Longest T the rotary tables cover, in bytes.
         tied: Whether the head uses the embedding's weight.
+        dropout: Share of what each half of a block adds that is left out in training.
     """
 
     width: int
@@ -40,6 +41,7 @@ class ModelSettings:
     hidden: int
     sequence: int = 128
     tied: bool = False
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         if self.width % self.heads or (self.width // self.heads) % 2:
@@ -91,13 +93,18 @@ class Block(nn.Module):
         self.attention = Attention(settings)
         self.feed_forward_norm = nn.RMSNorm(settings.width, eps=1e-6)
         self.feed_forward = FeedForward(settings)
+        self.dropout = settings.dropout
 
     @override
     def forward(self, hidden: Tensor) -> Tensor:
         """(B, T, D) to (B, T, D)."""
-        hidden = hidden + self.attention(self.attention_norm(hidden))
-        output: Tensor = hidden + self.feed_forward(self.feed_forward_norm(hidden))
+        hidden = hidden + self._dropped(self.attention(self.attention_norm(hidden)))
+        output: Tensor = hidden + self._dropped(self.feed_forward(self.feed_forward_norm(hidden)))
         return output
+
+    def _dropped(self, added: Tensor) -> Tensor:
+        """Nothing is drawn without dropout."""
+        return F.dropout(added, self.dropout, self.training) if self.dropout else added
 
 
 class Attention(nn.Module):

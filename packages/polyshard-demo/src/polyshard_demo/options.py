@@ -30,6 +30,13 @@ Preset = Annotated[PresetName, typer.Option(help="Size of the model.", rich_help
 Tied = Annotated[
     bool, typer.Option("--tied", help="Share embedding and head.", rich_help_panel=MODEL)
 ]
+Dropout = Annotated[
+    float,
+    typer.Option(
+        help="Share of what attention and feed-forward add that is left out in training.",
+        rich_help_panel=MODEL,
+    ),
+]
 Engine = Annotated[
     EngineName, typer.Option(help="Library that shards the model.", rich_help_panel=MODEL)
 ]
@@ -101,6 +108,15 @@ Guards = Annotated[
         rich_help_panel=TRAINING,
     ),
 ]
+Reproducible = Annotated[
+    int,
+    typer.Option(
+        metavar="SLOTS",
+        help="The same bits on 1, 2, 4, ... ranks, up to SLOTS, with polyshard-reproducible: a "
+        "step is SLOTS micro-batches, whoever runs them. 0: ranks decide.",
+        rich_help_panel=TRAINING,
+    ),
+]
 EvalEvery = Annotated[
     int,
     typer.Option(help="Steps between evaluations; 0: only at the end.", rich_help_panel=TRAINING),
@@ -121,6 +137,14 @@ Out = Annotated[
 CheckpointEvery = Annotated[
     int,
     typer.Option(help="Steps between checkpoints; 0: only the last.", rich_help_panel=OUTPUT),
+]
+Record = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder for digests of every step, which `polyshard bisect` compares with another "
+        "run's; needs --reproducible.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 Resume = Annotated[
     Path | None,

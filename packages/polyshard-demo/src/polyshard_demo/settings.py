@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from polyshard_demo.errors import DemoError
 from polyshard_demo.quantize import check_quantize
+from polyshard_demo.reproducible import check_slots
 from polyshard_demo.tensor_parallel import check_tp
 
 __all__ = ["DeviceName", "EngineName", "PresetName", "Settings"]
@@ -38,6 +39,7 @@ class Settings:
             them; others hold further copies (HSDP). 0: all of them hold one.
         preset: Size of the model.
         tied: Whether the output head shares the embedding's weight.
+        dropout: Share of what attention and feed-forward add that is left out in training; below 1.
         steps: Optimizer steps of the whole run, including those before a resume.
         batch: Sequences per optimizer step, over all ranks and micro-batches.
         sequence: Bytes per sequence.
@@ -49,6 +51,9 @@ class Settings:
         seed: Decides the initial weights and every batch.
         guards: Whether a step with gradients that are not finite, and memory that changed while
             nobody wrote it, end the run.
+        reproducible: Micro-batches of a step over all ranks, a power of two: weights, optimizer
+            state and losses are the same bits at every number of ranks that divides it. Needs the
+            plugin polyshard-reproducible. 0: each rank has ``accumulate`` of them.
         bf16: Gather and compute in bfloat16, reduce gradients in float32.
         device: ``auto`` is CUDA where there is one.
         timeout: Seconds after which a transfer that does not end is an error; 0 is torch's default.
@@ -58,6 +63,7 @@ class Settings:
         eval_every: Steps between evaluations; 0 evaluates only at the end.
         eval_batches: Batches of held-out text per evaluation.
         log_every: Steps between progress lines when the output is not a terminal.
+        record: Folder for digests of every step, for ``polyshard bisect``.
     """
 
     out: Path
@@ -71,6 +77,7 @@ class Settings:
     shard_ranks: int = 0
     preset: PresetName = "small"
     tied: bool = False
+    dropout: float = 0.0
     steps: int = 300
     batch: int = 8
     sequence: int = 128
@@ -80,6 +87,7 @@ class Settings:
     clip: float = 1.0
     seed: int = 0
     guards: bool = False
+    reproducible: int = 0
     bf16: bool = False
     device: DeviceName = "auto"
     timeout: int = 0
@@ -89,22 +97,35 @@ class Settings:
     eval_every: int = 50
     eval_batches: int = 8
     log_every: int = 10
+    record: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("ranks", "tp", "steps", "batch", "sequence", "accumulate", "eval_batches"):
             _check_at_least(name, getattr(self, name), 1)
-        for name in ("checkpoint_every", "eval_every", "seed", "shard_ranks", "timeout"):
+        for name in (
+            "checkpoint_every",
+            "eval_every",
+            "seed",
+            "shard_ranks",
+            "timeout",
+            "reproducible",
+        ):
             _check_at_least(name, getattr(self, name), 0)
         _check_at_least("log_every", self.log_every, 1)
         for name in ("lr", "clip"):
             if not getattr(self, name) > 0:
                 raise DemoError(f"--{name} must be above 0, got {getattr(self, name)}")
+        if not 0 <= self.dropout < 1:
+            raise DemoError(f"--dropout must be at least 0 and below 1, got {self.dropout}")
         _check_choice("engine", self.engine, get_args(EngineName))
         _check_choice("preset", self.preset, get_args(PresetName))
         _check_choice("device", self.device, get_args(DeviceName))
         check_tp(self.ranks, self.tp, self.engine)
         self._check_shards()
-        self._check_batch()
+        if self.reproducible:
+            self._check_reproducible()
+        else:
+            self._check_batch()
         self._check_engine()
 
     @property
@@ -137,6 +158,22 @@ class Settings:
                 f"{self.accumulate} micro-batches; use a multiple of {parts}"
             )
 
+    def _check_reproducible(self) -> None:
+        if self.engine != "polyshard":
+            raise DemoError(f"--reproducible needs --engine polyshard, got --engine {self.engine}")
+        if self.quantize:
+            raise DemoError(
+                f"--reproducible with --quantize {self.quantize}: quantized blocks end where "
+                "shards do, so that results depend on the number of ranks; leave one of them out"
+            )
+        check_slots(self.reproducible, self.data_ranks, self.batch)
+        turns = self.reproducible // self.data_ranks
+        if self.accumulate not in (1, turns):
+            raise DemoError(
+                f"--accumulate {self.accumulate}: with --reproducible {self.reproducible} each of "
+                f"{self.data_ranks} ranks runs {turns} micro-batches; leave the option out"
+            )
+
     def _check_engine(self) -> None:
         if self.plugins and self.engine != "polyshard":
             raise DemoError(f"--plugins needs --engine polyshard, got --engine {self.engine}")
@@ -146,6 +183,11 @@ class Settings:
                 raise DemoError(f"--quantize needs --engine polyshard, got --engine {self.engine}")
         if self.offload and self.engine != "polyshard":
             raise DemoError(f"--offload needs --engine polyshard, got --engine {self.engine}")
+        if self.record is not None and not self.reproducible:
+            raise DemoError(
+                f"--record {self.record} needs --reproducible: other runs differ from each other "
+                "anyway"
+            )
         if self.engine == "single" and self.ranks > 1:
             raise DemoError(f"--engine single does not shard; use --ranks 1, not {self.ranks}")
         if self.engine == "single" and self.bf16:
@@ -166,12 +208,14 @@ class Settings:
 
         Ranks, engine, precision, micro-batches, learning rate and length may change.
         """
-        fixed = ("preset", "tied", "batch", "sequence", "seed")
-        names = [field.name for field in fields(self) if field.name in fixed]
+        fixed = ("preset", "tied", "dropout", "batch", "sequence", "seed", "reproducible")
+        now = {field.name: getattr(self, field.name) for field in fields(self)}
+        # What an older version did not write it did not have: then it is as if left out.
+        before = {name: saved.get(name, getattr(Settings, name)) for name in fixed}
         wrong = [
-            f"--{name}: saved {saved.get(name)!r}, now {getattr(self, name)!r}"
-            for name in names
-            if saved.get(name) != getattr(self, name)
+            f"--{name}: saved {before[name]!r}, now {now[name]!r}"
+            for name in now
+            if name in fixed and before[name] != now[name]
         ]
         if wrong:
             raise DemoError(

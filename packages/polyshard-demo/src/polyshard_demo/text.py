@@ -3,7 +3,7 @@
 import hashlib
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyshard_demo.errors import DemoError
 
-__all__ = ["Batches", "Corpus", "load_corpus", "unigram_entropy"]
+__all__ = ["Batches", "Corpus", "Windows", "load_corpus", "unigram_entropy"]
 
 SUFFIXES = (".txt", ".md", ".rst")
 HELD_OUT_FRACTION = 0.1
@@ -89,26 +89,71 @@ class Batches:
             Pairs of inputs and targets, each int64, shape (batch / world_size / count, sequence);
             a target is the byte after its input.
         """
-        rows = self._rows(self.corpus.train, self._own(self.starts(step)))
-        return [(part[:, :-1], part[:, 1:]) for part in rows.chunk(count)]
+        rows = _rows(self.corpus.train, self._own(self.starts(step)), self.sequence)
+        return [_pair(part) for part in rows.chunk(count)]
 
     def held_out(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's share of `count` fixed batches spread evenly over the held-out text."""
-        total = count * self.batch
-        last = len(self.corpus.held_out) - self.sequence - 1
-        starts = [index * last // max(1, total - 1) for index in range(total)]
-        for first in range(0, total, self.batch):
-            rows = self._rows(self.corpus.held_out, self._own(starts[first : first + self.batch]))
-            yield rows[:, :-1], rows[:, 1:]
+        starts = _spread(len(self.corpus.held_out), self.sequence, count * self.batch)
+        for first in range(0, len(starts), self.batch):
+            own = self._own(starts[first : first + self.batch])
+            yield _pair(_rows(self.corpus.held_out, own, self.sequence))
 
     def _own(self, starts: list[int]) -> list[int]:
         share = self.batch // self.world_size
         return starts[self.rank * share : (self.rank + 1) * share]
 
-    def _rows(self, text: Tensor, starts: list[int]) -> Tensor:
-        """Rows of text, int64, shape (len(starts), sequence + 1)."""
-        length = self.sequence + 1
-        return torch.stack([text[start : start + length] for start in starts]).long()
+
+@dataclass(frozen=True)
+class Windows:
+    """A text as samples with numbers: one after another, each of `sequence` bytes.
+
+    Attributes:
+        corpus: The text.
+        sequence: Bytes per row.
+    """
+
+    corpus: Corpus
+    sequence: int
+
+    @property
+    def count(self) -> int:
+        """How many samples there are to train on."""
+        return (len(self.corpus.train) - 1) // self.sequence
+
+    def rows(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of samples, each int64, shape (len(indices), sequence)."""
+        starts = [index * self.sequence for index in indices]
+        return _pair(_rows(self.corpus.train, starts, self.sequence))
+
+    def held_out(self, total: int, rows: int, pieces: range) -> Iterator[tuple[Tensor, Tensor]]:
+        """Some pieces of ``total`` rows that are spread evenly over the held-out text.
+
+        Args:
+            total: how many rows there are.
+            rows: in each piece.
+            pieces: which of them.
+        """
+        starts = _spread(len(self.corpus.held_out), self.sequence, total)
+        for piece in pieces:
+            own = starts[piece * rows : (piece + 1) * rows]
+            yield _pair(_rows(self.corpus.held_out, own, self.sequence))
+
+
+def _spread(length: int, sequence: int, total: int) -> list[int]:
+    """Offsets, in bytes, of ``total`` rows from the first of a text to its last."""
+    last = length - sequence - 1
+    return [index * last // max(1, total - 1) for index in range(total)]
+
+
+def _rows(text: Tensor, starts: Sequence[int], sequence: int) -> Tensor:
+    """Rows of text, int64, shape (len(starts), sequence + 1)."""
+    return torch.stack([text[start : start + sequence + 1] for start in starts]).long()
+
+
+def _pair(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs and targets: a target is the byte after its input."""
+    return rows[:, :-1], rows[:, 1:]
 
 
 def load_corpus(path: Path | None, sequence: int) -> Corpus:

@@ -3,11 +3,12 @@
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from polyshard.checkpoint import Checkpoints, Restored, TrainingState
 from polyshard.errors import CheckpointError
@@ -19,15 +20,17 @@ from polyshard_demo.checkpoint import (
     has_checkpoints,
     write_run,
 )
-from polyshard_demo.engine import Engine, choose_engine, clip_gradients
+from polyshard_demo.engine import Engine, choose_engine
 from polyshard_demo.errors import DemoError
 from polyshard_demo.history import Evaluation, History, Step
 from polyshard_demo.model import PRESETS, LanguageModel
+from polyshard_demo.passes import Passes, RankPasses, SlotPasses
 from polyshard_demo.progress import Display
 from polyshard_demo.report import Report, write_report
+from polyshard_demo.reproducible import reproducible_package, reproducible_plugin
 from polyshard_demo.settings import Settings
-from polyshard_demo.text import Batches, Corpus, load_corpus
-from polyshard_demo.worker import Worker, join, peak_memory
+from polyshard_demo.text import Corpus, load_corpus
+from polyshard_demo.worker import Worker, fix_kernels, join, peak_memory
 
 __all__ = ["Trainer", "learning_rate", "run_worker"]
 
@@ -42,6 +45,8 @@ def run_worker(settings: Settings) -> None:
         # A default run directory is named after the time, which differs between ranks.
         out = worker.gather(settings.out)[0]
         settings = replace(settings, ranks=worker.world_size, out=out)
+        if settings.reproducible:
+            fix_kernels(worker.device)
         trainer = Trainer.start(settings, worker, corpus)
         report = trainer.run()
         if worker.leads:
@@ -77,35 +82,27 @@ class Trainer:
     engine: Engine
     model: LanguageModel
     optimizer: torch.optim.Optimizer
-    batches: Batches
+    passes: Passes
     history: History
     restored: Restored | None = None
-    finite: NonFinite | None = None
+    recorder: AbstractContextManager[object] = field(default_factory=nullcontext)
 
     @staticmethod
     def start(settings: Settings, worker: Worker, corpus: Corpus) -> "Trainer":
         """Build and shard the model; with ``resume``, fill it from the checkpoint."""
-        engine = choose_engine(settings, worker.device)
+        slots = settings.reproducible
+        plugin = reproducible_plugin(slots, settings.seed) if slots else None
+        engine = choose_engine(settings, worker.device, *([plugin] if slots else []))
         model = engine.shard(_initial_model(settings))
-        trainer = Trainer(
-            settings,
-            worker,
-            corpus,
-            engine,
-            model,
-            engine.wrap(_optimizer(model, settings)),
-            Batches(
-                corpus,
-                settings.batch,
-                settings.sequence,
-                settings.seed,
-                worker.rank // settings.tp,
-                settings.data_ranks,
-            ),
-            History(),
+        optimizer = engine.wrap(_optimizer(model, settings))
+        finite = _guards(model, optimizer) if settings.guards else None
+        passes: Passes = (
+            SlotPasses.start(settings, worker, model, plugin, corpus)
+            if slots
+            else RankPasses.start(settings, worker, engine, model, corpus, finite)
         )
-        if settings.guards:
-            trainer = trainer._guarded()
+        trainer = Trainer(settings, worker, corpus, engine, model, optimizer, passes, History())
+        trainer = trainer._recorded(plugin) if slots else trainer
         source = find_source(settings)
         return trainer if source is None else replace(trainer, restored=trainer._resumed(source))
 
@@ -117,6 +114,7 @@ class Trainer:
         if self.worker.leads:
             write_run(settings, self.corpus)
         with (
+            self.recorder,
             Checkpoints(folder_of(settings.out)) as checkpoints,
             Display(first, settings.steps, settings.log_every, silent=silent) as display,
         ):
@@ -138,53 +136,30 @@ class Trainer:
         lr = learning_rate(self.settings, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        loss = self._backward(step)
-        norm = self._clip()
+        loss = self.passes.train(step)
+        norm = self.passes.clip()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        mean = self.worker.mean(loss)
-        if not math.isfinite(mean):
-            raise DemoError(f"the loss became {mean} at step {step}; try a lower --lr than {lr:g}")
+        if not math.isfinite(loss):
+            raise DemoError(f"the loss became {loss} at step {step}; try a lower --lr than {lr:g}")
         tokens = self.settings.batch * self.settings.sequence
-        return Step(step, mean, norm, lr, tokens, time.perf_counter() - started)
+        return Step(step, loss, norm, lr, tokens, time.perf_counter() - started)
 
     def evaluate(self) -> float:
         """Mean held-out loss over all ranks, nats per byte."""
         self.model.eval()
         with torch.no_grad():
-            losses = [
-                self._loss(*pair) for pair in self.batches.held_out(self.settings.eval_batches)
-            ]
+            loss = self.passes.held_out()
         self.model.train()
-        return self.worker.mean(torch.stack(losses).double().mean())
+        return loss
 
-    def _backward(self, step: int) -> Tensor:
-        """Accumulate the gradients of all micro-batches; returns this rank's mean loss."""
-        count = self.settings.accumulate
-        total = torch.zeros((), device=self.worker.device)
-        for index, pair in enumerate(self.batches.micro_batches(step, count), 1):
-            self.engine.sync_gradients(self.model, index == count)
-            loss = self._loss(*pair) / count
-            loss.backward()
-            total += loss.detach()
-        return total
-
-    def _guarded(self) -> "Trainer":
-        """The same, with steps and memory guarded; the optimizer keeps both guards."""
-        Corruption(self.model, self.optimizer)
-        return replace(self, finite=NonFinite(self.optimizer, model=self.model))
-
-    def _clip(self) -> float:
-        """Clip all gradients; their norm before that."""
-        if self.finite is not None:
-            return float(self.finite.clip_grad_norm_(self.settings.clip))
-        return clip_gradients(self.model, self.settings.clip)
-
-    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in float32, nats per byte; both arguments (B, T), int64."""
-        device = self.worker.device
-        logits: Tensor = self.model(inputs.to(device))
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.to(device).flatten())
+    def _recorded(self, plugin: Any) -> "Trainer":
+        """The same, for a plugin that keeps results the same bits, with what ``--record`` asks."""
+        package, folder = reproducible_package(), self.settings.record
+        package.check_optimizer(self.optimizer)
+        if folder is None:
+            return self
+        return replace(self, recorder=package.Recorder(folder, plugin, self.model, self.optimizer))
 
     def _evaluate(self, step: int, display: Display) -> None:
         found = Evaluation(step, self.evaluate())
@@ -218,6 +193,8 @@ class Trainer:
             f"{self.worker.device.type}"
         )
         display.say(self.engine.plan(self.model))
+        if self.settings.record is not None:
+            display.say(f"recording digests of every step in {self.settings.record}")
         if self.restored is not None:
             display.say(f"going on after step {self.history.last}, from {self.restored.path}")
             for note in self.restored.notes:
@@ -240,8 +217,19 @@ def _initial_model(settings: Settings) -> LanguageModel:
     That makes the start independent of engine, world size and device.
     """
     torch.manual_seed(settings.seed)
-    shape = replace(PRESETS[settings.preset], sequence=settings.sequence, tied=settings.tied)
+    shape = replace(
+        PRESETS[settings.preset],
+        sequence=settings.sequence,
+        tied=settings.tied,
+        dropout=settings.dropout,
+    )
     return LanguageModel(shape)
+
+
+def _guards(model: nn.Module, optimizer: torch.optim.Optimizer) -> NonFinite:
+    """Guard steps and memory; the optimizer keeps both guards."""
+    Corruption(model, optimizer)
+    return NonFinite(optimizer, model=model)
 
 
 def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:

@@ -1,10 +1,11 @@
 """One rank of a run: its place among the others, its device, its memory."""
 
+import math
 import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from polyshard_demo.errors import DemoError
 from polyshard_demo.settings import DeviceName
 
-__all__ = ["Memory", "Worker", "join", "peak_memory"]
+__all__ = ["Memory", "Worker", "fix_kernels", "join", "peak_memory"]
 
 T = TypeVar("T")
 
@@ -50,6 +51,11 @@ class Worker:
         dist.all_reduce(total)
         return float(total) / self.world_size
 
+    def exact_mean(self, values: Sequence[float]) -> float:
+        """Mean of all values of all ranks, rounded once: the same however ranks share them."""
+        every = [value for own in self.gather(values) for value in own]
+        return math.fsum(every) / len(every)
+
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in rank order, on every rank."""
         values: list[T | None] = [None] * self.world_size
@@ -79,6 +85,20 @@ def join(device: DeviceName, timeout: int = 0) -> Iterator[Worker]:
     # Not in a `finally`: after an error the peers may hang in a collective, and the launcher,
     # which sees this process die, ends them.
     dist.destroy_process_group()
+
+
+def fix_kernels(device: torch.device) -> None:
+    """Have kernels cut their work alike, however many ranks there are.
+
+    On the CPU by the number of threads: ``OMP_NUM_THREADS``, or one. On an accelerator only those
+    that are deterministic run.
+    """
+    if device.type == "cpu":
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)
+    else:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for then
+        torch.use_deterministic_algorithms(True)
 
 
 def _is_restarted() -> bool:
