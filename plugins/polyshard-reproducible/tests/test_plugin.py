@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import pytest
@@ -12,7 +10,6 @@ from reproducible_runs import Run, Words, loss_of, mesh_of, samples
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from polyshard import (
     Around,
@@ -115,17 +112,6 @@ def test_groups_on_different_meshes_are_refused(rank: int, size: int) -> None:
     fully_shard(model, mesh=mesh_of((2,)), plugins=[plugin])
     with pytest.raises(ReproducibleError, match="live on different meshes"):
         next(iter(plugin.each_slot(model, step=0)))
-
-
-@pytest.mark.skipif(find_spec("polyshard_tensor_parallel") is None, reason="not installed")
-@ranks(2)
-def test_tensor_parallelism_is_refused(rank: int, size: int) -> None:
-    tensor_parallel: Any = import_module("polyshard_tensor_parallel")
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    model = parallelize_module(nn.Linear(8, 8), mesh["tp"], ColwiseParallel())
-    plugins = [tensor_parallel.TensorParallel(), Reproducible()]
-    with pytest.raises(ReproducibleError, match=r"weight.* are divided by tensor parallelism"):
-        fully_shard(model, mesh=mesh["dp"], plugins=plugins)
 
 
 def test_accelerators_need_kernels_that_are_deterministic() -> None:

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import polyshard
 from polyshard.description import identities_of
@@ -118,12 +119,6 @@ class Reproducible(Plugin):
                 f"{group.reduce_dtype}; sums are made in {DTYPE}. Give "
                 "MixedPrecisionPolicy(reduce_dtype=torch.float32)."
             )
-        divided = [p.fqn for p in group.parameters if p.placements is not None]
-        if divided:
-            raise ReproducibleError(
-                f"reproducible: {divided} are divided by tensor parallelism, whose own sums are "
-                "the backend's. Leave out one of the two."
-            )
 
     # What the user asks -----------------------------------------------------------------------
 
@@ -206,18 +201,18 @@ class Reproducible(Plugin):
                 dist.all_reduce(every, group=group)
             return sum_halves(every.movedim(0, -1).contiguous()) / self.slots
 
-    def watch(self, model: nn.Module, watcher: Watcher) -> Position:
+    def watch(self, model: nn.Module, watcher: Watcher) -> tuple[Position, DeviceMesh]:
         """Have ``watcher`` told of every step of ``model``; the last one that was given is.
 
         Returns:
-            Where this rank is among those that share the slots.
+            Where this rank is among those that share the slots, and on which mesh.
 
         Raises:
             ReproducibleError: as :meth:`each_slot`.
         """
         served = self._served_of(model)
         self._known.watchers[model] = watcher
-        return served[0].position
+        return served[0].position, served[0].info.mesh
 
     def _served_of(self, model: nn.Module) -> list[_Served]:
         own = identities_of(model)
