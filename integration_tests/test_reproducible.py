@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from polyshard.checkpoint import Checkpoints, TrainingState
 from polyshard.testing import World
 from polyshard_demo.model import LanguageModel, ModelSettings
 
 pytest.importorskip("polyshard_reproducible")
 pytest.importorskip("polyshard_tensor_parallel")
 
-from reproducible_runs import Run, Words, differences
-
-from polyshard_tensor_parallel import TensorParallel, demo_plan
+from polyshard_reproducible import Recorder, RecordsError, compare  # noqa: E402
+from polyshard_tensor_parallel import TensorParallel, demo_plan  # noqa: E402
+from reproducible_runs import Run, Words, differences, digests  # noqa: E402
 
 Digests = dict[str, str]
 
@@ -93,7 +96,8 @@ def test_eight_ranks_beside_tensor_parallelism(world2: World, world4: World, kin
     world = World(8)
     try:
         check((world2, world), [(1, 2), (4, 2), (2, 2, 2)], kind)
-        check((world4, world), [(1, 4), (2, 4)], kind)
+        if kind != "sequence":  # of 6 words torch cuts no 4 parts
+            check((world4, world), [(1, 4), (2, 4)], kind)
     finally:
         world.close()
 
