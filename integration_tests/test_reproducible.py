@@ -20,9 +20,10 @@ from polyshard_demo.model import LanguageModel, ModelSettings
 pytest.importorskip("polyshard_reproducible")
 pytest.importorskip("polyshard_tensor_parallel")
 
-from polyshard_reproducible import Recorder, RecordsError, compare  # noqa: E402
-from polyshard_tensor_parallel import TensorParallel, demo_plan  # noqa: E402
-from reproducible_runs import Run, Words, differences, digests  # noqa: E402
+from reproducible_runs import Run, Words, differences, digests
+
+from polyshard_reproducible import Recorder, RecordsError, compare
+from polyshard_tensor_parallel import TensorParallel, demo_plan
 
 Digests = dict[str, str]
 

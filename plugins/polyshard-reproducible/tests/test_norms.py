@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -128,7 +129,8 @@ def refuse_other_orders(rank: int, size: int) -> None:
     for places in ([Shard(0), Shard(0)], [Partial(), Shard(0)], [Shard(0), Partial()]):
         whole = distribute_tensor(torch.ones(8, 8), mesh, [Replicate()] * 2, src_data_rank=None)
         parameter = nn.Parameter(torch.zeros_like(whole))
-        parameter.grad = DTensor.from_local(torch.ones(2, 8), mesh, places, run_check=False)
+        given: Any = {"shape": whole.shape, "stride": whole.stride(), "run_check": False}
+        parameter.grad = DTensor.from_local(torch.ones(2, 8), mesh, places, **given)
         with pytest.raises(ReproducibleError, match="no rows that stay whole"):
             grad_norm(parameter)
 
