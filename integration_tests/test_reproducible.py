@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from polyshard.checkpoint import Checkpoints, TrainingState
 from polyshard.testing import World
 from polyshard_demo.model import LanguageModel, ModelSettings
 
+pytest.importorskip("polyshard_matrix")
 pytest.importorskip("polyshard_reproducible")
 pytest.importorskip("polyshard_tensor_parallel")
 
-from reproducible_runs import Run, Words, differences, digests
+from reproducible_runs import Run, Words, differences, digest, digests
 
+from polyshard_matrix import MatrixOptimizer
 from polyshard_reproducible import Recorder, RecordsError, compare
 from polyshard_tensor_parallel import TensorParallel, demo_plan
 
@@ -56,7 +58,7 @@ def mesh_of(shape: tuple[int, ...]) -> tuple[DeviceMesh, DeviceMesh]:
     return data, mesh["tp"]
 
 
-def run_of(shape: tuple[int, ...], kind: str, **given: Any) -> Run:
+def run_of(shape: tuple[int, ...], kind: str, beside: Sequence[Any] = (), **given: Any) -> Run:
     """A run on data axes and one of tensor parallelism."""
     data, tensor = mesh_of(shape)
     plan, make = KINDS[kind]
@@ -67,7 +69,7 @@ def run_of(shape: tuple[int, ...], kind: str, **given: Any) -> Run:
         plugin.apply(model)
         return model
 
-    return Run(data, beside=[plugin], make=parallel, **given)
+    return Run(data, beside=[plugin, *beside], make=parallel, **given)
 
 
 def trained(rank: int, size: int, shape: tuple[int, ...], kind: str, **given: Any) -> Digests:
@@ -168,3 +170,59 @@ def test_activations_that_are_cut_are_recorded(
     world2.run(recorded, folders[0], (1, 2), "sequence", -1)
     world4.run(recorded, folders[1], (2, 2), "sequence", -1)
     assert compare(*folders).first is None
+
+
+class Both:
+    """Muon for matrices, AdamW for the rest."""
+
+    def __init__(self, plugin: MatrixOptimizer, model: nn.Module) -> None:
+        self.matrices = plugin.optimizer(model)
+        self.rest = torch.optim.AdamW(plugin.rest(model), lr=0.01)
+
+    def step(self) -> None:
+        self.matrices.step()
+        self.rest.step()
+
+    def zero_grad(self) -> None:
+        self.matrices.zero_grad()
+        self.rest.zero_grad()
+
+
+def heads(name: str, shape: tuple[int, ...]) -> int:
+    """Four matrices in the rows of some, of which every one of up to four ranks has its own."""
+    return 4 if "up" in name else 1
+
+
+def muon(**given: Any) -> MatrixOptimizer:
+    return MatrixOptimizer(torch.optim.Muon, lr=0.02, blocks=heads, **given)
+
+
+def trained_matrices(rank: int, size: int, shape: tuple[int, ...], parallel: bool) -> Digests:
+    """Weights, losses, norms and momentum, whole; with ``parallel`` the last axis divides."""
+    plugin = muon(gradients="rows")
+    if parallel:
+        run = run_of(shape, "columns and rows", beside=[plugin])
+    else:
+        run = Run(shape, make=lambda: Words(hidden=40), beside=[plugin])
+    run.optimizer = both = Both(plugin, run.model)
+    run.train(range(3))
+    found = digests(run.model, both.rest, run.losses + run.norms)
+    for index, state in both.matrices.state_dict()["state"].items():
+        found |= {f"matrix {index}.{name}": digest(value) for name, value in state.items()}
+    return found
+
+
+def test_matrices_whose_gradients_are_summed_in_rows(
+    world1: World, world2: World, world4: World
+) -> None:
+    expected = world1.run(trained_matrices, (1,), False)[0]
+    assert sum(name.startswith("matrix") for name in expected) == 4
+    for world, shape in ((world2, (2,)), (world4, (4,)), (world4, (2, 2))):
+        for found in world.run(trained_matrices, shape, False):
+            assert differences(found, expected) == [], shape
+
+
+def test_matrices_that_tensor_parallelism_divides(world2: World, world4: World) -> None:
+    expected = world2.run(trained_matrices, (1, 2), True)[0]
+    for found in world4.run(trained_matrices, (2, 2), True):
+        assert differences(found, expected) == []

@@ -58,7 +58,14 @@ def check_plans(plans: Iterable[Any], tree: str) -> None:
         parts = plan.roles.exclusive
         if parts["reduce codec"].split(" around ")[-1].partition("(")[0] != tree:
             continue  # not given the plugin: said elsewhere
-        wanted = {"gather codec": "native", "gradient landing": "shards", "reduce codec": tree}
+        if plan.layout.owned:
+            raise ReproducibleError(
+                f"reproducible: gradients of group '{plan.name}' land whole on owners "
+                f"({parts['gradient landing']}), which add them up in an order of their own. Have "
+                "them land on shards, as MatrixOptimizer(..., gradients='rows') does, or leave "
+                "out one of the two plugins."
+            )
+        wanted = {"gather codec": "native", "reduce codec": tree}
         for role, part in wanted.items():
             if parts[role].partition("(")[0] != part:
                 raise ReproducibleError(

@@ -85,6 +85,7 @@ class ParameterGroup:
             info.orig_dtype.itemsize,
             self.transport.staging_bytes,
             binding.owners(info),
+            lands=self.contributions.landing.lands,
         )
         check_constraints(binding, info, layout)
         self._failures = FailureReport(self._name, Place(self))
