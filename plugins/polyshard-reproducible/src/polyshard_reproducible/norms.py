@@ -67,6 +67,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that their 2-norm is at most ``max_norm``, by :func:`grad_norm`.
 
+    Where it is not finite they stay as they are, for ``polyshard.guards.NonFinite`` to name them.
+
     Returns:
         The norm before clipping.
 
@@ -82,6 +84,7 @@ def clip_grad_norm_(
             "first loss that is not finite, or pass error_if_nonfinite=False."
         )
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    factor = torch.where(norm.isfinite(), factor, 1.0)  # a guard can name them, and steps are none
     for parameter in tensors:
         if parameter.grad is not None:
             local = local_of(parameter.grad)

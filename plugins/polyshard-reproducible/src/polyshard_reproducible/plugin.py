@@ -21,6 +21,7 @@ from polyshard_reproducible.checks import check_device, check_plans
 from polyshard_reproducible.clock import NOBODY, Clock, Moment, Watcher
 from polyshard_reproducible.codec import DTYPE, TreeReduce
 from polyshard_reproducible.errors import ReproducibleError
+from polyshard_reproducible.optimizers import OptimizerWatch
 from polyshard_reproducible.randomness import kept_random_state, seed_of
 from polyshard_reproducible.ranks import Position, groups_of, position_in
 from polyshard_reproducible.tree import NEUTRAL, is_power_of_two, sum_halves
@@ -44,6 +45,7 @@ class _Known:
     """Groups of which plans were looked at."""
     clock: Clock = field(default_factory=Clock)
     watchers: WeakKeyDictionary[nn.Module, Watcher] = field(default_factory=WeakKeyDictionary)
+    optimizers: OptimizerWatch = field(default_factory=OptimizerWatch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +142,7 @@ class Reproducible(Plugin):
         served = self._served_of(model)
         first = served[0]
         check_device(first.info.device)
+        self._known.optimizers.add(model)
         turns, run = first.position.turns(self.slots), object()
         watcher = self._known.watchers.get(model, NOBODY)
         with kept_random_state(first.info.device), self._timed(model, watcher):

@@ -109,6 +109,11 @@ class Reducer:
             None if replicas is None else replicas.payload_bytes,
         )
 
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of sums that the codec keeps between backwards, at most."""
+        return 0 if self._codec is None else self._codec.kept_bytes
+
     def rebind(self, codec: BoundReduceCodec | None) -> None:
         """Go on with another codec; nothing is in flight."""
         self._codec = self._coder = codec

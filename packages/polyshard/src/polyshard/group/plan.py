@@ -111,6 +111,8 @@ class GroupPlan:
     payloads: Payloads
     notices: tuple[str, ...] = ()
     """Settings that change nothing for this group."""
+    kept_bytes: int = 0
+    """Memory of sums of gradients that a codec keeps between backwards of a step, at most."""
 
     @property
     def numel(self) -> int:
