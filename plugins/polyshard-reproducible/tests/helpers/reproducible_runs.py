@@ -104,6 +104,8 @@ class Run:
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []
         self.after_backward: Callable[[int], None] = lambda step: None
+        self.factors: dict[tuple[int, int], float] = {}
+        """Of losses, by step and slot: what is not finite, say."""
 
     def train(self, steps: range, max_norm: float = 0.5) -> Run:
         """Make these steps."""
@@ -112,7 +114,7 @@ class Run:
             losses = []
             for slot in self.plugin.each_slot(self.model, step=step):
                 words = data[self.sampler.indices(step, slot)]
-                losses.append(loss_of(self.model, words))
+                losses.append(loss_of(self.model, words) * self.factors.get((step, slot), 1.0))
                 losses[-1].backward()
                 self.after_backward(step)
             self.losses.append(self.plugin.mean(self.model, losses))

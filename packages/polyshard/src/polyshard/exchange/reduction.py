@@ -157,7 +157,8 @@ class Reducer:
             flight.present = present = sorted(sources)
             if not sources:
                 return flight, sent
-        total = flight.total = self._new_total(present, self._first_device(sources))
+        device = next(iter(sources.values())).device
+        total = flight.total = self._new_total(present, device)
         if self._codec is not None:
             self._codec.begin(frozenset(sources))
         if self._coder is not None:
@@ -246,10 +247,6 @@ class Reducer:
     def _is_exposed(self) -> bool:
         """Whether anybody sees sums as a whole: see [Note: reduction]."""
         return self._roles.is_replicated or self.settings.hook is not None or self._storage_looks
-
-    @staticmethod
-    def _first_device(sources: dict[int, Tensor]) -> torch.device:
-        return next(iter(sources.values())).device
 
     def _start_codec(
         self, codec: BoundReduceCodec, sources: dict[int, Tensor], total: Tensor
