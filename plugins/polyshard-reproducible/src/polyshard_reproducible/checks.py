@@ -40,8 +40,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
     reason = known_against(kind)
     if reason is not None:
         raise ReproducibleError(
-            f"reproducible: {kind.__name__} makes other results of other shards, and where shards "
-            f"end depends on the number of ranks: {reason}. Use {', '.join(ELEMENTWISE)}, or for "
+            f"reproducible: what {kind.__name__} makes of an element may depend on where shards "
+            f"end, and so on the number of ranks: {reason}. Use {', '.join(ELEMENTWISE)}, or for "
             "whole matrices MatrixOptimizer(..., gradients='rows') of polyshard-matrix."
         )
     raise ReproducibleError(

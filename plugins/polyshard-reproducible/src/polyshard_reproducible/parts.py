@@ -91,7 +91,7 @@ def part_of(tensor: Tensor) -> Part | None:
     pieces = [p for p in others if type(p) is Shard]
     if not (is_strided(first) or isinstance(first, Shard)) or len(pieces) < len(others):
         return None
-    dim: int = first.dim  # type: ignore[union-attr]  # torch has no class for both
+    dim: int = first.dim  # type: ignore[attr-defined]  # of either class
     axes = [Axis(mesh, a) for a in dividing]
     along = [a.size for a, p in zip(axes[1:], pieces, strict=True) if p.dim == dim]
     if math.prod(along) != getattr(first, "split_factor", 1):
