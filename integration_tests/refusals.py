@@ -190,6 +190,12 @@ def matrices_with_quantized_gradients(rank: int, folder: str) -> None:
     _matrices(QuantizedComm(gradients=Int8Block(64)), _linear())
 
 
+def matrices_in_reproducible_runs(rank: int, folder: str) -> None:
+    from polyshard_reproducible import Reproducible
+
+    _matrices(Reproducible(), _linear())
+
+
 CASES: dict[str, Callable[[int, str], None]] = {
     case.__name__.replace("_", "-"): case
     for case in (
@@ -211,5 +217,6 @@ CASES: dict[str, Callable[[int, str], None]] = {
         rows_left_over,
         matrices_offloaded,
         matrices_with_quantized_gradients,
+        matrices_in_reproducible_runs,
     )
 }

@@ -302,4 +302,11 @@ REFUSALS = (
         "UnsupportedError",
         "encodes the gradients of all ranks in rows",
     ),
+    Refusal(
+        "matrices-in-reproducible-runs",
+        (MATRIX, "reproducible"),
+        "gradients that land whole on owners, summed in the tree of slots",
+        "ConflictError",
+        "gradient-landing",
+    ),
 )

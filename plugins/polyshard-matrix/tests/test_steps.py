@@ -18,7 +18,7 @@ from polyshard import clip_grad_norm_, fully_shard
 from polyshard.errors import AttemptError, NonFiniteError, SkippedStepWarning, UnsupportedError
 from polyshard.guards import NonFinite
 from polyshard.plugins.builtin import DefaultBackend
-from polyshard.seams import GroupInfo
+from polyshard.seams import GroupInfo, local_of
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.testing import ranks
 from polyshard.transport.base import Transport
@@ -37,6 +37,33 @@ def test_twenty_muon_steps_are_those_of_one_process(rank: int, size: int) -> Non
     run.train(rank, 20)
     settings = {"lr": 0.02, "weight_decay": 0.1}
     run.check(Reference(size, settings=settings).train(20).model)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("made", [muon, shampoo])
+def test_gradients_in_rows_give_the_same_bits(rank: int, size: int, made: Any) -> None:
+    """Their sums are made in the same order, and the step gathers them."""
+    runs = [
+        Run(init_device_mesh("cpu", (size,)), made(gradients=gradients))
+        for gradients in ("whole", "rows")
+    ]
+    for run in runs:
+        run.train(rank, 3, parts=2)
+    for one, other in zip(*(run.model.parameters() for run in runs), strict=True):
+        assert torch.equal(local_of(one), local_of(other))
+    for parameter in runs[1].plugin._chosen(runs[1].model):
+        gradient: Any = parameter.grad
+        assert gradient.full_tensor().shape == parameter.shape  # rows, which others may read
+    states = [run.optimizer.state_dict()["state"] for run in runs]
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+
+
+@ranks(2)
+def test_gradients_in_rows_come_too_late_to_begin_early(rank: int, size: int) -> None:
+    with pytest.raises(MatrixError, match=r"early=True.*gradients='rows'"):
+        muon(gradients="rows", early=True)
+    with pytest.raises(MatrixError, match=r"'whole' or 'rows', not 'parts'"):
+        muon(gradients="parts")
 
 
 @ranks(4)

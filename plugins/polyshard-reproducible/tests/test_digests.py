@@ -41,7 +41,7 @@ def divided(tensor: Tensor, dim: int, cuts: list[int]) -> int:
     total = 0
     for start, stop in itertools.pairwise(bounds):
         rows = tensor.narrow(dim, start, stop - start)
-        cut = Cut(dim, start, None, 0)  # type: ignore[arg-type]  # the mesh is for others
+        cut = Cut(dim, start, None)  # type: ignore[arg-type]  # the mesh is for others
         total += int(digest(Part(rows, tuple(tensor.shape), cut)))
     return total & MASK
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from reproducible_runs import mesh_of
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from polyshard._torch.private import strided_shard
 from polyshard.errors import NonFiniteError
+from polyshard.sharding.layout import chunk_bounds
 from polyshard.testing import World
 from polyshard_reproducible import ReproducibleError, clip_grad_norm_, grad_norm
 
@@ -83,14 +87,53 @@ def test_what_is_not_finite_is_told_first() -> None:
     assert float(parameter.grad[0]) == 1.0
 
 
-def refuse_two_axes(rank: int, size: int) -> None:
+def in_pieces(whole: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
+    """Cut along ``dim`` by tensor parallelism, then by rows, as sharded parameters are."""
+    dp, tp = (mesh.get_local_rank(axis) for axis in range(2))
+    start, stop = chunk_bounds(whole.shape[dim], mesh.size(1), tp)
+    piece = whole.narrow(dim, start, stop - start)
+    start, stop = chunk_bounds(piece.shape[0], mesh.size(0), dp)
+    rows = strided_shard(0, mesh.size(1)) if dim == 0 else Shard(0)
+    return DTensor.from_local(
+        piece[start:stop].clone(),
+        mesh,
+        [rows, Shard(dim)],
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+def norm_of_pieces(rank: int, size: int, shape: tuple[int, ...]) -> float:
+    """Of matrices that both axes divide, along one dim and along two, and of one that one does."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    parameters = []
+    for gradient in (g for g in gradients() if g.ndim > 1):
+        whole = distribute_tensor(gradient, mesh, [Shard(0), Replicate()], src_data_rank=None)
+        for found in (in_pieces(gradient, mesh, 0), in_pieces(gradient, mesh, 1), whole):
+            parameters.append(nn.Parameter(torch.zeros_like(found)))
+            parameters[-1].grad = found
+    return float(grad_norm(parameters))
+
+
+def test_norms_of_tensor_parallel_pieces(world2: World, world4: World) -> None:
+    found = {*world2.run(norm_of_pieces, (1, 2)), *world4.run(norm_of_pieces, (2, 2))}
+    expected = 3 * sum(float(g.double().square().sum()) for g in gradients() if g.ndim > 1)
+    assert len(found) == 1
+    assert found.pop() == pytest.approx(math.sqrt(expected), rel=1e-7)
+
+
+def refuse_other_orders(rank: int, size: int) -> None:
+    """Rows that were cut before tensor parallelism was: pieces are other ones on more ranks."""
     mesh = mesh_of((2, 2))
-    whole = distribute_tensor(torch.ones(8, 8), mesh, [Shard(0), Shard(1)], src_data_rank=None)
-    parameter = nn.Parameter(torch.zeros_like(whole))
-    parameter.grad = whole
-    with pytest.raises(ReproducibleError, match="no rows that stay whole"):
-        grad_norm(parameter)
+    for places in ([Shard(0), Shard(0)], [Partial(), Shard(0)], [Shard(0), Partial()]):
+        whole = distribute_tensor(torch.ones(8, 8), mesh, [Replicate()] * 2, src_data_rank=None)
+        parameter = nn.Parameter(torch.zeros_like(whole))
+        given: Any = {"shape": whole.shape, "stride": whole.stride(), "run_check": False}
+        parameter.grad = DTensor.from_local(torch.ones(2, 8), mesh, places, **given)
+        with pytest.raises(ReproducibleError, match="no rows that stay whole"):
+            grad_norm(parameter)
 
 
-def test_parameters_that_two_axes_divide_are_refused(world4: World) -> None:
-    world4.run(refuse_two_axes)
+def test_rows_that_are_cut_twice_are_refused(world4: World) -> None:
+    world4.run(refuse_other_orders)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,14 +14,16 @@ from reproducible_runs import Run, Words, loss_of, mesh_of, samples
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+import polyshard
 from polyshard import (
     Around,
     DataParallelMeshDims,
     GatherCodecPlugin,
     MixedPrecisionPolicy,
     Plugin,
+    flat,
     fully_shard,
 )
 from polyshard.errors import ConflictError, PeerError
@@ -29,6 +33,7 @@ from polyshard.sharding.layout import GroupLayout
 from polyshard.testing import ranks
 from polyshard_reproducible import Reproducible, ReproducibleError, check_optimizer
 from polyshard_reproducible.checks import check_device
+from polyshard_reproducible.tree import TreeSum
 
 FOUND_OR_TOLD = (ReproducibleError, PeerError)
 """In a step, a rank may be told of a mistake of all ranks before it finds it itself."""
@@ -51,6 +56,99 @@ def test_fused_steps_are_refused_on_the_cpu() -> None:
     check_optimizer(torch.optim.AdamW(parameters, foreach=True))
     with pytest.raises(ReproducibleError, match=r"AdamW\(fused=True\) on the CPU"):
         check_optimizer(torch.optim.AdamW(parameters, fused=True))
+
+
+@pytest.mark.parametrize("made_by", [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon])
+def test_optimizers_of_whole_tensors_are_refused(made_by: Any) -> None:
+    optimizer = made_by([nn.Parameter(torch.zeros(3, 3))])
+    with pytest.raises(
+        ReproducibleError, match=rf"what {made_by.__name__} makes of an element may"
+    ):
+        check_optimizer(optimizer)
+
+
+class Homemade(torch.optim.SGD):
+    """Nobody knows what it does."""
+
+
+def test_optimizers_that_nobody_knows_have_to_say_so() -> None:
+    optimizer = Homemade([nn.Parameter(torch.zeros(3))])
+    with pytest.raises(ReproducibleError, match=r"Homemade is not among.*sees_shards = False"):
+        check_optimizer(optimizer)
+    optimizer.sees_shards = False  # type: ignore[attr-defined]
+    check_optimizer(optimizer)
+    check_optimizer(flat(Homemade([nn.Parameter(torch.zeros(3))]), elementwise=True))
+
+
+WRONG: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    r"AdamW\(fused=True\)": lambda p: torch.optim.AdamW(p, fused=True),
+    "Adafactor": torch.optim.Adafactor,
+    "Homemade": lambda p: Homemade(p, lr=1.0),
+}
+
+
+@ranks(2)
+def test_nobody_has_to_ask_for_optimizers_to_be_looked_at(rank: int, size: int) -> None:
+    run = Run((2,), slots=2)
+    early = {name: make(run.model.parameters()) for name, make in WRONG.items()}
+    run.train(range(1))
+    before = run.state()
+    for _ in run.plugin.each_slot(run.model, step=1):
+        loss_of(run.model, samples()[:3]).backward()
+    for name, optimizer in early.items():
+        for _ in range(2):  # what was refused once is refused again
+            with pytest.raises(ReproducibleError, match=name):
+                optimizer.step()
+    run.optimizer.param_groups[0]["fused"] = True  # after it was looked at
+    with pytest.raises(ReproducibleError, match="fused=True"):
+        run.optimizer.step()
+    run.optimizer.param_groups[0]["fused"] = None
+    assert run.state() == before
+    other = nn.Linear(2, 2)  # of no model of ours
+    other(torch.ones(2)).sum().backward()
+    Homemade(other.parameters(), lr=1.0).step()
+
+
+@ranks(1)
+def test_optimizers_are_looked_at_for_as_long_as_the_plugin_lives(rank: int, size: int) -> None:
+    hooks = len(_global_optimizer_pre_hooks)
+    runs = [Run((1,), slots=2).train(range(1)) for _ in range(2)]
+    assert len(_global_optimizer_pre_hooks) == hooks + 2
+    optimizer = Homemade(runs[0].model.parameters(), lr=1.0)
+    runs.clear()
+    gc.collect()
+    assert len(_global_optimizer_pre_hooks) == hooks
+    optimizer.step()
+
+
+@contextmanager
+def peaks_of_trees() -> Iterator[dict[int, int]]:
+    """Of each tree, the bytes that its sums have held at most."""
+    peaks: dict[int, int] = {}
+    plain = TreeSum.add
+
+    def add(tree: TreeSum, leaf: Tensor) -> None:
+        plain(tree, leaf)
+        storages = {node.data_ptr(): node.untyped_storage() for _, node in tree._nodes}
+        nbytes = sum(storage.nbytes() for storage in storages.values())
+        peaks[id(tree)] = max(peaks.get(id(tree), 0), nbytes)
+
+    with patch.object(TreeSum, "add", add):
+        yield peaks
+
+
+@ranks(2)
+def test_memory_of_kept_sums_is_what_is_said(rank: int, size: int) -> None:
+    """Of 16 slots two ranks make 8 turns: three sums wait, while the eighth is made."""
+    for slots, held in ((2, 0), (4, 1), (16, 3)):
+        run = Run((2,), slots=slots)
+        description = polyshard.describe(run.model)
+        shards = sum(plan.layout.shard_numel for plan in description.groups)
+        assert description.kept_bytes == held * shards * 4
+        assert ("kept between backwards" in str(description)) == bool(held)
+        with peaks_of_trees() as peaks:
+            run.train(range(1))
+        assert sum(peaks.values()) == description.kept_bytes
 
 
 def test_fused_steps_depend_on_where_shards_end() -> None:
@@ -115,17 +213,6 @@ def test_groups_on_different_meshes_are_refused(rank: int, size: int) -> None:
     fully_shard(model, mesh=mesh_of((2,)), plugins=[plugin])
     with pytest.raises(ReproducibleError, match="live on different meshes"):
         next(iter(plugin.each_slot(model, step=0)))
-
-
-@pytest.mark.skipif(find_spec("polyshard_tensor_parallel") is None, reason="not installed")
-@ranks(2)
-def test_tensor_parallelism_is_refused(rank: int, size: int) -> None:
-    tensor_parallel: Any = import_module("polyshard_tensor_parallel")
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    model = parallelize_module(nn.Linear(8, 8), mesh["tp"], ColwiseParallel())
-    plugins = [tensor_parallel.TensorParallel(), Reproducible()]
-    with pytest.raises(ReproducibleError, match=r"weight.* are divided by tensor parallelism"):
-        fully_shard(model, mesh=mesh["dp"], plugins=plugins)
 
 
 def test_accelerators_need_kernels_that_are_deterministic() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import polyshard
 from polyshard.checkpoint import Checkpoints, TrainingState
+from polyshard.errors import NonFiniteError, SkippedStepWarning
+from polyshard.guards import NonFinite
 from polyshard.testing import World
 from polyshard.transport.gloo import GlooReduce
 from polyshard_reproducible import SlotSampler
@@ -113,6 +117,54 @@ def test_optimizers_give_the_same_bits(world1: World, world2: World, world4: Wor
         assert {name: differences(found[name], expected[name]) for name in found} == {
             name: [] for name in OPTIMIZERS
         }
+
+
+BAD = {(1, 5): float("inf"), (2, 0): float("nan"), (2, 6): 1e38}
+"""Losses of two of four steps; a slot's gradient is large, and sums of it overflow."""
+
+
+def guarded(rank: int, size: int, shape: tuple[int, ...], action: Any) -> tuple[Digests, int]:
+    """What is left of a run whose guard leaves steps out, and how many."""
+    run = Run(shape)
+    run.factors = BAD
+    guard = NonFinite(run.optimizer, action, model=run.model)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", SkippedStepWarning)
+        run.train(range(4))
+    assert sum(w.category is SkippedStepWarning for w in seen) == guard.skipped
+    return digests(run.model, run.optimizer, []), guard.skipped
+
+
+def left_out(rank: int, size: int) -> Digests:
+    """The same run without these steps; nothing guards it."""
+    run = Run((1,)).train(range(1)).train(range(3, 4))
+    return digests(run.model, run.optimizer, [])
+
+
+def test_guards_leave_out_the_same_steps(world1: World, world2: World, world4: World) -> None:
+    expected = world1.run(left_out)[0]
+    for world, shape in ((world1, (1,)), (world2, (2,)), (world4, (4,)), (world4, (2, 2))):
+        for found, skipped in world.run(guarded, shape, "skip"):
+            assert skipped == 2
+            assert differences(found, expected) == [], shape
+
+
+def stopped(rank: int, size: int) -> tuple[Digests, list[str]]:
+    """Where a guard stops a run, and which gradients it names."""
+    run = Run((size,))
+    run.factors = {(1, 5): float("nan")}
+    NonFinite(run.optimizer, model=run.model)
+    with pytest.raises(NonFiniteError) as caught:
+        run.train(range(3))
+    return digests(run.model, run.optimizer, []), re.findall(r"'([\w.]+)'", str(caught.value))
+
+
+def test_guards_stop_at_the_same_step(world1: World, world2: World) -> None:
+    (expected, names), *_ = world1.run(stopped)
+    assert "embedding.weight" in names
+    for found, named in world2.run(stopped):
+        assert named == names
+        assert differences(found, expected) == []
 
 
 def resumed(rank: int, size: int, folder: str, steps: range) -> Digests:

@@ -52,6 +52,11 @@ class Description:
         """Memory of all shards at rest on this rank."""
         return sum(g.shard_bytes for g in self.groups)
 
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of sums of gradients that codecs keep between backwards of a step, at most."""
+        return sum(g.kept_bytes for g in self.groups)
+
     @override
     def __str__(self) -> str:
         """A table, one row a group, and what differs from the plain case below it."""
@@ -62,6 +67,10 @@ class Description:
             f"a step sends {readable(self.step_bytes)} from this rank; shards rest in "
             f"{readable(self.shard_bytes)}"
         )
+        if self.kept_bytes:
+            lines.append(
+                f"sums of gradients kept between backwards take up to {readable(self.kept_bytes)}"
+            )
         lines.extend(_notes(self.groups))
         return "\n".join(lines)
 

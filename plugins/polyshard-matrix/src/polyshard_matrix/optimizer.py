@@ -80,6 +80,9 @@ class MatrixSteps(Optimizer):
     sharded parameters, as the class alone would.
     """
 
+    sees_shards = False
+    """For those who ask: an update is made of a whole matrix, however that is sharded."""
+
     def __init__(
         self,
         owners: Owners,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -13,7 +13,7 @@ from typing_extensions import override
 
 import polyshard
 from polyshard.errors import warn
-from polyshard.plugins.contract import Plugin, hookimpl
+from polyshard.plugins.contract import Contract, Plugin, hookimpl
 from polyshard.seams import GradientLanding, GroupIdentity, GroupInfo, OwnedParameter
 from polyshard.sharding.layout import chunk_bounds
 from polyshard_matrix.choosing import (
@@ -29,6 +29,8 @@ from polyshard_matrix.errors import MatrixError
 from polyshard_matrix.optimizer import MatrixSteps, settings_of
 from polyshard_matrix.recipes import recipe_for
 from polyshard_matrix.sites import Chosen
+
+Gradients = Literal["whole", "rows"]
 
 
 @dataclass
@@ -59,6 +61,7 @@ class OwnerLanding(GradientLanding):
     def __init__(self, plugin: MatrixOptimizer) -> None:
         """``plugin`` says which are matrices."""
         self._plugin = plugin
+        self.lands = plugin.gradients == "whole"
 
     @override
     def owners(self, group: GroupInfo) -> Sequence[int | None]:
@@ -117,6 +120,7 @@ class MatrixOptimizer(Plugin):
     matrices: Chooses
     blocks: Counts
     early: bool
+    gradients: Gradients
     _known: _Known = field(repr=False)
 
     def __init__(
@@ -126,6 +130,7 @@ class MatrixOptimizer(Plugin):
         matrices: Chooses = hidden_matrices,
         blocks: Counts = one_block,
         early: bool = False,
+        gradients: Gradients = "whole",
         **given: Any,
     ) -> None:
         """Have ``made_by`` step whole matrices.
@@ -137,24 +142,44 @@ class MatrixOptimizer(Plugin):
             blocks: how many equal blocks of rows are matrices of their own, such as heads.
             early: begin an update when its gradient has landed, beside the rest of the backward.
                 Nothing may change gradients then: no clipping, no second backward into ``.grad``.
+            gradients: ``"whole"`` has them land on owners. ``"rows"`` leaves them on shards, for
+                plugins that sum or encode them there; the step gathers them.
             given: settings of the optimizer.
 
         Raises:
-            MatrixError: when ``made_by`` is no class of optimizers, or cannot begin early.
+            MatrixError: when ``made_by`` is no class of optimizers, or cannot begin early; for
+                other words.
         """
         given_class: object = made_by
         if not (isinstance(given_class, type) and issubclass(given_class, Optimizer)):
             raise MatrixError(f"MatrixOptimizer takes a class of optimizers, got {made_by!r}.")
+        if gradients not in get_args(Gradients):
+            raise MatrixError(
+                f"MatrixOptimizer takes gradients='whole' or 'rows', not {gradients!r}."
+            )
         recipe = recipe_for(made_by, given)
+        if early and gradients == "rows":
+            raise MatrixError(
+                "early=True: an update is begun when its gradient has landed whole, and with "
+                "gradients='rows' none does before the step. Leave out one of the two."
+            )
         if early and recipe.needs_weights:
             raise MatrixError(
                 f"early=True: {made_by.__name__} needs the weights for its update, which travel in "
                 "its step. Only torch.optim.Muon can begin early."
             )
         values = {"made_by": made_by, "given": dict(given), "matrices": matrices, "blocks": blocks}
-        for name, value in {**values, "early": early, "_known": _Known()}.items():
+        values |= {"early": early, "gradients": gradients, "_known": _Known()}
+        for name, value in values.items():
             object.__setattr__(self, name, value)
         self.defaults()  # settings that the class refuses are refused here
+
+    @property
+    @override
+    def polyshard_contract(self) -> Contract:
+        """Gradients in rows are in nobody's way."""
+        contract = super().polyshard_contract
+        return contract if self.gradients == "whole" else replace(contract, provides=frozenset())
 
     def defaults(self) -> dict[str, Any]:
         """Settings of a group of the optimizer."""

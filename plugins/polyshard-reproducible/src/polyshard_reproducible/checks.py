@@ -8,14 +8,21 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from polyshard.stepping.elementwise import ELEMENTWISE, is_known, known_against
+from polyshard.stepping.stepper import Stepper
 from polyshard_reproducible.errors import ReproducibleError
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose results depend on where shards end.
 
+    Every optimizer of a model is looked at so before it steps; ask to hear of it earlier. One of a
+    class that nobody knows says ``sees_shards = False`` (in the class, or on the object) if it
+    makes the same of an element whatever shard it is in.
+
     Raises:
-        ReproducibleError: for ``fused=True`` on the CPU.
+        ReproducibleError: for ``fused=True`` on the CPU; for classes that compute with whole
+            tensors, or are not known.
     """
     for group in optimizer.param_groups:
         on_host = any(p.device.type == "cpu" for p in group["params"])
@@ -25,6 +32,24 @@ def check_optimizer(optimizer: Optimizer) -> None:
                 "elements of a shard, which fill no vector register, differently from all others, "
                 "and where shards end depends on the number of ranks. Use foreach=True."
             )
+    stepper = Stepper.of(optimizer)
+    kind = type(optimizer) if stepper is None else stepper.kind
+    says = getattr(optimizer, "sees_shards", None)
+    if says is False or (stepper is not None and stepper.by_runs) or is_known(kind):
+        return
+    reason = known_against(kind)
+    if reason is not None:
+        raise ReproducibleError(
+            f"reproducible: what {kind.__name__} makes of an element may depend on where shards "
+            f"end, and so on the number of ranks: {reason}. Use {', '.join(ELEMENTWISE)}, or for "
+            "whole matrices MatrixOptimizer(..., gradients='rows') of polyshard-matrix."
+        )
+    raise ReproducibleError(
+        f"reproducible: {kind.__module__}.{kind.__name__} is not among the optimizers known to be "
+        f"elementwise ({', '.join(ELEMENTWISE)} of torch.optim), and where shards end depends on "
+        "the number of ranks. If it computes each element from that element's own weight, gradient "
+        "and state alone, say so: sees_shards = False in its class."
+    )
 
 
 def check_device(device: torch.device) -> None:
@@ -58,7 +83,14 @@ def check_plans(plans: Iterable[Any], tree: str) -> None:
         parts = plan.roles.exclusive
         if parts["reduce codec"].split(" around ")[-1].partition("(")[0] != tree:
             continue  # not given the plugin: said elsewhere
-        wanted = {"gather codec": "native", "gradient landing": "shards", "reduce codec": tree}
+        if plan.layout.owned:
+            raise ReproducibleError(
+                f"reproducible: gradients of group '{plan.name}' land whole on owners "
+                f"({parts['gradient landing']}), which add them up in an order of their own. Have "
+                "them land on shards, as MatrixOptimizer(..., gradients='rows') does, or leave "
+                "out one of the two plugins."
+            )
+        wanted = {"gather codec": "native", "reduce codec": tree}
         for role, part in wanted.items():
             if parts[role].partition("(")[0] != part:
                 raise ReproducibleError(

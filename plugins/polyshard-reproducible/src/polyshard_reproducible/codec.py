@@ -62,6 +62,8 @@ class BoundTreeReduce(BoundReduceCodec):
         self._spans = [slice(a, b) for a, b in itertools.pairwise([0, *ends])]
         self.payload_bytes = ends[-1] * DTYPE.itemsize if ends else 0
         self.divisor = float(slots)
+        held = (slots // group.mesh.size()).bit_length() - 1  # of so many turns, a power of two
+        self.kept_bytes = held * layout.shard_numel * DTYPE.itemsize
         self.replicas = ReplicaTree(layout.shard_numel)
         self._names = [p.fqn for p in group.parameters]
         self._clock = clock

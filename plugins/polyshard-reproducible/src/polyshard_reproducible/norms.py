@@ -4,8 +4,9 @@
 Whatever the number of ranks, an index of the dim that is sharded is on one of them, whole: a *row*.
 So its part of the sum is made there, element by element in a fixed order (:func:`sum_halves`). Then
 ranks put the rows of all parameters together, as a sum in which each row has one term that is not
-zero, which no order can change; and everybody adds rows up in a fixed order. In fp64, so that the
-result is also better than torch's.
+zero, which no order can change; and everybody adds rows up in a fixed order. Pieces of tensor
+parallelism (see [Note: pieces] in parts.py) have sums of their own, which are put together in the
+same way. In fp64, so that the result is also better than torch's.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from torch.distributed.tensor import DTensor
 from polyshard.errors import NonFiniteError
 from polyshard.seams import local_of
 from polyshard_reproducible.errors import ReproducibleError
-from polyshard_reproducible.parts import few_rows, part_of
+from polyshard_reproducible.parts import Axis, few_rows, part_of
 from polyshard_reproducible.tree import sum_halves
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """A gradient's local part, and where its rows are among all."""
+    """A gradient's local part, and where its rows are among all of its piece."""
 
     local: Tensor
     """``[rows, elements of a row]``."""
@@ -35,6 +36,8 @@ class _Rows:
     start: int = 0
     group: dist.ProcessGroup | None = None
     """Whose ranks have the others."""
+    pieces: tuple[Axis, ...] = ()
+    """Whose ranks have the other pieces."""
 
 
 @torch.no_grad()
@@ -47,14 +50,15 @@ def grad_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
         A plain 0-dim fp32 tensor, the same on all ranks.
 
     Raises:
-        ReproducibleError: for parameters that more than one axis of their mesh divides.
+        ReproducibleError: for gradients that are pending sums, or whose rows are cut more than
+            once.
     """
     tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     parts = [_rows_of(p, p.grad) for p in tensors if p.grad is not None]
     if not parts:
         return torch.tensor(0.0)
     sums = torch.stack([sum_halves(rows) for rows in _whole(parts)])
-    return sum_halves(sums).sqrt().float()
+    return sum_halves(_over_pieces(sums, parts)).sqrt().float()
 
 
 @torch.no_grad()
@@ -62,6 +66,8 @@ def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, *, error_if_nonfinite: bool = False
 ) -> Tensor:
     """Scale gradients in place so that their 2-norm is at most ``max_norm``, by :func:`grad_norm`.
+
+    Where it is not finite they stay as they are, for ``polyshard.guards.NonFinite`` to name them.
 
     Returns:
         The norm before clipping.
@@ -78,6 +84,7 @@ def clip_grad_norm_(
             "first loss that is not finite, or pass error_if_nonfinite=False."
         )
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    factor = torch.where(norm.isfinite(), factor, 1.0)  # a guard can name them, and steps are none
     for parameter in tensors:
         if parameter.grad is not None:
             local = local_of(parameter.grad)
@@ -91,14 +98,15 @@ def _rows_of(parameter: Tensor, gradient: Tensor) -> _Rows:
         assert isinstance(gradient, DTensor)
         raise ReproducibleError(
             f"reproducible: the norm of a gradient {tuple(parameter.shape)} that is "
-            f"{gradient.placements} has no rows that stay whole at every world size. Only "
-            "parameters that one axis divides, by Shard(dim), can be clipped so."
+            f"{gradient.placements} has no rows that stay whole at every world size. Only what a "
+            "data axis cuts by Shard(dim), after tensor parallelism if there is some, can be "
+            "clipped so."
         )
     cut = part.cut
     if cut is None:
         return _Rows(_as_rows(part.local, 0), part.shape[0] if part.shape else 1)
-    group = cut.mesh.get_group(cut.axis)
-    return _Rows(_as_rows(part.local, cut.dim), part.shape[cut.dim], cut.start, group)
+    rows = _as_rows(part.local, cut.dim)
+    return _Rows(rows, part.shape[cut.dim], cut.start, cut.axis.group, part.pieces)
 
 
 def _as_rows(local: Tensor, dim: int) -> Tensor:
@@ -109,7 +117,7 @@ def _as_rows(local: Tensor, dim: int) -> Tensor:
 
 
 def _whole(parts: Sequence[_Rows]) -> list[Tensor]:
-    """The squares of every row of every gradient, summed; the same on all ranks."""
+    """The squares of every row of every gradient (of this rank's piece), summed."""
     device = parts[0].local.device
     by_group: dict[dist.ProcessGroup | None, list[int]] = {}
     for index, part in enumerate(parts):
@@ -124,6 +132,20 @@ def _whole(parts: Sequence[_Rows]) -> list[Tensor]:
         if group is not None:
             dist.all_reduce(rows, group=group)
     return [found[i] for i in range(len(parts))]
+
+
+def _over_pieces(sums: Tensor, parts: Sequence[_Rows]) -> Tensor:
+    """Of this rank's pieces, ``[gradients]``: those of whole gradients, the same on all ranks."""
+    by_axes: dict[tuple[Axis, ...], list[int]] = {}
+    for index, part in enumerate(parts):
+        by_axes.setdefault(part.pieces, []).append(index)
+    for axes, indices in by_axes.items():
+        for axis in reversed(axes):
+            table = sums.new_zeros(len(indices), axis.size)
+            table[:, axis.rank] = sums[indices]
+            dist.all_reduce(table, group=axis.group)  # one term of each is not zero
+            sums[indices] = sum_halves(table)
+    return sums
 
 
 def _square(part: _Rows, rows: Tensor) -> None:

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import polyshard
 from polyshard.description import identities_of
@@ -20,6 +21,7 @@ from polyshard_reproducible.checks import check_device, check_plans
 from polyshard_reproducible.clock import NOBODY, Clock, Moment, Watcher
 from polyshard_reproducible.codec import DTYPE, TreeReduce
 from polyshard_reproducible.errors import ReproducibleError
+from polyshard_reproducible.optimizers import OptimizerWatch
 from polyshard_reproducible.randomness import kept_random_state, seed_of
 from polyshard_reproducible.ranks import Position, groups_of, position_in
 from polyshard_reproducible.tree import NEUTRAL, is_power_of_two, sum_halves
@@ -43,6 +45,7 @@ class _Known:
     """Groups of which plans were looked at."""
     clock: Clock = field(default_factory=Clock)
     watchers: WeakKeyDictionary[nn.Module, Watcher] = field(default_factory=WeakKeyDictionary)
+    optimizers: OptimizerWatch = field(default_factory=OptimizerWatch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,12 +121,6 @@ class Reproducible(Plugin):
                 f"{group.reduce_dtype}; sums are made in {DTYPE}. Give "
                 "MixedPrecisionPolicy(reduce_dtype=torch.float32)."
             )
-        divided = [p.fqn for p in group.parameters if p.placements is not None]
-        if divided:
-            raise ReproducibleError(
-                f"reproducible: {divided} are divided by tensor parallelism, whose own sums are "
-                "the backend's. Leave out one of the two."
-            )
 
     # What the user asks -----------------------------------------------------------------------
 
@@ -145,6 +142,7 @@ class Reproducible(Plugin):
         served = self._served_of(model)
         first = served[0]
         check_device(first.info.device)
+        self._known.optimizers.add(model)
         turns, run = first.position.turns(self.slots), object()
         watcher = self._known.watchers.get(model, NOBODY)
         with kept_random_state(first.info.device), self._timed(model, watcher):
@@ -206,18 +204,18 @@ class Reproducible(Plugin):
                 dist.all_reduce(every, group=group)
             return sum_halves(every.movedim(0, -1).contiguous()) / self.slots
 
-    def watch(self, model: nn.Module, watcher: Watcher) -> Position:
+    def watch(self, model: nn.Module, watcher: Watcher) -> tuple[Position, DeviceMesh]:
         """Have ``watcher`` told of every step of ``model``; the last one that was given is.
 
         Returns:
-            Where this rank is among those that share the slots.
+            Where this rank is among those that share the slots, and on which mesh.
 
         Raises:
             ReproducibleError: as :meth:`each_slot`.
         """
         served = self._served_of(model)
         self._known.watchers[model] = watcher
-        return served[0].position
+        return served[0].position, served[0].info.mesh
 
     def _served_of(self, model: nn.Module) -> list[_Served]:
         own = identities_of(model)

@@ -9,15 +9,17 @@ tree: shard ranks, turns, replicas.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from polyshard.seams import GroupInfo
 from polyshard_reproducible.errors import ReproducibleError
 from polyshard_reproducible.tree import is_power_of_two
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 
 @dataclass(frozen=True)
@@ -81,3 +83,27 @@ def groups_of(info: GroupInfo) -> list[dist.ProcessGroup]:
     """Process groups that together reach all ranks of the mesh."""
     mesh = info.mesh
     return [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where this rank is among those that share a slot, as tensor-parallel ranks do."""
+
+    count: int = 1
+    index: int = 0
+
+
+def piece_of(parameters: Iterable[Tensor], mesh: DeviceMesh) -> Piece:
+    """That of a model sharded over ``mesh``: by the axes of its parameters that are none of its."""
+    data = set(mesh.mesh.flatten().tolist())
+    found = Piece()
+    for parameter in parameters:
+        if not isinstance(parameter, DTensor):
+            continue
+        here, count, index = parameter.device_mesh, 1, 0
+        for axis in range(here.ndim):
+            if not data.issuperset(dist.get_process_group_ranks(here.get_group(axis))):
+                count *= here.size(axis)
+                index = index * here.size(axis) + here.get_local_rank(axis)
+        found = max(found, Piece(count, index), key=lambda piece: piece.count)
+    return found

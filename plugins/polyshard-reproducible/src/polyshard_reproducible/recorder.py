@@ -25,8 +25,9 @@ from polyshard_reproducible.clock import NOBODY, Watcher
 from polyshard_reproducible.digests import digest
 from polyshard_reproducible.errors import ReproducibleError
 from polyshard_reproducible.names import UNSHARDED, groups_by_name, parameters_at_rest
-from polyshard_reproducible.parts import part_of
+from polyshard_reproducible.parts import Part, part_of
 from polyshard_reproducible.plugin import Reproducible
+from polyshard_reproducible.ranks import piece_of
 from polyshard_reproducible.records import PHASES, Entry, Header, Key, line_of
 
 PARAMETERS, ACTIVATIONS, GRADIENTS, STEPPED, STATE = PHASES
@@ -71,7 +72,10 @@ class Recorder(Watcher):
         self._folder = Path(folder)
         self._plugin = reproducible
         self._model = weakref.ref(model)
-        self._replica = reproducible.watch(model, self).replica
+        position, mesh = reproducible.watch(model, self)
+        self._replica = position.replica
+        self._data_ranks = frozenset(mesh.mesh.flatten().tolist())
+        self._piece = piece_of(parameters_at_rest(model).values(), mesh)
         self._groups = groups_by_name(model)
         self._names: dict[int, str] = {}
         self._file: TextIOWrapper | None = None
@@ -202,10 +206,19 @@ class Recorder(Watcher):
         part = part_of(value)
         if part is None:
             raise ReproducibleError(
-                f"reproducible: the {key.phase} of '{key.name}' are divided by more than one axis "
-                "of a mesh, or not by rows; only what one axis divides can be recorded."
+                f"reproducible: the {key.phase} of '{key.name}' are no rows that stay whole at "
+                "every world size; only what a data axis cuts by Shard(dim), after tensor "
+                "parallelism if there is some, can be recorded."
             )
-        self._entries.append((key, part.cut is not None, digest(part)))
+        if self._piece.count > 1:
+            key = key._replace(name=f"{key.name} on tensor-parallel rank {self._piece.index}")
+        self._entries.append((key, self._is_cut(part), digest(part)))
+
+    def _is_cut(self, part: Part) -> bool:
+        """Whether ranks of this piece have the other rows; tensor-parallel ones digest alone."""
+        if part.cut is None:
+            return False
+        return self._data_ranks.issuperset(dist.get_process_group_ranks(part.cut.axis.group))
 
     def _write(self) -> None:
         """The step that is over; the only place where the host waits for a device."""
@@ -237,6 +250,7 @@ class Recorder(Watcher):
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             replica=self._replica,
+            pieces=self._piece.count,
             torch=torch.__version__,
             threads=torch.get_num_threads(),
         )

@@ -3,10 +3,10 @@
 [Note: records]
 Every rank writes one file for each time the run was started: a line that says what is recorded, and
 a line a step. A *part* is a digest of the rows that the rank has; parts of the ranks that share a
-tensor add up to the digest of the whole. What ranks have whole is the same on all of them, and so
-is what replicas have: so the value of an entry is a set of digests, of one if all is well. A run
-that was started again at step 7 goes on there: what was recorded of later steps before counts no
-more.
+tensor add up to the digest of the whole. Tensor-parallel ranks record their pieces under names of
+their own. What ranks have whole is the same on all of them, and so is what replicas have: so the
+value of an entry is a set of digests, of one if all is well. A run that was started again at step 7
+goes on there: what was recorded of later steps before counts no more.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Header:
         replica: ranks of one replica add their parts up.
         torch: its version.
         threads: that kernels may use.
+        pieces: tensor-parallel ranks that share a slot; each records what it has.
         format: of the file.
     """
 
@@ -76,6 +77,7 @@ class Header:
     replica: int
     torch: str
     threads: int
+    pieces: int = 1
     format: int = FORMAT
 
     @property
@@ -145,6 +147,11 @@ def check_same(one: Header, other: Header, who: str) -> None:
                 f"{who} have {what}={values[0]} and {what}={values[1]}, so that their results "
                 "differ anyway; record runs with the same Reproducible(...)."
             )
+    if one.pieces != other.pieces:
+        raise RecordsError(
+            f"{who} have {one.pieces} and {other.pieces} tensor-parallel ranks, whose sums are "
+            "made in other orders. Compare runs with as many; data-parallel ranks may differ."
+        )
     for mine, theirs in zip_longest(one.parameters, other.parameters):
         if mine != theirs:
             raise RecordsError(
@@ -220,14 +227,16 @@ def _added(start: Sequence[_File]) -> Iterator[tuple[int, Step]]:
     for step in sorted(set.intersection(*(set(f.steps) for f in ranks))):
         parts: dict[Key, dict[int, int]] = {}
         wholes: dict[Key, set[int]] = {}
+        order: dict[Key, int] = {}
         for file in ranks:
-            for key, is_part, digest in file.steps[step]:
+            for place, (key, is_part, digest) in enumerate(file.steps[step]):
                 wholes.setdefault(key, set())
+                order.setdefault(key, place)
                 if is_part:
                     sums = parts.setdefault(key, {})
                     replica = file.header.replica
                     sums[replica] = (sums.get(replica, 0) + digest) & MASK
                 else:
                     wholes[key].add(digest)
-        keys = sorted(wholes, key=lambda key: key.place)  # stable
+        keys = sorted(wholes, key=lambda key: (key.place, order[key]))  # stable: then by rank
         yield step, {k: frozenset({*wholes[k], *parts.get(k, {}).values()}) for k in keys}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,12 +23,12 @@ WIDTH = 20  # 2.5 vector registers: rows, shards and biases end in the middle of
 class Block(nn.Module):
     """Odd sizes, a norm, and dropout twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 37)
+        self.up = nn.Linear(WIDTH, hidden)
         self.drop = nn.Dropout(0.2)
-        self.down = nn.Linear(37, WIDTH)
+        self.down = nn.Linear(hidden, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.drop(self.down(self.drop(nn.functional.gelu(self.up(self.norm(x))))))
@@ -38,10 +38,10 @@ class Block(nn.Module):
 class Words(nn.Module):
     """Predicts words: an embedding, blocks, and a head of another odd size."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 37) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([Block(hidden), Block(hidden)])
         self.head = nn.Linear(WIDTH, WORDS)
         self.scale = nn.Parameter(torch.tensor([1.5]))
 
@@ -63,10 +63,12 @@ def samples() -> Tensor:
     return torch.randint(WORDS, (100, 7), generator=torch.Generator().manual_seed(5))
 
 
-def make_model(mesh: DeviceMesh, shard: Callable[..., Any], **given: Any) -> Any:
+def make_model(
+    mesh: DeviceMesh, shard: Callable[..., Any], make: Callable[[], Any] = Words, **given: Any
+) -> Any:
     """The model, from the same values everywhere."""
     torch.manual_seed(0)
-    model = Words()
+    model = make()
     for block in model.blocks:
         shard(block, mesh=mesh, **given)
     shard(model, mesh=mesh, **given)
@@ -80,27 +82,30 @@ def loss_of(model: nn.Module, words: Tensor) -> Tensor:
 
 
 class Run:
-    """Training with the plugin."""
+    """Training with the plugin, on a mesh or on one of a ``shape``."""
 
     def __init__(
         self,
-        shape: tuple[int, ...],
+        shape: tuple[int, ...] | DeviceMesh,
         optimizer: Callable[..., Any] = torch.optim.AdamW,
         *,
         slots: int = SLOTS,
         dtype: torch.dtype | None = None,
+        beside: Sequence[object] = (),
         **given: Any,
     ) -> None:
         policy = MixedPrecisionPolicy(dtype, torch.float32)
         self.plugin = Reproducible(slots=slots, seed=3)
-        self.model = make_model(
-            mesh_of(shape), fully_shard, plugins=[self.plugin], mp_policy=policy, **given
-        )
+        mesh = mesh_of(shape) if isinstance(shape, tuple) else shape
+        plugins = [*beside, self.plugin]
+        self.model = make_model(mesh, fully_shard, plugins=plugins, mp_policy=policy, **given)
         self.optimizer = optimizer(self.model.parameters(), lr=0.01)
         self.sampler = SlotSampler(100, BATCH, slots, seed=1)
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []
         self.after_backward: Callable[[int], None] = lambda step: None
+        self.factors: dict[tuple[int, int], float] = {}
+        """Of losses, by step and slot: what is not finite, say."""
 
     def train(self, steps: range, max_norm: float = 0.5) -> Run:
         """Make these steps."""
@@ -109,7 +114,7 @@ class Run:
             losses = []
             for slot in self.plugin.each_slot(self.model, step=step):
                 words = data[self.sampler.indices(step, slot)]
-                losses.append(loss_of(self.model, words))
+                losses.append(loss_of(self.model, words) * self.factors.get((step, slot), 1.0))
                 losses[-1].backward()
                 self.after_backward(step)
             self.losses.append(self.plugin.mean(self.model, losses))

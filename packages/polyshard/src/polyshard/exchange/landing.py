@@ -20,11 +20,10 @@ from torch import Tensor
 from polyshard.errors import UnsupportedError
 from polyshard.exchange.accumulation import Accumulation
 from polyshard.exchange.flight import Averaging
-from polyshard.exchange.owned import Axes, Owned
+from polyshard.exchange.owned import Owned
 from polyshard.exchange.placing import Placing
 from polyshard.memory.buffers import Recycled
 from polyshard.memory.pages import PagePool
-from polyshard.params.sharded import Shards
 from polyshard.transport.base import DONE, Pending
 
 
@@ -45,20 +44,15 @@ class Landing:
 
     def __init__(
         self,
-        shards: Shards,
-        axes: Axes,
+        owned: dict[int, Owned],
         waiting: Accumulation,
         placing: Placing,
         dtype: torch.dtype,
         pool: PagePool | None,
     ) -> None:
-        """Of the parameters to which the layout gives an owner; ``dtype`` is that of sums."""
+        """Of the parameters that have an owner, by index; ``dtype`` is that of sums."""
         self._dtype = dtype
-        layout = shards.layout
-        self.owned = {
-            i: Owned(i, layout.owners[i] or 0, shards.parameters[i], layout.parameters[i], axes)
-            for i in layout.owned
-        }
+        self.owned = owned
         self._waiting = waiting
         self._placing = placing
         self._memory = {i: Recycled(pool) for i in self.owned}

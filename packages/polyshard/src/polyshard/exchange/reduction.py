@@ -109,6 +109,11 @@ class Reducer:
             None if replicas is None else replicas.payload_bytes,
         )
 
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of sums that the codec keeps between backwards, at most."""
+        return 0 if self._codec is None else self._codec.kept_bytes
+
     def rebind(self, codec: BoundReduceCodec | None) -> None:
         """Go on with another codec; nothing is in flight."""
         self._codec = self._coder = codec
@@ -152,7 +157,8 @@ class Reducer:
             flight.present = present = sorted(sources)
             if not sources:
                 return flight, sent
-        total = flight.total = self._new_total(present, self._first_device(sources))
+        device = next(iter(sources.values())).device
+        total = flight.total = self._new_total(present, device)
         if self._codec is not None:
             self._codec.begin(frozenset(sources))
         if self._coder is not None:
@@ -241,10 +247,6 @@ class Reducer:
     def _is_exposed(self) -> bool:
         """Whether anybody sees sums as a whole: see [Note: reduction]."""
         return self._roles.is_replicated or self.settings.hook is not None or self._storage_looks
-
-    @staticmethod
-    def _first_device(sources: dict[int, Tensor]) -> torch.device:
-        return next(iter(sources.values())).device
 
     def _start_codec(
         self, codec: BoundReduceCodec, sources: dict[int, Tensor], total: Tensor

@@ -61,9 +61,8 @@ class ParameterGroup:
         self.roles = setup.roles
         self.state, self.identity = State.SHARDED, GroupIdentity()
         self.reduces = self.reshard_after_backward = self.unshard_in_backward = True
-        self.reduce_settings = ReduceSettings()
         self.pool: PagePool | None = None
-        self.turn, self.lanes = Turn(), Lanes()
+        self.turn, self.lanes, self.reduce_settings = Turn(), Lanes(), ReduceSettings()
         self.block_size, self.device = setup.block_size, setup.roles.device
         told = [Told.by(s.parameter) for s in sources]
         dtypes, _ = resolve_dtypes(setup.policy, sources[0].value.dtype, told)
@@ -85,6 +84,7 @@ class ParameterGroup:
             info.orig_dtype.itemsize,
             self.transport.staging_bytes,
             binding.owners(info),
+            lands=self.contributions.landing.lands,
         )
         check_constraints(binding, info, layout)
         self._failures = FailureReport(self._name, Place(self))

@@ -111,6 +111,8 @@ class GroupPlan:
     payloads: Payloads
     notices: tuple[str, ...] = ()
     """Settings that change nothing for this group."""
+    kept_bytes: int = 0
+    """Memory of sums of gradients that a codec keeps between backwards of a step, at most."""
 
     @property
     def numel(self) -> int:
@@ -129,14 +131,14 @@ class GroupPlan:
 
     @property
     def owners(self) -> tuple[int | None, ...]:
-        """The rank on which each parameter's gradient lands whole, if it does."""
+        """The rank on which each parameter's gradient lands whole, or is gathered, if it is."""
         return self.layout.owners or (None,) * len(self.parameters)
 
     def lines(self) -> tuple[str, ...]:
         """Everything that must be equal on the ranks of the data-parallel mesh, one fact a line."""
         layout = tuple(
             f"group {self.name}: layout of {info.fqn} {form.flat_shape} {way.kind} at "
-            f"{placed.shard_offset}{_landing(owner)}"
+            f"{placed.shard_offset}{_landing(owner, lands=self.layout.lands)}"
             for info, placed, way, form, owner in zip(
                 self.parameters,
                 self.layout.parameters,
@@ -170,5 +172,6 @@ class GroupPlan:
         return (*head, *plugins, *extras, *parameters)
 
 
-def _landing(owner: int | None) -> str:
-    return "" if owner is None else f", gradient whole on rank {owner} of the mesh"
+def _landing(owner: int | None, *, lands: bool) -> str:
+    which = "whole" if lands else "gathered"
+    return "" if owner is None else f", gradient {which} on rank {owner} of the mesh"

@@ -44,6 +44,7 @@ def plan_of(group: ParameterGroup) -> GroupPlan:
         sharded=tuple(_sharded(group, index) for index in range(len(shards.parameters))),
         payloads=Payloads(runtime.path.payload_bytes, *runtime.reducer.payload_bytes),
         notices=all_notices(group.setup.policy, shards.dtype, contributions),
+        kept_bytes=runtime.reducer.kept_bytes,
     )
 
 

@@ -82,6 +82,9 @@ class BoundReduceCodec(ABC):
     dtype over a binary tree of the ranks, ``(g0 + g1) + (g2 + g3)``. Where the transport can make
     the same sums it does, and :meth:`encode` and :meth:`decode_sum` are not called."""
 
+    kept_bytes: int = 0
+    """Memory that sums which :meth:`keep` keeps take at most; equal on all ranks."""
+
     def begin(self, present: frozenset[int]) -> None:
         """A reduction starts: these parameters have a gradient, by index, the same on all ranks.
 

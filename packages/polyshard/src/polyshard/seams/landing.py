@@ -95,6 +95,14 @@ class GradientLanding(Named, ABC):
         An owner is a position in ``group.mesh``, counted row by row. Asked once for each group.
         """
 
+    lands: bool = True
+    """Whether gradients land with their owners.
+
+    Where not, they land on shards as all others do, so that other plugins may own how they are
+    summed: :meth:`hold` is called all the same, :meth:`landed` never, and who needs a whole
+    gradient gathers its rows.
+    """
+
     takes_parts: bool = False
     """Whether it puts parts of a matrix together that other axes of a ``DTensor`` 's mesh divide.
 

@@ -153,11 +153,18 @@ class GroupLayout:
     """Where the shards' part of a packed reduction ends: what owners get whole lies behind it."""
     owners: tuple[int | None, ...] = ()
     """Of each parameter, the rank on which its gradient lands whole; ``None`` for shards."""
+    lands: bool = True
+    """Whether they do; else all land on shards, and owners gather them when somebody asks."""
+
+    @cached_property
+    def with_owner(self) -> tuple[int, ...]:
+        """Indices of parameters that have an owner."""
+        return tuple(i for i, owner in enumerate(self.owners) if owner is not None)
 
     @cached_property
     def owned(self) -> tuple[int, ...]:
         """Indices of parameters whose gradients land whole on an owner."""
-        return tuple(i for i, owner in enumerate(self.owners) if owner is not None)
+        return self.with_owner if self.lands else ()
 
     @cached_property
     def reduced(self) -> tuple[int, ...]:
@@ -191,6 +198,8 @@ def plan_layout(
     itemsize: int,
     staging_bytes: int,
     owners: Sequence[int | None] = (),
+    *,
+    lands: bool = True,
 ) -> GroupLayout:
     """Lay out a group: direct parameters first, staged ones packed behind them.
 
@@ -200,6 +209,7 @@ def plan_layout(
         itemsize: bytes of an element.
         staging_bytes: chunks smaller than this many bytes are packed into one transfer.
         owners: of each parameter, the rank on which its gradient lands whole, if any do.
+        lands: whether they do; owners gather gradients that land on shards otherwise.
     """
     parameters: dict[int, ParameterLayout] = {}
     shard_offset = region_offset = 0
@@ -222,7 +232,7 @@ def plan_layout(
     for index in sorted(set(range(len(shapes))) - set(staged)):
         place(index, staged=False)
     staged_offset = shard_offset
-    owned = {i for i in staged if owners and owners[i] is not None}
+    owned = {i for i in staged if lands and owners and owners[i] is not None}
     for index in (i for i in staged if i not in owned):
         place(index, staged=True)
     shard_offset = align(shard_offset, itemsize, STAGED_ALIGNMENT_BYTES)
@@ -239,6 +249,7 @@ def plan_layout(
         region_offset,
         reduced_stop,
         tuple(owners) if any(owner is not None for owner in owners) else (),
+        lands,
     )
 
 

@@ -96,7 +96,7 @@ def reason_against(
 
     ``is_declared``: the user says that a class nobody knows is elementwise.
     """
-    known = _known_against(kind)
+    known = known_against(kind)
     if known is not None:
         return (
             f"{kind.__name__} cannot be stepped in runs: {known}. Use it as it is, if it is right "
@@ -122,7 +122,8 @@ def is_known(kind: type[Optimizer]) -> bool:
     return any(kind is getattr(optim, name, None) for name in ELEMENTWISE)
 
 
-def _known_against(kind: type[Optimizer]) -> str | None:
+def known_against(kind: type[Optimizer]) -> str | None:
+    """Why ``kind`` is not elementwise, where somebody knows: in words that follow its name."""
     for name, reason in NOT_ELEMENTWISE.items():
         known = getattr(optim, name, None)
         if known is not None and issubclass(kind, known):

@@ -1,0 +1,62 @@
+"""Looks at every optimizer that steps a model whose slots were run, whether or not it was asked to.
+
+[Note: no optimizer unseen]
+Nothing leads from a parameter to who steps it, and an optimizer that depends on where shards end
+fails in no other way than by other bits. torch has hooks for the steps of all optimizers; one of
+these lasts as long as the plugin object that has run slots, and looks at an optimizer once, and
+again when its groups changed. What steps parameters and is no ``torch.optim.Optimizer`` goes
+unseen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from polyshard_reproducible.checks import check_optimizer
+from polyshard_reproducible.names import parameters_at_rest
+
+
+class OptimizerWatch:
+    """See [Note: no optimizer unseen]."""
+
+    def __init__(self) -> None:
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._seen: weakref.WeakKeyDictionary[Optimizer, object] = weakref.WeakKeyDictionary()
+        self._is_on = False
+
+    def add(self, model: nn.Module) -> None:
+        """Look at what steps ``model`` from now on."""
+        if model in self._models:
+            return
+        self._models.add(model)
+        self._seen.clear()
+        if self._is_on:
+            return
+        self._is_on, own = True, weakref.ref(self)
+
+        def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            del args, kwargs
+            watch = own()
+            if watch is not None:
+                watch.look(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_pre_hook(look).remove)
+
+    def look(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer of these models that makes other bits of other shards.
+
+        Raises:
+            ReproducibleError: before it steps; on all ranks, which have the same optimizers.
+        """
+        groups = [(len(group["params"]), group.get("fused")) for group in optimizer.param_groups]
+        if self._seen.get(optimizer) == groups:
+            return
+        own = {id(p) for model in self._models for p in parameters_at_rest(model).values()}
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            check_optimizer(optimizer)
+        self._seen[optimizer] = groups
