@@ -29,6 +29,8 @@ class Cost:
 
     saved_bytes: int = 0
     """Activations that autograd keeps from forward to backward."""
+    input_bytes: int = 0
+    """Activations that it is given."""
     forward: Account = field(default_factory=Account)
     backward: Account = field(default_factory=Account)
 
@@ -39,6 +41,8 @@ class Probe:
 
     units: Mapping[str, Cost]
     root: Cost
+    tail_gradient_bytes: int = 0
+    """Of the root's parameters behind the last unit: they are there before all others."""
     problem: str = ""
     """Why nothing is known, if the model did not run."""
 
@@ -65,7 +69,7 @@ def probe(
         return run(inputs)
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
-        return Probe({}, Cost(), f"{type(error).__name__}: {first}")
+        return Probe({}, Cost(), problem=f"{type(error).__name__}: {first}")
 
 
 class _Run:
@@ -104,10 +108,11 @@ class _Run:
                 loss = _loss(self._model(*args, **kwargs))
             with self._recorder.on(backward):
                 loss.backward()
+                tail = _gradient_bytes(self._model)
                 for tensor in self._before:
                     if tensor.requires_grad:
                         tensor.backward(torch.empty_like(tensor))
-        return Probe(self._costs, Cost(_total(saved, self._still), forward, backward))
+        return Probe(self._costs, Cost(_total(saved, self._still), 0, forward, backward), tail)
 
     def _measure(
         self, unit: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
@@ -119,6 +124,7 @@ class _Run:
         with self._recorder.on(forward), self._saving() as saved:
             out = call(*args, **kwargs)
         total = _total(saved, self._still | shared)
+        given = sum(local_of(t).nbytes for t in leaves_of((args, kwargs)) if t.requires_grad)
         saved.clear()
         wanted = [t for t in leaves_of(out) if t.requires_grad]
         with self._recorder.on(backward):
@@ -127,7 +133,7 @@ class _Run:
         for parameter in unit.parameters():
             parameter.grad = None
         result = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), out)
-        return Cost(total, forward, backward), result
+        return Cost(total, given, forward, backward), result
 
     @contextmanager
     def _saving(self) -> Iterator[dict[int, int]]:
@@ -146,6 +152,10 @@ class _Run:
 
 def _resting(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
+
+
+def _gradient_bytes(model: nn.Module) -> int:
+    return sum(local_of(p.grad).nbytes for p in model.parameters() if p.grad is not None)
 
 
 def _storage(tensor: Tensor) -> int:

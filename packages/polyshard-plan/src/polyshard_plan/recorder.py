@@ -59,7 +59,9 @@ class Account:
     flops: int = 0
     """Multiplications and additions of matrix products, as torch's flop counter counts them."""
     touched_bytes: int = 0
-    """Bytes that operations read and write, at most."""
+    """Bytes that all other operations read and write."""
+    operations: int = 0
+    """Kernels that are launched: operations but for views."""
     peak_bytes: int = 0
     """Most memory alive at once, of what was allocated since the account was opened."""
     collectives: list[Collective] = field(default_factory=list)
@@ -119,10 +121,11 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _book(self, account: Account, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        account.operations += not func.is_view
         count: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
         if count is not None:
             account.flops += count(*args, **kwargs, out_val=out)
-        if not func.is_view:
+        elif not func.is_view:
             account.touched_bytes += sum(t.nbytes for t in _tensors((args, out)))
         kind = KINDS.get(func._overloadpacket.__name__)
         if kind is not None and func.namespace == "_c10d_functional":
