@@ -41,6 +41,7 @@ def plan(  # noqa: PLR0913 (typer: an option is a parameter)
     optimizer: options.Optimizer = Settings.optimizer,
     rank: options.Rank = Settings.rank,
     machine: options.Machine = Settings.machine,
+    backend: options.BackendOption = Settings.backend,
     measure_to: options.Measure = None,
     parameters: options.Parameters = False,
     as_json: options.Json = False,
@@ -70,6 +71,7 @@ def plan(  # noqa: PLR0913 (typer: an option is a parameter)
             optimizer=optimizer,
             rank=rank,
             machine=machine,
+            backend=backend,
         )
         document = draft(settings)
     if as_json:

@@ -105,5 +105,6 @@ def model_of(config: Any) -> nn.Module:
             model: nn.Module = auto.from_config(config)
             return model
     raise PlanError(
-        f"MODEL {type(config).__name__}: transformers has no model of this config; LlamaConfig works"
+        f"MODEL {type(config).__name__}: transformers has no model of this config; LlamaConfig "
+        "works"
     )

@@ -1,4 +1,4 @@
-"""From settings to a document: builds the model, shards it for ranks that are not there, adds up."""
+"""From settings to a document: a model, sharded for ranks that are not there, and sums."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ def draft(settings: Settings) -> Document:
         PlanError: for whatever cannot be planned, with the nearest thing that works.
     """
     machine = load_machine(settings.machine)
+    backend = settings.backend or machine.backend
     loaded = load_model(settings)
     plugins = make_plugins(settings)
-    with planned_ranks(settings.mesh.ranks, machine.backend, settings.rank):
+    with planned_ranks(settings.mesh.ranks, backend, settings.rank):
         groups = _groups(settings, loaded, list(plugins))
         found = _probed(settings, loaded)
     traffic = traffic_of(groups, found, settings.mesh)
@@ -55,7 +56,7 @@ def draft(settings: Settings) -> Document:
         torch=torch.__version__,
         model=_facts(settings, loaded, groups),
         mesh=settings.mesh,
-        machine=MachineFacts(machine.name, machine.backend, machine.sources),
+        machine=MachineFacts(machine.name, backend, machine.sources),
         groups=group_facts(groups),
         memory=memory,
         traffic=folded(traffic),
@@ -64,9 +65,7 @@ def draft(settings: Settings) -> Document:
     )
 
 
-def _groups(
-    settings: Settings, loaded: Loaded, plugins: list[object]
-) -> tuple[PlannedGroup, ...]:
+def _groups(settings: Settings, loaded: Loaded, plugins: list[object]) -> tuple[PlannedGroup, ...]:
     """The model as the engine plans it."""
     model, mesh = built(loaded), settings.mesh.build("meta")
     make = tensor_parallel(settings, loaded, model)

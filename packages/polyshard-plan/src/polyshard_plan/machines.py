@@ -56,11 +56,15 @@ ASSUMED = (
     "assumed: matrix products reach 0.6 of the peak, 5 microseconds an operation, latencies of 10 "
     "(inside a host) and 25 microseconds; measure yours with --measure"
 )
-_DGX_H100 = "network: one 400 Gb/s ConnectX-7 a GPU, NVIDIA DGX H100/H200 User Guide, docs.nvidia.com/dgx"
+_DGX_H100 = (
+    "network: one 400 Gb/s ConnectX-7 a GPU, NVIDIA DGX H100/H200 User Guide, docs.nvidia.com/dgx"
+)
 _H100 = "NVIDIA H100 Tensor Core GPU, www.nvidia.com/en-us/data-center/h100 (SXM, dense)"
 _H200 = "NVIDIA H200 Tensor Core GPU, www.nvidia.com/en-us/data-center/h200 (SXM, dense)"
 _A100 = "NVIDIA A100 Tensor Core GPU, www.nvidia.com/en-us/data-center/a100 (80 GB SXM, dense)"
-_DGX_A100 = "network: one 200 Gb/s ConnectX-6 a GPU, NVIDIA DGX A100 User Guide, docs.nvidia.com/dgx"
+_DGX_A100 = (
+    "network: one 200 Gb/s ConnectX-6 a GPU, NVIDIA DGX A100 User Guide, docs.nvidia.com/dgx"
+)
 
 _HOPPER: Final[Mapping[str, float]] = MappingProxyType({"bfloat16": 989e12, "float32": 67e12})
 _AMPERE: Final[Mapping[str, float]] = MappingProxyType({"bfloat16": 312e12, "float32": 19.5e12})

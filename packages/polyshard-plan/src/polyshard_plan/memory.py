@@ -231,5 +231,7 @@ def _unsharded(groups: Sequence[PlannedGroup]) -> int:
 
 def _gradients(group: PlannedGroup) -> int:
     placed = group.plan.layout.parameters
-    trainable = [p.numel for p, said in zip(placed, group.parameters, strict=True) if said.trainable]
+    trainable = [
+        p.numel for p, said in zip(placed, group.parameters, strict=True) if said.trainable
+    ]
     return sum(trainable) * group.plan.dtypes.param.itemsize

@@ -125,9 +125,7 @@ def _demo(name: str) -> Loaded:
 def _transformers(name: str, settings: Settings) -> Loaded:
     config = config_of(name, settings.overrides)
     longest = int(getattr(config, "max_position_embeddings", None) or LONGEST)
-    return Loaded(
-        name, lambda: model_of(config), _masked, min(longest, LONGEST), "*transformers*"
-    )
+    return Loaded(name, lambda: model_of(config), _masked, min(longest, LONGEST), "*transformers*")
 
 
 def _masked(batch: int, sequence: int) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from polyshard_plan.settings import OptimizerName
+from polyshard_plan.settings import Backend, OptimizerName
 
 SHAPE, ENGINE, OUTPUT = "Model and mesh", "Engine and plugins", "Machine and output"
 
@@ -18,7 +18,9 @@ Model = Annotated[
 ]
 Mesh = Annotated[
     str,
-    typer.Option(help="Axes with sizes: dp=8, replicate=2,dp=4, dp=512,tp=8.", rich_help_panel=SHAPE),
+    typer.Option(
+        help="Axes with sizes: dp=8, replicate=2,dp=4, dp=512,tp=8.", rich_help_panel=SHAPE
+    ),
 ]
 Batch = Annotated[
     int,
@@ -100,6 +102,10 @@ Machine = Annotated[
     typer.Option(
         help="h100x8, h200x8, a100x8, or a file that --measure wrote.", rich_help_panel=OUTPUT
     ),
+]
+BackendOption = Annotated[
+    Backend | None,
+    typer.Option("--backend", help="gloo or nccl. Default: the machine's.", rich_help_panel=OUTPUT),
 ]
 Measure = Annotated[
     Path | None,

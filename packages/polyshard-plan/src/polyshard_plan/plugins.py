@@ -1,4 +1,4 @@
-"""Plugins of a plan: installed names, objects to import, and the shorthands of ``polyshard train``."""
+"""Plugins of a plan: installed names, objects to import, and shorthands."""
 
 from __future__ import annotations
 

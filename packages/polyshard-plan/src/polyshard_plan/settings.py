@@ -32,6 +32,7 @@ class Settings:
             of so many ranks; ``None`` frees all but the root.
         optimizer: whose state is counted.
         machine: name or file of the machine that time is estimated for.
+        backend: what ranks communicate over; ``None``: what the machine does.
         rank: whose bytes and memory are planned; ranks differ where sizes do not divide.
         overrides: fields of a transformers config.
         units: patterns of module names that become units; none: found.
@@ -50,6 +51,7 @@ class Settings:
     reshard: bool | int | None = None
     optimizer: OptimizerName = "adamw"
     machine: str = "h100x8"
+    backend: Backend | None = None
     rank: int = 0
     overrides: Mapping[str, object] = field(default_factory=dict)
     units: tuple[str, ...] = ()
@@ -68,7 +70,9 @@ class Settings:
                 f"--batch {near} would do"
             )
         if not 0 <= self.rank < self.mesh.ranks:
-            raise PlanError(f"--rank {self.rank}: ranks of this mesh are 0 to {self.mesh.ranks - 1}")
+            raise PlanError(
+                f"--rank {self.rank}: ranks of this mesh are 0 to {self.mesh.ranks - 1}"
+            )
 
     @property
     def local_batch(self) -> int:

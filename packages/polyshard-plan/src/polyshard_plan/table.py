@@ -160,7 +160,10 @@ def _claims(document: Document) -> Iterator[Text]:
     facts: dict[str, list[str]] = {}
     for group in document.groups:
         roles = ", ".join(f"{role} {who}" for role, who in group.claims.items())
-        for fact in (f"transport {group.transport}, {roles}", *map("plugin {}".format, group.plugins)):
+        for fact in (
+            f"transport {group.transport}, {roles}",
+            *map("plugin {}".format, group.plugins),
+        ):
             facts.setdefault(fact, []).append(group.name)
     for fact, names in facts.items():
         where = "" if len(names) == len(document.groups) else f" [{', '.join(names)}]"

@@ -71,9 +71,7 @@ def _replicas(group: PlannedGroup, axis: str, ranks: int) -> Transfer:
     if payload is not None:
         sent = (ranks - 1) * payload
         codec = plan.roles.exclusive["reduce codec"]
-        return Transfer(
-            plan.name, "all-gather", axis, "backward", 1, sent, codec, False, payload
-        )
+        return Transfer(plan.name, "all-gather", axis, "backward", 1, sent, codec, False, payload)
     payload = plan.layout.shard_numel * plan.dtypes.reduce.itemsize
     sent = Collective("all-reduce", ranks, payload).sent_bytes
     return Transfer(plan.name, "all-reduce", axis, "backward", 1, sent, "native", False, payload)

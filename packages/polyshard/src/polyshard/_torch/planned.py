@@ -1,9 +1,10 @@
 """Ranks that are not there: one process that plans for many, over torch's fake process group.
 
 [Note: planned ranks]
-torch's fake backend moves nothing, so that one process can be any rank of a world of any size. Plans
-depend on the backend, though: point to point or collectives, padded or not. So it is registered once
-more under a name for each backend that it stands for, and what chooses a transport looks there.
+torch's fake backend moves nothing, so that one process can be any rank of a world of any size.
+Plans depend on the backend, though: point to point or collectives, padded or not. So it is
+registered once more under a name for each backend that it stands for, and what chooses a transport
+looks there.
 """
 
 from __future__ import annotations
