@@ -31,6 +31,8 @@ class Cost:
     """Activations that autograd keeps from forward to backward."""
     input_bytes: int = 0
     """Activations that it is given."""
+    has_backward: bool = True
+    """Whether gradients reach it: those of its parameters, or of what it is given."""
     forward: Account = field(default_factory=Account)
     backward: Account = field(default_factory=Account)
 
@@ -112,7 +114,9 @@ class _Run:
                 for tensor in self._before:
                     if tensor.requires_grad:
                         tensor.backward(torch.empty_like(tensor))
-        return Probe(self._costs, Cost(_total(saved, self._still), 0, forward, backward), tail)
+        return Probe(
+            self._costs, Cost(_total(saved, self._still), 0, True, forward, backward), tail
+        )
 
     def _measure(
         self, unit: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
@@ -133,7 +137,7 @@ class _Run:
         for parameter in unit.parameters():
             parameter.grad = None
         result = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), out)
-        return Cost(total, given, forward, backward), result
+        return Cost(total, given, bool(wanted), forward, backward), result
 
     @contextmanager
     def _saving(self) -> Iterator[dict[int, int]]:

@@ -38,20 +38,20 @@ def traffic_of(
     groups: Sequence[PlannedGroup], found: Probe, mesh: MeshSpec
 ) -> tuple[Transfer, ...]:
     """Every transfer of a step: the engine's for each group, then the model's own."""
-    made = [transfer for group in groups for transfer in _group(group, mesh)]
+    made = [transfer for group in groups for transfer in _group(group, found, mesh)]
     for name, cost in (("", found.root), *found.units.items()):
         made += _own(name, cost, mesh)
     return tuple(made)
 
 
-def _group(group: PlannedGroup, mesh: MeshSpec) -> Iterator[Transfer]:
+def _group(group: PlannedGroup, found: Probe, mesh: MeshSpec) -> Iterator[Transfer]:
     plan, axis = group.plan, mesh.name("shard")
     trains = any(p.trainable for p in group.parameters)
     if plan.layout.world_size > 1:
         payer = "native" if plan.payloads.gather is None else plan.roles.gather_codec
         sent = plan.gather_bytes
         yield Transfer(plan.name, "all-gather", axis, "forward", 1, sent, payer, True)
-        if plan.reshard_after_forward:
+        if plan.reshard_after_forward and found.units.get(group.unit, found.root).has_backward:
             again = plan.regather_bytes
             yield Transfer(plan.name, "all-gather", axis, "backward", 1, again, payer, True)
         if trains:

@@ -20,6 +20,11 @@ def uneven() -> LanguageModel:
     )
 
 
+def small() -> LanguageModel:
+    """No buffer of a group reaches a mebibyte."""
+    return LanguageModel(ModelSettings(width=96, layers=4, heads=2, hidden=255, sequence=256))
+
+
 def divided() -> LanguageModel:
     """What tensor parallelism can cut."""
     return LanguageModel(

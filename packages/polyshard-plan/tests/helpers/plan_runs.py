@@ -61,6 +61,38 @@ def counted_replicas() -> Iterator[list[int]]:
         yield found
 
 
+def measured_peak(rank: int, size: int, settings: Settings) -> int:
+    """Bytes that a steady step of a real run takes from the allocator at most, beside what rests.
+
+    Every buffer of the model must be small: large ones are mapped, and seen by no allocator.
+    """
+    del rank, size
+    model = plan_models.small()
+    mesh = settings.mesh.build("cpu")
+    policy = MixedPrecisionPolicy()
+    if settings.bf16:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=settings.reshard)
+    tokens = torch.zeros(settings.local_batch, settings.sequence, dtype=torch.int64)
+
+    def step() -> None:
+        model.zero_grad()
+        logits = model(tokens)
+        F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()
+
+    for _ in range(3):
+        step()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    allocated = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            allocated += event.nbytes()
+            peak = max(peak, allocated)
+    return peak
+
+
 def sent_in_a_step(rank: int, size: int, settings: Settings, factory: str) -> dict[str, Any]:
     """What the second step of a real run sent from this rank: by group, to replicas, by the model."""
     del size
