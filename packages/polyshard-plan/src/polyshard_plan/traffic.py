@@ -38,20 +38,33 @@ def traffic_of(
     groups: Sequence[PlannedGroup], found: Probe, mesh: MeshSpec
 ) -> tuple[Transfer, ...]:
     """Every transfer of a step: the engine's for each group, then the model's own."""
-    made = [transfer for group in groups for transfer in _group(group, found, mesh)]
+    alone = _left_alone(found)
+    made = [t for group in groups for t in _group(group, group.unit in alone, mesh)]
     for name, cost in (("", found.root), *found.units.items()):
         made += _own(name, cost, mesh)
     return tuple(made)
 
 
-def _group(group: PlannedGroup, found: Probe, mesh: MeshSpec) -> Iterator[Transfer]:
+def _left_alone(found: Probe) -> set[str]:
+    """Units that a backward does not gather: no gradient reaches them, nor the unit after them.
+
+    While a unit's backward runs, the one before it in the order of forwards is gathered, whether
+    gradients will reach it or not.
+    """
+    names = [*found.units, ""]
+    reached = [cost.has_backward for cost in (*found.units.values(), found.root)]
+    pairs = zip(names[:-1], reached[:-1], reached[1:], strict=True)
+    return {name for name, own, following in pairs if not (own or following)}
+
+
+def _group(group: PlannedGroup, is_alone: bool, mesh: MeshSpec) -> Iterator[Transfer]:
     plan, axis = group.plan, mesh.name("shard")
     trains = any(p.trainable for p in group.parameters)
     if plan.layout.world_size > 1:
         payer = "native" if plan.payloads.gather is None else plan.roles.gather_codec
         sent = plan.gather_bytes
         yield Transfer(plan.name, "all-gather", axis, "forward", 1, sent, payer, True)
-        if plan.reshard_after_forward and found.units.get(group.unit, found.root).has_backward:
+        if plan.reshard_after_forward and not is_alone:
             again = plan.regather_bytes
             yield Transfer(plan.name, "all-gather", axis, "backward", 1, again, payer, True)
         if trains:

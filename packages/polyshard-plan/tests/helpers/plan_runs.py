@@ -94,7 +94,7 @@ def measured_peak(rank: int, size: int, settings: Settings) -> int:
 
 
 def sent_in_a_step(rank: int, size: int, settings: Settings, factory: str) -> dict[str, Any]:
-    """What the second step of a real run sent from this rank: by group, to replicas, by the model."""
+    """What the last step of a run sent from this rank: by group, to replicas, by the model."""
     del size
     model = plan_models.factories()[factory]()
     mesh = settings.mesh.build("cpu")
@@ -119,18 +119,18 @@ def sent_in_a_step(rank: int, size: int, settings: Settings, factory: str) -> di
     fully_shard(model, **keywords)
     tokens = torch.zeros(settings.local_batch, plan_models.SEQUENCE, dtype=torch.int64)
     before: dict[str, int] = {}
-    summed: list[int] = []
+    sums: list[int] = []
     own = Collectives()
     for _ in range(STEPS):
         before = {name: t.sent_bytes for name, t in stats(model).groups.items()}
         own.payload_bytes = 0
-        with counted_replicas() as summed, own:
+        with counted_replicas() as sums, own:
             logits = model(tokens)
             F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()
     after = {name: t.sent_bytes for name, t in stats(model).groups.items()}
     return {
         "rank": rank,
         "groups": {name: after[name] - before[name] for name in after},
-        "replicas": sum(summed),
+        "replicas": sum(sums),
         "own": own.payload_bytes,
     }
