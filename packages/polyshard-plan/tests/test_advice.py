@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from torch import nn
 
 from polyshard_plan import Document, Settings, draft, parse_mesh
+from polyshard_plan.machines import MACHINES, Link, save_machine
 
 DEMO = Settings(model="demo:small", mesh=parse_mesh("dp=2"), batch=16)
 
 
 def codes(document: Document) -> set[str]:
     return {notice.code for notice in document.notices}
-
-
-def odd_vocabulary() -> nn.Module:
-    return nn.Sequential(nn.Embedding(50257, 8), nn.ModuleList([nn.Linear(8, 8)]))
 
 
 def test_a_plan_without_trouble_warns_of_none_of_it() -> None:
@@ -31,24 +28,37 @@ def test_too_many_ranks_make_tiny_shards_and_padding() -> None:
 
 
 def test_odd_vocabularies() -> None:
-    document = draft(Settings(model="test_advice:odd_vocabulary", mesh=parse_mesh("dp=2")))
+    document = draft(Settings(model="plan_models:odd_vocabulary", mesh=parse_mesh("dp=2")))
     (notice,) = (n for n in document.notices if n.code == "odd-vocabulary")
     assert "50,257 rows" in notice.message
     assert "50,304 rows" in notice.message
 
 
 def test_one_unit_holds_all() -> None:
-    whole = draft(Settings(model="test_advice:one_layer", mesh=parse_mesh("dp=2")))
+    whole = draft(Settings(model="plan_models:one_layer", mesh=parse_mesh("dp=2")))
     assert "one-unit" in codes(whole)
 
 
-def one_layer() -> nn.Module:
-    return nn.Linear(64, 64)
-
-
-def test_codecs_that_do_not_pay() -> None:
+def test_codecs_are_weighed_against_the_link(tmp_path: Path) -> None:
     pytest.importorskip("polyshard_quantized")
-    fast = draft(replace(DEMO, quantize="int8"))
-    assert "codec-below-break-even" in codes(fast) or "codec-without-effect" in codes(fast)
+    path = tmp_path / "machine.json"
+    slow_memory = replace(MACHINES["h100x8"], memory_bytes_per_second=1e9)
+    save_machine(slow_memory, path)
+    quantized = replace(DEMO, quantize="int8", machine=str(path))
+    assert "codec-below-break-even" in codes(draft(quantized))
+    save_machine(replace(slow_memory, inside=Link(1e7, 0.0)), path)
+    assert "codec-below-break-even" not in codes(draft(quantized))
+
+
+def test_codecs_without_effect() -> None:
+    pytest.importorskip("polyshard_quantized")
     tiny = draft(replace(DEMO, model="demo:tiny", quantize="int8"))
     assert "codec-without-effect" in codes(tiny)
+
+
+def test_what_does_not_fit_a_device(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    save_machine(replace(MACHINES["h100x8"], memory_bytes=1 << 20), path)
+    document = draft(replace(DEMO, machine=str(path)))
+    (notice,) = (n for n in document.notices if n.code == "memory")
+    assert "1.0 MiB of a device" in notice.message

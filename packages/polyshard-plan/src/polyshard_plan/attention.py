@@ -55,4 +55,5 @@ class FlashAttention(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
-        return _Attention.apply(given["query"], given["key"], given["value"], self._recorder)
+        inputs = (given["query"], given["key"], given["value"])
+        return _Attention.apply(*inputs, self._recorder)  # type: ignore[no-untyped-call]

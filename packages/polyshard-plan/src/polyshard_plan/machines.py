@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -143,5 +143,5 @@ def load_machine(name: str) -> Machine:
 
 def save_machine(machine: Machine, path: Path) -> None:
     """Write ``machine`` to where :func:`load_machine` finds it."""
-    plain = asdict(machine)
+    plain = asdict(replace(machine, flops_per_second=dict(machine.flops_per_second)))
     path.write_text(json.dumps(plain, indent=2) + "\n", "utf-8")

@@ -163,7 +163,8 @@ def _gradient_bytes(model: nn.Module) -> int:
 
 
 def _storage(tensor: Tensor) -> int:
-    return local_of(tensor.detach()).untyped_storage()._cdata
+    found: int = local_of(tensor.detach()).untyped_storage()._cdata
+    return found
 
 
 def _total(saved: Mapping[int, int], still: set[int]) -> int:

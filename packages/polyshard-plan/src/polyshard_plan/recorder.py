@@ -76,7 +76,7 @@ class Recorder(TorchDispatchMode):
     """Books every operation on the account in use."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._account: Account | None = None
         self._alive = 0
         self._base = 0

@@ -40,6 +40,14 @@ def frozen() -> LanguageModel:
     return model
 
 
+def odd_vocabulary() -> nn.Module:
+    return nn.Sequential(nn.Embedding(50257, 8), nn.Linear(8, 8))
+
+
+def one_layer() -> nn.Module:
+    return nn.Linear(64, 64)
+
+
 def raising() -> nn.Module:
     raise RuntimeError("the factory's own trouble")
 

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from polyshard import MixedPrecisionPolicy, fully_shard, stats
 from polyshard.exchange import replicas
+from polyshard.transport import sums
 from polyshard_plan.plugins import make_plugins
 from polyshard_plan.settings import Settings
 
@@ -45,7 +46,7 @@ class Collectives(TorchDispatchMode):
 def counted_replicas() -> Iterator[list[int]]:
     """Bytes that each sum over replicas is given."""
     found: list[int] = []
-    all_reduce, all_gather = replicas.all_reduce, replicas.all_gather
+    all_reduce, all_gather = sums.all_reduce, sums.all_gather
 
     def reduced(values: Tensor, *rest: Any) -> None:
         found.append(values.nbytes)
@@ -119,18 +120,19 @@ def sent_in_a_step(rank: int, size: int, settings: Settings, factory: str) -> di
     fully_shard(model, **keywords)
     tokens = torch.zeros(settings.local_batch, plan_models.SEQUENCE, dtype=torch.int64)
     before: dict[str, int] = {}
-    sums: list[int] = []
-    own = Collectives()
+    summed = 0
+    own = Collectives()  # type: ignore[no-untyped-call]
     for _ in range(STEPS):
         before = {name: t.sent_bytes for name, t in stats(model).groups.items()}
         own.payload_bytes = 0
-        with counted_replicas() as sums, own:
+        with counted_replicas() as given, own:
             logits = model(tokens)
             F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()
+        summed = sum(given)
     after = {name: t.sent_bytes for name, t in stats(model).groups.items()}
     return {
         "rank": rank,
         "groups": {name: after[name] - before[name] for name in after},
-        "replicas": sum(sums),
+        "replicas": summed,
         "own": own.payload_bytes,
     }
