@@ -79,17 +79,15 @@ def _too_large(case: Case) -> Iterator[Notice]:
 
 def _tiny_shards(case: Case) -> Iterator[Notice]:
     for group in case.groups:
-        tiny = [
-            p
-            for p in group.parameters
-            if len(p.shape) > 1 and p.elements >= TINY_ELEMENTS and p.local_elements < TINY_ELEMENTS
-        ]
+        world = group.plan.layout.world_size
+        matrices = [p for p in group.parameters if len(p.shape) > 1]
+        tiny = [p for p in matrices if p.elements // world < TINY_ELEMENTS <= p.elements]
         if tiny:
             yield Notice(
                 "tiny-shards",
-                f"{len(tiny)} matrices of a unit have shards of fewer than {TINY_ELEMENTS} "
-                f"elements, such as {pattern(tiny[0].name)} with {tiny[0].local_elements}; shard "
-                "over fewer ranks and replicate (HSDP)",
+                f"{len(tiny)} matrices of a unit leave fewer than {TINY_ELEMENTS} elements to a "
+                f"rank, such as {pattern(tiny[0].name)} with {tiny[0].elements:,} over {world}; "
+                "shard over fewer ranks and replicate (HSDP)",
             )
 
 
@@ -111,13 +109,13 @@ def _codecs(case: Case) -> Iterator[Notice]:
     for group in case.groups:
         plan, name = group.plan, pattern(group.plan.name)
         native = native_gather_bytes(plan)
-        if plan.payloads.gather is None or not native:
+        if plan.roles.gather_codec == "native" or not native:
             continue
-        if plan.gather_bytes >= native * 0.95:
+        if plan.payloads.gather is None or plan.gather_bytes >= native * 0.95:
             yield Notice(
                 "codec-without-effect",
-                f"{name}: the codec sends {readable(plan.gather_bytes)} where {readable(native)} "
-                "would travel without it; its parameters are too small or excluded",
+                f"{name}: {readable(plan.gather_bytes)} travel with the codec, and "
+                f"{readable(native)} would without it; parameters are too small or excluded",
             )
             continue
         link = link_of(case.mesh.name("shard"), case.mesh, case.machine)

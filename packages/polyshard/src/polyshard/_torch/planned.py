@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Literal
 
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
 
 PREFIX = "fake-"
 DEVICES = ["cpu", "cuda", "meta"]
@@ -36,6 +35,9 @@ def planned_ranks(ranks: int, backend: Planned, rank: int = 0) -> Iterator[None]
         backend: what they would communicate over.
         rank: which of them to be.
     """
+    # Late, because whoever does not plan needs nothing of torch's tests.
+    from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
+
     name = f"{PREFIX}{backend}"
     if not hasattr(dist.Backend, name.upper()):
         dist.Backend.register_backend(name, _create_fake_pg, extended_api=True, devices=DEVICES)
@@ -44,3 +46,18 @@ def planned_ranks(ranks: int, backend: Planned, rank: int = 0) -> Iterator[None]
         yield
     finally:
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Have ``DTensor`` work out anew what it does on meshes equal to those that are gone.
+
+    It remembers answers by meshes, which are equal for equal ranks: answers name process groups and
+    the rows of the rank that this process was.
+    """
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    remembered = getattr(_redistribute, "_gen_transform_infos", None)
+    if hasattr(remembered, "cache_clear"):  # not with every torch
+        remembered.cache_clear()
