@@ -22,9 +22,8 @@ PROGRAM = """
 import json, resource, sys, time
 begin = time.perf_counter()
 from polyshard_plan import Settings, draft, parse_mesh
-settings = Settings(
-    model="LlamaConfig", mesh=parse_mesh("dp=512,tp=8"), overrides=json.loads(sys.argv[1]), bf16=True
-)
+mesh, fields = parse_mesh("dp=512,tp=8"), json.loads(sys.argv[1])
+settings = Settings(model="LlamaConfig", mesh=mesh, overrides=fields, bf16=True)
 document = json.loads(draft(settings).to_json())
 document["seconds"] = time.perf_counter() - begin
 document["kibibytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

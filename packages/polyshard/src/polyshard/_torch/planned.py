@@ -59,5 +59,6 @@ def _forget_meshes() -> None:
 
     debug._clear_sharding_prop_cache()
     remembered = getattr(_redistribute, "_gen_transform_infos", None)
-    if hasattr(remembered, "cache_clear"):  # not with every torch
-        remembered.cache_clear()
+    clear = getattr(remembered, "cache_clear", None)
+    if clear is not None:  # not with every torch
+        clear()
