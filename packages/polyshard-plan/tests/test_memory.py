@@ -67,10 +67,21 @@ def test_activations_are_those_that_autograd_saves() -> None:
     real = saved_by_torch(model, torch.zeros(2, 256, dtype=torch.int64))
     planned = plan_models.small().to("meta")
     tokens = torch.zeros(2, 256, dtype=torch.int64, device="meta")
-    found = probe(planned, units_of(planned), tokens, None)
+    found = probe(planned, units_of(planned), tokens)
     total = found.root.saved_bytes + sum(cost.saved_bytes for cost in found.units.values())
     assert not found.problem
     assert total == pytest.approx(real, rel=0.02)
+
+
+def test_mixed_precision_reaches_what_tensor_parallelism_cuts() -> None:
+    pytest.importorskip("polyshard_tensor_parallel")
+    one = Settings(model="demo:tiny", mesh=parse_mesh("dp=2,tp=2"), sequence=64)
+    wide, narrow = (
+        {t.unit: t.payload_bytes for t in draft(s).traffic if t.axis == "tp"}
+        for s in (one, replace(one, bf16=True))
+    )
+    # Sums over ranks of what a block adds to its input: 2 x [1, 64, 32] in backward and forward.
+    assert narrow["blocks.*"] * 2 == wide["blocks.*"]
 
 
 @pytest.mark.once

@@ -36,7 +36,7 @@ def predicted(document: Document) -> dict[str, int]:
 
 def folded(groups: dict[str, int]) -> dict[str, int]:
     found: dict[str, int] = {}
-    for name, sent in groups.items():
+    for name, sent in ((name, sent) for name, sent in groups.items() if sent):
         label = "blocks.*" if name.startswith("blocks.") else name
         found[label] = found.get(label, 0) + sent
     return found

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from polyshard.__about__ import __version__
 from polyshard._torch.planned import planned_ranks
@@ -22,7 +25,7 @@ from polyshard_plan.memory import memory_of
 from polyshard_plan.model import Loaded, built, load_model
 from polyshard_plan.planning import PlannedGroup, policy_of, shard
 from polyshard_plan.plugins import make_plugins, tensor_parallel, tiers_of
-from polyshard_plan.probing import Cost, Probe, probe
+from polyshard_plan.probing import Cost, Probe, cast_parameters, probe
 from polyshard_plan.settings import Settings
 from polyshard_plan.timing import time_of
 from polyshard_plan.traffic import traffic_of
@@ -78,17 +81,27 @@ def _probed(settings: Settings, loaded: Loaded) -> Probe:
     """The model as it computes: the same tensor-parallel plan, nothing sharded."""
     # DTensor asks the mesh's device for its neighbours, which the meta device knows nothing of.
     model, mesh = built(loaded), settings.mesh.build("cpu")
+    cast_parameters(model, policy_of(settings).param_dtype)
     make = tensor_parallel(settings, loaded, model)
     if make is not None:
         _applied(make(mesh[settings.mesh.name("tensor")]), model)
     sequence = settings.sequence or loaded.sequence
     try:
         with torch.device("meta"):
-            inputs = loaded.inputs(settings.local_batch, sequence)
+            inputs = _cast(loaded.inputs(settings.local_batch, sequence), settings)
     except Exception as error:
         return Probe({}, Cost(), problem=f"its inputs: {type(error).__name__}: {error}")
-    param_dtype = policy_of(settings).param_dtype
-    return probe(model, units_of(model, settings.units), inputs, param_dtype)
+    return probe(model, units_of(model, settings.units), inputs)
+
+
+def _cast(inputs: Any, settings: Settings) -> Any:
+    """Floating-point inputs in the dtype of compute, as the root casts them."""
+    dtype = policy_of(settings).param_dtype
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return inputs if dtype is None else tree_map_only(Tensor, cast, inputs)
 
 
 def _applied(plugin: object, model: nn.Module) -> object:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from polyshard_plan.attention import FlashAttention
 from polyshard_plan.recorder import Account, Recorder, alike, leaves_of, local_of
 
-__all__ = ["Cost", "Probe", "probe"]
+__all__ = ["Cost", "Probe", "cast_parameters", "probe"]
 
 
 @dataclass(frozen=True)
@@ -49,21 +49,21 @@ class Probe:
     """Why nothing is known, if the model did not run."""
 
 
-def probe(
-    model: nn.Module, units: Mapping[str, nn.Module], inputs: Any, param_dtype: torch.dtype | None
-) -> Probe:
+def cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Have ``model`` compute as mixed precision does; before its parameters become ``DTensor`` s."""
+    for parameter in model.parameters():
+        if dtype is not None and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def probe(model: nn.Module, units: Mapping[str, nn.Module], inputs: Any) -> Probe:
     """Run ``model`` (meta device, not sharded) once on ``inputs``.
 
     Args:
-        model: is changed: parameters take ``param_dtype``, and units hand out recorded shapes.
+        model: is changed: units hand out recorded shapes.
         units: by name.
         inputs: a tensor, a tuple of them, or a mapping of keyword arguments.
-        param_dtype: floating-point parameters and inputs are cast to it, as mixed precision does.
     """
-    if param_dtype is not None:
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(param_dtype)
     run = _Run(model)
     for name, unit in units.items():
         run.wrap(name, unit)
