@@ -50,7 +50,7 @@ class Probe:
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Have ``model`` compute as mixed precision does; before its parameters become ``DTensor`` s."""
+    """Have ``model`` compute in ``dtype``; before tensor parallelism, which keeps what it finds."""
     for parameter in model.parameters():
         if dtype is not None and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
