@@ -46,8 +46,10 @@ def test_405b_is_planned_in_two_gibibytes() -> None:
     assert found["model"]["parameters"] == 126 * block + 2 * 128256 * 16384 + 16384
     (layers,) = (g for g in found["groups"] if g["name"] == "model.layers.*")
     assert layers["count"] == 126
-    # Matrices are cut by both axes, norms by one of them.
-    matrices = 16384 * (2 * 16384 + 2 * 1024 + 3 * 53248) // 4096
-    assert layers["shard_bytes"] - layers["padding_bytes"] == 4 * (matrices + 2 * 16384 // 512)
+    # Rank 0: 4 rows of queries, one of keys and of values (128 rows for 512 ranks), 32 of outputs;
+    # 13 of gate and up, 32 of down; 32 of each norm.
+    wide = 16384 * (4 + 2 + 2 * 13)
+    narrow = 32 * (16384 // 8 + 53248 // 8)
+    assert layers["shard_bytes"] - layers["padding_bytes"] == 4 * (wide + narrow + 2 * 32)
     assert found["timing"]["step_seconds"] > 0
     assert not [n for n in found["notices"] if n["code"] == "no-activations"]
