@@ -18,7 +18,7 @@ __all__ = ["Case", "Notice", "advice_for"]
 TINY_ELEMENTS = 256
 """A shard of a matrix below this many elements is mostly the cost of moving it."""
 MUCH_PADDING = 0.05
-FEW_MILLISECONDS = 50e-6
+SHORT_SECONDS = 50e-6
 """A gather whose bytes take less than this, in seconds, is mostly latency."""
 LARGE_PART = 0.4
 VOCABULARY_MULTIPLE = 64
@@ -136,11 +136,11 @@ def _group_sizes(case: Case) -> Iterator[Notice]:
     units = [group for group in case.groups if not group.is_root]
     for group in units:
         seconds = group.plan.gather_bytes / link.bytes_per_second
-        if group.plan.layout.world_size > 1 and seconds < FEW_MILLISECONDS:
+        if group.plan.layout.world_size > 1 and seconds < SHORT_SECONDS:
             yield Notice(
                 "small-unit",
                 f"{pattern(group.plan.name)}: a gather of {readable(group.plan.gather_bytes)} "
-                f"takes {seconds * 1e6:.0f} microseconds and is mostly latency; make larger units "
+                f"takes {seconds * 1e6:.1f} microseconds and is mostly latency; make larger units "
                 "with --units",
             )
     for group in case.groups:

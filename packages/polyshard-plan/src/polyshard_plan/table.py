@@ -15,6 +15,8 @@ from polyshard_plan.planning import Cut, PlannedParameter
 __all__ = ["show"]
 
 WIDTH = 80
+LONGEST = 240
+"""Characters of what is said of a plugin."""
 
 
 def show(document: Document, console: Console, *, parameters: bool = False) -> None:
@@ -167,4 +169,5 @@ def _claims(document: Document) -> Iterator[Text]:
             facts.setdefault(fact, []).append(group.name)
     for fact, names in facts.items():
         where = "" if len(names) == len(document.groups) else f" [{', '.join(names)}]"
-        yield Text(f"{fact}{where}", style="dim")
+        shown = fact if len(fact) <= LONGEST else f"{fact[:LONGEST]}... (all of it with --json)"
+        yield Text(f"{shown}{where}", style="dim")
