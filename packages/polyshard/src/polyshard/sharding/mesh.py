@@ -123,10 +123,10 @@ class MeshRoles:
 
     @cached_property
     def device(self) -> torch.device:
-        """The device this rank computes on."""
+        """The device this rank computes on; ``meta`` on a mesh that is only planned for."""
         kind = self.mesh.device_type
-        if kind == "cpu":
-            return torch.device("cpu")
+        if kind in {"cpu", "meta"}:
+            return torch.device(kind)
         return torch.device(kind, torch.get_device_module(kind).current_device())
 
     def describe(self) -> str:

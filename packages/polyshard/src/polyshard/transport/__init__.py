@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from polyshard._torch.newer import backend_of
+from polyshard._torch.planned import stands_for
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport.base import (
     Extents,
@@ -41,10 +42,16 @@ __all__ = [
 
 
 def choose_transport(roles: MeshRoles, device: torch.device) -> Transport:
-    """The way that suits the shard axis: nothing, point-to-point on gloo, or collectives."""
+    """The way that suits the shard axis: nothing, point-to-point on gloo, or collectives.
+
+    Ranks that are only planned for get what real ones would.
+    """
     if roles.shard_size == 1:
         return LocalTransport()
     group = roles.shard_group
+    planned = stands_for(backend_for(group, device))
+    if planned == dist.Backend.GLOO:
+        return GlooTransport(group)
     if device.type == "cpu" and backend_for(group, device) == dist.Backend.GLOO:
         return GlooTransport(group)
     return CollectiveTransport(group, device)

@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from polyshard._torch.newer import backend_of, coalesces
+from polyshard._torch.planned import stands_for
 from polyshard._torch.private import coalescing, shared_group
 from polyshard.memory.streams import Lane, Lanes
 from polyshard.transport.base import (
@@ -126,9 +127,11 @@ class CollectiveTransport(Transport):
         self.reduce_group = group
         self.rank = group.rank()
         self.size = group.size()
-        self.name = f"{backend_of(group, device)}-collectives"
+        backend = backend_of(group, device)
+        planned = stands_for(backend)
+        self.name = f"{planned or backend}-collectives"
         self._device = device
-        self.coalesces = coalesces(group, device)
+        self.coalesces = planned == dist.Backend.NCCL or coalesces(group, device)
         self._lanes = Lanes()
 
     @property

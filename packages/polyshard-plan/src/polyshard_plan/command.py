@@ -1,0 +1,115 @@
+"""``polyshard plan``: options to settings, a document to a table or JSON, errors to one message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+
+from polyshard_plan import options
+from polyshard_plan.drafting import draft
+from polyshard_plan.errors import PlanError
+from polyshard_plan.machines import save_machine
+from polyshard_plan.measuring import measure
+from polyshard_plan.mesh import parse_mesh
+from polyshard_plan.settings import Settings
+from polyshard_plan.table import WIDTH, show
+
+__all__ = ["plan"]
+
+USAGE_EXIT = 2
+
+
+def plan(  # noqa: PLR0913 (typer: an option is a parameter)
+    model: options.Model = "demo",
+    *,
+    mesh: options.Mesh = "dp=8",
+    batch: options.Batch = Settings.batch,
+    sequence: options.Sequence = Settings.sequence,
+    fields: options.Fields = None,
+    units: options.Units = None,
+    inputs: options.Inputs = Settings.inputs,
+    plugins: options.Plugins = "",
+    quantize: options.Quantize = Settings.quantize,
+    offload: options.Offload = Settings.offload,
+    tp_plan: options.TpPlan = Settings.tp_plan,
+    bf16: options.Bf16 = Settings.bf16,
+    reshard: options.Reshard = "auto",
+    optimizer: options.Optimizer = Settings.optimizer,
+    rank: options.Rank = Settings.rank,
+    machine: options.Machine = Settings.machine,
+    backend: options.BackendOption = Settings.backend,
+    measure_to: options.Measure = None,
+    parameters: options.Parameters = False,
+    as_json: options.Json = False,
+) -> None:
+    """Say what a training step will need, without running it: memory, traffic, time.
+
+    No accelerator and no other rank is needed; nothing is computed.
+    """
+    with _told_in_one_message():
+        if measure_to is not None:
+            save_machine(measure(), measure_to)
+            machine = str(measure_to)
+        settings = Settings(
+            model=model,
+            mesh=parse_mesh(mesh),
+            batch=batch,
+            sequence=sequence,
+            overrides=_overrides(fields or ()),
+            units=tuple(units or ()),
+            inputs=inputs,
+            plugins=tuple(name.strip() for name in plugins.split(",") if name.strip()),
+            quantize=quantize,
+            offload=offload,
+            tp_plan=tp_plan,
+            bf16=bf16,
+            reshard=_reshard(reshard),
+            optimizer=optimizer,
+            rank=rank,
+            machine=machine,
+            backend=backend,
+        )
+        document = draft(settings)
+    if as_json:
+        typer.echo(document.to_json())
+        return
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    show(document, console, parameters=parameters)
+
+
+@contextmanager
+def _told_in_one_message() -> Iterator[None]:
+    try:
+        yield
+    except PlanError as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        raise typer.Exit(USAGE_EXIT) from None
+
+
+def _overrides(given: Sequence[str]) -> dict[str, object]:
+    """``field=value``, where the value is JSON or a plain word."""
+    found: dict[str, object] = {}
+    for text in given:
+        field, equals, value = text.partition("=")
+        if not equals or not field:
+            raise PlanError(f"--set {text}: write field=value, as num_hidden_layers=4")
+        try:
+            found[field] = json.loads(value)
+        except ValueError:
+            found[field] = value
+    return found
+
+
+def _reshard(text: str) -> bool | int | None:
+    words: dict[str, bool | None] = {"auto": None, "yes": True, "no": False}
+    if text in words:
+        return words[text]
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise PlanError(f"--reshard {text}: write auto, yes, no, or a number of ranks such as 8")

@@ -1,0 +1,198 @@
+"""What a step computes: activations, arithmetic and the model's own collectives, unit by unit.
+
+The model runs forward and backward on the meta device. Units that are alike (class, shapes of
+parameters and inputs) run once: the others hand out shapes like those of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map_only
+
+from polyshard_plan.attention import FlashAttention
+from polyshard_plan.recorder import Account, Recorder, alike, leaves_of, local_of
+
+__all__ = ["Cost", "Probe", "cast_parameters", "probe"]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One unit's forward and backward on one rank, in bytes and operations."""
+
+    saved_bytes: int = 0
+    """Activations that autograd keeps from forward to backward."""
+    input_bytes: int = 0
+    """Activations that it is given."""
+    has_backward: bool = True
+    """Whether gradients reach it: those of its parameters, or of what it is given."""
+    forward: Account = field(default_factory=Account)
+    backward: Account = field(default_factory=Account)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Costs of all units by name, in the order they run, and of what the root does around them."""
+
+    units: Mapping[str, Cost]
+    root: Cost
+    tail_gradient_bytes: int = 0
+    """Of the root's parameters behind the last unit: they are there before all others."""
+    problem: str = ""
+    """Why nothing is known, if the model did not run."""
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Have ``model`` compute in ``dtype``; before tensor parallelism, which keeps what it finds."""
+    for parameter in model.parameters():
+        if dtype is not None and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def probe(model: nn.Module, units: Mapping[str, nn.Module], inputs: Any) -> Probe:
+    """Run ``model`` (meta device, not sharded) once on ``inputs``.
+
+    Args:
+        model: is changed: units hand out recorded shapes.
+        units: by name.
+        inputs: a tensor, a tuple of them, or a mapping of keyword arguments.
+    """
+    run = _Run(model)
+    for name, unit in units.items():
+        run.wrap(name, unit)
+    try:
+        return run(inputs)
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        return Probe({}, Cost(), problem=f"{type(error).__name__}: {first}")
+
+
+class _Run:
+    """One forward and backward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._recorder = Recorder()
+        self._still = {local_of(t).untyped_storage()._cdata for t in _resting(model)}
+        self._recorder.know(_resting(model))
+        self._known: dict[object, tuple[Cost, Any]] = {}
+        self._costs: dict[str, Cost] = {}
+        self._before: list[Tensor] = []
+
+    def wrap(self, name: str, unit: nn.Module) -> None:
+        """Have ``unit`` be measured, or be told apart from none."""
+        original = unit.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            key = (type(unit), _shapes(unit.named_parameters()), _signature((args, kwargs)))
+            if key not in self._known:
+                self._before += [t for t in leaves_of((args, kwargs)) if t.grad_fn is not None]
+                self._known[key] = self._measure(unit, original, args, kwargs)
+            self._costs[name], out = self._known[key]
+            return tree_map_only(Tensor, alike, out)
+
+        unit.forward = forward
+
+    def __call__(self, inputs: Any) -> Probe:
+        """Run the model: units on accounts of their own, the rest on the root's."""
+        forward, backward = Account(), Account()
+        args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (_tuple(inputs), {})
+        self._recorder.know(leaves_of(inputs))
+        with self._recorder, FlashAttention(self._recorder), torch.enable_grad():
+            with self._recorder.on(forward), self._saving() as saved:
+                loss = _loss(self._model(*args, **kwargs))
+            with self._recorder.on(backward):
+                loss.backward()
+                tail = _gradient_bytes(self._model)
+                for tensor in self._before:
+                    if tensor.requires_grad:
+                        tensor.backward(torch.empty_like(tensor))
+        return Probe(
+            self._costs, Cost(_total(saved, self._still), 0, True, forward, backward), tail
+        )
+
+    def _measure(
+        self, unit: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Cost, Any]:
+        args, kwargs = tree_map_only(Tensor, _leaf, (args, kwargs))
+        # What units are given beside activations (masks, positions) is the same for all.
+        shared = {_storage(t) for t in leaves_of((args, kwargs)) if not t.requires_grad}
+        forward, backward = Account(), Account()
+        with self._recorder.on(forward), self._saving() as saved:
+            out = call(*args, **kwargs)
+        total = _total(saved, self._still | shared)
+        given = sum(local_of(t).nbytes for t in leaves_of((args, kwargs)) if t.requires_grad)
+        saved.clear()
+        wanted = [t for t in leaves_of(out) if t.requires_grad]
+        with self._recorder.on(backward):
+            if wanted:
+                torch.autograd.backward(wanted, [torch.empty_like(t) for t in wanted])
+        for parameter in unit.parameters():
+            parameter.grad = None
+        result = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), out)
+        return Cost(total, given, bool(wanted), forward, backward), result
+
+    @contextmanager
+    def _saving(self) -> Iterator[dict[int, int]]:
+        """Bytes of what autograd saves, by storage."""
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            local = local_of(tensor.detach())
+            saved[_storage(local)] = local.untyped_storage().nbytes()
+            return tensor
+
+        with ExitStack() as stack:
+            stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
+            yield saved
+
+
+def _resting(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _gradient_bytes(model: nn.Module) -> int:
+    return sum(local_of(p.grad).nbytes for p in model.parameters() if p.grad is not None)
+
+
+def _storage(tensor: Tensor) -> int:
+    found: int = local_of(tensor.detach()).untyped_storage()._cdata
+    return found
+
+
+def _total(saved: Mapping[int, int], still: set[int]) -> int:
+    return sum(nbytes for storage, nbytes in saved.items() if storage not in still)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _shapes(named: Iterator[tuple[str, nn.Parameter]]) -> tuple[object, ...]:
+    return tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named)
+
+
+def _signature(tree: Any) -> tuple[object, ...]:
+    return tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in leaves_of(tree))
+
+
+def _tuple(inputs: Any) -> Sequence[Any]:
+    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+
+
+def _loss(out: Any) -> Tensor:
+    """Cross entropy in float32 of logits ``[..., vocabulary]``; of a scalar, itself."""
+    found = getattr(out, "logits", out)
+    first = leaves_of(found)[0]
+    if first.ndim == 0:
+        return first
+    rows = first.flatten(0, -2).float()
+    target = torch.zeros(rows.shape[0], dtype=torch.int64, device=rows.device)
+    return F.cross_entropy(rows, target)

@@ -1,0 +1,174 @@
+"""Time of a step on a machine: lanes of compute, gathers and reductions, as the engine uses them.
+
+[Note: time of a step]
+A unit computes for as long as its matrix products and the memory traffic of its other operations
+take, and no shorter than launching them does; collectives of its own hold it up. The next unit is
+gathered meanwhile, and the last one's gradients are reduced. What does not fit beside compute is
+*exposed*. Transfers of one lane follow one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from polyshard_plan.machines import Link, Machine
+from polyshard_plan.memory import STATES
+from polyshard_plan.mesh import MeshSpec
+from polyshard_plan.planning import PlannedGroup
+from polyshard_plan.probing import Cost, Probe
+from polyshard_plan.recorder import Account
+from polyshard_plan.settings import OptimizerName
+from polyshard_plan.traffic import Transfer
+
+__all__ = ["Timing", "time_of"]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one step."""
+
+    step_seconds: float
+    compute_seconds: float
+    """Forward and backward, with collectives of the model's own."""
+    optimizer_seconds: float
+    gather_seconds: float
+    reduce_seconds: float
+    """Of reductions, sums over replicas included."""
+    exposed: tuple[tuple[str, float], ...]
+    """What compute waits for: words, and seconds."""
+
+
+def time_of(
+    groups: Sequence[PlannedGroup],
+    found: Probe,
+    traffic: Sequence[Transfer],
+    machine: Machine,
+    mesh: MeshSpec,
+    optimizer: OptimizerName,
+) -> Timing:
+    """The time of a step of ``groups``, whose units cost what ``found`` says."""
+    step = _Step(groups, found, traffic, machine, mesh)
+    return step.timing(_optimizer_seconds(groups, machine, optimizer))
+
+
+def _optimizer_seconds(
+    groups: Sequence[PlannedGroup], machine: Machine, optimizer: OptimizerName
+) -> float:
+    """Reads gradients, reads and writes parameters and state."""
+    elements = sum(g.trainable_elements * g.plan.dtypes.orig.itemsize for g in groups)
+    return elements * (3 + 2 * STATES[optimizer]) / machine.memory_bytes_per_second
+
+
+class _Step:
+    """Lanes, and what is waited for."""
+
+    def __init__(
+        self,
+        groups: Sequence[PlannedGroup],
+        found: Probe,
+        traffic: Sequence[Transfer],
+        machine: Machine,
+        mesh: MeshSpec,
+    ) -> None:
+        self._found, self._machine, self._mesh = found, machine, mesh
+        self._dtype = {g.unit: str(g.plan.dtypes.param).removeprefix("torch.") for g in groups}
+        units = list(dict.fromkeys(g.unit for g in groups))
+        self._names = [n for n in found.units if n in units] or [n for n in units if n]
+        self._gathers: dict[tuple[str, str], float] = {}
+        self._reductions: dict[str, float] = {}
+        unit_of = {group.plan.name: group.unit for group in groups}
+        own: dict[tuple[str, str], float] = {}
+        for transfer in traffic:
+            seconds = self._seconds(transfer)
+            if not transfer.is_counted and transfer.axis == mesh.name("tensor"):
+                name = "" if transfer.unit == "(root)" else transfer.unit
+                own[name, transfer.phase] = own.get((name, transfer.phase), 0.0) + seconds
+                continue
+            name = unit_of.get(transfer.unit, "")
+            if transfer.collective == "all-gather" and transfer.is_counted:
+                key = (name, transfer.phase)
+                self._gathers[key] = self._gathers.get(key, 0.0) + seconds
+            else:
+                self._reductions[name] = self._reductions.get(name, 0.0) + seconds
+        self._own: Mapping[tuple[str, str], float] = own
+
+    def timing(self, optimizer_seconds: float) -> Timing:
+        exposed: dict[str, float] = {}
+        self._clock = self._gather_end = 0.0
+        self._wait(self._gather("", "forward"), "first gather of the root", exposed)
+        self._pass("forward", self._names, exposed)
+        self._clock += self._compute("", self._found.root.forward, "forward")
+        self._clock += self._compute("", self._found.root.backward, "backward")
+        reduce_end = self._pass("backward", self._names[::-1], exposed)
+        reduce_end = max(reduce_end, self._clock) + self._reductions.get("", 0.0)
+        self._wait(reduce_end, "last reductions", exposed)
+        tensor = sum(self._own.values())
+        if tensor:
+            exposed["collectives of tensor parallelism"] = tensor
+        accounts = self._accounts()
+        return Timing(
+            step_seconds=self._clock + optimizer_seconds,
+            compute_seconds=sum(self._compute(*account) for account in accounts),
+            optimizer_seconds=optimizer_seconds,
+            gather_seconds=sum(self._gathers.values()),
+            reduce_seconds=sum(self._reductions.values()),
+            exposed=tuple(exposed.items()),
+        )
+
+    def _pass(self, phase: str, names: Sequence[str], exposed: dict[str, float]) -> float:
+        """Units one after the other; the next is gathered while one computes."""
+        reduce_end = 0.0
+        arrival = self._gather(names[0], phase) if names else 0.0
+        for index, name in enumerate(names):
+            self._wait(arrival, f"gathers in {phase}", exposed)
+            if index + 1 < len(names):
+                arrival = self._gather(names[index + 1], phase)
+            cost = self._found.units.get(name, Cost())
+            account = cost.forward if phase == "forward" else cost.backward
+            self._clock += self._compute(name, account, phase)
+            if phase == "backward":
+                reduce_end = max(reduce_end, self._clock) + self._reductions.get(name, 0.0)
+        return reduce_end
+
+    def _gather(self, name: str, phase: str) -> float:
+        """When a gather that is started now ends."""
+        self._gather_end = max(self._gather_end, self._clock)
+        self._gather_end += self._gathers.get((name, phase), 0.0)
+        return self._gather_end
+
+    def _wait(self, until: float, what: str, exposed: dict[str, float]) -> None:
+        if until > self._clock:
+            exposed[what] = exposed.get(what, 0.0) + until - self._clock
+            self._clock = until
+
+    def _accounts(self) -> list[tuple[str, Account, str]]:
+        costs = [("", self._found.root), *self._found.units.items()]
+        return [
+            (name, account, phase)
+            for name, cost in costs
+            for account, phase in ((cost.forward, "forward"), (cost.backward, "backward"))
+        ]
+
+    def _compute(self, name: str, account: Account, phase: str) -> float:
+        machine = self._machine
+        peak = machine.flops_per_second.get(self._dtype.get(name, "float32"))
+        peak = peak or min(machine.flops_per_second.values())
+        busy = account.flops / (peak * machine.efficiency)
+        busy += account.touched_bytes / machine.memory_bytes_per_second
+        launched = account.operations * machine.operation_seconds
+        return max(busy, launched) + self._own.get((name, phase), 0.0)
+
+    def _seconds(self, transfer: Transfer) -> float:
+        link = link_of(transfer.axis, self._mesh, self._machine)
+        return transfer.sent_bytes / link.bytes_per_second + transfer.calls * link.latency_seconds
+
+
+def link_of(axis: str, mesh: MeshSpec, machine: Machine) -> Link:
+    """What ranks of ``axis`` talk over: within a host if all of its ranks are on one."""
+    span = 1
+    for found in reversed(mesh.axes):
+        span *= found.size
+        if found.name == axis:
+            return machine.inside if span <= machine.ranks_per_host else machine.between
+    return machine.inside

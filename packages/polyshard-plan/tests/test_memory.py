@@ -1,0 +1,114 @@
+"""Predicted memory is what real ranks take; parts are checked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import plan_models
+import pytest
+import torch
+import torch.nn.functional as F
+from plan_runs import measured_peak
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from polyshard.testing.world import World
+from polyshard_plan import Settings, draft, parse_mesh
+
+SMALL = Settings(
+    model="plan_models:small",
+    mesh=parse_mesh("dp=2"),
+    batch=4,
+    sequence=256,
+    backend="gloo",
+    optimizer="sgd",
+)
+PAIR = Settings(
+    model="plan_models:Pair", mesh=parse_mesh("dp=2"), sequence=4, inputs="plan_models:pair_inputs"
+)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    "given", [{}, {"reshard": False}, {"bf16": True}], ids=["freed", "kept", "bf16"]
+)
+def test_the_peak_is_the_allocators(world2: World, given: dict[str, object]) -> None:
+    settings = replace(SMALL, **given)  # type: ignore[arg-type]
+    memory = draft(settings).memory
+    rest = memory.phases[0].total
+    for measured in world2.run(measured_peak, settings):
+        print("peak", memory.peak, "measured", rest + measured)
+        assert memory.peak.total == pytest.approx(rest + measured, rel=0.03)
+
+
+def saved_by_torch(model: torch.nn.Module, tokens: Tensor) -> int:
+    still = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in still:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        logits = model(tokens)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+    del loss
+    return sum(saved.values())
+
+
+@pytest.mark.once
+def test_activations_are_those_that_autograd_saves() -> None:
+    from polyshard_plan.probing import probe
+    from polyshard_plan.units import units_of
+
+    model = plan_models.small()
+    real = saved_by_torch(model, torch.zeros(2, 256, dtype=torch.int64))
+    planned = plan_models.small().to("meta")
+    tokens = torch.zeros(2, 256, dtype=torch.int64, device="meta")
+    found = probe(planned, units_of(planned), tokens)
+    total = found.root.saved_bytes + sum(cost.saved_bytes for cost in found.units.values())
+    assert not found.problem
+    assert total == pytest.approx(real, rel=0.02)
+
+
+def test_mixed_precision_reaches_what_tensor_parallelism_cuts() -> None:
+    pytest.importorskip("polyshard_tensor_parallel")
+    one = Settings(model="demo:tiny", mesh=parse_mesh("dp=2,tp=2"), sequence=64)
+    wide, narrow = (
+        {t.unit: t.payload_bytes for t in draft(s).traffic if t.axis == "tp"}
+        for s in (one, replace(one, bf16=True))
+    )
+    # Sums over ranks of what a block adds to its input: 2 x [1, 64, 32] in backward and forward.
+    assert narrow["blocks.*"] * 2 == wide["blocks.*"]
+
+
+@pytest.mark.once
+def test_rest_by_hand() -> None:
+    memory = draft(PAIR).memory
+    elements = 2 * (8 * 8 + 8) // 2  # two layers, over two ranks
+    rest = memory.phases[0]
+    assert (rest.parameters, rest.gradients, rest.optimizer) == (
+        4 * elements,
+        4 * elements,
+        8 * elements,
+    )
+    assert (rest.unsharded, rest.activations) == (0, 0)
+    forward = memory.phases[1]
+    # Both layers: the second is gathered while the first runs. Biases start on 64 bytes.
+    assert forward.unsharded == 2 * 4 * (8 * 8 + 16)
+
+
+@pytest.mark.once
+def test_tiers_hold_what_leaves_the_device() -> None:
+    pytest.importorskip("polyshard_offload")
+    here = draft(SMALL).memory
+    optimizer = replace(SMALL, optimizer="adamw", offload="optimizer=host,fraction=0.5")
+    moved = draft(optimizer).memory
+    state = 2 * here.phases[0].parameters
+    assert moved.tiers == {"host": {"optimizer": pytest.approx(state / 2, rel=0.01)}}
+    assert moved.phases[0].optimizer == pytest.approx(state / 2, rel=0.01)
+    away = draft(replace(SMALL, offload="params=host")).memory
+    assert set(away.tiers["host"]) == {"parameters", "gradients"}
+    assert (away.phases[0].parameters, away.phases[0].gradients) == (0, 0)

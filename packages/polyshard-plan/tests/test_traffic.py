@@ -1,0 +1,104 @@
+"""Predicted bytes are those that real ranks send."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+from plan_runs import sent_in_a_step
+
+from polyshard.testing.world import World
+from polyshard_plan import Document, Settings, draft, parse_mesh
+
+
+def settings_of(factory: str, mesh: str, given: dict[str, object]) -> Settings:
+    spec = parse_mesh(mesh)
+    chosen = {
+        "model": f"plan_models:{factory}",
+        "mesh": spec,
+        "batch": spec.data_ranks,
+        "sequence": 16,
+        "backend": "gloo",
+    }
+    if spec.size("tensor") > 1:
+        chosen["tp_plan"] = "polyshard_tensor_parallel:demo_plan"
+    return Settings(**(chosen | given))  # type: ignore[arg-type]
+
+
+def predicted(document: Document) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for one in document.traffic:
+        if one.is_counted:
+            found[one.unit] = found.get(one.unit, 0) + one.sent_bytes
+    return found
+
+
+def folded(groups: dict[str, int]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name, sent in ((name, sent) for name, sent in groups.items() if sent):
+        label = "blocks.*" if name.startswith("blocks.") else name
+        found[label] = found.get(label, 0) + sent
+    return found
+
+
+def check(world: World, factory: str, mesh: str, given: dict[str, object]) -> None:
+    settings = settings_of(factory, mesh, given)
+    axes = {axis.role: axis.name for axis in settings.mesh.axes}
+    for real in world.run(sent_in_a_step, settings, factory):
+        document = draft(replace(settings, rank=real["rank"]))
+        assert predicted(document) == folded(real["groups"]), real["rank"]
+        assert document.counted_bytes == sum(real["groups"].values())
+        payloads: dict[str, int] = {}
+        for one in document.traffic:
+            payloads[one.axis] = payloads.get(one.axis, 0) + one.payload_bytes
+        assert payloads.get(axes.get("replicate", ""), 0) == real["replicas"]
+        assert payloads.get(axes.get("tensor", ""), 0) == real["own"]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("factory", "given"),
+    [
+        ("uneven", {}),
+        ("frozen", {"bf16": True}),
+        ("uneven", {"reshard": False}),
+    ],
+    ids=["fp32", "frozen bf16", "kept"],
+)
+def test_fsdp_on_two_ranks(world2: World, factory: str, given: dict[str, object]) -> None:
+    check(world2, factory, "dp=2", given)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("mesh", "given"),
+    [("dp=4", {"reshard": 2}), ("replicate=2,dp=2", {"bf16": True})],
+    ids=["blocks", "hsdp"],
+)
+def test_fsdp_and_hsdp_on_four_ranks(world4: World, mesh: str, given: dict[str, object]) -> None:
+    check(world4, "uneven", mesh, given)
+
+
+@pytest.mark.skipif(find_spec("polyshard_quantized") is None, reason="needs polyshard-quantized")
+@pytest.mark.parametrize("quantize", ["int8", "int8,native"])
+def test_quantized(world2: World, quantize: str) -> None:
+    check(world2, "uneven", "dp=2", {"quantize": quantize})
+
+
+@pytest.mark.skipif(find_spec("polyshard_quantized") is None, reason="needs polyshard-quantized")
+def test_quantized_sums_over_replicas(world4: World) -> None:
+    check(world4, "uneven", "replicate=2,dp=2", {"quantize": "int8"})
+
+
+@pytest.mark.skipif(find_spec("polyshard_offload") is None, reason="needs polyshard-offload")
+def test_offload(world2: World) -> None:
+    check(world2, "uneven", "dp=2", {"offload": "params=host,optimizer=host"})
+
+
+@pytest.mark.skipif(
+    find_spec("polyshard_tensor_parallel") is None, reason="needs polyshard-tensor-parallel"
+)
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "replicate=2,dp=1,tp=2"])
+def test_tensor_parallel(world4: World, mesh: str) -> None:
+    check(world4, "divided", mesh, {})

@@ -1,0 +1,64 @@
+"""Ranks that are not there: one process that plans for many, over torch's fake process group.
+
+[Note: planned ranks]
+torch's fake backend moves nothing, so that one process can be any rank of a world of any size.
+Plans depend on the backend, though: point to point or collectives, padded or not. So it is
+registered once more under a name for each backend that it stands for, and what chooses a transport
+looks there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch.distributed as dist
+
+PREFIX = "fake-"
+DEVICES = ["cpu", "cuda", "meta"]
+
+Planned = Literal["gloo", "nccl"]
+
+
+def stands_for(backend: str) -> str | None:
+    """The backend that one of this name is planned for; ``None`` for a real one."""
+    return backend.removeprefix(PREFIX) if backend.startswith(PREFIX) else None
+
+
+@contextmanager
+def planned_ranks(ranks: int, backend: Planned, rank: int = 0) -> Iterator[None]:
+    """Have this process be ``rank`` of so many, without the others; it must have no process group.
+
+    Args:
+        ranks: of the world.
+        backend: what they would communicate over.
+        rank: which of them to be.
+    """
+    # Late, because whoever does not plan needs nothing of torch's tests.
+    from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
+
+    name = f"{PREFIX}{backend}"
+    if not hasattr(dist.Backend, name.upper()):
+        dist.Backend.register_backend(name, _create_fake_pg, extended_api=True, devices=DEVICES)
+    dist.init_process_group(name, store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Have ``DTensor`` work out anew what it does on meshes equal to those that are gone.
+
+    It remembers answers by meshes, which are equal for equal ranks: answers name process groups and
+    the rows of the rank that this process was.
+    """
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    remembered = getattr(_redistribute, "_gen_transform_infos", None)
+    clear = getattr(remembered, "cache_clear", None)
+    if clear is not None:  # not with every torch
+        clear()
