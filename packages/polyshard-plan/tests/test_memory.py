@@ -29,15 +29,17 @@ PAIR = Settings(
 
 
 @pytest.mark.once
+@pytest.mark.parametrize("sequence", [16, 64, 256])
 @pytest.mark.parametrize(
     "given", [{}, {"reshard": False}, {"bf16": True}], ids=["freed", "kept", "bf16"]
 )
-def test_the_peak_is_the_allocators(world2: World, given: dict[str, object]) -> None:
-    settings = replace(SMALL, **given)  # type: ignore[arg-type]
+def test_the_peak_is_the_allocators(world2: World, given: dict[str, object], sequence: int) -> None:
+    """From a step of which parameters are most to one of which activations are."""
+    settings = replace(SMALL, sequence=sequence, **given)  # type: ignore[arg-type]
     memory = draft(settings).memory
     rest = memory.phases[0].total
     for measured in world2.run(measured_peak, settings):
-        print("peak", memory.peak, "measured", rest + measured)
+        print(memory.peak.total / (rest + measured), memory.peak)
         assert memory.peak.total == pytest.approx(rest + measured, rel=0.03)
 
 

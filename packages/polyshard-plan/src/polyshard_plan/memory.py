@@ -4,8 +4,8 @@
 At rest a rank holds shards, optimizer state and, from the second step on, memory for sharded
 gradients, which the engine keeps. In forward come the unsharded parameters of the root, of the unit
 that runs and of the next one, which is gathered meanwhile, and the activations of all units so far.
-Backward goes the other way: a unit's gradients are unsharded until they are reduced, which happens
-while the next unit runs.
+Backward goes the other way: a unit that is done is freed, and then its gradients are packed, beside
+what they are packed in; what is sent lives on while the next unit runs.
 """
 
 from __future__ import annotations
@@ -175,7 +175,12 @@ class _Step:
             transfers = waiting + leaving + self._arriving(needed[:1])
             yield name, unsharded, kept + cost.backward.peak_bytes, transfers
             kept -= cost.saved_bytes
+            held -= self._of([name], _unsharded) if self._stays(name) else 0
             leaving = self._leaving(name)
+            # Freed, and packed for its reduction; meanwhile the next gather has started.
+            ahead = [n for n in self._names[max(index - 2, 0) : index] if not self._stays(n)]
+            packing = waiting + leaving + self._of([name], _packed) + self._arriving(ahead[:1])
+            yield name, held + self._of(ahead, _unsharded), kept, packing
         yield "", held, 0, leaving + self._leaving("")
 
     def _cost(self, name: str) -> Cost:
@@ -200,9 +205,9 @@ class _Step:
         return passing + sum(gather_scratch(group.plan) for group in groups)
 
     def _leaving(self, name: str) -> int:
-        """Unsharded gradients on their way, and what they are packed or summed in."""
+        """What gradients on their way are packed and summed in, and those sent as they are."""
         groups = [g for g in self._units.get(name, []) if g.trainable_elements]
-        return sum(_gradients(g) + reduce_scratch(g.plan) for g in groups)
+        return sum(_gradients([g]) - _packed([g]) + reduce_scratch(g.plan) for g in groups)
 
 
 def _resting(groups: Sequence[PlannedGroup], optimizer: OptimizerName) -> dict[str, int]:
@@ -229,9 +234,20 @@ def _unsharded(groups: Sequence[PlannedGroup]) -> int:
     )
 
 
-def _gradients(group: PlannedGroup) -> int:
-    placed = group.plan.layout.parameters
-    trainable = [
-        p.numel for p, said in zip(placed, group.parameters, strict=True) if said.trainable
-    ]
-    return sum(trainable) * group.plan.dtypes.param.itemsize
+def _gradients(groups: Sequence[PlannedGroup], *, only_packed: bool = False) -> int:
+    """Unsharded gradients."""
+    return sum(
+        placed.numel * group.plan.dtypes.param.itemsize
+        for group in groups
+        for placed, said in zip(group.plan.layout.parameters, group.parameters, strict=True)
+        if said.trainable and (placed.staged or not only_packed or _is_coded(group))
+    )
+
+
+def _packed(groups: Sequence[PlannedGroup]) -> int:
+    """Those of them that are copied before they are sent, and freed then."""
+    return _gradients(groups, only_packed=True)
+
+
+def _is_coded(group: PlannedGroup) -> bool:
+    return group.plan.payloads.reduce is not None

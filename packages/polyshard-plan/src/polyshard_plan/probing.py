@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
+from polyshard_plan._torch_private import storage_key
 from polyshard_plan.attention import FlashAttention
 from polyshard_plan.recorder import Account, Recorder, alike, leaves_of, local_of
 
@@ -80,7 +81,7 @@ class _Run:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._recorder = Recorder()
-        self._still = {local_of(t).untyped_storage()._cdata for t in _resting(model)}
+        self._still = {storage_key(local_of(t)) for t in _resting(model)}
         self._recorder.know(_resting(model))
         self._known: dict[object, tuple[Cost, Any]] = {}
         self._costs: dict[str, Cost] = {}
@@ -163,8 +164,7 @@ def _gradient_bytes(model: nn.Module) -> int:
 
 
 def _storage(tensor: Tensor) -> int:
-    found: int = local_of(tensor.detach()).untyped_storage()._cdata
-    return found
+    return storage_key(local_of(tensor.detach()))
 
 
 def _total(saved: Mapping[int, int], still: set[int]) -> int:

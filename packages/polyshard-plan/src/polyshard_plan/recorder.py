@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
+
+from polyshard_plan._torch_private import ranks_of_group
 
 __all__ = ["Account", "Collective", "Recorder", "local_of"]
 
@@ -129,7 +129,7 @@ class Recorder(TorchDispatchMode):
             account.touched_bytes += sum(t.nbytes for t in _tensors((args, out)))
         kind = KINDS.get(func._overloadpacket.__name__)
         if kind is not None and func.namespace == "_c10d_functional":
-            account.collectives.append(Collective(kind, _ranks(args), args[0].nbytes))
+            account.collectives.append(Collective(kind, ranks_of_group(args[-1]), args[0].nbytes))
 
     def _note(self, tensor: Tensor, *, counts: bool = True) -> None:
         storage = tensor.untyped_storage()
@@ -147,11 +147,6 @@ class Recorder(TorchDispatchMode):
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _ranks(args: Any) -> int:
-    group: dist.ProcessGroup = _resolve_process_group(args[-1])
-    return group.size()
 
 
 def leaves_of(tree: Any) -> list[Tensor]:

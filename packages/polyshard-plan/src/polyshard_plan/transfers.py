@@ -34,8 +34,9 @@ def reduce_scratch(plan: GroupPlan) -> int:
         return 0
     packed = world * layout.reduced_numel * plan.dtypes.param.itemsize
     if plan.roles.transport.startswith("gloo"):
-        # Every peer but the first arrives beside the sum.
-        return packed + (world - 2) * layout.shard_numel * plan.dtypes.param.itemsize
+        # The first peer's arrive in the sum, if they are of its dtype; others' beside it.
+        beside = world - 1 - (plan.dtypes.param == plan.dtypes.reduce)
+        return packed + beside * layout.shard_numel * plan.dtypes.param.itemsize
     if plan.dtypes.param == plan.dtypes.reduce:
         return packed + sum(_padding(plan, index) for index in layout.direct)
     direct = sum(layout.parameters[index].region_numel for index in layout.direct)
