@@ -76,10 +76,15 @@ def run_page(page: Path) -> str | None:
     runnable = [block for block in blocks if block.runs]
     if not runnable:
         return None
+    ranks = RANKS.search(text)
+    groups = sum("init_process_group(" in line for block in runnable for line in block.code)
+    if ranks and groups > 1:
+        # the store of one torchrun job remembers where ranks of the first one were, and sends there
+        return f"{page}: makes {groups} process groups in one job, which may hang: make one"
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, f"{page.stem}.py")
         program.write_text(script(runnable), "utf-8")
-        return _execute(page, program, ranks=RANKS.search(text))
+        return _execute(page, program, ranks)
 
 
 def _execute(page: Path, program: Path, ranks: re.Match[str] | None) -> str | None:

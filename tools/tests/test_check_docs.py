@@ -64,3 +64,11 @@ def test_a_page_may_ask_for_ranks(page: Path) -> None:
         "<!-- ranks: 2 -->\n```python run\nimport os\nassert os.environ['WORLD_SIZE'] == '2'\n```\n"
     )
     assert check_docs.run_page(page) is None
+
+
+def test_a_page_of_ranks_makes_one_process_group(page: Path) -> None:
+    block = "```python run\ntorch.distributed.init_process_group()\n```\n"
+    page.write_text(f"<!-- ranks: 2 -->\n{block}{block}")
+    failure = check_docs.run_page(page)
+    assert failure is not None
+    assert "makes 2 process groups" in failure

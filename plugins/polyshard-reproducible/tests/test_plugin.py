@@ -61,9 +61,7 @@ def test_fused_steps_are_refused_on_the_cpu() -> None:
 @pytest.mark.parametrize("made_by", [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon])
 def test_optimizers_of_whole_tensors_are_refused(made_by: Any) -> None:
     optimizer = made_by([nn.Parameter(torch.zeros(3, 3))])
-    with pytest.raises(
-        ReproducibleError, match=f"what {made_by.__name__} makes of an element"
-    ):
+    with pytest.raises(ReproducibleError, match=f"what {made_by.__name__} makes of an element"):
         check_optimizer(optimizer)
 
 
