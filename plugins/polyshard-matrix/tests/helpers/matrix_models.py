@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,7 +112,10 @@ def by_replicas(parts: Sequence[Tensor]) -> Tensor:
 
 @dataclass
 class Reference:
-    """One process; gradients of all ranks are added in the order that ranks add them."""
+    """One process; gradients of all ranks are added in the order that ranks add them.
+
+    ``synced``: a micro-batch is added up over ranks at once, not when all of a step are through.
+    """
 
     size: int
     made_by: type[Optimizer] = torch.optim.Muon
@@ -120,6 +123,7 @@ class Reference:
     order: Order = in_turn
     clip: float | None = None
     parts: int = 1
+    synced: bool = False
     build: Callable[[], nn.Module] = Model
     blocks: Callable[[str, tuple[int, ...]], int] = blocks_of
 
@@ -140,19 +144,39 @@ class Reference:
         return list(value if value.ndim == 3 else value.chunk(self.blocks(name, (0, 0))))
 
     def gradient(self, step: int, rank: int) -> list[Tensor]:
+        """Of all micro-batches of a rank."""
+        return self._gradient(step, range(rank * self.parts, (rank + 1) * self.parts))
+
+    def _gradient(self, step: int, batches: Iterable[int]) -> list[Tensor]:
         self.model.zero_grad()
-        for part in range(self.parts):
-            loss_of(self.model, step, rank * self.parts + part).backward()
+        for batch in batches:
+            loss_of(self.model, step, batch).backward()
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
-    def train(self, steps: int, start: int = 0) -> Reference:
+    def _mean(self, by_rank: list[list[Tensor]]) -> list[Tensor]:
+        return [self.order(each) / self.size for each in zip(*by_rank, strict=True)]
+
+    def _means(self, step: int) -> list[Tensor]:
+        ranks = range(self.size)
+        if not self.synced:
+            return self._mean([self.gradient(step, rank) for rank in ranks])
+        means = [
+            self._mean([self._gradient(step, [rank * self.parts + part]) for rank in ranks])
+            for part in range(self.parts)
+        ]
+        return [in_turn(each) for each in zip(*means, strict=True)]
+
+    def train(self, steps: int, start: int = 0, norms: Sequence[Tensor] = ()) -> Reference:
+        """``norms`` are those that gradients are taken to have before they are clipped."""
         for step in range(start, start + steps):
-            by_rank = [self.gradient(step, rank) for rank in range(self.size)]
-            for p, each in zip(self.model.parameters(), zip(*by_rank, strict=True), strict=True):
-                p.grad = self.order(each) / self.size
+            for p, mean in zip(self.model.parameters(), self._means(step), strict=True):
+                p.grad = mean
             if self.clip is not None:
-                norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+                every = list(self.model.parameters())
+                norm = nn.utils.get_total_norm([p.grad for p in every if p.grad is not None])
                 self.norms.append(float(norm))
+                norm = norms[step - start] if norms else norm
+                nn.utils.clip_grads_with_norm_(every, self.clip, norm)
             named = dict(self.model.named_parameters())
             for name, matrices in self.matrices.items():
                 gradient = named[name].grad
@@ -190,13 +214,16 @@ class Run:
 
     def train(
         self, rank: int, steps: int, start: int = 0, clip: float | None = None, **kwargs: Any
-    ) -> None:
+    ) -> list[Tensor]:
+        """The norms that were clipped."""
+        norms = []
         for step in range(start, start + steps):
             self.backward(step, rank, **kwargs)
             if clip is not None:
-                clip_grad_norm_(self.model.parameters(), clip)
+                norms.append(clip_grad_norm_(self.model.parameters(), clip))
             self.optimizer.step()
             self.rest.step()
+        return norms
 
     def check(self, expected: nn.Module, atol: float = 1e-6) -> None:
         named = dict(expected.named_parameters())
