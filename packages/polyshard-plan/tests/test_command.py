@@ -120,7 +120,8 @@ def test_missing_plugins_are_named(
     arguments: list[str], package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "polyshard_plan.plugins.find_spec", lambda name: None if name == package else object()
+        "polyshard_plan.request.plugins.find_spec",
+        lambda name: None if name == package else object(),
     )
     code, text = run("demo:tiny", *arguments)
     assert code == 2

@@ -1,10 +1,10 @@
 """What a sharded training step will need, before it runs: memory, traffic and time."""
 
 from polyshard_plan.__about__ import __version__
-from polyshard_plan.document import Document
 from polyshard_plan.drafting import draft
 from polyshard_plan.errors import PlanError
-from polyshard_plan.mesh import parse_mesh
-from polyshard_plan.settings import Settings
+from polyshard_plan.report.document import Document
+from polyshard_plan.request.mesh import parse_mesh
+from polyshard_plan.request.settings import Settings
 
 __all__ = ["Document", "PlanError", "Settings", "__version__", "draft", "parse_mesh"]

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 import typer
 from rich.console import Console
 
-from polyshard_plan import options
 from polyshard_plan.drafting import draft
 from polyshard_plan.errors import PlanError
-from polyshard_plan.machines import save_machine
-from polyshard_plan.measuring import measure
-from polyshard_plan.mesh import parse_mesh
-from polyshard_plan.settings import Settings
-from polyshard_plan.table import WIDTH, show
+from polyshard_plan.estimate.machines import save_machine
+from polyshard_plan.estimate.measuring import measure
+from polyshard_plan.report.table import WIDTH, show
+from polyshard_plan.request import options
+from polyshard_plan.request.mesh import parse_mesh
+from polyshard_plan.request.settings import Settings
 
 __all__ = ["plan"]
 

@@ -10,8 +10,16 @@ from torch.utils._pytree import tree_map_only
 
 from polyshard.__about__ import __version__
 from polyshard._torch.planned import planned_ranks
-from polyshard_plan.advice import Case, advice_for
-from polyshard_plan.document import (
+from polyshard_plan.dry_run.planning import PlannedGroup, policy_of, shard
+from polyshard_plan.dry_run.probing import Cost, Probe, cast_parameters, probe
+from polyshard_plan.dry_run.units import units_of
+from polyshard_plan.errors import PlanError
+from polyshard_plan.estimate.machines import load_machine
+from polyshard_plan.estimate.memory import memory_of
+from polyshard_plan.estimate.timing import time_of
+from polyshard_plan.estimate.traffic import traffic_of
+from polyshard_plan.report.advice import Case, advice_for
+from polyshard_plan.report.document import (
     SCHEMA,
     Document,
     MachineFacts,
@@ -19,17 +27,9 @@ from polyshard_plan.document import (
     folded,
     group_facts,
 )
-from polyshard_plan.errors import PlanError
-from polyshard_plan.machines import load_machine
-from polyshard_plan.memory import memory_of
-from polyshard_plan.model import Loaded, built, load_model
-from polyshard_plan.planning import PlannedGroup, policy_of, shard
-from polyshard_plan.plugins import make_plugins, tensor_parallel, tiers_of
-from polyshard_plan.probing import Cost, Probe, cast_parameters, probe
-from polyshard_plan.settings import Settings
-from polyshard_plan.timing import time_of
-from polyshard_plan.traffic import traffic_of
-from polyshard_plan.units import units_of
+from polyshard_plan.request.model import Loaded, built, load_model
+from polyshard_plan.request.plugins import make_plugins, tensor_parallel, tiers_of
+from polyshard_plan.request.settings import Settings
 
 __all__ = ["draft"]
 

@@ -18,8 +18,8 @@ from typing_extensions import override
 from polyshard import MixedPrecisionPolicy, fully_shard, stats
 from polyshard.exchange import replicas
 from polyshard.transport import sums
-from polyshard_plan.plugins import make_plugins
-from polyshard_plan.settings import Settings
+from polyshard_plan.request.plugins import make_plugins
+from polyshard_plan.request.settings import Settings
 
 STEPS = 2
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyshard_plan.configs import config_of, is_config, model_of
 from polyshard_plan.errors import PlanError
-from polyshard_plan.names import imported
-from polyshard_plan.settings import Settings
+from polyshard_plan.request.configs import config_of, is_config, model_of
+from polyshard_plan.request.names import imported
+from polyshard_plan.request.settings import Settings
 
 __all__ = ["Loaded", "load_model"]
 
@@ -139,7 +139,7 @@ def _hint(name: str) -> str:
     if "." in name:
         module, _, attribute = name.rpartition(".")
         return f" Did you mean {module}:{attribute}?"
-    from polyshard_plan.configs import nearest_config
+    from polyshard_plan.request.configs import nearest_config
 
     near = nearest_config(name)
     return f" Did you mean {near}?" if near else ""

@@ -18,8 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
 from polyshard_plan._torch_private import storage_key
-from polyshard_plan.attention import FlashAttention
-from polyshard_plan.recorder import Account, Recorder, alike, leaves_of, local_of
+from polyshard_plan.dry_run.attention import FlashAttention
+from polyshard_plan.dry_run.recorder import Account, Recorder, alike, leaves_of, local_of
 
 __all__ = ["Cost", "Probe", "cast_parameters", "probe"]
 

@@ -10,12 +10,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from polyshard_plan.advice import Notice, pattern
-from polyshard_plan.memory import Memory
-from polyshard_plan.mesh import MeshSpec
-from polyshard_plan.planning import PlannedGroup, PlannedParameter
-from polyshard_plan.timing import Timing
-from polyshard_plan.traffic import Transfer
+from polyshard_plan.dry_run.planning import PlannedGroup, PlannedParameter
+from polyshard_plan.estimate.memory import Memory
+from polyshard_plan.estimate.timing import Timing
+from polyshard_plan.estimate.traffic import Transfer
+from polyshard_plan.report.advice import Notice, pattern
+from polyshard_plan.request.mesh import MeshSpec
 
 __all__ = ["SCHEMA", "Document", "GroupFacts", "MachineFacts", "ModelFacts", "group_facts"]
 

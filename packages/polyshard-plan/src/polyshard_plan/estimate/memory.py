@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyshard_plan.planning import PlannedGroup
-from polyshard_plan.probing import Cost, Probe
-from polyshard_plan.settings import OptimizerName
-from polyshard_plan.transfers import gather_scratch, kept_scratch, reduce_scratch
+from polyshard_plan.dry_run.planning import PlannedGroup
+from polyshard_plan.dry_run.probing import Cost, Probe
+from polyshard_plan.estimate.transfers import gather_scratch, kept_scratch, reduce_scratch
+from polyshard_plan.request.settings import OptimizerName
 
 __all__ = ["Memory", "Phase", "memory_of"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from polyshard_plan import Document, Settings, draft, parse_mesh
-from polyshard_plan.machines import MACHINES, Link, save_machine
+from polyshard_plan.estimate.machines import MACHINES, Link, save_machine
 
 DEMO = Settings(model="demo:small", mesh=parse_mesh("dp=2"), batch=16)
 

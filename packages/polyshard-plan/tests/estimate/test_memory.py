@@ -62,8 +62,8 @@ def saved_by_torch(model: torch.nn.Module, tokens: Tensor) -> int:
 
 @pytest.mark.once
 def test_activations_are_those_that_autograd_saves() -> None:
-    from polyshard_plan.probing import probe
-    from polyshard_plan.units import units_of
+    from polyshard_plan.dry_run.probing import probe
+    from polyshard_plan.dry_run.units import units_of
 
     model = plan_models.small()
     real = saved_by_torch(model, torch.zeros(2, 256, dtype=torch.int64))

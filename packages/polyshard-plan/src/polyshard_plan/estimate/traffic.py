@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from polyshard_plan.mesh import MeshSpec
-from polyshard_plan.planning import PlannedGroup
-from polyshard_plan.probing import Cost, Probe
-from polyshard_plan.recorder import Collective
+from polyshard_plan.dry_run.planning import PlannedGroup
+from polyshard_plan.dry_run.probing import Cost, Probe
+from polyshard_plan.dry_run.recorder import Collective
+from polyshard_plan.request.mesh import MeshSpec
 
 __all__ = ["Transfer", "traffic_of"]
 

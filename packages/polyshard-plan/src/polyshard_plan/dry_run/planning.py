@@ -19,9 +19,9 @@ from polyshard import MixedPrecisionPolicy, describe, fully_shard
 from polyshard.engine.root import units_below
 from polyshard.group.group import ParameterGroup
 from polyshard.group.plan import GroupPlan
+from polyshard_plan.dry_run.units import units_of
 from polyshard_plan.errors import PlanError
-from polyshard_plan.settings import Settings
-from polyshard_plan.units import units_of
+from polyshard_plan.request.settings import Settings
 
 __all__ = ["Cut", "PlannedGroup", "PlannedParameter", "policy_of", "shard"]
 

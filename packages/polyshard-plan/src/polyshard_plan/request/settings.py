@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from polyshard_plan.errors import PlanError
-from polyshard_plan.mesh import MeshSpec, parse_mesh
+from polyshard_plan.request.mesh import MeshSpec, parse_mesh
 
 __all__ = ["Backend", "OptimizerName", "Settings"]
 
@@ -20,7 +20,7 @@ class Settings:
     """Every choice of a plan.
 
     Attributes:
-        model: what :func:`polyshard_plan.model.load_model` understands.
+        model: what :func:`polyshard_plan.request.model.load_model` understands.
         mesh: axes with sizes.
         batch: sequences a step over all data-parallel ranks; 0: one for each of them.
         sequence: tokens a sequence; 0: the model's own, at most 4096.

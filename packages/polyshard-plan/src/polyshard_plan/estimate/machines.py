@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from polyshard_plan.errors import PlanError
-from polyshard_plan.settings import Backend
+from polyshard_plan.request.settings import Backend
 
 __all__ = ["MACHINES", "Link", "Machine", "load_machine", "save_machine"]
 

@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from polyshard.group.transfers import readable
-from polyshard_plan.document import Document, GroupFacts
-from polyshard_plan.planning import Cut, PlannedParameter
+from polyshard_plan.dry_run.planning import Cut, PlannedParameter
+from polyshard_plan.report.document import Document, GroupFacts
 
 __all__ = ["show"]
 

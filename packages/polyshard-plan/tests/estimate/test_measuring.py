@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from polyshard_plan import Settings, draft, parse_mesh
-from polyshard_plan.machines import load_machine, save_machine
-from polyshard_plan.measuring import measure
+from polyshard_plan.estimate.machines import load_machine, save_machine
+from polyshard_plan.estimate.measuring import measure
 
 
 @pytest.mark.thorough

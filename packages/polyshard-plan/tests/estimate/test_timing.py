@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from polyshard_plan import PlanError, Settings, draft, parse_mesh
-from polyshard_plan.machines import MACHINES, Link, load_machine, save_machine
-from polyshard_plan.timing import link_of
+from polyshard_plan.estimate.machines import MACHINES, Link, load_machine, save_machine
+from polyshard_plan.estimate.timing import link_of
 
 pytestmark = pytest.mark.once
 

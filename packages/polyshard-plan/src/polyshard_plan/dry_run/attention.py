@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from polyshard_plan.recorder import Recorder
+from polyshard_plan.dry_run.recorder import Recorder
 
 __all__ = ["FlashAttention"]
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from polyshard.group.transfers import readable
-from polyshard_plan.machines import Machine
-from polyshard_plan.memory import Memory
-from polyshard_plan.mesh import MeshSpec
-from polyshard_plan.planning import PlannedGroup
-from polyshard_plan.timing import Timing, link_of
-from polyshard_plan.transfers import native_gather_bytes
+from polyshard_plan.dry_run.planning import PlannedGroup
+from polyshard_plan.estimate.machines import Machine
+from polyshard_plan.estimate.memory import Memory
+from polyshard_plan.estimate.timing import Timing, link_of
+from polyshard_plan.estimate.transfers import native_gather_bytes
+from polyshard_plan.request.mesh import MeshSpec
 
 __all__ = ["Case", "Notice", "advice_for"]
 

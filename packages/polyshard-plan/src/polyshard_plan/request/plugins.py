@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from polyshard.errors import PluginError
 from polyshard.plugins.discovery import load_plugin
 from polyshard_plan.errors import PlanError
-from polyshard_plan.model import Loaded
-from polyshard_plan.names import imported
-from polyshard_plan.settings import Settings
+from polyshard_plan.request.model import Loaded
+from polyshard_plan.request.names import imported
+from polyshard_plan.request.settings import Settings
 
 __all__ = ["make_plugins", "tensor_parallel"]
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from polyshard_plan.machines import Link, Machine
-from polyshard_plan.memory import STATES
-from polyshard_plan.mesh import MeshSpec
-from polyshard_plan.planning import PlannedGroup
-from polyshard_plan.probing import Cost, Probe
-from polyshard_plan.recorder import Account
-from polyshard_plan.settings import OptimizerName
-from polyshard_plan.traffic import Transfer
+from polyshard_plan.dry_run.planning import PlannedGroup
+from polyshard_plan.dry_run.probing import Cost, Probe
+from polyshard_plan.dry_run.recorder import Account
+from polyshard_plan.estimate.machines import Link, Machine
+from polyshard_plan.estimate.memory import STATES
+from polyshard_plan.estimate.traffic import Transfer
+from polyshard_plan.request.mesh import MeshSpec
+from polyshard_plan.request.settings import OptimizerName
 
 __all__ = ["Timing", "time_of"]
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from polyshard_plan.settings import Backend, OptimizerName
+from polyshard_plan.request.settings import Backend, OptimizerName
 
 SHAPE, ENGINE, OUTPUT = "Model and mesh", "Engine and plugins", "Machine and output"
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from polyshard_plan.errors import PlanError
-from polyshard_plan.machines import Link, Machine
+from polyshard_plan.estimate.machines import Link, Machine
 
 __all__ = ["measure"]
 
