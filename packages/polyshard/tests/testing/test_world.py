@@ -54,6 +54,20 @@ def test_answers_come_by_rank_from_the_same_processes() -> None:
         world.close()
 
 
+def test_ranks_are_replaced_between_tests_when_they_have_run_many_functions() -> None:
+    world = World(2)
+    try:
+        first = world.run(process)
+        world.rest()
+        assert world.run(process) == first
+        for _ in range(30):
+            assert world.run(process) == first, "a test goes on with the same ranks"
+        world.rest()
+        assert not set(world.run(process)) & set(first)
+    finally:
+        world.close()
+
+
 def process(rank: int, size: int) -> int:
     return os.getpid()
 

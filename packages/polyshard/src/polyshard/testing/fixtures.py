@@ -9,6 +9,13 @@ import pytest
 from polyshard.testing.world import World
 
 
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Ranks are replaced between tests, see :meth:`World.rest`."""
+    for value in getattr(item, "funcargs", {}).values():
+        if isinstance(value, World):
+            value.rest()
+
+
 def _world(size: int) -> Iterator[World]:
     world = World(size)
     yield world

@@ -41,6 +41,7 @@ def ranks(*sizes: int, timeout: float = 60.0) -> Callable[[Callable[..., None]],
         def test(request: pytest.FixtureRequest, world_size: int, **given: Any) -> None:
             world = request.getfixturevalue(f"world{world_size}")
             world.run(function, *(given[p.name] for p in names[2:]), timeout=timeout)
+            world.rest()
 
         wanted = ("request", "world_size")
         own = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in wanted]

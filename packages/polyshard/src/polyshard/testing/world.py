@@ -31,6 +31,7 @@ from typing import Any
 COLLECTIVE_SECONDS = 30.0
 """How long a rank waits for its peers by default."""
 _ANSWER_SECONDS = 5.0  # for a rank to tell that it waited in vain
+_CALLS_OF_A_RANK = 25
 _PRELOADED = ["torch.distributed.tensor", "polyshard"]
 _START_SECONDS = 120.0  # for the ranks to import torch and find each other, on a busy machine
 
@@ -75,6 +76,7 @@ class World:
         self.size = size
         self._seconds = collective_seconds
         self._start_method = start_method
+        self._calls = 0
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -99,6 +101,7 @@ class World:
         if not self._processes:
             self._start()
             self._answers("starting the ranks", _START_SECONDS)  # imports are not the test's time
+        self._calls += 1
         call = _Call(inspect.getfile(function), function.__qualname__, args)
         for pipe in self._pipes:
             pipe.send(call)
@@ -118,8 +121,18 @@ class World:
             raise RankError("\n".join([f"{what} failed", *parts]))
         return [answers[rank][1] for rank in range(self.size)]
 
+    def rest(self) -> None:
+        """A test is over: replace ranks of a fork server that have run many functions.
+
+        Tests make process groups and never end them. Each of gloo's has threads that wake up a
+        hundred times a second; hundreds of groups take more time than tests.
+        """
+        if self._calls >= _CALLS_OF_A_RANK and self._start_method == "forkserver":
+            self.close()
+
     def close(self) -> None:
         """End the processes; a later :meth:`run` starts new ones."""
+        self._calls = 0
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
