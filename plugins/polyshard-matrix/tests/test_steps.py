@@ -328,3 +328,30 @@ def test_a_landed_gradient_refuses_what_needs_rows(rank: int, size: int) -> None
     )
     with pytest.raises(UnsupportedError):
         doubled.full_tensor()
+
+
+def fail_an_attempt(run: Run, rank: int) -> None:
+    with polyshard.attempt(run.model, [run.optimizer, run.rest]):
+        loss_of(run.model, 7, rank).backward()
+        raise ValueError("not this time")
+
+
+@ranks(4)
+def test_sums_that_wait_for_replicas_survive_an_attempt_that_failed(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    runs = [Run(mesh, muon()) for _ in range(2)]
+    for run, fails in zip(runs, (False, True), strict=True):
+        model: Any = run.model
+        model.set_requires_all_reduce(False)
+        model.set_is_last_backward(False)
+        loss_of(model, 0, rank * 2).backward()
+        if fails:
+            with pytest.raises(AttemptError):
+                fail_an_attempt(run, rank)
+        model.set_requires_all_reduce(True)
+        model.set_is_last_backward(True)
+        loss_of(model, 0, rank * 2 + 1).backward()
+        run.optimizer.step()
+        run.rest.step()
+    for one, other in zip(*(run.model.parameters() for run in runs), strict=True):
+        assert torch.equal(one.to_local(), other.to_local())

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from toy_flat import Trained, assert_same, local_part
-from toy_optimizers import EVERY
+from toy_optimizers import EVERY, Shelf
 
+from polyshard import flat
 from polyshard.testing import ranks
 
 pytestmark = pytest.mark.once
@@ -142,3 +143,40 @@ def test_a_checkpoint_opens_it_for_a_step(rank: int, size: int) -> None:
     for index in range(5, 8):
         trained.step(index)
     assert is_sealed(trained)
+
+
+def test_state_that_other_processes_share_is_looked_at() -> None:
+    """Nobody here holds it, and it changes."""
+    shelf = Shelf((8,))
+    optimizer = flat(torch.optim.AdamW(shelf.params))
+    shelf.give_gradients()
+    optimizer.step()
+    for value in optimizer.state[shelf.params[0]].values():
+        value.share_memory_()
+    del value
+    for _ in range(6):
+        shelf.give_gradients()
+        optimizer.step()
+    assert not optimizer._polyshard_flat.plan.seal.is_closed  # type: ignore[attr-defined]
+
+
+def test_a_thread_that_reads_state_while_the_seal_closes_keeps_it_open() -> None:
+    """It has noted that it reads, and has the mapping not yet in hand."""
+    shelf = Shelf((8, 4))
+    optimizer: Any = flat(torch.optim.AdamW(shelf.params))
+    stepper = optimizer._polyshard_flat
+    was_shown = stepper.state_was_shown
+
+    def step_meanwhile() -> None:
+        del stepper.state_was_shown
+        was_shown()
+        for _ in range(6):
+            shelf.give_gradients()
+            optimizer.step()
+
+    shelf.give_gradients()
+    optimizer.step()
+    stepper.state_was_shown = step_meanwhile
+    states = optimizer.state
+    assert not stepper.plan.seal.is_closed
+    assert states

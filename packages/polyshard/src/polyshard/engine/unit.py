@@ -257,7 +257,8 @@ class RootContext:
         if not group.roles.is_replicated:
             return False
         on_their_way = any(g is group and not f.sums_replicas for g, f in self._reductions)
-        return on_their_way or bool(group.gradients.waiting.partial)
+        waiting = group.gradients.waiting
+        return on_their_way or bool(waiting.partial or waiting.owned)
 
     @property
     def _is_last(self) -> bool:

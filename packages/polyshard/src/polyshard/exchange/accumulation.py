@@ -100,13 +100,14 @@ class Accumulation:
     def copy(self) -> Accumulation:
         """The same in memory of its own."""
         unsharded = {index: gradient.clone() for index, gradient in self.unsharded.items()}
-        return Accumulation(unsharded, self.partial.copy(), self.held.copy())
+        owned = {i: None if t is None else t.clone() for i, t in self.owned.items()}
+        return Accumulation(unsharded, self.partial.copy(), self.held.copy(), owned)
 
     def take_over(self, other: Accumulation) -> None:
         """Have what ``other`` had, which is used no more."""
         self.unsharded.clear()  # the dict stays: others hold it
         self.unsharded.update(other.unsharded)
-        self.partial, self.held = other.partial, other.held
+        self.partial, self.held, self.owned = other.partial, other.held, other.owned
 
     def clear(self) -> None:
         """Forget the gradients of a step that failed."""

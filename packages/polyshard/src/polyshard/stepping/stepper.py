@@ -88,7 +88,11 @@ class Stepper:
         if plan is None or not plan.holds():
             self.plan = None  # before another one takes memory
             plan = self.plan = Plan(self._optimizer, self.twins, self._keeper)
-        plan.step()
+        try:
+            plan.step()
+        except BaseException:
+            self.plan = None  # its counters may be ahead of what people see, and roll back
+            raise
 
     def state_was_shown(self) -> None:
         """Somebody reads the state of the optimizer, and may keep and change it."""
@@ -164,8 +168,9 @@ def _step(self: SteppedOptimizer, closure: Callable[[], Any] | None = None) -> A
 
 def _show_state(self: SteppedOptimizer) -> defaultdict[Any, Any]:
     """State by parameter. See [Note: sealed state]."""
+    state = state_of(self)  # held while the seal opens: no other thread closes it in between
     self._polyshard_flat.state_was_shown()
-    return state_of(self)
+    return state
 
 
 def _replace_state(self: SteppedOptimizer, state: defaultdict[Any, Any]) -> None:
