@@ -131,6 +131,7 @@ class Recorder(Watcher):
             self._write()
         self._step, self._slot, self._stepped = step, None, 0
         self._entries.clear()
+        self._open(step)
         parameters = self._parameters()
         self._names = {id(parameter): name for name, parameter in parameters}
         for name, parameter in parameters:
@@ -224,18 +225,24 @@ class Recorder(Watcher):
         """The step that is over; the only place where the host waits for a device."""
         if self._step is None or not self._entries:
             return
-        if self._file is None:
-            header = self._header(self._step)
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._file = (self._folder / header.file_name).open("w", encoding="utf-8")
-            self._file.write(header.line())
+        file = self._open(self._step)
         numbers = torch.stack(
             [d.to(self._entries[0][2].device) for *_, d in self._entries]
         ).tolist()
         entries = [Entry(k, p, n) for (k, p, _), n in zip(self._entries, numbers, strict=True)]
-        self._file.write(line_of(self._step, entries))
-        self._file.flush()
+        file.write(line_of(self._step, entries))
+        file.flush()
         self._entries.clear()
+
+    def _open(self, step: int) -> TextIOWrapper:
+        """Before ranks meet in the first step: see [Note: starts that failed]."""
+        if self._file is None:
+            header = self._header(step)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._file = (self._folder / header.file_name).open("w", encoding="utf-8")
+            self._file.write(header.line())
+            self._file.flush()
+        return self._file
 
     def _header(self, first: int) -> Header:
         return Header(
