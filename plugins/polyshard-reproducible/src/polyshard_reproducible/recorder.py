@@ -14,13 +14,14 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from polyshard.engine.root import ROOT, unit_of
 from polyshard.engine.trees import tensors
-from polyshard.guards.watch import WEIGHTS, watched_of
+from polyshard.guards.watch import WEIGHTS, Watched, watched_of
 from polyshard_reproducible.clock import NOBODY, Watcher
 from polyshard_reproducible.digests import digest
 from polyshard_reproducible.errors import ReproducibleError
@@ -174,7 +175,7 @@ class Recorder(Watcher):
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
         for watched in watched_of(optimizer):
-            if watched.entry != WEIGHTS:
+            if watched.entry != WEIGHTS and not _is_of_owners(watched):
                 name = self._name(watched.parameter)
                 which = f"{name}: {watched.entry}" + (f" {watched.number}" * (watched.number > 0))
                 self._add(STATE, name, which, watched.value)
@@ -261,3 +262,15 @@ class Recorder(Watcher):
             torch=torch.__version__,
             threads=torch.get_num_threads(),
         )
+
+
+def _is_of_owners(watched: Watched) -> bool:
+    """Whether it is state of a sharded parameter in a form of the optimizer's own.
+
+    Who steps whole matrices has state where matrices are, of as many as a rank makes updates of:
+    neither rows nor the same on all ranks. What is wrong with it shows in the next weights.
+    """
+    value = watched.value
+    return (
+        isinstance(watched.parameter, DTensor) and not isinstance(value, DTensor) and value.ndim > 0
+    )
