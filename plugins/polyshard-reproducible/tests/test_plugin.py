@@ -119,6 +119,21 @@ def test_optimizers_are_looked_at_for_as_long_as_the_plugin_lives(rank: int, siz
     optimizer.step()
 
 
+@ranks(1)
+def test_optimizers_of_what_nobody_shards_are_left_alone(rank: int, size: int) -> None:
+    """Their parameters are whole on every rank; with a sharded one among them they are refused."""
+    plugin, model = Reproducible(slots=1), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    ignored = model[1].weight
+    fully_shard(model, plugins=[plugin], ignored_params={ignored})
+    for _ in plugin.each_slot(model, step=0):
+        model(torch.ones(2, 4)).sum().backward()
+    before = ignored.detach().clone()
+    torch.optim.Muon([ignored]).step()
+    assert not torch.equal(ignored, before)
+    with pytest.raises(ReproducibleError, match="Muon"):
+        torch.optim.Muon([ignored, model[0].weight]).step()
+
+
 @contextmanager
 def peaks_of_trees() -> Iterator[dict[int, int]]:
     """Of each tree, the bytes that its sums have held at most."""
