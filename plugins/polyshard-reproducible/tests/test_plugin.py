@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -132,6 +133,17 @@ def test_optimizers_of_what_nobody_shards_are_left_alone(rank: int, size: int) -
     assert not torch.equal(ignored, before)
     with pytest.raises(ReproducibleError, match="Muon"):
         torch.optim.Muon([ignored, model[0].weight]).step()
+
+
+@ranks(1)
+def test_models_that_are_dropped_are_forgotten(rank: int, size: int) -> None:
+    run = Run((1,), slots=2).train(range(1))
+    plugin, model = run.plugin, weakref.ref(run.model)
+    assert len(plugin._known.groups) == 3
+    del run
+    gc.collect()
+    assert model() is None
+    assert len(plugin._known.groups) == 0
 
 
 @contextmanager
