@@ -123,7 +123,8 @@ def test_optimizers_are_looked_at_for_as_long_as_the_plugin_lives(rank: int, siz
 @ranks(1)
 def test_optimizers_of_what_nobody_shards_are_left_alone(rank: int, size: int) -> None:
     """Their parameters are whole on every rank; with a sharded one among them they are refused."""
-    plugin, model = Reproducible(slots=1), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plugin = Reproducible(slots=1)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     ignored = model[1].weight
     fully_shard(model, plugins=[plugin], ignored_params={ignored})
     for _ in plugin.each_slot(model, step=0):
