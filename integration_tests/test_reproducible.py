@@ -222,6 +222,30 @@ def test_matrices_whose_gradients_are_summed_in_rows(
             assert differences(found, expected) == [], shape
 
 
+def recorded_matrices(
+    rank: int, size: int, folder: str, shape: tuple[int, ...], momentum: float = 0.95
+) -> None:
+    plugin = muon(gradients="rows", momentum=momentum)
+    run = Run(shape, make=lambda: Words(hidden=40), beside=[plugin])
+    run.optimizer = both = Both(plugin, run.model)
+    with Recorder(folder, run.plugin, run.model, both.matrices, both.rest):
+        run.train(range(2))
+
+
+def test_records_leave_out_what_owners_have(world1: World, world2: World, tmp_path: Path) -> None:
+    one, two, other = (str(tmp_path / name) for name in ("one", "two", "other"))
+    world1.run(recorded_matrices, one, (1,))
+    world2.run(recorded_matrices, two, (2,))
+    found = compare(one, two)
+    assert found.first is None
+    # 16 parameters: themselves, gradients twice; 3 states of the 12 that AdamW steps; 4 of 8 slots
+    assert found.compared == 2 * (16 * 3 + 12 * 3 + 4 * 8) + 16
+    world1.run(recorded_matrices, other, (1,), 0.5)
+    first = compare(one, other).first
+    assert first is not None
+    assert (first.step, first.key.phase) == (1, "parameters")  # state shows in the next weights
+
+
 def test_matrices_that_tensor_parallelism_divides(world2: World, world4: World) -> None:
     expected = world2.run(trained_matrices, (1, 2), True)[0]
     for found in world4.run(trained_matrices, (2, 2), True):

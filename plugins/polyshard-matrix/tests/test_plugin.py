@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -146,6 +148,22 @@ def test_owners_and_bytes_are_in_the_plan(rank: int, size: int) -> None:
     run.backward(0, rank)
     assert polyshard.stats(run.model).bytes_sent - before == expected
     assert blocks_of("query", (1, 1)) == 3
+
+
+@pytest.mark.parametrize("gradients", ["whole", "rows"])
+@ranks(2)
+def test_models_that_are_dropped_are_let_go(rank: int, size: int, gradients: str) -> None:
+    """While the plugin lives, and serves another one."""
+    plugin, mesh = muon(gradients=gradients), init_device_mesh("cpu", (size,))
+    stays, goes = Run(mesh, plugin), Run(mesh, plugin)
+    goes.train(rank, 1)
+    dropped = [weakref.ref(each) for each in (goes.model, goes.model.blocks[0].up.weight)]
+    dropped.append(weakref.ref(goes.optimizer))
+    del goes
+    gc.collect()
+    assert [each() for each in dropped] == [None] * 3
+    stays.train(rank, 1)
+    assert len(plugin._known.groups) == 2
 
 
 @ranks(2)

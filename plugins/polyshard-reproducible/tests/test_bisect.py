@@ -187,6 +187,46 @@ def test_a_run_that_was_started_again_goes_on_there(tmp_path: Path) -> None:
     assert found.steps == (0, 1, 2, 3, 4)
 
 
+def died(folder: Path, first: int, *steps: int, size: int = 2) -> Path:
+    """Started at ``first``; the last rank died before its first line."""
+    for rank in range(size - 1):
+        put(folder, *[step(s, weight(9)) for s in steps], rank=rank, size=size, first=first)
+    return folder
+
+
+def test_a_start_that_was_made_again_may_lack_ranks(tmp_path: Path) -> None:
+    one = put(tmp_path / "one", *[step(s, weight(s)) for s in range(5)])
+    two = put(tmp_path / "two", *[step(s, weight(s)) for s in range(4)])
+    died(two, 3, 3)
+    (two / "from-000003-rank-1-of-2.jsonl").write_text("")  # killed between open and write
+    put(two, header(first=2, started=9.0), *[step(s, weight(s)) for s in (2, 3, 4)], first=2)
+    found = compare(one, two)
+    assert (found.first, found.steps, found.notes) == (None, (0, 1, 2, 3, 4), ())
+
+
+@pytest.mark.parametrize("torn", ["", header(rank=1, world_size=2)[:40]])
+def test_a_last_start_without_whole_steps_is_left_out(tmp_path: Path, torn: str) -> None:
+    one = put(tmp_path / "one", *[step(s, weight(s)) for s in range(5)])
+    two = died(put(tmp_path / "two", *[step(s, weight(s)) for s in range(3)]), 3, 3)
+    (two / "from-000003-rank-1-of-2.jsonl").write_text(torn)
+    code, text = command(one, two)
+    assert code == 0, text
+    assert "of steps 0 to 2" in text
+    missing = "of the 2 ranks that ran from step 3 on, records of [1] are missing"
+    assert f"note: {two}: {missing}; that start is left out" in text.replace("\n", "")
+
+
+def test_missing_steps_are_an_error(tmp_path: Path) -> None:
+    one = put(tmp_path / "one", *[step(s, weight(s)) for s in range(9)])
+    between = died(put(tmp_path / "between", *[step(s, weight(s)) for s in range(3)]), 3, 3)
+    put(between, *[step(s, weight(s)) for s in (4, 5)], first=4)
+    far = died(put(tmp_path / "far", *[step(s, weight(s)) for s in range(3)]), 3, 3, 4, 5)
+    for other in (between, far, died(tmp_path / "alone", 3, 3)):
+        code, text = command(one, other)
+        assert code == 2, text
+        assert "that ran from step 3 on, records of [1] are missing" in text
+
+
 def test_rolled_back_and_torn_lines_do_not_count(tmp_path: Path) -> None:
     one = put(tmp_path / "one", *[step(s, weight(s)) for s in range(5)])
     lines = [step(s, weight(d)) for s, d in ((0, 0), (1, 9), (2, 9), (3, 9), (1, 1), (2, 2))]
@@ -236,7 +276,7 @@ def test_folders_without_records_are_said(tmp_path: Path) -> None:
         code, text = command(one, other)
         assert (code, text.startswith(f"error: {other} holds no records of a run")) == (2, True)
     (tmp_path / "from-000000-rank-0-of-1.jsonl").write_bytes(b"")
-    assert "is no record of a run" in command(one, tmp_path)[1]
+    assert "holds no records of a run" in command(one, tmp_path)[1]
 
 
 def test_the_picture_marks_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

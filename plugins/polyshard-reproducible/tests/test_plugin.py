@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -117,6 +118,33 @@ def test_optimizers_are_looked_at_for_as_long_as_the_plugin_lives(rank: int, siz
     gc.collect()
     assert len(_global_optimizer_pre_hooks) == hooks
     optimizer.step()
+
+
+@ranks(1)
+def test_optimizers_of_what_nobody_shards_are_left_alone(rank: int, size: int) -> None:
+    """Their parameters are whole on every rank; with a sharded one among them they are refused."""
+    plugin = Reproducible(slots=1)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    ignored = model[1].weight
+    fully_shard(model, plugins=[plugin], ignored_params={ignored})
+    for _ in plugin.each_slot(model, step=0):
+        model(torch.ones(2, 4)).sum().backward()
+    before = ignored.detach().clone()
+    torch.optim.Muon([ignored]).step()
+    assert not torch.equal(ignored, before)
+    with pytest.raises(ReproducibleError, match="Muon"):
+        torch.optim.Muon([ignored, model[0].weight]).step()
+
+
+@ranks(1)
+def test_models_that_are_dropped_are_forgotten(rank: int, size: int) -> None:
+    run = Run((1,), slots=2).train(range(1))
+    plugin, model = run.plugin, weakref.ref(run.model)
+    assert len(plugin._known.groups) == 3
+    del run
+    gc.collect()
+    assert model() is None
+    assert len(plugin._known.groups) == 0
 
 
 @contextmanager

@@ -140,6 +140,18 @@ def test_a_crash_leaves_what_was_stepped(rank: int, size: int) -> None:
         assert list(read_run(Path(folder)).steps) == [0, 1, 2]  # of the last, parameters
 
 
+@ranks(1)
+def test_old_records_of_the_same_start_are_gone_before_ranks_meet(rank: int, size: int) -> None:
+    """Else those of a rank that dies in the first step would be added to new ones of others."""
+    with tempfile.TemporaryDirectory() as folder:
+        record(folder, range(3))
+        run = Run((1,), slots=2)
+        with Recorder(folder, run.plugin, run.model, run.optimizer):
+            for _ in run.plugin.each_slot(run.model, step=0):
+                assert list(read_run(Path(folder)).steps) == []
+                break
+
+
 def break_down(step: int) -> None:
     if step == 1:
         raise RuntimeError("broken")

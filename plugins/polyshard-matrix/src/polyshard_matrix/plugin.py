@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
+from weakref import WeakSet, WeakValueDictionary
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -45,11 +46,12 @@ class _Group:
 
 @dataclass
 class _Known:
-    """What the plugin has learned of the groups that it serves."""
+    """What the plugin has learned of the groups that it serves, for as long as these live."""
 
     balance: Balance = field(default_factory=Balance)
-    groups: dict[GroupIdentity, _Group] = field(default_factory=dict)
-    steps: list[MatrixSteps] = field(default_factory=list)
+    groups: WeakValueDictionary[GroupIdentity, _Group] = field(default_factory=WeakValueDictionary)
+    """Each is kept by its landing, which the group keeps: they lead to parameters."""
+    steps: WeakSet[MatrixSteps] = field(default_factory=WeakSet)
 
 
 class OwnerLanding(GradientLanding):
@@ -61,6 +63,7 @@ class OwnerLanding(GradientLanding):
     def __init__(self, plugin: MatrixOptimizer) -> None:
         """``plugin`` says which are matrices."""
         self._plugin = plugin
+        self._group: _Group | None = None
         self.lands = plugin.gradients == "whole"
 
     @override
@@ -71,7 +74,7 @@ class OwnerLanding(GradientLanding):
             for info, cut in zip(group.parameters, cuts, strict=True)
         ]
         owners = known.balance.owners(group, moving)
-        known.groups[group.identity] = _Group(cuts, owners)
+        known.groups[group.identity] = self._group = _Group(cuts, owners)
         return owners
 
     @override
@@ -233,7 +236,7 @@ class MatrixOptimizer(Plugin):
         steps.agree()
         if self.early:
             warn(steps.notices())
-        self._known.steps.append(steps)
+        self._known.steps.add(steps)
         return steps
 
     def rest(self, model: nn.Module) -> list[nn.Parameter]:

@@ -42,7 +42,7 @@ class Comparison:
         groups: in the order of the model.
         compared: how many digests were.
         differences: all of them, in the order of computation.
-        notes: what else is not the same, and may be the reason.
+        notes: what else is not the same, and may be the reason; records that were left out.
     """
 
     steps: tuple[int, ...]
@@ -125,6 +125,7 @@ def _groups(run: Run) -> tuple[str, ...]:
 
 
 def _notes(one: Run, other: Run) -> Iterator[str]:
+    yield from (*one.notes, *other.notes)
     for what in ("torch", "threads"):
         values = getattr(one.header, what), getattr(other.header, what)
         if values[0] != values[1]:

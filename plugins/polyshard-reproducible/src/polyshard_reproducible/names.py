@@ -15,15 +15,20 @@ def parameters_at_rest(model: nn.Module) -> dict[str, Tensor]:
 
     After an evaluation modules may hold what was gathered for it, in another dtype.
     """
+    shards = sharded_parameters(model)
+    return {name: shards.get(name, held) for name, held in model.named_parameters()}
+
+
+def sharded_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The shards of those that are sharded, by every name that they have."""
     prefixes = {id(module): name for name, module in model.named_modules()}
-    shards = {
+    return {
         f"{prefixes[id(owner.module)]}.{owner.name}".removeprefix("."): sharded.parameter
         for group in groups_of(model)
         for sharded in group.shards.parameters
         for owner in sharded.owners
         if id(owner.module) in prefixes
     }
-    return {name: shards.get(name, held) for name, held in model.named_parameters()}
 
 
 def groups_by_name(model: nn.Module) -> dict[str, str]:

@@ -5,7 +5,7 @@ Nothing leads from a parameter to who steps it, and an optimizer that depends on
 fails in no other way than by other bits. torch has hooks for the steps of all optimizers; one of
 these lasts as long as the plugin object that has run slots, and looks at an optimizer once, and
 again when its groups changed. What steps parameters and is no ``torch.optim.Optimizer`` goes
-unseen.
+unseen; what steps none that are sharded is let be.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from polyshard_reproducible.checks import check_optimizer
-from polyshard_reproducible.names import parameters_at_rest
+from polyshard_reproducible.names import sharded_parameters
 
 
 class OptimizerWatch:
@@ -56,7 +56,7 @@ class OptimizerWatch:
         groups = [(len(group["params"]), group.get("fused")) for group in optimizer.param_groups]
         if self._seen.get(optimizer) == groups:
             return
-        own = {id(p) for model in self._models for p in parameters_at_rest(model).values()}
+        own = {id(p) for model in self._models for p in sharded_parameters(model).values()}
         if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             check_optimizer(optimizer)
         self._seen[optimizer] = groups

@@ -29,9 +29,13 @@ from polyshard_reproducible.tree import NEUTRAL, is_power_of_two, sum_halves
 
 @dataclass(frozen=True)
 class _Served:
-    """One group: who sums its gradients, and where this rank is in it."""
+    """One group: who sums its gradients, and where this rank is in it.
 
-    info: GroupInfo
+    Nothing in it leads to the group's identity, which it is kept by for as long as that lives.
+    """
+
+    mesh: DeviceMesh
+    device: torch.device
     codec: TreeReduce
     position: Position
 
@@ -110,7 +114,7 @@ class Reproducible(Plugin):
         position.check(self.slots, f"the group of '{group.parameters[0].fqn}'")
         self._check(group)
         codec = TreeReduce(self.slots, self._known.clock)
-        self._known.groups[group.identity] = _Served(group, codec, position)
+        self._known.groups[group.identity] = _Served(group.mesh, group.device, codec, position)
         return codec
 
     @staticmethod
@@ -141,11 +145,11 @@ class Reproducible(Plugin):
         """
         served = self._served_of(model)
         first = served[0]
-        check_device(first.info.device)
+        check_device(first.device)
         self._known.optimizers.add(model)
         turns, run = first.position.turns(self.slots), object()
         watcher = self._known.watchers.get(model, NOBODY)
-        with kept_random_state(first.info.device), self._timed(model, watcher):
+        with kept_random_state(first.device), self._timed(model, watcher):
             watcher.on_step(step)
             for turn in range(turns):
                 now = self._known.clock.now = Moment(run, step, turn, turns)
@@ -200,7 +204,7 @@ class Reproducible(Plugin):
             own = torch.stack([loss.detach().float() for loss in losses])
             every = own.new_full((self.slots, *own.shape[1:]), NEUTRAL)
             every[[first.position.slot(turn, self.slots) for turn in range(turns)]] = own
-            for group in groups_of(first.info):
+            for group in groups_of(first.mesh):
                 dist.all_reduce(every, group=group)
             return sum_halves(every.movedim(0, -1).contiguous()) / self.slots
 
@@ -215,7 +219,7 @@ class Reproducible(Plugin):
         """
         served = self._served_of(model)
         self._known.watchers[model] = watcher
-        return served[0].position, served[0].info.mesh
+        return served[0].position, served[0].mesh
 
     def _served_of(self, model: nn.Module) -> list[_Served]:
         own = identities_of(model)

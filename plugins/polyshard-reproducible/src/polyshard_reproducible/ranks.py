@@ -79,9 +79,8 @@ def position_in(group: GroupInfo) -> Position:
     return Position(group.world_size, mesh.size(0), group.rank, mesh.get_local_rank(0))
 
 
-def groups_of(info: GroupInfo) -> list[dist.ProcessGroup]:
+def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     """Process groups that together reach all ranks of the mesh."""
-    mesh = info.mesh
     return [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
 
 

@@ -14,13 +14,14 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from polyshard.engine.root import ROOT, unit_of
 from polyshard.engine.trees import tensors
-from polyshard.guards.watch import WEIGHTS, watched_of
+from polyshard.guards.watch import WEIGHTS, Watched, watched_of
 from polyshard_reproducible.clock import NOBODY, Watcher
 from polyshard_reproducible.digests import digest
 from polyshard_reproducible.errors import ReproducibleError
@@ -131,6 +132,7 @@ class Recorder(Watcher):
             self._write()
         self._step, self._slot, self._stepped = step, None, 0
         self._entries.clear()
+        self._open(step)
         parameters = self._parameters()
         self._names = {id(parameter): name for name, parameter in parameters}
         for name, parameter in parameters:
@@ -173,7 +175,7 @@ class Recorder(Watcher):
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
         for watched in watched_of(optimizer):
-            if watched.entry != WEIGHTS:
+            if watched.entry != WEIGHTS and not _is_of_owners(watched):
                 name = self._name(watched.parameter)
                 which = f"{name}: {watched.entry}" + (f" {watched.number}" * (watched.number > 0))
                 self._add(STATE, name, which, watched.value)
@@ -224,18 +226,24 @@ class Recorder(Watcher):
         """The step that is over; the only place where the host waits for a device."""
         if self._step is None or not self._entries:
             return
-        if self._file is None:
-            header = self._header(self._step)
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._file = (self._folder / header.file_name).open("w", encoding="utf-8")
-            self._file.write(header.line())
+        file = self._open(self._step)
         numbers = torch.stack(
             [d.to(self._entries[0][2].device) for *_, d in self._entries]
         ).tolist()
         entries = [Entry(k, p, n) for (k, p, _), n in zip(self._entries, numbers, strict=True)]
-        self._file.write(line_of(self._step, entries))
-        self._file.flush()
+        file.write(line_of(self._step, entries))
+        file.flush()
         self._entries.clear()
+
+    def _open(self, step: int) -> TextIOWrapper:
+        """Before ranks meet in the first step: see [Note: starts that failed]."""
+        if self._file is None:
+            header = self._header(step)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._file = (self._folder / header.file_name).open("w", encoding="utf-8")
+            self._file.write(header.line())
+            self._file.flush()
+        return self._file
 
     def _header(self, first: int) -> Header:
         return Header(
@@ -254,3 +262,15 @@ class Recorder(Watcher):
             torch=torch.__version__,
             threads=torch.get_num_threads(),
         )
+
+
+def _is_of_owners(watched: Watched) -> bool:
+    """Whether it is state of a sharded parameter in a form of the optimizer's own.
+
+    Who steps whole matrices has state where matrices are, of as many as a rank makes updates of:
+    neither rows nor the same on all ranks. What is wrong with it shows in the next weights.
+    """
+    value = watched.value
+    return (
+        isinstance(watched.parameter, DTensor) and not isinstance(value, DTensor) and value.ndim > 0
+    )

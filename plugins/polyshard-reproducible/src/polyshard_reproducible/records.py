@@ -7,6 +7,12 @@ tensor add up to the digest of the whole. Tensor-parallel ranks record their pie
 their own. What ranks have whole is the same on all of them, and so is what replicas have: so the
 value of an entry is a set of digests, of one if all is well. A run that was started again at step 7
 goes on there: what was recorded of later steps before counts no more.
+
+[Note: starts that failed]
+A rank opens its file when its first step begins, before it meets any other rank: so a line of one
+rank means that all have opened theirs. A rank that died before that has none, and no step of that
+start is whole. That is an error only where steps would be missing: not if a later start was made at
+the same step or before, and not if the start is the last one.
 """
 
 from __future__ import annotations
@@ -101,37 +107,43 @@ Step = Mapping[Key, frozenset[int]]
 
 @dataclass(frozen=True)
 class Run:
-    """A recorded run: what is the same in all of its files, and the digests of every step."""
+    """A recorded run: what is the same in all of its files, and the digests of every step.
+
+    ``world_sizes`` are of the starts that count, ``notes`` say which do not.
+    """
 
     header: Header
     steps: dict[int, Step]
     world_sizes: tuple[int, ...]
+    notes: tuple[str, ...] = ()
 
 
 def read_run(folder: Path) -> Run:
     """Add up what all ranks have written to ``folder``, of steps that all of them wrote.
 
     Raises:
-        RecordsError: for a folder without records, or with some missing; saying which.
+        RecordsError: for a folder without records, or with some missing that steps are in; saying
+            which.
     """
-    files = [_read(path) for path in sorted(folder.glob("from-*-rank-*-of-*.jsonl"))]
+    read = [_read(path) for path in sorted(folder.glob("from-*-rank-*-of-*.jsonl"))]
+    files = [file for file in read if file is not None]
     if not files:
         raise RecordsError(
             f"{folder} holds no records of a run; give the folder that Recorder(...) wrote to."
         )
+    for file in files[1:]:
+        check_same(files[0].header, file.header, f"two starts in {folder}")
     starts: dict[tuple[int, int], list[_File]] = {}
     for file in files:
         starts.setdefault((file.header.first, file.header.world_size), []).append(file)
+    ordered = [_Start(one) for one in starts.values()]
+    counting, notes = _counting(folder, sorted(ordered, key=lambda start: start.started))
     steps: dict[int, Step] = {}
-    for start in sorted(starts.values(), key=lambda one: max(f.header.started for f in one)):
-        _check_whole(folder, start)
-        first = start[0].header.first
-        steps = {step: found for step, found in steps.items() if step < first}
-        steps |= dict(_added(start))
-    for file in files[1:]:
-        check_same(files[0].header, file.header, f"two starts in {folder}")
-    sizes = sorted({f.header.world_size for f in files})
-    return Run(files[-1].header, dict(sorted(steps.items())), tuple(sizes))
+    for start in counting:
+        steps = {step: found for step, found in steps.items() if step < start.header.first}
+        steps |= dict(_added(start.files))
+    sizes = sorted({start.header.world_size for start in counting})
+    return Run(counting[-1].header, dict(sorted(steps.items())), tuple(sizes), tuple(notes))
 
 
 def check_same(one: Header, other: Header, who: str) -> None:
@@ -178,14 +190,76 @@ class _File:
         self.steps[step] = entries
 
 
-def _read(path: Path) -> _File:
-    """One rank's file; a last line that a crash cut short is left out.
+@dataclass(frozen=True)
+class _Start:
+    """What the ranks that ran from one step on have left."""
+
+    files: list[_File]
+
+    @property
+    def header(self) -> Header:
+        return self.files[0].header
+
+    @property
+    def started(self) -> float:
+        return max(file.header.started for file in self.files)
+
+    @property
+    def missing(self) -> list[int]:
+        return sorted(set(range(self.header.world_size)) - {f.header.rank for f in self.files})
+
+    @property
+    def may_have_died(self) -> bool:
+        """Whether who is missing can have; a host that is lost takes what was not on disk along."""
+        return all(step <= self.header.first + 1 for file in self.files for step in file.steps)
+
+    def said(self) -> str:
+        header = self.header
+        return (
+            f"of the {header.world_size} ranks that ran from step {header.first} on, records of "
+            f"{self.missing} are missing"
+        )
+
+
+def _counting(folder: Path, starts: Sequence[_Start]) -> tuple[list[_Start], list[str]]:
+    """Those of ``starts``, in order, that steps are taken from; and what is to be said of others.
+
+    Raises:
+        RecordsError: where steps would be missing. See [Note: starts that failed].
+    """
+    found: list[_Start] = []
+    left_out: list[_Start] = []
+    for start in reversed(starts):
+        if found and start.header.first >= found[-1].header.first:
+            continue  # all of it was made again
+        if not start.missing:
+            found.append(start)
+        elif found or not start.may_have_died:
+            raise _incomplete(folder, start)
+        else:
+            left_out.append(start)
+    if not found:
+        raise _incomplete(folder, left_out[0])
+    return found[::-1], [f"{folder}: {start.said()}; that start is left out" for start in left_out]
+
+
+def _incomplete(folder: Path, start: _Start) -> RecordsError:
+    return RecordsError(
+        f"{folder}: {start.said()}; their parts of every tensor are in them. Put the files of all "
+        "ranks into one folder."
+    )
+
+
+def _read(path: Path) -> _File | None:
+    """One rank's file; a last line that a crash cut short is left out, ``None`` if it is the first.
 
     Raises:
         RecordsError: naming the file.
     """
     try:
-        first, *lines = path.read_text("utf-8").splitlines(keepends=True)
+        first, *lines = path.read_text("utf-8").splitlines(keepends=True) or [""]
+        if not first.endswith("\n"):
+            return None
         given = json.loads(first)["polyshard_records"]
         if given.get("format") != FORMAT:
             raise RecordsError(
@@ -208,17 +282,6 @@ def _read(path: Path) -> _File:
 
 def _entry(phase: str, group: str, name: str, slot: int | None, part: int, digest: str) -> Entry:
     return Entry(Key(phase, group, name, slot), bool(part), int(digest, 16))
-
-
-def _check_whole(folder: Path, start: Sequence[_File]) -> None:
-    header = start[0].header
-    missing = sorted(set(range(header.world_size)) - {f.header.rank for f in start})
-    if missing:
-        raise RecordsError(
-            f"{folder}: of the {header.world_size} ranks that ran from step {header.first} on, "
-            f"records of {missing} are missing; their parts of every tensor are in them. Put the "
-            "files of all ranks into one folder."
-        )
 
 
 def _added(start: Sequence[_File]) -> Iterator[tuple[int, Step]]:
