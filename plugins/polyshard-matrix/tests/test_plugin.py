@@ -157,8 +157,9 @@ def test_models_that_are_dropped_are_let_go(rank: int, size: int, gradients: str
     plugin, mesh = muon(gradients=gradients), init_device_mesh("cpu", (size,))
     stays, goes = Run(mesh, plugin), Run(mesh, plugin)
     goes.train(rank, 1)
-    dropped = [weakref.ref(each) for each in (goes.model, goes.model.blocks[0].up.weight)]
-    dropped.append(weakref.ref(goes.optimizer))
+    parts: Any = (goes.model, next(goes.model.parameters()), goes.optimizer)
+    dropped = [weakref.ref(each) for each in parts]
+    del parts
     del goes
     gc.collect()
     assert [each() for each in dropped] == [None] * 3
