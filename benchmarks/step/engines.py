@@ -72,14 +72,7 @@ class Sharded:
             self.model.set_requires_gradient_sync(False)
             loss_of(self.model, batch).backward()
             self.model.set_requires_gradient_sync(True)
-        loss = loss_of(self.model, batch)
-        forward = time.perf_counter()
-        loss.backward()
-        backward = time.perf_counter()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        end = time.perf_counter()
-        return loss.item(), _phases(begin, forward, backward, end)
+        return _last_part(self.model, self.optimizer, batch, begin)
 
 
 def _optimizer(
@@ -103,15 +96,7 @@ class Wrapped:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def step(self, batch: Tensor) -> tuple[float, dict[str, float]]:
-        begin = time.perf_counter()
-        loss = loss_of(self.model, batch)
-        forward = time.perf_counter()
-        loss.backward()
-        backward = time.perf_counter()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        end = time.perf_counter()
-        return loss.item(), _phases(begin, forward, backward, end)
+        return _last_part(self.model, self.optimizer, batch, time.perf_counter())
 
 
 class Unsharded:
@@ -177,6 +162,20 @@ def _by_mesh(model: nn.Module) -> list[dict[str, Any]]:
     for parameter in model.parameters():
         groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     return [{"params": parameters} for parameters in groups.values()]
+
+
+def _last_part(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, begin: float
+) -> tuple[float, dict[str, float]]:
+    """The last micro-batch of a step that began at ``begin``, and the optimizer's."""
+    loss = loss_of(model, batch)
+    forward = time.perf_counter()
+    loss.backward()
+    backward = time.perf_counter()
+    optimizer.step()
+    optimizer.zero_grad()
+    end = time.perf_counter()
+    return loss.item(), _phases(begin, forward, backward, end)
 
 
 def _phases(begin: float, forward: float, backward: float, end: float) -> dict[str, float]:

@@ -12,17 +12,14 @@ from matrix_models import WIDTH, Reference, Run, Shampoo, by_replicas, loss_of, 
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
+from toy_collectives import ByCollectives
 
 import polyshard
 from polyshard import clip_grad_norm_, fully_shard
 from polyshard.errors import AttemptError, NonFiniteError, SkippedStepWarning, UnsupportedError
 from polyshard.guards import NonFinite
-from polyshard.plugins.builtin import DefaultBackend
-from polyshard.seams import GroupInfo, local_of
-from polyshard.sharding.mesh import MeshRoles
+from polyshard.seams import local_of
 from polyshard.testing import ranks
-from polyshard.transport.base import Transport
-from polyshard.transport.collective import CollectiveTransport
 from polyshard_matrix import MatrixError
 
 pytestmark = pytest.mark.once
@@ -287,21 +284,6 @@ def test_rates_follow_schedulers(rank: int, size: int) -> None:
         schedule.step()
         theirs.step()
     run.check(reference.model)
-
-
-class Collectives(DefaultBackend):
-    name = "collectives"
-
-    def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
-        return CollectiveTransport(roles.shard_group, device)
-
-
-class ByCollectives(polyshard.Plugin):
-    name = "by_collectives"
-
-    @polyshard.hookimpl
-    def polyshard_collectives_backend(self, group: GroupInfo) -> Collectives:
-        return Collectives()
 
 
 @ranks(2)

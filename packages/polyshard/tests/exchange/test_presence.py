@@ -10,17 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from toy_codecs import Codecs
+from toy_collectives import ByCollectives
 from toy_models import full
 
 import polyshard
 from polyshard import fully_shard
 from polyshard.errors import GradientMismatchError
-from polyshard.plugins.builtin import DefaultBackend
-from polyshard.seams import GroupInfo
-from polyshard.sharding.mesh import MeshRoles
 from polyshard.testing import World, ranks
-from polyshard.transport.base import Transport
-from polyshard.transport.collective import CollectiveTransport
 
 MOMENT = 5.0
 """Seconds; far below the 30 of the tests' time-out."""
@@ -36,23 +32,6 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor, uses: str) -> Tensor:
         return torch.stack([(getattr(self, name) * x).sum() for name in uses]).sum()
-
-
-class Collectives(DefaultBackend):
-    """Standard collectives, also where point-to-point transfers would do."""
-
-    name = "collectives"
-
-    def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
-        return CollectiveTransport(roles.shard_group, device)
-
-
-class ByCollectives(polyshard.Plugin):
-    name = "by_collectives"
-
-    @polyshard.hookimpl
-    def polyshard_collectives_backend(self, group: GroupInfo) -> Collectives:
-        return Collectives()
 
 
 PLUGINS: dict[str, list[type[polyshard.Plugin]]] = {

@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
+from toy_meshes import on_several_meshes
 from toy_models import build, loss_of, shard, tokens_for
 
-from polyshard import MixedPrecisionPolicy, ShardPlacement, fully_shard
+from polyshard import MixedPrecisionPolicy, fully_shard
 from polyshard.errors import CorruptionError, SettingError, UnsupportedError
 from polyshard.guards import Corruption, NonFinite
 from polyshard.guards.watch import watched_of
@@ -328,22 +329,7 @@ def test_replicas_that_start_differently_are_found(rank: int, size: int) -> None
 @ranks(4)
 def test_odd_parameters_of_several_meshes(rank: int, size: int) -> None:
     """Empty and uneven shards, a mesh of its own, replicated and plain parameters."""
-    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    module: Any = nn.Module()
-    module.short = nn.Parameter(torch.ones(1, 3))
-    module.wide = nn.Parameter(torch.ones(7, 3))
-    module.expert = nn.Parameter(torch.ones(5, 2))
-    module.whole = nn.Parameter(torch.ones(4))
-    module.plain = nn.Parameter(torch.ones(3))
-    module.none = nn.Parameter(torch.ones(0, 3))
-    module.forward = lambda: sum(p.sum() for p in module.parameters())
-    chosen = {
-        id(module.expert): ShardPlacement(Shard(1), pairs["b"]),
-        id(module.whole): Replicate(),
-    }
-    fully_shard(
-        module, shard_placement_fn=lambda p: chosen.get(id(p)), ignored_params={module.plain}
-    )
+    module = on_several_meshes(none=nn.Parameter(torch.ones(0, 3)))
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, foreach=False)
     guard = Corruption(module, optimizer, every=1)
     for _ in range(3):

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import StepLR
+from toy_meshes import on_several_meshes
 from toy_models import build, full, loss_of, shard, tokens_for
 
-from polyshard import ShardPlacement, fully_shard
+from polyshard import fully_shard
 from polyshard.errors import NonFiniteError, SettingError, SkippedStepWarning, UnsupportedError
 from polyshard.guards import NonFinite
 from polyshard.testing import ranks
@@ -286,23 +287,7 @@ def test_a_step_left_out_on_all_ranks_changes_nothing(
 @ranks(4)
 def test_parameters_of_several_meshes_share_a_verdict(rank: int, size: int) -> None:
     """Uneven and empty shards, a mesh of its own, a replicated and a plain parameter."""
-    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    module: Any = nn.Module()
-    module.short = nn.Parameter(torch.ones(1, 3))
-    module.wide = nn.Parameter(torch.ones(7, 3))
-    module.expert = nn.Parameter(torch.ones(5, 2))
-    module.whole = nn.Parameter(torch.ones(4))
-    module.plain = nn.Parameter(torch.ones(3))
-    module.forward = lambda: None
-    chosen = {
-        id(module.expert): ShardPlacement(Shard(1), pairs["b"]),
-        id(module.whole): Replicate(),
-    }
-    fully_shard(
-        module,
-        shard_placement_fn=lambda p: chosen.get(id(p)),
-        ignored_params={module.plain},
-    )
+    module = on_several_meshes()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, foreach=False)
     NonFinite(optimizer, model=module)
     for name in ("short", "wide", "expert", "whole", "plain"):

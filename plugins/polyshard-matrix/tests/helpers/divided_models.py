@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from matrix_models import Reference, loss_of
+from matrix_models import Reference, assert_weights, loss_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
@@ -123,10 +123,7 @@ class DividedRun:
         return norms
 
     def check(self, expected: nn.Module, atol: float = 1e-6) -> None:
-        named = dict(expected.named_parameters())
-        for name, ours in self.model.named_parameters():
-            whole = ours.full_tensor()
-            torch.testing.assert_close(whole, named[name].detach(), rtol=0, atol=atol, msg=name)
+        assert_weights(self.model, expected, atol)
 
 
 def _place(mesh: DeviceMesh) -> int:

@@ -226,14 +226,18 @@ class Run:
         return norms
 
     def check(self, expected: nn.Module, atol: float = 1e-6) -> None:
-        named = dict(expected.named_parameters())
-        for name, ours in self.model.named_parameters():
-            torch.testing.assert_close(
-                ours.full_tensor(),  # type: ignore[attr-defined]
-                named[name].detach(),
-                rtol=0,
-                atol=atol,
-            )
+        assert_weights(self.model, expected, atol)
+
+
+def assert_weights(model: nn.Module, expected: nn.Module, atol: float) -> None:
+    """Those of a sharded model are those of ``expected``."""
+    named = dict(expected.named_parameters())
+    ours: Any
+    for name, ours in model.named_parameters():
+        whole = ours.full_tensor()
+        torch.testing.assert_close(
+            whole, named[name].detach(), rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 def muon(**kwargs: Any) -> MatrixOptimizer:

@@ -257,8 +257,7 @@ class RootContext:
         if not group.roles.is_replicated:
             return False
         on_their_way = any(g is group and not f.sums_replicas for g, f in self._reductions)
-        waiting = group.gradients.waiting
-        return on_their_way or bool(waiting.partial or waiting.owned)
+        return on_their_way or group.gradients.waiting.awaits_replicas
 
     @property
     def _is_last(self) -> bool:

@@ -82,6 +82,11 @@ class Accumulation:
     owned: dict[int, Tensor | None] = field(default_factory=dict)
     """Partial sums of what lands whole, by parameter index; ``None`` where others make the sum."""
 
+    @property
+    def awaits_replicas(self) -> bool:
+        """Whether there are sums that lack those of other replicas."""
+        return bool(self.partial or self.owned)
+
     def convert(
         self,
         device: torch.device,

@@ -129,8 +129,7 @@ class Reducer:
 
     @property
     def _sums_partial(self) -> bool:
-        waiting = self._waiting
-        return bool(waiting.partial or waiting.owned) and self.settings.all_reduce
+        return self._waiting.awaits_replicas and self.settings.all_reduce
 
     def start(self, gradients: dict[int, Tensor], wire_dtype: torch.dtype) -> tuple[InFlight, int]:
         """Begin to reduce; ``gradients`` maps parameter indices to unsharded gradients.

@@ -73,7 +73,7 @@ class Gradients:
         if runtime.reducer.expects_nothing:
             return False
         may_come = any(p.parameter.requires_grad for p in self._shards.parameters)
-        return bool(self.waiting.partial or self.waiting.owned) or may_come
+        return self.waiting.awaits_replicas or may_come
 
     def _given_up(self, runtime: Runtime) -> dict[int, Tensor]:
         """Take the gradients that autograd wrote to the leaves in this backward."""

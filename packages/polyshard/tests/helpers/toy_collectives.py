@@ -1,0 +1,29 @@
+"""A plugin whose groups use torch's collectives, where they would send point to point."""
+
+from __future__ import annotations
+
+import torch
+
+import polyshard
+from polyshard.plugins.builtin import DefaultBackend
+from polyshard.seams import GroupInfo
+from polyshard.sharding.mesh import MeshRoles
+from polyshard.transport.base import Transport
+from polyshard.transport.collective import CollectiveTransport
+
+
+class Collectives(DefaultBackend):
+    """Standard collectives, also where point-to-point transfers would do."""
+
+    name = "collectives"
+
+    def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
+        return CollectiveTransport(roles.shard_group, device)
+
+
+class ByCollectives(polyshard.Plugin):
+    name = "by_collectives"
+
+    @polyshard.hookimpl
+    def polyshard_collectives_backend(self, group: GroupInfo) -> Collectives:
+        return Collectives()
