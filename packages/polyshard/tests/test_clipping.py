@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -208,3 +211,48 @@ def test_strided_shards_count_on_every_rank(rank: int, size: int) -> None:
     )
     parameter.grad = parameter.clone()
     assert clip_grad_norm_(parameter, math.inf).item() == pytest.approx(rows.norm().item())
+
+
+@ranks(4)
+def test_equal_meshes_are_one(rank: int, size: int) -> None:
+    """torch may give back, for one mesh, an equal one that was made before, with other groups."""
+    meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) for _ in range(3)]
+    values = torch.rand(64, generator=torch.Generator().manual_seed(rank))
+
+    def parameters(of: Sequence[int]) -> list[DTensor]:
+        made = []
+        for index, value in zip(of, values, strict=True):
+            mesh = meshes[index]
+            parameter = DTensor.from_local(value[None], mesh, [Shard(0)] * 2, run_check=False)
+            parameter.grad = parameter.clone()
+            made.append(parameter)
+        return made
+
+    expected = grad_norm(parameters([0] * 64))
+    for step in (1, 2, 5, 7):
+        with counted_sums() as sums:
+            mixed = parameters([index * step // 3 % 3 for index in range(64)])
+            assert torch.equal(grad_norm(mixed), expected)
+        assert len(sums) == 2, "one for each axis"
+    # Ranks whose meshes were mixed up in different ways still add to each other.
+    gradients = parameters([0] * 64)
+    for parameter in gradients:
+        parameter.grad = DTensor.from_local(
+            parameter.to_local(), meshes[rank % 3], [Shard(0)] * 2, run_check=False
+        )
+    assert torch.equal(grad_norm(gradients), expected)
+
+
+@contextmanager
+def counted_sums() -> Iterator[list[Any]]:
+    """All-reduces while it is open."""
+    sums: list[Any] = []
+    original = dist.all_reduce
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        sums.append(kwargs.get("group"))
+        return original(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", counted)
+        yield sums

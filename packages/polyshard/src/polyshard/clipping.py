@@ -15,13 +15,23 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import get_process_group_ranks
 from torch.distributed.tensor import DTensor, Replicate
 
 from polyshard._torch.private import local_tensor
 from polyshard.errors import NonFiniteError, SettingError
 
+# [Note: equal meshes]
+# Meshes made alike are equal, and each has process groups of its own. torch remembers what the
+# operations on a DTensor return by the mesh they were called with, and so returns tensors on an
+# equal mesh of before: which one, depends on what a process has computed until then. Gradients
+# are results of operations; parameters seldom are, so their groups are taken. Groups of the same
+# ranks in the same order are one here: what is added together, and so how sums are rounded, must
+# not depend on that memory.
+
 Groups = tuple[dist.ProcessGroup, ...]
 Distinct = Mapping[dist.ProcessGroup, Iterable[Tensor]]
+_Key = tuple[Groups, Groups]
 Known = Callable[[Tensor], Tensor | None]
 
 
@@ -170,18 +180,23 @@ def _parts(
             parts.append(_Part(gradient, _sharding_groups(tensor), distinct, norm))
         elif isinstance(gradient, DTensor):
             gradient = _without_partial(tensor, gradient)
-            groups = _sharding_groups(gradient)
+            groups = _sharding_groups(gradient, tensor)
             parts.append(_Part(local_tensor(gradient), groups, distinct))
         else:
             parts.append(_Part(gradient, (), distinct))
     return parts
 
 
-def _sharding_groups(tensor: Tensor) -> Groups:
-    """Of the axes whose ranks hold different parts of ``tensor``."""
+def _sharding_groups(tensor: Tensor, parameter: Tensor | None = None) -> Groups:
+    """Of the axes whose ranks hold different parts of ``tensor``.
+
+    See [Note: equal meshes]: those of ``parameter``, if its mesh is equal.
+    """
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh
+    if isinstance(parameter, DTensor) and parameter.device_mesh == mesh:
+        mesh = parameter.device_mesh
     # Not is_shard(): torch 2.13 says no for strided shards, which differ between ranks too.
     axes = (a for a, p in enumerate(tensor.placements) if not p.is_replicate())
     return tuple(mesh.get_group(a) for a in axes if mesh.size(a) > 1)
@@ -199,9 +214,7 @@ def _without_partial(tensor: Tensor, gradient: DTensor) -> DTensor:
 
 def _total_norm(parts: Sequence[_Part], order: float) -> Tensor:
     """The norm of the norms of whole gradients, as torch defines it for every order."""
-    by_groups: dict[tuple[Groups, Groups], list[_Part]] = {}
-    for part in parts:
-        by_groups.setdefault((part.groups, part.distinct), []).append(part)
+    by_groups = _by_groups(parts)
     operation = _reduction(order)
     # From all gradients: a rank whose parts are empty has to send what the others send.
     dtype = functools.reduce(
@@ -223,6 +236,20 @@ def _total_norm(parts: Sequence[_Part], order: float) -> Tensor:
     if math.isinf(order):
         return stacked.max() if order > 0 else stacked.min()
     return stacked.sum() if order == 0 else stacked.sum().pow(1.0 / order)
+
+
+def _by_groups(parts: Sequence[_Part]) -> dict[_Key, list[_Part]]:
+    """Parts that are added over the same ranks, in order; see [Note: equal meshes]."""
+    first: dict[object, _Key] = {}
+    known: dict[_Key, _Key] = {}
+    by_groups: dict[_Key, list[_Part]] = {}
+    for part in parts:
+        key = part.groups, part.distinct
+        if key not in known:
+            ranks = tuple(tuple(tuple(get_process_group_ranks(g)) for g in gs) for gs in key)
+            known[key] = first.setdefault(ranks, key)
+        by_groups.setdefault(known[key], []).append(part)
+    return by_groups
 
 
 def _reduction(order: float) -> dist.ReduceOp.RedOpType:

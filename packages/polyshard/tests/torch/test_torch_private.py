@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from polyshard._torch import newer, private
@@ -43,6 +43,20 @@ def test_dtensors(rank: int, size: int) -> None:
     other = local + 1
     private.set_local_tensor(value, other)
     assert value.to_local()[0, 0] == rank + 1
+
+
+@ranks(2)
+def test_equal_meshes_are_mixed_up_until_they_are_forgotten(rank: int, size: int) -> None:
+    first, second = (init_device_mesh("cpu", (size,)) for _ in range(2))
+
+    def mesh_of_a_result(mesh: DeviceMesh) -> DeviceMesh:
+        value: Any = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+        return cast("DeviceMesh", (value + value).device_mesh)
+
+    assert mesh_of_a_result(first) is first
+    assert mesh_of_a_result(second) is first
+    newer.forget_shardings()
+    assert mesh_of_a_result(second) is second
 
 
 @ranks(2)

@@ -198,7 +198,9 @@ class TensorParallel(Plugin):
         self, tensor: Tensor, rank: int, device_mesh: DeviceMesh, param: ParamInfo | None
     ) -> DTensor | None:
         """Rank ``rank``'s chunk on the mesh of all axes; see :func:`chunks.chunk`."""
-        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else self._model_mesh(device_mesh)
+        mesh = self._model_mesh(device_mesh)
+        if isinstance(tensor, DTensor) and tensor.device_mesh != mesh:
+            mesh = tensor.device_mesh  # equal ones may have other groups
         if mesh is None:
             return None
         name = "a parameter" if param is None else param.fqn

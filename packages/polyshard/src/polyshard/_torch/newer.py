@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import debug
 
 if TYPE_CHECKING:
 
@@ -137,3 +138,13 @@ def name_of_next_group() -> str:
     Up to some version that is the number of groups that a rank is in, later the number it has made.
     """
     return distributed_c10d._hash_ranks_to_str([])
+
+
+def forget_shardings() -> None:
+    """Drop what torch remembers of operations on a ``DTensor``, and the meshes it remembers.
+
+    See [Note: equal meshes] in ``clipping.py``.
+    """
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()

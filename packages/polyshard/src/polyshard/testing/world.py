@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -33,6 +34,8 @@ COLLECTIVE_SECONDS = 30.0
 _ANSWER_SECONDS = 5.0  # for a rank to tell that it waited in vain
 _CALLS_OF_A_RANK = 25
 _PRELOADED = ["torch.distributed.tensor", "polyshard"]
+_STACKS_SECONDS = 1.0  # for a rank to write where it is
+_STACKS_CHARACTERS = 4_000  # the last ones: the main thread's
 _START_SECONDS = 120.0  # for the ranks to import torch and find each other, on a busy machine
 
 
@@ -113,13 +116,30 @@ class World:
         failed = {rank: text for rank, (kind, text) in answers.items() if kind == "error"}
         hung = sorted(set(range(self.size)) - set(answers))
         if failed or hung:
+            stacks = {rank: self._stacks(rank) for rank in hung}
             self.close()
             parts = [f"--- rank {rank} ---\n{text}" for rank, text in sorted(failed.items())]
             if hung:
                 waited = time.monotonic() - begin
                 parts.append(f"--- ranks {hung} did not answer within {waited:.0f} s ---")
+            parts += [f"--- rank {rank} stood here ---\n{text}" for rank, text in stacks.items()]
             raise RankError("\n".join([f"{what} failed", *parts]))
         return [answers[rank][1] for rank in range(self.size)]
+
+    def _stacks(self, rank: int) -> str:
+        """Of the threads of a rank that hangs; empty if it does not tell."""
+        process, folder = self._processes[rank], self._folder
+        if folder is None or process.pid is None or not process.is_alive():
+            return ""
+        path = _stacks_of(Path(folder.name), rank)
+        if not path.exists():  # it has not begun yet, and the signal would end it
+            return ""
+        os.kill(process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + _STACKS_SECONDS
+        while not path.stat().st_size and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)  # it is written line by line
+        return path.read_text()[-_STACKS_CHARACTERS:]
 
     def rest(self) -> None:
         """A test is over: replace ranks of a fork server that have run many functions.
@@ -199,9 +219,11 @@ def _serve(given: _Rank, environment: dict[str, str], pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    faulthandler.enable()
-    torch.set_num_threads(1)
     rank, size = given.rank, given.size
+    faulthandler.enable()
+    stacks = _stacks_of(Path(given.store).parent, rank).open("w")
+    faulthandler.register(signal.SIGUSR1, stacks)
+    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(given.store, size),
@@ -220,19 +242,25 @@ def _serve(given: _Rank, environment: dict[str, str], pipe: Connection) -> None:
             # under its name there may be what a decorator made of it
             function = inspect.unwrap(getattr(_load(call.path, modules), call.name))
             torch.manual_seed(0)
-            _forget_failures()
+            _forget_the_last_call()
             pipe.send(("ok", function(rank, size, *call.args)))
         except BaseException:
             pipe.send(("error", traceback.format_exc()))
 
 
-def _forget_failures() -> None:
-    """Those of an earlier test ended with it."""
+def _forget_the_last_call() -> None:
+    """Its failures ended with it, and so did its process groups, which may be out of step."""
+    from polyshard._torch.newer import forget_shardings
     from polyshard.alarm.current import current_alarm
 
+    forget_shardings()
     alarm = current_alarm()
     alarm.look()
     alarm.begin_anew()
+
+
+def _stacks_of(folder: Path, rank: int) -> Path:
+    return folder / f"stacks-{rank}"
 
 
 def _load(path: str, modules: dict[str, ModuleType]) -> ModuleType:

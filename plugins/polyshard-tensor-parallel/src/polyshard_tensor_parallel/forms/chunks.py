@@ -63,7 +63,7 @@ def chunk(whole: Whole, rank: int, data_mesh: DeviceMesh, dim: int | None) -> DT
 
 
 def whole_of(name: str, tensor: Tensor, mesh: DeviceMesh, data_mesh: DeviceMesh) -> Whole:
-    """``tensor``, a ``DTensor`` or one that every rank of the model ``mesh`` holds alike.
+    """``tensor``, a ``DTensor`` on ``mesh`` or one that every rank of it holds alike.
 
     Raises:
         MeshError: when data and model axes share ranks.
@@ -73,7 +73,7 @@ def whole_of(name: str, tensor: Tensor, mesh: DeviceMesh, data_mesh: DeviceMesh)
         check_apart(data_mesh, mesh)
         placements: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
         return Whole(name, tensor, mesh, placements, tensor.shape)
-    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+    placements = tuple(tensor.placements)
     axes = split_axes(mesh, data_mesh)
     check_whole(name, placements, axes)
     if not axes.data:
