@@ -46,6 +46,15 @@ class TestBesideOthers(PluginConformance):
         ("tok_embeddings.weight", (100, 8), False),
         ("lm_head.weight", (100, 8), False),
         ("heads.weight", (8, 8), True),
+        ("output.weight", (100, 8), False),
+        ("model.head.weight", (100, 8), False),
+        ("output", (100, 8), False),
+        ("lm_head.dense.weight", (8, 8), False),
+        ("attention.output.weight", (8, 8), True),
+        ("blocks.0.self_attn.output.dense.weight", (8, 8), True),
+        ("output.dense.weight", (8, 8), True),
+        ("feed_forward.output.weight", (8, 8), True),
+        ("attention.embed_positions.weight", (8, 8), False),
     ],
 )
 def test_hidden_matrices(name: str, shape: tuple[int, ...], expected: bool) -> None:

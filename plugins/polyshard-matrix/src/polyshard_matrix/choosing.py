@@ -14,15 +14,19 @@ from polyshard_matrix.errors import MatrixError
 
 Chooses = Callable[[str, tuple[int, ...]], bool]
 Counts = Callable[[str, tuple[int, ...]], int]
-_ENDS = re.compile(r"(^|[._])(embed\w*|wte|wpe|tok_\w+|lm_head|head|output|classifier)([._]|$)")
+_EMBEDDING = re.compile(r"(^|[._])(embed\w*|wte|wpe|tok_\w+)([._]|$)")
+_OUTPUT = re.compile(r"(^|[._])((lm_head|classifier)([._]|$)|(head|output)([._][^.]+)?$)")
+_INNER = re.compile(r"(^|[._])(attn|attention|mlp|ffn|feed_forward|experts?)([._]|$)")
 
 
 def hidden_matrices(name: str, shape: tuple[int, ...]) -> bool:
     """Two-dim parameters but those that are called as embeddings and output layers are.
 
-    ``name`` is that within the unit which is sharded. Stacked experts (3-D) are matrices too.
+    ``name`` is that within the unit which is sharded. Stacked experts (3-D) are matrices too. What
+    attention and feed-forward layers call their output is one of their matrices.
     """
-    return len(shape) in (2, 3) and not _ENDS.search(name)
+    ends = _EMBEDDING.search(name) or (_OUTPUT.search(name) and not _INNER.search(name))
+    return len(shape) in (2, 3) and not ends
 
 
 def one_block(name: str, shape: tuple[int, ...]) -> int:
