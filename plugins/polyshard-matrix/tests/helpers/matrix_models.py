@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -234,10 +235,9 @@ def assert_weights(model: nn.Module, expected: nn.Module, atol: float) -> None:
     named = dict(expected.named_parameters())
     ours: Any
     for name, ours in model.named_parameters():
-        whole = ours.full_tensor()
-        torch.testing.assert_close(
-            whole, named[name].detach(), rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
-        )
+        whole, wanted = ours.full_tensor(), named[name].detach()
+        says = partial("{}: {}".format, name)  # which one, and then what differs
+        torch.testing.assert_close(whole, wanted, rtol=0, atol=atol, msg=says)
 
 
 def muon(**kwargs: Any) -> MatrixOptimizer:
