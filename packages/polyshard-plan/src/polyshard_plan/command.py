@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 import typer
 from rich.console import Console
 
@@ -21,6 +23,8 @@ from polyshard_plan.request.settings import Settings
 __all__ = ["plan"]
 
 USAGE_EXIT = 2
+MOST_ON_CPU = 8
+"""Ranks that share a CPU, however few cores it has: more are taken to be on other hosts."""
 
 
 def plan(  # noqa: PLR0913 (typer: an option is a parameter)
@@ -52,7 +56,7 @@ def plan(  # noqa: PLR0913 (typer: an option is a parameter)
     """
     with _told_in_one_message():
         if measure_to is not None:
-            save_machine(measure(), measure_to)
+            save_machine(measure(_at_once(parse_mesh(mesh).ranks)), measure_to)
             machine = str(measure_to)
         settings = Settings(
             model=model,
@@ -81,6 +85,12 @@ def plan(  # noqa: PLR0913 (typer: an option is a parameter)
     if not console.is_terminal:
         console = Console(width=WIDTH)
     show(document, console, parameters=parameters)
+
+
+def _at_once(ranks: int) -> int:
+    """How many of so many ranks this machine is taken to run: one a device, or some a core."""
+    most = torch.accelerator.device_count() or max(os.cpu_count() or 1, MOST_ON_CPU)
+    return max(2, min(ranks, most))
 
 
 @contextmanager

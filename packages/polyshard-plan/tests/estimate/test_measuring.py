@@ -14,7 +14,7 @@ from polyshard_plan.estimate.measuring import measure
 @pytest.mark.thorough
 def test_this_machine_is_measured_and_planned_for(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
-    machine = measure()
+    machine = measure(2)
     save_machine(machine, path)
     assert load_machine(str(path)) == machine
     # Bounds that any machine keeps: nothing is faster than these, nor as slow.
@@ -22,6 +22,10 @@ def test_this_machine_is_measured_and_planned_for(tmp_path: Path) -> None:
     assert 1e7 < machine.memory_bytes_per_second < 1e14
     assert 1e5 < machine.inside.bytes_per_second < 1e13
     assert 1e-8 < machine.operation_seconds < 1
+    assert 0.0 <= machine.overlap <= 1.0
+    for roof in machine.products.values():
+        intensities = [intensity for intensity, _ in roof.points]
+        assert intensities == sorted(intensities)
     document = draft(Settings(model="demo:tiny", mesh=parse_mesh("dp=2"), machine=str(path)))
     assert document.machine.name == machine.name
     assert document.timing is not None

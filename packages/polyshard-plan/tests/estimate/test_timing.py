@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from polyshard_plan import PlanError, Settings, draft, parse_mesh
-from polyshard_plan.estimate.machines import MACHINES, Link, load_machine, save_machine
-from polyshard_plan.estimate.timing import link_of
+from polyshard_plan.dry_run.recorder import Kernel
+from polyshard_plan.estimate.machines import MACHINES, Link, Roof, load_machine, save_machine
+from polyshard_plan.estimate.timing import SLOWED, link_of, seconds_of
 
 pytestmark = pytest.mark.once
 
@@ -63,9 +64,62 @@ def test_on_a_fast_link_a_step_takes_its_products(tmp_path: Path) -> None:
     assert document.timing.compute_seconds == pytest.approx(flops / (1e9 * 0.5), rel=1e-6)
 
 
+def test_cores_that_do_both_take_the_sum(tmp_path: Path) -> None:
+    """Nothing is free beside compute: a step takes its products and its bytes."""
+    both = replace(SLOW_COMPUTE, inside=Link(1e6, 0.0), overlap=0.0)
+    document = draft(settings(tmp_path, both))
+    timing = document.timing
+    assert timing is not None
+    moving = timing.gather_seconds + timing.reduce_seconds
+    # Two lanes may still move at once while nobody computes.
+    assert timing.step_seconds <= timing.compute_seconds + moving + 1e-12
+    assert timing.step_seconds > timing.compute_seconds + 0.6 * moving
+    free = draft(settings(tmp_path, replace(both, overlap=1.0))).timing
+    half = draft(settings(tmp_path, replace(both, overlap=0.5))).timing
+    assert free is not None
+    assert half is not None
+    assert free.step_seconds < half.step_seconds < timing.step_seconds
+    assert SLOWED in dict(half.exposed)
+    assert SLOWED not in dict(free.exposed)
+
+
+def test_kernels_are_launched_ahead_or_in_turn(tmp_path: Path) -> None:
+    """Products of four seconds, and half a second of launching."""
+    launched = draft(settings(tmp_path, replace(SLOW_LINK, operation_seconds=1.0))).timing
+    assert launched is not None
+    machine = replace(
+        SLOW_COMPUTE,
+        flops_per_second={"float32": 5 * 2 * 4 * 8 * 8 / (0.5 * 4.0)},
+        operation_seconds=0.5 / round(launched.compute_seconds),
+    )
+    ahead = draft(settings(tmp_path, machine)).timing
+    in_turn = draft(settings(tmp_path, replace(machine, is_ahead=False))).timing
+    assert ahead is not None
+    assert in_turn is not None
+    assert in_turn.compute_seconds == pytest.approx(4.5, rel=1e-6)
+    # What has no products, such as the loss, takes as long as it is launched.
+    assert 4.0 <= ahead.compute_seconds < 4.5
+
+
+def test_products_reach_what_was_measured_at_their_intensity() -> None:
+    roof = Roof(((1.0, 10e9), (4.0, 40e9), (100.0, 50e9)))
+    assert roof.flops_per_second(0.5) == pytest.approx(5e9)  # memory's speed
+    assert roof.flops_per_second(2.0) == pytest.approx(20e9)
+    assert roof.flops_per_second(20.0) == pytest.approx((40e9 * 50e9) ** 0.5)  # half of the way
+    assert roof.flops_per_second(1e6) == 50e9
+    machine = replace(SLOW_COMPUTE, products={"float32": roof})
+    assert seconds_of(Kernel(200, 100), "float32", machine) == pytest.approx(200 / 20e9)
+    assert seconds_of(Kernel(200, 100), "bfloat16", machine) == pytest.approx(200 / (1e9 * 0.5))
+    slow = replace(machine, memory_bytes_per_second=10.0)
+    assert seconds_of(Kernel(200, 100), "bfloat16", slow) == pytest.approx(10.0)
+    assert seconds_of(Kernel(0, 100), "float32", slow) == pytest.approx(10.0)
+
+
 def test_machines_survive_their_file(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
-    for machine in MACHINES.values():
+    roof = Roof(((1.0, 10e9), (4.0, 40e9)))
+    measured = replace(SLOW_LINK, products={"float32": roof}, is_ahead=False, overlap=0.25)
+    for machine in (*MACHINES.values(), measured):
         save_machine(machine, path)
         assert load_machine(str(path)) == machine
     path.write_text("{}", "utf-8")

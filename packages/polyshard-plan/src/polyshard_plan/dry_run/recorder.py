@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from typing_extensions import override
 
 from polyshard_plan._torch_private import ranks_of_group
 
-__all__ = ["Account", "Collective", "Recorder", "local_of"]
+__all__ = ["Account", "Collective", "Kernel", "Recorder", "local_of"]
 
 KINDS = {
     "all_reduce": "all-reduce",
@@ -52,16 +53,22 @@ class Collective:
         return math.ceil(others * self.payload_bytes / self.ranks)
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """One operation that computes or moves something."""
+
+    flops: int
+    """Multiplications and additions of a matrix product, as torch's flop counter counts them."""
+    touched_bytes: int
+    """Bytes that it reads and writes."""
+
+
 @dataclass
 class Account:
     """What one part of a step costs on one rank."""
 
-    flops: int = 0
-    """Multiplications and additions of matrix products, as torch's flop counter counts them."""
-    touched_bytes: int = 0
-    """Bytes that all other operations read and write."""
-    operations: int = 0
-    """Kernels that are launched: operations but for views."""
+    kernels: Counter[Kernel] = field(default_factory=Counter)
+    """How many there are that cost the same: all operations but views."""
     peak_bytes: int = 0
     """Most memory alive at once, of what was allocated since the account was opened."""
     collectives: list[Collective] = field(default_factory=list)
@@ -102,7 +109,7 @@ class Recorder(TorchDispatchMode):
         if self._account is not None:
             *outer, length, width = query.shape
             size = math.prod(outer) * length * key.shape[-2] * (width + value.shape[-1])
-            self._account.flops += products * size
+            self._account.kernels[Kernel(products * size, 0)] += 1
 
     @override
     def __torch_dispatch__(
@@ -121,12 +128,11 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _book(self, account: Account, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        account.operations += not func.is_view
         count: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
-        if count is not None:
-            account.flops += count(*args, **kwargs, out_val=out)
-        elif not func.is_view:
-            account.touched_bytes += sum(t.nbytes for t in _tensors((args, out)))
+        flops = 0 if count is None else count(*args, **kwargs, out_val=out)
+        if not func.is_view:
+            touched = sum(t.nbytes for t in _tensors((args, out)))
+            account.kernels[Kernel(flops, touched)] += 1
         kind = KINDS.get(func._overloadpacket.__name__)
         if kind is not None and func.namespace == "_c10d_functional":
             account.collectives.append(Collective(kind, ranks_of_group(args[-1]), args[0].nbytes))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -13,7 +15,7 @@ from typing import Any, Final
 from polyshard_plan.errors import PlanError
 from polyshard_plan.request.settings import Backend
 
-__all__ = ["MACHINES", "Link", "Machine", "load_machine", "save_machine"]
+__all__ = ["MACHINES", "Link", "Machine", "Roof", "load_machine", "save_machine"]
 
 GIGA = 10**9
 
@@ -24,6 +26,31 @@ class Link:
 
     bytes_per_second: float
     latency_seconds: float
+
+
+@dataclass(frozen=True)
+class Roof:
+    """What matrix products reach, by their operations for each byte that they touch.
+
+    After Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for
+    multicore architectures", CACM 52(4), 2009; measured, instead of drawn from two peaks.
+    """
+
+    points: tuple[tuple[float, float], ...]
+    """Operations a byte, and operations a second; the former rise."""
+
+    def flops_per_second(self, intensity: float) -> float:
+        """Between two points as the line through their logarithms; beside them, memory's speed."""
+        (first, slow), (last, fast) = self.points[0], self.points[-1]
+        if intensity <= first:
+            return slow * intensity / first
+        if intensity >= last:
+            return fast
+        for (low, below), (high, above) in pairwise(self.points):
+            if intensity <= high:
+                part = math.log(intensity / low) / math.log(high / low)
+                return math.exp(math.log(below) + part * math.log(above / below))
+        return fast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +69,12 @@ class Machine:
     memory_bytes_per_second: float
     operation_seconds: float
     """From one operation to the next, where neither computes much."""
+    products: Mapping[str, Roof] = field(default_factory=dict)
+    """By dtype: what products reach, where that was measured."""
+    is_ahead: bool = True
+    """Whether operations are launched while earlier ones compute, as on an accelerator."""
+    overlap: float = 1.0
+    """Part of a transfer that is free beside compute: 0 where the same cores do both."""
     inside: Link
     """To ranks of the same host."""
     between: Link
@@ -132,16 +165,28 @@ def load_machine(name: str) -> Machine:
         )
     try:
         found = json.loads(Path(name).read_text("utf-8"))
-        links = {key: Link(**found.pop(key)) for key in ("inside", "between")}
-        return Machine(**{**found, **links, "sources": tuple(found["sources"])})
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        made: dict[str, Any] = {key: Link(**found.pop(key)) for key in ("inside", "between")}
+        roofs = found.pop("products").items()
+        made["products"] = {dtype: _roof(roof["points"]) for dtype, roof in roofs}
+        return Machine(**found | made | {"sources": tuple(found["sources"])})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise PlanError(
             f"--machine {name}: cannot be read ({type(error).__name__}: {error}); write one with "
             f"polyshard plan --measure {name}; it has {', '.join(f.name for f in fields(Machine))}"
         ) from error
 
 
+def _roof(points: Any) -> Roof:
+    return Roof(tuple((float(intensity), float(rate)) for intensity, rate in points))
+
+
 def save_machine(machine: Machine, path: Path) -> None:
     """Write ``machine`` to where :func:`load_machine` finds it."""
-    plain = asdict(replace(machine, flops_per_second=dict(machine.flops_per_second)))
+    plain = asdict(
+        replace(
+            machine,
+            flops_per_second=dict(machine.flops_per_second),
+            products=dict(machine.products),
+        )
+    )
     path.write_text(json.dumps(plain, indent=2) + "\n", "utf-8")

@@ -1,64 +1,109 @@
-"""Figures of this machine, for ``--machine FILE``: seconds of work, the best of several turns."""
+"""Figures of this machine, for ``--machine FILE``: what ranks reach that all work at once.
+
+Ranks of one host share its memory and, on a CPU, its cores. So as many processes as will train
+measure at the same time, each what it does in a step: products, copies, small operations, messages
+to its neighbour, and products beside such messages.
+"""
 
 from __future__ import annotations
 
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor, nn
 
+from polyshard_plan.dry_run.recorder import Account, Recorder
 from polyshard_plan.errors import PlanError
-from polyshard_plan.estimate.machines import Link, Machine
+from polyshard_plan.estimate.machines import Link, Machine, Roof
+from polyshard_plan.request.settings import Backend
 
 __all__ = ["measure"]
 
 TURNS = 7
 WIDTH = 1024
-"""Of the matrices that are multiplied."""
+"""Of the matrices that are multiplied, by so many rows:"""
+ROWS = (1, 4, 16, 64, 256, 1024)
 COPIED = 64 << 20
-"""Bytes that are copied, more than a cache holds."""
-SENT = 16 << 20
+"""Bytes that are copied, more than a cache holds; as many are in the matrices of a turn."""
+SENT = 8 << 20
 PINGS = 50
+START_SECONDS = 120
+"""For the ranks to import torch and meet; they are given as long to measure."""
 
 
-def measure() -> Machine:
-    """This machine as one rank of two on it sees it: compute, memory, and a loopback link.
+@dataclass(frozen=True)
+class Figures:
+    """What one rank found."""
 
-    Figures of the other dtypes and of other hosts are unknown: the link inside stands for both.
+    products: dict[str, tuple[tuple[float, float], ...]]
+    copy_rate: float
+    host_rate: float
+    operation_seconds: float
+    send_rate: float
+    latency: float
+    overlap: float
+
+
+def measure(ranks: int) -> Machine:
+    """This machine as one of ``ranks`` processes on it sees it, all of them at work.
+
+    Other hosts are unknown: the link inside stands for both.
 
     Raises:
-        PlanError: where the two ranks that measure the link cannot start.
+        PlanError: where the ranks cannot start or talk.
     """
-    device = _device()
-    link = _measured_link()
+    device, backend = _device(0), _backend(ranks)
+    found = _measured(ranks, backend)
+    products = {
+        dtype: Roof(_mean_points([figures.products[dtype] for figures in found]))
+        for dtype in found[0].products
+    }
+    link = Link(
+        bytes_per_second=statistics.mean(f.send_rate for f in found),
+        latency_seconds=statistics.mean(f.latency for f in found),
+    )
     return Machine(
         name=f"this machine ({os.uname().nodename})",
-        backend="nccl" if device.type == "cuda" else "gloo",
-        ranks_per_host=max(torch.cuda.device_count(), os.cpu_count() or 1),
+        backend=backend,
+        ranks_per_host=ranks,
         memory_bytes=_memory_bytes(device),
-        flops_per_second={"float32": _flops(device, torch.float32)}
-        | {"bfloat16": _flops(device, torch.bfloat16)},
+        flops_per_second={d: max(rate for _, rate in roof.points) for d, roof in products.items()},
         efficiency=1.0,
-        memory_bytes_per_second=_memory_rate(device),
-        operation_seconds=_operation_seconds(device),
+        memory_bytes_per_second=statistics.mean(f.copy_rate for f in found),
+        operation_seconds=statistics.mean(f.operation_seconds for f in found),
+        products=products,
+        is_ahead=device.type != "cpu",
+        overlap=statistics.mean(f.overlap for f in found),
         inside=link,
         between=link,
-        host_bytes_per_second=_host_rate(device),
-        sources=(f"measured with torch {torch.__version__} on {device.type}",),
+        host_bytes_per_second=statistics.mean(f.host_rate for f in found),
+        sources=(
+            f"measured by {ranks} processes at once, torch {torch.__version__}, {device.type}",
+        ),
     )
 
 
-def _device() -> torch.device:
+def _device(rank: int) -> torch.device:
     found = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if found is None else found
+    if found is None:
+        return torch.device("cpu")
+    return torch.device(found.type, rank % torch.accelerator.device_count())
+
+
+def _backend(ranks: int) -> Backend:
+    return "nccl" if torch.cuda.device_count() >= ranks else "gloo"
 
 
 def _memory_bytes(device: torch.device) -> int:
@@ -67,87 +112,183 @@ def _memory_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _best(work: Callable[[], object], device: torch.device, repeat: int = 1) -> float:
-    """Seconds of one call: the least of several turns, after one that is not counted."""
+def _mean_points(
+    of_ranks: list[tuple[tuple[float, float], ...]],
+) -> tuple[tuple[float, float], ...]:
+    return tuple(
+        (points[0][0], statistics.mean(rate for _, rate in points))
+        for points in zip(*of_ranks, strict=True)
+    )
+
+
+def _measured(ranks: int, backend: Backend) -> list[Figures]:
+    context = mp.get_context("spawn")
+    with TemporaryDirectory() as folder:
+        store = Path(folder, "store").as_uri()
+        pipes, processes = [], []
+        for rank in range(ranks):
+            here, there = context.Pipe(duplex=False)
+            arguments = (rank, ranks, store, backend, there)
+            processes.append(context.Process(target=_rank, args=arguments, daemon=True))
+            processes[-1].start()
+            there.close()
+            pipes.append(here)
+        try:
+            return [_answer(pipe) for pipe in pipes]
+        finally:
+            _end(processes)
+
+
+def _answer(pipe: Connection) -> Figures:
+    found: Figures | None = None
+    if wait([pipe], 2 * START_SECONDS):
+        try:
+            found = pipe.recv()
+        except EOFError:
+            found = None
+    if found is None:
+        raise PlanError(
+            "--measure: the processes that measure could not exchange messages; 'polyshard doctor' "
+            "looks for the reason"
+        )
+    return found
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+
+
+def _rank(rank: int, ranks: int, store: str, backend: Backend, answer: Connection) -> None:
+    """One of several that measure the same at the same time."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    device = _device(rank)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
+    timeout = timedelta(seconds=START_SECONDS)
+    dist.init_process_group(
+        backend, init_method=store, rank=rank, world_size=ranks, timeout=timeout
+    )
+    sent_on = device if backend == "nccl" else torch.device("cpu")
+    dtypes = (torch.float32, torch.bfloat16)
+    send_seconds = _exchange(rank, ranks, SENT, sent_on)
+    latency = _exchange(rank, ranks, 4, sent_on)
+    answer.send(
+        Figures(
+            products={str(d).removeprefix("torch."): _products(device, d) for d in dtypes},
+            copy_rate=_copy_rate(device),
+            host_rate=_host_rate(device),
+            operation_seconds=_operation_seconds(device),
+            send_rate=SENT / max(send_seconds - latency, 1e-9),
+            latency=latency,
+            overlap=_overlap(rank, ranks, device, sent_on),
+        )
+    )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _seconds(work: Callable[[], object], device: torch.device, turns: int = TURNS) -> float:
+    """Of one call, in the middle of several that all ranks begin together."""
     found = []
-    for _ in range(TURNS + 1):
+    for _ in range(turns + 1):
+        dist.barrier()
         begin = time.perf_counter()
-        for _ in range(repeat):
-            work()
+        work()
         if device.type != "cpu":
             torch.accelerator.synchronize()
-        found.append((time.perf_counter() - begin) / repeat)
-    return min(found[1:])
+        found.append(time.perf_counter() - begin)
+    return statistics.median(found[1:])
 
 
-def _flops(device: torch.device, dtype: torch.dtype) -> float:
+def _products(device: torch.device, dtype: torch.dtype) -> tuple[tuple[float, float], ...]:
+    """Operations a byte, and operations a second, of matrices that are not in a cache."""
     width = WIDTH if device.type == "cpu" else 8 * WIDTH
-    left = torch.ones(width, width, dtype=dtype, device=device)
-    return float(2 * width**3 / _best(lambda: left @ left, device))
+    count = max(1, COPIED // (width * width * dtype.itemsize))
+    matrices = [torch.ones(width, width, dtype=dtype, device=device) for _ in range(count)]
+    points = []
+    for rows in ROWS:
+        left = torch.ones(rows, width, dtype=dtype, device=device)
+        used = matrices if rows < WIDTH else matrices[:1]
+        flops = 2 * rows * width * width
+        touched = (2 * rows * width + width * width) * dtype.itemsize
+        seconds = _seconds(partial(_multiply, left, used), device, 3)
+        points.append((flops / touched, flops * len(used) / seconds))
+    return tuple(points)
 
 
-def _memory_rate(device: torch.device) -> float:
+def _multiply(left: Tensor, matrices: Sequence[Tensor]) -> None:
+    for matrix in matrices:
+        left @ matrix
+
+
+def _copy_rate(device: torch.device) -> float:
     source = torch.ones(COPIED // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * COPIED / _best(lambda: target.copy_(source), device)
+    return 2 * COPIED / _seconds(lambda: target.copy_(source), device)
 
 
 def _host_rate(device: torch.device) -> float:
     source = torch.ones(COPIED // 4, pin_memory=device.type == "cuda")
     target = torch.empty_like(source, device=device)
-    return COPIED / _best(lambda: target.copy_(source), device)
+    return COPIED / _seconds(lambda: target.copy_(source), device)
 
 
 def _operation_seconds(device: torch.device) -> float:
-    value = torch.ones(8, device=device)
-    return _best(lambda: value + value, device, repeat=1000)
+    """Of small operations, forward and backward, counted as a plan counts them."""
+    layers = [layer for _ in range(20) for layer in (nn.Linear(8, 8), nn.GELU())]
+    model, given = nn.Sequential(*layers).to(device), torch.ones(8, 8, device=device)
+    account, recorder = Account(), Recorder()
+    with recorder, recorder.on(account):
+        model(given).sum().backward()
+
+    def turn() -> None:
+        for _ in range(10):
+            model(given).sum().backward()
+
+    return _seconds(turn, device) / (10 * account.kernels.total())
 
 
-def _measured_link() -> Link:
-    """Bytes a second and seconds between two processes over gloo on this machine."""
-    context = mp.get_context("spawn")
-    here, there = context.Pipe(duplex=False)
-    with TemporaryDirectory() as folder:
-        store = Path(folder, "store").as_uri()
-        ranks = [
-            context.Process(target=_rank, args=(rank, store, there), daemon=True)
-            for rank in range(2)
+def _exchange(rank: int, ranks: int, nbytes: int, device: torch.device) -> float:
+    """Seconds until a rank has sent so much to the next one and got as much from the last."""
+    turns = TURNS if nbytes > WIDTH else PINGS
+    return _seconds(_messages(rank, ranks, nbytes, device), device, turns)
+
+
+def _messages(
+    rank: int, ranks: int, nbytes: int, device: torch.device, beside: Callable[[], object] = int
+) -> Callable[[], None]:
+    """What exchanges messages with neighbours, and does something ``beside``."""
+    out = torch.zeros(nbytes // 4, device=device)
+    into = torch.empty_like(out)
+
+    def turn() -> None:
+        operations = [
+            dist.P2POp(dist.isend, out, (rank + 1) % ranks),
+            dist.P2POp(dist.irecv, into, (rank - 1) % ranks),
         ]
-        for process in ranks:
-            process.start()
-        try:
-            if not here.poll(120):
-                raise PlanError(
-                    "--measure: two processes on this machine could not exchange messages within "
-                    "two minutes; 'polyshard doctor' looks for the reason"
-                )
-            seconds, rate = here.recv()
-        finally:
-            for process in ranks:
-                process.join(10)
-                if process.is_alive():
-                    process.kill()
-    return Link(bytes_per_second=rate, latency_seconds=seconds)
+        works = dist.batch_isend_irecv(operations)
+        beside()
+        for work in works:
+            work.wait()
+
+    return turn
 
 
-def _rank(rank: int, store: str, answer: Connection) -> None:
-    """One of two ranks that play ping-pong; the first tells what it took."""
-    timeout = timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timeout)
-    small, large = torch.zeros(1), torch.zeros(SENT // 4)
-    latency = statistics.median(_round_trip(small, rank) for _ in range(PINGS)) / 2
-    longest = min(_round_trip(large, rank) for _ in range(TURNS)) / 2
-    if rank == 0:
-        answer.send((latency, SENT / max(longest - latency, 1e-9)))
-    dist.destroy_process_group()
+def _overlap(rank: int, ranks: int, device: torch.device, sent_on: torch.device) -> float:
+    """Part of the shorter of products and messages that is free when both are under way."""
+    matrix = torch.ones(WIDTH, WIDTH, device=device)
+    left = torch.ones(16, WIDTH, device=device)
+    once = _seconds(lambda: left @ matrix, device)
+    sending = _exchange(rank, ranks, SENT, sent_on)
+    repeats = max(1, round(sending / once))
 
+    def compute() -> list[Tensor]:
+        return [left @ matrix for _ in range(repeats)]
 
-def _round_trip(value: torch.Tensor, rank: int) -> float:
-    begin = time.perf_counter()
-    if rank == 0:
-        dist.send(value, 1)
-        dist.recv(value, 1)
-    else:
-        dist.recv(value, 0)
-        dist.send(value, 0)
-    return time.perf_counter() - begin
+    computing = _seconds(compute, device)
+    both = _seconds(_messages(rank, ranks, SENT, sent_on, compute), device)
+    return min(1.0, max(0.0, (computing + sending - both) / min(computing, sending)))

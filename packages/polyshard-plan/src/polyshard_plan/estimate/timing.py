@@ -1,10 +1,12 @@
 """Time of a step on a machine: lanes of compute, gathers and reductions, as the engine uses them.
 
 [Note: time of a step]
-A unit computes for as long as its matrix products and the memory traffic of its other operations
-take, and no shorter than launching them does; collectives of its own hold it up. The next unit is
-gathered meanwhile, and the last one's gradients are reduced. What does not fit beside compute is
-*exposed*. Transfers of one lane follow one another.
+A unit computes for as long as its kernels take: matrix products what the machine reaches at their
+operations for each byte, others the time of their bytes. An accelerator takes no shorter than
+launching them does; a CPU launches and computes in turn. Collectives of its own hold a unit up. The
+next unit is gathered meanwhile, and the last one's gradients are reduced. What does not fit beside
+compute is *exposed*, and so is what transfers take from it where the same cores do both. Transfers
+of one lane follow one another.
 """
 
 from __future__ import annotations
@@ -14,14 +16,16 @@ from dataclasses import dataclass
 
 from polyshard_plan.dry_run.planning import PlannedGroup
 from polyshard_plan.dry_run.probing import Cost, Probe
-from polyshard_plan.dry_run.recorder import Account
+from polyshard_plan.dry_run.recorder import Account, Kernel
 from polyshard_plan.estimate.machines import Link, Machine
 from polyshard_plan.estimate.memory import STATES
 from polyshard_plan.estimate.traffic import Transfer
 from polyshard_plan.request.mesh import MeshSpec
 from polyshard_plan.request.settings import OptimizerName
 
-__all__ = ["Timing", "time_of"]
+__all__ = ["Timing", "seconds_of", "time_of"]
+
+SLOWED = "transfers that take from compute"
 
 
 @dataclass(frozen=True)
@@ -95,14 +99,14 @@ class _Step:
 
     def timing(self, optimizer_seconds: float) -> Timing:
         exposed: dict[str, float] = {}
-        self._clock = self._gather_end = 0.0
+        self._clock = self._gather_end = self._reduce_end = 0.0
         self._wait(self._gather("", "forward"), "first gather of the root", exposed)
         self._pass("forward", self._names, exposed)
-        self._clock += self._compute("", self._found.root.forward, "forward")
-        self._clock += self._compute("", self._found.root.backward, "backward")
-        reduce_end = self._pass("backward", self._names[::-1], exposed)
-        reduce_end = max(reduce_end, self._clock) + self._reductions.get("", 0.0)
-        self._wait(reduce_end, "last reductions", exposed)
+        self._run(self._compute("", self._found.root.forward, "forward"), exposed)
+        self._run(self._compute("", self._found.root.backward, "backward"), exposed)
+        self._pass("backward", self._names[::-1], exposed)
+        self._reduce("")
+        self._wait(self._reduce_end, "last reductions", exposed)
         tensor = sum(self._own.values())
         if tensor:
             exposed["collectives of tensor parallelism"] = tensor
@@ -116,9 +120,8 @@ class _Step:
             exposed=tuple(exposed.items()),
         )
 
-    def _pass(self, phase: str, names: Sequence[str], exposed: dict[str, float]) -> float:
+    def _pass(self, phase: str, names: Sequence[str], exposed: dict[str, float]) -> None:
         """Units one after the other; the next is gathered while one computes."""
-        reduce_end = 0.0
         arrival = self._gather(names[0], phase) if names else 0.0
         for index, name in enumerate(names):
             self._wait(arrival, f"gathers in {phase}", exposed)
@@ -126,16 +129,36 @@ class _Step:
                 arrival = self._gather(names[index + 1], phase)
             cost = self._found.units.get(name, Cost())
             account = cost.forward if phase == "forward" else cost.backward
-            self._clock += self._compute(name, account, phase)
+            stolen = self._run(self._compute(name, account, phase), exposed)
+            arrival += stolen
             if phase == "backward":
-                reduce_end = max(reduce_end, self._clock) + self._reductions.get(name, 0.0)
-        return reduce_end
+                self._reduce(name)
 
     def _gather(self, name: str, phase: str) -> float:
         """When a gather that is started now ends."""
         self._gather_end = max(self._gather_end, self._clock)
         self._gather_end += self._gathers.get((name, phase), 0.0)
         return self._gather_end
+
+    def _reduce(self, name: str) -> None:
+        """Start to reduce the gradients of a unit."""
+        self._reduce_end = max(self._reduce_end, self._clock) + self._reductions.get(name, 0.0)
+
+    def _run(self, seconds: float, exposed: dict[str, float]) -> float:
+        """Compute for so long; return by how much that holds up transfers beside it.
+
+        What a transfer beside it takes from compute, compute takes from the transfer.
+        """
+        share = 1.0 - self._machine.overlap
+        lanes = (self._gather_end, self._reduce_end)
+        beside = [min(max(end - self._clock, 0.0), seconds) for end in lanes]
+        stolen = share * sum(beside)
+        self._clock += seconds + stolen
+        if stolen:
+            exposed[SLOWED] = exposed.get(SLOWED, 0.0) + stolen
+            self._gather_end += share * beside[0]
+            self._reduce_end += share * beside[1]
+        return share * beside[0]
 
     def _wait(self, until: float, what: str, exposed: dict[str, float]) -> None:
         if until > self._clock:
@@ -151,17 +174,32 @@ class _Step:
         ]
 
     def _compute(self, name: str, account: Account, phase: str) -> float:
-        machine = self._machine
-        peak = machine.flops_per_second.get(self._dtype.get(name, "float32"))
-        peak = peak or min(machine.flops_per_second.values())
-        busy = account.flops / (peak * machine.efficiency)
-        busy += account.touched_bytes / machine.memory_bytes_per_second
-        launched = account.operations * machine.operation_seconds
-        return max(busy, launched) + self._own.get((name, phase), 0.0)
+        machine, dtype = self._machine, self._dtype.get(name, "float32")
+        kernels = account.kernels
+        busy = sum(count * seconds_of(k, dtype, machine) for k, count in kernels.items())
+        launched = kernels.total() * machine.operation_seconds
+        computing = max(busy, launched) if machine.is_ahead else busy + launched
+        return computing + self._own.get((name, phase), 0.0)
 
     def _seconds(self, transfer: Transfer) -> float:
         link = link_of(transfer.axis, self._mesh, self._machine)
-        return transfer.sent_bytes / link.bytes_per_second + transfer.calls * link.latency_seconds
+        seconds = transfer.calls * link.latency_seconds
+        seconds += transfer.sent_bytes / link.bytes_per_second
+        if transfer.collective in ("reduce-scatter", "all-reduce"):  # reads two, and writes one
+            seconds += 3 * transfer.sent_bytes / self._machine.memory_bytes_per_second
+        return seconds
+
+
+def seconds_of(kernel: Kernel, dtype: str, machine: Machine) -> float:
+    """One kernel, alone: as long as its product or its memory takes, whichever is more."""
+    moved = kernel.touched_bytes / machine.memory_bytes_per_second
+    if not kernel.flops:
+        return moved
+    roof = machine.products.get(dtype)
+    if roof is not None and kernel.touched_bytes:
+        return kernel.flops / roof.flops_per_second(kernel.flops / kernel.touched_bytes)
+    peak = machine.flops_per_second.get(dtype) or min(machine.flops_per_second.values())
+    return max(kernel.flops / (peak * machine.efficiency), moved)
 
 
 def link_of(axis: str, mesh: MeshSpec, machine: Machine) -> Link:
