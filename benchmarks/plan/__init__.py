@@ -1,0 +1,1 @@
+"""What ``polyshard plan`` says, beside what happens."""

@@ -1,0 +1,23 @@
+"""The models of the step rows, as ``polyshard plan`` imports them: without arguments."""
+
+from __future__ import annotations
+
+from benchmarks.step.case import Case
+from benchmarks.step.engines import build_model
+from benchmarks.step.rows import NARROW, WIDE
+from polyshard_demo.model import LanguageModel
+
+LONGEST = 512
+"""Tokens of the longest row; those that are not used cost nothing."""
+
+
+def wide() -> LanguageModel:
+    return _model(WIDE)
+
+
+def narrow() -> LanguageModel:
+    return _model(NARROW)
+
+
+def _model(case: Case) -> LanguageModel:
+    return build_model(Case(width=case.width, layers=case.layers, tokens=LONGEST))

@@ -1,0 +1,127 @@
+"""Step time and bytes as ``polyshard plan`` says them, beside steps that are measured.
+
+    python -m benchmarks.plan.step --only narrow-2 keep
+
+The machine is measured first, by as many processes as there are ranks, as ``--measure`` does. Then
+each row runs with polyshard alone and its best optimizer setting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.ranks import run_alone, run_ranks
+from benchmarks.result import save
+from benchmarks.step.case import Case
+from benchmarks.step.rows import ROWS, WIDE, Row
+from benchmarks.step.time import OUR_BEST, time_engines
+
+UNPLANNED = ("accumulate", "columns")
+"""Modes that a plan cannot be asked for."""
+PLANNED = tuple(row for row in ROWS if row.case.mode not in UNPLANNED)
+
+
+def settings_of(case: Case, machine: str) -> dict[str, Any]:
+    """What ``polyshard plan`` is asked for ``case``, as keywords of its settings."""
+    half = case.ranks // 2
+    meshes = {"hsdp": f"replicate=2,dp={half}", "tensor-parallel": f"dp={half},tp=2"}
+    settings: dict[str, Any] = {
+        "model": f"benchmarks.plan.models:{'wide' if case.width == WIDE.width else 'narrow'}",
+        "mesh": meshes.get(case.mode, f"dp={case.ranks}"),
+        "sequence": case.tokens,
+        "machine": machine,
+        "bf16": case.dtype == "bfloat16",
+        "reshard": {"keep": False, "blocks": half}.get(case.mode),
+    }
+    if case.mode == "quantized":
+        settings["quantize"] = "int8"
+    if case.mode == "tensor-parallel":
+        settings["tp_plan"] = "polyshard_tensor_parallel:demo_plan"
+    if case.mode.startswith("offload-"):
+        settings["offload"] = case.mode.removeprefix("offload-") + "=host"
+    return settings
+
+
+def predict(settings: dict[str, Any]) -> dict[str, Any]:
+    """What the plan says; in a process that has no process group."""
+    from polyshard_plan import Settings, draft, parse_mesh
+
+    document = draft(Settings(**{**settings, "mesh": parse_mesh(settings["mesh"])}))
+    timing = document.timing
+    assert timing is not None, "the benchmark's model runs on the meta device"
+    return {
+        "step": timing.step_seconds,
+        "compute": timing.compute_seconds,
+        "gather": timing.gather_seconds,
+        "reduce": timing.reduce_seconds,
+        "optimizer": timing.optimizer_seconds,
+        "exposed": dict(timing.exposed),
+        "bytes": document.counted_bytes,
+    }
+
+
+def measure_machine(ranks: int, path: str) -> None:
+    """As ``polyshard plan --measure`` does."""
+    from polyshard_plan.estimate.machines import save_machine
+    from polyshard_plan.estimate.measuring import measure as measured
+
+    save_machine(measured(ranks), Path(path))
+
+
+def measure(rows: Iterable[Row] = PLANNED, *, quick: bool = False) -> dict[str, Any]:
+    """Predicted and measured seconds of every row."""
+    chosen = [row.quick() if quick else row for row in rows]
+    found = {}
+    with TemporaryDirectory() as folder:
+        for ranks in sorted({row.case.ranks for row in chosen}):
+            path = str(Path(folder, f"{ranks}.json"))
+            measure_machine(ranks, path)
+            for row in chosen:
+                if row.case.ranks == ranks:
+                    found[row.name] = _row(row.case, path)
+    return {"rows": found}
+
+
+def _row(case: Case, machine: str) -> dict[str, Any]:
+    predicted = run_alone(predict, settings_of(case, machine))
+    timed = run_ranks(case.ranks, time_engines, case, [OUR_BEST])
+    turns = timed["seconds"][OUR_BEST]
+    phases = {phase: statistics.median(turn[phase] for turn in turns) for phase in turns[0]}
+    ratio = predicted["step"] / phases["step"]
+    return {"predicted": predicted, "measured": phases, "predicted / measured": ratio}
+
+
+def show(found: dict[str, Any]) -> None:
+    for name, row in found["rows"].items():
+        said, phases = row["predicted"], row["measured"]
+        print(
+            f"{name:>18}: {1e3 * said['step']:7.1f} ms said, {1e3 * phases['step']:7.1f} measured, "
+            f"{row['predicted / measured']:.2f}; compute {1e3 * said['compute']:.0f}, "
+            f"gathers {1e3 * said['gather']:.0f}, reductions {1e3 * said['reduce']:.0f}, "
+            f"optimizer {1e3 * said['optimizer']:.0f} (measured {1e3 * phases['optimizer']:.0f})"
+        )
+    ratios = [row["predicted / measured"] for row in found["rows"].values()]
+    close = sum(abs(ratio - 1) <= 0.1 for ratio in ratios)
+    print(f"within 10 %: {close} of {len(ratios)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = [row.name for row in PLANNED]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    found = measure([r for r in PLANNED if r.name in options.only], quick=options.quick)
+    show(found)
+    if options.json:
+        save(found, options.json)
+
+
+if __name__ == "__main__":
+    main()
