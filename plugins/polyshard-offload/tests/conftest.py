@@ -16,6 +16,7 @@ class SpareWorld(World):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("POLYSHARD_MOVE_PAGES", "0")
             patch.setenv("MALLOC_MMAP_THRESHOLD_", str(256 << 10))
+            patch.setenv("MALLOC_ARENA_MAX", "1")  # holes of one heap, not of one for every thread
             super()._start()
 
 

@@ -4,7 +4,8 @@ The limit is ``RLIMIT_DATA``: since Linux 4.7 the kernel counts every private wr
 against it, heap and anonymous memory, touched or not. Shared mappings of files are not counted:
 windows on the disk tier are page cache, which the kernel takes back when it needs it.
 (``RLIMIT_AS`` would count them, and reserved addresses, which are no memory; nothing limits the
-resident size of a process.) Stacks of threads count in full, so they are small here.
+resident size of a process.) Stacks of threads count in full, so they are small here. Two thirds
+of the limit are used; holes in malloc's heap, which differ from run to run, take of the rest.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def does_not_fit(rank: int, size: int, path: str, budget_bytes: int) -> str:
 
 def test_state_four_times_the_budget_trains_within_it(spare_world: World, tmp_path: Path) -> None:
     (one, resident), (other, _) = spare_world.run(unlimited)
-    budget = resident // 5
+    budget = resident // 4
     assert spare_world.run(fits, str(tmp_path), budget, timeout=120) == [one, other]
     spare_world.close()  # processes that freed a model before would take its memory again
     texts = spare_world.run(does_not_fit, str(tmp_path), budget)
