@@ -39,7 +39,6 @@ def test_the_peak_is_the_allocators(world2: World, given: dict[str, object], seq
     memory = draft(settings).memory
     rest = memory.phases[0].total
     for measured in world2.run(measured_peak, settings):
-        print(memory.peak.total / (rest + measured), memory.peak)
         assert memory.peak.total == pytest.approx(rest + measured, rel=0.03)
 
 
@@ -102,7 +101,6 @@ def test_rest_by_hand() -> None:
     assert forward.unsharded == 2 * 4 * (8 * 8 + 16)
 
 
-@pytest.mark.once
 def test_tiers_hold_what_leaves_the_device() -> None:
     pytest.importorskip("polyshard_offload")
     here = draft(SMALL).memory
