@@ -2,7 +2,7 @@
 
 from polyshard_migrate.terms.term import Guide, Table, Term, Verdict
 
-__all__ = ["GUIDE", "KEYWORDS", "METHODS", "NAMES"]
+__all__ = ["AROUND", "GUIDE", "KEYWORDS", "METHODS", "NAMES"]
 
 MOVED, TORCH = Verdict.MOVED, Verdict.TORCH
 
