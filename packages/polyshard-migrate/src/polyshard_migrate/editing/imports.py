@@ -14,11 +14,23 @@ __all__ = ["edit_imports", "is_gone"]
 
 def edit_imports(draft: Draft) -> None:
     """Turn what ``draft`` says about imports into edits of their statements."""
+    _want_once(draft)
     for node in walk(draft.view.module):
         if isinstance(node, cst.ImportFrom):
             _edit_from(draft, node)
         elif isinstance(node, cst.Import):
             _edit_plain(draft, node)
+
+
+def _want_once(draft: Draft) -> None:
+    """Of statements of one block, the first imports what several want."""
+    have: set[tuple[cst.CSTNode | None, str]] = set()
+    for statement in sorted(draft.wanted, key=draft.view.line):
+        line = draft.view.parent(statement)
+        block = draft.view.parent(line) if line is not None else None
+        new = {name for name in draft.wanted[statement] if (block, name) not in have}
+        have |= {(block, name) for name in new}
+        draft.wanted[statement] = new
 
 
 def is_gone(draft: Draft, alias: cst.ImportAlias, statement: ImportStatement) -> bool:
