@@ -45,7 +45,9 @@ def _edit_from(draft: Draft, node: cst.ImportFrom) -> None:
     if isinstance(node.names, cst.ImportStar):
         return
     moved = [alias for alias in node.names if alias in draft.moved]
-    gone = [alias for alias in node.names if alias not in draft.moved and is_gone(draft, alias, node)]
+    gone = [
+        alias for alias in node.names if alias not in draft.moved and is_gone(draft, alias, node)
+    ]
     wanted = sorted(draft.wanted.get(node, ()))
     if not (moved or gone or wanted):
         return
@@ -94,7 +96,9 @@ def _with_names(
         before = names[at - 1]
         if isinstance(before.comma, cst.MaybeSentinel):
             names[at - 1] = before.with_changes(comma=cst.Comma(whitespace_after=_space(node)))
-    return node.with_changes(names=[*names[:-1], names[-1].with_changes(comma=_last(names[-1], last))])
+    return node.with_changes(
+        names=[*names[:-1], names[-1].with_changes(comma=_last(names[-1], last))]
+    )
 
 
 def _space(node: cst.ImportFrom) -> cst.BaseParenthesizableWhitespace:
@@ -112,7 +116,9 @@ def _last(
     if isinstance(comma, cst.MaybeSentinel) or isinstance(alias.comma, cst.MaybeSentinel):
         return comma
     own, end = alias.comma.whitespace_after, comma.whitespace_after
-    if isinstance(own, cst.ParenthesizedWhitespace) and isinstance(end, cst.ParenthesizedWhitespace):
+    if isinstance(own, cst.ParenthesizedWhitespace) and isinstance(
+        end, cst.ParenthesizedWhitespace
+    ):
         end = end.with_changes(first_line=own.first_line)
     return comma.with_changes(whitespace_after=end)
 

@@ -7,7 +7,13 @@ import libcst as cst
 from polyshard_migrate.editing.draft import Draft
 from polyshard_migrate.editing.finding import Kind
 from polyshard_migrate.families.units import shard_call
-from polyshard_migrate.families.wrapper import Wrapping, bind, is_word, report_methods
+from polyshard_migrate.families.wrapper import (
+    Wrapping,
+    bind,
+    check_optimizer,
+    is_word,
+    report_methods,
+)
 from polyshard_migrate.source.view import Use
 from polyshard_migrate.terms import ddp
 from polyshard_migrate.terms.term import Term, Verdict
@@ -39,6 +45,7 @@ def _migrate(draft: Draft, use: Use, call: cst.Call) -> bool:
         wrapping.leave(call, _WRAPPER, why)
     else:
         _translate(wrapping)
+        check_optimizer(wrapping, _WRAPPER)
     if wrapping.left:
         draft.findings += wrapping.left
         return False
@@ -50,8 +57,7 @@ def _migrate(draft: Draft, use: Use, call: cst.Call) -> bool:
     draft.differs(call, _WRAPPER)
     assign = draft.view.parent(call)
     if isinstance(assign, cst.Assign) and len(assign.targets) == 1:
-        line = draft.view.line(call)
-        report_methods(draft, assign.targets[0].target, ddp.METHODS, line, _nothing)
+        report_methods(draft, assign.targets[0].target, ddp.METHODS, _nothing)
     return True
 
 

@@ -9,6 +9,7 @@ import libcst as cst
 
 from polyshard_migrate.editing.draft import Draft
 from polyshard_migrate.editing.finding import Kind
+from polyshard_migrate.editing.text import call_text
 from polyshard_migrate.families.deepspeed_config import Wish, wish_of
 from polyshard_migrate.families.deepspeed_site import Site, find_site
 from polyshard_migrate.families.wrapper import bind, is_word, report_methods
@@ -77,9 +78,7 @@ def _migrate(draft: Draft, use: Use, call: cst.Call, beside: Beside) -> bool:
     return True
 
 
-def _configuration(
-    draft: Draft, given: dict[str, cst.Arg], beside: Beside
-) -> Configuration | None:
+def _configuration(draft: Draft, given: dict[str, cst.Arg], beside: Beside) -> Configuration | None:
     if beside.configuration is not None:
         return load_configuration(beside.configuration)
     arg = given.get("config") or given.get("config_params")
@@ -104,7 +103,7 @@ def _has_torch(draft: Draft, node: cst.CSTNode, wish: Wish) -> bool:
 
 
 def _commit(draft: Draft, use: Use, site: Site, wish: Wish) -> None:
-    shard = cst.parse_statement(f"fully_shard({site.model}{wish.text()})")
+    shard = cst.parse_statement(call_text("fully_shard", [site.model, *wish.arguments()]))
     draft.before.setdefault(site.optimizer_line, []).append(shard)
     lines = [
         cst.parse_statement(f"{name} = {value}").body[0]  # type: ignore[union-attr,index]
@@ -121,14 +120,11 @@ def _commit(draft: Draft, use: Use, site: Site, wish: Wish) -> None:
     def rewrite(access: cst.Attribute, call: cst.Call, term: Term) -> bool:
         return _rewrite(draft, site, wish, access, call)
 
-    after = draft.view.line(site.line)
-    report_methods(draft, site.engine_target, deepspeed.METHODS, after, rewrite)
+    report_methods(draft, site.engine_target, deepspeed.METHODS, rewrite)
     _start_group(draft, site)
 
 
-def _rewrite(
-    draft: Draft, site: Site, wish: Wish, access: cst.Attribute, call: cst.Call
-) -> bool:
+def _rewrite(draft: Draft, site: Site, wish: Wish, access: cst.Attribute, call: cst.Call) -> bool:
     """``engine.backward(loss)`` and ``engine.step()``, as statements of their own."""
     statement = draft.view.parent(call)
     if not isinstance(statement, cst.Expr) or any(arg.star for arg in call.args):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from polyshard_migrate.editing.draft import Draft
-from polyshard_migrate.editing.finding import Kind
+from polyshard_migrate.editing.finding import Finding, Kind
 from polyshard_migrate.source.config import Configuration, Setting
 from polyshard_migrate.terms.term import Term, Verdict
 
@@ -31,13 +31,13 @@ class Wish:
     clipping: str = ""
     is_left: bool = False
 
-    def text(self) -> str:
-        """Keywords, with commas before them."""
+    def arguments(self) -> list[str]:
+        """Keywords of ``fully_shard``, written out."""
         given = dict(self.keywords)
         if self.precision:
             inner = ", ".join(f"{name}={value}" for name, value in self.precision.items())
             given["mp_policy"] = f"MixedPrecisionPolicy({inner})"
-        return "".join(f", {name}={value}" for name, value in given.items())
+        return [f"{name}={value}" for name, value in given.items()]
 
 
 def wish_of(draft: Draft, node: cst.CSTNode, configuration: Configuration) -> Wish:
@@ -56,23 +56,24 @@ def wish_of(draft: Draft, node: cst.CSTNode, configuration: Configuration) -> Wi
 
 
 def _take(draft: Draft, node: cst.CSTNode, setting: Setting, wish: Wish) -> None:
-    term, said = setting.term, f"{setting.place}: `{setting.key}`"
+    term, said = setting.term, f"{setting.place}`{setting.key}`"
     if term is None:
-        draft.say(node, Kind.HAND, setting.key, f"{said} is unknown.", "see what it does there")
+        _say(draft, node, setting, Kind.HAND, f"{said} is unknown.", "see what it does there")
         wish.is_left = True
     elif setting.is_off and not _is_stage(setting):
         return
     elif setting.is_auto and term.verdict is not Verdict.DROPPED:
         why = f'{said} is "auto", which transformers fills in.'
-        draft.say(node, Kind.HAND, setting.key, why, "write the value")
+        _say(draft, node, setting, Kind.HAND, why, "write the value")
         wish.is_left = True
     elif term.verdict is Verdict.REWRITTEN and _WISHES[setting.key](setting, wish):
         _say_done(draft, node, setting, term)
     elif term.verdict is Verdict.DROPPED:
         message = f"{said} is left out. {term.differs}".strip()
-        draft.say(node, Kind.DIFFERS, setting.key, message)
+        _say(draft, node, setting, Kind.DIFFERS, message)
     else:
-        draft.leave(node, term, f"{said} is {_short(setting.value)}.")
+        kind = Kind.REFUSED if term.verdict is Verdict.REFUSED else Kind.HAND
+        _say(draft, node, setting, kind, f"{said} is {_short(setting.value)}.", term.ours)
         wish.is_left = True
 
 
@@ -81,8 +82,16 @@ def _is_stage(setting: Setting) -> bool:
 
 
 def _say_done(draft: Draft, node: cst.CSTNode, setting: Setting, term: Term) -> None:
-    said = f"{setting.place}: `{setting.key}` is {_short(setting.value)}: {term.ours}."
-    draft.say(node, Kind.DIFFERS, setting.key, f"{said} {term.differs}".strip())
+    said = f"{setting.place}`{setting.key}` is {_short(setting.value)}: {term.ours}."
+    _say(draft, node, setting, Kind.DIFFERS, f"{said} {term.differs}".strip())
+
+
+def _say(
+    draft: Draft, node: cst.CSTNode, setting: Setting, kind: Kind, message: str, instead: str = ""
+) -> None:
+    """At the line of the key, if that is in the script, else at ``node``."""
+    line = setting.line or draft.view.line(node)
+    draft.findings.append(Finding(line, kind, setting.key, message, instead))
 
 
 def _short(value: object) -> str:

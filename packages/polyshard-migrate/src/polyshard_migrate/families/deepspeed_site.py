@@ -38,9 +38,7 @@ class Site:
     optimizer_line: cst.SimpleStatementLine
 
 
-def find_site(
-    draft: Draft, use: Use, call: cst.Call, given: dict[str, cst.Arg]
-) -> Site | str:
+def find_site(draft: Draft, use: Use, call: cst.Call, given: dict[str, cst.Arg]) -> Site | str:
     """The statement, or why it cannot be rewritten."""
     del use
     view = draft.view
@@ -83,7 +81,11 @@ def _targets(view: FileView, call: cst.Call) -> list[cst.BaseExpression]:
 
 def _bindings(view: FileView, name: cst.Name) -> list[tuple[BaseAssignment, cst.CSTNode]]:
     found = view.assignments(name, name.value)
-    return [(each, node) for each in found if isinstance(node := getattr(each, "node", None), cst.CSTNode)]
+    return [
+        (each, node)
+        for each in found
+        if isinstance(node := getattr(each, "node", None), cst.CSTNode)
+    ]
 
 
 def _made(
@@ -96,9 +98,7 @@ def _made(
     return line if is_assignment else None
 
 
-def _is_changed(
-    view: FileView, model: cst.Name, made: cst.CSTNode, line: cst.CSTNode
-) -> bool:
+def _is_changed(view: FileView, model: cst.Name, made: cst.CSTNode, line: cst.CSTNode) -> bool:
     lines = [view.line(node) for _, node in _bindings(view, model)]
     return any(view.line(made) <= each < view.line(line) for each in lines)
 
@@ -110,7 +110,7 @@ def _escape(view: FileView, engine: cst.Name, line: cst.SimpleStatementLine) -> 
         if node not in inside and view.line(node) > view.line(line):
             return f"`{engine.value}` is bound again later."
     for mention in view.mentions(engine):
-        if mention in inside or view.line(mention) < view.line(line):
+        if mention in inside or view.is_before(mention, line):
             continue
         parent = view.parent(mention)
         is_read = isinstance(parent, cst.Attribute) and parent.value is mention

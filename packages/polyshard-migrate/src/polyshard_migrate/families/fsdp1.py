@@ -8,7 +8,7 @@ from polyshard_migrate.editing.draft import Draft
 from polyshard_migrate.editing.finding import Kind
 from polyshard_migrate.families.fsdp1_keywords import translate
 from polyshard_migrate.families.units import place, shard_call
-from polyshard_migrate.families.wrapper import Wrapping, report_methods
+from polyshard_migrate.families.wrapper import Wrapping, check_optimizer, report_methods
 from polyshard_migrate.source.view import Use
 from polyshard_migrate.terms import fsdp1
 from polyshard_migrate.terms.term import Term
@@ -54,6 +54,7 @@ def _wrapping(draft: Draft, use: Use) -> Wrapping | None:
         wrapping.leave(call, _WRAPPER, why)
         return wrapping
     translate(wrapping)
+    check_optimizer(wrapping, _WRAPPER)
     if not wrapping.left:
         place(wrapping)
     if not wrapping.left and not draft.can_want(use, *wrapping.needed):
@@ -82,7 +83,7 @@ def _commit(draft: Draft, wrapping: Wrapping) -> None:
         def clip(access: cst.Attribute, call: cst.Call, term: Term) -> bool:
             return _clip(draft, wrapping.use, access, call)
 
-        report_methods(draft, target, fsdp1.METHODS, draft.view.line(wrapping.call), clip)
+        report_methods(draft, target, fsdp1.METHODS, clip)
 
 
 def _clip(draft: Draft, use: Use, access: cst.Attribute, call: cst.Call) -> bool:
@@ -127,7 +128,8 @@ def _asks_for_type(draft: Draft, use: Use) -> bool:
             is_check = draft.view.code(parent.func) == "isinstance" and len(parent.args) == 2
             return is_check and parent.args[1] is node
         if not isinstance(
-            parent, cst.Name | cst.Attribute | cst.Tuple | cst.Element | cst.Arg | cst.BinaryOperation
+            parent,
+            cst.Name | cst.Attribute | cst.Tuple | cst.Element | cst.Arg | cst.BinaryOperation,
         ):
             if not isinstance(parent, cst.Subscript | cst.SubscriptElement | cst.Index):
                 return False

@@ -200,7 +200,9 @@ def _units(wrapping: Wrapping, value: cst.BaseExpression) -> tuple[str, str] | N
     rest = value.with_changes(args=value.args[1:])
     if policy == "transformer_auto_wrap_policy":
         given = bind(rest, ["transformer_layer_cls"])
-        return ("classes", _tuple(wrapping, given["transformer_layer_cls"].value)) if given else None
+        return (
+            ("classes", _tuple(wrapping, given["transformer_layer_cls"].value)) if given else None
+        )
     if policy == "lambda_auto_wrap_policy":
         given = bind(rest, ["lambda_fn"])
         return ("takes", wrapping.view.code(given["lambda_fn"].value)) if given else None

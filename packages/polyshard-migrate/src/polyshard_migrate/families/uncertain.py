@@ -82,7 +82,9 @@ def _uses(draft: Draft) -> None:
         elif use.known is None and not _is_imported_by_name(draft.view, use.node):
             _stray(draft, use.node, use.qualified)
         elif use.known is not None and use.known.family not in {"fsdp2", "clip"}:
-            if not any(f.line == draft.view.line(use.node) and f.kind.is_left for f in draft.findings):
+            if not any(
+                f.line == draft.view.line(use.node) and f.kind.is_left for f in draft.findings
+            ):
                 draft.leave(use.node, use.known.term, f"`{written}` is used here.")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from polyshard_migrate.editing.draft import Edit
+from polyshard_migrate.editing.text import call_text
 from polyshard_migrate.families.wrapper import Shape, Wrapping, call_with
 from polyshard_migrate.source.view import dotted
 from polyshard_migrate.terms import fsdp1
@@ -53,20 +54,18 @@ def _target(wrapping: Wrapping) -> str | None:
 def _loop(wrapping: Wrapping, name: str, element: str) -> str:
     is_one = f"isinstance({element}, {wrapping.classes})"
     condition = is_one if wrapping.classes else f"{wrapping.takes}({element})"
-    keywords = "".join(f", {key}={text}" for key, text in wrapping.keywords().items())
+    keywords = [f"{key}={text}" for key, text in wrapping.keywords().items()]
     return (
         f"for {element} in reversed(list({name}.modules())):\n"
         f"    if {element} is not {name} and {condition}:\n"
-        f"        fully_shard({element}{keywords})\n"
+        f"        {call_text('fully_shard', [element, *keywords], ' ' * 8)}\n"
     )
 
 
 def shard_call(wrapping: Wrapping) -> Edit:
     """An edit that makes the call one of ``fully_shard``."""
     kept = {
-        at: wrapping.kept[arg]
-        for at, arg in enumerate(wrapping.call.args)
-        if arg in wrapping.kept
+        at: wrapping.kept[arg] for at, arg in enumerate(wrapping.call.args) if arg in wrapping.kept
     }
     # edits inside arguments are done before: what stays keeps its own, changed value
     kept = {at: (name, None) for at, (name, _) in kept.items()}

@@ -9,10 +9,19 @@ import libcst as cst
 
 from polyshard_migrate.editing.draft import Draft, Edit
 from polyshard_migrate.editing.finding import Finding, Kind
-from polyshard_migrate.source.view import FileView, Use
+from polyshard_migrate.source.view import FileView, Use, dotted
 from polyshard_migrate.terms.term import Table, Term, Verdict
 
-__all__ = ["Shape", "Wrapping", "bind", "call_with", "is_word", "keyword", "report_methods"]
+__all__ = [
+    "Shape",
+    "Wrapping",
+    "bind",
+    "call_with",
+    "check_optimizer",
+    "is_word",
+    "keyword",
+    "report_methods",
+]
 
 
 @dataclass
@@ -154,24 +163,48 @@ def _ending(arg: cst.Arg, last: cst.Arg) -> cst.Comma | cst.MaybeSentinel:
     if isinstance(last.comma, cst.MaybeSentinel) or isinstance(arg.comma, cst.MaybeSentinel):
         return last.comma
     own, end = arg.comma.whitespace_after, last.comma.whitespace_after
-    if isinstance(own, cst.ParenthesizedWhitespace) and isinstance(end, cst.ParenthesizedWhitespace):
+    if isinstance(own, cst.ParenthesizedWhitespace) and isinstance(
+        end, cst.ParenthesizedWhitespace
+    ):
         end = end.with_changes(first_line=own.first_line)
     return last.comma.with_changes(whitespace_after=end)
+
+
+def check_optimizer(wrapping: Wrapping, term: Term) -> None:
+    """Leave a call before which an optimizer is made: it would hold parameters that are gone."""
+    view, module = wrapping.view, wrapping.module
+    for mention in view.mentions(module.value) if module else ():
+        access = view.parent(mention)
+        inner = view.parent(access) if isinstance(access, cst.Attribute) else None
+        arg = view.parent(inner) if isinstance(inner, cst.Call) else None
+        outer = view.parent(arg) if isinstance(arg, cst.Arg) else None
+        if not isinstance(access, cst.Attribute) or not isinstance(outer, cst.Call):
+            continue
+        is_made = dotted(outer.func).rpartition(".")[2][:1].isupper()
+        if access.attr.value.endswith("parameters") and is_made:
+            if view.is_before(mention, wrapping.call):
+                why = (
+                    f"an optimizer is made of its parameters before, in line {view.line(mention)}."
+                )
+                wrapping.left.append(
+                    Finding(
+                        view.line(wrapping.call), Kind.HAND, term.theirs, why, "make it afterwards"
+                    )
+                )
 
 
 Rewrite = Callable[[cst.Attribute, cst.Call, Term], bool]
 
 
 def report_methods(
-    draft: Draft, target: cst.BaseExpression, table: Table, after: int, rewrite: Rewrite
+    draft: Draft, target: cst.BaseExpression, table: Table, rewrite: Rewrite
 ) -> None:
     """List or rewrite what is done with a variable that holds a wrapped module.
 
     Args:
         draft: gets the findings.
-        target: the variable.
+        target: the variable, where it is assigned: before, it holds the plain module.
         table: of methods.
-        after: the line of the wrapping: what comes before it in its scope is the plain module.
         rewrite: makes an edit of a call of a method that the table has rewritten; ``False`` if
             it cannot.
     """
@@ -180,7 +213,7 @@ def report_methods(
         is_read = isinstance(access, cst.Attribute) and access.value is mention
         if not is_read or not isinstance(access, cst.Attribute):
             continue
-        if isinstance(target, cst.Name) and draft.view.line(mention) <= after:
+        if mention is target or draft.view.is_before(mention, target):
             continue
         term = table.find(access.attr.value)
         if term is None or term.verdict in {Verdict.MOVED, Verdict.DROPPED}:

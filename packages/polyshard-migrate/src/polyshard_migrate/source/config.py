@@ -23,12 +23,16 @@ __all__ = ["Configuration", "Setting", "find_configuration", "load_configuration
 
 @dataclass(frozen=True)
 class Setting:
-    """One key with its value: ``place`` is where it stands, ``ds.json:3``; ``term`` may be unknown."""
+    """One key with its value; ``term`` is unknown where no table has it.
+
+    ``line`` is where it stands in the script, 0 if it does not; ``place`` begins a message then.
+    """
 
     key: str
     value: Any
     term: Term | None
-    place: str
+    line: int = 0
+    place: str = ""
 
     @property
     def is_off(self) -> bool:
@@ -59,11 +63,12 @@ _OFF: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Configuration:
-    """What was read: ``name`` says where from, ``text`` is that of a JSON file."""
+    """What was read: ``text``, which ``name`` has or which begins at ``first_line`` of the script."""
 
     values: Mapping[str, Any]
     name: str
-    text: str = ""
+    text: str
+    first_line: int = 0
 
     def settings(self) -> Iterator[Setting]:
         """Every key that the table has, or that stands beside one of those."""
@@ -76,16 +81,18 @@ class Configuration:
             if has_inner and isinstance(value, Mapping):
                 yield from self._below(value, f"{key}.")
             else:
-                yield Setting(key, value, KEYS.find(key), self._place(key))
+                yield self._setting(key, value)
 
-    def _place(self, key: str) -> str:
-        if not self.text:
-            return self.name
+    def _setting(self, key: str, value: object) -> Setting:
         at = 0
         for part in key.split("."):
-            found = re.compile(rf'"{re.escape(part)}"\s*:').search(self.text, at)
+            found = re.compile(rf"""["']{re.escape(part)}["']\s*:""").search(self.text, at)
             at = found.end() if found else at
-        return f"{self.name}:{self.text.count(chr(10), 0, at) + 1}"
+        line = self.text.count("\n", 0, at)
+        term = KEYS.find(key)
+        if self.first_line:
+            return Setting(key, value, term, line=self.first_line + line)
+        return Setting(key, value, term, place=f"{self.name}:{line + 1}: ")
 
 
 def load_configuration(path: Path) -> Configuration:
@@ -116,7 +123,7 @@ def find_configuration(
     except (ValueError, SyntaxError):
         return None
     if isinstance(found, dict) and all(isinstance(key, str) for key in found):
-        return Configuration(found, f"line {view.line(value)}")
+        return Configuration(found, "the configuration", view.code(value), view.line(value))
     if isinstance(found, str) and (path := folder / found).is_file():
         return load_configuration(path)
     return None

@@ -84,6 +84,15 @@ class FileView:
                 return None
         return None
 
+    def is_before(self, node: cst.CSTNode, other: cst.CSTNode) -> bool:
+        """Whether ``node`` stands, and so runs, before ``other``: in one function, further up."""
+        same = self._function(node) is self._function(other)
+        return same and self.line(node) < self.line(other)
+
+    def _function(self, node: cst.CSTNode) -> cst.CSTNode | None:
+        functions = (cst.FunctionDef, cst.Lambda)
+        return next((each for each in self.ancestors(node) if isinstance(each, functions)), None)
+
     def names(self, node: cst.CSTNode) -> dict[str, bool]:
         """What ``node`` may stand for, and whether an import says so."""
         found = self._qualified.get(node, ())
@@ -187,4 +196,6 @@ def _use(view: FileView, node: cst.Name | cst.Attribute) -> Use | None:
 
 def _is_foreign(name: str) -> bool:
     """A name below a module of another engine, which no table has."""
-    return name.startswith(("torch.distributed.fsdp.", "torch.distributed._composable.fsdp.", "deepspeed."))
+    return name.startswith(
+        ("torch.distributed.fsdp.", "torch.distributed._composable.fsdp.", "deepspeed.")
+    )

@@ -30,7 +30,9 @@ KEYWORDS = Table(
         Term("device_ids", DROPPED, "", "Modules go to the device of the mesh."),
         Term("output_device", DROPPED),
         Term("dim", DROPPED),
-        Term("broadcast_buffers", DROPPED, "", "Buffers are each rank's own; rank 0's are not sent."),
+        Term(
+            "broadcast_buffers", DROPPED, "", "Buffers are each rank's own; rank 0's are not sent."
+        ),
         Term("init_sync", DROPPED, "", "Values are compared, not sent."),
         Term("process_group", HAND, "`mesh=DeviceMesh.from_group(process_group, device_type)`"),
         Term("bucket_cap_mb", DROPPED, "", "A unit is a bucket."),

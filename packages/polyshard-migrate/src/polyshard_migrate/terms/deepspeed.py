@@ -204,7 +204,9 @@ NAMES = Table(
         ),
         Term("add_config_arguments", HAND, "take it out, and `--deepspeed` where it is started"),
         Term("init_inference", REFUSED, "an inference engine"),
-        Term("zero.Init", HAND, 'build under `torch.device("meta")`, shard, `to_empty`, initialise'),
+        Term(
+            "zero.Init", HAND, 'build under `torch.device("meta")`, shard, `to_empty`, initialise'
+        ),
         Term("zero.GatheredParameters", HAND, "`module.unshard()`, and `module.reshard()` after"),
         Term("checkpointing.checkpoint", HAND, "`torch.utils.checkpoint.checkpoint`"),
         Term("pipe.PipelineModule", REFUSED, "`torch.distributed.pipelining`"),

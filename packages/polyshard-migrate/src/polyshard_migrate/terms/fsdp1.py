@@ -120,9 +120,7 @@ PRECISION = Table(
             "`cast_forward_inputs`",
             "Without it units below the root cast their inputs as well, where FSDP1 left them.",
         ),
-        Term(
-            "cast_root_forward_inputs", HAND, "a `MixedPrecisionPolicy` of its own for the root"
-        ),
+        Term("cast_root_forward_inputs", HAND, "a `MixedPrecisionPolicy` of its own for the root"),
         Term(
             "_module_classes_to_ignore",
             HAND,
@@ -158,7 +156,9 @@ METHODS = Table(
         Term("apply", HAND, "initialise before sharding, or within `model.unshard()`"),
         Term("module", HAND, "there is no wrapper: drop `.module`"),
         Term("state_dict", HAND, f"sharded now; for a whole one {_FULL}"),
-        Term("load_state_dict", HAND, f"takes a sharded one; else `set_model_state_dict` of {_DCP}"),
+        Term(
+            "load_state_dict", HAND, f"takes a sharded one; else `set_model_state_dict` of {_DCP}"
+        ),
         Term("state_dict_type", HAND, _FULL),
         Term("set_state_dict_type", HAND, _FULL),
         Term("get_state_dict_type", HAND, _FULL),
