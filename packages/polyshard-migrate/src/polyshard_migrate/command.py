@@ -1,4 +1,4 @@
-"""``polyshard migrate``: paths to a document, a document to a diff or JSON, errors to one message."""
+"""``polyshard migrate``: paths to a document, that to a diff or JSON, errors to one message."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import warnings
 
 import libcst as cst
 
-from polyshard_migrate.editing.draft import Draft
+from polyshard_migrate.editing.draft import Draft, Edited
 from polyshard_migrate.editing.imports import edit_imports
 
 __all__ = ["apply"]
@@ -33,13 +33,11 @@ class _Applying(cst.CSTTransformer):
         """Edits, then what goes in front; small statements that became several get lines."""
         edit = self._draft.edits.get(original_node)
         result = updated_node if edit is None else edit(updated_node)
-        if isinstance(original_node, cst.SimpleStatementLine):
+        if isinstance(result, cst.SimpleStatementLine):
             result = self._lines(original_node, result)
         return result
 
-    def _lines(
-        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
-    ) -> cst.CSTNode:
+    def _lines(self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine) -> Edited:
         lines: list[cst.BaseStatement] = [updated]
         if len(original.body) == 1 and len(updated.body) > 1:
             lines = [cst.SimpleStatementLine([small]) for small in updated.body]
@@ -49,4 +47,4 @@ class _Applying(cst.CSTTransformer):
             return lines[0]
         rest = [line.with_changes(leading_lines=[]) for line in lines[1:]]
         first = lines[0].with_changes(leading_lines=updated.leading_lines)
-        return cst.FlattenSentinel([first, *rest])  # type: ignore[return-value]
+        return cst.FlattenSentinel([first, *rest])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import libcst as cst
 
@@ -12,9 +13,10 @@ from polyshard_migrate.source.view import FileView, Use
 from polyshard_migrate.terms.catalog import know
 from polyshard_migrate.terms.term import Term
 
-__all__ = ["Draft", "Edit"]
+__all__ = ["Draft", "Edit", "Edited"]
 
-Edit = Callable[[cst.CSTNode], cst.CSTNode]
+Edited = cst.CSTNode | cst.FlattenSentinel[Any] | cst.RemovalSentinel
+Edit = Callable[[cst.CSTNode], Edited]
 """Gets the node as edits inside it left it."""
 
 WHOLE = "polyshard"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from polyshard_migrate.editing.draft import WHOLE, Draft
+from polyshard_migrate.editing.draft import WHOLE, Draft, Edited
 from polyshard_migrate.source.view import ImportStatement, walk
 
 __all__ = ["edit_imports", "is_gone"]
@@ -123,7 +123,7 @@ def _last(
     return comma.with_changes(whitespace_after=end)
 
 
-def _several(made: Sequence[cst.BaseSmallStatement]) -> cst.CSTNode:
+def _several(made: Sequence[cst.BaseSmallStatement]) -> Edited:
     if not made:
-        return cst.RemoveFromParent()  # type: ignore[return-value]  # what libcst takes there
-    return cst.FlattenSentinel(made)  # type: ignore[return-value]
+        return cst.RemoveFromParent()
+    return cst.FlattenSentinel(made)

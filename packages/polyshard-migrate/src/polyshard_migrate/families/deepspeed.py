@@ -60,7 +60,7 @@ def _migrate(draft: Draft, use: Use, call: cst.Call, beside: Beside) -> bool:
         draft.say(call, Kind.HAND, "config", why, instead)
         return False
     wish = wish_of(draft, call, configuration)
-    site = find_site(draft, use, call, given)
+    site = find_site(draft, call, given)
     if isinstance(site, str):
         draft.leave(call, _INITIALIZE, site)
         return False
@@ -106,12 +106,12 @@ def _commit(draft: Draft, use: Use, site: Site, wish: Wish) -> None:
     shard = cst.parse_statement(call_text("fully_shard", [site.model, *wish.arguments()]))
     draft.before.setdefault(site.optimizer_line, []).append(shard)
     lines = [
-        cst.parse_statement(f"{name} = {value}").body[0]  # type: ignore[union-attr,index]
+        cst.parse_statement(f"{name} = {value}").body[0]  # type: ignore[index]
         for name, value in ((site.engine, site.model), (site.returned, site.optimizer))
         if name not in {"_", value}
     ]
     draft.edits[site.line.body[0]] = lambda _: (
-        cst.FlattenSentinel(lines) if lines else cst.RemoveFromParent()  # type: ignore[return-value]
+        cst.FlattenSentinel(lines) if lines else cst.RemoveFromParent()
     )
     draft.consumed |= {site.line}
     draft.say(site.line, Kind.CHANGED, _INITIALIZE.theirs, "`fully_shard`, before the optimizer.")
@@ -140,7 +140,7 @@ def _rewrite(draft: Draft, site: Site, wish: Wish, access: cst.Attribute, call: 
     else:
         return False
     made = [cst.Expr(cst.parse_expression(each)) for each in text]
-    draft.edits[statement] = lambda _: cst.FlattenSentinel(made)  # type: ignore[return-value]
+    draft.edits[statement] = lambda _: cst.FlattenSentinel(made)
     written = draft.view.code(call)
     message = f"`{written}` is {', '.join(f'`{each}`' for each in text)}."
     draft.say(call, Kind.CHANGED, access.attr.value, message)

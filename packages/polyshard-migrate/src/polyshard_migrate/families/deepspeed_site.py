@@ -9,7 +9,7 @@ from libcst.metadata import BaseAssignment
 
 from polyshard_migrate.editing.draft import Draft
 from polyshard_migrate.families.wrapper import is_word
-from polyshard_migrate.source.view import FileView, Use, walk
+from polyshard_migrate.source.view import FileView, walk
 
 __all__ = ["Site", "find_site"]
 
@@ -38,20 +38,17 @@ class Site:
     optimizer_line: cst.SimpleStatementLine
 
 
-def find_site(draft: Draft, use: Use, call: cst.Call, given: dict[str, cst.Arg]) -> Site | str:
+def find_site(draft: Draft, call: cst.Call, given: dict[str, cst.Arg]) -> Site | str:
     """The statement, or why it cannot be rewritten."""
-    del use
     view = draft.view
     for name, arg in given.items():
         if name not in _TAKEN | _HARMLESS and not is_word(arg.value, "None"):
             return f"`{name}=` needs a choice."
     line, targets = view.statement(call), _targets(view, call)
-    if line is None or len(targets) != 4 or not isinstance(targets[0], cst.Name):
+    if line is None or len(targets) != 4:
         return "what it returns is not taken apart into four names."
-    if any(not isinstance(t, cst.Name) or t.value != "_" for t in targets[2:]):
+    if any(target.value != "_" for target in targets[2:]):
         return "its loader or scheduler is used."
-    if not isinstance(targets[1], cst.Name):
-        return "what it returns is not taken apart into four names."
     model, optimizer = (given.get(name) for name in ("model", "optimizer"))
     if model is None or not isinstance(model.value, cst.Name):
         return "its model is not a variable."
@@ -60,23 +57,22 @@ def find_site(draft: Draft, use: Use, call: cst.Call, given: dict[str, cst.Arg])
     made = _made(view, optimizer.value, line)
     if made is None or view.parent(made) is not view.parent(line):
         return "its optimizer is not made in one statement above, in the same block."
-    if f"{model.value.value}.parameters()" not in view.code(made):
-        return "its optimizer is not made of the parameters of its model."
-    if _is_changed(view, model.value, made, line):
-        return "its model is assigned again between the optimizer and this call."
-    engine = targets[0]
-    if why := _escape(view, engine, line):
+    if why := _mismatch(view, model.value, made, line) or _escape(view, targets[0], line):
         return why
-    names = engine.value, engine, targets[1].value, model.value.value, optimizer.value.value
+    engine, returned = targets[:2]
+    names = engine.value, engine, returned.value, model.value.value, optimizer.value.value
     return Site(line, *names, made)
 
 
-def _targets(view: FileView, call: cst.Call) -> list[cst.BaseExpression]:
+def _targets(view: FileView, call: cst.Call) -> list[cst.Name]:
+    """The names that a tuple of names gets."""
     assign = view.parent(call)
     if not isinstance(assign, cst.Assign) or len(assign.targets) != 1:
         return []
     target = assign.targets[0].target
-    return [each.value for each in target.elements] if isinstance(target, cst.Tuple) else []
+    values = [each.value for each in target.elements] if isinstance(target, cst.Tuple) else []
+    names = [value for value in values if isinstance(value, cst.Name)]
+    return names if len(names) == len(values) else []
 
 
 def _bindings(view: FileView, name: cst.Name) -> list[tuple[BaseAssignment, cst.CSTNode]]:
@@ -98,9 +94,14 @@ def _made(
     return line if is_assignment else None
 
 
-def _is_changed(view: FileView, model: cst.Name, made: cst.CSTNode, line: cst.CSTNode) -> bool:
+def _mismatch(view: FileView, model: cst.Name, made: cst.CSTNode, line: cst.CSTNode) -> str:
+    """Why the optimizer may not be that of the model, if so."""
+    if f"{model.value}.parameters()" not in view.code(made):
+        return "its optimizer is not made of the parameters of its model."
     lines = [view.line(node) for _, node in _bindings(view, model)]
-    return any(view.line(made) <= each < view.line(line) for each in lines)
+    if any(view.line(made) <= each < view.line(line) for each in lines):
+        return "its model is assigned again between the optimizer and this call."
+    return ""
 
 
 def _escape(view: FileView, engine: cst.Name, line: cst.SimpleStatementLine) -> str:

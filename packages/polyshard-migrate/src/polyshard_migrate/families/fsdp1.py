@@ -16,6 +16,18 @@ from polyshard_migrate.terms.term import Term
 __all__ = ["migrate_fsdp1"]
 
 _WRAPPER = fsdp1.NAMES.terms[0]
+_TYPE_PARTS = (
+    cst.Name,
+    cst.Attribute,
+    cst.Tuple,
+    cst.Element,
+    cst.Arg,
+    cst.BinaryOperation,
+    cst.Subscript,
+    cst.SubscriptElement,
+    cst.Index,
+)
+"""Of what types in annotations and ``isinstance`` are made."""
 
 
 def migrate_fsdp1(draft: Draft) -> bool:
@@ -127,11 +139,7 @@ def _asks_for_type(draft: Draft, use: Use) -> bool:
         if isinstance(parent, cst.Call):
             is_check = draft.view.code(parent.func) == "isinstance" and len(parent.args) == 2
             return is_check and parent.args[1] is node
-        if not isinstance(
-            parent,
-            cst.Name | cst.Attribute | cst.Tuple | cst.Element | cst.Arg | cst.BinaryOperation,
-        ):
-            if not isinstance(parent, cst.Subscript | cst.SubscriptElement | cst.Index):
-                return False
+        if not isinstance(parent, _TYPE_PARTS):
+            return False
         node = parent
     return False

@@ -39,9 +39,8 @@ def translate(wrapping: Wrapping) -> None:
     names = [term.theirs for term in fsdp1.KEYWORDS.terms]
     given = bind(wrapping.call, names)
     if given is None or "module" not in given:
-        term = fsdp1.NAMES.terms[0]
         why = "its arguments are not all written out."
-        wrapping.leave(wrapping.call, term, why)
+        wrapping.leave(wrapping.call, fsdp1.NAMES.terms[0], why)
         return
     for name, arg in given.items():
         term = fsdp1.KEYWORDS.find(name)
@@ -57,10 +56,9 @@ def translate(wrapping: Wrapping) -> None:
         else:
             wrapping.leave(arg, term, f"`{name}=` is not the same thing there.")
     strategy = _strategy_of(wrapping, given.get("sharding_strategy"))
-    if strategy in _HYBRID and "mesh" not in wrapping.keywords():
-        term = fsdp1.STRATEGIES.find(strategy)
-        assert term is not None
-        wrapping.leave(wrapping.call, term, f"`{strategy}` without `device_mesh=`.")
+    member = fsdp1.STRATEGIES.find(strategy)
+    if member is not None and strategy in _HYBRID and "mesh" not in wrapping.keywords():
+        wrapping.leave(wrapping.call, member, f"`{strategy}` without `device_mesh=`.")
     if wrapping.classes and "mp_policy" in wrapping.keywords():
         _note(wrapping, wrapping.call, "MixedPrecision", _BATCH_NORM)
 
@@ -144,6 +142,7 @@ def _precision(wrapping: Wrapping, arg: cst.Arg, term: Term) -> None:
     text = None
     if value is arg.value:  # written in place: its text is wanted as it will be
         inner = call_with(Shape("MixedPrecisionPolicy", kept, {}))(value)
+        assert isinstance(inner, cst.Call)
         text = wrapping.view.code(inner)
     wrapping.kept[arg] = ("mp_policy", text)
 

@@ -9,7 +9,7 @@ import libcst as cst
 from polyshard_migrate.editing.draft import Draft
 from polyshard_migrate.editing.finding import Kind
 from polyshard_migrate.families.moving import imported
-from polyshard_migrate.source.view import FileView, dotted, walk
+from polyshard_migrate.source.view import FileView, Use, dotted, walk
 from polyshard_migrate.terms.catalog import MODULES, know, leads_to_known
 
 __all__ = ["list_uncertain"]
@@ -81,11 +81,15 @@ def _uses(draft: Draft) -> None:
             draft.say(use.node, Kind.HAND, use.qualified, why, instead)
         elif use.known is None and not _is_imported_by_name(draft.view, use.node):
             _stray(draft, use.node, use.qualified)
-        elif use.known is not None and use.known.family not in {"fsdp2", "clip"}:
-            if not any(
-                f.line == draft.view.line(use.node) and f.kind.is_left for f in draft.findings
-            ):
-                draft.leave(use.node, use.known.term, f"`{written}` is used here.")
+        elif use.known is not None and not _is_told(draft, use):
+            draft.leave(use.node, use.known.term, f"`{written}` is used here.")
+
+
+def _is_told(draft: Draft, use: Use) -> bool:
+    """Whether its import moved, or its line needs a hand for another reason."""
+    line = draft.view.line(use.node)
+    listed = any(each.line == line and each.kind.is_left for each in draft.findings)
+    return listed or use.known is None or use.known.family in {"fsdp2", "clip"}
 
 
 def _is_imported_by_name(view: FileView, node: cst.CSTNode) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import libcst as cst
@@ -112,8 +112,8 @@ class Shape:
     """What a call becomes: its function, which arguments stay under which name, which are new."""
 
     function: str
-    kept: dict[int, tuple[str, str | None]]
-    added: dict[str, str]
+    kept: Mapping[int, tuple[str, str | None]]
+    added: Mapping[str, str]
 
 
 def call_with(shape: Shape) -> Edit:
@@ -148,10 +148,10 @@ def _laid(node: cst.Call, args: list[cst.Arg]) -> list[cst.Arg]:
     between = first.comma if isinstance(first.comma, cst.Comma) and first is not last else None
     laid = []
     for arg in args[:-1]:
-        if isinstance(arg.comma, cst.MaybeSentinel):
+        comma = arg.comma
+        if isinstance(comma, cst.MaybeSentinel):
             comma = between or cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-            arg = arg.with_changes(comma=comma, whitespace_after_arg=cst.SimpleWhitespace(""))
-        laid.append(arg)
+        laid.append(arg.with_changes(comma=comma))
     end = args[-1].with_changes(
         comma=_ending(args[-1], last), whitespace_after_arg=last.whitespace_after_arg
     )
@@ -181,16 +181,12 @@ def check_optimizer(wrapping: Wrapping, term: Term) -> None:
         if not isinstance(access, cst.Attribute) or not isinstance(outer, cst.Call):
             continue
         is_made = dotted(outer.func).rpartition(".")[2][:1].isupper()
-        if access.attr.value.endswith("parameters") and is_made:
-            if view.is_before(mention, wrapping.call):
-                why = (
-                    f"an optimizer is made of its parameters before, in line {view.line(mention)}."
-                )
-                wrapping.left.append(
-                    Finding(
-                        view.line(wrapping.call), Kind.HAND, term.theirs, why, "make it afterwards"
-                    )
-                )
+        is_early = access.attr.value.endswith("parameters") and is_made
+        if is_early and view.is_before(mention, wrapping.call):
+            line, where = view.line(wrapping.call), view.line(mention)
+            why = f"in line {where}, before it, an optimizer is made of the parameters."
+            instead = "make the optimizer afterwards"
+            wrapping.left.append(Finding(line, Kind.HAND, term.theirs, why, instead))
 
 
 Rewrite = Callable[[cst.Attribute, cst.Call, Term], bool]
@@ -220,7 +216,6 @@ def report_methods(
             continue
         call = draft.view.parent(access)
         is_call = isinstance(call, cst.Call) and call.func is access
-        if term.verdict is Verdict.REWRITTEN and is_call and isinstance(call, cst.Call):
-            if rewrite(access, call, term):
-                continue
-        draft.leave(access, term, f"`{draft.view.code(access)}`: not as with the wrapper.")
+        can = is_call and term.verdict is Verdict.REWRITTEN
+        if not (can and isinstance(call, cst.Call) and rewrite(access, call, term)):
+            draft.leave(access, term, f"`{draft.view.code(access)}`: not as with the wrapper.")

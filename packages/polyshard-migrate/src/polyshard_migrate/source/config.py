@@ -63,7 +63,7 @@ _OFF: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Configuration:
-    """What was read: ``text``, which ``name`` has or which begins at ``first_line`` of the script."""
+    """What was read: ``text``, which ``name`` has, or begins at ``first_line`` of the script."""
 
     values: Mapping[str, Any]
     name: str

@@ -102,7 +102,7 @@ class FileView:
     def assignments(self, node: cst.CSTNode, name: str) -> list[BaseAssignment]:
         """Everything that binds ``name`` where ``node`` is."""
         scope = self._scope(node)
-        return [] if scope is None else sorted(scope[name], key=lambda each: self._order(each))
+        return [] if scope is None else sorted(scope[name], key=self._order)
 
     def _order(self, assignment: BaseAssignment) -> int:
         node = getattr(assignment, "node", None)

@@ -16,9 +16,9 @@ NAMES = Table(
             Verdict.REWRITTEN,
             "`fully_shard(model, plugins=[SameValues()])`",
             "Parameters, gradients and optimizer state are sharded, and the module itself is "
-            "returned: no `.module`. One unit holds the whole model while it runs: shard layers "
-            "first to save memory. Rank 0's values are not sent at the start: ranks that differ are "
-            "refused, by parameter. An optimizer must be made afterwards.",
+            "returned: no `.module`. One unit holds the whole model while it runs: shard "
+            "layers first to save memory. Rank 0's values are not sent at the start: ranks that "
+            "differ are refused, by parameter. An optimizer must be made afterwards.",
         ),
     ),
 )

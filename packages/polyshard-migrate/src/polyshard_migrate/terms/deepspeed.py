@@ -22,7 +22,8 @@ _BATCHES = (
     Term(
         "gradient_accumulation_steps",
         HAND,
-        "divide the loss, and run all micro-batches but the last in `model.no_sync()`; 1 is left out",
+        "divide the loss, and run all micro-batches but the last in `model.no_sync()`; 1 is "
+        "left out",
     ),
     Term(
         "gradient_clipping",
@@ -42,7 +43,7 @@ _PRECISION = (
         "bf16",
         REWRITTEN,
         "`mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)`",
-        "The module's own parameters stay 32-bit, and are the master weights: do not cast it to bf16.",
+        "The module's own parameters stay 32-bit: they are the master weights. Do not cast it.",
     ),
     Term(
         "fp16",
@@ -71,8 +72,8 @@ _STAGES = (
         f"{_ZERO}.stage",
         REWRITTEN,
         "1 and 2: `fully_shard(model, reshard_after_forward=False)`; 3: `fully_shard(model)`",
-        "Parameters are sharded at every stage. One unit holds the whole model while it runs: shard "
-        "layers first to save memory.",
+        "Parameters are sharded at every stage. One unit holds the whole model while it runs: "
+        "shard layers first to save memory.",
     ),
     Term(f"{_ZERO}.zero_hpz_partition_size", REWRITTEN, "`reshard_after_forward=` that many ranks"),
     Term(
@@ -193,8 +194,8 @@ NAMES = Table(
             "initialize",
             REWRITTEN,
             "`fully_shard` before the optimizer is made; the module is the engine",
-            "Start it with torchrun. Rank 0's values are not sent: ranks that differ are refused, by "
-            "parameter.",
+            "Start it with torchrun. Rank 0's values are not sent: ranks that differ are "
+            "refused, by parameter.",
         ),
         Term(
             "init_distributed",
@@ -242,7 +243,7 @@ METHODS = Table(
         Term(
             "step",
             REWRITTEN,
-            "`clip_grad_norm_`, where it was asked for, `optimizer.step()`, `optimizer.zero_grad()`",
+            "`clip_grad_norm_`, if asked for, `optimizer.step()`, `optimizer.zero_grad()`",
         ),
         Term("train", Verdict.MOVED, "the same"),
         Term("eval", Verdict.MOVED, "the same"),

@@ -18,7 +18,8 @@ NAMES = Table(
             REWRITTEN,
             "`fully_shard`, bottom-up; `FSDPModule` in annotations and `isinstance`",
             "The module itself is sharded and returned: there is no wrapper and no `.module`. "
-            "Parameters keep their names and shapes (`DTensor`); an optimizer must be made afterwards.",
+            "Parameters keep their names and shapes (`DTensor`); an optimizer must be made "
+            "afterwards.",
         ),
         Term("MixedPrecision", REWRITTEN, "`MixedPrecisionPolicy`"),
         Term(
@@ -71,8 +72,8 @@ KEYWORDS = Table(
             REWRITTEN,
             "`plugins=[SameValues()]` where it was `True`",
             "Rank 0's values are not sent: ranks that differ are refused, by parameter. Initialise "
-            "all alike, or load with `set_model_state_dict` and `broadcast_from_rank0`. Buffers are "
-            "not compared.",
+            "all alike, or load with `set_model_state_dict` and `broadcast_from_rank0`. Buffers "
+            "are not compared.",
         ),
         Term("forward_prefetch", DROPPED, "", "Gathers follow the order of the last step."),
         Term("limit_all_gathers", DROPPED, "", "At most two units are gathered at once."),

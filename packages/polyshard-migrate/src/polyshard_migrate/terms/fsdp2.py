@@ -79,7 +79,8 @@ AROUND = Table(
             "torch.nn.utils.clip_grad_norm_",
             Verdict.REWRITTEN,
             "`polyshard.clip_grad_norm_`, in files that shard something",
-            "It takes parameters on several meshes, and returns a plain tensor: drop `.full_tensor()`.",
+            "It takes parameters on several meshes, and returns a plain tensor: drop "
+            "`.full_tensor()`.",
         ),
         Term("torch.distributed.checkpoint", TORCH, "works as before"),
         Term(
