@@ -7,9 +7,12 @@ from collections.abc import Sequence
 import libcst as cst
 
 from polyshard_migrate.editing.draft import WHOLE, Draft, Edited
-from polyshard_migrate.source.view import ImportStatement, walk
+from polyshard_migrate.source.view import ImportStatement, dotted, walk
+from polyshard_migrate.terms.catalog import know, leads_to_known
 
-__all__ = ["edit_imports", "is_gone"]
+__all__ = ["edit_imports"]
+
+_OF_POLICIES = {"functools", "functools.partial"}
 
 
 def edit_imports(draft: Draft) -> None:
@@ -33,12 +36,22 @@ def _want_once(draft: Draft) -> None:
         draft.wanted[statement] = new
 
 
-def is_gone(draft: Draft, alias: cst.ImportAlias, statement: ImportStatement) -> bool:
+def _is_gone(draft: Draft, alias: cst.ImportAlias, statement: ImportStatement) -> bool:
     """Whether all uses of ``alias`` are, and there were some."""
-    if isinstance(statement, cst.Import) and alias.asname is None and "." in alias.evaluated_name:
-        return False  # binds a package that others may use through it
+    if not _may_go(alias, statement):
+        return False
     references = draft.view.references(alias, statement)
     return bool(references) and all(map(draft.is_consumed, references))
+
+
+def _may_go(alias: cst.ImportAlias, statement: ImportStatement) -> bool:
+    """Names of other engines, and of what policies are made of; no package on the way to them."""
+    name = alias.evaluated_name
+    if isinstance(statement, cst.ImportFrom):
+        name = f"{dotted(statement.module) if statement.module else ''}.{name}"
+    elif alias.asname is None and "." in name:
+        return False
+    return know(name) is not None or leads_to_known(name) or name in _OF_POLICIES
 
 
 def _edit_from(draft: Draft, node: cst.ImportFrom) -> None:
@@ -46,7 +59,7 @@ def _edit_from(draft: Draft, node: cst.ImportFrom) -> None:
         return
     moved = [alias for alias in node.names if alias in draft.moved]
     gone = [
-        alias for alias in node.names if alias not in draft.moved and is_gone(draft, alias, node)
+        alias for alias in node.names if alias not in draft.moved and _is_gone(draft, alias, node)
     ]
     wanted = sorted(draft.wanted.get(node, ()))
     if not (moved or gone or wanted):
@@ -62,7 +75,7 @@ def _edit_from(draft: Draft, node: cst.ImportFrom) -> None:
 
 
 def _edit_plain(draft: Draft, node: cst.Import) -> None:
-    gone = [alias for alias in node.names if is_gone(draft, alias, node)]
+    gone = [alias for alias in node.names if _is_gone(draft, alias, node)]
     wanted = sorted(draft.wanted.get(node, ()))
     if not (gone or wanted):
         return

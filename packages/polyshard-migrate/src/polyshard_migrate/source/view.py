@@ -189,9 +189,15 @@ def _use(view: FileView, node: cst.Name | cst.Attribute) -> Use | None:
     imported = [name for name, is_import in names.items() if is_import]
     for name in imported:
         known = know(name)
+        if known is None and isinstance(node, cst.Attribute) and _is_known(view, node.value):
+            return None  # something of a known name: that is the use
         if known is not None or leads_to_known(name) or _is_foreign(name):
             return Use(node, known, name, is_certain=len(names) == 1)
     return None
+
+
+def _is_known(view: FileView, node: cst.CSTNode) -> bool:
+    return any(know(name) is not None for name, imported in view.names(node).items() if imported)
 
 
 def _is_foreign(name: str) -> bool:

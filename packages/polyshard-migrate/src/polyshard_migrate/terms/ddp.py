@@ -63,6 +63,7 @@ METHODS = Table(
         Term("no_sync", Verdict.MOVED, "the same"),
         Term("forward", Verdict.MOVED, "the same"),
         Term("train", Verdict.MOVED, "the same"),
+        Term("broadcast_buffers", HAND, "buffers are each rank's own"),
         Term("scatter", HAND, "move inputs yourself; only `fully_shard`'s root moves them"),
         Term("to_kwargs", HAND, "move inputs yourself"),
         Term("gather", HAND, "outputs are each rank's own"),
