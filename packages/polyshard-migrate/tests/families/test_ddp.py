@@ -71,10 +71,11 @@ def test_methods_and_types_are_listed() -> None:
 def test_an_optimizer_made_before_is_not_passed_over() -> None:
     found = unchanged("""
         from torch import nn, optim
+        model = build()
         optimizer = optim.AdamW(params=model.parameters())
         model = nn.parallel.DistributedDataParallel(model)
     """)
-    assert found.left == [(3, "DistributedDataParallel")]
+    assert found.left == [(4, "DistributedDataParallel")]
 
 
 def test_a_rebound_name_stays() -> None:
