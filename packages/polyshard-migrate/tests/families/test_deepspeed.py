@@ -224,7 +224,7 @@ def test_calls_that_cannot_be_followed(call: str, words: str) -> None:
 
 @pytest.mark.parametrize(
     ("loop", "words"),
-    [("evaluate(engine)\n", "passed on in line 16"), ("engine = other\n", "bound again")],
+    [("evaluate(engine)\n", "passed on in line 17"), ("engine = other\n", "bound again")],
 )
 def test_an_engine_that_gets_away(loop: str, words: str) -> None:
     assert words in unchanged(script(loop=loop)).messages()
@@ -245,10 +245,10 @@ def test_methods_without_a_counterpart_are_listed() -> None:
         engine.train()
     """)
     assert found.left == [
-        (16, "save_checkpoint"),
-        (17, "module"),
-        (18, "step"),
-        (19, "backward"),
+        (17, "save_checkpoint"),
+        (18, "module"),
+        (19, "step"),
+        (20, "backward"),
     ]
 
 

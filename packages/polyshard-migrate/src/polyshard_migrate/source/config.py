@@ -80,7 +80,7 @@ class Configuration:
             has_inner = any(term.theirs.startswith(f"{key}.") for term in KEYS.terms)
             if has_inner and isinstance(value, Mapping):
                 yield from self._below(value, f"{key}.")
-            else:
+            elif not has_inner or value:  # else a section that is switched off
                 yield self._setting(key, value)
 
     def _setting(self, key: str, value: object) -> Setting:
