@@ -19,7 +19,6 @@ pytestmark = pytest.mark.once
 MOVED = [term.theirs for term in fsdp2.NAMES.terms]
 STAY = [term.theirs for term in fsdp1.NAMES.terms]
 HOMES = ["torch.distributed.fsdp", "torch.distributed._composable.fsdp"]
-MODULES = ["import {0} as {1}", "import {0}"]
 COMMENT = st.sampled_from(["", "  # why", "  # noqa: F401"])
 
 
