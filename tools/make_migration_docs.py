@@ -15,9 +15,10 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "migration.md"
 HEAD = """# Migration, term by term
 
-Generated from the tables of polyshard-migrate (`packages/polyshard-migrate/src/polyshard_migrate/terms/`)
-by `tools/make_migration_docs.py`; edit those. Tests compare them with the installed torch: a name that torch has
-and no table knows fails. How to use the command: [how to migrate a script](../how-to/migrate.md).
+Generated from `polyshard_migrate/terms/`, the tables of polyshard-migrate, by
+`tools/make_migration_docs.py`; edit those. Tests compare them with the installed torch: a name that
+torch has and no table knows fails. How to use the command: [how to migrate a
+script](../how-to/migrate.md).
 
 The second column says what `polyshard migrate` does:
 
@@ -45,7 +46,9 @@ def _guide(guide: Guide) -> str:
 
 
 def _table(table: Table) -> str:
-    head = f"\n### {table.title}\n\n| term | done | in polyshard | what differs |\n|---|---|---|---|\n"
+    head = (
+        f"\n### {table.title}\n\n| term | done | in polyshard | what differs |\n|---|---|---|---|\n"
+    )
     return head + "".join(map(_row, table.terms))
 
 

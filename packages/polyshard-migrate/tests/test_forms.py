@@ -57,7 +57,8 @@ def through_module(draw: st.DrawFn, number: int) -> tuple[str, list[str]]:
 @st.composite
 def scripts(draw: st.DrawFn) -> tuple[str, list[str]]:
     """Several statements, some below ``if True:``."""
-    text, bound = "", []
+    text = ""
+    bound: list[str] = []
     for number in range(draw(st.integers(1, 4))):
         part, names = draw(st.one_of(named(number), through_module(number)))
         if draw(st.booleans()):

@@ -76,7 +76,10 @@ def test_a_loop_is_rewritten() -> None:
         ({"stage": 3, "zero_hpz_partition_size": 1}, ""),
         ({"stage": 3, "zero_quantized_weights": False}, ""),
         ({"stage": 3, "offload_optimizer": {"device": "none"}, "offload_param": None}, ""),
-        ({"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8}, "reshard_after_forward=False"),
+        (
+            {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8},
+            "reshard_after_forward=False",
+        ),
     ],
 )
 def test_stages(zero: dict[str, Any], expected: str) -> None:
@@ -269,7 +272,9 @@ def test_the_engine_may_be_called_as_the_model() -> None:
 
 
 def test_the_process_group() -> None:
-    plain = script().replace("torch.distributed.init_process_group()", "deepspeed.init_distributed()")
+    plain = script().replace(
+        "torch.distributed.init_process_group()", "deepspeed.init_distributed()"
+    )
     found = migrated(plain)
     assert "\n    torch.distributed.init_process_group()\n" in found.text
     assert not found.left

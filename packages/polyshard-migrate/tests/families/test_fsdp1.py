@@ -49,7 +49,8 @@ def script(body: str) -> str:
         ("backward_prefetch=BackwardPrefetch.BACKWARD_PRE", ""),
         (
             "mixed_precision=MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)",
-            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
+            "mp_policy=MixedPrecisionPolicy("
+            "param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
         ),
         (
             "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True,"
@@ -79,8 +80,14 @@ def test_keywords(arguments: str, expected: str) -> None:
         ("cpu_offload=CPUOffload(offload_params=flag)", "cpu_offload"),
         ("mixed_precision=precision()", "mixed_precision"),
         ("mixed_precision=MixedPrecision(**precision)", "mixed_precision"),
-        ("mixed_precision=MixedPrecision(keep_low_precision_grads=True)", "keep_low_precision_grads"),
-        ("mixed_precision=MixedPrecision(cast_root_forward_inputs=False)", "cast_root_forward_inputs"),
+        (
+            "mixed_precision=MixedPrecision(keep_low_precision_grads=True)",
+            "keep_low_precision_grads",
+        ),
+        (
+            "mixed_precision=MixedPrecision(cast_root_forward_inputs=False)",
+            "cast_root_forward_inputs",
+        ),
         (
             "mixed_precision=MixedPrecision(_module_classes_to_ignore=[nn.Linear])",
             "_module_classes_to_ignore",

@@ -113,7 +113,15 @@ def test_modules_are_torchs_and_have_names_of_the_tables(module: str) -> None:
 
 
 def test_what_methods_that_stay_are_called_here() -> None:
-    stay = {"forward", "train", "eval", "parameters", "named_parameters", "named_buffers", "no_sync"}
+    stay = {
+        "forward",
+        "train",
+        "eval",
+        "parameters",
+        "named_parameters",
+        "named_buffers",
+        "no_sync",
+    }
     for table in (fsdp1.METHODS, ddp.METHODS, deepspeed.METHODS):
         moved = {term.theirs for term in table.terms if term.verdict is Verdict.MOVED}
         assert moved <= stay

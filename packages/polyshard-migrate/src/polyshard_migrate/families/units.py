@@ -32,23 +32,25 @@ def place(wrapping: Wrapping) -> list[cst.BaseStatement]:
     if not repeated.replace(".", "").replace("_", "").isalnum():
         wrapping.leave(wrapping.call, term, "its mesh would be made once for every module.")
         return []
-    made: list[cst.BaseStatement] = []
     text = wrapping.view.code(module.value)
-    if target and target != text:
-        made.append(cst.parse_statement(f"{target} = {text}"))
-    return [*made, cst.parse_statement(_loop(wrapping, target or text, element))]
+    if not target:
+        return [cst.parse_statement(_loop(wrapping, text, element))]
+    named = cst.parse_statement(f"{target} = {text}")
+    return [named, cst.parse_statement(_loop(wrapping, target, element))]
 
 
 def _target(wrapping: Wrapping) -> str | None:
-    """The variable that the call's line assigns; empty where it need not; ``None``: no place."""
+    """The variable that the module has to get first; empty if it has one; ``None``: no place."""
     line = wrapping.view.statement(wrapping.call)
     holder = wrapping.view.parent(wrapping.call)
     module = wrapping.module
     if line is None or holder is not line.body[0] or module is None:
         return None
+    if dotted(module.value):
+        return ""
     if isinstance(holder, cst.Assign) and len(holder.targets) == 1:
         return dotted(holder.targets[0].target) or None
-    return "" if dotted(module.value) else None
+    return None
 
 
 def _loop(wrapping: Wrapping, name: str, element: str) -> str:
