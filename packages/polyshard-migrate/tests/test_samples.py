@@ -69,7 +69,7 @@ def train(rank):
         loss = (engine(batch[rank::2]) - 1).square().mean()
         engine.backward(loss)
         engine.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses
 """
 
@@ -95,7 +95,7 @@ def alone() -> list[float]:
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses
 
 

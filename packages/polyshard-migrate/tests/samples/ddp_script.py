@@ -20,5 +20,5 @@ def train(rank: int, steps: int = 4) -> list[float]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses

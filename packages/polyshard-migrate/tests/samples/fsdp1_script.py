@@ -47,5 +47,5 @@ def train(rank: int, steps: int = 4) -> list[float]:
         sharded.clip_grad_norm_(0.5)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses

@@ -17,8 +17,8 @@ def train(rank: int, steps: int = 4) -> list[float]:
     model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3), nn.Linear(3, 1))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fully_shard(model[0], mp_policy=policy)
-    fsdp.fully_shard(model[2], reshard_after_forward=False)  # stays gathered
-    fully_shard(model)
+    fsdp.fully_shard(model[2], mp_policy=policy, reshard_after_forward=False)  # stays gathered
+    fully_shard(model, mp_policy=policy)
     assert isinstance(model, FSDPModule)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(rank)
@@ -29,5 +29,5 @@ def train(rank: int, steps: int = 4) -> list[float]:
         clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses
