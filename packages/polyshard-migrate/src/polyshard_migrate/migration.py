@@ -8,6 +8,7 @@ from pathlib import Path
 
 from polyshard_migrate.editing.apply import apply
 from polyshard_migrate.editing.draft import Draft
+from polyshard_migrate.errors import MigrateError
 from polyshard_migrate.families.ddp import migrate_ddp
 from polyshard_migrate.families.deepspeed import Beside, migrate_deepspeed
 from polyshard_migrate.families.fsdp1 import migrate_fsdp1
@@ -45,7 +46,10 @@ def migrate_source(path: Path, content: bytes, beside: Beside) -> MigratedFile:
     """
     if not is_concerned(content):
         return MigratedFile(path, content, content, "utf-8", ())
-    draft = Draft(FileView(parse(path, content)))
+    try:
+        draft = Draft(FileView(parse(path, content)))
+    except RecursionError as error:
+        raise MigrateError(f"{path}: expressions are nested too deeply to be read") from error
     move_names(draft)
     shards = [
         any(use.known and use.known.name == "fully_shard" for use in draft.view.uses),

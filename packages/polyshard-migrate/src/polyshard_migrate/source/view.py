@@ -12,7 +12,6 @@ from libcst.metadata import (
     MetadataWrapper,
     ParentNodeProvider,
     PositionProvider,
-    QualifiedNameProvider,
     Scope,
     ScopeProvider,
 )
@@ -53,7 +52,7 @@ class FileView:
         self._positions = wrapper.resolve(PositionProvider)
         self._parents = wrapper.resolve(ParentNodeProvider)
         self._scopes = wrapper.resolve(ScopeProvider)
-        self._qualified = wrapper.resolve(QualifiedNameProvider)
+        self._firsts = set(_first_names(self.module))
         self.uses = tuple(_uses(self, self.module))
 
     def line(self, node: cst.CSTNode) -> int:
@@ -95,9 +94,16 @@ class FileView:
 
     def names(self, node: cst.CSTNode) -> dict[str, bool]:
         """What ``node`` may stand for, and whether an import says so."""
-        found = self._qualified.get(node, ())
-        names = found() if callable(found) else found
+        scope = self._scopes.get(node)
+        names = () if scope is None else scope.get_qualified_names_for(node)
         return {name.name: name.source.name == "IMPORT" for name in names}
+
+    def may_be_foreign(self, node: cst.Name | cst.Attribute) -> bool:
+        """Whether the first name of ``node`` is one that an import of torch or DeepSpeed binds.
+
+        Asked first, since what names stand for takes most of the time.
+        """
+        return dotted(node).partition(".")[0] in self._firsts
 
     def assignments(self, node: cst.CSTNode, name: str) -> list[BaseAssignment]:
         """Everything that binds ``name`` where ``node`` is."""
@@ -184,7 +190,22 @@ def _uses(view: FileView, node: cst.CSTNode) -> Iterator[Use]:
         yield from _uses(view, child)
 
 
+def _first_names(module: cst.Module) -> Iterator[str]:
+    """What imports of torch and DeepSpeed bind, in any scope."""
+    for node in walk(module):
+        if not isinstance(node, ImportStatement) or isinstance(node.names, cst.ImportStar):
+            continue
+        home = node.module if isinstance(node, cst.ImportFrom) else None
+        for alias in node.names:
+            name = f"{dotted(home)}.{alias.evaluated_name}" if home else alias.evaluated_name
+            if name.startswith(("torch", "deepspeed")):
+                bound = alias.evaluated_alias or alias.evaluated_name
+                yield bound.partition(".")[0]
+
+
 def _use(view: FileView, node: cst.Name | cst.Attribute) -> Use | None:
+    if not view.may_be_foreign(node):
+        return None
     names = view.names(node)
     imported = [name for name, is_import in names.items() if is_import]
     for name in imported:
