@@ -109,7 +109,7 @@ def keys(value: Any) -> set[str]:
         ("train.py", b"fsdp\0", "binary"),
         ("train.py", b"# -*- coding: utf-8 -*-\nx = 'fsdp \xff'\n", "encoding"),
         ("train.py", b"# -*- coding: nothing -*-\nfsdp\n", "encoding"),
-        ("train.py", b"# fsdp\nx = " + b"a + " * 3000 + b"a\n", "nested too deeply"),
+        ("train.py", b"# fsdp\nx = " + b"a + " * 1500 + b"a\n", "nested too deeply"),
         ("train.ipynb", b"{}", "notebook"),
         ("train.sh", b"", "not a Python file"),
         ("folder/notes.txt", b"", "no .py file"),

@@ -327,3 +327,19 @@ def test_through_a_module() -> None:
         "model = fully_shard(\n    model, reshard_after_forward=False\n)\n"
     )
     assert not found.left
+
+
+def test_a_file_that_wraps_nothing_may_be_meant_for_others() -> None:
+    found = unchanged("""
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+        def whole(model: FSDP) -> object:
+            if isinstance(model, FSDP):
+                return FSDP.summon_full_params(model)
+    """)
+    assert found.left == [
+        (3, "FullyShardedDataParallel"),
+        (4, "FullyShardedDataParallel"),
+        (5, "summon_full_params"),
+    ]
+    assert "FSDPModule" in found.messages()

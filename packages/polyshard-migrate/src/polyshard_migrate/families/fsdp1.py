@@ -40,7 +40,7 @@ def migrate_fsdp1(draft: Draft) -> bool:
     wrappings = [_wrapping(draft, use) for use in uses]
     calls = [each for each in wrappings if each is not None]
     if not calls:
-        _list_others(draft, uses)
+        _list_others(draft, uses, wraps=False)
         return False
     left = [finding for each in calls for finding in each.left]
     if left:
@@ -52,7 +52,7 @@ def migrate_fsdp1(draft: Draft) -> bool:
         return False
     for each in calls:
         _commit(draft, each)
-    _list_others(draft, uses)
+    _list_others(draft, uses, wraps=True)
     return True
 
 
@@ -114,8 +114,11 @@ def _clip(draft: Draft, use: Use, access: cst.Attribute, call: cst.Call) -> bool
     return True
 
 
-def _list_others(draft: Draft, uses: list[Use]) -> None:
-    """``isinstance`` and annotations name FSDPModule; methods of the class are listed."""
+def _list_others(draft: Draft, uses: list[Use], *, wraps: bool) -> None:
+    """``isinstance`` and annotations name FSDPModule; methods of the class are listed.
+
+    A file that wraps nothing may be meant for modules that others wrap with FSDP1: it stays.
+    """
     for use in uses:
         if use.node in draft.consumed:
             continue
@@ -123,7 +126,9 @@ def _list_others(draft: Draft, uses: list[Use]) -> None:
         if isinstance(parent, cst.Attribute):
             term = fsdp1.METHODS.find(parent.attr.value) or _WRAPPER
             draft.leave(parent, term, f"`{draft.view.code(parent)}` is FSDP1's.")
-        elif use.is_certain and _asks_for_type(draft, use) and draft.can_want(use, "FSDPModule"):
+        elif not wraps or not use.is_certain or not _asks_for_type(draft, use):
+            continue  # listed with all that is left
+        elif draft.can_want(use, "FSDPModule"):
             draft.want(use, "FSDPModule")
             draft.consumed.add(use.node)
             draft.edits[use.node] = lambda _: cst.Name("FSDPModule")

@@ -230,7 +230,7 @@ KEYWORDS = Table(
         Term("mpu", HAND, "`mesh=`"),
         Term("dist_init_required", DROPPED),
         Term("collate_fn", HAND, "pass it to the `DataLoader`"),
-        Term("config", REWRITTEN, "see the keys"),
+        Term("config", REWRITTEN, "keywords of `fully_shard`, by its keys"),
         Term("config_params", REWRITTEN, "as `config`"),
         Term("mesh_param", HAND, "`mesh=`"),
     ),

@@ -49,11 +49,11 @@ KEYWORDS = Table(
     (
         Term("module", REWRITTEN, "the first argument"),
         Term("process_group", HAND, "`mesh=DeviceMesh.from_group(process_group, device_type)`"),
-        Term("sharding_strategy", REWRITTEN, "see below"),
+        Term("sharding_strategy", REWRITTEN, "`reshard_after_forward=`, `mesh=`"),
         Term("cpu_offload", REWRITTEN, "`offload_policy=CPUOffloadPolicy()`, or left out"),
-        Term("auto_wrap_policy", REWRITTEN, "a loop that shards those modules first, see below"),
+        Term("auto_wrap_policy", REWRITTEN, "a loop that shards those modules first"),
         Term("backward_prefetch", DROPPED, "", "Gathers follow the order of the last step."),
-        Term("mixed_precision", REWRITTEN, "`mp_policy=`, see below"),
+        Term("mixed_precision", REWRITTEN, "`mp_policy=MixedPrecisionPolicy(...)`"),
         Term("ignored_modules", HAND, "`ignored_params={...}`, the parameters of those modules"),
         Term(
             "param_init_fn",
