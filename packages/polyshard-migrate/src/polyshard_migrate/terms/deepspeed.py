@@ -1,4 +1,8 @@
-"""DeepSpeed: keys of its configuration, and methods of its engine."""
+"""DeepSpeed: keys of its configuration, and methods of its engine.
+
+Names of ``zero_optimization`` are those of ``deepspeed/runtime/zero/config.py`` of its repository
+(deepspeedai/DeepSpeed, read in November 2026).
+"""
 
 from polyshard_migrate.terms.term import Guide, Table, Term, Verdict
 
@@ -124,9 +128,18 @@ _STAGES = (
     Term(f"{_ZERO}.load_from_fp32_weights", DROPPED),
     Term(f"{_ZERO}.elastic_checkpoint", DROPPED, "", "Checkpoints load at any number of ranks."),
     Term(f"{_ZERO}.memory_efficient_linear", DROPPED),
+    Term(f"{_ZERO}.override_module_apply", DROPPED),
+    Term(f"{_ZERO}.log_trace_cache_warnings", DROPPED),
+    Term(f"{_ZERO}.enable_sanity_checks", DROPPED),
+    Term(f"{_ZERO}.cpu_offload_use_pin_memory", DROPPED),
+    Term(f"{_ZERO}.stage3_module_granularity_threshold", DROPPED, "", _SIZES),
+    Term(f"{_ZERO}.stage3_use_all_reduce_for_fetch_params", DROPPED),
+    Term(f"{_ZERO}.stage3_allgather_sequential", DROPPED),
+    Term(f"{_ZERO}.zenflow", REFUSED, f"{_OFFLOAD} steps all parameters"),
+    Term(f"{_ZERO}.leaf_module", HAND, "shard those modules, and nothing in them, as units"),
     Term(f"{_ZERO}.legacy_stage1", DROPPED),
     Term(f"{_ZERO}.cpu_offload", HAND, f'{_OFFLOAD}: `Offload(optimizer="host")`, and `wrap`'),
-    Term(f"{_ZERO}.cpu_offload_params", HAND, f'{_OFFLOAD}: `Offload(params="host")`'),
+    Term(f"{_ZERO}.cpu_offload_param", HAND, f'{_OFFLOAD}: `Offload(params="host")`'),
 )
 
 _TIERS = (
@@ -231,8 +244,8 @@ KEYWORDS = Table(
         Term("dist_init_required", DROPPED),
         Term("collate_fn", HAND, "pass it to the `DataLoader`"),
         Term("config", REWRITTEN, "keywords of `fully_shard`, by its keys"),
-        Term("config_params", REWRITTEN, "as `config`"),
         Term("mesh_param", HAND, "`mesh=`"),
+        Term("config_params", REWRITTEN, "as `config`"),
     ),
 )
 
