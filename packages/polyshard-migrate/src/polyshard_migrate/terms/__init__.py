@@ -1,0 +1,1 @@
+"""What every term of the other engines corresponds to: the tables of the tool and of the docs."""

@@ -1,0 +1,89 @@
+"""DDP: the wrapper becomes one unit, whose ranks must have the same values."""
+
+from __future__ import annotations
+
+import pytest
+from migrate_runs import migrated, unchanged
+
+pytestmark = pytest.mark.once
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("model", "model, plugins=[SameValues()]"),
+        ("model, device_ids=[rank], output_device=rank", "model, plugins=[SameValues()]"),
+        ("model, [rank], rank, 0", "model, plugins=[SameValues()]"),
+        ("model, find_unused_parameters=True", "model, plugins=[SameValues()]"),
+        ("model, process_group=None", "model, plugins=[SameValues()]"),
+        ("module=model, device_mesh=mesh", "model, mesh=mesh, plugins=[SameValues()]"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("imports", "name"),
+    [
+        ("from torch.nn.parallel import DistributedDataParallel as DDP\n", "DDP"),
+        ("import torch\n", "torch.nn.parallel.DistributedDataParallel"),
+        ("from torch import nn\n", "nn.parallel.DistributedDataParallel"),
+    ],
+)
+def test_calls(imports: str, name: str, arguments: str, expected: str) -> None:
+    found = migrated(f"{imports}\nmodel = {name}({arguments})\n")
+    assert found.text.endswith(f"\nmodel = fully_shard({expected})\n")
+    assert "from polyshard import SameValues, fully_shard\n" in found.text
+    assert not found.left
+
+
+@pytest.mark.parametrize(
+    ("arguments", "term"),
+    [
+        ("process_group=group", "process_group"),
+        ("mixed_precision=policy", "mixed_precision"),
+        ("delay_all_reduce_named_params=x", "delay_all_reduce_named_params"),
+        ("param_to_hook_all_reduce=x", "param_to_hook_all_reduce"),
+        ("**options", "DistributedDataParallel"),
+    ],
+)
+def test_what_needs_a_hand_stays(arguments: str, term: str) -> None:
+    found = unchanged(
+        "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+        f"model = DDP(model, {arguments})\n"
+    )
+    assert found.left == [(2, term)]
+
+
+def test_methods_and_types_are_listed() -> None:
+    found = migrated("""
+        from torch.nn.parallel import DistributedDataParallel as DDP
+        model = DDP(model)
+        with model.no_sync(): ...
+        save(model.module.state_dict())
+        model.register_comm_hook(None, hook)
+        isinstance(model, DDP)
+    """)
+    assert found.left == [
+        (4, "module"),
+        (5, "register_comm_hook"),
+        (6, "DistributedDataParallel"),
+    ]
+
+
+def test_an_optimizer_made_before_is_not_passed_over() -> None:
+    found = unchanged("""
+        from torch import nn, optim
+        model = build()
+        optimizer = optim.AdamW(params=model.parameters())
+        model = nn.parallel.DistributedDataParallel(model)
+    """)
+    assert found.left == [(4, "DistributedDataParallel")]
+
+
+def test_a_rebound_name_stays() -> None:
+    found = unchanged("""
+        from torch.nn.parallel import DistributedDataParallel as DDP
+        def wrap(DDP): return DDP(model)
+        if fast:
+            DDP = None
+        model = DDP(model)
+    """)
+    assert found.left == [(5, "DistributedDataParallel")]
