@@ -184,6 +184,7 @@ class ParameterGroup:
             gradients=gradients,
             keeps_memory=self.keeps_memory,
             lanes=self.lanes,
+            watch=self.meter.watch,
         )
         last = self._runtime
         runtime = build_runtime(parts, last)
@@ -203,7 +204,7 @@ class ParameterGroup:
         with self._failures, profiler_span("polyshard.unshard", self.name):
             runtime.buffer.acquire()
             self._path = self._choose_path(runtime)
-            self._pending = self._path.start(self.shards.fetch)
+            self._pending = self._path.start(self.meter.fetching(self.shards))
         self.state = State.GATHERING  # only now: a start that raised leaves the group sharded
         self._made = self.turn.number
         self.meter.gather_started(self._path.sent_bytes, self._path.received_bytes)
