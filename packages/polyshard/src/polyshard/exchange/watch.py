@@ -16,7 +16,7 @@ class Watch(Protocol):
     """Hears of staging and of sums over replicas; times are the host's, in seconds."""
 
     def staged(self, direction: str, num_bytes: int, seconds: float) -> None:
-        """A shard came from where it rests (``"fetch"``), or a gradient went there (``"place"``)."""
+        """A shard came from where it rests (``fetch``), or a gradient went there (``place``)."""
         ...
 
     def replicas_summed(self, payload_bytes: int, seconds: float) -> None:

@@ -186,8 +186,7 @@ class ParameterGroup:
             lanes=self.lanes,
             watch=self.meter.watch,
         )
-        last = self._runtime
-        runtime = build_runtime(parts, last)
+        runtime = build_runtime(parts, last := self._runtime)
         runtime.reducer.settings = self.reduce_settings
         if last is not None:
             self.gradients.carry(last, runtime)
