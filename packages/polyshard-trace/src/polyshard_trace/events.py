@@ -12,9 +12,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-__all__ = ["COMPUTE", "MOVES", "SCHEMA", "Kind", "Span", "instant_line", "micros", "named_line"]
+__all__ = [
+    "CLOCK",
+    "MOVES",
+    "SCHEMA",
+    "Kind",
+    "Span",
+    "instant_line",
+    "micros",
+    "process_lines",
+    "track_lines",
+]
 
 SCHEMA = 1
+CLOCK = "clock offset"
+"""The event that says how a rank's clock stands to the reference's."""
 _LANES = 1000  # thread numbers a kind has for itself
 
 
@@ -32,7 +44,6 @@ class Kind(StrEnum):
     STAGING = "staging"
 
 
-COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)
 MOVES = (Kind.GATHER, Kind.REDUCE, Kind.REPLICAS, Kind.STAGING)
 
 _TRACKS = {
@@ -65,7 +76,7 @@ class Span:
     @property
     def track(self) -> int:
         """The thread that viewers show it on."""
-        return track_of(self.kind, self.lane)
+        return _track_of(self.kind, self.lane)
 
     def line(self, rank: int) -> str:
         """The event, as one line of JSON."""
@@ -76,7 +87,7 @@ class Span:
         )
 
 
-def track_of(kind: Kind, lane: int) -> int:
+def _track_of(kind: Kind, lane: int) -> int:
     """Numbers in the order in which tracks are shown."""
     return (1 + list(Kind).index(kind)) * _LANES + lane
 
@@ -84,22 +95,22 @@ def track_of(kind: Kind, lane: int) -> int:
 def track_lines(kind: Kind, lane: int, rank: int) -> list[str]:
     """What names a track, and puts it in its place."""
     title = _TRACKS[kind] + (f" {lane + 1}" if lane else "")
-    track = track_of(kind, lane)
+    track = _track_of(kind, lane)
     return [
-        named_line("thread_name", rank, {"name": title}, track),
-        named_line("thread_sort_index", rank, {"sort_index": track}, track),
+        _named_line("thread_name", rank, {"name": title}, track),
+        _named_line("thread_sort_index", rank, {"sort_index": track}, track),
     ]
 
 
 def process_lines(rank: int, host: str) -> list[str]:
     """What names a rank, and puts it in its place."""
     return [
-        named_line("process_name", rank, {"name": f"rank {rank} ({host})"}),
-        named_line("process_sort_index", rank, {"sort_index": rank}),
+        _named_line("process_name", rank, {"name": f"rank {rank} ({host})"}),
+        _named_line("process_sort_index", rank, {"sort_index": rank}),
     ]
 
 
-def named_line(name: str, rank: int, args: Mapping[str, object], track: int = 0) -> str:
+def _named_line(name: str, rank: int, args: Mapping[str, object], track: int = 0) -> str:
     """A line that is about a process or a thread, not about a time."""
     return _compact({"name": name, "ph": "M", "pid": rank, "tid": track, "args": args})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -119,8 +119,3 @@ def _shifted(event: Event, line: Timeline, start: int) -> str:
         end = line.reference_ns(begin + round(1000 * event.pop("dur")))
         times += f',"dur":{micros(max(0, end - moved))}'
     return f"{json.dumps(event, separators=(',', ':'))[:-1]},{times}}}"
-
-
-def spans_of(file: RankFile) -> Iterator[Event]:
-    """Its events that have durations."""
-    return (event for event in file.events() if event["ph"] == "X")

@@ -10,8 +10,7 @@ from typing import Any
 
 from polyshard_trace.clocks.offset import Offset, Timeline
 from polyshard_trace.errors import TraceError
-from polyshard_trace.events import SCHEMA
-from polyshard_trace.recording.sink import CLOCK
+from polyshard_trace.events import CLOCK, SCHEMA
 
 __all__ = ["Event", "RankFile", "rank_files"]
 
@@ -63,6 +62,10 @@ class RankFile:
     def events(self) -> Iterator[Event]:
         """Everything in it, line by line; a last line that was torn is left out."""
         return _events(self.path)
+
+    def spans(self) -> Iterator[Event]:
+        """Its events that have durations."""
+        return (event for event in self.events() if event["ph"] == "X")
 
     def timeline(self, reference: RankFile) -> Timeline:
         """From this rank's clock to rank 0's; by wall clocks where they were not compared."""

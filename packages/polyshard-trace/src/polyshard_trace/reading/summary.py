@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from polyshard_trace.errors import TraceError
 from polyshard_trace.events import MOVES, Kind
-from polyshard_trace.reading.merging import spans_of
 from polyshard_trace.reading.ranks import Event, rank_files
 
 __all__ = ["Row", "Summary", "summarize"]
@@ -75,15 +74,19 @@ def summarize(folder: str | Path, *, rank: int | None = None) -> Summary:
     """Add up what ``Trace(folder)`` wrote, on all ranks or on one.
 
     Raises:
-        TraceError: where there is nothing to read.
+        TraceError: where there is nothing to read, or not of that rank.
     """
     kinds = {str(kind): Row("all", str(kind)) for kind in _SHOWN}
     rows: dict[tuple[str, str], Row] = {}
-    files = [f for f in rank_files(Path(folder)) if rank in (None, f.rank)]
+    found = rank_files(Path(folder))
+    files = [file for file in found if rank in (None, file.rank)]
+    if not files:
+        there = ", ".join(str(file.rank) for file in found)
+        raise TraceError(f"{folder} has no trace of rank {rank}; it has those of {there}")
     steps, step_seconds = 0, 0.0
     for file in files:
         own = 0
-        for event in spans_of(file):
+        for event in file.spans():
             kind = event["cat"]
             if kind == Kind.STEP:
                 own, step_seconds = own + 1, step_seconds + event["dur"] / 1e6

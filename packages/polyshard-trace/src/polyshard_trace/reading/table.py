@@ -76,4 +76,4 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= LONGEST else f"...{name[3 - LONGEST:]}"
+    return name if len(name) <= LONGEST else f"...{name[3 - LONGEST :]}"

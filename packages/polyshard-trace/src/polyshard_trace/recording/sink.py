@@ -11,6 +11,7 @@ from pathlib import Path
 from polyshard_trace.clocks.offset import Offset
 from polyshard_trace.clocks.ranks import Ranks
 from polyshard_trace.events import (
+    CLOCK,
     SCHEMA,
     Kind,
     Span,
@@ -20,9 +21,8 @@ from polyshard_trace.events import (
 )
 from polyshard_trace.recording.lines import LineFile, path_of
 
-__all__ = ["CLOCK", "Sink"]
+__all__ = ["Sink"]
 
-CLOCK = "clock offset"
 BUFFERED = 4096
 """Spans that wait to be written, at most: about a mebibyte."""
 

@@ -20,7 +20,7 @@ class _Open:
 
 
 class Spans:
-    """Pairs begins with ends. An end that nothing began, because tracing was off, is passed over."""
+    """Pairs begins with ends. An end that nothing began (tracing was off) is passed over."""
 
     def __init__(self, clock: Callable[[], int], ended: Callable[[Span], None]) -> None:
         """``clock`` gives nanoseconds; ``ended`` is called with each span."""

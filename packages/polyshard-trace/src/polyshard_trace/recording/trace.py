@@ -60,8 +60,7 @@ class Trace(Plugin, StepObserver):
         Raises:
             TraceError: for steps that are no range of numbers from 0 on.
         """
-        if steps is not None and not (isinstance(steps, range) and min(steps, default=0) >= 0):
-            raise TraceError(f"Trace(steps={steps!r}): give a range from 0 on, such as range(5, 8)")
+        _check_steps(steps)
         self._clock = clock
         self._steps = steps
         self._sink = Sink(Path(folder), clock)
@@ -111,6 +110,7 @@ class Trace(Plugin, StepObserver):
         finally:
             for hook in hooks:
                 hook.remove()
+        self._spans.end(Kind.STEP, f"step {self._step}")
         self._stop()
         session.close()
 
@@ -208,3 +208,8 @@ class Trace(Plugin, StepObserver):
     def _past(self, kind: Kind, group: str, seconds: float, **args: object) -> None:
         if self._is_on:
             self._spans.past(kind, group, seconds, self._facts.args(kind, group, **args))
+
+
+def _check_steps(steps: object) -> None:
+    if steps is not None and not (isinstance(steps, range) and min(steps, default=0) >= 0):
+        raise TraceError(f"Trace(steps={steps!r}): give a range from 0 on, such as range(5, 8)")

@@ -8,8 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from polyshard.plugins.builtin import DeviceStorage
-from polyshard.seams import ShardStorage
+from polyshard.seams import ShardStorage, overrides
 
 
 class Watch(Protocol):
@@ -24,14 +23,9 @@ class Watch(Protocol):
         ...
 
 
-def moves(storage: ShardStorage) -> bool:
-    """Whether shards rest elsewhere than on the compute device."""
-    return not isinstance(storage, DeviceStorage)
-
-
 def placing_in(storage: ShardStorage, watch: Watch | None) -> Callable[[Tensor], Tensor]:
     """The storage's ``place_gradient``, timed where somebody asks and there is something to do."""
-    if watch is None or not moves(storage):
+    if watch is None or not overrides(storage.place_gradient, ShardStorage.place_gradient):
         return storage.place_gradient
 
     def place(gradient: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from polyshard.exchange.watch import moves
 from polyshard.params.sharded import Shards
-from polyshard.seams import Observer, StepObserver
+from polyshard.plugins.builtin import DeviceStorage
+from polyshard.seams import Observer, StepObserver, overrides
 
 
 class GroupName:
@@ -88,7 +88,7 @@ class Meter:
 
     def fetching(self, shards: Shards) -> Callable[[], None]:
         """What fetches the shard, and tells of it where somebody asks and it rests elsewhere."""
-        if not (self.step_observers and moves(shards.storage)):
+        if not (self.step_observers and overrides(shards.storage.fetch, DeviceStorage.fetch)):
             return shards.fetch
 
         def fetch() -> None:
