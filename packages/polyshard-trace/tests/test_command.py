@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -68,10 +66,3 @@ def test_mistakes_are_one_message(tmp_path: Path) -> None:
         assert code == 2
         assert text.startswith(f"error: {tmp_path / 'nowhere'} has no rank0.json")
         assert len(text.splitlines()) == 1
-
-
-def test_the_command_does_not_import_torch() -> None:
-    """Reading files is quick."""
-    script = "import polyshard_trace.reading.merging, sys; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True"]

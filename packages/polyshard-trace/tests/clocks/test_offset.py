@@ -62,8 +62,9 @@ def test_drift_between_two_offsets_is_taken_out(ahead_ns: int, faster: float, se
         moments.append((two.own(), two.true_ns))
     line = Timeline([first, best_of(two.ask, two.own, 16)])
     for own, true in moments:  # 100 ppm over ten minutes are 60 ms
-        assert abs(line.reference_ns(own) - true) <= line.uncertainty_ns + 10
-    assert line.drift == pytest.approx(-faster, abs=1e-7)
+        # The clock itself is off by a microsecond at most while a message is on its way.
+        assert abs(line.reference_ns(own) - true) <= line.uncertainty_ns + 1000
+    assert line.drift == pytest.approx(-faster, abs=2 * line.uncertainty_ns / (600_000 * MS))
 
 
 def test_times_outside_of_the_offsets_follow_the_nearest_two() -> None:
