@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from toy_storage import Resting
 from trace_runs import WIDTH, events_of, model_of, overlaps, spans, traced, train
@@ -95,11 +96,14 @@ def test_a_step_that_breaks_off_leaves_a_file(rank: int, size: int, tmp_path: Pa
     model = model_of(trace)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     begin = time.monotonic()
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+
+    def break_off() -> None:
         with trace.recording(model, optimizer):
             train(model, optimizer, 1, rank)
-            model[0](torch.ones(2, WIDTH))
             model(torch.ones(2, WIDTH + 1))
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        break_off()
     assert time.monotonic() - begin < 10, "it waited for clocks"
     events = events_of(trace.path)
     assert [e["name"] for e in spans(events, "step")] == ["step 0", "step 1"]
@@ -148,9 +152,9 @@ def test_a_folder_that_one_rank_cannot_write(rank: int, size: int, tmp_path: Pat
     (tmp_path / "file").touch()
     trace = Trace(tmp_path / "file" if rank == 1 else tmp_path)
     model = model_of(trace)
-    with pytest.raises(TraceError, match=r"rank 1: the trace .*file.rank1.json cannot be written"):
-        with trace.recording(model):
-            raise AssertionError("not reached")
+    wanted = r"rank 1: the trace .*file.rank1.json cannot be written"
+    with pytest.raises(TraceError, match=wanted), trace.recording(model):
+        raise AssertionError("not reached")
 
 
 @ranks(2)
@@ -180,25 +184,26 @@ def test_a_full_disk_is_told_to_all_ranks(rank: int, size: int, tmp_path: Path) 
         assert trace.path.stat().st_size == size_before
 
 
+def enter(trace: Trace, model: nn.Module) -> None:
+    with trace.recording(model):
+        pass
+
+
 @ranks(2)
 def test_mistakes_are_refused_on_every_rank(rank: int, size: int, tmp_path: Path) -> None:
     trace = Trace(tmp_path)
     with pytest.raises(TraceError, match="was sharded without this Trace"):
-        with trace.recording(model_of()):
-            pass
+        enter(trace, model_of())
     trace = Trace(tmp_path)
     one, other = model_of(trace), model_of(trace)
     with pytest.raises(TraceError, match="groups of another model than Sequential as well"):
-        with trace.recording(one):
-            pass
+        enter(trace, one)
     del other
     trace = Trace(tmp_path)
     model = model_of(trace)
-    with trace.recording(model):
-        pass
+    enter(trace, model)
     with pytest.raises(TraceError, match="Make another Trace, with another folder"):
-        with trace.recording(model):
-            pass
+        enter(trace, model)
     events = json.loads(trace.path.read_text("ascii"))["traceEvents"]
     assert not spans(events, "step")
 
