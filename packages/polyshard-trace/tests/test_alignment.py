@@ -53,8 +53,8 @@ def check_order(events: list[dict[str, Any]], size: int, slack_us: float) -> Non
         seen: dict[str, int] = {}
         for event in sorted((e for e in events if e["pid"] == rank), key=lambda e: e["ts"]):
             count = seen[event["name"]] = seen.get(event["name"], 0) + 1
-            times = (event["ts"], event["ts"] + event["dur"])
-            found.setdefault((event["name"], count), []).append(times)
+            begin, end = event["ts"], event["ts"] + event["dur"]
+            found.setdefault((event["name"], count), []).append((begin, end))
     assert found
     for times in found.values():
         assert len(times) == size

@@ -18,7 +18,7 @@ Event = dict[str, Any]
 WIDTH = 24
 
 
-def model_of(*plugins: object, mesh: DeviceMesh | None = None) -> nn.Sequential:
+def model_of(*plugins: object, mesh: DeviceMesh | None = None) -> Any:
     """Three units, the root among them; the second has a frozen parameter, no shard divides."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH), nn.LayerNorm(WIDTH))
@@ -41,13 +41,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, rank: 
     return losses
 
 
-def traced(folder: str, rank: int, steps: int = 3, **given: Any) -> tuple[nn.Module, list[float]]:
-    """Record so many steps; the model, and its losses."""
+def traced(folder: str, rank: int, count: int = 3, **given: Any) -> tuple[nn.Module, list[float]]:
+    """Record ``count`` steps; the model, and its losses."""
     trace = Trace(folder, **given)
     model = model_of(trace)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with trace.recording(model, optimizer):
-        losses = train(model, optimizer, steps, rank)
+        losses = train(model, optimizer, count, rank)
     return model, losses
 
 

@@ -30,16 +30,17 @@ class Made:
     compared: bool = True
 
     def write(self, folder: Path, *spans: Span) -> Path:
+        host = f"h{self.rank}"
         head = {
             "polyshard_trace": 1,
             "rank": self.rank,
             "world_size": self.size,
-            "host": f"h{self.rank}",
+            "host": host,
             "opened_ns": self.ahead_ns,
             "opened_wall_ns": 77 * SECOND,
         }
         path = path_of(folder, self.rank)
-        file = LineFile(path, head, process_lines(self.rank, head["host"]))
+        file = LineFile(path, head, process_lines(self.rank, host))
         if self.compared:
             note: dict[str, Any] = {"at_ns": self.ahead_ns, "offset_ns": -self.ahead_ns}
             note |= {"uncertainty_ns": 2000, "run": self.run}
@@ -98,7 +99,8 @@ def test_sums_are_those_of_the_spans(tmp_path: Path) -> None:
     Made(0).write(tmp_path, step, span(0), span(9000, 300, 1.0), Span(Kind.FORWARD, "a", 0, 4000))
     Made(1).write(tmp_path, step, span(0, 50, 0.0))
     found = summarize(tmp_path)
-    assert (found.ranks, found.steps, found.step_seconds) == (2, 1, pytest.approx(1e-4))
+    assert (found.ranks, found.steps) == (2, 1)
+    assert found.step_seconds == pytest.approx(1e-4)
     gather, forward = found.rows
     assert (gather.name, gather.kind, gather.calls, gather.sent_bytes) == ("a", "gather", 3, 450)
     assert gather.seconds == pytest.approx(15e-6)
