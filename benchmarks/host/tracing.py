@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import polyshard
-from benchmarks.host.cost import Size, build, medians
+from benchmarks.host.cost import Size, build, median_seconds
 from benchmarks.host.silent import silent_group
 from polyshard_trace import Trace
 
@@ -38,7 +38,7 @@ def measure(size: Size, folder: Path) -> dict[str, Any]:
             "idle": traced(build(size), Trace(folder / "idle", steps=range(0))),
             "on": traced(build(size), trace := Trace(folder / "on")),
         }
-        seconds = medians(models, STEPS)
+        seconds = median_seconds(models, STEPS)
         size_bytes = trace.path.stat().st_size
     spans = trace.path.read_text("ascii").count('"ph":"X"')
     groups = size.groups + 1
