@@ -59,6 +59,10 @@ _TRACKS = {
 }
 
 
+_FIRST_LANES = {kind: (1 + place) * _LANES for place, kind in enumerate(Kind)}
+_compact = json.JSONEncoder(separators=(",", ":")).encode  # made once: dumps() makes one each time
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """Something that took from ``begin_ns`` to ``end_ns`` of this rank's clock.
@@ -81,7 +85,7 @@ class Span:
     def line(self, rank: int) -> str:
         """The event, as one line of JSON."""
         return (
-            f'{{"name":{json.dumps(self.name)},"cat":"{self.kind}","ph":"X",'
+            f'{{"name":{json.dumps(self.name)},"cat":"{self.kind.value}","ph":"X",'
             f'"ts":{micros(self.begin_ns)},"dur":{micros(self.end_ns - self.begin_ns)},'
             f'"pid":{rank},"tid":{self.track},"args":{_compact(self.args)}}}'
         )
@@ -89,7 +93,7 @@ class Span:
 
 def _track_of(kind: Kind, lane: int) -> int:
     """Numbers in the order in which tracks are shown."""
-    return (1 + list(Kind).index(kind)) * _LANES + lane
+    return _FIRST_LANES[kind] + lane
 
 
 def track_lines(kind: Kind, lane: int, rank: int) -> list[str]:
@@ -127,7 +131,3 @@ def micros(nanoseconds: int) -> str:
     """Microseconds to the last nanosecond; a float would round what a long uptime makes large."""
     sign, size = "-" if nanoseconds < 0 else "", abs(nanoseconds)
     return f"{sign}{size // 1000}.{size % 1000:03d}"
-
-
-def _compact(value: Mapping[str, object]) -> str:
-    return json.dumps(value, separators=(",", ":"))
