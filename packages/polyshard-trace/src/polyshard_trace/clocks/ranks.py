@@ -1,11 +1,11 @@
-"""Round trips between the ranks of the default process group, and what they settle together."""
+"""Round trips between all ranks, and what they settle together."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,11 @@ import torch.distributed as dist
 from polyshard_trace.clocks.offset import Offset, best_of
 from polyshard_trace.errors import TraceError
 
-__all__ = ["Ranks"]
+__all__ = ["Line", "Ranks"]
 
 ROUNDS = 16
 REFERENCE = 0
-_TAG = 0x7472  # of point-to-point messages; nobody else is likely to have chosen it
+PATIENCE_SECONDS = 120
 
 
 @dataclass(frozen=True)
@@ -51,47 +51,52 @@ class Ranks:
             raise TraceError("\n".join(wrong)) from problem
         return told[REFERENCE][1]
 
+    def connect(self) -> Line:
+        """What clocks are compared over. All ranks call it."""
+        if self.size == 1:
+            return Line(self, None)
+        # Its own, for the host's memory: a rank that never comes breaks nobody else's connections.
+        group = dist.new_group(
+            backend="gloo",
+            timeout=timedelta(seconds=PATIENCE_SECONDS),
+            group_desc="clocks of polyshard-trace",
+        )
+        return Line(self, group)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Connections between all ranks and the reference."""
+
+    ranks: Ranks
+    group: dist.ProcessGroup | None
+
     def offset(self, clock: Callable[[], int]) -> Offset:
         """This rank's offset to rank 0's clock. All ranks call it; 16 round trips each, in turn.
 
         Raises:
-            RuntimeError: when a rank is gone, or does not come in the process group's time.
+            RuntimeError: when a rank is gone, or does not come within two minutes.
         """
-        if self.size == 1 or self.rank == REFERENCE:
-            now = clock()
-            found = Offset(now, 0, 0)
-        if self.size > 1:
-            with _messages() as group:
-                if self.rank == REFERENCE:
-                    self._answer(clock, group)
-                else:
-                    found = best_of(lambda: _ask(group), clock, ROUNDS)
-        return found
+        if self.ranks.rank != REFERENCE:
+            return best_of(self._ask, clock, ROUNDS)
+        self._answer(clock)
+        return Offset(clock(), 0, 0)
 
-    def _answer(self, clock: Callable[[], int], group: dist.ProcessGroup | None) -> None:
+    def close(self) -> None:
+        """Nothing more is asked."""
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+
+    def _answer(self, clock: Callable[[], int]) -> None:
         word = torch.zeros(1, dtype=torch.int64)
-        for rank in (rank for rank in range(self.size) if rank != REFERENCE):
+        for rank in (rank for rank in range(self.ranks.size) if rank != REFERENCE):
             for _ in range(ROUNDS):
-                dist.recv(word, rank, group, _TAG)
+                dist.recv(word, rank, self.group)
                 word[0] = clock()
-                dist.send(word, rank, group, _TAG)
+                dist.send(word, rank, self.group)
 
-
-def _ask(group: dist.ProcessGroup | None) -> int:
-    word = torch.zeros(1, dtype=torch.int64)
-    dist.send(word, REFERENCE, group, _TAG)
-    dist.recv(word, REFERENCE, group, _TAG)
-    return int(word)
-
-
-@contextmanager
-def _messages() -> Iterator[dist.ProcessGroup | None]:
-    """A group that moves host memory: the default one if it does, else one for the occasion."""
-    if "gloo" in dist.get_backend_config():
-        yield None
-        return
-    group = dist.new_group(backend="gloo", group_desc="clocks of polyshard-trace")
-    try:
-        yield group
-    finally:
-        dist.destroy_process_group(group)
+    def _ask(self) -> int:
+        word = torch.zeros(1, dtype=torch.int64)
+        dist.send(word, REFERENCE, self.group)
+        dist.recv(word, REFERENCE, self.group)
+        return int(word)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -42,6 +43,7 @@ class LineFile:
             self._handle = os.open(path, flags, 0o666)
         except OSError as error:
             raise self._failure(error, "give Trace a folder that this rank can write") from error
+        self._close = weakref.finalize(self, os.close, self._handle)  # also if it is dropped
         self._size = 0
         self._write(start.encode("ascii"))
 
@@ -57,7 +59,7 @@ class LineFile:
 
     def close(self) -> None:
         """Nothing more comes."""
-        os.close(self._handle)
+        self._close()
 
     def _write(self, text: bytes) -> None:
         data = memoryview(text + _END)

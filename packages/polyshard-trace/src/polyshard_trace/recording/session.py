@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 
 from polyshard.description import identities_of
 from polyshard.seams import GroupIdentity
-from polyshard_trace.clocks.ranks import Ranks
+from polyshard_trace.clocks.ranks import Line, Ranks
 from polyshard_trace.errors import TraceError
 from polyshard_trace.events import Kind
 from polyshard_trace.recording.facts import Facts
@@ -22,13 +21,14 @@ from polyshard_trace.recording.sink import Sink
 __all__ = ["Session", "watching"]
 
 
-@dataclass(frozen=True)
 class Session:
     """One recording of one rank; all ranks open and close theirs together."""
 
-    sink: Sink
-    clock: Callable[[], int]
-    ranks: Ranks
+    def __init__(self, sink: Sink, clock: Callable[[], int]) -> None:
+        """Nothing is made before :meth:`open`."""
+        self._sink = sink
+        self._clock = clock
+        self._line: Line | None = None
 
     def open(self, model: nn.Module, watched: Collection[GroupIdentity]) -> Facts:
         """Begin; what spans of this model say.
@@ -36,39 +36,45 @@ class Session:
         Raises:
             TraceError: on every rank, where one has a problem.
         """
-        run = self.ranks.agree(self._problem(model, watched))
-        self.sink.note(run, self.ranks.offset(self.clock))
+        ranks = Ranks.current()
+        run = ranks.agree(self._problem(model, watched))
+        self._line = ranks.connect()
+        self._sink.note(run, self._line.offset(self._clock))
         return Facts.of(model)
 
     def _problem(self, model: nn.Module, watched: Collection[GroupIdentity]) -> TraceError | None:
         try:
             _check_watched(model, watched)
-            if self.sink.is_over:
+            if self._sink.is_over:
                 raise TraceError(
-                    f"the trace {self.sink.path} is over: recording() was left, or a write failed. "
+                    f"the trace {self._sink.path} is over: recording() was left, or a write failed. "
                     "Make another Trace, with another folder."
                 )
-            self.sink.open()
+            self._sink.open()
         except TraceError as error:
             return error
         return None
 
     def close(self) -> None:
         """End it, with another look at the clocks."""
+        assert self._line is not None
         try:
-            self.sink.note("", self.ranks.offset(self.clock))
+            self._sink.note("", self._line.offset(self._clock))
         except RuntimeError as error:
             warnings.warn(
                 f"polyshard-trace: ranks did not compare clocks at the end ({error}); the trace of "
                 "this rank is whole, and drift of its clock is not corrected.",
                 stacklevel=4,
             )
-        self.sink.close()
+        self._line.close()
+        self._sink.close()
 
     def abandon(self) -> None:
         """An exception is on its way, which matters more than what goes wrong here."""
+        if self._line is not None:
+            self._line.close()
         with suppress(TraceError):
-            self.sink.close()
+            self._sink.close()
 
 
 def _check_watched(model: nn.Module, watched: Collection[GroupIdentity]) -> None:

@@ -17,7 +17,6 @@ from typing_extensions import override
 from polyshard import Plugin, hookimpl
 from polyshard.seams import GroupIdentity, GroupInfo, StepObserver
 from polyshard_trace.__about__ import __version__
-from polyshard_trace.clocks.ranks import Ranks
 from polyshard_trace.errors import TraceError
 from polyshard_trace.events import Kind
 from polyshard_trace.recording.facts import Facts
@@ -98,7 +97,7 @@ class Trace(Plugin, StepObserver):
             TraceError: on every rank, where one cannot write its file; for a model that was sharded
                 without this object, and the second time.
         """
-        session = Session(self._sink, self._clock, Ranks.current())
+        session = Session(self._sink, self._clock)
         self._facts = session.open(model, self._watched)
         hooks = [h for one in optimizers for h in watching(one, self._begin, self._spans.end)]
         try:
