@@ -194,6 +194,8 @@ def test_mistakes_are_refused_on_every_rank(rank: int, size: int, tmp_path: Path
     trace = Trace(tmp_path)
     with pytest.raises(TraceError, match="was sharded without this Trace"):
         enter(trace, model_of())
+    with pytest.raises(TraceError, match="Linear has no parameters sharded by polyshard"):
+        enter(trace, nn.Linear(2, 2))
     trace = Trace(tmp_path)
     one, other = model_of(trace), model_of(trace)
     with pytest.raises(TraceError, match="watches groups of another model"):

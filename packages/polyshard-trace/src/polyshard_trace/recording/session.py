@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from polyshard.description import identities_of
+from polyshard.errors import PolyshardError
 from polyshard.seams import GroupIdentity
 from polyshard_trace.clocks.ranks import Line, Ranks
 from polyshard_trace.errors import TraceError
@@ -47,12 +48,14 @@ class Session:
             _check_watched(model, watched)
             if self._sink.is_over:
                 raise TraceError(
-                    f"the trace {self._sink.path} is over: recording() was left, or a write failed. "
-                    "Make another Trace, with another folder."
+                    f"the trace {self._sink.path} is over: recording() was left, or a write "
+                    "failed. Make another Trace, with another folder."
                 )
             self._sink.open()
         except TraceError as error:
             return error
+        except PolyshardError as error:  # a model that is not sharded, say
+            return TraceError(str(error))
         return None
 
     def close(self) -> None:
