@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from typing import ClassVar
@@ -103,7 +103,8 @@ class Trace(Plugin, StepObserver):
         try:
             yield
         except BaseException:
-            self._stop()
+            with suppress(TraceError):  # of the two the other one matters
+                self._stop()
             session.abandon()
             raise
         finally:
@@ -163,9 +164,10 @@ class Trace(Plugin, StepObserver):
 
     @override
     def on_broken(self) -> None:
-        self._spans.end_all()
+        with suppress(TraceError):  # what broke the step off is on its way to the user
+            self._spans.end_all()
+            self._sink.flush()
         self._is_over = True
-        self._sink.flush()
 
     @override
     def on_step_end(self) -> None:
