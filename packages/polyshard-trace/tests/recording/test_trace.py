@@ -23,10 +23,14 @@ from polyshard.testing import PluginConformance, ranks
 from polyshard_trace import Trace, TraceError
 
 
+def tracing() -> Trace:
+    return Trace(tempfile.mkdtemp(prefix="polyshard-trace-"))
+
+
 class TestConformance(PluginConformance):
     @pytest.fixture
     def factory(self) -> Callable[[], object]:
-        return lambda: Trace(tempfile.mkdtemp(prefix="polyshard-trace-"))
+        return tracing
 
 
 @ranks(2)
