@@ -26,10 +26,20 @@ class Asking(Plugin, StepObserver):
     def __init__(self) -> None:
         self.heard: list[tuple[Any, ...]] = []
         self.moved: list[tuple[Any, ...]] = []
+        self.told: list[tuple[str, ...]] = []
 
     @hookimpl
     def polyshard_observer(self) -> StepObserver:
         return self
+
+    def on_start(self, group: str, what: str) -> None:
+        self.told.append(("start", what, group))
+
+    def on_unshard(self, group: str, payload_bytes: int) -> None:
+        self.told.append(("gather", group))
+
+    def on_reduce(self, group: str, payload_bytes: int) -> None:
+        self.told.append(("reduce", group))
 
     def on_forward(self, unit: str) -> None:
         self.heard.append(("forward", unit))
@@ -138,6 +148,18 @@ def test_what_is_broken_off_is_told(rank: int, size: int) -> None:
     plugin.heard.clear()
     model(torch.ones(2, 8)).sum().backward()
     assert plugin.heard == whole
+
+
+@ranks(2)
+def test_transfers_are_told_before_they_start(rank: int, size: int) -> None:
+    plugin = Asking()
+    model = two_layers(plugin)
+    model(torch.ones(2, 8)).sum().backward()
+    starts, done = plugin.told[::2], plugin.told[1::2]
+    assert [("start", *one) for one in done] == starts
+    assert sorted(done) == sorted(
+        [("gather", "0"), ("gather", "1")] * 2 + [("reduce", n) for n in "01"]
+    )
 
 
 @ranks(2)

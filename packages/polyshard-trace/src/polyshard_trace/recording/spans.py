@@ -29,14 +29,14 @@ class Spans:
         self._open: dict[tuple[Kind, str], list[_Open]] = {}
         self._lanes: dict[Kind, set[int]] = {}
 
-    def begin(self, kind: Kind, name: str, args: Args) -> None:
-        """Something begins, on the lowest lane of its kind that is free."""
+    def begin(self, kind: Kind, name: str, args: Args, at_ns: int | None = None) -> None:
+        """Something begins, or began at ``at_ns``, on the lowest lane of its kind that is free."""
         taken = self._lanes.setdefault(kind, set())
         lane = 0
         if kind is not Kind.FORWARD:  # calls nest on one lane
             lane = next(i for i in range(len(taken) + 1) if i not in taken)
             taken.add(lane)
-        opened = _Open(self._clock(), lane, args)
+        opened = _Open(self._clock() if at_ns is None else at_ns, lane, args)
         self._open.setdefault((kind, name), []).append(opened)
 
     def end(self, kind: Kind, name: str, **args: object) -> None:

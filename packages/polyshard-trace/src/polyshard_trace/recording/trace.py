@@ -68,6 +68,7 @@ class Trace(Plugin, StepObserver):
         self._watched: weakref.WeakSet[GroupIdentity] = weakref.WeakSet()
         self._step, self._is_over = -1, True
         self._is_on = False
+        self._started: dict[tuple[Kind, str], int] = {}
 
     @property
     def path(self) -> Path:
@@ -121,6 +122,15 @@ class Trace(Plugin, StepObserver):
     # What the engine tells --------------------------------------------------------------------
 
     @override
+    def on_start(self, group: str, what: str) -> None:
+        # What follows is told when peers may have done their part: too late for a begin.
+        kind = Kind(what)
+        if kind is Kind.GATHER:
+            self._begin_step()
+        if self._is_on:
+            self._started[kind, group] = self._clock()
+
+    @override
     def on_unshard(self, group: str, payload_bytes: int) -> None:
         self._move(Kind.GATHER, group, payload_bytes)
 
@@ -142,7 +152,6 @@ class Trace(Plugin, StepObserver):
 
     @override
     def on_staged(self, group: str, direction: str, num_bytes: int, seconds: float) -> None:
-        self._begin_step()  # a shard comes before its gather
         self._past(Kind.STAGING, group, seconds, bytes=num_bytes, direction=direction)
 
     @override
@@ -193,13 +202,12 @@ class Trace(Plugin, StepObserver):
             self._spans.begin(kind, name, {})
 
     def _move(self, kind: Kind, group: str, payload_bytes: int) -> None:
-        if kind is Kind.GATHER:
-            self._begin_step()
         if not self._is_on:
             return
         while self._spans.is_open(kind, group):  # one whose end nobody was told
             self._spans.end(kind, group)
-        self._spans.begin(kind, group, self._facts.args(kind, group, bytes=payload_bytes))
+        args = self._facts.args(kind, group, bytes=payload_bytes)
+        self._spans.begin(kind, group, args, self._started.pop((kind, group), None))
 
     def _arrive(self, kind: Kind, group: str, wait_seconds: float) -> None:
         if self._spans.is_open(kind, group):

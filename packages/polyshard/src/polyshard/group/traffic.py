@@ -86,6 +86,11 @@ class Meter:
         """Itself, if anybody asks."""
         return self if self.step_observers else None
 
+    def starting(self, what: str) -> None:
+        """Tell that a ``"gather"`` or a ``"reduce"`` is about to start."""
+        for observer in self.step_observers:
+            observer.on_start(self._name.text, what)
+
     def fetching(self, shards: Shards) -> Callable[[], None]:
         """What fetches the shard, and tells of it where somebody asks and it rests elsewhere."""
         if not (self.step_observers and overrides(shards.storage.fetch, DeviceStorage.fetch)):

@@ -50,6 +50,13 @@ class StepObserver(Observer):
     is followed by its end, or by :meth:`on_broken`.
     """
 
+    def on_start(self, group: str, what: str) -> None:
+        """A gather (``what`` is ``"gather"``) or a reduction (``"reduce"``) is about to start.
+
+        :meth:`on_unshard` or :meth:`on_reduce` follows when it has, by which time peers may have
+        got all they need; not so where starting failed, or there was nothing to reduce.
+        """
+
     def on_forward(self, unit: str) -> None:
         """A module of ``unit`` runs, gathered; units inside of it run before its end.
 
