@@ -69,9 +69,12 @@ def test_ends_without_begin_are_passed_over_and_begins_without_end_are_ended() -
 
 def test_what_is_told_afterwards_ends_now() -> None:
     found, done = recorder()
+    found.begin(Kind.GATHER, "early", {}, -7000)
+    found.end(Kind.GATHER, "early")
+    assert times(done.pop()) == ("early", -7, 0, 0)
     found.begin(Kind.STEP, "step", {})
     found.past(Kind.WAIT, "a", 1e-6, {})
-    assert times(done[0]) == ("a", 0, 1, 0)
+    assert times(done[0]) == ("a", 1, 2, 0)
 
 
 def test_a_long_uptime_loses_no_nanosecond() -> None:
