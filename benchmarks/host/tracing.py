@@ -3,7 +3,7 @@
     python -m benchmarks.host.tracing --groups 40
 
 One process, torch's fake process group (see cost.py): what is left is Python. The file is written
-to a temporary folder. Spans alone are timed as well, in CPU time, which other processes disturb less.
+to a temporary folder. Spans alone are timed as well, in CPU time, which others disturb less.
 """
 
 from __future__ import annotations
