@@ -137,7 +137,7 @@ SEAMS = (
     *("GatherCodec", "BoundGatherCodec", "ReduceCodec", "BoundReduceCodec", "BoundReplicaCodec"),
     *("StorageFactory", "ShardStorage", "CollectivesBackend", "Transport", "GatherRoute"),
     *("ReduceRoute", "OwnerRoute", "GradientLanding", "OwnedParameter", "Rows"),
-    *("ShardingConstraint", "StateDictAdapter", "Observer"),
+    *("ShardingConstraint", "StateDictAdapter", "Observer", "StepObserver"),
     *("OptimizerKeeper", "Lent", "Stepper", "Twins", "SteppedOptimizer"),
 )
 """What hooks meet, codecs in one class first; the engine's own side is left out."""

@@ -110,7 +110,7 @@ def measure(size: Size, steps: int) -> dict[str, Any]:
             "polyshard": shard(models["polyshard"], polyshard.fully_shard),
             "torch": shard(models["torch"], torch_fully_shard),
         }
-        medians = _medians(models, steps)
+        medians = median_seconds(models, steps)
         launches = {name: count_launches(partial(train, model)) for name, model in models.items()}
     engine = {name: medians[name] - medians["plain"] for name in ENGINES}
     groups = size.groups + 1  # the root is one, empty here, which both engines visit
@@ -124,7 +124,7 @@ def measure(size: Size, steps: int) -> dict[str, Any]:
     }
 
 
-def _medians(models: dict[str, nn.Sequential], steps: int) -> dict[str, float]:
+def median_seconds(models: dict[str, nn.Sequential], steps: int) -> dict[str, float]:
     """Seconds of a step, in turns; the collector would otherwise charge one for another's."""
     seconds: dict[str, list[float]] = {name: [] for name in models}
     for index in range(steps + 2):

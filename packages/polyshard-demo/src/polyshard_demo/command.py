@@ -49,6 +49,7 @@ def train(  # noqa: PLR0913 (typer: an option is a parameter)
     checkpoint_every: options.CheckpointEvery = Settings.checkpoint_every,
     log_every: options.LogEvery = Settings.log_every,
     record: options.Record = Settings.record,
+    trace: options.Trace = Settings.trace,
     resume: options.Resume = Settings.resume,
 ) -> None:
     """Train a byte-level language model on real text, sharded over several processes.
@@ -87,6 +88,7 @@ def train(  # noqa: PLR0913 (typer: an option is a parameter)
             checkpoint_every=checkpoint_every,
             log_every=log_every,
             record=record,
+            trace=trace,
             eval_every=eval_every,
         )
         make_offload(offload)  # so that a mistake is told before any rank starts

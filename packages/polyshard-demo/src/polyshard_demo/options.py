@@ -146,6 +146,14 @@ Record = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder for what each rank does when, with polyshard-trace: every step, a file per "
+        "rank and one of all, for Perfetto and `polyshard trace`.",
+        rich_help_panel=OUTPUT,
+    ),
+]
 Resume = Annotated[
     Path | None,
     typer.Option(

@@ -9,6 +9,7 @@ from polyshard_demo.errors import DemoError
 from polyshard_demo.quantize import check_quantize
 from polyshard_demo.reproducible import check_slots
 from polyshard_demo.tensor_parallel import check_tp
+from polyshard_demo.tracing import check_trace
 
 __all__ = ["DeviceName", "EngineName", "PresetName", "Settings"]
 
@@ -64,6 +65,8 @@ class Settings:
         eval_batches: Batches of held-out text per evaluation.
         log_every: Steps between progress lines when the output is not a terminal.
         record: Folder for digests of every step, for ``polyshard bisect``.
+        trace: Folder for what each rank does when, for Perfetto and ``polyshard trace``; needs the
+            package polyshard-trace.
     """
 
     out: Path
@@ -98,6 +101,7 @@ class Settings:
     eval_batches: int = 8
     log_every: int = 10
     record: Path | None = None
+    trace: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("ranks", "tp", "steps", "batch", "sequence", "accumulate", "eval_batches"):
@@ -188,6 +192,8 @@ class Settings:
                 f"--record {self.record} needs --reproducible: other runs differ from each other "
                 "anyway"
             )
+        if self.trace is not None:
+            check_trace(self.trace, self.engine)
         if self.engine == "single" and self.ranks > 1:
             raise DemoError(f"--engine single does not shard; use --ranks 1, not {self.ranks}")
         if self.engine == "single" and self.bf16:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import nn
 
 from polyshard.checkpoint import Checkpoints, Restored, TrainingState
@@ -30,6 +31,7 @@ from polyshard_demo.report import Report, write_report
 from polyshard_demo.reproducible import reproducible_package, reproducible_plugin
 from polyshard_demo.settings import Settings
 from polyshard_demo.text import Corpus, load_corpus
+from polyshard_demo.tracing import merge_trace, tracer
 from polyshard_demo.worker import Worker, fix_kernels, join, peak_memory
 
 __all__ = ["Trainer", "learning_rate", "run_worker"]
@@ -51,6 +53,8 @@ def run_worker(settings: Settings) -> None:
         report = trainer.run()
         if worker.leads:
             write_report(report, settings.out)
+            if settings.trace is not None:  # all ranks have closed their files: they have reported
+                Console(highlight=False).print(merge_trace(settings.trace), soft_wrap=True)
 
 
 def check_output(settings: Settings) -> None:
@@ -86,13 +90,16 @@ class Trainer:
     history: History
     restored: Restored | None = None
     recorder: AbstractContextManager[object] = field(default_factory=nullcontext)
+    tracing: AbstractContextManager[object] = field(default_factory=nullcontext)
 
     @staticmethod
     def start(settings: Settings, worker: Worker, corpus: Corpus) -> "Trainer":
         """Build and shard the model; with ``resume``, fill it from the checkpoint."""
         slots = settings.reproducible
         plugin = reproducible_plugin(slots, settings.seed) if slots else None
-        engine = choose_engine(settings, worker.device, *([plugin] if slots else []))
+        trace = None if settings.trace is None else tracer(settings.trace)
+        more = [one for one in (plugin, trace) if one is not None]
+        engine = choose_engine(settings, worker.device, *more)
         model = engine.shard(_initial_model(settings))
         optimizer = engine.wrap(_optimizer(model, settings))
         finite = _guards(model, optimizer) if settings.guards else None
@@ -103,6 +110,8 @@ class Trainer:
         )
         trainer = Trainer(settings, worker, corpus, engine, model, optimizer, passes, History())
         trainer = trainer._recorded(plugin) if slots else trainer
+        if trace is not None:
+            trainer = replace(trainer, tracing=trace.recording(model, optimizer))
         source = find_source(settings)
         return trainer if source is None else replace(trainer, restored=trainer._resumed(source))
 
@@ -114,6 +123,7 @@ class Trainer:
         if self.worker.leads:
             write_run(settings, self.corpus)
         with (
+            self.tracing,
             self.recorder,
             Checkpoints(folder_of(settings.out)) as checkpoints,
             Display(first, settings.steps, settings.log_every, silent=silent) as display,
@@ -195,6 +205,8 @@ class Trainer:
         display.say(self.engine.plan(self.model))
         if self.settings.record is not None:
             display.say(f"recording digests of every step in {self.settings.record}")
+        if self.settings.trace is not None:
+            display.say(f"tracing every step in {self.settings.trace}")
         if self.restored is not None:
             display.say(f"going on after step {self.history.last}, from {self.restored.path}")
             for note in self.restored.notes:

@@ -159,9 +159,12 @@ def _preview(
         yield replace(plan, name=label, parameters=parameters, reshard_after_forward=reshard)
 
 
+_COUNTED = ("group", "gathers", "reductions", "sent", "received", "waited")
+
+
 @dataclass(frozen=True)
 class Stats:
-    """What the groups of a model have moved so far on this rank."""
+    """What the groups of a model have moved so far on this rank. ``print`` it, or read it."""
 
     groups: dict[str, Traffic]
 
@@ -174,6 +177,34 @@ class Stats:
     def bytes_received(self) -> int:
         """Bytes that reached this rank."""
         return sum(t.received_bytes for t in self.groups.values())
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long the host waited for all of it."""
+        return sum(t.wait_seconds for t in self.groups.values())
+
+    @override
+    def __str__(self) -> str:
+        """A table, one row a group, and the sums below it."""
+        rows = [_counted(name, traffic) for name, traffic in self.groups.items()]
+        widths = [max(len(r[i]) for r in (*rows, _COUNTED)) for i in range(len(_COUNTED))]
+        lines = [_format(_COUNTED, widths), *(_format(row, widths) for row in rows)]
+        lines.append(
+            f"this rank sent {readable(self.bytes_sent)}, received "
+            f"{readable(self.bytes_received)} and waited {1e3 * self.wait_seconds:,.1f} ms"
+        )
+        return "\n".join(lines)
+
+
+def _counted(name: str, traffic: Traffic) -> tuple[str, ...]:
+    return (
+        name,
+        str(traffic.gathers),
+        str(traffic.reductions),
+        readable(traffic.sent_bytes),
+        readable(traffic.received_bytes),
+        f"{1e3 * traffic.wait_seconds:,.1f} ms",
+    )
 
 
 def stats(model: nn.Module) -> Stats:

@@ -91,10 +91,14 @@ class UnitHooks:
             # inside backward: gathered already (or freed since by a repeated one's post-backward).
             unit.unshard()
             unit.wait()
+            if unit.watch is not None:
+                unit.watch.begin_forward(unit.name)
             return self._cast_inputs(args, kwargs)
         args, kwargs = self._enter_forward(args, kwargs)
         args, kwargs = self._cast_inputs(args, kwargs)
         self._gather_for_forward()
+        if unit.watch is not None:
+            unit.watch.begin_forward(unit.name)
         return self._watch_inputs(args, kwargs)
 
     def _enter_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -153,6 +157,7 @@ class UnitHooks:
         """Free after ``module`` has run; watch and cast its outputs."""
         del args
         unit = self._unit
+        self._end_watch()
         if unit.phase in (Phase.PRE_BACKWARD, Phase.REHEARSAL):  # recomputed: post-backward frees
             return self._cast_output(output)
         is_outermost = unit.context.forward_root is unit
@@ -173,9 +178,15 @@ class UnitHooks:
         Also called after :meth:`_post_forward`, which leaves nothing to do here.
         """
         del module, args, output
+        self._end_watch()
         context = self._unit.context
         if context.forward_root is self._unit and self._unit.pending_modules:
             context.forward_broke()
+
+    def _end_watch(self) -> None:
+        unit = self._unit
+        if unit.watch is not None:
+            unit.watch.end_forward(unit.name)
 
     def _end_outermost(self) -> None:
         """Close units of which only some modules ran, so that nothing stays gathered."""
@@ -246,6 +257,8 @@ class UnitHooks:
                 group.unshard()
         self._prefetch_backward()
         unit.wait()
+        if unit.watch is not None:
+            unit.watch.begin_backward(unit.name)
 
     def _prefetch_backward(self) -> None:
         unit, prefetcher = self._unit, self._unit.context.prefetcher

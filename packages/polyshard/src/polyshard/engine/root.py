@@ -11,6 +11,7 @@ from torch import nn
 from polyshard.agreement.meeting import reporting
 from polyshard.engine.plans import audiences, compare_plans
 from polyshard.engine.unit import Unit
+from polyshard.engine.watching import UnitWatch
 from polyshard.errors import LifecycleError, SettingError
 from polyshard.group.group import ParameterGroup
 from polyshard.params.parameter import Registration
@@ -107,12 +108,15 @@ def _gather_below(
         context.units.append(unit)
         unit.name = name or ROOT
         _name_groups(unit, fqns)
+        unit.watch = UnitWatch.of(unit.groups)
         for group in unit.groups:
             group.turn, group.lanes = context.turn, context.lanes
             group.pool = group.pool if unit in keep_memory else context.pool
             group.transport.use_lanes(context.lanes)
             group.transport.use_turns(context.turn)
             group.setup = replace(group.setup, reshard_after_forward=unit.reshards_in_training)
+    if not root.groups:  # it computes nevertheless
+        root.watch = UnitWatch.of(group for unit in context.units for group in unit.groups)
 
 
 def _substitutes(

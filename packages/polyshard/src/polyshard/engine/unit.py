@@ -24,6 +24,7 @@ from polyshard.alarm.current import current_alarm
 from polyshard.engine.breaking import BackwardGuard, backward_broke, forward_broke, given_up
 from polyshard.engine.finalization import Finalization, Reduction
 from polyshard.engine.prefetch import Prefetcher
+from polyshard.engine.watching import UnitWatch, end_backward, tell_broken, tell_step_end
 from polyshard.exchange.flight import InFlight
 from polyshard.exchange.freshness import Turn
 from polyshard.group.group import ParameterGroup
@@ -32,7 +33,6 @@ from polyshard.group.state import State
 from polyshard.memory.pages import PagePool, pages_can_move
 from polyshard.memory.streams import Lanes, streams_of
 from polyshard.policies import MixedPrecisionPolicy
-from polyshard.seams import Observer
 from polyshard.sharding.mesh import MeshRoles
 
 
@@ -59,6 +59,7 @@ class Unit:
         self.policy = policy
         self.name = ", ".join(type(module).__name__ for module in modules)
         self.groups: list[ParameterGroup] = []
+        self.watch: UnitWatch | None = None
         self.context = RootContext()
         self.phase = Phase.IDLE
         self.is_root: bool | None = None
@@ -113,12 +114,14 @@ class Unit:
     @outside_transforms
     def post_backward(self) -> None:
         """Reduce and free, or accumulate. Harmless for a unit that took no part."""
+        end_backward(self.watch, self.name)
         self.phase = Phase.POST_BACKWARD
         for group in reversed(self.groups):
             self.context.post_backward(group)
 
     def end_unreached(self) -> None:
         """A backward has ended without this unit's post-backward."""
+        end_backward(self.watch, self.name)
         finalization = self.context.finalization
         for group in reversed(self.groups):
             if finalization.is_manual and group.reduces:
@@ -146,6 +149,7 @@ class Unit:
 
     def reset(self) -> None:
         """Forget the iteration; end sharded."""
+        end_backward(self.watch, self.name)
         self.phase = Phase.IDLE
         self.pending_modules.clear()
         for group in self.groups:
@@ -219,9 +223,8 @@ class RootContext:
 
         It may read gradients and write shards from now on, and follows no stream.
         """
-        for unit in self.units:
-            for group in unit.groups:
-                group.settle()
+        for group in self._groups():
+            group.settle()
 
     def _lend_pages(self) -> None:
         if self.pool is not None:
@@ -315,8 +318,7 @@ class RootContext:
             unit.end_step()
         self.finalization.end_iteration()
         self._lend_pages()
-        for observer in self._observers():
-            observer.on_step_end()
+        tell_step_end(self._groups())
 
     def remember(self) -> Callable[[], None]:
         """What puts back, after :meth:`reset`, gradients that wait for a later backward.
@@ -360,14 +362,13 @@ class RootContext:
             unit.leave_broken()
         self.prefetcher.reset()
         self.end_forward()
+        tell_broken(self._groups())
 
     def _backward_broke(self, error: Exception | None, caller: FrameType | None) -> None:
         backward_broke(self.alarm, self.reached, error, caller)
 
-    def _observers(self) -> Iterator[Observer]:
-        """Every observer once, however many groups it watches."""
-        found = {id(o): o for u in self.units for g in u.groups for o in g.meter.observers}
-        yield from found.values()
+    def _groups(self) -> Iterator[ParameterGroup]:
+        return (group for unit in self.units for group in unit.groups)
 
     def reset(self) -> None:
         """Make the next iteration valid after an exception in forward or backward.
@@ -389,10 +390,11 @@ class RootContext:
         self.end_forward()
         self.finalization.reset()
         self.alarm.begin_anew()
+        tell_broken(self._groups())
 
     @property
     def _is_in_mid_step(self) -> bool:
         """Whether others may wait for this rank: in a backward that it has not begun, say."""
-        groups = (group for unit in self.units for group in unit.groups)
-        under_way = self._reductions or any(g.state is State.GATHERING for g in groups)
+        gathers = (g.state is State.GATHERING for g in self._groups())
+        under_way = self._reductions or any(gathers)
         return self.finalization.is_busy or bool(under_way)

@@ -11,6 +11,7 @@ from polyshard.exchange.accumulation import Accumulation
 from polyshard.exchange.gather import Line
 from polyshard.exchange.landing import Landing
 from polyshard.exchange.placing import Placing
+from polyshard.exchange.watch import Watch
 from polyshard.memory.pages import PagePool
 from polyshard.memory.streams import Lanes
 from polyshard.sharding.mesh import MeshRoles
@@ -33,3 +34,5 @@ class ReduceParts:
     landing: Landing | None = None
     """Of gradients that land whole on an owner, if any do."""
     pool: PagePool | None = None
+    watch: Watch | None = None
+    """Who asks for more than what is counted, if anybody does."""

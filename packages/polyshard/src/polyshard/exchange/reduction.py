@@ -33,6 +33,7 @@ from polyshard.exchange.pieces import extents_of
 from polyshard.exchange.presence import Difference, Presence, Told
 from polyshard.exchange.reduce_parts import ReduceParts
 from polyshard.exchange.replicas import Replicas
+from polyshard.exchange.watch import placing_in
 from polyshard.memory.buffers import Recycled
 from polyshard.memory.own_storage import own_storage_of_gradient
 from polyshard.params.sharded import Shards
@@ -69,7 +70,8 @@ class Reducer:
         roles, line = parts.roles, parts.line
         self._check_placed: Callable[[Tensor, object], None] | None = parts.check_placed
         self._waiting = parts.waiting
-        self._replicas = Replicas(roles, parts.lanes)
+        self._replicas = Replicas(roles, parts.lanes, parts.watch)
+        self._place_gradient = placing_in(shards.storage, parts.watch)
         self._packing = Packing(shards.layout, roles.shard_rank, parts.pool)
         self._shards = shards
         self._layout = shards.layout
@@ -337,7 +339,7 @@ class Reducer:
 
     def _place(self, gradient: Tensor) -> Tensor:
         """Next to the resting shard; the storage's first answer is looked at."""
-        placed = self._shards.storage.place_gradient(gradient)
+        placed = self._place_gradient(gradient)
         if self._check_placed is not None:
             self._check_placed(gradient, placed)
             self._check_placed = None

@@ -9,6 +9,7 @@ stream, and a transfer that gives its memory up as soon as it was waited for (se
 
 from __future__ import annotations
 
+import time
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from polyshard.exchange.accumulation import Sums
 from polyshard.exchange.flight import InFlight
+from polyshard.exchange.watch import Watch
 from polyshard.memory.streams import Lanes, streams_of
 from polyshard.plugins.validation import wordless
 from polyshard.seams import BoundReplicaCodec
@@ -26,8 +28,9 @@ from polyshard.transport.sums import all_gather, all_reduce
 class Replicas:
     """Sums the shards of one group over its replicas. See [Note: replicas]."""
 
-    def __init__(self, roles: MeshRoles, lanes: Lanes) -> None:
-        """``lanes`` are those of the root."""
+    def __init__(self, roles: MeshRoles, lanes: Lanes, watch: Watch | None = None) -> None:
+        """``lanes`` are those of the root; ``watch`` hears of each sum."""
+        self._watch = watch
         self._roles = roles
         self._lanes = lanes
         self._follows = roles.is_replicated and streams_of(roles.device) is not None
@@ -47,21 +50,31 @@ class Replicas:
             flight.pending.wait()
             if earlier is not None:
                 total.add_(earlier)
-            self._all_reduce(total)
+            self.sum(total, None)
         flight.pending = lane.leave((flight.pending, total, earlier))
         flight.is_summed = True
 
     def sum(self, total: Tensor, codec: BoundReplicaCodec | None) -> None:
         """Sum ``total`` in place, on the current stream."""
+        if self._watch is None:
+            self._sum(total, codec)
+            return
+        begin = time.perf_counter()
+        payload_bytes = self._sum(total, codec)
+        self._watch.replicas_summed(payload_bytes, time.perf_counter() - begin)
+
+    def _sum(self, total: Tensor, codec: BoundReplicaCodec | None) -> int:
+        """The bytes that stand for ``total`` on the wire."""
         groups = self._roles.replicate_groups
         if codec is None or len(groups) != 1:
             self._all_reduce(total)
-            return
+            return total.nbytes
         payload = total.new_empty(codec.payload_bytes, dtype=torch.uint8)
         payloads = payload.new_empty(self._roles.replicate_size, codec.payload_bytes)
         wordless(cast("Any", codec).encode(total, payload), codec, "encode")
         all_gather(payloads, payload, groups[0])
         wordless(cast("Any", codec).decode_sum(payloads, total), codec, "decode_sum")
+        return payload.nbytes
 
     def _all_reduce(self, total: Tensor) -> None:
         for group in self._roles.replicate_groups:

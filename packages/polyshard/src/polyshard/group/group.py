@@ -95,8 +95,7 @@ class ParameterGroup:
         self._runtime: Runtime | None = None
         self._path: Filling | None = None
         self._pending: Pending | None = None
-        self._made, self._stale, self._is_outdated = 0, True, False
-        self.keeps_memory = False
+        self._made, self._stale, self._is_outdated, self.keeps_memory = 0, True, False, False
 
     def shard(self) -> None:
         """Cut the parameters and register their sharded forms; called once, when all plans hold."""
@@ -184,9 +183,9 @@ class ParameterGroup:
             gradients=gradients,
             keeps_memory=self.keeps_memory,
             lanes=self.lanes,
+            watch=self.meter.watch,
         )
-        last = self._runtime
-        runtime = build_runtime(parts, last)
+        runtime = build_runtime(parts, last := self._runtime)
         runtime.reducer.settings = self.reduce_settings
         if last is not None:
             self.gradients.carry(last, runtime)
@@ -203,7 +202,8 @@ class ParameterGroup:
         with self._failures, profiler_span("polyshard.unshard", self.name):
             runtime.buffer.acquire()
             self._path = self._choose_path(runtime)
-            self._pending = self._path.start(self.shards.fetch)
+            self.meter.starting("gather")
+            self._pending = self._path.start(self.meter.fetching(self.shards))
         self.state = State.GATHERING  # only now: a start that raised leaves the group sharded
         self._made = self.turn.number
         self.meter.gather_started(self._path.sent_bytes, self._path.received_bytes)
@@ -350,6 +350,7 @@ class ParameterGroup:
         """Begin to reduce what :meth:`take_gradients` returned."""
         runtime = self.prepare()
         with self._failures, profiler_span("polyshard.reduce", self.name):
+            self.meter.starting("reduce")
             flight, sent_bytes = self.gradients.start(runtime, gradients)
         if gradients:
             self.meter.reduction_started(sent_bytes)
@@ -357,10 +358,9 @@ class ParameterGroup:
 
     def finish_reduction(self, flight: InFlight) -> None:
         """Wait for a reduction and put the sharded gradients in place."""
-        runtime = self.prepare()
         begin = time.perf_counter()
         with self._failures, profiler_span("polyshard.reduced", self.name), torch.no_grad():
-            is_placed = runtime.reducer.finish(flight)
+            is_placed = self.prepare().reducer.finish(flight)
         if is_placed or flight.total is not None:  # else nothing but words went around
             self.meter.reduced(time.perf_counter() - begin)
 

@@ -8,6 +8,7 @@ from polyshard.composition.roles import Contributions
 from polyshard.composition.transforms import Onion
 from polyshard.exchange.accumulation import Accumulation
 from polyshard.exchange.freshness import Turn
+from polyshard.exchange.watch import Watch
 from polyshard.group.dtypes import Dtypes, GradientDtypes
 from polyshard.memory.pages import PagePool
 from polyshard.memory.streams import Lanes
@@ -39,3 +40,5 @@ class Parts:
     keeps_memory: bool
     """Whether unsharded memory, once there, stays at its addresses."""
     lanes: Lanes
+    watch: Watch | None = None
+    """Who asks for more than what is counted, if anybody does."""

@@ -83,6 +83,7 @@ def build_runtime(parts: Parts, last: Runtime | None) -> Runtime:
             parts.turn,
             landing_of(parts, line, binding, placing, reduce_codec),
             parts.pool,
+            parts.watch,
         ),
         reduce_codec,
     )

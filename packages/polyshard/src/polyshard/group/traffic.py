@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from typing_extensions import override
 
-from polyshard.seams import Observer
+from polyshard.params.sharded import Shards
+from polyshard.plugins.builtin import DeviceStorage
+from polyshard.seams import Observer, StepObserver, overrides
 
 
 class GroupName:
@@ -39,6 +43,7 @@ class Meter:
         """``observers`` in plugin order, which hear of the group by its name."""
         self._name = name
         self.observers = observers
+        self.step_observers = tuple(o for o in observers if isinstance(o, StepObserver))
         self.traffic = Traffic()
 
     def gather_started(self, sent_bytes: int, received_bytes: int) -> None:
@@ -73,3 +78,38 @@ class Meter:
         self.traffic.wait_seconds += wait_seconds
         for observer in self.observers:
             observer.on_reduced(self._name.text, wait_seconds)
+
+    # For those who ask for more than counts ---------------------------------------------------
+
+    @property
+    def watch(self) -> Meter | None:
+        """Itself, if anybody asks."""
+        return self if self.step_observers else None
+
+    def starting(self, what: str) -> None:
+        """Tell that a ``"gather"`` or a ``"reduce"`` is about to start."""
+        for observer in self.step_observers:
+            observer.on_start(self._name.text, what)
+
+    def fetching(self, shards: Shards) -> Callable[[], None]:
+        """What fetches the shard, and tells of it where somebody asks and it rests elsewhere."""
+        if not (self.step_observers and overrides(shards.storage.fetch, DeviceStorage.fetch)):
+            return shards.fetch
+
+        def fetch() -> None:
+            begin = time.perf_counter()
+            shards.fetch()
+            num_bytes = shards.layout.shard_numel * shards.dtype.itemsize
+            self.staged("fetch", num_bytes, time.perf_counter() - begin)
+
+        return fetch
+
+    def staged(self, direction: str, num_bytes: int, seconds: float) -> None:
+        """Tell that a shard came from where it rests, or a gradient went there."""
+        for observer in self.step_observers:
+            observer.on_staged(self._name.text, direction, num_bytes, seconds)
+
+    def replicas_summed(self, payload_bytes: int, seconds: float) -> None:
+        """Tell of a sum over replicas."""
+        for observer in self.step_observers:
+            observer.on_replicas_summed(self._name.text, payload_bytes, seconds)

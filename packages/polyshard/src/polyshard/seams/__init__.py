@@ -25,7 +25,7 @@ from polyshard.seams.codecs import (
 from polyshard.seams.collectives import CollectivesBackend
 from polyshard.seams.info import GroupIdentity, GroupInfo, ParamInfo
 from polyshard.seams.landing import GradientLanding, OwnedParameter, Rows
-from polyshard.seams.observer import Observer
+from polyshard.seams.observer import Observer, StepObserver
 from polyshard.seams.parameters import ParameterTransform, ShardingConstraint, StateDictAdapter
 from polyshard.seams.storage import ShardStorage, StorageFactory
 from polyshard.sharding.layout import GroupLayout, ParameterLayout
@@ -59,6 +59,7 @@ __all__ = [
     "ShardingConstraint",
     "StateDictAdapter",
     "Stateful",
+    "StepObserver",
     "SteppedOptimizer",
     "Stepper",
     "StorageFactory",

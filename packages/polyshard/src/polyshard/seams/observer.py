@@ -40,3 +40,50 @@ class Observer:
 
     def on_step_end(self) -> None:
         """The backward of the root has ended: all gradients of this step are in place."""
+
+
+class StepObserver(Observer):
+    """Hears more of a step: when units compute, and what moves beside gathers and reductions.
+
+    Units are called by name; a group has the name of its unit, and a number where a unit has
+    several. Seconds are the host's: on an accelerator they end when work was launched. Every begin
+    is followed by its end, or by :meth:`on_broken`.
+    """
+
+    def on_start(self, group: str, what: str) -> None:
+        """A gather (``what`` is ``"gather"``) or a reduction (``"reduce"``) is about to start.
+
+        :meth:`on_unshard` or :meth:`on_reduce` follows when it has, by which time peers may have
+        got all they need; not so where starting failed, or there was nothing to reduce.
+        """
+
+    def on_forward(self, unit: str) -> None:
+        """A module of ``unit`` runs, gathered; units inside of it run before its end.
+
+        Activation checkpointing runs it again, in backward.
+        """
+
+    def on_forward_end(self, unit: str) -> None:
+        """The module has returned or raised."""
+
+    def on_backward(self, unit: str) -> None:
+        """The backward of ``unit`` computes, gathered; others may begin before its end."""
+
+    def on_backward_end(self, unit: str) -> None:
+        """Its gradients are there, or the backward as a whole has ended."""
+
+    def on_replicas_summed(self, group: str, payload_bytes: int, seconds: float) -> None:
+        """``payload_bytes`` of gradients were summed over replicas, which took the host so long.
+
+        Not told of gradients that land whole on an owner.
+        """
+
+    def on_staged(self, group: str, direction: str, num_bytes: int, seconds: float) -> None:
+        """The storage of a shard that rests elsewhere was asked to move it, and so long it took.
+
+        ``direction`` is ``"fetch"`` (the shard comes, before a gather) or ``"place"`` (a reduced
+        gradient goes). What a storage does beside the host ends later.
+        """
+
+    def on_broken(self) -> None:
+        """An exception broke the step off: what began will not end."""

@@ -1,0 +1,1 @@
+"""What one rank writes while it trains."""
