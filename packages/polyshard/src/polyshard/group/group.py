@@ -95,7 +95,8 @@ class ParameterGroup:
         self._runtime: Runtime | None = None
         self._path: Filling | None = None
         self._pending: Pending | None = None
-        self._made, self._stale, self._is_outdated, self.keeps_memory = 0, True, False, False
+        self._made, self._stale, self._is_outdated = 0, True, False
+        self.keeps_memory = False
 
     def shard(self) -> None:
         """Cut the parameters and register their sharded forms; called once, when all plans hold."""
@@ -185,7 +186,8 @@ class ParameterGroup:
             lanes=self.lanes,
             watch=self.meter.watch,
         )
-        runtime = build_runtime(parts, last := self._runtime)
+        last = self._runtime
+        runtime = build_runtime(parts, last)
         runtime.reducer.settings = self.reduce_settings
         if last is not None:
             self.gradients.carry(last, runtime)
@@ -265,13 +267,7 @@ class ParameterGroup:
 
     def sync_requires_grad(self, runtime: Runtime) -> None:
         """Have leaves follow the sharded parameters, on which users freeze and unfreeze."""
-        changed = False
-        for sharded, leaf in zip(self.shards.parameters, runtime.leaves, strict=True):
-            wanted = sharded.parameter.requires_grad
-            if leaf.requires_grad is not wanted:
-                leaf.requires_grad_(wanted)
-                changed = True
-        if changed:
+        if runtime.follow([p.parameter.requires_grad for p in self.shards.parameters]):
             binding = Binding(self.contributions, self.name)
             runtime.reducer.rebind(binding.reduce_codec(self.info(), self.shards.layout))
 
@@ -358,9 +354,10 @@ class ParameterGroup:
 
     def finish_reduction(self, flight: InFlight) -> None:
         """Wait for a reduction and put the sharded gradients in place."""
+        runtime = self.prepare()
         begin = time.perf_counter()
         with self._failures, profiler_span("polyshard.reduced", self.name), torch.no_grad():
-            is_placed = self.prepare().reducer.finish(flight)
+            is_placed = runtime.reducer.finish(flight)
         if is_placed or flight.total is not None:  # else nothing but words went around
             self.meter.reduced(time.perf_counter() - begin)
 

@@ -47,6 +47,15 @@ class Runtime:
     """What owns buffer and leaves, unless a tensor class does."""
     block: Block | None = None
 
+    def follow(self, trains: Sequence[bool]) -> bool:
+        """Have leaves ask for gradients or not; whether any had to change."""
+        changed = False
+        for leaf, wanted in zip(self.leaves, trains, strict=True):
+            if leaf.requires_grad is not wanted:
+                leaf.requires_grad_(wanted)
+                changed = True
+        return changed
+
 
 def build_runtime(parts: Parts, last: Runtime | None) -> Runtime:
     """Bind every transfer of a group to memory. Leaves the unsharded side freed, if it may be.
