@@ -11,7 +11,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from toy_models import build, full, loss_of, shard, tokens_for
+from toy_models import build, full, loss_of, reset_together, shard, tokens_for
 from toy_observers import Watching
 
 import polyshard
@@ -373,7 +373,7 @@ def reset(model: Any, x: Tensor) -> dict[str, bool]:
     verdicts = Verdicts()
     model(x).sum().backward()
     handle = model.finalize_backward(async_op=True)
-    model.reset_iter_state()
+    reset_together(model)
     with verdicts.of("wait after a reset"):
         handle.wait()
     with verdicts.of("next iteration after a reset"):
@@ -459,7 +459,7 @@ def test_replicas(rank: int, size: int) -> None:
 def after_a_reset(function: Callable[..., Any], rank: int) -> list[Tensor | None]:
     model = paths(function)
     model(torch.full((2, 4), rank + 1.0)).sum().backward()
-    model.reset_iter_state()
+    reset_together(model)
     return gradients(model)
 
 

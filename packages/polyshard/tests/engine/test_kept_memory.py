@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
-from toy_models import assert_same_parameters, build, loss_of, shard, tokens_for
+from toy_models import assert_same_parameters, build, loss_of, reset_together, shard, tokens_for
 
 from polyshard import MixedPrecisionPolicy, fully_shard
 from polyshard.testing import ranks
@@ -79,7 +79,7 @@ def test_conversions_settings_and_resets_leave_them_there(rank: int, size: int) 
     model._apply(lambda t: t.clone())
     model.set_requires_gradient_sync(False)
     loss_of(model, tokens_for(0, rank)).backward()
-    model.reset_iter_state()
+    reset_together(model)
     loss_of(model, tokens_for(0, rank)).backward()
     assert seen == [seen[0]] * 4
 

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from toy_models import reset_together
 from typing_extensions import override
 
 from polyshard import MixedPrecisionPolicy, Plugin, describe, fully_shard
@@ -126,6 +127,6 @@ def test_a_step_that_is_left_between(rank: int, size: int) -> None:
     """What was kept is the codec's to forget; ``.grad`` has none of it."""
     model: Any = fully_shard(nn.Linear(3, 5), plugins=[plugin := PairsPlugin()])
     model(torch.ones(1, 3)).sum().backward()
-    model.reset_iter_state()
+    reset_together(model)
     plugin.bound._first = None
     check(model, rank, size)

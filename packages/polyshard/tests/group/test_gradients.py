@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from toy_codecs import Codecs
-from toy_models import full
+from toy_models import full, reset_together
 from typing_extensions import override
 
 from polyshard import MixedPrecisionPolicy, Plugin, fully_shard, hookimpl
@@ -250,7 +250,7 @@ def test_what_waits_is_forgotten_with_its_iteration(rank: int, size: int, way: s
     model.zero_grad()
     with waiting(way, model):
         model(torch.tensor(1.0), True, True).backward()
-    model.reset_iter_state()
+    reset_together(model)
     model(torch.tensor(1.0), False, True).backward()
     assert model.large.grad is None
     torch.testing.assert_close(full(model.small.grad), torch.full((3, 3), 3.0))

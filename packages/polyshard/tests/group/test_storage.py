@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from toy_models import reset_together
 from typing_extensions import override
 
 from polyshard import Plugin, fully_shard, hookimpl
@@ -107,7 +108,7 @@ def test_a_reset_forgets_what_was_held(rank: int, size: int) -> None:
     expected = backwards(model, ["fse"], rank)
     model.set_is_last_backward(False)
     model(torch.ones(2, 5), "fse").sum().backward()
-    model.reset_iter_state()
+    reset_together(model)
     found = backwards(model, ["fse"], rank)
     for one, other in zip(found, expected, strict=True):
         assert one is not None

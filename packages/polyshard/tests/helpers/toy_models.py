@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -68,6 +69,15 @@ def tokens_for(step: int, rank: int, batch: int = 4, length: int = 8) -> Tensor:
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     """Cross entropy of reproducing the input."""
     return F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+
+
+def reset_together(model: Any) -> None:
+    """Break an iteration off that all ranks have gone through.
+
+    One that resets in mid-step tells ranks that are still in it: they would raise.
+    """
+    dist.barrier()
+    model.reset_iter_state()
 
 
 def full(value: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 from toy_flat import Trained, assert_same, local_part
-from toy_models import loss_of, tokens_for
+from toy_models import loss_of, reset_together, tokens_for
 from toy_optimizers import EVERY, runs_of
 
 import polyshard
@@ -181,7 +181,7 @@ def convert(trained: Trained, parameter: Any) -> None:
 def start_over(trained: Trained, parameter: Any) -> None:
     """In the middle of a forward, as after an exception; then a whole one."""
     loss_of(trained.model, tokens_for(50, trained.rank))
-    trained.model.reset_iter_state()  # type: ignore[operator]
+    reset_together(trained.model)
     loss_of(trained.model, tokens_for(51, trained.rank)).backward()
 
 
