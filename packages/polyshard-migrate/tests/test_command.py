@@ -42,6 +42,7 @@ def test_a_diff_and_nothing_else_happens(tmp_path: Path) -> None:
     path = made(tmp_path, CLEAN)
     code, text = run(path)
     assert code == 0
+    assert f"--- a{path}\n+++ b{path}\n" in text
     assert "-from torch.distributed.fsdp import fully_shard\n" in text
     assert "+from polyshard import fully_shard\n" in text
     assert "1 of 1 file would change" in text
