@@ -38,7 +38,7 @@ class MigratedFile:
             text.decode(self.encoding).splitlines(keepends=True)
             for text in (self.before, self.after)
         )
-        name = self.path.lstrip("/")  # as git shows it
+        name = str(self.path).lstrip("/")  # as git shows it
         lines = difflib.unified_diff(old, new, f"a/{name}", f"b/{name}")
         return "".join(
             line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
