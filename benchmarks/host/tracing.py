@@ -11,34 +11,28 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import polyshard
-from benchmarks.host.cost import Size, build, median_seconds
+from benchmarks.host.cost import Size, build, median_seconds, shard
 from benchmarks.host.silent import silent_group
 from polyshard_trace import Trace
 
 STEPS = 40
 
 
-def traced(model: nn.Sequential, *traces: Trace) -> nn.Sequential:
-    for unit in (*model, model):
-        polyshard.fully_shard(unit, plugins=traces)
-    return model
-
-
 def measure(size: Size, folder: Path) -> dict[str, Any]:
     """Microseconds a group and step, and spans of a step."""
     with silent_group(size.ranks):
-        models = {
-            "without": traced(build(size)),
-            "idle": traced(build(size), Trace(folder / "idle", steps=range(0))),
-            "on": traced(build(size), trace := Trace(folder / "on")),
-        }
+        trace = Trace(folder / "on")
+        plugins = {"without": [], "idle": [Trace(folder / "idle", steps=range(0))], "on": [trace]}
+        models = {name: build(size) for name in plugins}
+        for name, model in models.items():
+            shard(model, partial(polyshard.fully_shard, plugins=plugins[name]))
         seconds = median_seconds(models, STEPS)
         size_bytes = trace.path.stat().st_size
     spans = trace.path.read_text("ascii").count('"ph":"X"')

@@ -1,13 +1,10 @@
 """``polyshard train``: every setting as an option, grouped for ``--help``."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-import typer
-
+from polyshard.cli.output import told_in_one_message
 from polyshard_demo import options
 from polyshard_demo.errors import DemoError, RankError
 from polyshard_demo.launch import launch
@@ -16,7 +13,6 @@ from polyshard_demo.settings import EngineName, Settings
 
 __all__ = ["train"]
 
-USAGE_EXIT = 2
 FAILURE_EXIT = 1
 
 
@@ -56,7 +52,7 @@ def train(  # noqa: PLR0913 (typer: an option is a parameter)
 
     Writes checkpoints, report.json and loss.png to the run directory.
     """
-    with _told_in_one_line():
+    with told_in_one_message(DemoError), told_in_one_message(RankError, code=FAILURE_EXIT):
         auto = resume == Path("auto")
         resume = _output_of_auto(out) if auto else resume
         settings = Settings(
@@ -93,17 +89,6 @@ def train(  # noqa: PLR0913 (typer: an option is a parameter)
         )
         make_offload(offload)  # so that a mistake is told before any rank starts
         launch(settings)
-
-
-@contextmanager
-def _told_in_one_line() -> Iterator[None]:
-    """Errors of users and of ranks without a traceback, each with an exit code of its own."""
-    try:
-        yield
-    except (DemoError, RankError) as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
-        code = FAILURE_EXIT if isinstance(error, RankError) else USAGE_EXIT
-        raise typer.Exit(code) from None
 
 
 def _ranks(given: int | None, engine: EngineName) -> int:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from polyshard.cli.output import console_for_tables, told_in_one_message
 from polyshard_migrate.errors import MigrateError
 from polyshard_migrate.migration import migrate_files, write_files
 from polyshard_migrate.report.table import WIDTH, show
@@ -15,7 +15,6 @@ from polyshard_migrate.report.table import WIDTH, show
 __all__ = ["migrate"]
 
 LEFT_EXIT = 1
-USAGE_EXIT = 2
 
 Scripts = Annotated[list[Path], typer.Argument(help="Python scripts, or folders of them.")]
 Write = Annotated[bool, typer.Option("--write", help="Change the scripts.")]
@@ -40,19 +39,13 @@ def migrate(
     Prints a diff, what will differ, and what is left to do by hand; --write changes the scripts.
     Exit code 0: nothing is left. 1: something needs a hand. 2: a file could not be read.
     """
-    try:
+    with told_in_one_message(MigrateError):
         document = migrate_files(scripts, deepspeed_config)
         if write:
             document = write_files(document)
-    except MigrateError as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
-        raise typer.Exit(USAGE_EXIT) from None
     if as_json:
         typer.echo(document.to_json())
     else:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=WIDTH)
-        show(document, console)
+        show(document, console_for_tables(WIDTH))
     if document.left:
         raise typer.Exit(LEFT_EXIT)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import typer
-from rich.console import Console
 
+from polyshard.cli.output import console_for_tables, told_in_one_message
 from polyshard_plan.drafting import draft
 from polyshard_plan.errors import PlanError
 from polyshard_plan.estimate.machines import save_machine
@@ -22,7 +21,6 @@ from polyshard_plan.request.settings import Settings
 
 __all__ = ["plan"]
 
-USAGE_EXIT = 2
 MOST_ON_CPU = 8
 """Ranks that share a CPU, however few cores it has: more are taken to be on other hosts."""
 
@@ -54,7 +52,7 @@ def plan(  # noqa: PLR0913 (typer: an option is a parameter)
 
     No accelerator and no other rank is needed; nothing is computed.
     """
-    with _told_in_one_message():
+    with told_in_one_message(PlanError):
         if measure_to is not None:
             save_machine(measure(_at_once(parse_mesh(mesh).ranks)), measure_to)
             machine = str(measure_to)
@@ -81,25 +79,13 @@ def plan(  # noqa: PLR0913 (typer: an option is a parameter)
     if as_json:
         typer.echo(document.to_json())
         return
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
-    show(document, console, parameters=parameters)
+    show(document, console_for_tables(WIDTH), parameters=parameters)
 
 
 def _at_once(ranks: int) -> int:
     """How many of so many ranks this machine is taken to run: one a device, or some a core."""
     most = torch.accelerator.device_count() or max(os.cpu_count() or 1, MOST_ON_CPU)
     return max(2, min(ranks, most))
-
-
-@contextmanager
-def _told_in_one_message() -> Iterator[None]:
-    try:
-        yield
-    except PlanError as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
-        raise typer.Exit(USAGE_EXIT) from None
 
 
 def _overrides(given: Sequence[str]) -> dict[str, object]:

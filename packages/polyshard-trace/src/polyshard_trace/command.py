@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from polyshard.cli.output import console_for_tables, told_in_one_message
 from polyshard_trace.errors import TraceError
 from polyshard_trace.reading.merging import merge
 from polyshard_trace.reading.summary import summarize
@@ -19,7 +17,6 @@ from polyshard_trace.reading.table import WIDTH, show_merged, show_summary
 
 __all__ = ["app"]
 
-USAGE_EXIT = 2
 ROWS = 40
 
 app = typer.Typer(help="What ranks did and when, after a run with Trace.", no_args_is_help=True)
@@ -38,13 +35,13 @@ def merge_ranks(
     as_json: Json = False,
 ) -> None:
     """Make one file for Perfetto, a process per rank, in rank 0's clock."""
-    with _told_in_one_message():
+    with told_in_one_message(TraceError):
         merged = merge(folder, out or folder / "trace.json")
     if as_json:
         plain = asdict(merged) | {"path": str(merged.path), "missing": merged.missing}
         typer.echo(json.dumps(plain, indent=1))
     else:
-        show_merged(merged, _console())
+        show_merged(merged, console_for_tables(WIDTH))
 
 
 @app.command()
@@ -56,23 +53,9 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Add up time, waiting and bytes by unit and kind."""
-    with _told_in_one_message():
+    with told_in_one_message(TraceError):
         summary = summarize(folder, rank=rank)
     if as_json:
         typer.echo(json.dumps(summary.to_plain(), indent=1))
     else:
-        show_summary(summary, _console(), rows)
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=WIDTH)
-
-
-@contextmanager
-def _told_in_one_message() -> Iterator[None]:
-    try:
-        yield
-    except TraceError as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
-        raise typer.Exit(USAGE_EXIT) from None
+        show_summary(summary, console_for_tables(WIDTH), rows)

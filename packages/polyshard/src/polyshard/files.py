@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 READABLE = 0o644
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Put ``content`` at ``path``; whatever fails, what was there before stays.
+@contextmanager
+def replacing(path: Path, mode: int = READABLE) -> Iterator[BinaryIO]:
+    """A new file that takes the place of ``path`` in the end; if anything fails, that stays.
 
-    It is written to a new file beside ``path`` under a name nobody can guess, which is never an
-    existing file or a link, and then renamed: a link at ``path`` is replaced, not followed.
+    It is beside ``path`` under a name nobody can guess, which is never an existing file or a link,
+    and then renamed: a link at ``path`` is replaced, not followed.
 
     Raises:
         OSError: when it cannot be written.
@@ -22,9 +25,9 @@ def replace_file(path: Path, content: bytes) -> None:
     descriptor, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
-            os.fchmod(descriptor, READABLE)
+            os.fchmod(descriptor, mode)
             os.fsync(descriptor)
         os.replace(beside, path)
     except BaseException:
@@ -32,6 +35,16 @@ def replace_file(path: Path, content: bytes) -> None:
             os.unlink(beside)
         raise
     sync_folder(path.parent)
+
+
+def replace_file(path: Path, content: bytes, mode: int = READABLE) -> None:
+    """Put ``content`` at ``path`` as :func:`replacing` does.
+
+    Raises:
+        OSError: when it cannot be written.
+    """
+    with replacing(path, mode) as file:
+        file.write(content)
 
 
 def sync_folder(folder: Path) -> None:

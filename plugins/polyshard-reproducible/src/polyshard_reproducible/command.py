@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from polyshard.cli.output import told_in_one_message
 from polyshard_reproducible.comparing import Comparison, Difference, compare
 from polyshard_reproducible.errors import RecordsError
 from polyshard_reproducible.picture import draw
@@ -19,7 +20,6 @@ from polyshard_reproducible.records import PHASES
 __all__ = ["bisect"]
 
 DIFFERENT_EXIT = 1
-USAGE_EXIT = 2
 
 First = Annotated[Path, typer.Argument(metavar="RUN_A", help="Folder that a Recorder wrote to.")]
 Second = Annotated[Path, typer.Argument(metavar="RUN_B", help="Another one.")]
@@ -34,13 +34,10 @@ def bisect(first: First, second: Second, *, as_json: Json = False, picture: Pict
 
     Exit code 0: equal; 1: they differ; 2: they cannot be compared.
     """
-    try:
+    with told_in_one_message(RecordsError, OSError):
         found = compare(first, second)
         if picture is not None:
             draw(found, picture)
-    except (RecordsError, OSError) as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
-        raise typer.Exit(USAGE_EXIT) from None
     if as_json:
         typer.echo(json.dumps(found.to_plain(), indent=1))
     else:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import stat
-import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import libcst as cst
 
+from polyshard.files import replace_file
 from polyshard_migrate.errors import MigrateError
 
 __all__ = ["gather", "is_concerned", "parse", "read", "write"]
@@ -96,16 +94,6 @@ def write(path: Path, content: bytes) -> None:
     """
     target = path.resolve()
     try:
-        mode = stat.S_IMODE(target.stat().st_mode)
-        descriptor, beside = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-                os.fchmod(descriptor, mode)
-            os.replace(beside, target)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(beside)
-            raise
+        replace_file(target, content, stat.S_IMODE(target.stat().st_mode))
     except OSError as error:
         raise MigrateError(f"{path}: cannot be written: {error.strerror}") from error

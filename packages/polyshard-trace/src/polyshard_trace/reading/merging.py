@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import json
-import os
-import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
 
+from polyshard.files import replacing
 from polyshard_trace.clocks.offset import Timeline
 from polyshard_trace.errors import TraceError
 from polyshard_trace.events import SCHEMA, micros
@@ -62,23 +60,14 @@ def merge(folder: str | Path, path: str | Path) -> Merged:
     files = rank_files(Path(folder))
     path = Path(path)
     try:
-        # Beside it first: a merge that fails leaves what was there.
-        handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="ascii") as out:
-                ranks = _write(files, out)
-            os.chmod(beside, 0o644)
-            os.replace(beside, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(beside)
-            raise
+        with replacing(path) as file:
+            ranks = _write(files, codecs.getwriter("ascii")(file))
     except OSError as error:
         raise TraceError(f"{path} cannot be written: {error.strerror}") from error
     return Merged(path, files[0].world_size, ranks)
 
 
-def _write(files: Sequence[RankFile], out: TextIO) -> tuple[Alignment, ...]:
+def _write(files: Sequence[RankFile], out: codecs.StreamWriter) -> tuple[Alignment, ...]:
     reference = files[0]
     lines = {file.rank: file.timeline(reference) for file in files}
     start = min(lines[file.rank].reference_ns(file.opened_ns) for file in files)
