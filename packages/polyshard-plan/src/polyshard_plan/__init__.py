@@ -3,8 +3,9 @@
 from polyshard_plan.__about__ import __version__
 from polyshard_plan.drafting import draft
 from polyshard_plan.errors import PlanError
+from polyshard_plan.living import describe
 from polyshard_plan.report.document import Document
 from polyshard_plan.request.mesh import parse_mesh
 from polyshard_plan.request.settings import Settings
 
-__all__ = ["Document", "PlanError", "Settings", "__version__", "draft", "parse_mesh"]
+__all__ = ["Document", "PlanError", "Settings", "__version__", "describe", "draft", "parse_mesh"]

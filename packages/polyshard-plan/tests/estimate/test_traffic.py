@@ -6,24 +6,10 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
-from plan_runs import sent_in_a_step
+from plan_runs import sent_in_a_step, settings_of
 
 from polyshard.testing.world import World
-from polyshard_plan import Document, Settings, draft, parse_mesh
-
-
-def settings_of(factory: str, mesh: str, given: dict[str, object]) -> Settings:
-    spec = parse_mesh(mesh)
-    chosen = {
-        "model": f"plan_models:{factory}",
-        "mesh": spec,
-        "batch": spec.data_ranks,
-        "sequence": 16,
-        "backend": "gloo",
-    }
-    if spec.size("tensor") > 1:
-        chosen["tp_plan"] = "polyshard_tensor_parallel:demo_plan"
-    return Settings(**(chosen | given))  # type: ignore[arg-type]
+from polyshard_plan import Document, draft
 
 
 def predicted(document: Document) -> dict[str, int]:

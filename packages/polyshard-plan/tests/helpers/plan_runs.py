@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +18,8 @@ from typing_extensions import override
 from polyshard import MixedPrecisionPolicy, fully_shard, stats
 from polyshard.exchange import replicas
 from polyshard.transport import sums
+from polyshard_plan import Document, PlanError, Settings, describe, parse_mesh
 from polyshard_plan.request.plugins import make_plugins
-from polyshard_plan.request.settings import Settings
 
 STEPS = 2
 
@@ -94,9 +94,23 @@ def measured_peak(rank: int, size: int, settings: Settings) -> int:
     return peak
 
 
-def sent_in_a_step(rank: int, size: int, settings: Settings, factory: str) -> dict[str, Any]:
-    """What the last step of a run sent from this rank: by group, to replicas, by the model."""
-    del size
+def settings_of(factory: str, mesh: str, given: dict[str, object]) -> Settings:
+    """Of a run on ``mesh``, with one sequence for each data-parallel rank."""
+    spec = parse_mesh(mesh)
+    chosen = {
+        "model": f"plan_models:{factory}",
+        "mesh": spec,
+        "batch": spec.data_ranks,
+        "sequence": 16,
+        "backend": "gloo",
+    }
+    if spec.size("tensor") > 1:
+        chosen["tp_plan"] = "polyshard_tensor_parallel:demo_plan"
+    return Settings(**(chosen | given))  # type: ignore[arg-type]
+
+
+def sharded(settings: Settings, factory: str) -> Any:
+    """The model of a run of ``settings``, as a user shards it."""
     model = plan_models.factories()[factory]()
     mesh = settings.mesh.build("cpu")
     plugins = make_plugins(settings)
@@ -118,6 +132,44 @@ def sent_in_a_step(rank: int, size: int, settings: Settings, factory: str) -> di
     for block in model.blocks:
         fully_shard(block, **keywords)
     fully_shard(model, **keywords)
+    return model
+
+
+def described(rank: int, size: int, settings: Settings, factory: str) -> Document:
+    """The document of a model that is sharded on real ranks, before and after it has run."""
+    del rank, size
+    model = sharded(settings, factory)
+    before = describe(model)
+    tokens = torch.zeros(settings.local_batch, plan_models.SEQUENCE, dtype=torch.int64)
+    model(tokens).float().sum().backward()
+    assert describe(model).memory == before.memory
+    return describe(model)
+
+
+def of_the_default_mesh(rank: int, size: int) -> Document:
+    """The document of a model that was sharded without a mesh."""
+    del rank, size
+    model = plan_models.Pair()
+    for module in (*model.layers, model):
+        fully_shard(module)
+    return describe(model)
+
+
+def refusal(rank: int, size: int, meshes: Sequence[str]) -> str:
+    """What is said of a model whose units are on several meshes; or of one that is not sharded."""
+    del rank, size
+    model = plan_models.small()
+    for block, mesh in zip(model.blocks, meshes, strict=False):
+        fully_shard(block, mesh=parse_mesh(mesh).build("cpu"))
+    with pytest.raises(PlanError) as caught:
+        describe(model)
+    return str(caught.value)
+
+
+def sent_in_a_step(rank: int, size: int, settings: Settings, factory: str) -> dict[str, Any]:
+    """What the last step of a run sent from this rank: by group, to replicas, by the model."""
+    del size
+    model = sharded(settings, factory)
     tokens = torch.zeros(settings.local_batch, plan_models.SEQUENCE, dtype=torch.int64)
     before: dict[str, int] = {}
     summed = 0

@@ -23,7 +23,15 @@ from polyshard_plan.dry_run.units import units_of
 from polyshard_plan.errors import PlanError
 from polyshard_plan.request.settings import Settings
 
-__all__ = ["Cut", "PlannedGroup", "PlannedParameter", "policy_of", "shard"]
+__all__ = [
+    "Cut",
+    "PlannedGroup",
+    "PlannedParameter",
+    "axis_names",
+    "planned_groups",
+    "policy_of",
+    "shard",
+]
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,21 @@ def shard(
         except ValueError as error:
             where = f"unit {name}" if name else "the model"
             raise PlanError(f"{where} cannot be sharded so: {error}") from error
+    return planned_groups(model)
+
+
+def planned_groups(model: nn.Module) -> tuple[PlannedGroup, ...]:
+    """Every group of ``model``, which is sharded, with both views of its parameters."""
     return tuple(_read(model))
+
+
+def axis_names(group: ParameterGroup) -> tuple[str, ...]:
+    """Of its data-parallel mesh; by what they do, where the mesh has none."""
+    roles = group.roles
+    return roles.mesh.mesh_dim_names or tuple(
+        "dp" if axis == roles.shard_axis else f"replicate{axis or ''}"
+        for axis in range(roles.mesh.ndim)
+    )
 
 
 def _read(model: nn.Module) -> Iterator[PlannedGroup]:
@@ -125,7 +147,7 @@ def _parameters(group: ParameterGroup, plan: GroupPlan) -> Iterator[PlannedParam
         plan.parameters, plan.layout.parameters, plan.ways, group.shards.parameters, strict=True
     ):
         value = cast("DTensor", sharded.parameter)
-        names = value.device_mesh.mesh_dim_names or ()
+        names = value.device_mesh.mesh_dim_names or axis_names(group)
         local = placed.local_shape(rank)
         yield PlannedParameter(
             name=info.fqn,

@@ -125,7 +125,7 @@ def _facts(group: PlannedGroup) -> GroupFacts:
         count=1,
         names=(plan.name,),
         parameters=tuple(replace(p, name=pattern(p.name)) for p in group.parameters),
-        mesh=plan.mesh.removeprefix("meta "),
+        mesh=plan.mesh.partition(" ")[2],  # without its device
         dtypes=str(plan.dtypes),
         claims=dict(plan.roles.exclusive),
         transport=plan.roles.transport,

@@ -79,6 +79,11 @@ class PluginStack:
         )
         self._onion = Onion([PluginTransform(*layer) for layer in self._hooks.layers()])
 
+    @property
+    def plugins(self) -> tuple[object, ...]:
+        """The plugins themselves, in order."""
+        return tuple(member.plugin for member in self._members)
+
     def lines(self) -> tuple[str, ...]:
         """One line per plugin, engine excluded."""
         return tuple(m.line for m in self._members)
