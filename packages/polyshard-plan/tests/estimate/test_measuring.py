@@ -23,6 +23,9 @@ def test_this_machine_is_measured_and_planned_for(tmp_path: Path) -> None:
     assert 1e5 < machine.inside.bytes_per_second < 1e13
     assert 1e-8 < machine.operation_seconds < 1
     assert 0.0 <= machine.overlap <= 1.0
+    assert 1e7 < machine.optimizer_bytes_per_second < 1e14
+    assert 0.0 <= machine.transfer_seconds < 1
+    assert 0.0 < machine.collective_seconds < 1
     for roof in machine.products.values():
         intensities = [intensity for intensity, _ in roof.points]
         assert intensities == sorted(intensities)

@@ -115,6 +115,28 @@ def test_products_reach_what_was_measured_at_their_intensity() -> None:
     assert seconds_of(Kernel(0, 100), "float32", slow) == pytest.approx(10.0)
 
 
+def test_a_transfer_costs_something_beside_its_bytes(tmp_path: Path) -> None:
+    """What the engine was found to take for one; the link's latency where nobody tried."""
+    slow = replace(SLOW_LINK, inside=Link(1e30, 5.0))
+    document = draft(settings(tmp_path, slow))
+    calls = sum(t.calls for t in document.traffic if t.collective == "all-gather")
+    assert calls
+    assert document.timing is not None
+    assert document.timing.gather_seconds == pytest.approx(5.0 * calls)
+    tried = draft(settings(tmp_path, replace(slow, transfer_seconds=2.0))).timing
+    assert tried is not None
+    assert tried.gather_seconds == pytest.approx(2.0 * calls)
+
+
+def test_the_optimizer_is_as_fast_as_it_was_found_to_be(tmp_path: Path) -> None:
+    machine = replace(SLOW_COMPUTE, optimizer_bytes_per_second=1e6)
+    document = draft(settings(tmp_path, machine))
+    assert document.timing is not None
+    # AdamW reads parameters, gradients and two states, and writes all but the gradients.
+    elements = 2 * (8 * 8 + 8) // 2
+    assert document.timing.optimizer_seconds == pytest.approx(7 * 4 * elements / 1e6)
+
+
 def test_machines_survive_their_file(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     roof = Roof(((1.0, 10e9), (4.0, 40e9)))

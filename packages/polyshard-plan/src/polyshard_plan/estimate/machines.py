@@ -75,6 +75,12 @@ class Machine:
     """Whether operations are launched while earlier ones compute, as on an accelerator."""
     overlap: float = 1.0
     """Part of a transfer that is free beside compute: 0 where the same cores do both."""
+    optimizer_bytes_per_second: float = 0.0
+    """What a fused optimizer reads and writes; 0: as fast as memory is."""
+    transfer_seconds: float = 0.0
+    """Of a transfer of the engine's beside its bytes; 0: the link's latency."""
+    collective_seconds: float = 0.0
+    """Of a collective of the model's own beside its bytes; 0: the link's latency."""
     inside: Link
     """To ranks of the same host."""
     between: Link

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,18 +26,21 @@ from torch import Tensor, nn
 from polyshard_plan.dry_run.recorder import Account, Recorder
 from polyshard_plan.errors import PlanError
 from polyshard_plan.estimate.machines import Link, Machine, Roof
+from polyshard_plan.estimate.trials import collective_seconds, optimizer_rate, transfer_seconds
+from polyshard_plan.estimate.turns import PINGS, TURNS, seconds_of_turns
 from polyshard_plan.request.settings import Backend
 
 __all__ = ["measure"]
 
-TURNS = 7
 WIDTH = 1024
 """Of the matrices that are multiplied, by so many rows:"""
 ROWS = (1, 4, 16, 64, 256, 1024)
 COPIED = 64 << 20
 """Bytes that are copied, more than a cache holds; as many are in the matrices of a turn."""
 SENT = 8 << 20
-PINGS = 50
+BESIDE = 32 << 20
+"""Bytes of messages beside products, in so many turns:"""
+OVERLAPS = 15
 START_SECONDS = 120
 """For the ranks to import torch and meet; they are given as long to measure."""
 
@@ -54,6 +56,9 @@ class Figures:
     send_rate: float
     latency: float
     overlap: float
+    optimizer_rate: float
+    transfer_seconds: float
+    collective_seconds: float
 
 
 def measure(ranks: int) -> Machine:
@@ -86,6 +91,9 @@ def measure(ranks: int) -> Machine:
         products=products,
         is_ahead=device.type != "cpu",
         overlap=statistics.mean(f.overlap for f in found),
+        optimizer_bytes_per_second=statistics.mean(f.optimizer_rate for f in found),
+        transfer_seconds=statistics.mean(f.transfer_seconds for f in found),
+        collective_seconds=statistics.mean(f.collective_seconds for f in found),
         inside=link,
         between=link,
         host_bytes_per_second=statistics.mean(f.host_rate for f in found),
@@ -185,23 +193,13 @@ def _rank(rank: int, ranks: int, store: str, backend: Backend, answer: Connectio
             send_rate=SENT / max(send_seconds - latency, 1e-9),
             latency=latency,
             overlap=_overlap(rank, ranks, device, sent_on),
+            optimizer_rate=optimizer_rate(device),
+            transfer_seconds=transfer_seconds(device),
+            collective_seconds=collective_seconds(sent_on),
         )
     )
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _seconds(work: Callable[[], object], device: torch.device, turns: int = TURNS) -> float:
-    """Of one call, in the middle of several that all ranks begin together."""
-    found = []
-    for _ in range(turns + 1):
-        dist.barrier()
-        begin = time.perf_counter()
-        work()
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-        found.append(time.perf_counter() - begin)
-    return statistics.median(found[1:])
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> tuple[tuple[float, float], ...]:
@@ -215,7 +213,7 @@ def _products(device: torch.device, dtype: torch.dtype) -> tuple[tuple[float, fl
         used = matrices if rows < WIDTH else matrices[:1]
         flops = 2 * rows * width * width
         touched = (2 * rows * width + width * width) * dtype.itemsize
-        seconds = _seconds(partial(_multiply, left, used), device, 3)
+        seconds = seconds_of_turns(partial(_multiply, left, used), device, 3)
         points.append((flops / touched, flops * len(used) / seconds))
     return tuple(points)
 
@@ -228,13 +226,13 @@ def _multiply(left: Tensor, matrices: Sequence[Tensor]) -> None:
 def _copy_rate(device: torch.device) -> float:
     source = torch.ones(COPIED // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * COPIED / _seconds(lambda: target.copy_(source), device)
+    return 2 * COPIED / seconds_of_turns(lambda: target.copy_(source), device)
 
 
 def _host_rate(device: torch.device) -> float:
     source = torch.ones(COPIED // 4, pin_memory=device.type == "cuda")
     target = torch.empty_like(source, device=device)
-    return COPIED / _seconds(lambda: target.copy_(source), device)
+    return COPIED / seconds_of_turns(lambda: target.copy_(source), device)
 
 
 def _operation_seconds(device: torch.device) -> float:
@@ -249,13 +247,13 @@ def _operation_seconds(device: torch.device) -> float:
         for _ in range(10):
             model(given).sum().backward()
 
-    return _seconds(turn, device) / (10 * account.kernels.total())
+    return seconds_of_turns(turn, device) / (10 * account.kernels.total())
 
 
 def _exchange(rank: int, ranks: int, nbytes: int, device: torch.device) -> float:
     """Seconds until a rank has sent so much to the next one and got as much from the last."""
     turns = TURNS if nbytes > WIDTH else PINGS
-    return _seconds(_messages(rank, ranks, nbytes, device), device, turns)
+    return seconds_of_turns(_messages(rank, ranks, nbytes, device), device, turns)
 
 
 def _messages(
@@ -281,14 +279,14 @@ def _messages(
 def _overlap(rank: int, ranks: int, device: torch.device, sent_on: torch.device) -> float:
     """Part of the shorter of products and messages that is free when both are under way."""
     matrix = torch.ones(WIDTH, WIDTH, device=device)
-    left = torch.ones(16, WIDTH, device=device)
-    once = _seconds(lambda: left @ matrix, device)
-    sending = _exchange(rank, ranks, SENT, sent_on)
-    repeats = max(1, round(sending / once))
+    left = torch.ones(64, WIDTH, device=device)
 
-    def compute() -> list[Tensor]:
-        return [left @ matrix for _ in range(repeats)]
+    def products(count: int) -> list[Tensor]:
+        return [left @ matrix for _ in range(count)]
 
-    computing = _seconds(compute, device)
-    both = _seconds(_messages(rank, ranks, SENT, sent_on, compute), device)
+    sending = _exchange(rank, ranks, BESIDE, sent_on)
+    once = seconds_of_turns(partial(products, 16), device) / 16
+    compute = partial(products, max(1, round(sending / once)))
+    computing = seconds_of_turns(compute, device, OVERLAPS)
+    both = seconds_of_turns(_messages(rank, ranks, BESIDE, sent_on, compute), device, OVERLAPS)
     return min(1.0, max(0.0, (computing + sending - both) / min(computing, sending)))

@@ -61,7 +61,8 @@ def _optimizer_seconds(
 ) -> float:
     """Reads gradients, reads and writes parameters and state."""
     elements = sum(g.trainable_elements * g.plan.dtypes.orig.itemsize for g in groups)
-    return elements * (3 + 2 * STATES[optimizer]) / machine.memory_bytes_per_second
+    rate = machine.optimizer_bytes_per_second or machine.memory_bytes_per_second
+    return elements * (3 + 2 * STATES[optimizer]) / rate
 
 
 class _Step:
@@ -183,7 +184,9 @@ class _Step:
 
     def _seconds(self, transfer: Transfer) -> float:
         link = link_of(transfer.axis, self._mesh, self._machine)
-        seconds = transfer.calls * link.latency_seconds
+        machine = self._machine
+        own = machine.transfer_seconds if transfer.is_counted else machine.collective_seconds
+        seconds = transfer.calls * (own or link.latency_seconds)
         seconds += transfer.sent_bytes / link.bytes_per_second
         if transfer.collective in ("reduce-scatter", "all-reduce"):  # reads two, and writes one
             seconds += 3 * transfer.sent_bytes / self._machine.memory_bytes_per_second
