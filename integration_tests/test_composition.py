@@ -43,7 +43,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for name, rows in (("cell", CELLS), ("refusal", REFUSALS)):
         if name in metafunc.fixturenames:
             chosen = [row for row in rows if is_chosen(row, metafunc.config)]
-            metafunc.parametrize(name, chosen, ids=[row.id for row in chosen])
+            metafunc.parametrize(
+                name, [pytest.param(r, id=r.id, marks=marks_of(r)) for r in chosen]
+            )
+
+
+def marks_of(row: Cell | Refusal) -> tuple[pytest.MarkDecorator, ...]:
+    return (pytest.mark.thorough,) if isinstance(row, Cell) and row.is_thorough else ()
 
 
 def test_what_is_installed_is_what_was_asked_for(pytestconfig: pytest.Config) -> None:

@@ -117,6 +117,11 @@ class Cell:
         return "-".join((stack_id(self.stack), mesh, self.dtype, self.feature))
 
     @property
+    def is_thorough(self) -> bool:
+        """Whether CI leaves it out: compiling takes longest, and dtypes change little about it."""
+        return self.feature == "compiled" and self.dtype == "bf16"
+
+    @property
     def agreement(self) -> Agreement:
         """The same operations in the same order give the same bits, lossy or not.
 

@@ -30,8 +30,9 @@ Generated from `tools/composition_table.py` by `tools/make_combination_docs.py`;
 
 Every subset of the plugins of this repository, on every kind of mesh, in both compute dtypes,
 trained in every way below: {len(CELLS)} cells. Each is a test of its own (`integration_tests`)
-on real ranks, with the same training in one process as its oracle. `nox -s tests` runs each cell
-once, in an environment that holds exactly the plugins of its stack.
+on real ranks, with the same training in one process as its oracle. `nox -s tests -- --thorough`
+runs each cell once, in an environment that holds exactly the plugins of its stack; CI leaves out
+the {sum(cell.is_thorough for cell in CELLS)} that compile blocks in bf16.
 
 The model is a transformer of two blocks whose rows leave a remainder over the ranks; with replicas
 the head is tied to the embedding. Every parameter, moment of AdamW and loss is compared. What a
