@@ -40,9 +40,9 @@ def is_chosen(row: Cell | Refusal, config: pytest.Config) -> bool:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    for name, rows in (("cell", CELLS), ("refusal", REFUSALS)):
+    for name, table in (("cell", CELLS), ("refusal", REFUSALS)):
         if name in metafunc.fixturenames:
-            chosen = [row for row in rows if is_chosen(row, metafunc.config)]
+            chosen = [row for row in table if is_chosen(row, metafunc.config)]
             metafunc.parametrize(
                 name, [pytest.param(r, id=r.id, marks=marks_of(r)) for r in chosen]
             )
