@@ -110,9 +110,7 @@ _MAIN = (
         losses="close",
         note="computes in bf16, reduces in fp32",
     ),
-    Row(
-        name="narrow-2", case=NARROW, bars=_bars(0.55, memory_reason=MOSTLY_TORCH), memory=True
-    ),
+    Row(name="narrow-2", case=NARROW, bars=_bars(0.55, memory_reason=MOSTLY_TORCH), memory=True),
     Row(
         name="narrow-4",
         case=replace(NARROW, ranks=4),
