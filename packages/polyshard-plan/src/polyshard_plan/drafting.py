@@ -59,7 +59,7 @@ def draft(settings: Settings) -> Document:
         torch=torch.__version__,
         model=_facts(settings, loaded, groups),
         mesh=settings.mesh,
-        machine=MachineFacts(machine.name, backend, machine.sources),
+        machine=MachineFacts(machine.name, backend, machine.sources, machine.memory_bytes),
         groups=group_facts(groups),
         memory=memory,
         traffic=folded(traffic),
