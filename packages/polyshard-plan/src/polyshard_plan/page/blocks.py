@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
-if TYPE_CHECKING:
-    from polyshard_plan.page.drawing import Canvas
+from polyshard_plan.page.canvas import Canvas
 
 __all__ = ["Block", "Drawing", "Items", "Section", "Table", "Text"]
 

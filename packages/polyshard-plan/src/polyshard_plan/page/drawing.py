@@ -9,65 +9,14 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyshard_plan.page.blocks import Drawing
+from polyshard_plan.page.canvas import INK, LINE, PROPERTIES, SURFACE, Canvas
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-__all__ = ["Canvas", "svgs"]
-
-INK, LINE, SURFACE = "#010101", "#020202", "#030303"
-SERIES = tuple(f"#0404{number:02x}" for number in range(7))
-PROPERTIES: Mapping[str, str] = {
-    INK: "var(--ink)",
-    LINE: "var(--line)",
-    SURFACE: "var(--surface)",
-    **{colour: f"var(--series-{number})" for number, colour in enumerate(SERIES)},
-}
-POINTS = 72
-"""Of an inch: the unit of a drawing."""
-
-
-@dataclass(frozen=True)
-class Canvas:
-    """Where a drawing goes: matplotlib's axes, and how much room there is."""
-
-    axes: Axes
-    is_wide: bool
-
-    def colour(self, number: int) -> str:
-        """That of the series ``number``."""
-        return SERIES[number % len(SERIES)]
-
-    def lanes(self, names: Sequence[str]) -> None:
-        """Name the rows from top to bottom, for bars at 0, 1, 2, ..."""
-        self.axes.set_yticks(range(len(names)), names)
-        self.axes.set_ylim(len(names) - 0.4, -0.6)
-        self.axes.tick_params(axis="y", length=0)
-        self.axes.grid(axis="x")
-
-    def legend(self, columns: int) -> None:
-        """Above the axes, in so many columns where there is room."""
-        handles, labels = self.axes.get_legend_handles_labels()
-        if labels:
-            self.axes.legend(
-                handles,
-                labels,
-                loc="lower left",
-                bbox_to_anchor=(0.0, 1.0),
-                ncols=columns if self.is_wide else 2,
-                borderaxespad=0.2,
-            )
-
-    def limit(self, at: float, words: str) -> None:
-        """A line across that nothing should pass."""
-        self.axes.axvline(at, color=SERIES[6], lw=1.5, ls="--", label=words)
-
+__all__ = ["svgs"]
 
 def svgs(drawing: Drawing) -> str:
     """``drawing`` for a wide screen and for a phone, of which the style sheet shows one."""

@@ -1,0 +1,59 @@
+"""Where a drawing goes: matplotlib's axes, in colours that stand for the page's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["INK", "LINE", "PROPERTIES", "SURFACE", "Canvas"]
+
+INK, LINE, SURFACE = "#010101", "#020202", "#030303"
+SERIES = tuple(f"#0404{number:02x}" for number in range(7))
+LIMIT = SERIES[-1]
+PROPERTIES: Mapping[str, str] = {
+    INK: "var(--ink)",
+    LINE: "var(--line)",
+    SURFACE: "var(--surface)",
+    **{colour: f"var(--series-{number})" for number, colour in enumerate(SERIES)},
+}
+"""What each colour stands for in the style sheet: see [Note: colours of the page]."""
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """Axes, and how much room there is."""
+
+    axes: Axes
+    is_wide: bool
+
+    def colour(self, number: int) -> str:
+        """That of the series ``number``."""
+        return SERIES[number % (len(SERIES) - 1)]
+
+    def lanes(self, names: Sequence[str]) -> None:
+        """Name the rows from top to bottom, for bars at 0, 1, 2, ..."""
+        self.axes.set_yticks(range(len(names)), names)
+        self.axes.set_ylim(len(names) - 0.4, -0.6)
+        self.axes.tick_params(axis="y", length=0)
+        self.axes.grid(axis="x")
+
+    def legend(self, columns: int) -> None:
+        """Above the axes, in so many columns where there is room."""
+        handles, labels = self.axes.get_legend_handles_labels()
+        if labels:
+            self.axes.legend(
+                handles,
+                labels,
+                loc="lower left",
+                bbox_to_anchor=(0.0, 1.0),
+                ncols=columns if self.is_wide else 2,
+                borderaxespad=0.2,
+            )
+
+    def limit(self, at: float, words: str) -> None:
+        """A line across that nothing should pass."""
+        self.axes.axvline(at, color=LIMIT, lw=1.5, ls="--", label=words)
