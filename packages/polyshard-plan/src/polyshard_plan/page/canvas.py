@@ -41,8 +41,8 @@ class Canvas:
         self.axes.tick_params(axis="y", length=0)
         self.axes.grid(axis="x")
 
-    def legend(self, columns: int) -> None:
-        """Above the axes, in so many columns where there is room."""
+    def legend(self, columns: int, narrow: int = 2) -> None:
+        """Above the axes, in so many columns; ``narrow`` of them where there is little room."""
         handles, labels = self.axes.get_legend_handles_labels()
         if labels:
             self.axes.legend(
@@ -50,7 +50,7 @@ class Canvas:
                 labels,
                 loc="lower left",
                 bbox_to_anchor=(0.0, 1.0),
-                ncols=columns if self.is_wide else 2,
+                ncols=columns if self.is_wide else narrow,
                 borderaxespad=0.2,
             )
 

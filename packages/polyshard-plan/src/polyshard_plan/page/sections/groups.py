@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polyshard.group.transfers import readable
-from polyshard_plan.page.blocks import Section, Table
+from polyshard_plan.page.blocks import Items, Section, Table
 from polyshard_plan.report.document import Document, GroupFacts
 
 __all__ = ["groups_section"]
@@ -16,9 +16,10 @@ def groups_section(document: Document) -> Section:
         ("group", "count", "gather", "reduce", "shard", "padding", "unsharded", "frees"),
         tuple(map(_sizes, document.groups)),
     )
-    words = ("mesh", "dtypes", "transport", "roles", "plugins")
-    roles = Table("Dtypes and roles", ("group", *words), tuple(map(_roles, document.groups)), words)
-    return Section("groups", "Parameter groups", (sizes, roles))
+    words = ("mesh", "dtypes", "transport")
+    rows = tuple((g.name, g.mesh, g.dtypes, g.transport) for g in document.groups)
+    how = Table("How they travel", ("group", *words), rows, words)
+    return Section("groups", "Parameter groups", (sizes, how, Items(_roles(document))))
 
 
 def _sizes(group: GroupFacts) -> tuple[str, ...]:
@@ -40,12 +41,13 @@ def _frees(reshard_after_forward: bool | int) -> str:
     return f"to {reshard_after_forward}"
 
 
-def _roles(group: GroupFacts) -> tuple[str, ...]:
-    return (
-        group.name,
-        group.mesh,
-        group.dtypes,
-        group.transport,
-        "; ".join(f"{role}: {who}" for role, who in group.claims.items()),
-        "; ".join(group.plugins) or "none",
+def _roles(document: Document) -> tuple[tuple[str, str], ...]:
+    """Who takes which role, and every plugin: once for all groups of which it holds."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for group in document.groups:
+        for fact in (*group.claims.items(), *(("plugin", words) for words in group.plugins)):
+            found.setdefault(fact, []).append(group.name)
+    return tuple(
+        (role, who if len(names) == len(document.groups) else f"{who} ({', '.join(names)})")
+        for (role, who), names in found.items()
     )

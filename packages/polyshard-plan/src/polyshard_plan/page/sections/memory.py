@@ -34,8 +34,12 @@ def _said(memory: Memory, size: int, machine: str) -> str:
     said += f", while {peak.at} runs: " if peak.at else ": "
     said += readable(peak.total)
     if size:
-        said += f", {peak.total / size:.1%} of the {readable(size)} of a device of {machine}"
+        said += f", {_part(peak.total, size)} of the {readable(size)} of a device of {machine}"
     return f"{said}. Each phase is shown at the moment at which the device holds most."
+
+
+def _part(nbytes: int, size: int) -> str:
+    return "less than 0.1%" if nbytes < size / 1000 else f"{nbytes / size:.1%}"
 
 
 def _drawing(phases: Sequence[Phase], limit: int) -> Drawing:
@@ -54,7 +58,7 @@ def _drawing(phases: Sequence[Phase], limit: int) -> Drawing:
             canvas.limit(limit / unit, "the device's memory")
         canvas.lanes([phase.name for phase in phases])
         axes.set_xlabel(name)
-        canvas.legend(4)
+        canvas.legend(7)
 
     words = ", ".join(f"{phase.name} {readable(phase.total)}" for phase in phases)
     return Drawing("memory-picture", f"Memory of a device by phase and kind: {words}", draw, 6)

@@ -42,11 +42,11 @@ def _drawing(document: Document) -> Drawing:
             offsets = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
         canvas.lanes(axes_names)
         canvas.axes.set_xlabel("MB sent by a rank in a step")
-        canvas.legend(3)
+        canvas.legend(4, narrow=1)
 
     words = "; ".join(f"{axis}, {kind}: {readable(n)}" for (axis, kind), n in sums.items())
     title = f"Bytes sent in a step by axis, collective and payer: {words}"
-    return Drawing("traffic-picture", title, draw, len(axes_names) + len(kinds) / 3 + 1)
+    return Drawing("traffic-picture", title, draw, len(axes_names) + len(kinds) / 2 + 1)
 
 
 def _sums(document: Document) -> Mapping[tuple[str, str], int]:
