@@ -41,6 +41,12 @@ class Canvas:
         self.axes.tick_params(axis="y", length=0)
         self.axes.grid(axis="x")
 
+    def count(self, name: str) -> None:
+        """Whole numbers of ``name`` along the axes."""
+        self.axes.grid()
+        self.axes.set_xlabel(name)
+        self.axes.xaxis.get_major_locator().set_params(integer=True)
+
     def legend(self, columns: int, narrow: int = 2) -> None:
         """Above the axes, in so many columns; ``narrow`` of them where there is little room."""
         handles, labels = self.axes.get_legend_handles_labels()

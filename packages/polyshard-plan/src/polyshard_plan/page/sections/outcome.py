@@ -121,13 +121,16 @@ def steps_section(outcome: Outcome, step_seconds: float | None) -> Section:
         blocks.append(_curve(outcome))
     if outcome.step_seconds:
         blocks.append(_times(outcome.step_seconds, step_seconds))
-    found = [("training loss", outcome.losses), ("held-out loss", outcome.held_out)]
+    losses = [("training loss", outcome.losses), ("held-out loss", outcome.held_out)]
     rows = [
         (name, f"{some[0][1]:.4f}", f"{some[-1][1]:.4f}", f"{min(v for _, v in some):.4f}")
-        for name, some in found
+        for name, some in losses
         if some
     ]
-    blocks.append(Table("Losses", ("what", "first", "last", "least"), tuple(rows)))
+    if rows:
+        blocks.append(Table("Losses", ("what", "first", "last", "least"), tuple(rows)))
+    if not blocks:
+        blocks.append(Text("No step was made."))
     return Section("steps", "Step by step", tuple(blocks))
 
 
@@ -140,8 +143,7 @@ def _curve(outcome: Outcome) -> Drawing:
                 style = "o-" if number else "-"
                 canvas.axes.plot(*zip(*some, strict=True), style, color=canvas.colour(number),
                                  markersize=4, label=label)  # fmt: skip
-        canvas.axes.grid()
-        canvas.axes.set_xlabel("step")
+        canvas.count("step")
         canvas.axes.set_ylabel("loss")
         canvas.legend(2)
 
@@ -162,8 +164,7 @@ def _times(seconds: Sequence[float], predicted: float | None) -> Drawing:
                 predicted * 1e3, color=canvas.colour(1), ls="--", label="predicted"
             )
         canvas.axes.set_ylim(bottom=0)
-        canvas.axes.grid()
-        canvas.axes.set_xlabel("step, in the order they ran")
+        canvas.count("step, in the order they ran")
         canvas.axes.set_ylabel("milliseconds")
         canvas.legend(2)
 
