@@ -1,7 +1,7 @@
 """A headless browser for tests: pages at the width of a phone or a desk, light or dark.
 
-A pytest plugin, loaded by the root's ``conftest.py``. The browser is the system's own, found on PATH
-or named by ``POLYSHARD_BROWSER``; playwright (group ``browser``) drives it. Tests that use the
+A pytest plugin, loaded by the root's ``conftest.py``. The browser is the system's own, found on
+PATH or named by ``POLYSHARD_BROWSER``; playwright (group ``browser``) drives it. Tests that use the
 fixtures are marked ``browser``, and skipped where one of the two is missing.
 """
 

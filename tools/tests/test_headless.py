@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from headless import DESK, PHONE, OpenPage, find_browser
 
 SOUND = "<h1>One</h1><h2 id='two'>Two</h2><a href='#two'>there</a>"
@@ -13,12 +14,18 @@ FAULTS = {
     "a skipped level": ("<h1>One</h1><h3>Three</h3>", 'heading "Three" skips a level'),
     "no heading": ("<p>words</p>", "has 0 headings of the first level"),
     "an empty picture": ("<h1>One</h1><svg id='s' width='0' height='0'></svg>", "picture s is not"),
-    "a lost picture": ("<h1>One</h1><img alt='i' src='data:image/png;base64,xx'>", "was not loaded"),
+    "a lost picture": (
+        "<h1>One</h1><img alt='i' src='data:image/png;base64,xx'>",
+        "was not loaded",
+    ),
     "pale words": ("<h1>One</h1><p style='color: #ccc'>pale</p>", '"pale" has a contrast of 1.6'),
     "a lost link": ("<h1>One</h1><a href='#gone'>gone</a>", "link to gone leads nowhere"),
     "a doubled id": ("<h1 id='a'>One</h1><p id='a'>two</p>", "id a is there twice"),
     "an exception": ("<h1>One</h1><script>throw Error('boom')</script>", "complained: boom"),
-    "a request": ("<h1>One</h1><img alt='i' src='http://localhost:9/a.png'>", "fetched http://local"),
+    "a request": (
+        "<h1>One</h1><img alt='i' src='http://localhost:9/a.png'>",
+        "fetched http://local",
+    ),
 }
 
 
@@ -59,6 +66,8 @@ def test_a_browser_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def written(folder: Path, body: str) -> Path:
     path = folder / "page.html"
-    head = "<meta charset='utf-8'><title>T</title><meta name='viewport' content='width=device-width'>"
+    head = (
+        "<meta charset='utf-8'><title>T</title><meta name='viewport' content='width=device-width'>"
+    )
     path.write_text(f"<!doctype html><html lang='en'><head>{head}</head><body>{body}</body></html>")
     return path

@@ -6,7 +6,6 @@ It is made from ``report.json`` by the package polyshard-plan, where that is ins
 import json
 from collections.abc import Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyshard_demo.prediction import predicted, unplanned
@@ -45,7 +44,7 @@ def write_page(settings: Settings) -> str:
     if not why:
         try:
             plans = predicted(settings, is_cpu=is_cpu)
-        except Exception as error:  # noqa: BLE001 (of a page, after a run that has ended well)
+        except Exception as error:
             why = f"the plan could not be made ({type(error).__name__}: {error})"
     notes = [ON_CPU if is_cpu else ON_DEVICE]
     if why:

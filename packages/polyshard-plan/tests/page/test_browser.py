@@ -6,6 +6,7 @@ from pathlib import Path
 
 import plan_pages
 import pytest
+
 from headless import DESK, PHONE, OpenPage
 
 pytestmark = [pytest.mark.once, pytest.mark.browser]

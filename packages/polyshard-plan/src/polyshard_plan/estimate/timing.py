@@ -154,9 +154,7 @@ class _Step:
         self._reduce_end = start + self._reductions.get(name, 0.0)
         self._timeline.add("reductions", name, "backward", start, self._reduce_end)
 
-    def _run(
-        self, name: str, account: Account, phase: str, exposed: dict[str, float]
-    ) -> float:
+    def _run(self, name: str, account: Account, phase: str, exposed: dict[str, float]) -> float:
         """Compute a unit; return by how much that holds up transfers beside it.
 
         What a transfer beside it takes from compute, compute takes from the transfer.

@@ -18,6 +18,7 @@ from polyshard_plan.page.canvas import INK, LINE, PROPERTIES, SURFACE, Canvas
 
 __all__ = ["svgs"]
 
+
 def svgs(drawing: Drawing) -> str:
     """``drawing`` for a wide screen and for a phone, of which the style sheet shows one."""
     return "\n".join(_svg(drawing, is_wide=is_wide) for is_wide in (True, False))
@@ -58,9 +59,7 @@ def _adapted(text: str, name: str, title: str) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', text))
-    text = re.sub(
-        r' id="([^"]+)"', lambda m: f' id="{name}-{m[1]}"' if m[1] in used else "", text
-    )
+    text = re.sub(r' id="([^"]+)"', lambda m: f' id="{name}-{m[1]}"' if m[1] in used else "", text)
     text = re.sub(r'(url\(#|href="#)', rf"\g<1>{name}-", text)
     text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", text)
     text = re.sub(r"font-family: [^;\"]*;? ?", "", text)

@@ -123,7 +123,8 @@ Json = Annotated[bool, typer.Option("--json", help="The plan as JSON.", rich_hel
 Html = Annotated[
     Path | None,
     typer.Option(
-        "--html", help="Write the plan to FILE, one page that needs no network, too.",
+        "--html",
+        help="Write the plan to FILE, one page that needs no network, too.",
         rich_help_panel=OUTPUT,
     ),
 ]

@@ -93,9 +93,7 @@ def _ratio(predicted: float | None, happened: float | None) -> str:
     return "exact" if happened == predicted else f"{happened / predicted:.3f}"
 
 
-def _drawing(
-    what: str, predicted: Sequence[int | None], happened: Sequence[int | None]
-) -> Drawing:
+def _drawing(what: str, predicted: Sequence[int | None], happened: Sequence[int | None]) -> Drawing:
     both = (("predicted", predicted, -0.2), ("happened", happened, 0.2))
     drawn = [(number, *one) for number, one in enumerate(both) if any(one[1])]
 
@@ -103,15 +101,15 @@ def _drawing(
         for number, label, sizes, offset in drawn:
             places = [rank + offset for rank in range(len(sizes))]
             lengths = [(size or 0) / MIB for size in sizes]
-            canvas.axes.barh(
-                places, lengths, height=0.38, color=canvas.colour(number), label=label
-            )
+            canvas.axes.barh(places, lengths, height=0.38, color=canvas.colour(number), label=label)
         canvas.lanes([f"rank {rank}" for rank in range(len(happened))])
         canvas.axes.set_xlabel(f"{what.lower()}, MiB")
         canvas.legend(2)
 
     title = f"{what} of ranks, {' and '.join(label for _, label, *_ in drawn)}"
-    return Drawing(f"{what.split()[0].lower()}-outcome", title, draw, 1.5 * len(happened) + 1)
+    return Drawing(
+        f"{what.split(maxsplit=1)[0].lower()}-outcome", title, draw, 1.5 * len(happened) + 1
+    )
 
 
 def steps_section(outcome: Outcome, step_seconds: float | None) -> Section:
@@ -160,9 +158,7 @@ def _times(seconds: Sequence[float], predicted: float | None) -> Drawing:
             label="happened",
         )  # fmt: skip
         if predicted is not None:
-            canvas.axes.axhline(
-                predicted * 1e3, color=canvas.colour(1), ls="--", label="predicted"
-            )
+            canvas.axes.axhline(predicted * 1e3, color=canvas.colour(1), ls="--", label="predicted")
         canvas.axes.set_ylim(bottom=0)
         canvas.count("step, in the order they ran")
         canvas.axes.set_ylabel("milliseconds")
