@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @needs_plan
 @pytest.mark.once
 def test_bytes_are_those_that_were_predicted(run: Path) -> None:
-    """The run has another sequence than its preset; evaluations and checkpoints count for no step."""
+    """The sequence is not its preset's; evaluations and checkpoints count for no step."""
     plans = prediction.predicted(tiny(run), is_cpu=True)
     assert [facts.sent_bytes for _, facts in plans.values()] == sent(run)
     assert min(sent(run)) > 0
