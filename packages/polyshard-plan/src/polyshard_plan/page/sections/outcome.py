@@ -107,9 +107,8 @@ def _drawing(what: str, predicted: Sequence[int | None], happened: Sequence[int 
         canvas.legend(2)
 
     title = f"{what} of ranks, {' and '.join(label for _, label, *_ in drawn)}"
-    return Drawing(
-        f"{what.split(maxsplit=1)[0].lower()}-outcome", title, draw, 1.5 * len(happened) + 1
-    )
+    name = f"{what.split(maxsplit=1)[0].lower()}-outcome"
+    return Drawing(name, title, draw, 1.5 * len(happened) + 1)
 
 
 def steps_section(outcome: Outcome, step_seconds: float | None) -> Section:
