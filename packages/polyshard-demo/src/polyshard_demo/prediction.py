@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ def plan_settings(settings: Settings, *, is_cpu: bool) -> "polyshard_plan.Settin
     axes = [f"replicate={size}" for size in replicas] + [f"dp={shards}"]
     axes += [f"tp={settings.tp}"] if settings.tp > 1 else []
     offload = [part for part in settings.offload.split(",") if not part.strip().startswith("path=")]
-    machine = {"machine": settings.machine} if settings.machine else {}
+    machine: dict[str, Any] = {"machine": settings.machine} if settings.machine else {}
     return polyshard_plan.Settings(
         model=f"demo:{settings.preset}",
         mesh=polyshard_plan.parse_mesh(",".join(axes)),

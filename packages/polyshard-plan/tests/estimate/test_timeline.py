@@ -29,9 +29,8 @@ BALANCED = replace(
 def timing(tmp_path: Path, model: str, overlap: float = 1.0) -> Timing:
     path = tmp_path / "machine.json"
     save_machine(replace(BALANCED, overlap=overlap, memory_bytes_per_second=1e10), path)
-    found = draft(
-        Settings(model=model, mesh=parse_mesh("replicate=2,dp=2"), machine=str(path))
-    ).timing
+    mesh = parse_mesh("replicate=2,dp=2")
+    found = draft(Settings(model=model, mesh=mesh, machine=str(path), sequence=16)).timing
     assert found is not None
     return found
 

@@ -43,9 +43,11 @@ class Canvas:
 
     def count(self, name: str) -> None:
         """Whole numbers of ``name`` along the axes."""
+        from matplotlib.ticker import MaxNLocator
+
         self.axes.grid()
         self.axes.set_xlabel(name)
-        self.axes.xaxis.get_major_locator().set_params(integer=True)
+        self.axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
     def legend(self, columns: int, narrow: int = 2) -> None:
         """Above the axes, in so many columns; ``narrow`` of them where there is little room."""

@@ -30,7 +30,8 @@ def _svg(drawing: Drawing, *, is_wide: bool) -> str:
 
     width = 10.5 if is_wide else 4.5
     height = 0.9 + (0.36 if is_wide else 0.42) * drawing.rows + (0.0 if is_wide else 0.5)
-    with rc_context(dict(_settings(is_wide))):
+    settings: Any = dict(_settings(is_wide))  # matplotlib lists its settings as a type
+    with rc_context(settings):
         figure = Figure(figsize=(width, height), layout="constrained")
         drawing.draw(Canvas(figure.subplots(), is_wide))
         file = io.StringIO()
