@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["INK", "LINE", "PROPERTIES", "SURFACE", "Canvas"]
+__all__ = ["INK", "LINE", "PROPERTIES", "SURFACE", "Canvas", "unit_of"]
 
 INK, LINE, SURFACE = "#010101", "#020202", "#030303"
-SERIES = tuple(f"#0404{number:02x}" for number in range(7))
-LIMIT = SERIES[-1]
+SERIES = tuple(f"#0404{number:02x}" for number in range(6))
 PROPERTIES: Mapping[str, str] = {
     INK: "var(--ink)",
     LINE: "var(--line)",
@@ -32,7 +31,7 @@ class Canvas:
 
     def colour(self, number: int) -> str:
         """That of the series ``number``."""
-        return SERIES[number % (len(SERIES) - 1)]
+        return SERIES[number % len(SERIES)]
 
     def lanes(self, names: Sequence[str]) -> None:
         """Name the rows from top to bottom, for bars at 0, 1, 2, ..."""
@@ -64,4 +63,12 @@ class Canvas:
 
     def limit(self, at: float, words: str) -> None:
         """A line across that nothing should pass."""
-        self.axes.axvline(at, color=LIMIT, lw=1.5, ls="--", label=words)
+        self.axes.axvline(at, color=INK, lw=1.5, ls="--", label=words)
+
+
+def unit_of(largest: int) -> tuple[int, str]:
+    """The largest unit of which there is at least one in ``largest`` bytes: its size, its name."""
+    for power, name in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if largest >= 1 << 10 * power:
+            return 1 << 10 * power, name
+    return 1, "bytes"

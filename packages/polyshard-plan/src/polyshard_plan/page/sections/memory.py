@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from polyshard.group.transfers import readable
 from polyshard_plan.estimate.memory import Memory, Phase
 from polyshard_plan.page.blocks import Block, Drawing, Section, Table, Text
-from polyshard_plan.page.canvas import Canvas
+from polyshard_plan.page.canvas import Canvas, unit_of
 from polyshard_plan.report.document import Document
 
 __all__ = ["memory_section"]
@@ -44,7 +44,7 @@ def _part(nbytes: int, size: int) -> str:
 
 def _drawing(phases: Sequence[Phase], limit: int) -> Drawing:
     largest = max(phase.total for phase in phases)
-    unit, name = _unit(max(largest, limit))
+    unit, name = unit_of(max(largest, limit))
 
     def draw(canvas: Canvas) -> None:
         axes, offsets = canvas.axes, [0.0] * len(phases)
@@ -62,14 +62,6 @@ def _drawing(phases: Sequence[Phase], limit: int) -> Drawing:
 
     words = ", ".join(f"{phase.name} {readable(phase.total)}" for phase in phases)
     return Drawing("memory-picture", f"Memory of a device by phase and kind: {words}", draw, 6)
-
-
-def _unit(largest: int) -> tuple[int, str]:
-    """Bytes of the largest unit of which there is at least one, and its name."""
-    for power, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if largest >= 1 << 10 * power:
-            return 1 << 10 * power, name
-    return 1, "bytes"
 
 
 def _table(phases: Sequence[Phase]) -> Table:

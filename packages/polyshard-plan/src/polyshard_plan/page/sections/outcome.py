@@ -8,12 +8,11 @@ from statistics import median
 
 from polyshard.group.transfers import readable
 from polyshard_plan.page.blocks import Block, Drawing, Section, Table, Text
-from polyshard_plan.page.canvas import Canvas
+from polyshard_plan.page.canvas import Canvas, unit_of
 from polyshard_plan.page.sections.timeline import milliseconds
 
 __all__ = ["Outcome", "RankFacts", "outcome_section", "steps_section"]
 
-MIB = 1 << 20
 MOST_DRAWN = 16
 """Ranks of which a drawing has bars; the table has all."""
 UNKNOWN = "–"
@@ -96,14 +95,15 @@ def _ratio(predicted: float | None, happened: float | None) -> str:
 def _drawing(what: str, predicted: Sequence[int | None], happened: Sequence[int | None]) -> Drawing:
     both = (("predicted", predicted, -0.2), ("happened", happened, 0.2))
     drawn = [(number, *one) for number, one in enumerate(both) if any(one[1])]
+    unit, unit_name = unit_of(max(size or 0 for size in (*predicted, *happened)))
 
     def draw(canvas: Canvas) -> None:
         for number, label, sizes, offset in drawn:
             places = [rank + offset for rank in range(len(sizes))]
-            lengths = [(size or 0) / MIB for size in sizes]
+            lengths = [(size or 0) / unit for size in sizes]
             canvas.axes.barh(places, lengths, height=0.38, color=canvas.colour(number), label=label)
         canvas.lanes([f"rank {rank}" for rank in range(len(happened))])
-        canvas.axes.set_xlabel(f"{what.lower()}, MiB")
+        canvas.axes.set_xlabel(f"{what.lower()}, {unit_name}")
         canvas.legend(2)
 
     title = f"{what} of ranks, {' and '.join(label for _, label, *_ in drawn)}"

@@ -6,12 +6,10 @@ from collections.abc import Mapping
 
 from polyshard.group.transfers import readable
 from polyshard_plan.page.blocks import Block, Drawing, Section, Table, Text
-from polyshard_plan.page.canvas import Canvas
+from polyshard_plan.page.canvas import Canvas, unit_of
 from polyshard_plan.report.document import Document
 
 __all__ = ["traffic_section"]
-
-MEGA = 10**6
 
 
 def traffic_section(document: Document) -> Section:
@@ -32,16 +30,17 @@ def _drawing(document: Document) -> Drawing:
     sums = _sums(document)
     axes_names = list(dict.fromkeys(axis for axis, _ in sums))
     kinds = list(dict.fromkeys(kind for _, kind in sums))
+    unit, name = unit_of(max(sums.values()))
 
     def draw(canvas: Canvas) -> None:
         offsets = [0.0] * len(axes_names)
         for number, kind in enumerate(kinds):
-            sizes = [sums.get((axis, kind), 0) / MEGA for axis in axes_names]
+            sizes = [sums.get((axis, kind), 0) / unit for axis in axes_names]
             colour, rows = canvas.colour(number), range(len(axes_names))
             canvas.axes.barh(rows, sizes, left=offsets, height=0.7, color=colour, label=kind)
             offsets = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
         canvas.lanes(axes_names)
-        canvas.axes.set_xlabel("MB sent by a rank in a step")
+        canvas.axes.set_xlabel(f"{name} sent by a rank in a step")
         canvas.legend(4, narrow=1)
 
     words = "; ".join(f"{axis}, {kind}: {readable(n)}" for (axis, kind), n in sums.items())
