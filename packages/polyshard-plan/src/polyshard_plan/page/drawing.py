@@ -44,6 +44,7 @@ def _svg(drawing: Drawing, *, is_wide: bool) -> str:
 def _settings(is_wide: bool) -> Iterator[tuple[str, Any]]:
     yield "svg.fonttype", "none"  # text that can be read, found and enlarged
     yield "svg.hashsalt", "polyshard"  # the same names in every run
+    yield "text.parse_math", False  # a dollar in a name is a dollar
     yield "font.size", 9.5 if is_wide else 10.5
     yield from ((name, "medium") for name in ("xtick.labelsize", "ytick.labelsize"))
     for name in ("text.color", "axes.labelcolor", "xtick.color", "ytick.color"):
