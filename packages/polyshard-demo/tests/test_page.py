@@ -107,6 +107,11 @@ def test_without_the_package_a_run_has_no_page(
 
 
 @needs_plan
+def test_a_page_that_cannot_be_made_fails_nothing(tmp_path: Path) -> None:
+    assert page.write_page(tiny(tmp_path)).startswith("without report.html: FileNotFoundError: ")
+
+
+@needs_plan
 def test_settings_become_those_of_a_plan(tmp_path: Path) -> None:
     pytest.importorskip("polyshard_offload")
     pytest.importorskip("polyshard_quantized")

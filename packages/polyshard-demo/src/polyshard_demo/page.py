@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from polyshard.files import replace_file
 from polyshard_demo.prediction import predicted, unplanned
 from polyshard_demo.settings import Settings
 
@@ -30,11 +31,19 @@ def write_page(settings: Settings) -> str:
     """Make the page of the run in ``settings.out``; what to say of it.
 
     This process must have no process group. A run that has ended well is not failed by its page:
-    whatever cannot be predicted stands on it as a sentence.
+    whatever cannot be predicted stands on it as a sentence, and whatever else fails is said.
     """
     if any(find_spec(name) is None for name in PACKAGES):
         return f"without {PAGE}: pip install 'polyshard-demo[page]' adds it to later runs"
-    from polyshard.files import replace_file
+    path = settings.out / PAGE
+    try:
+        replace_file(path, _page(settings).encode())
+    except Exception as error:  # whatever it is, the run's results are written
+        return f"without {PAGE}: {type(error).__name__}: {error}"
+    return f"what happened beside what was predicted: {path}"
+
+
+def _page(settings: Settings) -> str:
     from polyshard_plan.page.run import run_page
 
     found = json.loads((settings.out / "report.json").read_text("utf-8"))
@@ -44,7 +53,7 @@ def write_page(settings: Settings) -> str:
     if not why:
         try:
             plans = predicted(settings, is_cpu=is_cpu)
-        except Exception as error:
+        except Exception as error:  # what happened is worth a page all the same
             why = f"the plan could not be made ({type(error).__name__}: {error})"
     notes = [ON_CPU if is_cpu else ON_DEVICE]
     if why:
@@ -54,16 +63,13 @@ def write_page(settings: Settings) -> str:
             "Time is not predicted: no machine was named. polyshard plan --measure FILE.json "
             "measures this one; polyshard train --machine FILE.json then predicts for it."
         )
-    page = run_page(
+    return run_page(
         f"Run of {settings.preset}, {settings.ranks} ranks",
         _lead(found),
         _outcome(found, tuple(notes), is_cpu=is_cpu),
         plans,
         is_timed=bool(settings.machine),
     )
-    path = settings.out / PAGE
-    replace_file(path, page.encode())
-    return f"what happened beside what was predicted: {path}"
 
 
 def _lead(found: Mapping[str, Any]) -> str:
