@@ -263,11 +263,11 @@ def tests(session: nox.Session, plugins: list[str]) -> None:
     if plugins == PLUGINS or not NEUTRAL.intersection(plugins):
         stack = stack_of(tuple(name for name in plugins if name not in NEUTRAL))
         paths += ["integration_tests", f"--stack={stack}"]  # an option that is known there alone
-    paths += ["-m", "not browser"]
     if plugins == PLUGINS:
-        paths += ["tools/tests", "-m", "not once and not browser"]
+        paths += ["tools/tests"]
         paths += [f"--ignore=packages/polyshard/tests/{room}" for room in ALONE]
-    session.run(python, "-m", "pytest", *paths, *session.posargs, env=ONE_THREAD)
+    marks = "not browser and not once" if plugins == PLUGINS else "not browser"
+    session.run(python, "-m", "pytest", "-m", marks, *paths, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(venv_backend="none", default=False)

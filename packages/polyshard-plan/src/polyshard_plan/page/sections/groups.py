@@ -5,6 +5,7 @@ from __future__ import annotations
 from polyshard.group.transfers import readable
 from polyshard_plan.page.blocks import Items, Section, Table
 from polyshard_plan.report.document import Document, GroupFacts
+from polyshard_plan.report.table import frees
 
 __all__ = ["groups_section"]
 
@@ -31,14 +32,8 @@ def _sizes(group: GroupFacts) -> tuple[str, ...]:
         readable(group.shard_bytes),
         readable(group.padding_bytes),
         readable(group.unsharded_bytes),
-        _frees(group.reshard_after_forward),
+        frees(group.reshard_after_forward),
     )
-
-
-def _frees(reshard_after_forward: bool | int) -> str:
-    if isinstance(reshard_after_forward, bool):
-        return "yes" if reshard_after_forward else "no"
-    return f"to {reshard_after_forward}"
 
 
 def _roles(document: Document) -> tuple[tuple[str, str], ...]:
