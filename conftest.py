@@ -10,7 +10,7 @@ import pytest
 # Each distribution's helpers, under names of their own; ranks take this path along.
 sys.path[:0] = map(str, sorted(Path(__file__).parent.glob("p*/*/tests/helpers")))
 
-pytest_plugins = ["polyshard.testing.fixtures", "pytester"]
+pytest_plugins = ["polyshard.testing.fixtures", "pytester", "headless"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

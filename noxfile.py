@@ -16,13 +16,18 @@ nox.needs_version = ">=2026.2"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
 # The tests come last, so that pytest's closing line is the last thing above nox's summary.
-nox.options.sessions = ["lint", "typecheck", "docs", "build", "template", "gallery", "tests"]
+nox.options.sessions = [
+    "lint", "typecheck", "docs", "build", "template", "gallery", "pages", "tests",
+]  # fmt: skip
 
 ROOT = Path(__file__).parent
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 TORCH = os.environ.get("POLYSHARD_TORCH", "torch==2.13.0")
 # Ranks share the cores of one machine; without this each starts a thread for every core.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+# What of a package is installed beyond what it needs itself.
+WITH_EXTRAS = {"polyshard": "cli,testing", "polyshard-plan": "html"}
 
 # A folder with a pyproject.toml is a distribution. It is found, never listed.
 PACKAGES = [path.parent.name for path in sorted(ROOT.glob("packages/*/pyproject.toml"))]
@@ -106,8 +111,8 @@ def is_installed(environment: Path, name: str) -> bool:
 
 def wanted_packages() -> str:
     """What every session shares, and what decides whether that has to be installed anew."""
-    editable = [f"--editable=packages/{name}" for name in PACKAGES if name != "polyshard"]
-    editable += ["--editable=packages/polyshard[cli,testing]"]
+    extras = {name: f"[{WITH_EXTRAS[name]}]" for name in WITH_EXTRAS}
+    editable = [f"--editable=packages/{name}{extras.get(name, '')}" for name in PACKAGES]
     groups = nox.project.dependency_groups(PYPROJECT, "test", "type")
     projects = [(ROOT / folder / "pyproject.toml").read_text("utf-8") for folder in FOLDERS]
     return json.dumps({"install": [TORCH, *editable, *groups], "projects": projects})
@@ -212,6 +217,31 @@ def gallery(session: nox.Session) -> None:
         session.run_install(*pip, "uninstall", "--yes", "polyshard-gallery", silent=True)
 
 
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+@nox.session(venv_backend="none")
+def pages(session: nox.Session) -> None:
+    """Look at pages in a headless browser; where there is none, Debian's is installed, as root."""
+    if not has_browser():
+        if shutil.which("apt-get") is None or os.geteuid():
+            session.skip("no browser: install chromium, or name one in POLYSHARD_BROWSER")
+        session.run_install("apt-get", "update", external=True, silent=True)
+        install = ("apt-get", "install", "--yes", "--no-install-recommends", "chromium")
+        session.run_install(*install, external=True, silent=True)
+    python = str(dev_environment(session, PLUGINS) / "python")
+    group = nox.project.dependency_groups(PYPROJECT, "browser")
+    session.run_install(python, "-m", "pip", "install", *group, silent=True)
+    files = [*ROOT.glob("p*/*/tests/**/test_*.py"), *ROOT.glob("tools/tests/test_*.py")]
+    marked = [str(file) for file in sorted(files) if "mark.browser" in file.read_text("utf-8")]
+    session.run(python, "-m", "pytest", "-m", "browser", *marked, *session.posargs, env=ONE_THREAD)
+
+
+def has_browser() -> bool:
+    """Whether one is named, or on PATH."""
+    return "POLYSHARD_BROWSER" in os.environ or any(map(shutil.which, BROWSERS))
+
+
 @nox.session(venv_backend="none")
 @nox.parametrize("plugins", [nox.param(names, id=key) for key, names in SUBSETS.items()])
 def tests(session: nox.Session, plugins: list[str]) -> None:
@@ -234,9 +264,10 @@ def tests(session: nox.Session, plugins: list[str]) -> None:
         stack = stack_of(tuple(name for name in plugins if name not in NEUTRAL))
         paths += ["integration_tests", f"--stack={stack}"]  # an option that is known there alone
     if plugins == PLUGINS:
-        paths += ["tools/tests", "-m", "not once"]
+        paths += ["tools/tests"]
         paths += [f"--ignore=packages/polyshard/tests/{room}" for room in ALONE]
-    session.run(python, "-m", "pytest", *paths, *session.posargs, env=ONE_THREAD)
+    marks = "not browser and not once" if plugins == PLUGINS else "not browser"
+    session.run(python, "-m", "pytest", "-m", marks, *paths, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(venv_backend="none", default=False)

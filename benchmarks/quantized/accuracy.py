@@ -27,6 +27,7 @@ def held_out(quantize: str, seed: int, options: argparse.Namespace) -> float:
         command += ["--out", folder, "--batch", "8", "--sequence", "64", "--lr", str(options.lr)]
         command += ["--preset", options.preset, "--steps", str(options.steps)]
         command += ["--seed", str(seed), "--eval-every", "0", "--checkpoint-every", "0"]
+        command += ["--no-page"]
         if quantize:
             command += ["--quantize", quantize]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}

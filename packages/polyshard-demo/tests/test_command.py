@@ -18,7 +18,7 @@ def test_help_names_every_option() -> None:
     code, text = run("train", "--help")
     assert code == 0
     options = "text ranks engine preset steps batch sequence lr seed bf16 accumulate tied resume"
-    newer = "reproducible record dropout"
+    newer = "reproducible record dropout page no-page machine"
     for option in [
         *options.split(),
         *newer.split(),

@@ -51,7 +51,13 @@ def work(settings):
 def tiny(out: Path, **options: Any) -> Settings:
     """Six steps of the smallest model, checkpoints after the third and the last."""
     fixed = {"preset": "tiny", "steps": STEPS, "batch": 4, "sequence": 32, "lr": 1e-2}
-    rest = {"checkpoint_every": 3, "eval_every": 3, "eval_batches": 2, "device": "cpu"}
+    rest = {
+        "checkpoint_every": 3,
+        "eval_every": 3,
+        "eval_batches": 2,
+        "device": "cpu",
+        "page": False,
+    }
     return Settings(**{"out": out, **fixed, **rest, **options})
 
 

@@ -26,7 +26,14 @@ def test_a_folder_without_traces(tmp_path: Path) -> None:
 
 def test_two_ranks_leave_one_trace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     traces = tmp_path / "traces"
-    fixed = {"preset": "tiny", "steps": 3, "batch": 4, "sequence": 32, "device": "cpu"}
+    fixed = {
+        "preset": "tiny",
+        "steps": 3,
+        "batch": 4,
+        "sequence": 32,
+        "device": "cpu",
+        "page": False,
+    }
     launch(Settings(out=tmp_path / "run", trace=traces, eval_batches=1, **fixed))  # type: ignore[arg-type]
     said = capfd.readouterr().out
     assert f"tracing every step in {traces}" in said

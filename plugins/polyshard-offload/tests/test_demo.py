@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("polyshard_demo")
 from polyshard.cli.main import app
 
-OPTIONS = ["train", "--preset", "tiny", "--ranks", "2"]
+OPTIONS = ["train", "--preset", "tiny", "--ranks", "2", "--no-page"]
 
 
 def command(*arguments: str) -> int | str | None:

@@ -46,11 +46,13 @@ def train(  # noqa: PLR0913 (typer: an option is a parameter)
     log_every: options.LogEvery = Settings.log_every,
     record: options.Record = Settings.record,
     trace: options.Trace = Settings.trace,
+    page: options.Page = Settings.page,
+    machine: options.Machine = Settings.machine,
     resume: options.Resume = Settings.resume,
 ) -> None:
     """Train a byte-level language model on real text, sharded over several processes.
 
-    Writes checkpoints, report.json and loss.png to the run directory.
+    Writes checkpoints, report.json, loss.png and report.html to the run directory.
     """
     with told_in_one_message(DemoError), told_in_one_message(RankError, code=FAILURE_EXIT):
         auto = resume == Path("auto")
@@ -85,6 +87,8 @@ def train(  # noqa: PLR0913 (typer: an option is a parameter)
             log_every=log_every,
             record=record,
             trace=trace,
+            page=page,
+            machine=machine,
             eval_every=eval_every,
         )
         make_offload(offload)  # so that a mistake is told before any rank starts

@@ -154,6 +154,23 @@ Trace = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
+Page = Annotated[
+    bool,
+    typer.Option(
+        "--page/--no-page",
+        help="Write report.html in the end, with polyshard-plan: what happened beside what was "
+        "predicted.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Machine = Annotated[
+    str,
+    typer.Option(
+        help="What that page predicts time for: a file that `polyshard plan --measure` wrote here, "
+        "or h100x8 and its like. Default: it predicts memory and bytes alone.",
+        rich_help_panel=OUTPUT,
+    ),
+]
 Resume = Annotated[
     Path | None,
     typer.Option(

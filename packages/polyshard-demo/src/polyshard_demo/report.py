@@ -35,6 +35,8 @@ class Report:
         history: Steps and evaluations, those before a resume included.
         memory: Peak memory of each rank.
         wire: Bytes each rank moved since it started; None where the engine does not count.
+        before: Resident memory of each rank before its first step, without its part of the model.
+        step_wire: Bytes each rank moved in the last step; None as above, or without a step.
     """
 
     settings: Settings
@@ -43,6 +45,8 @@ class Report:
     history: History
     memory: Sequence[Memory]
     wire: Sequence[Wire | None]
+    before: Sequence[int]
+    step_wire: Sequence[Wire | None]
 
     @property
     def held_out(self) -> float | None:
@@ -71,8 +75,14 @@ class Report:
             "training_seconds": self.history.seconds,
             "tokens_per_second": self.history.speed,
             "ranks": [
-                {"memory": memory._asdict(), "wire": wire._asdict() if wire else None}
-                for memory, wire in zip(self.memory, self.wire, strict=True)
+                {
+                    "memory": memory._asdict() | {"before_bytes": before},
+                    "wire": wire._asdict() if wire else None,
+                    "step_wire": last._asdict() if last else None,
+                }
+                for memory, before, wire, last in zip(
+                    self.memory, self.before, self.wire, self.step_wire, strict=True
+                )
             ],
             **self.history.state_dict(),
         }

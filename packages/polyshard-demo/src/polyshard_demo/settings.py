@@ -67,6 +67,9 @@ class Settings:
         record: Folder for digests of every step, for ``polyshard bisect``.
         trace: Folder for what each rank does when, for Perfetto and ``polyshard trace``; needs the
             package polyshard-trace.
+        page: Whether ``report.html`` is written in the end; needs the package polyshard-plan.
+        machine: What the page predicts time for, as ``polyshard plan --machine`` takes it. Empty:
+            time is not predicted.
     """
 
     out: Path
@@ -102,6 +105,8 @@ class Settings:
     log_every: int = 10
     record: Path | None = None
     trace: Path | None = None
+    page: bool = True
+    machine: str = ""
 
     def __post_init__(self) -> None:
         for name in ("ranks", "tp", "steps", "batch", "sequence", "accumulate", "eval_batches"):

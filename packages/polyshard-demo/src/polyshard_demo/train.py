@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from polyshard.checkpoint import Checkpoints, Restored, TrainingState
 from polyshard.errors import CheckpointError
@@ -21,10 +22,11 @@ from polyshard_demo.checkpoint import (
     has_checkpoints,
     write_run,
 )
-from polyshard_demo.engine import Engine, choose_engine
+from polyshard_demo.engine import Engine, Wire, choose_engine
 from polyshard_demo.errors import DemoError
 from polyshard_demo.history import Evaluation, History, Step
 from polyshard_demo.model import PRESETS, LanguageModel
+from polyshard_demo.page import write_page
 from polyshard_demo.passes import Passes, RankPasses, SlotPasses
 from polyshard_demo.progress import Display
 from polyshard_demo.report import Report, write_report
@@ -32,7 +34,7 @@ from polyshard_demo.reproducible import reproducible_package, reproducible_plugi
 from polyshard_demo.settings import Settings
 from polyshard_demo.text import Corpus, load_corpus
 from polyshard_demo.tracing import merge_trace, tracer
-from polyshard_demo.worker import Worker, fix_kernels, join, peak_memory
+from polyshard_demo.worker import Worker, fix_kernels, join, peak_memory, resident_memory
 
 __all__ = ["Trainer", "learning_rate", "run_worker"]
 
@@ -55,6 +57,8 @@ def run_worker(settings: Settings) -> None:
             write_report(report, settings.out)
             if settings.trace is not None:  # all ranks have closed their files: they have reported
                 Console(highlight=False).print(merge_trace(settings.trace), soft_wrap=True)
+    if worker.leads and settings.page:  # a plan is made without a process group
+        Console(highlight=False).print(write_page(settings), soft_wrap=True)
 
 
 def check_output(settings: Settings) -> None:
@@ -122,6 +126,8 @@ class Trainer:
         silent = not self.worker.leads
         if self.worker.leads:
             write_run(settings, self.corpus)
+        before = resident_memory() - _held_bytes(self.model)
+        wire: Wire | None = None
         with (
             self.tracing,
             self.recorder,
@@ -130,7 +136,9 @@ class Trainer:
         ):
             self._introduce(display)
             for step in range(first + 1, settings.steps + 1):
+                sent = self.engine.wire(self.model) if step == settings.steps else None
                 done = self.train_step(step)
+                wire = None if sent is None else _since(sent, self.engine.wire(self.model))
                 self.history.steps.append(done)
                 display.step(done, peak_memory(self.worker.device).resident_bytes)
                 if _due(step, settings.eval_every, settings.steps):
@@ -138,7 +146,7 @@ class Trainer:
                 if _due(step, settings.checkpoint_every, settings.steps):
                     checkpoints.save_async(step, self._state)
                     display.say(f"saving step {step} in {folder_of(settings.out)}")
-        return self._report()
+        return self._report(before, wire)
 
     def train_step(self, step: int) -> Step:
         """One optimizer step over the global batch of that step."""
@@ -212,7 +220,7 @@ class Trainer:
             for note in self.restored.notes:
                 display.say(note)
 
-    def _report(self) -> Report:
+    def _report(self, before: int, step_wire: Wire | None) -> Report:
         return Report(
             settings=self.settings,
             corpus=self.corpus,
@@ -220,6 +228,8 @@ class Trainer:
             history=self.history,
             memory=self.worker.gather(peak_memory(self.worker.device)),
             wire=self.worker.gather(self.engine.wire(self.model)),
+            before=self.worker.gather(before),
+            step_wire=self.worker.gather(step_wire),
         )
 
 
@@ -255,6 +265,19 @@ def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         {"params": list(having(matrix=False)), "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95))
+
+
+def _held_bytes(model: nn.Module) -> int:
+    """What this rank holds of the parameters, where that is resident memory."""
+    held = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return sum(tensor.nbytes for tensor in held if tensor.device.type == "cpu")
+
+
+def _since(before: Wire, after: Wire | None) -> Wire | None:
+    """What moved between the two."""
+    if after is None:
+        return None
+    return Wire(after.sent - before.sent, after.received - before.received)
 
 
 def _due(step: int, every: int, last: int) -> bool:

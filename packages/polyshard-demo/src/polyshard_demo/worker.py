@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from polyshard_demo.errors import DemoError
 from polyshard_demo.settings import DeviceName
 
-__all__ = ["Memory", "Worker", "fix_kernels", "join", "peak_memory"]
+__all__ = ["Memory", "Worker", "fix_kernels", "join", "peak_memory", "resident_memory"]
 
 T = TypeVar("T")
 
@@ -112,6 +113,14 @@ def peak_memory(device: torch.device) -> Memory:
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return Memory(resident, on_device)
+
+
+def resident_memory() -> int:
+    """Bytes that this process holds now; where the system does not say, its peak so far."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return peak_memory(torch.device("cpu")).resident_bytes
+    return int(statm.read_text("ascii").split()[1]) * resource.getpagesize()
 
 
 def _choose_device(name: DeviceName) -> torch.device:

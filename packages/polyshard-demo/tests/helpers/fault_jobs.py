@@ -37,7 +37,7 @@ Undisturbed = Callable[..., Path]
 def training(out: Path, steps: int) -> list[str]:
     """Options of a training whose every step is printed, and every fifth saved."""
     size = ["--preset=tiny", f"--steps={steps}", "--batch=12", "--sequence=32", "--device=cpu"]
-    often = ["--checkpoint-every=5", "--eval-every=0", "--log-every=1"]
+    often = ["--checkpoint-every=5", "--eval-every=0", "--log-every=1", "--no-page"]
     return [*size, *often, f"--out={out}", "--resume=auto"]
 
 

@@ -14,6 +14,8 @@ from polyshard_plan.drafting import draft
 from polyshard_plan.errors import PlanError
 from polyshard_plan.estimate.machines import save_machine
 from polyshard_plan.estimate.measuring import measure
+from polyshard_plan.page.file import check_page, write_page
+from polyshard_plan.page.plan import plan_page
 from polyshard_plan.report.table import WIDTH, show
 from polyshard_plan.request import options
 from polyshard_plan.request.mesh import parse_mesh
@@ -47,12 +49,15 @@ def plan(  # noqa: PLR0913 (typer: an option is a parameter)
     measure_to: options.Measure = None,
     parameters: options.Parameters = False,
     as_json: options.Json = False,
+    html: options.Html = None,
 ) -> None:
     """Say what a training step will need, without running it: memory, traffic, time.
 
     No accelerator and no other rank is needed; nothing is computed.
     """
     with told_in_one_message(PlanError):
+        if html is not None:
+            check_page(html)
         if measure_to is not None:
             save_machine(measure(_at_once(parse_mesh(mesh).ranks)), measure_to)
             machine = str(measure_to)
@@ -76,6 +81,8 @@ def plan(  # noqa: PLR0913 (typer: an option is a parameter)
             backend=backend,
         )
         document = draft(settings)
+        if html is not None:
+            write_page(html, plan_page(document))
     if as_json:
         typer.echo(document.to_json())
         return

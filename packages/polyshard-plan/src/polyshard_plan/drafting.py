@@ -34,15 +34,19 @@ from polyshard_plan.request.settings import Settings
 __all__ = ["draft"]
 
 
-def draft(settings: Settings) -> Document:
+def draft(settings: Settings, loaded: Loaded | None = None) -> Document:
     """The plan that ``settings`` ask for. This process must have no process group.
+
+    Args:
+        settings: every choice.
+        loaded: a model to plan for, instead of the one that ``settings`` name.
 
     Raises:
         PlanError: for whatever cannot be planned, with the nearest thing that works.
     """
     machine = load_machine(settings.machine)
     backend = settings.backend or machine.backend
-    loaded = load_model(settings)
+    loaded = loaded or load_model(settings)
     plugins = make_plugins(settings)
     with planned_ranks(settings.mesh.ranks, backend, settings.rank):
         groups = _groups(settings, loaded, list(plugins))
@@ -59,7 +63,7 @@ def draft(settings: Settings) -> Document:
         torch=torch.__version__,
         model=_facts(settings, loaded, groups),
         mesh=settings.mesh,
-        machine=MachineFacts(machine.name, backend, machine.sources),
+        machine=MachineFacts(machine.name, backend, machine.sources, machine.memory_bytes),
         groups=group_facts(groups),
         memory=memory,
         traffic=folded(traffic),

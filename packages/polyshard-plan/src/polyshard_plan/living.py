@@ -69,7 +69,7 @@ def describe(
         torch=torch.__version__,
         model=_facts(model, groups, optimizer),
         mesh=mesh,
-        machine=MachineFacts(target.name, dist.get_backend(), target.sources),
+        machine=MachineFacts(target.name, dist.get_backend(), target.sources, target.memory_bytes),
         groups=group_facts(groups),
         memory=memory,
         traffic=folded(traffic_of(groups, found, mesh)),

@@ -19,6 +19,7 @@ from polyshard_plan.dry_run.probing import Cost, Probe
 from polyshard_plan.dry_run.recorder import Account, Kernel
 from polyshard_plan.estimate.machines import Link, Machine
 from polyshard_plan.estimate.memory import STATES
+from polyshard_plan.estimate.timeline import Lane, Span, Timeline
 from polyshard_plan.estimate.traffic import Transfer
 from polyshard_plan.request.mesh import MeshSpec
 from polyshard_plan.request.settings import OptimizerName
@@ -41,6 +42,8 @@ class Timing:
     """Of reductions, sums over replicas included."""
     exposed: tuple[tuple[str, float], ...]
     """What compute waits for: words, and seconds."""
+    spans: tuple[Span, ...] = ()
+    """Which unit is on which lane when."""
 
 
 def time_of(
@@ -101,10 +104,11 @@ class _Step:
     def timing(self, optimizer_seconds: float) -> Timing:
         exposed: dict[str, float] = {}
         self._clock = self._gather_end = self._reduce_end = 0.0
+        self._timeline = Timeline()
         self._wait(self._gather("", "forward"), "first gather of the root", exposed)
         self._pass("forward", self._names, exposed)
-        self._run(self._compute("", self._found.root.forward, "forward"), exposed)
-        self._run(self._compute("", self._found.root.backward, "backward"), exposed)
+        self._run("", self._found.root.forward, "forward", exposed)
+        self._run("", self._found.root.backward, "backward", exposed)
         self._pass("backward", self._names[::-1], exposed)
         self._reduce("")
         self._wait(self._reduce_end, "last reductions", exposed)
@@ -112,13 +116,16 @@ class _Step:
         if tensor:
             exposed["collectives of tensor parallelism"] = tensor
         accounts = self._accounts()
+        end = self._clock + optimizer_seconds
+        self._timeline.add("compute", "", "optimizer", self._clock, end)
         return Timing(
-            step_seconds=self._clock + optimizer_seconds,
+            step_seconds=end,
             compute_seconds=sum(self._compute(*account) for account in accounts),
             optimizer_seconds=optimizer_seconds,
             gather_seconds=sum(self._gathers.values()),
             reduce_seconds=sum(self._reductions.values()),
             exposed=tuple(exposed.items()),
+            spans=self._timeline.spans,
         )
 
     def _pass(self, phase: str, names: Sequence[str], exposed: dict[str, float]) -> None:
@@ -130,36 +137,47 @@ class _Step:
                 arrival = self._gather(names[index + 1], phase)
             cost = self._found.units.get(name, Cost())
             account = cost.forward if phase == "forward" else cost.backward
-            stolen = self._run(self._compute(name, account, phase), exposed)
+            stolen = self._run(name, account, phase, exposed)
             arrival += stolen
             if phase == "backward":
                 self._reduce(name)
 
     def _gather(self, name: str, phase: str) -> float:
         """When a gather that is started now ends."""
-        self._gather_end = max(self._gather_end, self._clock)
-        self._gather_end += self._gathers.get((name, phase), 0.0)
+        start = max(self._gather_end, self._clock)
+        self._gather_end = start + self._gathers.get((name, phase), 0.0)
+        self._timeline.add("gathers", name, phase, start, self._gather_end)
         return self._gather_end
 
     def _reduce(self, name: str) -> None:
         """Start to reduce the gradients of a unit."""
-        self._reduce_end = max(self._reduce_end, self._clock) + self._reductions.get(name, 0.0)
+        start = max(self._reduce_end, self._clock)
+        self._reduce_end = start + self._reductions.get(name, 0.0)
+        self._timeline.add("reductions", name, "backward", start, self._reduce_end)
 
-    def _run(self, seconds: float, exposed: dict[str, float]) -> float:
-        """Compute for so long; return by how much that holds up transfers beside it.
+    def _run(self, name: str, account: Account, phase: str, exposed: dict[str, float]) -> float:
+        """Compute a unit; return by how much that holds up transfers beside it.
 
         What a transfer beside it takes from compute, compute takes from the transfer.
         """
+        seconds, start = self._compute(name, account, phase), self._clock
         share = 1.0 - self._machine.overlap
         lanes = (self._gather_end, self._reduce_end)
         beside = [min(max(end - self._clock, 0.0), seconds) for end in lanes]
         stolen = share * sum(beside)
         self._clock += seconds + stolen
+        self._timeline.add("compute", name, phase, start, self._clock)
         if stolen:
             exposed[SLOWED] = exposed.get(SLOWED, 0.0) + stolen
-            self._gather_end += share * beside[0]
-            self._reduce_end += share * beside[1]
+            self._gather_end = self._held_up("gathers", self._gather_end, share * beside[0])
+            self._reduce_end = self._held_up("reductions", self._reduce_end, share * beside[1])
         return share * beside[0]
+
+    def _held_up(self, lane: Lane, end: float, seconds: float) -> float:
+        """When the transfers of a lane end that are held up for so long."""
+        if seconds:
+            self._timeline.stretch(lane, end + seconds)
+        return end + seconds
 
     def _wait(self, until: float, what: str, exposed: dict[str, float]) -> None:
         if until > self._clock:

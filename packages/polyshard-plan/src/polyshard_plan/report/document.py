@@ -46,6 +46,8 @@ class MachineFacts:
     name: str
     backend: str
     sources: tuple[str, ...]
+    memory_bytes: int = 0
+    """Of a rank's device; 0 where that is not known."""
 
 
 @dataclass(frozen=True)

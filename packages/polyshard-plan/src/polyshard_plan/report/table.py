@@ -12,7 +12,7 @@ from polyshard.group.transfers import readable
 from polyshard_plan.dry_run.planning import Cut, PlannedParameter
 from polyshard_plan.report.document import Document, GroupFacts
 
-__all__ = ["show"]
+__all__ = ["frees", "show"]
 
 WIDTH = 80
 LONGEST = 240
@@ -70,12 +70,13 @@ def _groups(document: Document) -> Table:
             readable(group.shard_bytes),
             readable(group.padding_bytes),
             readable(group.unsharded_bytes),
-            _frees(group.reshard_after_forward),
+            frees(group.reshard_after_forward),
         )
     return table
 
 
-def _frees(reshard_after_forward: bool | int) -> str:
+def frees(reshard_after_forward: bool | int) -> str:
+    """Whether a unit is freed after its forward: yes, no, or to so many ranks."""
     if isinstance(reshard_after_forward, bool):
         return "yes" if reshard_after_forward else "no"
     return f"to {reshard_after_forward}"

@@ -120,3 +120,11 @@ Parameters = Annotated[
     typer.Option("--parameters", help="Every parameter, by dim and axis.", rich_help_panel=OUTPUT),
 ]
 Json = Annotated[bool, typer.Option("--json", help="The plan as JSON.", rich_help_panel=OUTPUT)]
+Html = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        help="Write the plan to FILE, one page that needs no network, too.",
+        rich_help_panel=OUTPUT,
+    ),
+]

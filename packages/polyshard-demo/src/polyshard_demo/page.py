@@ -1,0 +1,98 @@
+"""The page in the end: ``report.html``, what happened beside what was predicted.
+
+It is made from ``report.json`` by the package polyshard-plan, where that is installed.
+"""
+
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from polyshard.files import replace_file
+from polyshard_demo.prediction import predicted, unplanned
+from polyshard_demo.settings import Settings
+
+if TYPE_CHECKING:
+    from polyshard_plan.page.run import Outcome
+
+__all__ = ["PAGE", "write_page"]
+
+PAGE = "report.html"
+PACKAGES = ("polyshard_plan", "matplotlib", "jinja2")
+
+ON_CPU = (
+    "Memory that happened is the process's peak, less what it held before the first step without "
+    "its part of the model: whatever libraries allocate for themselves meanwhile is in it."
+)
+ON_DEVICE = "Memory that happened is the most that torch's allocator handed out on the device."
+
+
+def write_page(settings: Settings) -> str:
+    """Make the page of the run in ``settings.out``; what to say of it.
+
+    This process must have no process group. A run that has ended well is not failed by its page:
+    whatever cannot be predicted stands on it as a sentence, and whatever else fails is said.
+    """
+    if any(find_spec(name) is None for name in PACKAGES):
+        return f"without {PAGE}: pip install 'polyshard-demo[page]' adds it to later runs"
+    path = settings.out / PAGE
+    try:
+        replace_file(path, _page(settings).encode())
+    except Exception as error:  # whatever it is, the run's results are written
+        return f"without {PAGE}: {type(error).__name__}: {error}"
+    return f"what happened beside what was predicted: {path}"
+
+
+def _page(settings: Settings) -> str:
+    from polyshard_plan.page.run import run_page
+
+    found = json.loads((settings.out / "report.json").read_text("utf-8"))
+    is_cpu = found["ranks"][0]["memory"]["device_bytes"] is None
+    why = unplanned(settings)
+    plans: Mapping[int, Any] = {}
+    if not why:
+        try:
+            plans = predicted(settings, is_cpu=is_cpu)
+        except Exception as error:  # what happened is worth a page all the same
+            why = f"the plan could not be made ({type(error).__name__}: {error})"
+    notes = [ON_CPU if is_cpu else ON_DEVICE]
+    if why:
+        notes.append(f"Nothing is predicted: {why}.")
+    elif not settings.machine:
+        notes.append(
+            "Time is not predicted: no machine was named. polyshard plan --measure FILE.json "
+            "measures this one; polyshard train --machine FILE.json then predicts for it."
+        )
+    return run_page(
+        f"Run of {settings.preset}, {settings.ranks} ranks",
+        _lead(found),
+        _outcome(found, tuple(notes), is_cpu=is_cpu),
+        plans,
+        is_timed=bool(settings.machine),
+    )
+
+
+def _lead(found: Mapping[str, Any]) -> str:
+    settings = found["settings"]
+    return (
+        f"{found['parameters']:,} parameters, engine {settings['engine']}, {len(found['steps'])} "
+        f"steps of {settings['batch']} x {settings['sequence']} bytes on {found['text']['name']}."
+    )
+
+
+def _outcome(found: Mapping[str, Any], notes: tuple[str, ...], *, is_cpu: bool) -> "Outcome":
+    from polyshard_plan.page.run import Outcome, RankFacts
+
+    ranks = []
+    for rank in found["ranks"]:
+        memory, wire = rank["memory"], rank["step_wire"]
+        held = memory["resident_bytes"] - memory["before_bytes"]
+        ranks.append(RankFacts(held if is_cpu else memory["device_bytes"], wire and wire["sent"]))
+    steps, evaluations = found["steps"], found["evaluations"]
+    return Outcome(
+        tuple(ranks),
+        tuple(step["seconds"] for step in steps),
+        tuple((step["step"], step["loss"]) for step in steps),
+        tuple((one["step"], one["loss"]) for one in evaluations),
+        notes,
+    )

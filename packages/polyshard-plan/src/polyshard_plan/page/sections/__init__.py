@@ -1,0 +1,1 @@
+"""What a page is composed of: each file makes one section of it."""
