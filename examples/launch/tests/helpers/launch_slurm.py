@@ -34,7 +34,7 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 # A job that is requeued waits as long as credentials are good for.
-AuthInfo=socket={folder}/munge.socket,cred_expire=2
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -44,6 +44,7 @@ SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
+MailProg=/bin/true
 SelectType=select/linear
 SlurmdParameters=config_overrides
 # A host that does not answer is given up after so many seconds.
@@ -167,7 +168,9 @@ def _configure(made: Cluster) -> None:
     for place, host in enumerate(made.network.hosts, 1):
         port = PORTS["first node"] + place
         lines.append(f"NodeName=node{place} NodeAddr={host.address} Port={port} CPUs=1")
+        (folder / f"spool-node{place}").mkdir()
     (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
+    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     (folder / "state").mkdir()
     key = folder / "munge.key"
     key.touch(0o400)
