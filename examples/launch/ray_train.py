@@ -8,7 +8,6 @@ In a cluster that runs (``ray start``), on any of its nodes::
 from __future__ import annotations
 
 import argparse
-import os
 from dataclasses import asdict
 from typing import Any
 
@@ -32,9 +31,7 @@ def main() -> None:
     flags.add_argument("--address", default="auto", help="of the cluster; by default the local one")
     own, rest = flags.parse_known_args()
     settings = train.settings_of(rest)
-    # Workers see variables that a cluster's nodes were started with, and these.
-    told = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
-    ray.init(address=own.address, runtime_env={"env_vars": told})
+    ray.init(address=own.address)
     TorchTrainer(
         worker,
         train_loop_config=asdict(settings),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from launch_ranks import (
+    SCRIPT,
     STEPS,
     Outcome,
     Undisturbed,
@@ -47,19 +50,30 @@ def test_a_job_leaves_when_it_is_asked_and_is_requeued(
     assert outcome.losses == undisturbed(2).losses
 
 
-def test_a_node_dies_and_the_job_goes_on_with_others(
+def test_a_rank_is_killed_and_then_a_node(
     nodes: Cluster, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
+    """The job is requeued each time; the second time on another node."""
     job = nodes.submit(train=options(tmp_path))
     wait_for_checkpoint(tmp_path, 10)
     assert nodes.job(job, "NodeList") == "node[1-2]"
-    nodes.network.hosts[1].crash()
+    second = nodes.network.hosts[1]
+    os.kill(ranks_on(second.processes())[0], signal.SIGKILL)
+    wait_for_checkpoint(tmp_path, 25)
+    assert "The training failed (137); restart 1 of" in nodes.log.read_text()
+    second.crash()
     nodes.finish(job)
     assert nodes.job(job, "NodeList") == "node[1,3]"
     outcome = Outcome.of(tmp_path)
-    assert [ranks for ranks, _ in outcome.starts] == [2, 2]
-    assert 10 <= outcome.starts[1][1] < STEPS
+    assert [ranks for ranks, _ in outcome.starts] == [2, 2, 2]
+    assert 10 <= outcome.starts[1][1] <= 25 <= outcome.starts[2][1] < STEPS
     assert outcome.losses == undisturbed(2).losses
+
+
+def ranks_on(pids: list[int]) -> list[int]:
+    """Those of the processes that are ranks."""
+    names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in pids}
+    return [pid for pid, name in names.items() if name[1:2] == [str(SCRIPT).encode()]]
 
 
 def test_a_job_that_fails_again_and_again_ends(nodes: Cluster, tmp_path: Path) -> None:
