@@ -51,7 +51,9 @@ def test_agents_on_two_and_three_hosts(
     assert outcome.losses == undisturbed(hosts).losses
 
 
-def test_an_agent_is_killed_and_two_of_three_go_on(start: Starter, tmp_path: Path) -> None:
+def test_an_agent_is_killed_and_two_of_three_go_on(
+    start: Starter, tmp_path: Path, undisturbed: Undisturbed
+) -> None:
     """They resume with the checkpoint, and get the losses that two ranks get from there."""
     out = tmp_path / "elastic"
     running = start(3, out)
@@ -71,6 +73,7 @@ def test_an_agent_is_killed_and_two_of_three_go_on(start: Starter, tmp_path: Pat
     assert by_hand(3, again, f"--steps={resumed}") == [0] * 3
     assert by_hand(2, again, f"--steps={STEPS}") == [0] * 2
     assert outcome.losses == Outcome.of(again).losses
+    assert outcome.losses == pytest.approx(undisturbed(3).losses, rel=1e-4)
 
 
 def test_losses_hardly_depend_on_the_number_of_ranks(undisturbed: Undisturbed) -> None:
