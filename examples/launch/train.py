@@ -136,7 +136,7 @@ def train(settings: Settings) -> bool:
     torch.set_num_threads(1)  # kernels cut work by threads, and launchers give other numbers
     model = build().to(here)
     mesh = init_device_mesh(here.type, (ranks,))
-    for block in model[:2]:
+    for block in list(model)[:2]:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
