@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +11,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
 from launch_ranks import STEPS, Outcome, Undisturbed, by_hand
+
+
+def pytest_configure() -> None:
+    """Whoever ends the tests ends their daemons and hosts too, as Control-C does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
