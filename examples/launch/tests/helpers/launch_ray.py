@@ -22,7 +22,6 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_DISABLE_MEMORY_MONITOR": "1",
-    "RAY_DISABLE_IMPORT_WARNING": "1",
     # A node that does not answer is given up after about 5 s.
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "1000",

@@ -87,6 +87,12 @@ class Cluster:
         inside = {"SLURM_CONF": str(self.folder / "slurm.conf"), "GLOO_SOCKET_IFNAME": INTERFACE}
         return {**os.environ, **inside, "PYTHON": sys.executable, "SCRIPT": str(SCRIPT)}
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether all nodes are there, and have nothing to do."""
+        states = self.command("sinfo", "--noheader", "--format=%T %D")
+        return states.split() == ["idle", str(len(self.network.hosts))]
+
     def submit(self, *options: str, train: list[str]) -> int:
         """Hand in the example's batch script; the job's number."""
         log = f"--output={self.folder}/job.log"
@@ -150,8 +156,7 @@ def cluster(count: int) -> Iterator[Cluster]:
         opened.enter_context(_daemon(made, *_on(hosts.switch, socket.gethostname(), "slurmctld")))
         for place, host in enumerate(hosts.hosts, 1):
             opened.enter_context(_daemon(made, *_on(host, f"node{place}", "slurmd")))
-        idle = lambda: made.command("sinfo", "-h", "-o", "%T %D").split() == ["idle", str(count)]  # noqa: E731
-        wait_until(idle, "idle nodes", 60)
+        wait_until(lambda: made.is_idle, "idle nodes", 60)
         yield made
 
 
