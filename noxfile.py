@@ -315,6 +315,21 @@ def clients(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", f"{folder}/tests", *session.posargs, env=ONE_THREAD)
 
 
+# Beside these examples/launch runs what the machine has: Debian's iproute2, slurm-wlm and munge.
+LAUNCHERS = ("ray[train]>=2.60", "kubeflow-trainer-api>=2.3", "pyyaml>=6", "types-PyYAML")
+
+
+@nox.session(default=False)
+def launch(session: nox.Session) -> None:
+    """Run one training under every launcher that is here, as root on hosts made of namespaces."""
+    groups = nox.project.dependency_groups(PYPROJECT, "test", "type")
+    session.install(TORCH, "--editable=packages/polyshard[testing]", *groups, *LAUNCHERS)
+    folder = "examples/launch"
+    for files in (Path(folder).glob("*.py"), Path(folder, "tests").rglob("*.py")):
+        session.run("mypy", "--ignore-missing-imports", *map(str, files))
+    session.run("python", "-m", "pytest", f"{folder}/tests", *session.posargs, env=ONE_THREAD)
+
+
 @nox.session(venv_backend="none", default=False)
 def fuzz(session: nox.Session) -> None:
     """Throw random models and scripts at four ranks: `nox -s fuzz -- --cases 2000 --seed 1`."""

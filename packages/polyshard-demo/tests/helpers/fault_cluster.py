@@ -9,9 +9,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from fault_hosts import INTERFACE, Host, Network, network
-from fault_jobs import EXAMPLES, POLL, Agent, agent
+from fault_jobs import EXAMPLES, POLL, SCRIPT, Agent, agent
 
 PORT = 29400
 STORE = EXAMPLES / "rendezvous_store.py"
@@ -36,11 +37,13 @@ class Job:
     agents: dict[str, Agent]
     store: subprocess.Popen[str]
     _opened: ExitStack
+    script: Path = SCRIPT
+    fewest_hosts: int = 1
 
     def start(self, host: Host) -> None:
         """Start the agent of a host."""
         torchrun = [
-            f"--nnodes=1:{len(self.network.hosts)}",
+            f"--nnodes={self.fewest_hosts}:{len(self.network.hosts)}",
             f"--nproc-per-node={self.per_host}",
             "--max-restarts=5",
             "--rdzv-backend=c10d",
@@ -49,7 +52,7 @@ class Job:
             f"--rdzv-conf={RENDEZVOUS}",
             f"--local-addr={host.address}",
         ]
-        started = agent(torchrun, self.train, host.prefix, ENVIRONMENT)
+        started = agent(torchrun, self.train, host.prefix, ENVIRONMENT, self.script)
         self.agents[host.name] = self._opened.enter_context(started)
 
     def on(self, host: Host) -> Agent:
@@ -62,8 +65,14 @@ class Job:
 
 
 @contextmanager
-def job(hosts: int, per_host: int, train: Sequence[str]) -> Iterator[Job]:
-    """A job that has just been started on new hosts.
+def job(
+    hosts: int,
+    per_host: int,
+    train: Sequence[str],
+    script: Path = SCRIPT,
+    fewest_hosts: int = 1,
+) -> Iterator[Job]:
+    """A job that has just been started on new hosts, and goes on with ``fewest_hosts`` of them.
 
     Raises:
         NoHostsError: when this machine cannot have them.
@@ -73,7 +82,7 @@ def job(hosts: int, per_host: int, train: Sequence[str]) -> Iterator[Job]:
         for host in joined.hosts:
             _run(host, "sysctl", "-w", RETRIES)
         store = opened.enter_context(_store(joined.switch))
-        running = Job(joined, per_host, train, {}, store, opened)
+        running = Job(joined, per_host, train, {}, store, opened, script, fewest_hosts)
         for host in joined.hosts:
             running.start(host)
         yield running

@@ -96,6 +96,7 @@ def agent(
     train: Sequence[str],
     prefix: Sequence[str] = (),
     environment: dict[str, str] | None = None,
+    script: Path = SCRIPT,
 ) -> Iterator[Agent]:
     """``torchrun`` with a training, started by ``prefix``; at the end it is killed if it runs.
 
@@ -104,6 +105,7 @@ def agent(
         train: those of the training.
         prefix: a command that runs another.
         environment: variables beside those of this process.
+        script: the training.
     """
     launcher = [*prefix, sys.executable, "-m", "torch.distributed.run", *torchrun]
     variables = {
@@ -113,7 +115,7 @@ def agent(
         **(environment or {}),
     }
     process = subprocess.Popen(
-        [*launcher, str(SCRIPT), *train],
+        [*launcher, str(script), *train],
         env={**os.environ, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
