@@ -41,7 +41,6 @@ class Meter:
     def __init__(self, device: torch.device) -> None:
         """What is held now is not the model's."""
         self._device = device
-        torch.ones(8, 8).mm(torch.ones(8, 8))  # libraries allocate with their first call
         self._start = 0 if self._on_device else _resident("VmRSS:")
         self._with_build = True
 

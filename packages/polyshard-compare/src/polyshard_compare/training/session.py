@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from polyshard_compare.engines.building import build, units_to_shard
@@ -70,6 +71,7 @@ class Session:
         """
         self._settings, self._place = settings, place
         self._alone = spec.kind == "single"
+        _load_libraries(place, spec)
         self._meter = Meter(place.device)
         job = built(settings, load(settings))
         units = units_to_shard(job, settings.units)
@@ -149,3 +151,15 @@ class Session:
                 "number that depends on the model, a 0-dim tensor"
             )
         return loss
+
+
+def _load_libraries(place: Place, spec: Spec) -> None:
+    """Run what every engine runs once, so that code and workspaces are not the engine's memory."""
+    for name in ("torch.distributed.fsdp", "polyshard.api", "polyshard.description"):
+        import_module(name)
+    small = nn.Linear(8, 8, device=place.device)
+    optimizer = torch.optim.AdamW(small.parameters())
+    small(torch.ones(8, 8, device=place.device)).sum().backward()
+    optimizer.step()
+    if spec.kind != "single":
+        dist.all_reduce(torch.ones(8, device=place.device))
