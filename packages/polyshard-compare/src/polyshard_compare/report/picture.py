@@ -61,7 +61,8 @@ def draw(found: Comparison, path: Path) -> None:
         axes.grid(axis="x", alpha=0.3)
         if axes is not times:
             axes.set_yticklabels([])
-    _losses(figure.add_subplot(grid[1, :]), results)
+    _losses(figure.add_subplot(grid[1, :2]), results)
+    _differences(figure.add_subplot(grid[1, 2]), found, results)
     figure.suptitle(f"{found.settings.job}, {found.settings.ranks} ranks")
     picture = io.BytesIO()
     figure.savefig(picture, format=path.suffix[1:])
@@ -81,4 +82,20 @@ def _losses(axes: Any, results: list[Result]) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel("loss, mean over ranks")
     axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+
+
+def _differences(axes: Any, found: Comparison, results: list[Result]) -> None:
+    """To the reference's losses; engines without any are left out, in their colours elsewhere."""
+    theirs = next(r.losses.steps for r in results if r.losses and r.name == found.reference)
+    for index, result in enumerate(results):
+        assert result.losses is not None
+        pairs = enumerate(zip(result.losses.steps, theirs, strict=True))
+        points = [(step, abs(a - b)) for step, (a, b) in pairs if a != b]
+        if points:
+            axes.plot(*zip(*points, strict=True), "o", ms=3, color=f"C{index % 10}")
+            axes.set_yscale("log")
+    axes.set_xlim(-0.5, len(theirs) - 0.5)
+    axes.set_xlabel("step")
+    axes.set_title(f"difference to {found.reference}", fontsize="medium")
     axes.grid(alpha=0.3)
