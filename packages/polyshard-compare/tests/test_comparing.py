@@ -93,9 +93,10 @@ def test_uneven_frozen_dropout_and_units() -> None:
     assert losses_of(single) == pytest.approx(losses_of(ours), rel=1e-6)
     assert ours.counted_bytes is not None
     assert kept.counted_bytes is not None
-    # What is gathered again in backward: shards of 17 and of 16 rows.
-    again = [3 * (rows * 33 + rows) * 4 for rows in (17, 16)]
-    assert [a - b for a, b in zip(ours.counted_bytes, kept.counted_bytes, strict=True)] == again
+    # What is gathered again in backward: 17 of 33 rows of three layers, packed with some padding.
+    again = 3 * (17 * 33 + 17) * 4
+    for freed, held in zip(ours.counted_bytes, kept.counted_bytes, strict=True):
+        assert again <= freed - held < 1.05 * again
 
 
 @pytest.mark.skipif(
