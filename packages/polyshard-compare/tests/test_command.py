@@ -54,7 +54,9 @@ def test_json_alone_goes_to_the_terminal_and_a_failure_is_exit_code_1(
 
 def test_every_key_is_documented() -> None:
     known = (ROOT / "docs" / "reference" / "compare.md").read_text("utf-8")
-    missing = [key for key in sorted(keys(json.loads(found().to_json()))) if f"`{key}`" not in known]
+    missing = [
+        key for key in sorted(keys(json.loads(found().to_json()))) if f"`{key}`" not in known
+    ]
     assert not missing
 
 

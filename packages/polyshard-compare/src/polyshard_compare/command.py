@@ -21,13 +21,14 @@ from polyshard_compare.settings import DEFAULT_ENGINES, Settings
 __all__ = ["compare"]
 
 FAILURE_EXIT = 1
+ENGINES = ",".join(DEFAULT_ENGINES)
 PRINTED = Path("-")
 
 
 def compare(  # noqa: PLR0913 (typer: an option is a parameter)
     job: options.Job = Settings.job,
     *,
-    engines: options.Engines = ",".join(DEFAULT_ENGINES),
+    engines: options.Engines = ENGINES,
     ranks: options.Ranks = Settings.ranks,
     units: options.Units = None,
     batch: options.Batch = Settings.batch,
@@ -97,4 +98,4 @@ def _progress() -> Iterator[comparing.Tell]:
     """A line on the terminal that says what is being done, and goes away."""
     console = Console(stderr=True)
     with console.status("starting") as status:
-        yield lambda line: status.update(line)
+        yield status.update

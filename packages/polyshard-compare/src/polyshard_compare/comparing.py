@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from polyshard_compare.engines.plugins import make_stack
-from polyshard_compare.engines.spec import Spec, parse
+from polyshard_compare.engines.spec import parse
 from polyshard_compare.errors import CompareError, JobError
 from polyshard_compare.job.loading import load
-from polyshard_compare.ranks.crew import Crew, EngineFailed
+from polyshard_compare.ranks.crew import Crew, EngineError
 from polyshard_compare.report.document import Comparison
 from polyshard_compare.report.runs import Run
 from polyshard_compare.report.summary import summarize
@@ -63,7 +64,7 @@ def _run(settings: Settings, crews: list[Crew], runs: dict[str, Run], say: Tell)
         say(f"step {index + 1} of {settings.all_steps}")
         turn = index % len(crews)
         for crew in crews[turn:] + crews[:turn]:
-            _asked(crew, runs[crew.spec.name], lambda crew, run: _step(crew, run, index))
+            _asked(crew, runs[crew.spec.name], partial(_step, index))
     for crew in crews:
         _asked(crew, runs[crew.spec.name], _end)
 
@@ -88,7 +89,7 @@ def _build(settings: Settings, crew: Crew, runs: dict[str, Run]) -> None:
     _asked(crew, runs[crew.spec.name], built)
 
 
-def _step(crew: Crew, run: Run, index: int) -> None:
+def _step(index: int, crew: Crew, run: Run) -> None:
     run.steps.append(crew.ask("step", index))
 
 
@@ -107,7 +108,7 @@ def _asked(crew: Crew, run: Run, work: Callable[[Crew, Run], None]) -> None:
         return
     try:
         work(crew, run)
-    except EngineFailed as error:
+    except EngineError as error:
         if error.failure.is_of_job:
             raise JobError(error.failure.message) from None
         run.failure = error.failure

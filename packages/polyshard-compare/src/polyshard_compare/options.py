@@ -65,7 +65,9 @@ Sequential = Annotated[
 ]
 Json = Annotated[
     Path | None,
-    typer.Option("--json", help="Write a JSON object to FILE; - prints it.", rich_help_panel=OUTPUT),
+    typer.Option(
+        "--json", help="Write a JSON object to FILE; - prints it.", rich_help_panel=OUTPUT
+    ),
 ]
 Picture = Annotated[
     Path | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 
@@ -38,8 +39,11 @@ def refused(name: str) -> str:
 
 
 @pytest.mark.once
-def test_plugins_are_named_or_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "compare_plugins", __import__(__name__))
+def test_plugins_are_objects_or_what_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "compare_plugins", sys.modules[__name__])
+    assert made("polyshard+compare_plugins:READY").plugins == (READY,)
+    (plugin,) = made("polyshard+compare_plugins:Silent").plugins
+    assert isinstance(plugin, Silent)
     assert made("polyshard").plugins == ()
     assert len(made("polyshard+flat").wraps) == 1
 

@@ -13,9 +13,7 @@ MIB = 1 << 20
 LONG = "polyshard+int8+offload-optimizer+flat+some.package:plugin"
 
 
-def run(
-    name: str, seconds: list[float], losses: list[float], *, counted: int | None = None
-) -> Run:
+def run(name: str, seconds: list[float], losses: list[float], *, counted: int | None = None) -> Run:
     """Two ranks; the second takes half as long, and its loss is higher by 2."""
     steps = [
         [Sample((loss,), s, 100 + index, counted), Sample((loss + 2,), s / 2, 300, counted)]

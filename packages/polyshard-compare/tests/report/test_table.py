@@ -8,7 +8,7 @@ import pytest
 from compare_found import LONG, found, settings
 from rich.console import Console
 
-from polyshard_compare import Comparison, CompareError
+from polyshard_compare import CompareError, Comparison
 from polyshard_compare.ranks.messages import Failure
 from polyshard_compare.report.picture import check_picture, draw
 from polyshard_compare.report.runs import Run

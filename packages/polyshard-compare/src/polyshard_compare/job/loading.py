@@ -76,9 +76,7 @@ def built(settings: Settings, make: Callable[[], object]) -> Job:
             "torch.nn.Module"
         )
     if not any(parameter.requires_grad for parameter in job.model.parameters()):
-        raise JobError(
-            f"JOB {settings.job}: {type(job.model).__name__} has no parameter to train"
-        )
+        raise JobError(f"JOB {settings.job}: {type(job.model).__name__} has no parameter to train")
     for what in ("batch", "loss", "optimizer"):
         if not callable(getattr(job, what)):
             raise JobError(

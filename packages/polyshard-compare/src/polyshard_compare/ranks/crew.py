@@ -16,7 +16,7 @@ from polyshard_compare.ranks.messages import Failure, Start, first_of
 from polyshard_compare.ranks.serving import output_of, serve
 from polyshard_compare.settings import Settings
 
-__all__ = ["Crew", "EngineFailed"]
+__all__ = ["Crew", "EngineError"]
 
 GRACE_SECONDS = 3.0
 """For other ranks to tell what they know, once one has failed."""
@@ -24,7 +24,7 @@ LAST_CHARACTERS = 2000
 PRELOADED = ["torch.distributed.tensor", "polyshard_compare.training.session"]
 
 
-class EngineFailed(Exception):
+class EngineError(Exception):
     """An engine cannot go on; its ranks have been ended."""
 
     def __init__(self, failure: Failure) -> None:
@@ -62,7 +62,7 @@ class Crew:
         """Have every rank do something; their answers, in order.
 
         Raises:
-            EngineFailed: when one fails, ends, or does not answer in time.
+            EngineError: when one fails, ends, or does not answer in time.
         """
         for pipe in self._pipes:
             try:
@@ -75,7 +75,7 @@ class Crew:
         """What every rank says next.
 
         Raises:
-            EngineFailed: as for :meth:`ask`.
+            EngineError: as for :meth:`ask`.
         """
         found: dict[int, Any] = {}
         failures: list[Failure] = []
@@ -96,7 +96,7 @@ class Crew:
             failures.append(Failure(min(waiting.values()), message))
         if failures:
             self.close()
-            raise EngineFailed(first_of(failures))
+            raise EngineError(first_of(failures))
         return [found[rank] for rank in range(self.size)]
 
     def close(self) -> None:
