@@ -73,6 +73,7 @@ def _build(settings: Settings, crew: Crew, runs: dict[str, Run]) -> None:
     """Have ranks build the job, which must be the same everywhere."""
 
     def built(crew: Crew, run: Run) -> None:
+        crew.meet()
         facts = crew.answers()
         known = next((one.facts for one in runs.values() if one.facts is not None), facts[0])
         for rank, found in enumerate(facts):

@@ -20,6 +20,8 @@ __all__ = ["Crew", "EngineError"]
 
 GRACE_SECONDS = 3.0
 """For other ranks to tell what they know, once one has failed."""
+START_SECONDS = 120.0
+"""For processes to import torch and find each other, on a busy machine, at least."""
 LAST_CHARACTERS = 2000
 PRELOADED = ["torch.distributed.tensor", "polyshard_compare.training.session"]
 
@@ -37,7 +39,7 @@ class Crew:
     """Processes with pipes. They are ended with :meth:`close`, and by the first failure."""
 
     def __init__(self, settings: Settings, spec: Spec) -> None:
-        """Start them; :meth:`answers` then tells what they have built."""
+        """Start them. After :meth:`meet`, :meth:`answers` tells what they have built."""
         self.spec = spec
         self.size = 1 if spec.kind == "single" else settings.ranks
         self._timeout = settings.timeout
@@ -71,15 +73,24 @@ class Crew:
                 continue  # it has ended; why is found out where its answer is missing
         return self.answers()
 
-    def answers(self) -> list[Any]:
-        """What every rank says next.
+    def meet(self) -> None:
+        """Wait until every rank is there.
 
         Raises:
             EngineError: as for :meth:`ask`.
         """
+        self.answers(max(self._timeout, START_SECONDS))
+
+    def answers(self, timeout: float | None = None) -> list[Any]:
+        """What every rank says next, within ``timeout`` seconds or those of the settings.
+
+        Raises:
+            EngineError: as for :meth:`ask`.
+        """
+        seconds = self._timeout if timeout is None else timeout
         found: dict[int, Any] = {}
         failures: list[Failure] = []
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + seconds
         waiting = dict(zip(self._pipes, range(self.size), strict=True))
         while waiting and (left := deadline - time.monotonic()) > 0:
             for pipe in wait(list(waiting), left):
@@ -92,7 +103,7 @@ class Crew:
                 found[rank] = answer
         if not failures and waiting:
             silent = ", ".join(str(rank) for rank in sorted(waiting.values()))
-            message = f"rank {silent} did not answer within {self._timeout} s (--timeout)"
+            message = f"rank {silent} did not answer within {seconds:g} s (--timeout)"
             failures.append(Failure(min(waiting.values()), message))
         if failures:
             self.close()

@@ -18,7 +18,7 @@ COMMANDS = ("step", "memory")
 
 
 def serve(start: Start, environment: dict[str, str], pipe: Connection) -> None:
-    """Build the job, answer with its facts, then step as often as asked.
+    """Tell that the rank is there, build the job, tell its facts, then do what is asked.
 
     Commands are tuples of a method of ``Session`` and its arguments. Answers are what that
     returns; or a ``Failure``, after which nothing else is answered.
@@ -45,6 +45,7 @@ def _serve(start: Start, pipe: Connection) -> None:
 
     from polyshard_compare.engines.built import Place
     from polyshard_compare.training.session import Session
+    from polyshard_compare.training.warming import warm_up
 
     torch.set_num_threads(start.threads)
     device = torch.device(start.settings.device)
@@ -53,6 +54,8 @@ def _serve(start: Start, pipe: Connection) -> None:
         torch.cuda.set_device(device)
     if start.spec.kind != "single":
         _join(start, device)
+    warm_up(device)
+    pipe.send(None)
     session = Session(start.settings, start.spec, Place(start.rank, start.ranks, device))
     pipe.send(session.facts)
     while True:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from polyshard_compare.engines.building import build, units_to_shard
@@ -71,7 +70,6 @@ class Session:
         """
         self._settings, self._place = settings, place
         self._alone = spec.kind == "single"
-        _load_libraries(place, spec)
         self._meter = Meter(place.device)
         job = built(settings, load(settings))
         units = units_to_shard(job, settings.units)
@@ -102,6 +100,7 @@ class Session:
         moved = counted() if counted else 0
         if not self._alone:
             dist.barrier()
+        self._wait()
         before = sent_so_far()
         begin = time.perf_counter()
         losses = []
@@ -112,8 +111,7 @@ class Session:
             losses.append(loss.detach())
         self._built.optimizer.step()
         self._built.optimizer.zero_grad()
-        if self._place.device.type != "cpu":
-            torch.accelerator.synchronize()
+        self._wait()
         seconds = time.perf_counter() - begin
         wire = sent_between(before, sent_so_far()) if self._over_tcp else None
         return Sample(
@@ -126,6 +124,11 @@ class Session:
     def memory(self) -> Memory:
         """What the steps so far took."""
         return self._meter.read()
+
+    def _wait(self) -> None:
+        """For what was launched on an accelerator."""
+        if self._place.device.type != "cpu":
+            torch.accelerator.synchronize()
 
     @property
     def _over_tcp(self) -> bool:
@@ -151,15 +154,3 @@ class Session:
                 "number that depends on the model, a 0-dim tensor"
             )
         return loss
-
-
-def _load_libraries(place: Place, spec: Spec) -> None:
-    """Run what every engine runs once, so that code and workspaces are not the engine's memory."""
-    for name in ("torch.distributed.fsdp", "polyshard.api", "polyshard.description"):
-        import_module(name)
-    small = nn.Linear(8, 8, device=place.device)
-    optimizer = torch.optim.AdamW(small.parameters())
-    small(torch.ones(8, 8, device=place.device)).sum().backward()
-    optimizer.step()
-    if spec.kind != "single":
-        dist.all_reduce(torch.ones(8, device=place.device))
