@@ -104,13 +104,15 @@ def test_uneven_frozen_dropout_and_units() -> None:
     reason="needs polyshard-quantized and polyshard-offload",
 )
 def test_stacks_of_plugins() -> None:
-    found = compared("tower", "polyshard", "polyshard+int8", "polyshard+offload-optimizer+flat")
+    found = compared("wide", "polyshard", "polyshard+int8", "polyshard+offload-optimizer+flat")
     plain, quantized, offloaded = found.values()
     assert plain.counted_bytes is not None
     assert quantized.counted_bytes is not None
     assert max(quantized.counted_bytes) < 0.5 * min(plain.counted_bytes)
     assert quantized.losses is not None
     assert offloaded.losses is not None
+    assert quantized.plan is not None
+    assert "gather codec quantized" in quantized.plan
     assert 0 < quantized.losses.largest_difference < 1e-2
     assert not quantized.losses.bitwise
     assert offloaded.losses.bitwise

@@ -96,6 +96,7 @@ def _step(index: int, crew: Crew, run: Run) -> None:
 
 def _end(crew: Crew, run: Run) -> None:
     run.memory = crew.ask("memory")
+    run.plan = crew.ask("plan")[0]
     crew.close()
 
 

@@ -29,7 +29,7 @@ def settings(**given: object) -> Settings:
 
 
 def found(**given: object) -> Comparison:
-    broken = Run("fsdp1", None, [], [], Failure(1, "ValueError: " + "so it is " * 30, "where"))
+    broken = Run("fsdp1", failure=Failure(1, "ValueError: " + "so it is " * 30, "where"))
     runs = [
         run("polyshard", [9.0, 0.2, 0.1, 0.3], [5.0, 4.0, 3.0, 2.0], counted=90),
         run(LONG, [9.0, 0.1, 0.1, 0.1], [5.0, 4.0, 3.25, 2.0], counted=40),

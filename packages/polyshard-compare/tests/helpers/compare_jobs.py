@@ -40,10 +40,10 @@ def linear() -> Job:
 class Tower(nn.Module):
     """Units in a module list, of sizes that two ranks do not divide; one is frozen; dropout."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: int = 33) -> None:
         super().__init__()
-        self.enter = nn.Linear(WIDTH, 33)
-        self.layers = nn.ModuleList(nn.Linear(33, 33) for _ in range(3))
+        self.enter = nn.Linear(WIDTH, inner)
+        self.layers = nn.ModuleList(nn.Linear(inner, inner) for _ in range(3))
         self.layers[1].requires_grad_(False)
         self.scale = nn.Parameter(torch.ones(1))
         self.dropout = nn.Dropout(0.25)
@@ -58,6 +58,11 @@ class Tower(nn.Module):
 
 def tower() -> tuple[Any, ...]:
     return Tower(), rows, squares
+
+
+def wide() -> tuple[Any, ...]:
+    """Matrices that are large enough to be quantized."""
+    return Tower(257), rows, squares
 
 
 def on_meta() -> tuple[Any, ...]:

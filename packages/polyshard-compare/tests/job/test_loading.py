@@ -45,7 +45,7 @@ def test_a_file_finds_what_lies_beside_it(script: Path) -> None:
     job = job_of(str(script))
     assert [tuple(p.shape) for p in job.model.parameters()] == [(1, 3), (1,)]
     assert float(job.loss(job.model, job.batch(0, 0, 1)).detach()) == pytest.approx(
-        sum(float(p.sum()) for p in job.model.parameters()), rel=1e-5
+        sum(float(p.detach().sum()) for p in job.model.parameters()), rel=1e-5
     )
     assert isinstance(job.optimizer(job.model), torch.optim.AdamW)
 

@@ -30,8 +30,10 @@ class Built:
         optimizer: of its parameters.
         counted: bytes that the engine says it has sent from this rank; ``None`` where it does not
             count.
+        plan: what the engine says it will do, for people; ``None`` where it says nothing.
     """
 
     model: nn.Module
     optimizer: Optimizer
     counted: Callable[[], int] | None = None
+    plan: Callable[[], str] | None = None

@@ -19,7 +19,7 @@ __all__ = ["fsdp2", "polyshard"]
 
 def polyshard(spec: Spec, job: Job, units: Iterable[nn.Module], place: Place) -> Built:
     """``polyshard.fully_shard`` on every unit and the model, with the plugins of ``spec``."""
-    from polyshard import MixedPrecisionPolicy, fully_shard, stats
+    from polyshard import MixedPrecisionPolicy, describe, fully_shard, stats
 
     stack = make_stack(spec)
     keywords: dict[str, Any] = {"mesh": _mesh(spec, place), "plugins": stack.plugins}
@@ -27,7 +27,12 @@ def polyshard(spec: Spec, job: Job, units: Iterable[nn.Module], place: Place) ->
     model = job.model
     for unit in (*units, model):
         fully_shard(unit, **keywords)
-    return Built(model, stack.wrap(job.optimizer(model)), lambda: stats(model).bytes_sent)
+    return Built(
+        model,
+        stack.wrap(job.optimizer(model)),
+        lambda: stats(model).bytes_sent,
+        lambda: str(describe(model)),
+    )
 
 
 def fsdp2(spec: Spec, job: Job, units: Iterable[nn.Module], place: Place) -> Built:

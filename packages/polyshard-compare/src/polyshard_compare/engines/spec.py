@@ -92,7 +92,9 @@ def _with(spec: Spec, option: str, ranks: int) -> Spec:
     if key in ("bf16", "keep", "flat"):
         if equals:
             raise CompareError(f"engine {spec.name!r}: {key} takes no value; write +{key}")
-        return replace(spec, **{key: True})
+        if key == "bf16":
+            return replace(spec, bf16=True)
+        return replace(spec, keep=True) if key == "keep" else replace(spec, flat=True)
     if key == "hsdp":
         return replace(spec, replicas=_replicas(spec.name, value, ranks))
     if key in ("weights", "gradients"):

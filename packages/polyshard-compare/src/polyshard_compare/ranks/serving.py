@@ -14,7 +14,7 @@ from polyshard_compare.ranks.messages import Failure, Start
 __all__ = ["STORE", "output_of", "serve"]
 
 STORE = "store"
-COMMANDS = ("step", "memory")
+COMMANDS = ("step", "memory", "plan")
 
 
 def serve(start: Start, environment: dict[str, str], pipe: Connection) -> None:

@@ -91,6 +91,7 @@ class Result:
         wire_bytes: sent in a step by each rank over TCP; ``None`` where that is not known.
         counted_bytes: the same as the engine counts; ``None`` where it does not.
         losses: step by step.
+        plan: polyshard's, on rank 0, as ``print(describe(model))`` shows it; ``None`` for others.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Result:
     wire_bytes: tuple[int, ...] | None = None
     counted_bytes: tuple[int, ...] | None = None
     losses: Losses | None = None
+    plan: str | None = None
 
     @property
     def peak_bytes(self) -> int:

@@ -20,6 +20,7 @@ class Run:
         facts: of the job, as the engine's first rank built it.
         steps: warm-up included, samples of every rank.
         memory: of every rank.
+        plan: what the engine says it does, on rank 0.
         failure: why it did not come to the end.
     """
 
@@ -27,4 +28,5 @@ class Run:
     facts: Facts | None = None
     steps: list[list[Sample]] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
+    plan: str | None = None
     failure: Failure | None = None

@@ -66,6 +66,7 @@ def _result(settings: Settings, run: Run, reference: Run | None) -> Result:
         wire_bytes=_bytes(timed, lambda sample: sample.wire_bytes),
         counted_bytes=_bytes(timed, lambda sample: sample.counted_bytes),
         losses=_losses(run, reference),
+        plan=run.plan,
     )
 
 

@@ -125,6 +125,10 @@ class Session:
         """What the steps so far took."""
         return self._meter.read()
 
+    def plan(self) -> str | None:
+        """What the engine says it does to each group; ``None`` for those that say nothing."""
+        return self._built.plan() if self._built.plan else None
+
     def _wait(self) -> None:
         """For what was launched on an accelerator."""
         if self._place.device.type != "cpu":
