@@ -90,6 +90,12 @@ def test_mistakes_are_one_message(arguments: list[str], expected: str) -> None:
     assert expected in said
 
 
+def test_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, text = run("compare_jobs:linear")
+    assert (code, "start it once, without torchrun" in " ".join(text.split())) == (2, True)
+
+
 def test_the_verb_is_declared() -> None:
     table = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))
     verbs = table["project"]["entry-points"]["polyshard.commands"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -38,6 +39,11 @@ def compare(settings: Settings, tell: Tell | None = None) -> Comparison:
         JobError: for a job that no engine could train.
     """
     say = tell or _nothing
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise CompareError(
+            "a comparison starts ranks of its own, and this is one of several processes of a "
+            "launcher; start it once, without torchrun, and say how many with --ranks"
+        )
     settings = replace(settings, device=_device(settings))
     specs = parse(settings.engines, settings.ranks)
     for spec in specs:
