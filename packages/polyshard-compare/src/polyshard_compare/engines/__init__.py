@@ -1,0 +1,1 @@
+"""Who trains it: polyshard with any stack, torch's engines, one process."""

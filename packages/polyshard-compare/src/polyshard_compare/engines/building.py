@@ -1,0 +1,48 @@
+"""From a spec and a job to a model that an engine trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from torch import nn
+
+from polyshard_compare.engines import sharded, wrapped
+from polyshard_compare.engines.built import Built, Place
+from polyshard_compare.engines.spec import Spec
+from polyshard_compare.errors import JobError
+from polyshard_compare.job.job import Job
+from polyshard_plan.dry_run.units import units_of
+from polyshard_plan.errors import PlanError
+
+__all__ = ["build", "units_to_shard"]
+
+Builder = Callable[[Spec, Job, Iterable[nn.Module], Place], Built]
+
+BUILDERS: Final[Mapping[str, Builder]] = MappingProxyType(
+    {
+        "polyshard": sharded.polyshard,
+        "fsdp2": sharded.fsdp2,
+        "fsdp1": wrapped.fsdp1,
+        "ddp": wrapped.ddp,
+        "single": wrapped.single,
+    }
+)
+
+
+def units_to_shard(job: Job, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
+    """Modules that become units, as ``polyshard plan`` finds them.
+
+    Raises:
+        JobError: for a pattern that no module matches.
+    """
+    try:
+        return units_of(job.model, patterns or job.units)
+    except PlanError as error:
+        raise JobError(str(error)) from error
+
+
+def build(spec: Spec, job: Job, units: Iterable[nn.Module], place: Place) -> Built:
+    """The job's model as the engine of ``spec`` trains it; on every rank."""
+    return BUILDERS[spec.kind](spec, job, units, place)

@@ -1,0 +1,1 @@
+"""What is trained: a model, its batches, its loss."""

@@ -1,0 +1,1 @@
+"""Processes: each engine has ranks of its own."""

@@ -1,0 +1,1 @@
+"""What was found: a document, tables of it, a picture of it."""

@@ -1,0 +1,1 @@
+"""One rank of one engine: its steps, and what they cost."""
