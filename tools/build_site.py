@@ -15,14 +15,15 @@ import subprocess
 import sys
 from pathlib import Path, PurePosixPath
 
-from website.contents import contents, toctree
+from website.contents import Part, contents, toctree
 from website.links import LinkError, Map, asset
 from website.names import public_modules, reference
 from website.pages import START, pages
 from workspace import CORE, distributions
 
 ROOT = Path(__file__).parents[1]
-REFERENCE = PurePosixPath("reference", "api")
+REFERENCE = PurePosixPath("reference", "api.md")
+"""The page under which the pages of public modules hang."""
 FRONT = """\
 <!doctype html>
 <meta charset="utf-8">
@@ -49,10 +50,15 @@ def stage(root: Path, folder: Path) -> None:
             problems.append(str(error))
     if problems:
         raise LinkError("\n".join(problems))
-    for module, text in reference(public_modules(root)).items():
-        texts[REFERENCE / f"{module}.rst"] = text
-    for place, parts in contents(texts, PurePosixPath(START)).items():
+    hanging = contents(texts, PurePosixPath(START))
+    made = {
+        REFERENCE.with_suffix("") / f"{module}.rst": text
+        for module, text in reference(public_modules(root)).items()
+    }
+    hanging[REFERENCE] = (Part("", tuple(made)),)
+    for place, parts in hanging.items():
         texts[place] += "".join(toctree(place, part) for part in parts)
+    texts |= made
     for place, text in texts.items():
         _write(folder / place, text)
     _copy_linked(on_site, folder)

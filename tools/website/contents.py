@@ -60,10 +60,9 @@ def toctree(page: PurePosixPath, part: Part) -> str:
 
 def _sections(text: str) -> list[tuple[str, str]]:
     starts = list(SECTION.finditer(text))
-    stops = [match.start() for match in starts[1:]] + [len(text)]
-    head = [("", text[: starts[0].start()] if starts else text)]
-    pairs = zip(starts, stops, strict=True)
-    return head + [(match["title"], text[match.end() : stop]) for match, stop in pairs]
+    stops = [match.start() for match in starts] + [len(text)]
+    pairs = zip(starts, stops[1:], strict=True)
+    return [("", text[: stops[0]])] + [(at["title"], text[at.end() : stop]) for at, stop in pairs]
 
 
 def _resolved(page: PurePosixPath, target: str) -> PurePosixPath:

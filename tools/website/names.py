@@ -28,19 +28,6 @@ OPEN_ROOMS = (
 )
 """Modules of core that are public beside ``polyshard`` itself. All others are the engine's own."""
 
-INDEX = """\
-Public names
-============
-
-Made from the docstrings of the installed packages: every name of ``__all__``, and nothing else is
-public. A module that is not listed here is the engine's own, and may change with every version.
-
-.. toctree::
-   :maxdepth: 1
-
-{pages}
-"""
-
 
 @dataclass(frozen=True)
 class Name:
@@ -109,7 +96,6 @@ def reference(modules: list[str]) -> dict[str, str]:
             known = first.setdefault(id(name.value), name.path) if name.kind != "data" else name.path
             entries.append(_entry(name, known))
         found[module] = "\n".join([_head(module), _summary(names), *entries])
-    found["index"] = INDEX.format(pages="\n".join(f"   {module}" for module in modules))
     return found
 
 
