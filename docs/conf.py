@@ -27,7 +27,7 @@ napoleon_use_rtype = False
 add_module_names = False
 
 html_theme = "furo"
-html_title = f"polyshard {version}"
+html_title = "polyshard"
 html_static_path = ["_static"]
 templates_path = ["_templates"]
 html_css_files = ["site.css"]

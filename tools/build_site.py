@@ -55,7 +55,7 @@ def stage(root: Path, folder: Path) -> None:
         REFERENCE.with_suffix("") / f"{module}.rst": text
         for module, text in reference(public_modules(root)).items()
     }
-    hanging[REFERENCE] = (Part("", tuple(made)),)
+    hanging[REFERENCE] = (Part("", {path: path.stem for path in made}),)
     for place, parts in hanging.items():
         texts[place] += "".join(toctree(place, part) for part in parts)
     texts |= made

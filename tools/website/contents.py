@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from website.links import targets
+from website.links import links
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,10 +18,10 @@ SECTION = re.compile(r"^## +(?P<title>.+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Part:
-    """Pages under one caption, in their order."""
+    """Pages under one caption, in their order, each with what it is called there."""
 
     caption: str
-    pages: tuple[PurePosixPath, ...]
+    pages: Mapping[PurePosixPath, str]
 
 
 def contents(
@@ -40,9 +40,12 @@ def contents(
         sections = _sections(texts[page]) if page == start else [("", texts[page])]
         parts = []
         for caption, text in sections:
-            linked = [_resolved(page, target) for target in targets(text)]
-            new = tuple(path for path in dict.fromkeys(linked) if path in texts and path not in seen)
-            seen.update(new)
+            new: dict[PurePosixPath, str] = {}
+            for label, target in links(text):
+                path = _resolved(page, target)
+                if path in texts and path not in seen:
+                    new[path] = label
+                    seen.add(path)
             waiting += [path for path in new if path.name == "index.md"]
             if new:
                 parts.append(Part(caption, new))
@@ -54,8 +57,10 @@ def contents(
 def toctree(page: PurePosixPath, part: Part) -> str:
     """The directive that hangs the pages of ``part`` under ``page``."""
     caption = [f":caption: {part.caption}"] if part.caption else []
-    paths = [os.path.relpath(path, page.parent) for path in part.pages]
-    return "\n".join(["", "```{toctree}", ":hidden:", *caption, "", *paths, "```", ""])
+    entries = [
+        f"{label} <{os.path.relpath(path, page.parent)}>" for path, label in part.pages.items()
+    ]
+    return "\n".join(["", "```{toctree}", ":hidden:", *caption, "", *entries, "```", ""])
 
 
 def _sections(text: str) -> list[tuple[str, str]]:

@@ -12,9 +12,10 @@ from urllib.parse import urlsplit
 from check_docs import FENCE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Iterator, Mapping
 
 TARGET = re.compile(r"(?<=\]\()(?P<target>[^)\s]+)(?=\))")
+LINK = re.compile(r"(?<!!)\[(?P<label>[^\[\]]*)\]\((?P<target>[^)\s]+)\)")
 HOSTS = frozenset(
     {
         "arxiv.org",
@@ -48,14 +49,16 @@ class Map:
         Raises:
             LinkError: naming the page, the line and the link.
         """
-
-        def replaced(match: re.Match[str], line: int) -> str:
+        parts, end = [], 0
+        for match in _outside_of_code(TARGET, text):
             try:
-                return self._moved(page, match["target"])
+                moved = self._moved(page, match["target"])
             except LinkError as error:
+                line = text.count("\n", 0, match.start()) + 1
                 raise LinkError(f"{page.relative_to(self.root)}:{line}: {error}") from None
-
-        return outside_of_code(text, replaced)
+            parts += [text[end : match.start()], moved]
+            end = match.end()
+        return "".join([*parts, text[end:]])
 
     def linked_files(self) -> set[Path]:
         """Files that pages link and that are no pages: pictures, and sources to look at."""
@@ -110,25 +113,20 @@ def checked_address(address: str) -> str:
 
 
 def targets(text: str) -> list[str]:
-    """The targets of all links of a page, in their order; code is left out."""
-    found: list[str] = []
-
-    def noted(match: re.Match[str], _line: int) -> str:
-        found.append(match["target"])
-        return match[0]
-
-    outside_of_code(text, noted)
-    return found
+    """The targets of all links of a page, pictures included, in their order."""
+    return [match["target"] for match in _outside_of_code(TARGET, text)]
 
 
-def outside_of_code(text: str, replaced: Callable[[re.Match[str], int], str]) -> str:
-    """``text`` with each link target replaced, but for those in fenced blocks and code spans."""
-    blocks = [fence.span() for fence in FENCE.finditer(text)]
-    blocks += [span.span() for span in re.finditer(r"(`+)(?!`)[^\n]*?(?<!`)\1(?!`)", text)]
+def links(text: str) -> list[tuple[str, str]]:
+    """What each link of a page is called, and its target; without pictures."""
+    found = _outside_of_code(LINK, text)
+    return [(" ".join(match["label"].split()).replace("`", ""), match["target"]) for match in found]
 
-    def one(match: re.Match[str]) -> str:
-        if any(start <= match.start() < stop for start, stop in blocks):
-            return match[0]
-        return replaced(match, text.count("\n", 0, match.start()) + 1)
 
-    return TARGET.sub(one, text)
+def _outside_of_code(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+    """Matches but those in fenced blocks and code spans."""
+    code = [fence.span() for fence in FENCE.finditer(text)]
+    code += [span.span() for span in re.finditer(r"(`+)(?!`)[^\n]*?(?<!`)\1(?!`)", text)]
+    for match in pattern.finditer(text):
+        if not any(start <= match.start("target") < stop for start, stop in code):
+            yield match
