@@ -16,19 +16,7 @@ if TYPE_CHECKING:
 
 TARGET = re.compile(r"(?<=\]\()(?P<target>[^)\s]+)(?=\))")
 LINK = re.compile(r"(?<!!)\[(?P<label>[^\[\]]*)\]\((?P<target>[^)\s]+)\)")
-HOSTS = frozenset(
-    {
-        "arxiv.org",
-        "doi.org",
-        "github.com",
-        "keepachangelog.com",
-        "pypi.org",
-        "pytorch.org",
-        "docs.pytorch.org",
-        "semver.org",
-        "ui.perfetto.dev",
-    }
-)
+HOSTS = frozenset({"doi.org", "github.com", "keepachangelog.com", "pypi.org", "ui.perfetto.dev"})
 """Where links may lead. Nothing is fetched: a new host is looked at by whoever adds it here."""
 
 

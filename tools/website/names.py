@@ -93,7 +93,9 @@ def reference(modules: list[str]) -> dict[str, str]:
         names = public_names(importlib.import_module(module))
         entries = []
         for name in names:
-            known = first.setdefault(id(name.value), name.path) if name.kind != "data" else name.path
+            known = (
+                first.setdefault(id(name.value), name.path) if name.kind != "data" else name.path
+            )
             entries.append(_entry(name, known))
         found[module] = "\n".join([_head(module), _summary(names), *entries])
     return found

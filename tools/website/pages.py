@@ -14,7 +14,9 @@ def pages(root: Path) -> dict[Path, PurePosixPath]:
     What is in ``docs/`` stands at the top; the pages beside it (README files, the changelog) are
     called after the folder or the file they are.
     """
-    found = {file: PurePosixPath(file.relative_to(root / "docs")) for file in _in(root, "docs/**/*.md")}
+    found = {
+        file: PurePosixPath(file.relative_to(root / "docs")) for file in _in(root, "docs/**/*.md")
+    }
     found |= {file: PurePosixPath(file.name.lower()) for file in _in(root, "*.md")}
     for kind in ("packages", "plugins", "examples"):
         for file in _in(root, f"{kind}/*/README.md"):
