@@ -6,7 +6,7 @@ from polyshard import __version__
 
 project = "polyshard"
 author = "the polyshard authors"
-copyright = "the polyshard authors, BSD-3-Clause"  # noqa: A001  Sphinx's name
+copyright = "the polyshard authors, BSD-3-Clause"
 release = __version__
 version = ".".join(__version__.split(".")[:2])
 

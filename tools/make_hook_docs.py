@@ -30,8 +30,8 @@ subset of a hook's arguments. All hooks are asked while plans are built: a train
 The functions of the two transforms are frozen into the plan and run on gradients without a hook.
 What hooks are given and return is described in [seams](seams.md).
 
-![Hooks are asked once, in fully_shard, from preparing the model to unflattening; a step fetches, encodes, moves and
-decodes parameters, computes, reduces and places gradients](../assets/hooks.svg)
+![Hooks are asked once, in fully_shard, from preparing the model to unflattening; a step fetches,
+encodes, moves and decodes parameters, computes, reduces and places gradients](../assets/hooks.svg)
 """
 
 

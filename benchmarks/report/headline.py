@@ -55,7 +55,10 @@ def _row(result: Result, top: int) -> Iterator[str]:
         f'<rect class="ours" x="{LABEL}" y="{top + 5}" width="{BAR * ratio:.0f}" height="14" '
         'rx="2"/>'
     )
-    yield f'<text x="{LABEL + BAR * ratio + 8:.0f}" y="{top + 14}" font-weight="600">{ratio:.2f}</text>'
+    yield (
+        f'<text x="{LABEL + BAR * ratio + 8:.0f}" y="{top + 14}" font-weight="600">'
+        f"{ratio:.2f}</text>"
+    )
     yield f'<text class="quiet" x="{LABEL + BAR + 8}" y="{top + 27}" font-size="11">FSDP2</text>'
 
 

@@ -1,4 +1,4 @@
-"""The site as it was built: every public name has an entry, every page is found, nothing is fetched."""
+"""The site as it was built: every public name is there, every page found, nothing fetched."""
 
 from __future__ import annotations
 

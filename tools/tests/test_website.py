@@ -79,7 +79,7 @@ def test_pictures_are_targets_and_no_links() -> None:
 
 def test_contents_are_the_links_of_index_pages() -> None:
     texts = {
-        "index.md": "[r](r.md)\n\n## One\n\n[A](a.md) [sub](s/index.md)\n\n## Two\n\n[A](a.md) [B](b.md)",
+        "index.md": "[r](r.md)\n## One\n[A](a.md) [sub](s/index.md)\n## Two\n[A](a.md) [B](b.md)",
         "s/index.md": "[up](../b.md) [c](c.md#x)",
         "s/c.md": "",
         "a.md": "[b](b.md) [d](d.md)",

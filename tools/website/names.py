@@ -64,9 +64,9 @@ def public_modules(root: Path) -> list[str]:
 
 
 def public_names(module: ModuleType) -> list[Name]:
-    """Names of ``module`` that are public: its ``__all__``, or the classes and functions it defines.
+    """Names of ``module`` that are public: its ``__all__``.
 
-    A package without ``__all__`` has none.
+    Of a file without one all classes and functions that it defines; of a package without one none.
     """
     chosen = getattr(module, "__all__", None)
     if chosen is None:
