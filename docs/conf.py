@@ -28,6 +28,7 @@ add_module_names = False
 
 html_theme = "furo"
 html_title = "polyshard"
+html_favicon = "_static/icon.svg"
 html_static_path = ["_static"]
 templates_path = ["_templates"]
 html_css_files = ["site.css"]

@@ -113,17 +113,24 @@ def _summary(names: list[Name]) -> str:
 def _first_sentence(name: Name) -> str:
     if name.home.startswith("torch."):
         return "torch's own class."
-    text = "" if name.kind == "data" else inspect.getdoc(name.value) or ""
+    if name.kind == "data":
+        return f"A value of type ``{type(name.value).__name__}``."
+    text = inspect.getdoc(name.value) or ""
     return " ".join(text.split("\n\n")[0].split())
 
 
 def _entry(name: Name, known: str) -> str:
     if name.home.startswith("torch."):
-        says = f"torch's own ``{name.home}.{name.name}``, so that both engines take it."
-        return f".. py:{name.kind}:: {name.path}\n\n   {says}\n"
+        return _mention(
+            name, f"torch's own ``{name.home}.{name.name}``, so that both engines take it."
+        )
     if known != name.path:
-        return f".. py:{name.kind}:: {name.path}\n\n   The same as :py:obj:`{known}`.\n"
+        return _mention(name, f"The same as :py:obj:`{known}`.")
     options = ["   :members:", "   :show-inheritance:"] if inspect.isclass(name.value) else []
     if name.kind == "data":
         options = ["   :no-value:"]
     return "\n".join([f".. auto{name.kind}:: {name.path}", *options, ""])
+
+
+def _mention(name: Name, says: str) -> str:
+    return f".. py:{name.kind}:: {name.name}\n   :module: {name.module}\n\n   {says}\n"
