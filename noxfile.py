@@ -17,7 +17,7 @@ nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
 # The tests come last, so that pytest's closing line is the last thing above nox's summary.
 nox.options.sessions = [
-    "lint", "typecheck", "docs", "build", "template", "gallery", "pages", "tests",
+    "lint", "typecheck", "docs", "site", "build", "template", "gallery", "pages", "tests",
 ]  # fmt: skip
 
 ROOT = Path(__file__).parent
@@ -152,6 +152,17 @@ def docs(session: nox.Session) -> None:
     """Run the Python blocks of the README files and of docs/."""
     python = str(dev_environment(session, PLUGINS) / "python")
     session.run(python, "tools/check_docs.py", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(venv_backend="none")
+def site(session: nox.Session) -> None:
+    """Build the documentation as a site, with warnings as errors, and look at what was built."""
+    python = str(dev_environment(session, PLUGINS) / "python")
+    groups = nox.project.dependency_groups(PYPROJECT, "docs")
+    session.run_install(python, "-m", "pip", "install", *groups, silent=True)
+    session.run(python, "tools/build_site.py", env=ONE_THREAD)
+    looks = existing("tools/tests/test_site.py", "tools/tests/test_site_pages.py")
+    session.run(python, "-m", "pytest", *looks, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

@@ -27,7 +27,7 @@ from benchmarks.host import cost
 from benchmarks.matrix import step as matrix_step
 from benchmarks.optimizer import step as optimizer_step
 from benchmarks.ranks import run_alone, run_ranks
-from benchmarks.report import figures, page
+from benchmarks.report import figures, headline, page
 from benchmarks.reproducible import step as reproducible_step
 from benchmarks.result import RESULTS, ROOT, About, Result, read_all
 from benchmarks.step import breakdown, steadiness
@@ -158,6 +158,8 @@ def publish(folder: Path) -> None:
     official = folder.resolve() == RESULTS.resolve()
     assets = page.ASSETS if official else folder
     figures.draw_all(results, assets)
+    if official:
+        headline.main()
     path = page.PAGE if official else folder / "benchmarks.md"
     path.write_text(page.page(results, "../assets" if official else "."), encoding="utf-8")
     print(f"\nwrote {path} and the pictures in {assets}")

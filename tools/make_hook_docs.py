@@ -15,9 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from generated import write_or_check
+from hook_picture import picture
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "hooks.md"
 SEAMS_PAGE = PAGE.with_name("seams.md")
+PICTURE = PAGE.parents[1] / "assets" / "hooks.svg"
 HEAD = """# Hooks
 
 Generated from `polyshard/plugins/hookspecs.py` and `polyshard/composition/roles.py` by
@@ -28,25 +30,8 @@ subset of a hook's arguments. All hooks are asked while plans are built: a train
 The functions of the two transforms are frozen into the plan and run on gradients without a hook.
 What hooks are given and return is described in [seams](seams.md).
 
-```mermaid
-flowchart LR
-    subgraph plan [once, in fully_shard]
-        prepare[polyshard_prepare_model] --> flatten[pre_flatten_transform]
-        flatten --> facts[polyshard_parameter_facts]
-        facts --> landing[polyshard_gradient_landing]
-        landing --> layout[polyshard_sharding_constraint]
-        layout --> storage[polyshard_shard_storage]
-        storage --> backend[polyshard_collectives_backend]
-        backend --> codecs[polyshard_gather_codec, polyshard_reduce_codec]
-        codecs --> unflatten[post_unflatten_transform]
-    end
-    subgraph step [every step, plain objects]
-        fetch[storage.fetch] --> encode[gather codec.encode] --> move[transport]
-        move --> decode[gather codec.decode] --> compute[forward, backward]
-        compute --> reduce[reduce codec] --> place[storage.place_gradient]
-    end
-    plan --> step
-```
+![Hooks are asked once, in fully_shard, from preparing the model to unflattening; a step fetches,
+encodes, moves and decodes parameters, computes, reduces and places gradients](../assets/hooks.svg)
 """
 
 
@@ -229,7 +214,8 @@ def _prose(spec: object) -> str:
 
 def main() -> None:
     """Write the pages, or check them."""
-    write_or_check({PAGE: hook_page(), SEAMS_PAGE: seams_page()}, "make_hook_docs.py")
+    pages = {PAGE: hook_page(), SEAMS_PAGE: seams_page(), PICTURE: picture()}
+    write_or_check(pages, "make_hook_docs.py")
 
 
 if __name__ == "__main__":

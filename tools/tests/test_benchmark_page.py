@@ -4,6 +4,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.optimizer.bars import STEP_BARS
+from benchmarks.report.headline import PICTURE, headline
+from benchmarks.report.headline import ROWS as HEADLINE_ROWS
 from benchmarks.report.page import PAGE, page
 from benchmarks.result import RESULTS, About, Result, read, read_all
 from benchmarks.step.case import Case
@@ -136,3 +138,11 @@ def test_what_guards_cost_is_held_to_its_bar_at_the_defaults() -> None:
     assert "| `NonFinite` | **2.00%** |" in lines
     assert "| `Corruption, every=1` | 3.00% |" in lines
     assert "| `Corruption, every=32` | 0.10% |" in lines
+
+
+def test_the_readmes_picture_shows_the_results() -> None:
+    results = read_all(RESULTS)
+    text = headline(results)
+    assert PICTURE.read_text("utf-8") == text, "run python -m benchmarks.report.headline"
+    for name in HEADLINE_ROWS:
+        assert f">{results[name].found['ratios'][STEP]:.2f}</text>" in text

@@ -27,10 +27,12 @@ def test_hooks_say_when_what_how_and_who(hook: str) -> None:
 
 
 def test_the_generated_pages_are_current() -> None:
-    from make_hook_docs import PAGE, SEAMS_PAGE, hook_page, seams_page
+    from hook_picture import picture
+    from make_hook_docs import PAGE, PICTURE, SEAMS_PAGE, hook_page, seams_page
 
     assert PAGE.read_text(encoding="utf-8") == hook_page()
     assert SEAMS_PAGE.read_text(encoding="utf-8") == seams_page()
+    assert PICTURE.read_text(encoding="utf-8") == picture()
 
 
 @pytest.mark.parametrize("hook", HOOKS)
