@@ -107,7 +107,7 @@ def is_installed(environment: Path, name: str) -> bool:
 def wanted_packages() -> str:
     """What every session shares, and what decides whether that has to be installed anew."""
     editable = [f"--editable=packages/{name}" for name in PACKAGES if name != "polyshard"]
-    editable += ["--editable=packages/polyshard[cli,testing]"]
+    editable += ["--editable=packages/polyshard[new,testing]"]
     groups = nox.project.dependency_groups(PYPROJECT, "test", "type")
     projects = [(ROOT / folder / "pyproject.toml").read_text("utf-8") for folder in FOLDERS]
     return json.dumps({"install": [TORCH, *editable, *groups], "projects": projects})
