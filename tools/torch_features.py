@@ -41,7 +41,7 @@ def _takes_overrides() -> bool:
 
 
 def _has_handle() -> bool:
-    import torch.distributed.fsdp as fsdp
+    from torch.distributed import fsdp
 
     return hasattr(fsdp, "GradientReductionHandle")
 

@@ -33,12 +33,11 @@ class Outcome:
 
 
 def interpreter(version: str) -> Path | None:
-    """Python ``version`` (major and minor), if this machine has it: running, on PATH, or pyenv's."""
+    """Python ``version`` (major and minor), where this machine has it."""
     if version == ".".join(map(str, sys.version_info[:2])):
         return Path(sys.executable)
-    if found := shutil.which(f"python{version}"):
-        if _is_version(Path(found), version):
-            return Path(found)
+    if (found := shutil.which(f"python{version}")) and _is_version(Path(found), version):
+        return Path(found)
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     candidates = sorted(pyenv.glob(f"{version}.*/bin/python"))
     return next((path for path in reversed(candidates) if _is_version(path, version)), None)
@@ -118,7 +117,7 @@ class Environment:
         return self._run("-m", "pytest", *quiet, *arguments, cwd=ROOT)
 
     def about(self, torch: str) -> dict[str, object]:
-        """Versions, and what this torch has; ``torch`` is what to call one that was not installed."""
+        """Versions, and what this torch has; one that was not installed is called ``torch``."""
         code = "import platform; print(platform.python_version())"
         about: dict[str, object] = {"torch": torch, "python": self._run("-c", code).said}
         code = "import torch; print(torch.__version__)"

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
+
+from polyshard import GatherCodecPlugin, Observer, Plugin, describe, fully_shard, hookimpl, stats
 from polyshard_calibration import Calibration
 from polyshard_matrix import MatrixOptimizer, hidden_matrices
 from polyshard_offload import Offload
 from polyshard_quantized import Int8Block, QuantizedComm
 from polyshard_reproducible import Reproducible
 from polyshard_tensor_parallel import TensorParallel
-from torch import nn
-
-from polyshard import GatherCodecPlugin, Observer, Plugin, describe, fully_shard, hookimpl, stats
 
 
 class Counting(Plugin, Observer):
@@ -47,7 +47,7 @@ def stacks() -> list[list[object | str]]:
         ["offload", QuantizedComm(weights=Int8Block(), gradients=Int8Block())],
         [Offload(optimizer="host"), Calibration()],
         [TensorParallel(), Counting()],
-        [MatrixOptimizer(torch.optim.Muon, params=hidden_matrices)],
+        [MatrixOptimizer(torch.optim.Muon, matrices=hidden_matrices)],
         [Reproducible(slots=4)],
     ]
 

@@ -28,8 +28,8 @@ def warn_if_untested() -> None:
     """
     if release() > NEWEST:
         warnings.warn(
-            f"polyshard is tested with torch {tested_range()}; this is {torch.__version__}. Compare "
-            "a few losses with FSDP2's before a long run, or install a tested version.",
+            f"polyshard is tested with torch {tested_range()}; this is {torch.__version__}. "
+            "Compare a few losses with FSDP2's before a long run, or install a tested version.",
             UntestedVersionWarning,
             stacklevel=3,
         )

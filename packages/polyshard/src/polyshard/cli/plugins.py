@@ -186,9 +186,7 @@ def new(
         target = scaffold.checked_target(folder or Path(scaffold.distribution_of(plugin)))
         files = scaffold.Scaffold(plugin, chosen, target, author).render()
     typer.echo(f"{target}: {scaffold.distribution_of(plugin)}, {len(files)} files")
-    typer.echo(
-        f'next: cd {target} && pip install -e ".[test]" && polyshard plugins doctor && pytest'
-    )
+    typer.echo(f'next: cd {target} && pip install -e ".[test]" && pytest')
 
 
 def _asked_seam() -> str:
