@@ -64,25 +64,33 @@ def _changes(old: Entry, new: Entry) -> Iterator[str]:
 
 def _call_changes(old: list[Parameter], new: list[Parameter]) -> Iterator[str]:
     known = {parameter.name: parameter for parameter in new}
-    places = [each.name for each in new if each.kind in {POSITION, EITHER}]
     catches = {each.kind for each in new}
-    for place, was in enumerate(each for each in old if each.kind in {POSITION, EITHER}):
-        now = known.get(was.name)
-        if now is not None and now.kind in {POSITION, EITHER} and places.index(was.name) != place:
-            yield f"{was.name} moved from place {place + 1} to {places.index(was.name) + 1}"
+    yield from _moves(old, new)
     for was in old:
         now = known.get(was.name)
-        if now is None:
-            if not (was.kind == KEYWORD and KEYWORDS in catches):
-                yield f"takes no {was.name} any more"
-            continue
-        if was.has_default and not now.has_default:
-            yield f"{was.name} has no default any more"
-        if was.kind in {POSITION, EITHER} and now.kind == KEYWORD and REST not in catches:
-            yield f"{was.name} is taken by keyword only"
-        if was.kind in {EITHER, KEYWORD} and now.kind == POSITION:
-            yield f"{was.name} is taken by position only"
+        if now is not None:
+            yield from _parameter_changes(was, now, catches)
+        elif not (was.kind == KEYWORD and KEYWORDS in catches):
+            yield f"takes no {was.name} any more"
     had = {parameter.name for parameter in old}
     for now in new:
         if now.name not in had and not now.has_default and now.kind not in {REST, KEYWORDS}:
             yield f"needs {now.name}"
+
+
+def _moves(old: list[Parameter], new: list[Parameter]) -> Iterator[str]:
+    """Of those that are passed by position."""
+    before = [each.name for each in old if each.kind in {POSITION, EITHER}]
+    places = [each.name for each in new if each.kind in {POSITION, EITHER}]
+    for place, name in enumerate(before):
+        if name in places and places.index(name) != place:
+            yield f"{name} moved from place {place + 1} to {places.index(name) + 1}"
+
+
+def _parameter_changes(was: Parameter, now: Parameter, catches: set[str]) -> Iterator[str]:
+    if was.has_default and not now.has_default:
+        yield f"{was.name} has no default any more"
+    if was.kind in {POSITION, EITHER} and now.kind == KEYWORD and REST not in catches:
+        yield f"{was.name} is taken by keyword only"
+    if was.kind in {EITHER, KEYWORD} and now.kind == POSITION:
+        yield f"{was.name} is taken by position only"
