@@ -1,12 +1,12 @@
 """Compare the public names with those of the last release, and demand that breaks are told.
 
-Usage: python tools/check_api.py [--update]
+Usage: python tools/check_api.py [--update | --current]
 
-The last release is the newest tag vX.Y.Z that is an ancestor; while there is none, what
+The last release is the newest tag vX.Y.Z of an earlier commit; while there is none, what
 tools/public_api.json holds. What breaks callers has to be named, in backticks, in the part of
 CHANGELOG.md above that release; a version that differs in its last number only may break nothing;
-and changed hooks have to change HOOK_API. `--update` writes the present names into the file, as a
-release does.
+and changed hooks have to change HOOK_API. `--update` writes the present names into the file, which a
+release asks for (`--current`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,16 @@ TAG = re.compile(r"v(\d+)\.(\d+)\.(\d+)")
 
 
 def last_tag(root: Path) -> str | None:
-    """The newest released version among the ancestors of what is checked out."""
-    command = ["git", "tag", "--list", "v*", "--merged", "HEAD"]
+    """The newest version that was released before the commit that is checked out."""
+    merged = _tags(root, "--merged", "HEAD")
+    here = _tags(root, "--points-at", "HEAD")  # the release that is being made
+    return max(merged - here, key=numbers, default=None)
+
+
+def _tags(root: Path, *which: str) -> set[str]:
+    command = ["git", "tag", "--list", "v*", *which]
     found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
-    tags = [tag for tag in found.split() if TAG.fullmatch(tag)]
-    return max(tags, key=numbers, default=None)
+    return {tag for tag in found.split() if TAG.fullmatch(tag)}
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -96,6 +101,8 @@ def main(arguments: list[str]) -> int:
     tag = last_tag(ROOT)
     old = api_at(ROOT, tag) if tag else PublicApi.from_json(BASELINE.read_text("utf-8"))
     found = problems(ROOT, old, new, tag)
+    if "--current" in arguments and BASELINE.read_text("utf-8") != new.to_json():
+        found.append("tools/public_api.json is old; run python tools/check_api.py --update")
     print("\n".join(found) or f"API: {len(new.names)} public names, nothing breaks untold")
     return 1 if found else 0
 

@@ -130,6 +130,8 @@ def test_a_name_that_a_tag_had(tmp_path: Path) -> None:
     assert last_tag(tmp_path) is None
     for tag in ("v0.0.9", "v0.1.0", "vnext"):
         git(tmp_path, "tag", tag)
+    assert last_tag(tmp_path) is None  # the release that is being made is not the last one
+    git(tmp_path, "commit", "--allow-empty", "-qm", "after")
     assert last_tag(tmp_path) == "v0.1.0"
     old = api_at(tmp_path, "v0.1.0")
     assert old.names["polyshard.run"].parameters == ("either model", "keyword steps=")
