@@ -5,8 +5,8 @@ Usage: python tools/check_api.py [--update | --current]
 The last release is the newest tag vX.Y.Z of an earlier commit; while there is none, what
 tools/public_api.json holds. What breaks callers has to be named, in backticks, in the part of
 CHANGELOG.md above that release; a version that differs in its last number only may break nothing;
-and changed hooks have to change HOOK_API. `--update` writes the present names into the file, which a
-release asks for (`--current`).
+and changed hooks have to change HOOK_API. `--update` writes the present names into the file, which
+a release asks for (`--current`).
 """
 
 from __future__ import annotations

@@ -22,14 +22,15 @@ TORCHES = ("2.11", "2.12", "2.13", "2.14", "2.15")
 PYTHONS = ("3.11", "3.12", "3.13")
 HEAD = """# Versions
 
-Generated from [`versions.json`](versions.json) by `tools/make_version_docs.py`. Each column of the first table
-is one run of `nox -s "versions(torch='...', interpreter='...')"`: the built wheels in an environment that holds
-nothing else, which is deleted after. `nox -s matrix` makes all of them, one after the other; they need 5 GB
-each where torch is a CUDA build, and no GPU. **Only what stands here was run so**; what was tested in other ways is in
-[the support table](support.md).
+Generated from [`versions.json`](versions.json) by `tools/make_version_docs.py`. Each column of the
+first table is one run of `nox -s "versions(torch='...', interpreter='...')"`: the built wheels in
+an environment that holds nothing else, which is deleted after. `nox -s matrix` makes all of them,
+one after the other; they need 5 GB each where torch is a CUDA build, and no GPU. **Only what stands
+here was run so**; what was tested in other ways is in [the support table](support.md).
 
-polyshard asks for torch 2.11 or newer and has no upper bound. `fully_shard` on a torch newer than the newest
-column of the second table warns once in a process (`UntestedVersionWarning`), naming the range.
+polyshard asks for torch 2.11 or newer and has no upper bound. `fully_shard` on a torch newer than
+the newest column of the second table warns once in a process (`UntestedVersionWarning`), naming the
+range.
 """
 NOT_RUN = "Not run so yet: {}.\n"
 
@@ -118,8 +119,8 @@ def page(records: list[Record]) -> str:
     lines += [NOT_RUN.format("; ".join(missing))] if missing else []
     lines += [
         "## What each torch has\n",
-        "Asked of the version itself (`tools/torch_features.py`); in brackets, what polyshard's own checks "
-        "of\nversions take it to have, where it was not run.\n",
+        "Asked of the version itself (`tools/torch_features.py`); in brackets, where it was not\n"
+        "run, what polyshard's own checks of versions take it to have.\n",
         *feature_rows(records),
     ]
     return "\n".join(lines) + "\n"
