@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from polyshard import GatherCodecPlugin, Observer, Plugin, describe, fully_shard, hookimpl, stats
+from polyshard import Observer, Plugin, describe, fully_shard, hookimpl, stats
 from polyshard_calibration import Calibration
 from polyshard_matrix import MatrixOptimizer, hidden_matrices
 from polyshard_offload import Offload
@@ -41,11 +41,9 @@ class Counting(Plugin, Observer):
 
 def stacks() -> list[list[object | str]]:
     """Every plugin as users pass it, by name or as an object."""
-    codec: type[GatherCodecPlugin] = GatherCodecPlugin
-    assert issubclass(codec, Plugin)
     return [
         ["offload", QuantizedComm(weights=Int8Block(), gradients=Int8Block())],
-        [Offload(optimizer="host"), Calibration()],
+        [Offload(optimizer="host"), Calibration.load("calibration.json")],
         [TensorParallel(), Counting()],
         [MatrixOptimizer(torch.optim.Muon, matrices=hidden_matrices)],
         [Reproducible(slots=4)],
