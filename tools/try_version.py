@@ -152,9 +152,10 @@ def main(arguments: list[str]) -> int:
             print(f"{folder} has {free >> 30} GiB free, {ROOM_BYTES >> 30} GiB are needed")
             return 1
         env = Environment.made(Path(folder), python, options.dist.resolve())
+        built = commit(ROOT)
         record = try_everything(env, options)
         date = datetime.now(UTC).date().isoformat()
-        about = {**env.about(options.torch), "date": date, "commit": commit(ROOT)}
+        about = {**env.about(options.torch), "date": date, "commit": built}
     record = {**about, **record}
     store(record, options.results)
     failed = failures(record)
