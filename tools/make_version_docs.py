@@ -81,6 +81,8 @@ def run_rows(records: list[Record]) -> Iterator[str]:
         rows[f"`{check}`" if "user" not in check else check] = [
             cell(one.get("checks", {}).get(check)) for one in records
         ]
+    if any("stopped" in one for one in records):
+        rows["run to its end"] = [cell(one.get("stopped", "all was run")) for one in records]
     for name, cells in rows.items():
         yield f"| {name} | " + " | ".join(cells) + " |"
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 ROOT = Path(__file__).parents[1]
 SUITE_SECONDS = 3 * 3600
@@ -116,10 +116,10 @@ class Environment:
         quiet = ("-q", "--no-header", "-p", "no:cacheprovider", "--durations=0")
         return self._run("-m", "pytest", *quiet, *arguments, cwd=ROOT)
 
-    def about(self, torch: str) -> dict[str, object]:
+    def about(self, torch: str) -> dict[str, Any]:
         """Versions, and what this torch has; one that was not installed is called ``torch``."""
         code = "import platform; print(platform.python_version())"
-        about: dict[str, object] = {"torch": torch, "python": self._run("-c", code).said}
+        about: dict[str, Any] = {"torch": torch, "python": self._run("-c", code).said}
         code = "import torch; print(torch.__version__)"
         if version := self._run("-c", code):
             features = self._run(str(ROOT / "tools" / "torch_features.py"))

@@ -14,8 +14,10 @@ import shutil
 import sys
 import tempfile
 import tomllib
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from trial_environment import Environment, Outcome, commit, interpreter
 from workspace import CORE, distributions
@@ -23,8 +25,12 @@ from workspace import CORE, distributions
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "reference" / "versions.json"
 NO_INTERPRETER = 77
+STOPPED = f"{Outcome.FAILED}: before all was run"
+"""Of a trial that did not come to its end."""
 ROOM_BYTES = 12 << 30
 """A CUDA build of torch, its archives while they are unpacked, and what tests write."""
+
+Record = dict[str, Any]
 
 
 def plugin_names() -> list[str]:
@@ -70,34 +76,37 @@ def test_requirements() -> list[str]:
     return [need for need in [*groups["test"], *groups["type"]] if isinstance(need, str)]
 
 
-def try_everything(env: Environment, options: argparse.Namespace) -> dict[str, object]:
-    """Install, check and test; the record of this torch with this Python."""
-    names, found = plugin_names(), {}
+def try_everything(env: Environment, options: argparse.Namespace) -> Iterator[Record]:
+    """Install, check and test; after each step what is known of this torch with this Python."""
+    names = plugin_names()
     core = f"{env.wheel(CORE)}[cli,testing]"
     ready = env.pip("install", "--no-cache-dir", f"torch=={options.torch}", core)
     ready = ready and env.pip("install", *test_requirements())
+    record: Record = env.about(options.torch)
     if not ready:
-        return {"install": str(ready)}
-    found["pip check"] = str(env.pip("check"))
-    wanted = telling(names) if options.sample else subsets(names)
-    smoke, conformance = {}, {}
-    for subset in wanted:
+        yield record | {"install": str(ready)}
+        return
+    record["checks"] = {"pip check": str(env.pip("check"))}
+    record["smoke"], record["conformance"] = {}, {}
+    for subset in telling(names) if options.sample else subsets(names):
         env.hold(subset, names)
-        smoke[subset_name(subset)] = str(env.smoke([CORE, *subset]))
+        record["smoke"][subset_name(subset)] = str(env.smoke([CORE, *subset]))
         if subset in telling(names):
-            files = conformance_files(subset)
-            conformance[subset_name(subset)] = str(env.pytest(*files))
+            outcome = env.pytest(*conformance_files(subset))
+            record["conformance"][subset_name(subset)] = str(outcome)
+        yield record | {"stopped": STOPPED}
     env.hold(names, names)
-    found["pip check with every plugin"] = str(env.pip("check"))
-    found["mypy --strict of a user's script"] = str(env.mypy(ROOT / "tools" / "user_script.py"))
-    record: dict[str, object] = {"checks": found, "smoke": smoke, "conformance": conformance}
+    record["checks"] |= {
+        "pip check with every plugin": str(env.pip("check")),
+        "mypy --strict of a user's script": str(env.mypy(ROOT / "tools" / "user_script.py")),
+    }
     if options.core:
         env.hold([], names)
         record["core"] = str(env.pytest("packages/polyshard/tests"))
-    return record
+    yield record
 
 
-def failures(record: dict[str, object]) -> list[str]:
+def failures(record: Record) -> list[str]:
     """What of a record is not fine, one line each."""
     found = []
     for key, value in record.items():
@@ -110,7 +119,7 @@ def failures(record: dict[str, object]) -> list[str]:
     return found
 
 
-def store(record: dict[str, object], results: Path) -> None:
+def store(record: Record, results: Path) -> None:
     """Replace what is kept of the same torch and Python."""
     kept = json.loads(results.read_text("utf-8")) if results.exists() else []
     key = [_minor(str(record["torch"])), _minor(str(record["python"]))]
@@ -152,12 +161,11 @@ def main(arguments: list[str]) -> int:
             print(f"{folder} has {free >> 30} GiB free, {ROOM_BYTES >> 30} GiB are needed")
             return 1
         env = Environment.made(Path(folder), python, options.dist.resolve())
-        built = commit(ROOT)
-        record = try_everything(env, options)
-        date = datetime.now(UTC).date().isoformat()
-        about = {**env.about(options.torch), "date": date, "commit": built}
-    record = {**about, **record}
-    store(record, options.results)
+        about = {"date": datetime.now(UTC).date().isoformat(), "commit": commit(ROOT)}
+        # After each step, so that a trial that is stopped leaves what it found.
+        for found in try_everything(env, options):
+            record = found | about
+            store(record, options.results)
     failed = failures(record)
     print("\n".join(failed) or f"torch {record['torch']}, Python {record['python']}: all fine")
     return 1 if failed else 0
