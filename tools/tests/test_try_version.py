@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,16 @@ import pytest
 from make_version_docs import PAGE, PYTHONS, RESULTS, TORCHES, cell, page
 from torch_features import FEATURES
 from trial_environment import Environment, Outcome, interpreter, summary
-from try_version import conformance_files, failures, plugin_names, store, subsets, telling
+from try_version import (
+    conformance_files,
+    failures,
+    plugin_names,
+    store,
+    subset_name,
+    subsets,
+    telling,
+    try_everything,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,6 +67,70 @@ def test_a_later_trial_replaces_the_one_of_that_torch_and_python(tmp_path: Path)
         store(one, results)
     kept = [(one["torch"], one["python"]) for one in json.loads(results.read_text())]
     assert kept == [("2.9.0", "3.11.7"), ("2.13.0", "3.11.7"), ("2.13.1", "3.12.4")]
+
+
+class Trial:
+    """Stands for an environment: remembers what it holds, and loses ``broken`` to an error."""
+
+    def __init__(self, broken: str = "") -> None:
+        self.held: list[str] = []
+        self.broken = broken
+
+    def wheel(self, name: str) -> Path:
+        return Path(f"{name}.whl")
+
+    def about(self, torch: str) -> dict[str, Any]:
+        return {"torch": torch, "python": "3.12.1", "features": {}}
+
+    def hold(self, wanted: list[str], known: list[str]) -> None:
+        assert set(wanted) <= set(known)
+        self.held = wanted
+
+    def pip(self, *arguments: str) -> Outcome:
+        return Outcome(is_fine=True, said=arguments[0])
+
+    def smoke(self, names: list[str]) -> Outcome:
+        assert names == ["polyshard", *self.held]
+        if self.broken in self.held:
+            raise KeyboardInterrupt
+        return Outcome(is_fine=True, said="fine")
+
+    def pytest(self, *files: str) -> Outcome:
+        return Outcome(is_fine=True, said=f"{len(files)} passed")
+
+    def mypy(self, script: Path) -> Outcome:
+        return Outcome(is_fine=script.is_file(), said=script.name)
+
+
+def options(**given: Any) -> Any:
+    settings = {"torch": "2.13.0", "core": False, "sample": False, **given}
+    return argparse.Namespace(**settings)
+
+
+def test_a_trial_runs_every_subset_and_the_telling_tests() -> None:
+    names = plugin_names()
+    trial: Any = Trial()
+    *_, last = try_everything(trial, options(core=True))
+    assert len(last["smoke"]) == 2 ** len(names)
+    assert set(last["conformance"]) == {subset_name(subset) for subset in telling(names)}
+    assert last["core"] == "1 passed"
+    assert trial.held == []  # the whole suite of core runs with nothing beside it
+    assert "stopped" not in last
+    assert failures(last) == []
+    (sampled,) = list(try_everything(trial, options(sample=True)))[-1:]
+    assert set(sampled["smoke"]) == set(last["conformance"])
+
+
+def test_a_trial_that_is_stopped_says_so_and_leaves_what_it_found() -> None:
+    trial: Any = Trial(broken="polyshard-offload")
+    found: list[dict[str, Any]] = []
+    steps = try_everything(trial, options(sample=True))
+    with suppress(KeyboardInterrupt):
+        for one in steps:
+            found.append(one)
+    assert list(found[-1]["smoke"]) == ["core", "calibration", "matrix"]
+    assert failures(found[-1]) == ["stopped: failed: before all was run"]
+    assert "✘ before all was run" in page([found[-1] | {"date": "d", "commit": "c"}])
 
 
 def test_what_failed_is_named() -> None:
