@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 import nox
@@ -17,17 +17,20 @@ nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
 # The tests come last, so that pytest's closing line is the last thing above nox's summary.
 nox.options.sessions = [
-    "lint", "typecheck", "docs", "site", "build", "template", "gallery", "pages", "tests",
+    "lint", "typecheck", "docs", "site", "build", "template", "gallery", "pages", "previous", "tests",
 ]  # fmt: skip
 
 ROOT = Path(__file__).parent
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 TORCH = os.environ.get("POLYSHARD_TORCH", "torch==2.13.0")
+# What `versions` tries; the ends are those of polyshard._torch.versions (tools/tests).
+TORCHES = ("2.11.*", "2.12.*", "2.13.0", "2.14.*", "2.15.*")
+PYTHONS = ("3.11", "3.12", "3.13")
 # Ranks share the cores of one machine; without this each starts a thread for every core.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 # What of a package is installed beyond what it needs itself.
-WITH_EXTRAS = {"polyshard": "cli,testing", "polyshard-plan": "html"}
+WITH_EXTRAS = {"polyshard": "new,testing", "polyshard-plan": "html"}
 
 # A folder with a pyproject.toml is a distribution. It is found, never listed.
 PACKAGES = [path.parent.name for path in sorted(ROOT.glob("packages/*/pyproject.toml"))]
@@ -130,6 +133,8 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("python", "tools/check_layout.py")
+    session.run("python", "tools/addresses.py", "--check")
+    session.run("python", "tools/check_api.py")
     sources = os.pathsep.join(f"{folder}/src" for folder in FOLDERS)
     session.run("lint-imports", env={"PYTHONPATH": sources})  # reads files, imports nothing
 
@@ -168,6 +173,11 @@ def site(session: nox.Session) -> None:
 @nox.session
 def build(session: nox.Session) -> None:
     """Build every sdist and wheel, check what they carry, use them in an empty environment."""
+    use_dist(session, make_dist(session))
+
+
+def make_dist(session: nox.Session) -> Path:
+    """Build every sdist and wheel; the folder they are in."""
     session.install("build", "packaging", "hatchling>=1.27")
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
@@ -176,12 +186,78 @@ def build(session: nox.Session) -> None:
         build = ("python", "-m", "build", "--no-isolation", f"--outdir={dist}")
         session.run(*build, folder, silent=True)
     session.run("python", "tools/check_dist.py", str(dist))
+    return dist
+
+
+def use_dist(session: nox.Session, dist: Path) -> None:
+    """Install all wheels where nothing else is, and use them as a user does."""
+    mypy = [need for need in PYPROJECT["dependency-groups"]["type"] if need.startswith("mypy")]
     with tempfile.TemporaryDirectory() as empty, session.chdir(empty):
         session.run(sys.executable, "-m", "virtualenv", "--quiet", "env", external=True)
         python = str(Path(empty, "env/bin/python"))
-        wheels = [str(wheel) for wheel in sorted(dist.glob("*.whl"))]
-        session.run(python, "-m", "pip", "install", TORCH, *wheels, external=True, silent=True)
+        pip = (python, "-m", "pip")
+        wheels = [f"{wheel}" for wheel in sorted(dist.glob("*.whl"))]
+        wheels = [f"{w}[new]" if "/polyshard-" in w else w for w in wheels]
+        session.run(*pip, "install", TORCH, *wheels, *mypy, external=True, silent=True)
+        session.run(*pip, "check", external=True)
         session.run(python, "-I", str(ROOT / "tools/smoke.py"), external=True, env=ONE_THREAD)
+        shutil.copy(ROOT / "tools/user_script.py", empty)
+        session.run(python, "-m", "mypy", "--strict", "user_script.py", external=True)
+        new = ("plugins", "new", "quokka", "--seam", "observer")
+        session.run("env/bin/polyshard", *new, external=True)
+        session.run(*pip, "install", "--no-deps", "./polyshard-quokka", external=True, silent=True)
+        session.run("env/bin/polyshard", "plugins", "doctor", external=True)
+
+
+@nox.session(default=False)
+def release(session: nox.Session) -> None:
+    """Make a release in dist/, up to the upload: the list in docs/how-to/release.md."""
+    session.install(*nox.project.dependency_groups(PYPROJECT, "lint"), "twine>=6")
+    session.run("python", "tools/release.py", "check", *session.posargs)
+    session.run("python", "tools/check_api.py", "--current")
+    dist = make_dist(session)
+    session.run("twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
+    use_dist(session, dist)
+    session.run("python", "tools/release.py", "next")
+
+
+@nox.session(default=False)
+@nox.parametrize("interpreter", PYTHONS)
+@nox.parametrize("torch", TORCHES)
+def versions(session: nox.Session, torch: str, interpreter: str) -> None:
+    """Try the wheels with one torch and Python: `nox -s "versions(torch='2.15.*', ...)" -- --core`.
+
+    The environment (5 GB where torch is a CUDA build) is deleted after. --sample tries fewer
+    subsets. What was found goes into docs/reference/versions.json and the page made from it.
+    """
+    dist = make_dist(session)
+    tool = ("python", "tools/try_version.py", "--torch", torch, "--python", interpreter)
+    # 77: this machine has no such interpreter, and the tool says so.
+    session.run(*tool, f"--dist={dist}", *session.posargs, success_codes=[0, 77])
+    session.run("python", "tools/make_version_docs.py")
+
+
+@nox.session(venv_backend="none", default=False)
+def matrix(session: nox.Session) -> None:
+    """Try the wheels with every torch and Python, one after the other; takes hours."""
+    for torch, interpreter in product(TORCHES, PYTHONS):
+        name = f"versions(torch='{torch}', interpreter='{interpreter}')"
+        session.notify(name, session.posargs)
+
+
+@nox.session(venv_backend="none")
+def previous(session: nox.Session) -> None:
+    """Test the example plugin of the minor version before this one against the present core."""
+    python = str(dev_environment(session, PLUGINS) / "python")
+    with tempfile.TemporaryDirectory() as folder:
+        tool = ("tools/previous_example.py", folder)
+        session.run(python, *tool, success_codes=[0, 77])
+        example = Path(folder, "examples", "third-party-plugin")
+        if not example.exists():
+            session.skip("no minor version was released before this one")
+        with session.chdir(example):
+            env = {**ONE_THREAD, "PYTHONPATH": str(example / "src")}
+            session.run(python, "-m", "pytest", env=env)
 
 
 @nox.session

@@ -1,13 +1,15 @@
 """Use the installed wheels once: import, load every plugin, one step of one rank on gloo.
 
-Run as `python -I tools/smoke.py` by an environment that holds nothing but the wheels.
+Run as `python -I tools/smoke.py [DISTRIBUTION ...]` by an environment that holds nothing but the
+wheels. With arguments, exactly these are installed beside core, or it fails.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 import tempfile
-from importlib.metadata import entry_points
+from importlib.metadata import distributions, entry_points
 from pathlib import Path
 
 import torch
@@ -15,6 +17,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import polyshard
+
+CORE = "polyshard"
 
 
 def train_one_step() -> None:
@@ -29,10 +33,20 @@ def train_one_step() -> None:
     optimizer.step()
 
 
+def check_installed(wanted: list[str]) -> None:
+    """Exactly the distributions ``wanted`` stand beside core, and each can be imported."""
+    names = {distribution.metadata["Name"] for distribution in distributions()}
+    found = {name for name in names if name.startswith("polyshard-")}
+    assert not wanted or found == set(wanted) - {CORE}, f"installed {found}, not {wanted}"
+    for name in found:
+        importlib.import_module(name.replace("-", "_"))
+
+
 def main() -> None:
     """Fail with a traceback, or say what was used."""
     origin = Path(polyshard.__file__)
     assert origin.is_relative_to(sys.prefix), f"polyshard comes from the source tree: {origin}"
+    check_installed(sys.argv[1:])
     plugins = entry_points(group="polyshard.plugins")
     for plugin in plugins:
         plugin.load()

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from polyshard._torch.composable import register_sharded
 from polyshard._torch.engine_state import EngineState, show_to_torch
 from polyshard._torch.private import tag_managed_module
+from polyshard._torch.versions import warn_if_untested
 from polyshard.agreement.meeting import reporting
 from polyshard.composition.stack import PluginStack, build_stack
 from polyshard.engine.collect import (
@@ -117,6 +118,7 @@ def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
         ModuleError, MeshError, SettingError, UnsupportedError, PluginError: all ``ValueError`` s
             that say what to change. Raised before anything is communicated.
     """
+    warn_if_untested()
     modules = _modules_of(module)
     _check_supported(reshard_after_forward, dp_mesh_dims)
     plugins = with_policy(plugins, offload_policy)

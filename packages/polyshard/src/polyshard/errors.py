@@ -127,6 +127,10 @@ class IneffectiveSettingWarning(UserWarning):
     """A setting that changes nothing where it was given; ``describe()`` says so as well."""
 
 
+class UntestedVersionWarning(UserWarning):
+    """A torch newer than any that polyshard was tested with."""
+
+
 def warn(notices: Iterable[str]) -> None:
     """Say each once (by Python's filter of repeated warnings)."""
     for notice in notices:

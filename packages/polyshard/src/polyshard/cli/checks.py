@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
-"""The versions that are tested."""
+from polyshard._torch.newer import release
+from polyshard._torch.versions import NEWEST, OLDEST, tested_range
+
 OPEN_FILES = 1024
 """A rank needs a socket for every peer of every process group, beside the files of the job."""
 SHARED_BYTES = 64 << 20
@@ -45,11 +46,10 @@ class Finding:
 def torch_build() -> Iterator[Finding]:
     """The versions of Python and torch."""
     found = f"torch {torch.__version__}, Python {platform.python_version()}"
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    tested = f"{'.'.join(map(str, OLDEST_TORCH))} to {'.'.join(map(str, NEWEST_TORCH))}"
-    if version < OLDEST_TORCH:
+    tested = tested_range()
+    if release() < OLDEST:
         yield Finding("torch", State.PROBLEM, f"{found}: too old, {tested} are tested")
-    elif version > NEWEST_TORCH:
+    elif release() > NEWEST:
         yield Finding("torch", State.WARNING, f"{found}: newer than {tested}, which are tested")
     else:
         yield Finding("torch", State.FINE, found)

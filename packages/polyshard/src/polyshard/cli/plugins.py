@@ -8,10 +8,14 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from inspect import getattr_static
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from polyshard.__about__ import __version__
+from polyshard.cli import scaffold
+from polyshard.cli.output import told_in_one_message
 from polyshard.composition.ordering import circle_of
 from polyshard.errors import PluginError
 from polyshard.plugins.contract import HOOK_API, Contract, contract_of
@@ -154,7 +158,42 @@ def app() -> typer.Typer:
         if any(report.problems for report in found):
             raise typer.Exit(1)
 
+    commands.command("new")(new)
     return commands
+
+
+def new(
+    name: Annotated[
+        str | None, typer.Argument(help="What users pass to plugins=[...], in snake case.")
+    ] = None,
+    *,
+    seam: Annotated[
+        str | None, typer.Option(help=f"What it begins with: {', '.join(scaffold.seams())}.")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where to write it; default: polyshard-NAME, here.")
+    ] = None,
+    author: Annotated[str | None, typer.Option(help="Who holds the copyright.")] = None,
+) -> None:
+    """Begin a plugin: a distribution with one seam, its README and its tests.
+
+    Asks for the name and the seam where they are not given. Exit code 2: nothing was written.
+    """
+    with told_in_one_message(scaffold.ScaffoldError):
+        scaffold.needs_copier()
+        plugin = scaffold.checked_plugin(name or typer.prompt("Name of the plugin, in snake case"))
+        chosen = scaffold.checked_seam(seam or _asked_seam())
+        target = scaffold.checked_target(folder or Path(scaffold.distribution_of(plugin)))
+        files = scaffold.Scaffold(plugin, chosen, target, author).render()
+    typer.echo(f"{target}: {scaffold.distribution_of(plugin)}, {len(files)} files")
+    typer.echo(f'next: cd {target} && pip install -e ".[test]" && pytest')
+
+
+def _asked_seam() -> str:
+    for seam, text in scaffold.seams().items():
+        typer.echo(f"  {seam}: a plugin that {text}")
+    answer: str = typer.prompt("Seam to begin with", default=scaffold.DEFAULT_SEAM)
+    return answer
 
 
 def _torch_version() -> str:

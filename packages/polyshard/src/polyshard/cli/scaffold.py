@@ -1,0 +1,143 @@
+"""A plugin of one's own, rendered from the template that lies in this folder."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import keyword
+import re
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from polyshard.errors import PolyshardError
+from polyshard.plugins.discovery import installed_plugins
+
+TEMPLATE = Path(__file__).parent / "template"
+DEFAULT_SEAM = "observer"
+NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+"""Snake case, and nothing that an index would spell differently (``a__b``, ``a_``)."""
+
+
+class ScaffoldError(PolyshardError, ValueError):
+    """A plugin that cannot be begun as asked; the message says what to pass instead."""
+
+
+@dataclass(frozen=True)
+class Scaffold:
+    """What ``polyshard plugins new`` was asked for, checked."""
+
+    plugin: str
+    seam: str
+    target: Path
+    author: str | None = None
+
+    def render(self) -> list[Path]:
+        """Write the distribution; its files, relative to ``target``.
+
+        Raises:
+            ScaffoldError: where copier is not installed, or ``target`` cannot be written.
+        """
+        answers = {"plugin": self.plugin, "seam": self.seam}
+        if self.author:
+            answers["author"] = self.author
+        copy = importlib.import_module("copier").run_copy
+        try:
+            copy(str(TEMPLATE), str(self.target), data=answers, defaults=True, quiet=True)
+        except OSError as error:
+            raise ScaffoldError(f"{self.target} cannot be written: {error}") from error
+        files = (path for path in self.target.rglob("*") if path.is_file())
+        return sorted(path.relative_to(self.target) for path in files)
+
+
+def needs_copier() -> None:
+    """Say what to install where copier, which reads the template, is missing.
+
+    Raises:
+        ScaffoldError: with the command.
+    """
+    if find_spec("copier") is None:
+        raise ScaffoldError(
+            "'polyshard plugins new' needs copier, which is not installed; "
+            "pip install 'polyshard[new]'"
+        )
+
+
+def seams() -> dict[str, str]:
+    """What the template offers to begin with: each seam, and what a plugin of it does."""
+    files = sorted((TEMPLATE / "seams").glob("*.txt"))
+    return {path.stem: path.read_text("utf-8").strip() for path in files}
+
+
+def distribution_of(plugin: str) -> str:
+    """The name on the package index, which the folder has too."""
+    return f"polyshard-{plugin.replace('_', '-')}"
+
+
+def checked_plugin(name: str) -> str:
+    """``name``, if a new plugin can be called so.
+
+    Raises:
+        ScaffoldError: where it is no snake case, a word of Python's, or taken in this environment.
+    """
+    if not NAME.fullmatch(name) or keyword.iskeyword(name):
+        raise ScaffoldError(
+            f"a plugin cannot be called {name!r}: its name is snake case in ASCII and no word of "
+            f"Python's, such as 'byte_counter'{_meant(_snake_case(name))}"
+        )
+    owners = [one.distribution for one in installed_plugins() if one.name == name]
+    if owners:
+        raise ScaffoldError(
+            f"a plugin called {name!r} is installed already (by {', '.join(owners)}); choose "
+            "another name"
+        )
+    package = f"polyshard_{name}"
+    if find_spec(package) is not None:
+        raise ScaffoldError(
+            f"the plugin {name!r} would be imported as {package}, which is here already; choose "
+            "another name"
+        )
+    return name
+
+
+def checked_seam(name: str) -> str:
+    """``name``, if the template has that seam.
+
+    Raises:
+        ScaffoldError: listing those there are.
+    """
+    known = seams()
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        lines = "".join(f"\n  {seam}: {text}" for seam, text in known.items())
+        raise ScaffoldError(
+            f"there is no seam called {name!r}{_meant(*close)}. A plugin may begin with one of:"
+            f"{lines}"
+        )
+    return name
+
+
+def checked_target(folder: Path) -> Path:
+    """``folder``, if a plugin can be written there: it is absent, or empty.
+
+    Raises:
+        ScaffoldError: where anything is there already.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ScaffoldError(f"{folder} is a file; pass --folder with a place for the plugin")
+    if folder.exists() and any(folder.iterdir()):
+        raise ScaffoldError(
+            f"{folder} is not empty, and nothing in it is overwritten; pass --folder with another "
+            "place"
+        )
+    return folder
+
+
+def _snake_case(name: str) -> str:
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)
+    return "_".join(words).lower()
+
+
+def _meant(*close: str) -> str:
+    good = [word for word in close if NAME.fullmatch(word) and not keyword.iskeyword(word)]
+    return f"; did you mean {good[0]!r}?" if good else ""

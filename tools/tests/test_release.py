@@ -1,0 +1,246 @@
+"""What stands between a checkout and a release, in a repository made for it; and the workflow."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import addresses
+import release
+from previous_example import extract, previous_tag
+
+ROOT = Path(__file__).parents[2]
+HOME = "https://example.org/polyshard"
+CHANGELOG = """# Changelog
+
+## Unreleased
+
+## 0.2.0 - 2026-12-01
+
+### Added
+
+- `run`.
+
+## 0.1.0 - 2026-11-01
+
+- The first.
+"""
+PROJECT = '[project]\nname = "polyshard"\n\n[tool.hatch.version]\npath = "x"\n'
+CITATION = f"""title: polyshard
+version: "0.2.0"
+date-released: "2026-12-01"
+repository-code: {HOME}
+"""
+
+
+def git(root: Path, *arguments: str) -> None:
+    who = ("-c", "user.name=a", "-c", "user.email=a@b")
+    subprocess.run(["git", *who, *arguments], cwd=root, check=True, capture_output=True)
+
+
+def change(root: Path, file: str, old: str, new: str) -> None:
+    path = root / file
+    text = path.read_text("utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+    git(root, "commit", "-qam", "change")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A repository that may be released."""
+    core = tmp_path / "packages" / "polyshard"
+    (core / "src" / "polyshard").mkdir(parents=True)
+    (core / "src" / "polyshard" / "__about__.py").write_text('__version__ = "0.2.0"\n')
+    (tmp_path / "pyproject.toml").write_text(f'[tool.polyshard]\nrepository = "{HOME}/"\n')
+    (core / "pyproject.toml").write_text(addresses.with_urls(PROJECT, addresses.urls(tmp_path)))
+    (tmp_path / "CHANGELOG.md").write_text(CHANGELOG)
+    (tmp_path / "CITATION.cff").write_text(CITATION)
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "release")
+    return tmp_path
+
+
+def test_a_sound_repository_may_be_released(root: Path) -> None:
+    assert release.problems(root, is_tagged=False) == []
+    git(root, "tag", "v0.2.0")
+    assert release.problems(root, is_tagged=True) == []
+
+
+def test_what_was_released_is_not_released_again(root: Path) -> None:
+    git(root, "tag", "v0.2.0")
+    (problem,) = release.problems(root, is_tagged=False)
+    assert problem.startswith("v0.2.0 is released already")
+
+
+def test_a_tag_of_another_version(root: Path) -> None:
+    git(root, "tag", "v0.3.0")
+    (problem,) = release.problems(root, is_tagged=True)
+    assert problem == "HEAD has no tag v0.2.0, but v0.3.0: the tag is the version"
+
+
+def test_what_is_not_committed(root: Path) -> None:
+    (root / "new.py").touch()
+    (problem,) = release.problems(root, is_tagged=False)
+    assert problem == "1 files are not committed, the first: new.py"
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        ("CHANGELOG.md", "## Unreleased\n", "## Unreleased\n\n- more\n", "move what is under"),
+        ("CHANGELOG.md", "## Unreleased\n\n", "", "the first section must be '## Unreleased'"),
+        ("CHANGELOG.md", "0.2.0 - 2026-12-01", "0.2.0", "must be '## 0.2.0 - YYYY-MM-DD'"),
+        ("CHANGELOG.md", "0.2.0 - 2026", "0.3.0 - 2026", "must be '## 0.2.0 - YYYY-MM-DD'"),
+        ("CHANGELOG.md", "### Added\n\n- `run`.\n", "", "the section of 0.2.0 is empty"),
+        ("CITATION.cff", '"0.2.0"', '"0.1.0"', 'version must be "0.2.0", is 0.1.0'),
+        ("CITATION.cff", 'date-released: "2026-12-01"\n', "", 'must be "2026-12-01", is missing'),
+        ("pyproject.toml", HOME, "https://example.org/other", "[project.urls] is old"),
+        ("pyproject.toml", f"{HOME}/", "", "repository is empty"),
+    ],
+)
+def test_what_was_forgotten_is_named(root: Path, file: str, old: str, new: str, said: str) -> None:
+    change(root, file, old, new)
+    assert any(said in problem for problem in release.problems(root, is_tagged=False))
+
+
+def test_every_distribution_says_the_same_addresses(root: Path) -> None:
+    project = root / "packages" / "polyshard" / "pyproject.toml"
+    text = project.read_text("utf-8")
+    assert f'Issues = "{HOME}/issues"' in text
+    assert addresses.with_urls(text, addresses.urls(root)) == text
+    change(root, "pyproject.toml", HOME, "https://example.org/moved")
+    moved = addresses.with_urls(text, addresses.urls(root))
+    assert moved == text.replace(HOME, "https://example.org/moved")
+    assert addresses.outdated(ROOT) == []
+
+
+def test_the_steps_that_are_left_name_the_tag() -> None:
+    assert "git push origin v" in release.next_steps(ROOT)
+    assert "Nothing was tagged or sent." in release.next_steps(ROOT)
+
+
+@pytest.mark.parametrize(
+    ("tags", "version", "tag"),
+    [
+        ([], "0.2.0", None),
+        (["v0.2.0", "v0.2.1"], "0.2.2", None),
+        (["v0.1.9", "v0.1.10", "v0.2.0", "vnext"], "0.2.1", "v0.1.10"),
+        (["v0.9.0", "v1.0.0"], "1.0.0", "v0.9.0"),
+        (["v0.10.0", "v0.9.0"], "1.1.0", "v0.10.0"),
+    ],
+)
+def test_the_previous_minor(tags: list[str], version: str, tag: str | None) -> None:
+    assert previous_tag(tags, version) == tag
+
+
+def test_the_example_of_a_tag_is_that_of_the_tag(root: Path, tmp_path: Path) -> None:
+    example = root / "examples" / "third-party-plugin"
+    example.mkdir(parents=True)
+    (example / "README.md").write_text("as it was")
+    git(root, "add", ".")
+    git(root, "commit", "-qm", "example")
+    git(root, "tag", "v0.1.0")
+    change(root, "examples/third-party-plugin/README.md", "as it was", "as it is")
+    extract(root, "v0.1.0", tmp_path / "out")
+    found = tmp_path / "out" / "examples" / "third-party-plugin" / "README.md"
+    assert found.read_text() == "as it was"
+
+
+# The workflow --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def workflow() -> dict[str, Any]:
+    yaml = pytest.importorskip("yaml")
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text("utf-8")
+    found: dict[str, Any] = yaml.safe_load(text)
+    return found
+
+
+def runs(job: dict[str, Any]) -> list[str]:
+    return [step["run"] for step in job["steps"] if "run" in step]
+
+
+def uses(job: dict[str, Any], action: str) -> list[dict[str, Any]]:
+    return [step for step in job["steps"] if step.get("uses", "").startswith(f"{action}@")]
+
+
+def test_steps_follow_each_other(workflow: dict[str, Any]) -> None:
+    needs = {name: job.get("needs") for name, job in workflow["jobs"].items()}
+    assert needs == {
+        "build": None,
+        "try": "build",
+        "rehearse": "try",
+        "publish": "rehearse",
+        "record": "publish",
+    }
+
+
+def test_wheels_are_built_once_and_promoted(workflow: dict[str, Any]) -> None:
+    jobs = workflow["jobs"]
+    building = [name for name, job in jobs.items() if "nox -s release -- --tagged" in runs(job)]
+    assert building == ["build"]
+    assert [step["with"]["name"] for step in uses(jobs["build"], "actions/upload-artifact")] == [
+        "dist",
+        "notes",
+    ]
+    for name in ("rehearse", "publish"):
+        (got,) = uses(jobs[name], "actions/download-artifact")
+        assert got["with"] == {"name": "dist", "path": "dist/"}
+        assert not runs(jobs[name])  # nothing is made or changed on the way
+
+
+def test_publishing_is_trusted_and_attested(workflow: dict[str, Any]) -> None:
+    jobs = workflow["jobs"]
+    assert workflow["permissions"] == {}
+    for name, environment in (("rehearse", "testpypi"), ("publish", "pypi")):
+        (publish,) = uses(jobs[name], "pypa/gh-action-pypi-publish")
+        assert publish["with"]["attestations"] is True
+        assert "password" not in publish["with"]
+        assert jobs[name]["environment"] == environment
+        assert jobs[name]["permissions"] == {"id-token": "write"}
+    others = [jobs[name]["permissions"] for name in ("build", "try", "record")]
+    assert all("id-token" not in permissions for permissions in others)
+
+
+def test_actions_are_pinned_to_commits_and_say_which_version(workflow: dict[str, Any]) -> None:
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text("utf-8")
+    lines = [line for line in text.splitlines() if "uses:" in line]
+    assert len(lines) == sum(
+        "uses" in step for j in workflow["jobs"].values() for step in j["steps"]
+    )
+    for line in lines:
+        assert re.search(r"uses: [\w.-]+/[\w.-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line), line
+
+
+def test_only_tags_of_versions_start_it(workflow: dict[str, Any]) -> None:
+    known = {"name", "permissions", "concurrency", "jobs"}
+    (on,) = (value for key, value in workflow.items() if key not in known)  # YAML 1.1: on is True
+    assert on == {"push": {"tags": ["v[0-9]+.[0-9]+.[0-9]+"]}}
+
+
+@pytest.mark.parametrize("name", ["bug", "feature"])
+def test_issue_forms_have_questions(name: str) -> None:
+    yaml = pytest.importorskip("yaml")
+    text = (ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml").read_text("utf-8")
+    form = yaml.safe_load(text)
+    assert form["name"]
+    assert form["description"]
+    identities = [question["id"] for question in form["body"]]
+    assert len(set(identities)) == len(identities) >= 3
+    assert any(question.get("validations", {}).get("required") for question in form["body"])
+
+
+def test_the_citation_is_of_this_version() -> None:
+    yaml = pytest.importorskip("yaml")
+    found = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert found["version"] == release.version_of(ROOT)
+    assert found["authors"]
+    assert importlib.import_module("polyshard.__about__").__version__ == found["version"]

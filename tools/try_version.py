@@ -1,0 +1,175 @@
+"""Try the wheels with one torch and one Python, in an environment made for it and deleted after.
+
+Usage: python tools/try_version.py --torch "2.12.*" --python 3.12 --dist FOLDER [--core] [--sample]
+
+Exits with 1 if anything fails, with 77 where this machine has no such interpreter. What was found
+goes into docs/reference/versions.json either way; python tools/make_version_docs.py makes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from trial_environment import Environment, Outcome, commit, interpreter
+from workspace import CORE, distributions
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "reference" / "versions.json"
+NO_INTERPRETER = 77
+STOPPED = f"{Outcome.FAILED}: before all was run"
+"""Of a trial that did not come to its end."""
+ROOM_BYTES = 12 << 30
+"""A CUDA build of torch, its archives while they are unpacked, and what tests write."""
+
+Record = dict[str, Any]
+
+
+def plugin_names() -> list[str]:
+    """Every plugin distribution of this repository."""
+    return [dist.name for dist in distributions(ROOT) if dist.folder.parent.name == "plugins"]
+
+
+def subset_name(names: list[str]) -> str:
+    """``core``, ``offload``, ``offload+quantized``, ..."""
+    return "+".join(name.removeprefix(f"{CORE}-") for name in sorted(names)) or "core"
+
+
+def subsets(names: list[str]) -> list[list[str]]:
+    """All of them, each differing from the one before by one plugin (a Gray code)."""
+    codes = [number ^ (number >> 1) for number in range(2 ** len(names))]
+    return [[name for bit, name in enumerate(names) if code >> bit & 1] for code in codes]
+
+
+def telling(names: list[str]) -> list[list[str]]:
+    """The subsets whose conformance is tested, too: none, each alone, all."""
+    return [[], *([name] for name in names), names]
+
+
+def conformance_files(names: list[str]) -> list[str]:
+    """Test files that put the plugins ``names``, or core's own kit, through the conformance kit.
+
+    A plugin that the kit does not fit (it changes nothing of one group, or all of training) has
+    its ``test_plugin.py`` run, or where there is none all of its tests.
+    """
+    folders = [f"plugins/{name}/tests" for name in names] or ["packages/polyshard/tests/testing"]
+    return [str(file.relative_to(ROOT)) for folder in folders for file in _telling(ROOT / folder)]
+
+
+def _telling(folder: Path) -> list[Path]:
+    files = sorted(folder.rglob("test_*.py"))
+    kit = [file for file in files if "PluginConformance" in file.read_text("utf-8")]
+    return kit or [file for file in files if file.name == "test_plugin.py"] or files
+
+
+def test_requirements() -> list[str]:
+    """The packages that the tests need."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["dependency-groups"]
+    return [need for need in [*groups["test"], *groups["type"]] if isinstance(need, str)]
+
+
+def try_everything(env: Environment, options: argparse.Namespace) -> Iterator[Record]:
+    """Install, check and test; after each step what is known of this torch with this Python."""
+    names = plugin_names()
+    core = f"{env.wheel(CORE)}[cli,testing]"
+    ready = env.pip("install", "--no-cache-dir", f"torch=={options.torch}", core)
+    ready = ready and env.pip("install", *test_requirements())
+    record: Record = env.about(options.torch)
+    if not ready:
+        yield record | {"install": str(ready)}
+        return
+    record["checks"] = {"pip check": str(env.pip("check"))}
+    record["smoke"], record["conformance"] = {}, {}
+    for subset in telling(names) if options.sample else subsets(names):
+        env.hold(subset, names)
+        record["smoke"][subset_name(subset)] = str(env.smoke([CORE, *subset]))
+        if subset in telling(names):
+            outcome = env.pytest(*conformance_files(subset))
+            record["conformance"][subset_name(subset)] = str(outcome)
+        yield record | {"stopped": STOPPED}
+    env.hold(names, names)
+    record["checks"] |= {
+        "pip check with every plugin": str(env.pip("check")),
+        "mypy --strict of a user's script": str(env.mypy(ROOT / "tools" / "user_script.py")),
+    }
+    if options.core:
+        env.hold([], names)
+        record["core"] = str(env.pytest("packages/polyshard/tests"))
+    yield record
+
+
+def failures(record: Record) -> list[str]:
+    """What of a record is not fine, one line each."""
+    found = []
+    for key, value in record.items():
+        parts = value if isinstance(value, dict) else {"": value}
+        found += [
+            f"{key} {part}: {said}".replace(" :", ":")
+            for part, said in parts.items()
+            if isinstance(said, str) and said.startswith(Outcome.FAILED)
+        ]
+    return found
+
+
+def store(record: Record, results: Path) -> None:
+    """Replace what is kept of the same torch and Python."""
+    kept = json.loads(results.read_text("utf-8")) if results.exists() else []
+    key = [_minor(str(record["torch"])), _minor(str(record["python"]))]
+    kept = [one for one in kept if [_minor(one["torch"]), _minor(one["python"])] != key]
+    kept = sorted([*kept, record], key=lambda one: (_order(one["torch"]), _order(one["python"])))
+    results.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _order(version: str) -> list[int]:
+    return [int(part) for part in _minor(version).split(".")]
+
+
+def parsed(arguments: list[str]) -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--torch", required=True, help="version, as after == in a requirement")
+    parser.add_argument("--python", required=True, help="such as 3.12")
+    parser.add_argument("--dist", required=True, type=Path, help="folder with the built wheels")
+    parser.add_argument("--core", action="store_true", help="run the whole suite of core too")
+    parser.add_argument("--sample", action="store_true", help="no plugin, each alone, all; no more")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Try one torch with one Python."""
+    options = parsed(arguments)
+    python = interpreter(options.python)
+    if python is None:
+        print(f"no interpreter of Python {options.python} on this machine: not tried")
+        return NO_INTERPRETER
+    with tempfile.TemporaryDirectory(prefix="polyshard-versions-") as folder:
+        free = shutil.disk_usage(folder).free
+        if free < ROOM_BYTES:
+            print(f"{folder} has {free >> 30} GiB free, {ROOM_BYTES >> 30} GiB are needed")
+            return 1
+        env = Environment.made(Path(folder), python, options.dist.resolve())
+        about = {"date": datetime.now(UTC).date().isoformat(), "commit": commit(ROOT)}
+        # After each step, so that a trial that is stopped leaves what it found.
+        for found in try_everything(env, options):
+            record = found | about
+            store(record, options.results)
+    failed = failures(record)
+    print("\n".join(failed) or f"torch {record['torch']}, Python {record['python']}: all fine")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
