@@ -6,6 +6,7 @@ parameters and inputs) run once: the others hand out shapes like those of the fi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,15 @@ from torch.utils._pytree import tree_map_only
 
 from polyshard_plan._torch_private import storage_key
 from polyshard_plan.dry_run.attention import FlashAttention
-from polyshard_plan.dry_run.recorder import Account, Recorder, alike, leaves_of, local_of
+from polyshard_plan.dry_run.recorder import (
+    Account,
+    Kernel,
+    Recorder,
+    alike,
+    leaves_of,
+    local_of,
+)
+from polyshard_plan.dry_run.units import Units
 
 __all__ = ["Cost", "Probe", "cast_parameters", "probe"]
 
@@ -36,6 +45,10 @@ class Cost:
     """Whether gradients reach it: those of its parameters, or of what it is given."""
     forward: Account = field(default_factory=Account)
     backward: Account = field(default_factory=Account)
+
+
+Member = tuple[str, int]
+"""A module of a unit: the unit's name, and which of them."""
 
 
 @dataclass(frozen=True)
@@ -57,22 +70,53 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def probe(model: nn.Module, units: Mapping[str, nn.Module], inputs: Any) -> Probe:
+def probe(model: nn.Module, units: Units, inputs: Any) -> Probe:
     """Run ``model`` (meta device, not sharded) once on ``inputs``.
 
     Args:
         model: is changed: units hand out recorded shapes.
-        units: by name.
+        units: the modules of each, by name.
         inputs: a tensor, a tuple of them, or a mapping of keyword arguments.
     """
     run = _Run(model)
-    for name, unit in units.items():
-        run.wrap(name, unit)
+    members = {(name, i): m for name, unit in units.items() for i, m in enumerate(unit)}
+    for key, member in members.items():
+        run.wrap(key, member)
     try:
         return run(inputs)
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         return Probe({}, Cost(), problem=f"{type(error).__name__}: {first}")
+
+
+def in_one_unit(costs: Sequence[Cost], gradient_bytes: Sequence[int]) -> Cost:
+    """The cost of modules that run one after the other and are one unit.
+
+    Args:
+        costs: of each, in the order of their forwards.
+        gradient_bytes: of each one's parameters; all wait for the backward of the first.
+    """
+    if len(costs) == 1:
+        return costs[0]
+    peak = kept = 0
+    for cost in costs:
+        peak = max(peak, kept + cost.input_bytes + cost.forward.peak_bytes)
+        kept += cost.saved_bytes
+    forward = _in_turn([cost.forward for cost in costs], peak - costs[0].input_bytes)
+    peak = grown = 0
+    for cost, gradients in zip(reversed(costs), reversed(gradient_bytes), strict=True):
+        peak = max(peak, grown + cost.backward.peak_bytes)
+        grown += gradients - cost.saved_bytes
+    backward = _in_turn([cost.backward for cost in reversed(costs)], peak)
+    has_backward = any(cost.has_backward for cost in costs)
+    return Cost(kept, costs[0].input_bytes, has_backward, forward, backward)
+
+
+def _in_turn(accounts: Sequence[Account], peak_bytes: int) -> Account:
+    kernels: Counter[Kernel] = Counter()
+    for account in accounts:
+        kernels.update(account.kernels)
+    return Account(kernels, peak_bytes, [c for a in accounts for c in a.collectives])
 
 
 class _Run:
@@ -84,19 +128,23 @@ class _Run:
         self._still = {storage_key(local_of(t)) for t in _resting(model)}
         self._recorder.know(_resting(model))
         self._known: dict[object, tuple[Cost, Any]] = {}
-        self._costs: dict[str, Cost] = {}
+        self._costs: dict[Member, Cost] = {}
+        self._gradients: dict[Member, int] = {}
         self._before: list[Tensor] = []
 
-    def wrap(self, name: str, unit: nn.Module) -> None:
+    def wrap(self, member: Member, unit: nn.Module) -> None:
         """Have ``unit`` be measured, or be told apart from none."""
         original = unit.forward
+        self._gradients[member] = sum(
+            local_of(p).nbytes for p in unit.parameters() if p.requires_grad
+        )
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             key = (type(unit), _shapes(unit.named_parameters()), _signature((args, kwargs)))
             if key not in self._known:
                 self._before += [t for t in leaves_of((args, kwargs)) if t.grad_fn is not None]
                 self._known[key] = self._measure(unit, original, args, kwargs)
-            self._costs[name], out = self._known[key]
+            self._costs[member], out = self._known[key]
             return tree_map_only(Tensor, alike, out)
 
         unit.forward = forward
@@ -115,9 +163,20 @@ class _Run:
                 for tensor in self._before:
                     if tensor.requires_grad:
                         tensor.backward(torch.empty_like(tensor))
-        return Probe(
-            self._costs, Cost(_total(saved, self._still), 0, True, forward, backward), tail
-        )
+        root = Cost(_total(saved, self._still), 0, True, forward, backward)
+        return Probe(self._units(), root, tail)
+
+    def _units(self) -> dict[str, Cost]:
+        found: dict[str, list[Member]] = {}
+        for member in self._costs:
+            found.setdefault(member[0], []).append(member)
+        return {
+            name: in_one_unit(
+                [self._costs[member] for member in members],
+                [self._gradients[member] for member in members],
+            )
+            for name, members in found.items()
+        }
 
     def _measure(
         self, unit: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any

@@ -154,15 +154,14 @@ class _Step:
             activations = kept + cost.input_bytes + cost.forward.peak_bytes
             yield name, unsharded, activations, self._arriving(following)
             kept += cost.saved_bytes
-            held += _unsharded(self._units[name]) if self._stays(name) else 0
+            held += self._kept_of(name)
         yield "", held, kept + self._found.root.forward.peak_bytes, self._arriving([""])
 
     def _backward(self) -> Iterator[tuple[str, int, int, int]]:
         costs = [self._cost(name) for name in self._names]
         root = self._found.root
         kept = sum(cost.saved_bytes for cost in costs)
-        stay = sum(_unsharded(self._units[n]) for n in self._names if self._stays(n))
-        held = self._root_bytes + stay
+        held = self._root_bytes + sum(map(self._kept_of, self._names))
         last = [name for name in self._names[-1:] if not self._stays(name)]
         activations = kept + root.saved_bytes + root.backward.peak_bytes
         yield "", held + self._of(last, _unsharded), activations, self._arriving(last)
@@ -170,12 +169,13 @@ class _Step:
         leaving = 0
         for index in reversed(range(len(self._names))):
             name, cost = self._names[index], costs[index]
+            held -= 0 if self._stays(name) else self._kept_of(name)
             needed = [n for n in self._names[max(index - 1, 0) : index + 1] if not self._stays(n)]
             unsharded = held + self._of(needed, _unsharded)
             transfers = waiting + leaving + self._arriving(needed[:1])
             yield name, unsharded, kept + cost.backward.peak_bytes, transfers
             kept -= cost.saved_bytes
-            held -= self._of([name], _unsharded) if self._stays(name) else 0
+            held -= self._kept_of(name) if self._stays(name) else 0
             leaving = self._leaving(name)
             # Freed, and packed for its reduction; meanwhile the next gather has started.
             ahead = [n for n in self._names[max(index - 2, 0) : index] if not self._stays(n)]
@@ -196,6 +196,13 @@ class _Step:
     def _stays(self, name: str) -> bool:
         """Whether a unit stays gathered between forward and backward."""
         return self._units[name][0].plan.reshard_after_forward is False
+
+    def _kept_of(self, name: str) -> int:
+        """Bytes of a unit between forward and backward: all, a block's slice, or none."""
+        kept = self._units[name][0].plan.reshard_after_forward
+        if isinstance(kept, bool):
+            return 0 if kept else _unsharded(self._units[name])
+        return -(-_unsharded(self._units[name]) // kept)
 
     def _arriving(self, names: Sequence[str]) -> int:
         """Scratch of a gather, and shards on their way from another tier."""
