@@ -45,7 +45,9 @@ def units_of(model: nn.Module, patterns: Sequence[str] = ()) -> Units:
         pattern, run = _run(text)
         matched = [name for name in named if _matches(name, pattern) and name not in taken]
         if not matched and not any(_matches(name, pattern) for name in named):
-            raise PlanError(f"--units {text}: no module has such a name; {_nearest(pattern, named)}")
+            raise PlanError(
+                f"--units {text}: no module has such a name; {_nearest(pattern, named)}"
+            )
         taken.update(matched)
         for names in _runs(matched, run):
             found[names[0]] = tuple(named[name] for name in names)
