@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_map_only
 
 from polyshard_plan._torch_private import storage_key
@@ -130,7 +131,7 @@ class _Run:
         self._known: dict[object, tuple[Cost, Any]] = {}
         self._costs: dict[Member, Cost] = {}
         self._gradients: dict[Member, int] = {}
-        self._before: list[Tensor] = []
+        self._before: dict[int, Tensor] = {}
 
     def wrap(self, member: Member, unit: nn.Module) -> None:
         """Have ``unit`` be measured, or be told apart from none."""
@@ -141,10 +142,14 @@ class _Run:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             key = (type(unit), _shapes(unit.named_parameters()), _signature((args, kwargs)))
+            given = [t for t in leaves_of((args, kwargs)) if t.grad_fn is not None]
+            self._before.update((id(tensor), tensor) for tensor in given)
             if key not in self._known:
-                self._before += [t for t in leaves_of((args, kwargs)) if t.grad_fn is not None]
                 self._known[key] = self._measure(unit, original, args, kwargs)
             self._costs[member], out = self._known[key]
+            if _is_pending(out):
+                del self._known[key]  # what it waits for is its own
+                return out
             return tree_map_only(Tensor, alike, out)
 
         unit.forward = forward
@@ -157,14 +162,29 @@ class _Run:
         with self._recorder, FlashAttention(self._recorder), torch.enable_grad():
             with self._recorder.on(forward), self._saving() as saved:
                 loss = _loss(self._model(*args, **kwargs))
+            tail = self._tail_bytes(loss)
             with self._recorder.on(backward):
-                loss.backward()
-                tail = _gradient_bytes(self._model)
-                for tensor in self._before:
-                    if tensor.requires_grad:
-                        tensor.backward(torch.empty_like(tensor))
+                self._backward(loss)
         root = Cost(_total(saved, self._still), 0, True, forward, backward)
         return Probe(self._units(), root, tail)
+
+    def _tail_bytes(self, loss: Tensor) -> int:
+        """Of parameters whose gradients are complete before any unit's backward."""
+        behind = _leaves(loss) - set().union(*map(_leaves, self._before.values()))
+        parameters = {id(p): p for p in self._model.parameters()}
+        return sum(local_of(p).nbytes for key, p in parameters.items() if key in behind)
+
+    def _backward(self, loss: Tensor) -> None:
+        """What the root computes behind the last unit, then what it does between and before."""
+        before = [tensor for tensor in self._before.values() if tensor.requires_grad]
+        between = _nodes(loss) & set().union(*map(_nodes, before))
+        if between:  # as with residuals that go around units: nodes run once
+            gradients = [None, *(torch.empty_like(t) for t in before)]
+            torch.autograd.backward([loss, *before], gradients)
+            return
+        loss.backward()
+        if before:
+            torch.autograd.backward(before, [torch.empty_like(t) for t in before])
 
     def _units(self) -> dict[str, Cost]:
         found: dict[str, list[Member]] = {}
@@ -189,6 +209,8 @@ class _Run:
             out = call(*args, **kwargs)
         total = _total(saved, self._still | shared)
         given = sum(local_of(t).nbytes for t in leaves_of((args, kwargs)) if t.requires_grad)
+        if _is_pending(out):
+            return Cost(total, given, True, forward, backward), out
         saved.clear()
         wanted = [t for t in leaves_of(out) if t.requires_grad]
         with self._recorder.on(backward):
@@ -218,8 +240,36 @@ def _resting(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def _gradient_bytes(model: nn.Module) -> int:
-    return sum(local_of(p.grad).nbytes for p in model.parameters() if p.grad is not None)
+def _nodes(tensor: Tensor) -> set[Any]:
+    """Of the graph that made ``tensor``, but for those that only gather gradients of leaves."""
+    found: set[Any] = set()
+    waiting: list[Any] = [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found and not hasattr(node, "variable"):
+            found.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+def _leaves(tensor: Tensor) -> set[int]:
+    """Leaves that gradients of ``tensor`` reach, by ``id``."""
+    edges = (edge for node in _nodes(tensor) for edge, _ in node.next_functions)
+    return {id(edge.variable) for edge in edges if hasattr(edge, "variable")}
+
+
+def _is_pending(out: Any) -> bool:
+    """Whether ranks have yet to add up what they computed, as a divided embedding leaves it.
+
+    Only the tensor itself can be added up; then its backward is booked on the root.
+    """
+    return any(
+        isinstance(t, DTensor) and any(map(_is_partial, t.placements)) for t in leaves_of(out)
+    )
+
+
+def _is_partial(placement: Placement) -> bool:
+    return placement.is_partial()
 
 
 def _storage(tensor: Tensor) -> int:
