@@ -14,25 +14,30 @@ RUNS = (2, 4)
 """Blocks that may be one unit together."""
 
 
-def boundaries_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Patterns for ``--units``, the plainest first; the empty ones are one unit a block.
+def boundaries_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Patterns for ``--units`` by a word for them, the plainest first.
 
-    Blocks alone, with tables (what holds matrices outside of blocks) as units of their own, several
-    to a unit, cut into their parts, and no units at all.
+    Blocks alone (no patterns), with tables (what holds matrices outside of blocks) as units of
+    their own, several to a unit, cut into their parts, and no units at all.
     """
     blocks = repeated(model)
+    tables = tuple(_tables(model, blocks))
     if not blocks:
-        return tuple(dict.fromkeys([(), tuple(_tables(model, {})), (NONE,)]))
+        return {"none": (NONE,)} | ({"tables": tables} if tables else {})
     lists = dict.fromkeys(name.rpartition(".")[0] for name in blocks)
     stars = tuple(f"{name}.*" for name in lists)
-    tables = tuple(_tables(model, blocks))
     parts = tuple(_parts(blocks))
-    found = [(), (*stars, *tables) if tables else ()]
     shortest = min(sum(n.rpartition(".")[0] == name for n in blocks) for name in lists)
-    found += [tuple(f"{star}/{run}" for star in stars) for run in RUNS if shortest >= 2 * run]
+    found: dict[str, tuple[str, ...]] = {"blocks": ()}
+    if tables:
+        found["blocks, tables"] = (*stars, *tables)
+    for run in RUNS:
+        if shortest >= 2 * run:
+            found[f"{run} blocks"] = tuple(f"{star}/{run}" for star in stars)
     if len(parts) > 1:
-        found += [parts, (*parts, *tables)]
-    return tuple(dict.fromkeys([*found, (NONE,)]))
+        found["parts"] = parts
+        found["parts, tables"] = (*parts, *tables)
+    return found | {"none": (NONE,)}
 
 
 def _tables(model: nn.Module, blocks: dict[str, nn.Module]) -> Iterator[str]:

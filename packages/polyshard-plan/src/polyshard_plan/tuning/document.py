@@ -81,6 +81,8 @@ class Tuning:
     refused: tuple[Refusal, ...]
     skipped: tuple[str, ...]
     """What was not searched, and why."""
+    units: Mapping[str, tuple[str, ...]]
+    """Patterns of units by the word that tables have for them; none: one unit a block."""
     front: tuple[Point, ...]
     """The fastest first: no other setting takes less memory in less time."""
     best: Point

@@ -19,7 +19,7 @@ def divisors(number: int) -> tuple[int, ...]:
 def meshes_of(
     given: MeshSpec, tensor_sizes: Iterable[int], *, keeps_replicas: bool = False
 ) -> tuple[MeshSpec, ...]:
-    """``given``, then every other mesh of its ranks, fewer tensor-parallel ranks and replicas first.
+    """``given``, then every other mesh of its ranks, small axes beside the shards first.
 
     Args:
         given: names the axes; those of one rank are left out of others.

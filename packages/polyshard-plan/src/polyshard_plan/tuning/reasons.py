@@ -37,7 +37,7 @@ def parts_of(timing: Timing) -> dict[str, float]:
 
 
 def differences(best: Tried, other: Tried) -> tuple[Difference, ...]:
-    """Every part in which they differ, those that cost most first; they add up to the difference."""
+    """Parts in which they differ, those that cost most first; they add up to the difference."""
     ours, theirs = _parts(best), _parts(other)
     names = dict.fromkeys([*ours, *theirs])
     found = [Difference(name, ours.get(name, 0.0), theirs.get(name, 0.0)) for name in names]

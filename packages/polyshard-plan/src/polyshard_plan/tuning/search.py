@@ -75,7 +75,8 @@ class Search:
         """
         if space.plans * self._units(next(iter(space.choices()))) <= MOST_UNITS:
             return self.of(space.choices())
-        plain = replace(space, units=space.units[:1], quantize=space.quantize[:1])
+        word, patterns = next(iter(space.units.items()))
+        plain = replace(space, units={word: patterns}, quantize=space.quantize[:1])
         first = self.of(plain.choices())
         meshes = list(dict.fromkeys(t.choice.mesh for t in _ranked(first.tried, budget_bytes)))
         others = replace(space, meshes=tuple(meshes[:MOST_MESHES]))

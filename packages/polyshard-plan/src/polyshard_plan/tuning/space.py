@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -55,7 +55,8 @@ class Space:
     """Values of each setting; the first of each is what the settings have."""
 
     meshes: tuple[MeshSpec, ...]
-    units: tuple[tuple[str, ...], ...]
+    units: Mapping[str, tuple[str, ...]]
+    """Patterns by a word for them."""
     quantize: tuple[str, ...]
     offload: tuple[str, ...]
     reshard: tuple[bool | int | None, ...]
@@ -67,7 +68,7 @@ class Space:
 
     def choices(self) -> Iterator[Choice]:
         """All of them, in an order that does not depend on anything else."""
-        planned = product(self.meshes, self.units, self.quantize)
+        planned = product(self.meshes, self.units.values(), self.quantize)
         for mesh, units, quantize in planned:
             for reshard, offload in product(self.reshards(mesh), self.offload):
                 yield Choice(mesh, units, reshard, quantize, offload)
@@ -93,7 +94,7 @@ def space_of(settings: Settings, subject: Subject, given: Open) -> Space:
     skipped: list[str] = []
     model = built(subject.loaded)
     is_resharding_open = "reshard" not in given.keep and settings.reshard is None
-    units: tuple[tuple[str, ...], ...] = (settings.units,)
+    units = {"as given" if settings.units else "blocks": settings.units}
     if "units" not in given.keep and not settings.units:
         units = boundaries_of(model)
     return Space(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rich.console import Console, Group, RenderableType
 from rich.syntax import Syntax
@@ -31,6 +31,7 @@ def show_tuning(tuning: Tuning, console: Console) -> None:
 def _parts(tuning: Tuning) -> Iterator[RenderableType]:
     yield _head(tuning)
     yield _front(tuning)
+    yield from _words(tuning)
     if tuning.runner_up is not None:
         yield _runner_up(tuning)
     for refusal in tuning.refused[:MOST_REFUSALS]:
@@ -64,11 +65,24 @@ def _front(tuning: Tuning) -> Table:
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for column in ("mesh", "units", "reshard", "codec", "offload"):
         table.add_column(column, overflow="fold")
+    words = _word_of(tuning)
     for point in _shown(tuning):
         mark = "best" if point.chosen else "" if point.fits else "large"
         style = "bold" if point.chosen else None if point.fits else "dim"
-        table.add_row(*_row(mark, point), style=style)
+        table.add_row(*_row(mark, point, words), style=style)
     return table
+
+
+def _words(tuning: Tuning) -> Iterator[Text]:
+    """What words for units stand for."""
+    for word in dict.fromkeys(_word_of(tuning)[point.units] for point in _shown(tuning)):
+        patterns = " ".join(f"--units '{pattern}'" for pattern in tuning.units[word])
+        if patterns:
+            yield Text(f"{word}: {patterns}", style="dim")
+
+
+def _word_of(tuning: Tuning) -> dict[tuple[str, ...], str]:
+    return {patterns: word for word, patterns in tuning.units.items()}
 
 
 def _shown(tuning: Tuning) -> list[Point]:
@@ -82,16 +96,16 @@ def _shown(tuning: Tuning) -> list[Point]:
     return [front[i] for i in sorted(indices)]
 
 
-def _row(mark: str, point: Point) -> tuple[str, ...]:
+def _row(mark: str, point: Point, words: Mapping[tuple[str, ...], str]) -> tuple[str, ...]:
     return (
         mark,
-        f"{point.seconds * 1e3:,.2f}",
+        f"{point.seconds * 1e3:,.3f}",
         readable(point.memory_bytes),
         point.mesh.replace(",", " "),
-        " ".join(point.units) or "blocks",
+        words[point.units],
         reshard_text(point.reshard),
         point.quantize or "-",
-        point.offload.replace(",", " ") or "-",
+        point.offload.replace(",", " ").replace("fraction=", "") or "-",
     )
 
 

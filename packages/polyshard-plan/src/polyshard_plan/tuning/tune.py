@@ -61,6 +61,7 @@ def tune(settings: Settings, given: Open, budget_bytes: int = 0) -> Tuning:
         is_exhaustive=found.is_exhaustive,
         refused=refusals_of(dict(found.refused)),
         skipped=space.skipped,
+        units=dict(space.units),
         front=tuple(point_of(t, best.choice, budget) for t in front_of(found.tried)),
         best=point_of(best, best.choice, budget),
         runner_up=_runner_up(order, budget),
