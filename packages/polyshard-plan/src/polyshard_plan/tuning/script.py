@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from itertools import groupby, pairwise
 
 from polyshard_plan.drafting import Subject
@@ -95,12 +96,12 @@ class _Script:
         self._import("polyshard_quantized", "QuantizedComm")
         names = [name.strip() for name in self._settings.quantize.split(",")]
         weights, gradients = self._format(names[0]), self._format(names[-1])
-        words = f"weights={weights}, gradients={gradients}"
-        package = __import__("polyshard_quantized")
+        words = [f"    weights={weights},", f"    gradients={gradients},"]
+        package = import_module("polyshard_quantized")
         if names[-1] != "native" and package.format_named(names[-1]).needs_feedback:
             self._import("polyshard_quantized", "ErrorFeedback")
-            words += ", error_feedback=ErrorFeedback()"
-        self._before.append(f"quantized = QuantizedComm({words})")
+            words.append("    error_feedback=ErrorFeedback(),")
+        self._before += ["quantized = QuantizedComm(", *words, ")"]
         self._plugins.append("quantized")
 
     def _format(self, name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from polyshard_plan.drafting import Estimate, Subject, estimated, planned, probed
@@ -13,6 +13,7 @@ from polyshard_plan.errors import PlanError
 from polyshard_plan.request.plugins import make_plugins, tiers_of
 from polyshard_plan.request.settings import Settings
 from polyshard_plan.tuning.choice import Choice
+from polyshard_plan.tuning.front import ranked
 from polyshard_plan.tuning.resharding import resharded
 from polyshard_plan.tuning.space import Space
 
@@ -78,7 +79,7 @@ class Search:
         word, patterns = next(iter(space.units.items()))
         plain = replace(space, units={word: patterns}, quantize=space.quantize[:1])
         first = self.of(plain.choices())
-        meshes = list(dict.fromkeys(t.choice.mesh for t in _ranked(first.tried, budget_bytes)))
+        meshes = list(dict.fromkeys(t.choice.mesh for t in _best_first(first.tried, budget_bytes)))
         others = replace(space, meshes=tuple(meshes[:MOST_MESHES]))
         seen = set(plain.choices())
         second = self.of(choice for choice in others.choices() if choice not in seen)
@@ -150,12 +151,8 @@ class Search:
         return made
 
 
-def _ranked(tried: Iterable[Tried], budget_bytes: int) -> list[Tried]:
+def _best_first(tried: Sequence[Tried], budget_bytes: int) -> list[Tried]:
     """The fastest that fit, then the smallest of the others."""
-    found = list(tried)
-    fitting = [t for t in found if not budget_bytes or t.memory_bytes <= budget_bytes]
-    others = [t for t in found if budget_bytes and t.memory_bytes > budget_bytes]
-    return [
-        *sorted(fitting, key=lambda t: (t.seconds, t.memory_bytes)),
-        *sorted(others, key=lambda t: (t.memory_bytes, t.seconds)),
-    ]
+    others = [t for t in tried if budget_bytes and t.memory_bytes > budget_bytes]
+    smallest = sorted(others, key=lambda t: (t.memory_bytes, t.seconds))
+    return [*ranked(tried, budget_bytes), *smallest]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from rich.console import Console, Group, RenderableType
-from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
@@ -25,7 +24,7 @@ def show_tuning(tuning: Tuning, console: Console) -> None:
     """Print ``tuning``."""
     console.print(Group(*_parts(tuning)))
     console.print(Text("The best, as Python:", style="bold"))
-    console.print(Syntax(tuning.python, "python", theme="ansi_dark", word_wrap=False))
+    console.print(Text(tuning.python), soft_wrap=True)  # whole lines, to be pasted
 
 
 def _parts(tuning: Tuning) -> Iterator[RenderableType]:
