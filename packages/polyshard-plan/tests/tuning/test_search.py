@@ -127,5 +127,5 @@ def test_the_budget_decides() -> None:
 
 
 def test_a_model_that_does_not_run_cannot_be_tuned() -> None:
-    with pytest.raises(PlanError, match="none of 14 settings works.*--inputs"):
+    with pytest.raises(PlanError, match=r"none of \d+ settings works.*--inputs"):
         tune(Settings(model="plan_models:Pair", mesh=parse_mesh("dp=2")), NO_TP)
