@@ -37,7 +37,17 @@ from polyshard_plan.request.model import Loaded, built, load_model
 from polyshard_plan.request.plugins import make_plugins, tensor_parallel, tiers_of
 from polyshard_plan.request.settings import Backend, Settings
 
-__all__ = ["Estimate", "Subject", "draft", "estimated", "planned", "probed", "subject_of"]
+__all__ = [
+    "Estimate",
+    "Running",
+    "Subject",
+    "draft",
+    "estimated",
+    "planned",
+    "probed",
+    "running",
+    "subject_of",
+]
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,14 @@ class Subject:
     loaded: Loaded
     machine: Machine
     backend: Backend
+
+
+@dataclass(frozen=True)
+class Running:
+    """What a step sends, and how long it takes without what plugins add."""
+
+    traffic: tuple[Transfer, ...]
+    timing: Timing | None
 
 
 @dataclass(frozen=True)
@@ -66,10 +84,10 @@ def draft(settings: Settings) -> Document:
         PlanError: for whatever cannot be planned, with the nearest thing that works.
     """
     subject = subject_of(settings)
-    plugins = make_plugins(settings)
-    groups = planned(subject, settings, plugins)
+    groups = planned(subject, settings)
     found = probed(subject, settings)
-    needs = estimated(subject, settings, groups, found, tiers_of(plugins))
+    run = running(subject, settings, groups, found)
+    needs = estimated(subject, settings, groups, found, run)
     machine = subject.machine
     case = Case(groups, needs.memory, needs.timing, machine, settings.mesh, found.problem)
     return Document(
@@ -97,15 +115,13 @@ def subject_of(settings: Settings) -> Subject:
     return Subject(load_model(settings), machine, settings.backend or machine.backend)
 
 
-def planned(
-    subject: Subject, settings: Settings, plugins: Sequence[object]
-) -> tuple[PlannedGroup, ...]:
+def planned(subject: Subject, settings: Settings) -> tuple[PlannedGroup, ...]:
     """The model as the engine plans it.
 
     Raises:
         PlanError: what the engine or a plugin refuses.
     """
-    taken = list(plugins)
+    taken: list[object] = make_plugins(settings)
     with planned_ranks(settings.mesh.ranks, subject.backend, settings.rank):
         model, mesh = built(subject.loaded), settings.mesh.build("meta")
         make = tensor_parallel(settings, subject.loaded, model)
@@ -133,22 +149,30 @@ def probed(subject: Subject, settings: Settings) -> Probe:
         return probe(model, units_of(model, settings.units), inputs)
 
 
+def running(
+    subject: Subject, settings: Settings, groups: Sequence[PlannedGroup], found: Probe
+) -> Running:
+    """What follows from a plan and a probe, wherever shards rest."""
+    mesh, timing = settings.mesh, None
+    traffic = traffic_of(groups, found, mesh)
+    if not found.problem:
+        timing = time_of(groups, found, traffic, subject.machine, mesh, settings.optimizer)
+    return Running(traffic, timing)
+
+
 def estimated(
     subject: Subject,
     settings: Settings,
     groups: Sequence[PlannedGroup],
     found: Probe,
-    tiers: dict[str, Any],
+    run: Running,
 ) -> Estimate:
-    """What follows from a plan and a probe: arithmetic alone."""
-    machine, mesh, optimizer = subject.machine, settings.mesh, settings.optimizer
-    traffic = traffic_of(groups, found, mesh)
-    memory = memory_of(groups, found, optimizer, tiers)
-    if found.problem:
-        return Estimate(traffic, memory, None)
-    timing = time_of(groups, found, traffic, machine, mesh, optimizer)
-    timing = with_overheads(timing, groups, tiers, machine, optimizer)
-    return Estimate(traffic, memory, timing)
+    """The same with tiers, and memory: arithmetic alone."""
+    tiers, timing = tiers_of(make_plugins(settings)), run.timing
+    memory = memory_of(groups, found, settings.optimizer, tiers)
+    if timing is not None:
+        timing = with_overheads(timing, groups, tiers, subject.machine, settings.optimizer)
+    return Estimate(run.traffic, memory, timing)
 
 
 def _cast(inputs: Any, settings: Settings) -> Any:

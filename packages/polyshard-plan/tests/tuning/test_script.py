@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -49,7 +50,7 @@ def check(world: World, **given: Any) -> str:
     settings = settings_of(given)
     code = script_of(settings, subject_of(settings))
     for rank, sent, groups in world.run(ran, code, settings.model.partition(":")[2]):
-        document = draft(Settings(**{**vars(settings), "rank": rank}))
+        document = draft(replace(settings, rank=rank))
         assert sent == document.counted_bytes
         assert groups == sum(group.count for group in document.groups)
     return code

@@ -18,7 +18,7 @@ from polyshard_plan.request.model import Loaded
 from polyshard_plan.request.names import imported
 from polyshard_plan.request.settings import Settings
 
-__all__ = ["make_plugins", "tensor_parallel", "tensor_plan", "tiers_of"]
+__all__ = ["is_plugin", "make_plugins", "tensor_parallel", "tensor_plan", "tiers_of"]
 
 TIERS = ("params", "grads", "optimizer", "fraction")
 LLAMA_LIKE = "model.layers.0.self_attn.q_proj"
@@ -81,14 +81,15 @@ def tensor_plan(settings: Settings, loaded: Loaded, model: nn.Module) -> str:
 def _named(name: str) -> Any:
     if ":" in name:
         found = imported(name, "--plugins")
-        return found if _is_plugin(found) else _call(name, found)
+        return found if is_plugin(found) else _call(name, found)
     try:
         return load_plugin(name)
     except PluginError as error:
         raise PlanError(f"--plugins {name}: {error}") from error
 
 
-def _is_plugin(found: object) -> bool:
+def is_plugin(found: object) -> bool:
+    """Whether it is a plugin, not something that makes one."""
     return not isinstance(found, type) and hasattr(found, "polyshard_contract")
 
 

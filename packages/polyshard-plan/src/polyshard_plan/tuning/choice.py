@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from polyshard_plan.request.mesh import MeshSpec
 from polyshard_plan.request.settings import Settings
 
-__all__ = ["Choice", "mesh_text"]
+__all__ = ["Choice", "mesh_text", "reshard_text"]
 
 
 @dataclass(frozen=True)

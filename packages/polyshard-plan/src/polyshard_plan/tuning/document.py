@@ -13,7 +13,7 @@ from polyshard_plan.tuning.choice import Choice, mesh_text
 from polyshard_plan.tuning.reasons import Difference
 from polyshard_plan.tuning.search import Tried
 
-__all__ = ["SCHEMA", "Point", "Refusal", "RunnerUp", "Tuning", "point_of"]
+__all__ = ["SCHEMA", "Point", "Refusal", "RunnerUp", "Tuning", "point_of", "refusals_of"]
 
 SCHEMA = 1
 

@@ -11,7 +11,7 @@ from polyshard_plan.drafting import Subject
 from polyshard_plan.dry_run.units import units_of
 from polyshard_plan.request.model import built
 from polyshard_plan.request.names import imported
-from polyshard_plan.request.plugins import tensor_plan
+from polyshard_plan.request.plugins import is_plugin, tensor_plan
 from polyshard_plan.request.settings import Settings
 
 __all__ = ["script_of"]
@@ -88,9 +88,7 @@ class _Script:
         if not colon:
             return f'"{name}"'
         self._import(module, attribute.partition(".")[0])
-        found = imported(name, "--plugins")
-        is_plugin = not isinstance(found, type) and hasattr(found, "polyshard_contract")
-        return attribute if is_plugin else f"{attribute}()"
+        return attribute if is_plugin(imported(name, "--plugins")) else f"{attribute}()"
 
     def _quantized(self) -> None:
         self._import("polyshard_quantized", "QuantizedComm")

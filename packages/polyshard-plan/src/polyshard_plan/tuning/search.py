@@ -6,11 +6,18 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from polyshard_plan.drafting import Estimate, Subject, estimated, planned, probed
+from polyshard_plan.drafting import (
+    Estimate,
+    Running,
+    Subject,
+    estimated,
+    planned,
+    probed,
+    running,
+)
 from polyshard_plan.dry_run.planning import PlannedGroup
 from polyshard_plan.dry_run.probing import Probe
 from polyshard_plan.errors import PlanError
-from polyshard_plan.request.plugins import make_plugins, tiers_of
 from polyshard_plan.request.settings import Settings
 from polyshard_plan.tuning.choice import Choice
 from polyshard_plan.tuning.front import ranked
@@ -66,18 +73,26 @@ class Search:
         """For ``settings`` whose batch is given: it stays the same on all meshes."""
         self._settings, self._subject = settings, subject
         self._plans: dict[object, tuple[PlannedGroup, ...] | PlanError] = {}
+        self._runs: dict[Choice, Running] = {}
         self._probes: dict[object, Probe | PlanError] = {}
 
     def over(self, space: Space, budget_bytes: int) -> Found:
         """All choices of ``space``; of a large one, the best meshes first, and then the rest.
 
-        The first round has each mesh with the first units and formats; the second has all choices
-        with those meshes that make the fastest steps within the budget (or take least memory).
+        The first round has each mesh with the first units, formats and tiers; the second has all
+        choices with those meshes that make the fastest steps within the budget (or take least
+        memory).
         """
         if space.plans * self._units(next(iter(space.choices()))) <= MOST_UNITS:
             return self.of(space.choices())
         word, patterns = next(iter(space.units.items()))
-        plain = replace(space, units={word: patterns}, quantize=space.quantize[:1])
+        plain = replace(
+            space,
+            units={word: patterns},
+            quantize=space.quantize[:1],
+            offload=space.offload[:1],
+            blocks=0,
+        )
         first = self.of(plain.choices())
         meshes = list(dict.fromkeys(t.choice.mesh for t in _best_first(first.tried, budget_bytes)))
         others = replace(space, meshes=tuple(meshes[:MOST_MESHES]))
@@ -118,8 +133,11 @@ class Search:
                 f"the model did not run on the meta device ({found.problem}), so no time is known; "
                 "give its inputs with --inputs module:function"
             )
-        tiers = tiers_of(make_plugins(settings))
-        return Tried(choice, estimated(self._subject, settings, groups, found, tiers))
+        key = replace(choice, offload="")
+        if key not in self._runs:
+            self._runs[key] = running(self._subject, settings, groups, found)
+        run = self._runs[key]
+        return Tried(choice, estimated(self._subject, settings, groups, found, run))
 
     def _planned(self, choice: Choice) -> tuple[PlannedGroup, ...]:
         """Planned without tiers, which change where shards rest and nothing of what travels."""
@@ -128,7 +146,7 @@ class Search:
         if made is None:
             settings = plain.applied(self._settings)
             try:
-                made = planned(self._subject, settings, make_plugins(settings))
+                made = planned(self._subject, settings)
             except PlanError as error:
                 made = error
             self._plans[plain] = made

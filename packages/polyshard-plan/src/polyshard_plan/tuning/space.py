@@ -20,7 +20,7 @@ from polyshard_plan.tuning.boundaries import boundaries_of
 from polyshard_plan.tuning.choice import Choice
 from polyshard_plan.tuning.meshes import divisors, meshes_of
 
-__all__ = ["KEEPABLE", "Open", "Space", "space_of"]
+__all__ = ["KEEPABLE", "Open", "Space", "space_of", "with_batch"]
 
 KEEPABLE = ("mesh", "replicate", "tp", "units", "reshard", "quantize", "offload")
 FORMATS = ("int8,native", "int8", "int4")
@@ -60,9 +60,8 @@ class Space:
     quantize: tuple[str, ...]
     offload: tuple[str, ...]
     reshard: tuple[bool | int | None, ...]
-    """``None`` and ``False`` stand for all sizes of blocks that divide, if nothing else is here."""
-    blocks: bool = False
-    """Whether blocks of all sizes that divide are tried too."""
+    blocks: int = 0
+    """Ranks of the largest blocks that are tried, too: those of a host, whose links are fast."""
     skipped: tuple[str, ...] = ()
     """What is not searched, and why."""
 
@@ -75,9 +74,8 @@ class Space:
 
     def reshards(self, mesh: MeshSpec) -> tuple[bool | int | None, ...]:
         """Those that ``mesh`` has."""
-        size = mesh.size("shard")
-        blocks = divisors(size)[1:-1] if self.blocks else ()
-        return (*self.reshard, *blocks)
+        sizes = divisors(mesh.size("shard"))[1:-1]
+        return (*self.reshard, *(size for size in sizes if size <= self.blocks))
 
     @property
     def plans(self) -> int:
@@ -103,7 +101,7 @@ def space_of(settings: Settings, subject: Subject, given: Open) -> Space:
         quantize=_formats(settings, given, skipped),
         offload=_tiers(settings, subject, given, skipped),
         reshard=(None, False) if is_resharding_open else (settings.reshard,),
-        blocks=is_resharding_open,
+        blocks=subject.machine.ranks_per_host if is_resharding_open else 0,
         skipped=tuple(skipped),
     )
 
