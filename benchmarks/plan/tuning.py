@@ -5,8 +5,8 @@
 The machine is measured first, as ``--measure`` does. Each setting is then planned, and run on two
 ranks: some take turns in the same processes, so that whatever else the machine does hits all of
 those alike. Steps with torch's optimizer and with polyshard's flat one are told apart, but a plan
-is for the flat one where no plugin steps. Reported is the median step of the chosen setting over that
-of the fastest; the bar is 1.05.
+is for the flat one where no plugin steps. Reported is the median step of the chosen setting over
+that of the fastest; the bar is 1.05.
 """
 
 from __future__ import annotations
