@@ -109,14 +109,14 @@ def test_a_host_is_no_tier_of_itself(tmp_path: Path) -> None:
 
 
 def test_meshes_that_the_batch_does_not_divide_over_are_refused() -> None:
-    settings = Settings(model="plan_models:uneven", mesh=parse_mesh("dp=2,tp=4"), sequence=16)
+    settings = Settings(model="plan_models:divided", mesh=parse_mesh("dp=4,tp=2"), sequence=16)
     if find_spec("polyshard_tensor_parallel") is None:
         pytest.skip("needs polyshard-tensor-parallel")
     plan = "polyshard_tensor_parallel:demo_plan"
     found = tune(replace(settings, tp_plan=plan), Open(keep=frozenset({"units", "offload"})))
-    assert found.batch == 2
+    assert found.batch == 4
     reasons = [refusal.reason for refusal in found.refused]
-    assert any("--batch 2 does not divide over 8" in reason for reason in reasons)
+    assert any("--batch 4 does not divide over 8" in reason for reason in reasons)
     assert any("does not fit the model" in reason for reason in reasons)
 
 
