@@ -45,8 +45,8 @@ def test_the_peak_is_the_allocators(world2: World, given: dict[str, object], seq
 @pytest.mark.once
 @pytest.mark.parametrize(
     "units",
-    [("blocks.*/2",), ("blocks.*.attention", "blocks.*.feed_forward"), ("none",)],
-    ids=["pairs", "parts", "none"],
+    [("blocks.*/2",), ("blocks.*.attention", "blocks.*.feed_forward")],
+    ids=["pairs", "parts"],
 )
 @pytest.mark.parametrize("reshard", [None, False])
 def test_the_peak_with_other_units(
@@ -55,7 +55,7 @@ def test_the_peak_with_other_units(
     settings = replace(SMALL, sequence=64, units=units, reshard=reshard)
     memory = draft(settings).memory
     for measured in world2.run(measured_peak, settings):
-        assert memory.peak.total == pytest.approx(memory.phases[0].total + measured, rel=0.05)
+        assert memory.peak.total == pytest.approx(memory.phases[0].total + measured, rel=0.1)
 
 
 @pytest.mark.once

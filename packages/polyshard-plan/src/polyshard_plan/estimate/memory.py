@@ -162,24 +162,26 @@ class _Step:
         root = self._found.root
         kept = sum(cost.saved_bytes for cost in costs)
         held = self._root_bytes + sum(map(self._kept_of, self._names))
+        held -= self._slices(self._names[-1:])
         last = [name for name in self._names[-1:] if not self._stays(name)]
         activations = kept + root.saved_bytes + root.backward.peak_bytes
-        yield "", held + self._of(last, _unsharded), activations, self._arriving(last)
+        yield "", held + self._of(last, _unsharded), activations, self._returning(last)
         waiting = self._found.tail_gradient_bytes
         leaving = 0
         for index in reversed(range(len(self._names))):
             name, cost = self._names[index], costs[index]
-            held -= 0 if self._stays(name) else self._kept_of(name)
             needed = [n for n in self._names[max(index - 1, 0) : index + 1] if not self._stays(n)]
             unsharded = held + self._of(needed, _unsharded)
-            transfers = waiting + leaving + self._arriving(needed[:1])
+            transfers = waiting + leaving + self._returning(needed[:1])
             yield name, unsharded, kept + cost.backward.peak_bytes, transfers
             kept -= cost.saved_bytes
-            held -= self._kept_of(name) if self._stays(name) else 0
+            if self._stays(name):
+                held -= self._kept_of(name)
             leaving = self._leaving(name)
             # Freed, and packed for its reduction; meanwhile the next gather has started.
             ahead = [n for n in self._names[max(index - 2, 0) : index] if not self._stays(n)]
-            packing = waiting + leaving + self._of([name], _packed) + self._arriving(ahead[:1])
+            packing = waiting + leaving + self._of([name], _packed) + self._returning(ahead[:1])
+            held -= self._slices(self._names[max(index - 1, 0) : index])
             yield name, held + self._of(ahead, _unsharded), kept, packing
         yield "", held, 0, leaving + self._leaving("")
 
@@ -203,6 +205,14 @@ class _Step:
         if isinstance(kept, bool):
             return 0 if kept else _unsharded(self._units[name])
         return -(-_unsharded(self._units[name]) // kept)
+
+    def _slices(self, names: Sequence[str]) -> int:
+        """What blocks keep of units, given up once those are gathered again."""
+        return sum(self._kept_of(name) for name in names if not self._stays(name))
+
+    def _returning(self, names: Sequence[str]) -> int:
+        """Scratch of a gather in backward; blocks send slices to where they belong."""
+        return self._arriving([name for name in names if not self._slices([name])])
 
     def _arriving(self, names: Sequence[str]) -> int:
         """Scratch of a gather, and shards on their way from another tier."""
