@@ -17,7 +17,8 @@ nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
 # The tests come last, so that pytest's closing line is the last thing above nox's summary.
 nox.options.sessions = [
-    "lint", "typecheck", "docs", "site", "build", "template", "gallery", "pages", "previous", "tests",
+    "lint", "typecheck", "docs", "site", "build", "template", "gallery", "previous", "pages",
+    "tests",
 ]  # fmt: skip
 
 ROOT = Path(__file__).parent

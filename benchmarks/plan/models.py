@@ -19,5 +19,10 @@ def narrow() -> LanguageModel:
     return _model(NARROW)
 
 
+def tiny() -> LanguageModel:
+    """To see that a benchmark runs."""
+    return _model(Case(width=64, layers=2))
+
+
 def _model(case: Case) -> LanguageModel:
     return build_model(Case(width=case.width, layers=case.layers, tokens=LONGEST))

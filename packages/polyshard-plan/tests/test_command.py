@@ -17,6 +17,7 @@ from polyshard_plan.command import plan
 
 pytestmark = pytest.mark.once
 
+TUNED = ("demo:tiny", "--mesh", "dp=4", "--batch", "4", "--keep", "tp", "--tune")
 PAIR = ("plan_models:Pair", "--inputs", "plan_models:pair_inputs", "--sequence", "4")
 
 
@@ -71,6 +72,28 @@ def keys(value: Any, *, are_names: bool = False) -> set[str]:
     return found
 
 
+def test_a_search_fits_80_columns() -> None:
+    code, text = run(*TUNED, "--memory-budget", "1GiB", "--allow-lossy")
+    assert code == 0
+    assert max(map(len, text.splitlines())) <= 80
+    for word in ("Memory against time", "best", "Runner-up", "fully_shard(model"):
+        assert word in text
+
+
+def test_a_search_as_json_is_documented() -> None:
+    code, text = run(*TUNED, "--json", "--keep", "offload")
+    assert code == 0
+    found = json.loads(text)
+    assert found["schema"] == 1
+    assert found["best"] in found["front"]
+    assert found["best"]["chosen"]
+    assert found["tried"] + sum(r["count"] for r in found["refused"]) > 10
+    page = Path(__file__).parents[3] / "docs" / "reference" / "plan.md"
+    known = page.read_text("utf-8")
+    del found["units"]  # by words that are data
+    assert not [key for key in sorted(keys(found)) if f"`{key}`" not in known]
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -97,6 +120,11 @@ def keys(value: Any, *, are_names: bool = False) -> set[str]:
         (["demo", "--plugins", "plan_models:raising"], "the factory's own trouble"),
         (["demo", "--set", "hidden_size=4"], "changes fields of a transformers config"),
         (["demo", "--set", "hidden_size"], "write field=value"),
+        (["demo", "--units", "blocks.*/two"], "as blocks.*/2"),
+        (["demo", "--memory-budget", "1GiB"], "add --tune"),
+        (["demo", "--tune", "--keep", "meshes"], "did you mean mesh?"),
+        (["demo", "--tune", "--memory-budget", "much"], "write a size such as 70GiB"),
+        ([*TUNED, "--memory-budget", "1KiB"], "The smallest takes"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else None,
 )

@@ -16,10 +16,17 @@ from polyshard_plan.estimate.machines import save_machine
 from polyshard_plan.estimate.measuring import measure
 from polyshard_plan.page.file import check_page, write_page
 from polyshard_plan.page.plan import plan_page
+from polyshard_plan.report.document import Document
 from polyshard_plan.report.table import WIDTH, show
 from polyshard_plan.request import options
 from polyshard_plan.request.mesh import parse_mesh
 from polyshard_plan.request.settings import Settings
+from polyshard_plan.request.sizes import parse_bytes
+from polyshard_plan.tuning.document import Tuning
+from polyshard_plan.tuning.page import tuning_page
+from polyshard_plan.tuning.space import Open
+from polyshard_plan.tuning.table import show_tuning
+from polyshard_plan.tuning.tune import tune as tuned
 
 __all__ = ["plan"]
 
@@ -50,6 +57,10 @@ def plan(  # noqa: PLR0913 (typer: an option is a parameter)
     parameters: options.Parameters = False,
     as_json: options.Json = False,
     html: options.Html = None,
+    tune: options.Tune = False,
+    memory_budget: options.MemoryBudget = "",
+    keep: options.Keep = None,
+    allow_lossy: options.AllowLossy = False,
 ) -> None:
     """Say what a training step will need, without running it: memory, traffic, time.
 
@@ -80,13 +91,33 @@ def plan(  # noqa: PLR0913 (typer: an option is a parameter)
             machine=machine,
             backend=backend,
         )
-        document = draft(settings)
+        search = _search(tune, memory_budget, keep or (), allow_lossy=allow_lossy)
+        found = draft(settings) if search is None else tuned(settings, *search)
         if html is not None:
-            write_page(html, plan_page(document))
+            write_page(html, _page(found, settings))
     if as_json:
-        typer.echo(document.to_json())
-        return
-    show(document, console_for_tables(WIDTH), parameters=parameters)
+        typer.echo(found.to_json())
+    elif isinstance(found, Tuning):
+        show_tuning(found, console_for_tables(WIDTH))
+    else:
+        show(found, console_for_tables(WIDTH), parameters=parameters)
+
+
+def _page(found: Document | Tuning, settings: Settings) -> str:
+    return tuning_page(found, settings) if isinstance(found, Tuning) else plan_page(found)
+
+
+def _search(
+    tune: bool, memory_budget: str, keep: Sequence[str], *, allow_lossy: bool
+) -> tuple[Open, int] | None:
+    """What is left open, and the bytes that a device may hold; ``None`` without ``--tune``."""
+    budget = parse_bytes(memory_budget, "--memory-budget") if memory_budget else 0
+    if tune:
+        return Open(keep=frozenset(keep), allow_lossy=allow_lossy), budget
+    given = {"--memory-budget": budget, "--keep": keep, "--allow-lossy": allow_lossy}
+    for option in (name for name, value in given.items() if value):
+        raise PlanError(f"{option} is for a search; add --tune")
+    return None
 
 
 def _at_once(ranks: int) -> int:

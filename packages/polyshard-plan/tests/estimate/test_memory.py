@@ -42,6 +42,33 @@ def test_the_peak_is_the_allocators(world2: World, given: dict[str, object], seq
         assert memory.peak.total == pytest.approx(rest + measured, rel=0.03)
 
 
+@pytest.mark.once
+@pytest.mark.parametrize(
+    "units",
+    [("blocks.*/2",), ("blocks.*.attention", "blocks.*.feed_forward")],
+    ids=["pairs", "parts"],
+)
+@pytest.mark.parametrize("reshard", [None, False])
+def test_the_peak_with_other_units(
+    world2: World, units: tuple[str, ...], reshard: bool | None
+) -> None:
+    settings = replace(SMALL, sequence=64, units=units, reshard=reshard)
+    memory = draft(settings).memory
+    for measured in world2.run(measured_peak, settings):
+        assert memory.peak.total == pytest.approx(memory.phases[0].total + measured, rel=0.1)
+
+
+@pytest.mark.once
+def test_blocks_keep_their_slices(world4: World) -> None:
+    settings = replace(SMALL, mesh=parse_mesh("dp=4"), sequence=16, reshard=2)
+    memory = draft(settings).memory
+    for measured in world4.run(measured_peak, settings):
+        assert memory.peak.total == pytest.approx(memory.phases[0].total + measured, rel=0.03)
+    freed = draft(replace(settings, reshard=None)).memory.peak
+    kept = draft(replace(settings, reshard=False)).memory.peak
+    assert freed.unsharded < memory.peak.unsharded < kept.unsharded
+
+
 def saved_by_torch(model: torch.nn.Module, tokens: Tensor) -> int:
     still = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
     saved: dict[int, int] = {}

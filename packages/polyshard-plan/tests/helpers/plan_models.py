@@ -81,3 +81,13 @@ def pair_inputs(batch: int, sequence: int) -> tuple[Tensor, Tensor]:
 
 def factories() -> dict[str, Any]:
     return {"uneven": uneven, "divided": divided, "frozen": frozen}
+
+
+class Watching:
+    """A plugin that does nothing."""
+
+    name = "watching"
+    polyshard_contract = 1
+
+
+WATCHING = Watching()

@@ -19,6 +19,7 @@ from polyshard import MixedPrecisionPolicy, fully_shard, stats
 from polyshard.exchange import replicas
 from polyshard.transport import sums
 from polyshard_plan import Document, PlanError, Settings, describe, parse_mesh
+from polyshard_plan.dry_run.units import units_of
 from polyshard_plan.request.plugins import make_plugins
 
 STEPS = 2
@@ -73,8 +74,9 @@ def measured_peak(rank: int, size: int, settings: Settings) -> int:
     policy = MixedPrecisionPolicy()
     if settings.bf16:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=settings.reshard)
+    for members in (*units_of(model, settings.units).values(), (model,)):
+        unit: Any = list(members) if len(members) > 1 else members[0]
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=settings.reshard)
     tokens = torch.zeros(settings.local_batch, settings.sequence, dtype=torch.int64)
 
     def step() -> None:

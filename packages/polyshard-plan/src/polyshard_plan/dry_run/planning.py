@@ -110,9 +110,9 @@ def shard(
         "reshard_after_forward": settings.reshard,
     }
     units = units_of(model, settings.units)
-    for name, unit in (*units.items(), ("", model)):
+    for name, members in (*units.items(), ("", (model,))):
         try:
-            fully_shard(unit, **keywords)
+            fully_shard(list(members) if len(members) > 1 else members[0], **keywords)
         except ValueError as error:
             where = f"unit {name}" if name else "the model"
             raise PlanError(f"{where} cannot be sharded so: {error}") from error

@@ -6,6 +6,7 @@ parameters and inputs) run once: the others hand out shapes like those of the fi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,11 +16,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_map_only
 
 from polyshard_plan._torch_private import storage_key
 from polyshard_plan.dry_run.attention import FlashAttention
-from polyshard_plan.dry_run.recorder import Account, Recorder, alike, leaves_of, local_of
+from polyshard_plan.dry_run.recorder import (
+    Account,
+    Kernel,
+    Recorder,
+    alike,
+    leaves_of,
+    local_of,
+)
+from polyshard_plan.dry_run.units import Units
 
 __all__ = ["Cost", "Probe", "cast_parameters", "probe"]
 
@@ -36,6 +46,10 @@ class Cost:
     """Whether gradients reach it: those of its parameters, or of what it is given."""
     forward: Account = field(default_factory=Account)
     backward: Account = field(default_factory=Account)
+
+
+Member = tuple[str, int]
+"""A module of a unit: the unit's name, and which of them."""
 
 
 @dataclass(frozen=True)
@@ -57,22 +71,53 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def probe(model: nn.Module, units: Mapping[str, nn.Module], inputs: Any) -> Probe:
+def probe(model: nn.Module, units: Units, inputs: Any) -> Probe:
     """Run ``model`` (meta device, not sharded) once on ``inputs``.
 
     Args:
         model: is changed: units hand out recorded shapes.
-        units: by name.
+        units: the modules of each, by name.
         inputs: a tensor, a tuple of them, or a mapping of keyword arguments.
     """
     run = _Run(model)
-    for name, unit in units.items():
-        run.wrap(name, unit)
+    members = {(name, i): m for name, unit in units.items() for i, m in enumerate(unit)}
+    for key, member in members.items():
+        run.wrap(key, member)
     try:
         return run(inputs)
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         return Probe({}, Cost(), problem=f"{type(error).__name__}: {first}")
+
+
+def in_one_unit(costs: Sequence[Cost], gradient_bytes: Sequence[int]) -> Cost:
+    """The cost of modules that run one after the other and are one unit.
+
+    Args:
+        costs: of each, in the order of their forwards.
+        gradient_bytes: of each one's parameters; all wait for the backward of the first.
+    """
+    if len(costs) == 1:
+        return costs[0]
+    peak = kept = 0
+    for cost in costs:
+        peak = max(peak, kept + cost.input_bytes + cost.forward.peak_bytes)
+        kept += cost.saved_bytes
+    forward = _in_turn([cost.forward for cost in costs], peak - costs[0].input_bytes)
+    peak = grown = 0
+    for cost, gradients in zip(reversed(costs), reversed(gradient_bytes), strict=True):
+        peak = max(peak, grown + cost.backward.peak_bytes)
+        grown += gradients - cost.saved_bytes
+    backward = _in_turn([cost.backward for cost in reversed(costs)], peak)
+    has_backward = any(cost.has_backward for cost in costs)
+    return Cost(kept, costs[0].input_bytes, has_backward, forward, backward)
+
+
+def _in_turn(accounts: Sequence[Account], peak_bytes: int) -> Account:
+    kernels: Counter[Kernel] = Counter()
+    for account in accounts:
+        kernels.update(account.kernels)
+    return Account(kernels, peak_bytes, [c for a in accounts for c in a.collectives])
 
 
 class _Run:
@@ -84,19 +129,27 @@ class _Run:
         self._still = {storage_key(local_of(t)) for t in _resting(model)}
         self._recorder.know(_resting(model))
         self._known: dict[object, tuple[Cost, Any]] = {}
-        self._costs: dict[str, Cost] = {}
-        self._before: list[Tensor] = []
+        self._costs: dict[Member, Cost] = {}
+        self._gradients: dict[Member, int] = {}
+        self._before: dict[int, Tensor] = {}
 
-    def wrap(self, name: str, unit: nn.Module) -> None:
+    def wrap(self, member: Member, unit: nn.Module) -> None:
         """Have ``unit`` be measured, or be told apart from none."""
         original = unit.forward
+        self._gradients[member] = sum(
+            local_of(p).nbytes for p in unit.parameters() if p.requires_grad
+        )
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             key = (type(unit), _shapes(unit.named_parameters()), _signature((args, kwargs)))
+            given = [t for t in leaves_of((args, kwargs)) if t.grad_fn is not None]
+            self._before.update((id(tensor), tensor) for tensor in given)
             if key not in self._known:
-                self._before += [t for t in leaves_of((args, kwargs)) if t.grad_fn is not None]
                 self._known[key] = self._measure(unit, original, args, kwargs)
-            self._costs[name], out = self._known[key]
+            self._costs[member], out = self._known[key]
+            if _is_pending(out):
+                del self._known[key]  # what it waits for is its own
+                return out
             return tree_map_only(Tensor, alike, out)
 
         unit.forward = forward
@@ -109,15 +162,41 @@ class _Run:
         with self._recorder, FlashAttention(self._recorder), torch.enable_grad():
             with self._recorder.on(forward), self._saving() as saved:
                 loss = _loss(self._model(*args, **kwargs))
+            tail = self._tail_bytes(loss)
             with self._recorder.on(backward):
-                loss.backward()
-                tail = _gradient_bytes(self._model)
-                for tensor in self._before:
-                    if tensor.requires_grad:
-                        tensor.backward(torch.empty_like(tensor))
-        return Probe(
-            self._costs, Cost(_total(saved, self._still), 0, True, forward, backward), tail
-        )
+                self._backward(loss)
+        root = Cost(_total(saved, self._still), 0, True, forward, backward)
+        return Probe(self._units(), root, tail)
+
+    def _tail_bytes(self, loss: Tensor) -> int:
+        """Of parameters whose gradients are complete before any unit's backward."""
+        behind = _leaves(loss) - set().union(*map(_leaves, self._before.values()))
+        parameters = {id(p): p for p in self._model.parameters()}
+        return sum(local_of(p).nbytes for key, p in parameters.items() if key in behind)
+
+    def _backward(self, loss: Tensor) -> None:
+        """What the root computes behind the last unit, then what it does between and before."""
+        before = [tensor for tensor in self._before.values() if tensor.requires_grad]
+        between = _nodes(loss) & set().union(*map(_nodes, before))
+        if between:  # as with residuals that go around units: nodes run once
+            gradients = [None, *(torch.empty_like(t) for t in before)]
+            torch.autograd.backward([loss, *before], gradients)
+            return
+        loss.backward()
+        if before:
+            torch.autograd.backward(before, [torch.empty_like(t) for t in before])
+
+    def _units(self) -> dict[str, Cost]:
+        found: dict[str, list[Member]] = {}
+        for member in self._costs:
+            found.setdefault(member[0], []).append(member)
+        return {
+            name: in_one_unit(
+                [self._costs[member] for member in members],
+                [self._gradients[member] for member in members],
+            )
+            for name, members in found.items()
+        }
 
     def _measure(
         self, unit: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
@@ -130,6 +209,8 @@ class _Run:
             out = call(*args, **kwargs)
         total = _total(saved, self._still | shared)
         given = sum(local_of(t).nbytes for t in leaves_of((args, kwargs)) if t.requires_grad)
+        if _is_pending(out):
+            return Cost(total, given, True, forward, backward), out
         saved.clear()
         wanted = [t for t in leaves_of(out) if t.requires_grad]
         with self._recorder.on(backward):
@@ -159,8 +240,36 @@ def _resting(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def _gradient_bytes(model: nn.Module) -> int:
-    return sum(local_of(p.grad).nbytes for p in model.parameters() if p.grad is not None)
+def _nodes(tensor: Tensor) -> set[Any]:
+    """Of the graph that made ``tensor``, but for those that only gather gradients of leaves."""
+    found: set[Any] = set()
+    waiting: list[Any] = [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found and not hasattr(node, "variable"):
+            found.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+def _leaves(tensor: Tensor) -> set[int]:
+    """Leaves that gradients of ``tensor`` reach, by ``id``."""
+    edges = (edge for node in _nodes(tensor) for edge, _ in node.next_functions)
+    return {id(edge.variable) for edge in edges if hasattr(edge, "variable")}
+
+
+def _is_pending(out: Any) -> bool:
+    """Whether ranks have yet to add up what they computed, as a divided embedding leaves it.
+
+    Only the tensor itself can be added up; then its backward is booked on the root.
+    """
+    return any(
+        isinstance(t, DTensor) and any(map(_is_partial, t.placements)) for t in leaves_of(out)
+    )
+
+
+def _is_partial(placement: Placement) -> bool:
+    return placement.is_partial()
 
 
 def _storage(tensor: Tensor) -> int:

@@ -154,32 +154,34 @@ class _Step:
             activations = kept + cost.input_bytes + cost.forward.peak_bytes
             yield name, unsharded, activations, self._arriving(following)
             kept += cost.saved_bytes
-            held += _unsharded(self._units[name]) if self._stays(name) else 0
+            held += self._kept_of(name)
         yield "", held, kept + self._found.root.forward.peak_bytes, self._arriving([""])
 
     def _backward(self) -> Iterator[tuple[str, int, int, int]]:
         costs = [self._cost(name) for name in self._names]
         root = self._found.root
         kept = sum(cost.saved_bytes for cost in costs)
-        stay = sum(_unsharded(self._units[n]) for n in self._names if self._stays(n))
-        held = self._root_bytes + stay
+        held = self._root_bytes + sum(map(self._kept_of, self._names))
+        held -= self._slices(self._names[-1:])
         last = [name for name in self._names[-1:] if not self._stays(name)]
         activations = kept + root.saved_bytes + root.backward.peak_bytes
-        yield "", held + self._of(last, _unsharded), activations, self._arriving(last)
+        yield "", held + self._of(last, _unsharded), activations, self._returning(last)
         waiting = self._found.tail_gradient_bytes
         leaving = 0
         for index in reversed(range(len(self._names))):
             name, cost = self._names[index], costs[index]
             needed = [n for n in self._names[max(index - 1, 0) : index + 1] if not self._stays(n)]
             unsharded = held + self._of(needed, _unsharded)
-            transfers = waiting + leaving + self._arriving(needed[:1])
+            transfers = waiting + leaving + self._returning(needed[:1])
             yield name, unsharded, kept + cost.backward.peak_bytes, transfers
             kept -= cost.saved_bytes
-            held -= self._of([name], _unsharded) if self._stays(name) else 0
+            if self._stays(name):
+                held -= self._kept_of(name)
             leaving = self._leaving(name)
             # Freed, and packed for its reduction; meanwhile the next gather has started.
             ahead = [n for n in self._names[max(index - 2, 0) : index] if not self._stays(n)]
-            packing = waiting + leaving + self._of([name], _packed) + self._arriving(ahead[:1])
+            packing = waiting + leaving + self._of([name], _packed) + self._returning(ahead[:1])
+            held -= self._slices(self._names[max(index - 1, 0) : index])
             yield name, held + self._of(ahead, _unsharded), kept, packing
         yield "", held, 0, leaving + self._leaving("")
 
@@ -196,6 +198,21 @@ class _Step:
     def _stays(self, name: str) -> bool:
         """Whether a unit stays gathered between forward and backward."""
         return self._units[name][0].plan.reshard_after_forward is False
+
+    def _kept_of(self, name: str) -> int:
+        """Bytes of a unit between forward and backward: all, a block's slice, or none."""
+        kept = self._units[name][0].plan.reshard_after_forward
+        if isinstance(kept, bool):
+            return 0 if kept else _unsharded(self._units[name])
+        return -(-_unsharded(self._units[name]) // kept)
+
+    def _slices(self, names: Sequence[str]) -> int:
+        """What blocks keep of units, given up once those are gathered again."""
+        return sum(self._kept_of(name) for name in names if not self._stays(name))
+
+    def _returning(self, names: Sequence[str]) -> int:
+        """Scratch of a gather in backward; blocks send slices to where they belong."""
+        return self._arriving([name for name in names if not self._slices([name])])
 
     def _arriving(self, names: Sequence[str]) -> int:
         """Scratch of a gather, and shards on their way from another tier."""

@@ -8,6 +8,7 @@ import typer
 from polyshard_plan.request.settings import Backend, OptimizerName
 
 SHAPE, ENGINE, OUTPUT = "Model and mesh", "Engine and plugins", "Machine and output"
+TUNING = "Search"
 
 Model = Annotated[
     str,
@@ -126,5 +127,37 @@ Html = Annotated[
         "--html",
         help="Write the plan to FILE, one page that needs no network, too.",
         rich_help_panel=OUTPUT,
+    ),
+]
+Tune = Annotated[
+    bool,
+    typer.Option(
+        "--tune",
+        help="Search for the fastest setting that fits: meshes of as many ranks, units, "
+        "resharding, tiers. What other options choose stays.",
+        rich_help_panel=TUNING,
+    ),
+]
+MemoryBudget = Annotated[
+    str,
+    typer.Option(
+        help="What a device may hold: 70GiB. Default: what the machine's have.",
+        rich_help_panel=TUNING,
+    ),
+]
+Keep = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="What --tune leaves as it is: mesh, replicate, tp, units, reshard, quantize, offload. "
+        "Repeat.",
+        rich_help_panel=TUNING,
+    ),
+]
+AllowLossy = Annotated[
+    bool,
+    typer.Option(
+        "--allow-lossy",
+        help="Have --tune try codecs, which change values that travel.",
+        rich_help_panel=TUNING,
     ),
 ]

@@ -18,7 +18,7 @@ from polyshard_plan.request.model import Loaded
 from polyshard_plan.request.names import imported
 from polyshard_plan.request.settings import Settings
 
-__all__ = ["make_plugins", "tensor_parallel"]
+__all__ = ["is_plugin", "make_plugins", "tensor_parallel", "tensor_plan", "tiers_of"]
 
 TIERS = ("params", "grads", "optimizer", "fraction")
 LLAMA_LIKE = "model.layers.0.self_attn.q_proj"
@@ -51,16 +51,7 @@ def tensor_parallel(settings: Settings, loaded: Loaded, model: nn.Module) -> Any
     if size == 1:
         return None
     package = _package("polyshard_tensor_parallel", f"--mesh with tp={size}")
-    name = settings.tp_plan or loaded.tp_plan
-    if not settings.tp_plan and name == "*transformers*":
-        is_llama_like = any(found == LLAMA_LIKE for found, _ in model.named_modules())
-        name = "polyshard_tensor_parallel:llama_plan" if is_llama_like else ""
-    if not name:
-        raise PlanError(
-            f"tp={size}: no ready-made plan fits {loaded.name}; give --tp-plan module:function, "
-            "which returns a polyshard_tensor_parallel.Plan, or leave tp out of --mesh"
-        )
-    plan = imported(name, "--tp-plan")
+    plan = imported(tensor_plan(settings, loaded, model), "--tp-plan")
 
     def make(mesh: DeviceMesh) -> Any:
         return package.TensorParallel(plan(), mesh=mesh)
@@ -68,17 +59,37 @@ def tensor_parallel(settings: Settings, loaded: Loaded, model: nn.Module) -> Any
     return make
 
 
+def tensor_plan(settings: Settings, loaded: Loaded, model: nn.Module) -> str:
+    """``module:function`` that returns the tensor-parallel plan for ``model``.
+
+    Raises:
+        PlanError: where there is none.
+    """
+    name = settings.tp_plan or loaded.tp_plan
+    if not settings.tp_plan and name == "*transformers*":
+        is_llama_like = any(found == LLAMA_LIKE for found, _ in model.named_modules())
+        name = "polyshard_tensor_parallel:llama_plan" if is_llama_like else ""
+    if not name:
+        raise PlanError(
+            f"tp={settings.mesh.size('tensor')}: no ready-made plan fits {loaded.name}; give "
+            "--tp-plan module:function, which returns a polyshard_tensor_parallel.Plan, or leave "
+            "tp out of --mesh"
+        )
+    return name
+
+
 def _named(name: str) -> Any:
     if ":" in name:
         found = imported(name, "--plugins")
-        return found if _is_plugin(found) else _call(name, found)
+        return found if is_plugin(found) else _call(name, found)
     try:
         return load_plugin(name)
     except PluginError as error:
         raise PlanError(f"--plugins {name}: {error}") from error
 
 
-def _is_plugin(found: object) -> bool:
+def is_plugin(found: object) -> bool:
+    """Whether it is a plugin, not something that makes one."""
     return not isinstance(found, type) and hasattr(found, "polyshard_contract")
 
 

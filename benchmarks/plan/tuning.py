@@ -1,0 +1,215 @@
+"""The choice of ``polyshard plan --tune`` beside the fastest of settings that are all really run.
+
+    python -m benchmarks.plan.tuning
+
+The machine is measured first, as ``--measure`` does. Each setting is then planned, and run on two
+ranks: some take turns in the same processes, so that whatever else the machine does hits all of
+those alike. Steps with torch's optimizer and with polyshard's flat one are told apart, but a plan
+is for the flat one where no plugin steps. Reported is the median step of the chosen setting over
+that of the fastest; the bar is 1.05.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.plan.step import measure_machine
+from benchmarks.ranks import run_alone, run_ranks
+from benchmarks.result import save
+from benchmarks.step.case import Case
+from benchmarks.step.engines import LEARNING_RATE, batches, build_model, loss_of
+
+RANKS = 2
+MODEL = Case(width=512, layers=8, tokens=16, steps=9, warmup=2)
+QUICK = Case(width=64, layers=2, tokens=16, steps=2, warmup=1)
+AT_ONCE = 6
+"""Settings that take turns: all of their models are in memory."""
+UNITS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("blocks.*/2",),
+    ("blocks.*.attention", "blocks.*.feed_forward"),
+    ("none",),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One that is planned and run; in the words of the command's options."""
+
+    units: tuple[str, ...] = ()
+    mesh: str = "dp=2"
+    reshard: bool | None = None
+    quantize: str = ""
+    offload: str = ""
+    flat: bool = True
+
+    @property
+    def name(self) -> str:
+        words = [" ".join(self.units) or "blocks", self.mesh]
+        words += ["kept"] * (self.reshard is False) + [self.quantize] * bool(self.quantize)
+        words += [self.offload] * bool(self.offload) + ["not flat"] * (not self.flat)
+        return ", ".join(words)
+
+
+def settings() -> tuple[Setting, ...]:
+    """36 of them: what differs in kind, each with every choice of units."""
+    others: tuple[dict[str, Any], ...] = (
+        {},
+        {"flat": False},
+        {"reshard": False},
+        {"reshard": False, "flat": False},
+        {"quantize": "int8"},
+        {"reshard": False, "quantize": "int8"},
+        {"offload": "optimizer=host"},
+        {"offload": "params=host"},
+        {"mesh": "replicate=2,dp=1"},
+    )
+    return tuple(Setting(units, **other) for other, units in product(others, UNITS))
+
+
+def model_of(case: Case) -> str:
+    """What ``polyshard plan`` imports it by."""
+    return f"benchmarks.plan.models:{'narrow' if case.width == MODEL.width else 'tiny'}"
+
+
+def predict(found: list[Setting], case: Case, machine: str) -> list[dict[str, float]]:
+    """Seconds and bytes of each, as ``--tune`` plans them; in a process without a process group."""
+    from polyshard_plan import Settings, parse_mesh
+    from polyshard_plan.drafting import subject_of
+    from polyshard_plan.tuning.choice import Choice
+    from polyshard_plan.tuning.search import Search
+
+    base = Settings(
+        model=model_of(case),
+        batch=RANKS,
+        sequence=case.tokens,
+        machine=machine,
+        mesh=parse_mesh(f"dp={RANKS}"),
+    )
+    search = Search(base, subject_of(base))
+    said = []
+    for one in found:
+        mesh = parse_mesh(one.mesh)
+        tried = search.one(Choice(mesh, one.units, one.reshard, one.quantize, one.offload))
+        said.append({"step": tried.seconds, "memory": float(tried.memory_bytes)})
+    return said
+
+
+class Engine:
+    """A model as a setting shards it, and its optimizer."""
+
+    def __init__(self, setting: Setting, case: Case) -> None:
+        import polyshard
+        from polyshard_plan import Settings, parse_mesh
+        from polyshard_plan.dry_run.units import units_of
+        from polyshard_plan.request.plugins import make_plugins
+
+        self.model: Any = build_model(case)
+        spec = parse_mesh(setting.mesh)
+        chosen = Settings(model="", mesh=spec, quantize=setting.quantize, offload=setting.offload)
+        plugins = make_plugins(chosen)
+        sizes, names = [a.size for a in spec.axes], [a.name for a in spec.axes]
+        mesh = init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(names))
+        keywords: dict[str, Any] = {
+            "mesh": mesh,
+            "plugins": plugins,
+            "reshard_after_forward": setting.reshard,
+        }
+        for members in units_of(self.model, setting.units).values():
+            polyshard.fully_shard(list(members) if len(members) > 1 else members[0], **keywords)
+        polyshard.fully_shard(self.model, **keywords)
+        kind = {"fused" if setting.flat else "foreach": True}
+        made = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, **kind)
+        if setting.offload:
+            self.optimizer = plugins[-1].wrap(made)
+        else:
+            self.optimizer = polyshard.flat(made) if setting.flat else made
+
+    def step(self, batch: torch.Tensor) -> float:
+        """Seconds of one."""
+        begin = time.perf_counter()
+        loss_of(self.model, batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - begin
+
+
+def time_settings(found: list[Setting], case: Case) -> list[list[float]]:
+    """Seconds of every step of each, which take turns, beginning with another one each time."""
+    engines = [Engine(setting, case) for setting in found]
+    seconds: list[list[float]] = [[] for _ in found]
+    for index, batch in enumerate(batches(case)):
+        for offset in range(len(found)):
+            turn = (index + offset) % len(found)
+            dist.barrier()
+            taken = engines[turn].step(batch)
+            if index >= case.warmup:
+                seconds[turn].append(taken)
+    return seconds
+
+
+def measure(*, quick: bool = False) -> dict[str, Any]:
+    """Predicted and measured seconds of every setting, and what follows."""
+    case, found = QUICK if quick else MODEL, list(settings())
+    with TemporaryDirectory() as folder:
+        path = str(Path(folder, "machine.json"))
+        measure_machine(RANKS, path)
+        predicted = run_alone(predict, found, case, path)
+    rows = []
+    for first in range(0, len(found), AT_ONCE):
+        part = found[first : first + AT_ONCE]
+        for setting, turns in zip(part, run_ranks(RANKS, time_settings, part, case), strict=True):
+            rows.append({"name": setting.name, "setting": asdict(setting), "seconds": turns})
+    for row, said in zip(rows, predicted, strict=True):
+        row["predicted"], row["measured"] = said, {"step": statistics.median(row["seconds"])}
+    return {"case": asdict(case), "rows": rows, **_compared(rows)}
+
+
+def _compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A plan is for flat steps, so that of equal predictions the flat one is chosen."""
+    chosen = min(rows, key=lambda row: (row["predicted"]["step"], not row["setting"]["flat"]))
+    best = min(rows, key=lambda row: row["measured"]["step"])
+    lossless = [row for row in rows if not row["setting"]["quantize"]]
+    kept = min(lossless, key=lambda row: (row["predicted"]["step"], not row["setting"]["flat"]))
+    exact = min(lossless, key=lambda row: row["measured"]["step"])
+    return {
+        "chosen": chosen["name"],
+        "best": best["name"],
+        "chosen / best": chosen["measured"]["step"] / best["measured"]["step"],
+        "chosen / best, lossless": kept["measured"]["step"] / exact["measured"]["step"],
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    for row in sorted(found["rows"], key=lambda row: row["measured"]["step"]):
+        said, took = row["predicted"]["step"], row["measured"]["step"]
+        print(f"{1e3 * took:8.1f} ms, {1e3 * said:8.1f} said: {row['name']}")
+    print(f"chosen: {found['chosen']}; fastest: {found['best']}")
+    for name in ("chosen / best", "chosen / best, lossless"):
+        print(f"{name}: {found[name]:.3f} (bar: 1.05) of {len(found['rows'])} settings")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a tiny model, two steps")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    found = measure(quick=options.quick)
+    show(found)
+    if options.json:
+        save(found, options.json)
+
+
+if __name__ == "__main__":
+    main()

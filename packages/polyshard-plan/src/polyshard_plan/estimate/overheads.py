@@ -1,0 +1,89 @@
+"""What plugins add to the time of a step: codes to make and read, shards to bring and take away.
+
+Codecs read and write memory that compute would use. Transfers between a device and another tier
+have a lane of their own, which hides behind compute as far as the machine can do both; a tier
+called ``disk`` counts as the host. Where parameters rest on the host, the optimizer steps there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from polyshard_plan.dry_run.planning import PlannedGroup
+from polyshard_plan.estimate.machines import Machine
+from polyshard_plan.estimate.memory import STATES
+from polyshard_plan.estimate.timing import Timing
+from polyshard_plan.request.settings import OptimizerName
+
+__all__ = ["with_overheads"]
+
+
+def with_overheads(
+    timing: Timing,
+    groups: Sequence[PlannedGroup],
+    tiers: Mapping[str, Any],
+    machine: Machine,
+    optimizer: OptimizerName,
+) -> Timing:
+    """``timing``, and what codecs and tiers add to it."""
+    elements = [g.trainable_elements * g.plan.dtypes.orig.itemsize for g in groups]
+    step = _optimizer(timing, sum(elements), tiers, machine, STATES[optimizer])
+    added = {
+        "encoding and decoding": sum(map(_coded_bytes, groups)) / machine.memory_bytes_per_second,
+        "shards from and to other tiers": _exposed(
+            sum(_staged_bytes(group, tiers) for group in groups) / machine.host_bytes_per_second,
+            timing.compute_seconds,
+            machine,
+        ),
+    }
+    waits = tuple((what, seconds) for what, seconds in added.items() if seconds)
+    return replace(
+        timing,
+        step_seconds=timing.step_seconds + step + sum(seconds for _, seconds in waits),
+        optimizer_seconds=timing.optimizer_seconds + step,
+        exposed=(*timing.exposed, *waits),
+    )
+
+
+def _exposed(seconds: float, beside: float, machine: Machine) -> float:
+    """What is left of transfers that run beside so many seconds of work."""
+    return seconds - machine.overlap * min(seconds, beside)
+
+
+def _optimizer(
+    timing: Timing, nbytes: int, tiers: Mapping[str, Any], machine: Machine, states: int
+) -> float:
+    """Seconds that the optimizer takes longer, whose parameters take so many bytes."""
+    if tiers["params"] != "device":
+        on_host = nbytes * (3 + 2 * states) / machine.host_bytes_per_second
+        return max(0.0, on_host - timing.optimizer_seconds)
+    if tiers["optimizer"] == "device":
+        return 0.0
+    # State comes and goes at the same time, each on its direction of the link.
+    passing = states * nbytes * tiers["fraction"] / machine.host_bytes_per_second
+    return _exposed(passing, timing.optimizer_seconds, machine)
+
+
+def _staged_bytes(group: PlannedGroup, tiers: Mapping[str, Any]) -> int:
+    """Shards to the device for each gather, and those of gradients from it."""
+    plan = group.plan
+    gathers = 1 + (plan.reshard_after_forward is True)
+    comes = gathers * plan.shard_bytes if tiers["params"] != "device" else 0
+    goes = plan.shard_bytes if tiers["grads"] != "device" and group.trainable_elements else 0
+    return comes + goes
+
+
+def _coded_bytes(group: PlannedGroup) -> int:
+    """What codecs read and write: each shard and each code once, and what is decoded."""
+    plan, world = group.plan, group.plan.layout.world_size
+    codes, total = plan.payloads, 0
+    if codes.gather is not None:
+        gathers = 1 + bool(plan.reshard_after_forward)
+        total += gathers * (plan.shard_bytes + (world + 1) * codes.gather + plan.unsharded_bytes)
+    if codes.reduce is not None:
+        total += plan.unsharded_bytes + 2 * world * codes.reduce + plan.shard_bytes
+    if codes.replicas is not None:
+        total += 2 * plan.shard_bytes + 2 * codes.replicas
+    return total

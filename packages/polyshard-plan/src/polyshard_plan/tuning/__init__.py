@@ -1,0 +1,1 @@
+"""Which settings are best: all that could be chosen, planned, and compared."""
