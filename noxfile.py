@@ -189,8 +189,8 @@ def use_dist(session: nox.Session, dist: Path) -> None:
         session.run(sys.executable, "-m", "virtualenv", "--quiet", "env", external=True)
         python = str(Path(empty, "env/bin/python"))
         pip = (python, "-m", "pip")
-        wheels = [f"{wheel}" for wheel in sorted(dist.glob("*.whl"))]
-        wheels = [f"{w}[new]" if "/polyshard-" in w else w for w in wheels]
+        wheels = [str(wheel) for wheel in sorted(dist.glob("polyshard_*.whl"))]
+        wheels += [f"{wheel}[new]" for wheel in dist.glob("polyshard-*.whl")]
         session.run(*pip, "install", TORCH, *wheels, *mypy, external=True, silent=True)
         session.run(*pip, "check", external=True)
         session.run(python, "-I", str(ROOT / "tools/smoke.py"), external=True, env=ONE_THREAD)
