@@ -28,9 +28,12 @@ PAGES = (
     "explanation/architecture.html",
     "explanation/zero-copy.html",
 )
-pytestmark = pytest.mark.skipif(
-    not (SITE / version(ROOT)).is_dir(), reason="no site is built: run nox -s site"
-)
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(
+        not (SITE / version(ROOT)).is_dir(), reason="no site is built: run nox -s site"
+    ),
+]
 
 
 class _Quiet(SimpleHTTPRequestHandler):

@@ -64,9 +64,8 @@ def test_blocks_keep_their_slices(world4: World) -> None:
     memory = draft(settings).memory
     for measured in world4.run(measured_peak, settings):
         assert memory.peak.total == pytest.approx(memory.phases[0].total + measured, rel=0.03)
-    freed = draft(replace(settings, reshard=None)).memory.peak
-    kept = draft(replace(settings, reshard=False)).memory.peak
-    assert freed.unsharded < memory.peak.unsharded < kept.unsharded
+    freed, kept = (draft(replace(settings, reshard=r)).memory.phases[1] for r in (None, False))
+    assert freed.unsharded < memory.phases[1].unsharded < kept.unsharded
 
 
 def saved_by_torch(model: torch.nn.Module, tokens: Tensor) -> int:

@@ -112,7 +112,7 @@ def _meshes(
     mesh = settings.mesh
     if "mesh" in given.keep:
         return (mesh,)
-    sizes = (mesh.size("tensor"),)
+    sizes: tuple[int, ...] = (mesh.size("tensor"),)
     if "tp" not in given.keep:
         sizes = _tensor_sizes(settings, subject, skipped)
     return meshes_of(mesh, sizes, keeps_replicas="replicate" in given.keep)
