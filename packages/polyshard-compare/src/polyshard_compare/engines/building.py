@@ -6,19 +6,17 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from torch import nn
-
 from polyshard_compare.engines import sharded, wrapped
-from polyshard_compare.engines.built import Built, Place
+from polyshard_compare.engines.built import Built, Place, Unit
 from polyshard_compare.engines.spec import Spec
 from polyshard_compare.errors import JobError
 from polyshard_compare.job.job import Job
-from polyshard_plan.dry_run.units import units_of
+from polyshard_plan.dry_run.units import Units, units_of
 from polyshard_plan.errors import PlanError
 
 __all__ = ["build", "units_to_shard"]
 
-Builder = Callable[[Spec, Job, Iterable[nn.Module], Place], Built]
+Builder = Callable[[Spec, Job, Iterable[Unit], Place], Built]
 
 BUILDERS: Final[Mapping[str, Builder]] = MappingProxyType(
     {
@@ -31,7 +29,7 @@ BUILDERS: Final[Mapping[str, Builder]] = MappingProxyType(
 )
 
 
-def units_to_shard(job: Job, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
+def units_to_shard(job: Job, patterns: tuple[str, ...]) -> Units:
     """Modules that become units, as ``polyshard plan`` finds them.
 
     Raises:
@@ -43,6 +41,6 @@ def units_to_shard(job: Job, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
         raise JobError(str(error)) from error
 
 
-def build(spec: Spec, job: Job, units: Iterable[nn.Module], place: Place) -> Built:
+def build(spec: Spec, job: Job, units: Iterable[Unit], place: Place) -> Built:
     """The job's model as the engine of ``spec`` trains it; on every rank."""
     return BUILDERS[spec.kind](spec, job, units, place)

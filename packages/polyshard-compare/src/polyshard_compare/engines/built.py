@@ -9,7 +9,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["Built", "Place"]
+__all__ = ["Built", "Place", "Unit"]
+
+Unit = tuple[nn.Module, ...]
+"""Modules that are sharded together; mostly one."""
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from polyshard_compare.engines.built import Built, Place
+from polyshard_compare.engines.built import Built, Place, Unit
 from polyshard_compare.engines.plugins import make_stack
 from polyshard_compare.engines.spec import Spec
 from polyshard_compare.job.job import Job
@@ -17,7 +16,7 @@ from polyshard_compare.job.job import Job
 __all__ = ["fsdp2", "polyshard"]
 
 
-def polyshard(spec: Spec, job: Job, units: Iterable[nn.Module], place: Place) -> Built:
+def polyshard(spec: Spec, job: Job, units: Iterable[Unit], place: Place) -> Built:
     """``polyshard.fully_shard`` on every unit and the model, with the plugins of ``spec``."""
     from polyshard import MixedPrecisionPolicy, describe, fully_shard, stats
 
@@ -25,8 +24,8 @@ def polyshard(spec: Spec, job: Job, units: Iterable[nn.Module], place: Place) ->
     keywords: dict[str, Any] = {"mesh": _mesh(spec, place), "plugins": stack.plugins}
     keywords |= _options(spec, MixedPrecisionPolicy)
     model = job.model
-    for unit in (*units, model):
-        fully_shard(unit, **keywords)
+    for unit in (*units, (model,)):
+        fully_shard(_called(unit), **keywords)
     return Built(
         model,
         stack.wrap(job.optimizer(model)),
@@ -35,7 +34,7 @@ def polyshard(spec: Spec, job: Job, units: Iterable[nn.Module], place: Place) ->
     )
 
 
-def fsdp2(spec: Spec, job: Job, units: Iterable[nn.Module], place: Place) -> Built:
+def fsdp2(spec: Spec, job: Job, units: Iterable[Unit], place: Place) -> Built:
     """``torch.distributed.fsdp.fully_shard`` on the same modules."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -43,9 +42,14 @@ def fsdp2(spec: Spec, job: Job, units: Iterable[nn.Module], place: Place) -> Bui
     keywords |= _options(spec, MixedPrecisionPolicy)
     if spec.offload:
         keywords["offload_policy"] = CPUOffloadPolicy(pin_memory=place.device.type != "cpu")
-    for unit in (*units, job.model):
-        fully_shard(unit, **keywords)
+    for unit in (*units, (job.model,)):
+        fully_shard(_called(unit), **keywords)
     return Built(job.model, job.optimizer(job.model))
+
+
+def _called(unit: Unit) -> Any:
+    """As both libraries take it: a module, or a list of several that make one unit."""
+    return list(unit) if len(unit) > 1 else unit[0]
 
 
 def _mesh(spec: Spec, place: Place) -> DeviceMesh:

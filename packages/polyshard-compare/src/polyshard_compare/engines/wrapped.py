@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
 
-from polyshard_compare.engines.built import Built, Place
+from polyshard_compare.engines.built import Built, Place, Unit
 from polyshard_compare.engines.spec import Spec
 from polyshard_compare.job.job import Job
 
 __all__ = ["ddp", "fsdp1", "single"]
 
 
-def fsdp1(spec: Spec, job: Job, units: Iterable[nn.Module], place: Place) -> Built:
-    """``FullyShardedDataParallel`` around the same modules, with the original parameters."""
+def fsdp1(spec: Spec, job: Job, units: Iterable[Unit], place: Place) -> Built:
+    """``FullyShardedDataParallel`` around the same modules, with the original parameters.
+
+    It knows no unit of several modules: each is one of its own.
+    """
     from torch.distributed.fsdp import (
         FullyShardedDataParallel,
         MixedPrecision,
@@ -25,7 +28,7 @@ def fsdp1(spec: Spec, job: Job, units: Iterable[nn.Module], place: Place) -> Bui
     )
     from torch.distributed.fsdp.wrap import CustomPolicy
 
-    chosen = set(units)
+    chosen = set(chain.from_iterable(units))
     keywords: dict[str, Any] = {}
     if spec.bf16:
         reduce = torch.float32
@@ -44,7 +47,7 @@ def fsdp1(spec: Spec, job: Job, units: Iterable[nn.Module], place: Place) -> Bui
     return Built(model, job.optimizer(model))
 
 
-def ddp(spec: Spec, job: Job, units: Iterable[nn.Module], place: Place) -> Built:
+def ddp(spec: Spec, job: Job, units: Iterable[Unit], place: Place) -> Built:
     """``DistributedDataParallel``: the whole model on every rank."""
     del spec, units
     from torch.nn.parallel import DistributedDataParallel
@@ -53,7 +56,7 @@ def ddp(spec: Spec, job: Job, units: Iterable[nn.Module], place: Place) -> Built
     return Built(model, job.optimizer(model))
 
 
-def single(spec: Spec, job: Job, units: Iterable[nn.Module], place: Place) -> Built:
+def single(spec: Spec, job: Job, units: Iterable[Unit], place: Place) -> Built:
     """The model as it is, which is given the batches of all ranks."""
     del spec, units
     model = job.model.to(place.device)
