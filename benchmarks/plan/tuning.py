@@ -130,7 +130,7 @@ class Engine:
         for members in units_of(self.model, setting.units).values():
             polyshard.fully_shard(list(members) if len(members) > 1 else members[0], **keywords)
         polyshard.fully_shard(self.model, **keywords)
-        kind = {"fused" if setting.flat else "foreach": True}
+        kind: dict[str, Any] = {"fused" if setting.flat else "foreach": True}
         made = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, **kind)
         if setting.offload:
             self.optimizer = plugins[-1].wrap(made)
