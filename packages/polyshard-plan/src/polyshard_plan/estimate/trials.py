@@ -6,6 +6,8 @@ transfer, is what one costs beside its bytes: to start it, to wait for it, and t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -38,7 +40,7 @@ def _layers(device: torch.device) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS))).to(device)
 
 
-def _step(model: nn.Module, given: Tensor) -> object:
+def _step(model: nn.Module, given: Tensor) -> Callable[[], None]:
     def step() -> None:
         model(given).sum().backward()
         model.zero_grad()
