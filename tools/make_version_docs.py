@@ -24,8 +24,9 @@ PYTHONS = ("3.11", "3.12", "3.13")
 HEAD = """# Versions
 
 Generated from [`versions.json`](versions.json) by `tools/make_version_docs.py`. Each column of the
-first table is one run of `nox -s "versions(torch='...', interpreter='...')"`: the built wheels in
-an environment that holds nothing else, which is deleted after. `nox -s matrix` makes all of them,
+first table is one trial by `tools/try_version.py`, which `nox -s "versions(torch='...',
+interpreter='...')"` calls: the built wheels in an environment that holds nothing else, which is
+deleted after. `nox -s matrix` makes all of them,
 one after the other; they need 5 GB each where torch is a CUDA build, and no GPU. **Only what stands
 here was run so**; what was tested in other ways is in [the support table](support.md).
 
