@@ -14,6 +14,7 @@ from typing import Any
 from polyshard_plan.dry_run.planning import PlannedGroup
 from polyshard_plan.estimate.machines import Machine
 from polyshard_plan.estimate.memory import STATES
+from polyshard_plan.estimate.timeline import Span, Timeline
 from polyshard_plan.estimate.timing import Timing
 from polyshard_plan.request.settings import OptimizerName
 
@@ -39,12 +40,25 @@ def with_overheads(
         ),
     }
     waits = tuple((what, seconds) for what, seconds in added.items() if seconds)
+    spans = _longer(timing, step, sum(seconds for _, seconds in waits))
     return replace(
         timing,
         step_seconds=timing.step_seconds + step + sum(seconds for _, seconds in waits),
         optimizer_seconds=timing.optimizer_seconds + step,
         exposed=(*timing.exposed, *waits),
+        spans=spans,
     )
+
+
+def _longer(timing: Timing, optimizer: float, waits: float) -> tuple[Span, ...]:
+    """Spans of ``timing``, with a longer optimizer step, and what plugins take behind it."""
+    spans, end = timing.spans, timing.step_seconds + optimizer
+    others = tuple(span for span in spans if span.phase != "optimizer")
+    start = timing.step_seconds - timing.optimizer_seconds
+    found = Timeline()
+    found.add("compute", "", "optimizer", start, end)
+    found.add("compute", "", "plugins", end, end + waits)
+    return (*others, *found.spans)
 
 
 def _exposed(seconds: float, beside: float, machine: Machine) -> float:

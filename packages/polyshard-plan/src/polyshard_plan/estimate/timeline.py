@@ -19,7 +19,7 @@ class Span:
     unit: str
     """Empty for the root."""
     phase: str
-    """``forward``, ``backward`` or ``optimizer``."""
+    """``forward``, ``backward``, ``optimizer``, or ``plugins``: codes and other tiers."""
     start: float
     end: float
 

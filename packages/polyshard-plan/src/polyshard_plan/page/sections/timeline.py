@@ -12,7 +12,7 @@ from polyshard_plan.report.document import Document
 
 __all__ = ["milliseconds", "timeline_section"]
 
-PHASES = ("forward", "backward", "optimizer")
+PHASES = ("forward", "backward", "optimizer", "plugins")
 
 
 def timeline_section(document: Document) -> Section:
@@ -35,8 +35,11 @@ def milliseconds(seconds: float) -> str:
 
 
 def _drawing(timing: Timing) -> Drawing:
+    shown = {span.phase for span in timing.spans}
+    phases = [phase for phase in PHASES if phase in shown]
+
     def draw(canvas: Canvas) -> None:
-        for number, phase in enumerate(PHASES):
+        for number, phase in enumerate(phases):
             for row, lane in enumerate(LANES):
                 bars = _bars([s for s in timing.spans if (s.lane, s.phase) == (lane, phase)])
                 canvas.axes.broken_barh(
