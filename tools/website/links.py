@@ -16,7 +16,17 @@ if TYPE_CHECKING:
 
 TARGET = re.compile(r"(?<=\]\()(?P<target>[^)\s]+)(?=\))")
 LINK = re.compile(r"(?<!!)\[(?P<label>[^\[\]]*)\]\((?P<target>[^)\s]+)\)")
-HOSTS = frozenset({"doi.org", "github.com", "keepachangelog.com", "pypi.org", "ui.perfetto.dev"})
+HOSTS = frozenset(
+    {
+        "docs.pypi.org",
+        "doi.org",
+        "github.com",
+        "keepachangelog.com",
+        "mkdocstrings.github.io",
+        "pypi.org",
+        "ui.perfetto.dev",
+    }
+)
 """Where links may lead. Nothing is fetched: a new host is looked at by whoever adds it here."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,5 +40,6 @@ class Job:
     model: nn.Module
     batch: Batch
     loss: Loss
-    optimizer: Callable[[nn.Module], Optimizer] = adamw
+    # A plain default would be a method of the class, to whoever looks at it.
+    optimizer: Callable[[nn.Module], Optimizer] = field(default_factory=lambda: adamw)
     units: tuple[str, ...] = ()
