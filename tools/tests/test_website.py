@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -171,8 +172,10 @@ def test_tests_that_a_page_names_exist(file: Path) -> None:
 def test_readmes_say_alike_how_to_install() -> None:
     for dist in distributions(ROOT):
         folder = dist.folder.relative_to(ROOT)
-        core = "" if dist.name == "polyshard" else "./packages/polyshard "
+        needed = {re.split(r"[\[<>=]", text)[0] for text in dist.project["dependencies"]}
+        others = [d for d in distributions(ROOT) if d.name in needed and d.name != dist.name]
+        before = "".join(f"./{other.folder.relative_to(ROOT)} " for other in others)
         text = (dist.folder / "README.md").read_text("utf-8")
         line = next(line for line in text.splitlines() if line.startswith("pip install "))
         assert line.split()[:3] == ["pip", "install", dist.name]
-        assert line.endswith(f"# or, in a checkout: pip install {core}./{folder}")
+        assert line.endswith(f"# or, in a checkout: pip install {before}./{folder}")
