@@ -18,7 +18,8 @@ MIB = 1 << 20
 def test_the_peak_of_building_is_forgotten(world1: World) -> None:
     (memory,) = world1.run(peak_after, 300 * MIB, 80 * MIB)
     assert not memory.with_build
-    assert 80 * MIB <= memory.peak_bytes < 100 * MIB
+    # The kernel's books may be late by some dozens of pages for each thread.
+    assert 79 * MIB <= memory.peak_bytes < 100 * MIB
 
 
 def test_nothing_is_held_without_a_model(world1: World) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import resource
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,14 +23,10 @@ from polyshard.testing import PluginConformance, ranks
 from polyshard_trace import Trace, TraceError
 
 
-def tracing() -> Trace:
-    return Trace(tempfile.mkdtemp(prefix="polyshard-trace-"))
-
-
 class TestConformance(PluginConformance):
     @pytest.fixture
-    def factory(self) -> Callable[[], object]:
-        return tracing
+    def factory(self, tmp_path: Path) -> Callable[[], object]:
+        return partial(Trace, tmp_path)
 
 
 @ranks(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import resource
 import weakref
 from typing import Any
 
@@ -441,14 +442,17 @@ def test_deepcopy_is_refused(rank: int, size: int) -> None:
 
 @ranks(2)
 def test_memory_is_steady_and_given_back(rank: int, size: int) -> None:
-    model = shard(build(width=512, hidden=1024), fully_shard)
+    model = build(width=512, hidden=1024)
+    layer = sum(p.nbytes for p in model.blocks[0].parameters())
+    shard(model, fully_shard)
     resident = []
-    for step in range(12):
+    for step in range(24):
         loss_of(model, tokens_for(step, rank)).backward()
         model.zero_grad()
         with open("/proc/self/statm") as statm:
-            resident.append(int(statm.read().split()[1]))
-    assert max(resident[6:]) <= 1.02 * max(resident[3:6])
+            resident.append(int(statm.read().split()[1]) * resource.getpagesize())
+    # Malloc takes from the system and gives back as it likes; a layer lost in each step adds up.
+    assert max(resident[16:]) <= max(resident[4:16]) + 4 * layer
     alive = [weakref.ref(unit) for unit in units(model)]
     del model
     gc.collect()
