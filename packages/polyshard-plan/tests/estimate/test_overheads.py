@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from polyshard_plan import Settings, draft, parse_mesh
 from polyshard_plan.drafting import planned, subject_of
-from polyshard_plan.estimate.machines import MACHINES
+from polyshard_plan.estimate.machines import MACHINES, save_machine
 from polyshard_plan.estimate.overheads import with_overheads
 from polyshard_plan.estimate.timeline import Span
 from polyshard_plan.estimate.timing import Timing
@@ -76,7 +77,7 @@ def test_shards_on_the_host_come_for_each_gather() -> None:
 
 
 @pytest.mark.skipif(find_spec("polyshard_quantized") is None, reason="needs polyshard-quantized")
-def test_codes_are_made_and_read() -> None:
+def test_codes_are_made_and_read(tmp_path: Path) -> None:
     settings = Settings(model="demo:tiny", mesh=parse_mesh("dp=2"), quantize="int8")
     timing, plain = draft(settings).timing, draft(replace(settings, quantize="")).timing
     assert timing is not None
@@ -85,3 +86,9 @@ def test_codes_are_made_and_read() -> None:
     assert coded > 0
     assert "encoding and decoding" not in dict(plain.exposed)
     assert max(span.end for span in timing.spans) == pytest.approx(timing.step_seconds)
+    path = tmp_path / "machine.json"
+    rate = MACHINES["h100x8"].memory_bytes_per_second / 2
+    save_machine(replace(MACHINES["h100x8"], codec_bytes_per_second=rate), path)
+    slower = draft(replace(settings, machine=str(path))).timing
+    assert slower is not None
+    assert dict(slower.exposed)["encoding and decoding"] == pytest.approx(2 * coded)

@@ -77,6 +77,8 @@ class Machine:
     """Part of a transfer that is free beside compute: 0 where the same cores do both."""
     optimizer_bytes_per_second: float = 0.0
     """What a fused optimizer reads and writes; 0: as fast as memory is."""
+    codec_bytes_per_second: float = 0.0
+    """What codecs read and write; 0: as fast as memory is."""
     transfer_seconds: float = 0.0
     """Of a transfer of the engine's beside its bytes; 0: the link's latency."""
     collective_seconds: float = 0.0

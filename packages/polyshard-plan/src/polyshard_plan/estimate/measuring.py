@@ -26,7 +26,12 @@ from torch import Tensor, nn
 from polyshard_plan.dry_run.recorder import Account, Recorder
 from polyshard_plan.errors import PlanError
 from polyshard_plan.estimate.machines import Link, Machine, Roof
-from polyshard_plan.estimate.trials import collective_seconds, optimizer_rate, transfer_seconds
+from polyshard_plan.estimate.trials import (
+    codec_rate,
+    collective_seconds,
+    optimizer_rate,
+    transfer_seconds,
+)
 from polyshard_plan.estimate.turns import PINGS, TURNS, seconds_of_turns
 from polyshard_plan.request.settings import Backend
 
@@ -57,6 +62,7 @@ class Figures:
     latency: float
     overlap: float
     optimizer_rate: float
+    codec_rate: float
     transfer_seconds: float
     collective_seconds: float
 
@@ -92,6 +98,7 @@ def measure(ranks: int) -> Machine:
         is_ahead=device.type != "cpu",
         overlap=statistics.mean(f.overlap for f in found),
         optimizer_bytes_per_second=statistics.mean(f.optimizer_rate for f in found),
+        codec_bytes_per_second=statistics.mean(f.codec_rate for f in found),
         transfer_seconds=statistics.mean(f.transfer_seconds for f in found),
         collective_seconds=statistics.mean(f.collective_seconds for f in found),
         inside=link,
@@ -184,16 +191,18 @@ def _rank(rank: int, ranks: int, store: str, backend: Backend, answer: Connectio
     dtypes = (torch.float32, torch.bfloat16)
     send_seconds = _exchange(rank, ranks, SENT, sent_on)
     latency = _exchange(rank, ranks, 4, sent_on)
+    send_rate = SENT / max(send_seconds - latency, 1e-9)
     answer.send(
         Figures(
             products={str(d).removeprefix("torch."): _products(device, d) for d in dtypes},
             copy_rate=_copy_rate(device),
             host_rate=_host_rate(device),
             operation_seconds=_operation_seconds(device),
-            send_rate=SENT / max(send_seconds - latency, 1e-9),
+            send_rate=send_rate,
             latency=latency,
             overlap=_overlap(rank, ranks, device, sent_on),
             optimizer_rate=optimizer_rate(device),
+            codec_rate=codec_rate(device, send_rate),
             transfer_seconds=transfer_seconds(device),
             collective_seconds=collective_seconds(sent_on),
         )

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from polyshard.group.plan import GroupPlan
 from polyshard_plan.dry_run.planning import PlannedGroup
 from polyshard_plan.estimate.machines import Machine
 from polyshard_plan.estimate.memory import STATES
@@ -18,7 +19,7 @@ from polyshard_plan.estimate.timeline import Span, Timeline
 from polyshard_plan.estimate.timing import Timing
 from polyshard_plan.request.settings import OptimizerName
 
-__all__ = ["with_overheads"]
+__all__ = ["coded_bytes", "with_overheads"]
 
 
 def with_overheads(
@@ -31,8 +32,9 @@ def with_overheads(
     """``timing``, and what codecs and tiers add to it."""
     elements = [g.trainable_elements * g.plan.dtypes.orig.itemsize for g in groups]
     step = _optimizer(timing, sum(elements), tiers, machine, STATES[optimizer])
+    rate = machine.codec_bytes_per_second or machine.memory_bytes_per_second
     added = {
-        "encoding and decoding": sum(map(_coded_bytes, groups)) / machine.memory_bytes_per_second,
+        "encoding and decoding": sum(coded_bytes(g.plan) for g in groups) / rate,
         "shards from and to other tiers": _exposed(
             sum(_staged_bytes(group, tiers) for group in groups) / machine.host_bytes_per_second,
             timing.compute_seconds,
@@ -89,9 +91,9 @@ def _staged_bytes(group: PlannedGroup, tiers: Mapping[str, Any]) -> int:
     return comes + goes
 
 
-def _coded_bytes(group: PlannedGroup) -> int:
+def coded_bytes(plan: GroupPlan) -> int:
     """What codecs read and write: each shard and each code once, and what is decoded."""
-    plan, world = group.plan, group.plan.layout.world_size
+    world = plan.layout.world_size
     codes, total = plan.payloads, 0
     if codes.gather is not None:
         gathers = 1 + bool(plan.reshard_after_forward)

@@ -1,23 +1,29 @@
-"""What only trying it can tell: the engine's own time for a transfer, and an optimizer's for bytes.
+"""What only trying it can tell: time of the engine, of an optimizer, of codecs.
 
 A model of many small layers is trained with and without the engine. The difference, for each
 transfer, is what one costs beside its bytes: to start it, to wait for it, and the link's latency.
+Larger layers are trained with and without codes; what these take more than they spare is theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from polyshard import fully_shard
+from polyshard import describe, fully_shard
+from polyshard_plan.estimate.overheads import coded_bytes
 from polyshard_plan.estimate.turns import PINGS, seconds_of_turns
 
-__all__ = ["collective_seconds", "optimizer_rate", "transfer_seconds"]
+__all__ = ["codec_rate", "collective_seconds", "optimizer_rate", "transfer_seconds"]
 
 UNITS, WIDTH = 16, 8
+CODED_UNITS, CODED_WIDTH = 4, 1024
 STEPPED = 8 << 20
 """Elements that an optimizer steps."""
 TOUCHED = 7
@@ -27,17 +33,45 @@ TOUCHED = 7
 def transfer_seconds(device: torch.device) -> float:
     """Of one gather or reduction of the engine's whose bytes are nothing."""
     given = torch.ones(4, WIDTH, device=device)
-    plain, sharded = _layers(device), _layers(device)
-    for layer in sharded:
-        fully_shard(layer)
-    fully_shard(sharded)
+    plain, sharded = _layers(device, UNITS, WIDTH), _sharded(_layers(device, UNITS, WIDTH))
     alone, engine = (seconds_of_turns(_step(m, given), device) for m in (plain, sharded))
-    # Each is gathered twice and reduced once, but for the last, which backward finds gathered.
-    return max(engine - alone, 0.0) / (3 * UNITS - 1)
+    return max(engine - alone, 0.0) / (3 * UNITS)  # each is gathered twice and reduced once
 
 
-def _layers(device: torch.device) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS))).to(device)
+def codec_rate(device: torch.device, send_rate: float) -> float:
+    """Bytes a second of what codecs read and write, by 8-bit codes of weights and gradients.
+
+    Args:
+        device: to train on.
+        send_rate: bytes a second of the link, which codes spare.
+
+    Returns:
+        0 where polyshard-quantized is not installed.
+    """
+    if find_spec("polyshard_quantized") is None:
+        return 0.0
+    quantized = import_module("polyshard_quantized")
+    coder = quantized.QuantizedComm(gradients=quantized.Int8Block())
+    given = torch.ones(4, CODED_WIDTH, device=device)
+    models = [
+        _sharded(_layers(device, CODED_UNITS, CODED_WIDTH), plugins) for plugins in ([], [coder])
+    ]
+    native, coded = (seconds_of_turns(_step(model, given), device) for model in models)
+    plain, other = (describe(model).groups for model in models)
+    spared = sum(p.gather_bytes + p.regather_bytes + p.reduce_bytes for p in plain)
+    spared -= sum(p.gather_bytes + p.regather_bytes + p.reduce_bytes for p in other)
+    seconds = coded - native + spared / send_rate
+    return sum(map(coded_bytes, other)) / seconds if seconds > 0 else 0.0
+
+
+def _layers(device: torch.device, count: int, width: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(count))).to(device)
+
+
+def _sharded(model: nn.Sequential, plugins: Sequence[Any] = ()) -> nn.Sequential:
+    for layer in (*model, model):
+        fully_shard(layer, plugins=list(plugins))
+    return model
 
 
 def _step(model: nn.Module, given: Tensor) -> Callable[[], None]:
