@@ -46,13 +46,15 @@ SENT = 8 << 20
 BESIDE = 32 << 20
 """Bytes of messages beside products, in so many turns:"""
 OVERLAPS = 15
+ROUNDS = 5
+"""Of everything: a machine that others use, too, is not the same one seconds later."""
 START_SECONDS = 120
 """For the ranks to import torch and meet; they are given as long to measure."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What one rank found."""
+    """What one rank found in one round."""
 
     products: dict[str, tuple[tuple[float, float], ...]]
     copy_rate: float
@@ -78,12 +80,12 @@ def measure(ranks: int) -> Machine:
     device, backend = _device(0), _backend(ranks)
     found = _measured(ranks, backend)
     products = {
-        dtype: Roof(_mean_points([figures.products[dtype] for figures in found]))
+        dtype: Roof(_median_points([figures.products[dtype] for figures in found]))
         for dtype in found[0].products
     }
     link = Link(
-        bytes_per_second=statistics.mean(f.send_rate for f in found),
-        latency_seconds=statistics.mean(f.latency for f in found),
+        bytes_per_second=statistics.median(f.send_rate for f in found),
+        latency_seconds=statistics.median(f.latency for f in found),
     )
     return Machine(
         name=f"this machine ({os.uname().nodename})",
@@ -92,18 +94,18 @@ def measure(ranks: int) -> Machine:
         memory_bytes=_memory_bytes(device),
         flops_per_second={d: max(rate for _, rate in roof.points) for d, roof in products.items()},
         efficiency=1.0,
-        memory_bytes_per_second=statistics.mean(f.copy_rate for f in found),
-        operation_seconds=statistics.mean(f.operation_seconds for f in found),
+        memory_bytes_per_second=statistics.median(f.copy_rate for f in found),
+        operation_seconds=statistics.median(f.operation_seconds for f in found),
         products=products,
         is_ahead=device.type != "cpu",
-        overlap=statistics.mean(f.overlap for f in found),
-        optimizer_bytes_per_second=statistics.mean(f.optimizer_rate for f in found),
-        codec_bytes_per_second=statistics.mean(f.codec_rate for f in found),
-        transfer_seconds=statistics.mean(f.transfer_seconds for f in found),
-        collective_seconds=statistics.mean(f.collective_seconds for f in found),
+        overlap=statistics.median(f.overlap for f in found),
+        optimizer_bytes_per_second=statistics.median(f.optimizer_rate for f in found),
+        codec_bytes_per_second=statistics.median(f.codec_rate for f in found),
+        transfer_seconds=statistics.median(f.transfer_seconds for f in found),
+        collective_seconds=statistics.median(f.collective_seconds for f in found),
         inside=link,
         between=link,
-        host_bytes_per_second=statistics.mean(f.host_rate for f in found),
+        host_bytes_per_second=statistics.median(f.host_rate for f in found),
         sources=(
             f"measured by {ranks} processes at once, torch {torch.__version__}, {device.type}",
         ),
@@ -127,16 +129,17 @@ def _memory_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _mean_points(
-    of_ranks: list[tuple[tuple[float, float], ...]],
+def _median_points(
+    found: list[tuple[tuple[float, float], ...]],
 ) -> tuple[tuple[float, float], ...]:
     return tuple(
-        (points[0][0], statistics.mean(rate for _, rate in points))
-        for points in zip(*of_ranks, strict=True)
+        (points[0][0], statistics.median(rate for _, rate in points))
+        for points in zip(*found, strict=True)
     )
 
 
 def _measured(ranks: int, backend: Backend) -> list[Figures]:
+    """Of every rank and round."""
     context = mp.get_context("spawn")
     with TemporaryDirectory() as folder:
         store = Path(folder, "store").as_uri()
@@ -149,13 +152,13 @@ def _measured(ranks: int, backend: Backend) -> list[Figures]:
             there.close()
             pipes.append(here)
         try:
-            return [_answer(pipe) for pipe in pipes]
+            return [figures for pipe in pipes for figures in _answer(pipe)]
         finally:
             _end(processes)
 
 
-def _answer(pipe: Connection) -> Figures:
-    found: Figures | None = None
+def _answer(pipe: Connection) -> list[Figures]:
+    found: list[Figures] | None = None
     if wait([pipe], 2 * START_SECONDS):
         try:
             found = pipe.recv()
@@ -188,27 +191,29 @@ def _rank(rank: int, ranks: int, store: str, backend: Backend, answer: Connectio
         backend, init_method=store, rank=rank, world_size=ranks, timeout=timeout
     )
     sent_on = device if backend == "nccl" else torch.device("cpu")
+    answer.send([_figures(rank, ranks, device, sent_on) for _ in range(ROUNDS)])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _figures(rank: int, ranks: int, device: torch.device, sent_on: torch.device) -> Figures:
     dtypes = (torch.float32, torch.bfloat16)
     send_seconds = _exchange(rank, ranks, SENT, sent_on)
     latency = _exchange(rank, ranks, 4, sent_on)
     send_rate = SENT / max(send_seconds - latency, 1e-9)
-    answer.send(
-        Figures(
-            products={str(d).removeprefix("torch."): _products(device, d) for d in dtypes},
-            copy_rate=_copy_rate(device),
-            host_rate=_host_rate(device),
-            operation_seconds=_operation_seconds(device),
-            send_rate=send_rate,
-            latency=latency,
-            overlap=_overlap(rank, ranks, device, sent_on),
-            optimizer_rate=optimizer_rate(device),
-            codec_rate=codec_rate(device, send_rate),
-            transfer_seconds=transfer_seconds(device),
-            collective_seconds=collective_seconds(sent_on),
-        )
+    return Figures(
+        products={str(d).removeprefix("torch."): _products(device, d) for d in dtypes},
+        copy_rate=_copy_rate(device),
+        host_rate=_host_rate(device),
+        operation_seconds=_operation_seconds(device),
+        send_rate=send_rate,
+        latency=latency,
+        overlap=_overlap(rank, ranks, device, sent_on),
+        optimizer_rate=optimizer_rate(device),
+        codec_rate=codec_rate(device, send_rate),
+        transfer_seconds=transfer_seconds(device),
+        collective_seconds=collective_seconds(sent_on),
     )
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> tuple[tuple[float, float], ...]:
