@@ -86,7 +86,7 @@ def measure(rows: Iterable[Row] = PLANNED, *, quick: bool = False) -> dict[str, 
 
 def _round(rows: Iterable[Row]) -> dict[str, Any]:
     """The machine, and the rows on it; those of as many ranks follow one another."""
-    found = {}
+    found: dict[str, Any] = {}
     with TemporaryDirectory() as folder:
         for ranks, group in groupby(sorted(rows, key=_ranks), _ranks):
             path = str(Path(folder, f"{ranks}.json"))
