@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from torch import nn
+from torch.distributed.tensor import Shard
+
 from benchmarks.step.case import Case
 from benchmarks.step.engines import build_model
 from benchmarks.step.rows import NARROW, WIDE
@@ -17,6 +20,11 @@ def wide() -> LanguageModel:
 
 def narrow() -> LanguageModel:
     return _model(NARROW)
+
+
+def columns(parameter: nn.Parameter) -> Shard | None:
+    """Matrices are sharded on dim 1."""
+    return Shard(1) if parameter.ndim == 2 else None
 
 
 def tiny() -> LanguageModel:

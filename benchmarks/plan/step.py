@@ -25,9 +25,6 @@ from benchmarks.step.rows import ROWS, WIDE, Row
 from benchmarks.step.time import OUR_BEST, time_engines
 
 ROUNDS = 3
-UNPLANNED = ("accumulate", "columns")
-"""Modes that a plan cannot be asked for."""
-PLANNED = tuple(row for row in ROWS if row.case.mode not in UNPLANNED)
 
 
 def settings_of(case: Case, machine: str) -> dict[str, Any]:
@@ -38,12 +35,16 @@ def settings_of(case: Case, machine: str) -> dict[str, Any]:
         "model": f"benchmarks.plan.models:{'wide' if case.width == WIDE.width else 'narrow'}",
         "mesh": meshes.get(case.mode, f"dp={case.ranks}"),
         "sequence": case.tokens,
+        "accumulate": case.micro_batches,
+        "batch": case.micro_batches * (half if case.mode == "tensor-parallel" else case.ranks),
         "machine": machine,
         "bf16": case.dtype == "bfloat16",
         "reshard": {"keep": False, "blocks": half}.get(case.mode),
     }
     if case.mode == "quantized":
         settings["quantize"] = "int8"
+    if case.mode == "columns":
+        settings["placement"] = "benchmarks.plan.models:columns"
     if case.mode == "tensor-parallel":
         settings["tp_plan"] = "polyshard_tensor_parallel:demo_plan"
     if case.mode.startswith("offload-"):
@@ -77,7 +78,7 @@ def measure_machine(ranks: int, path: str) -> None:
     save_machine(measured(ranks), Path(path))
 
 
-def measure(rows: Iterable[Row] = PLANNED, *, quick: bool = False) -> dict[str, Any]:
+def measure(rows: Iterable[Row] = ROWS, *, quick: bool = False) -> dict[str, Any]:
     """Predicted and measured seconds of every row, round by round."""
     chosen = [row.quick() if quick else row for row in rows]
     rounds = [_round(chosen) for _ in range(1 if quick else ROUNDS)]
@@ -132,12 +133,12 @@ def show(found: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = [row.name for row in PLANNED]
+    names = [row.name for row in ROWS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
-    found = measure([r for r in PLANNED if r.name in options.only], quick=options.quick)
+    found = measure([r for r in ROWS if r.name in options.only], quick=options.quick)
     show(found)
     if options.json:
         save(found, options.json)

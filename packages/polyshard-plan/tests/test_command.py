@@ -110,6 +110,12 @@ def test_a_search_as_json_is_documented() -> None:
         (["demo", "--mesh", "tp=2"], "--mesh dp=1,tp=2"),
         (["demo", "--mesh", "dp=2,fsdp=4"], "multiply their sizes into one: fsdp=8"),
         (["demo", "--mesh", "dp=4", "--batch", "6"], "--batch 8 would do"),
+        (
+            ["demo", "--mesh", "dp=4", "--batch", "8", "--accumulate", "3"],
+            "4 data-parallel ranks x 3 micro-batches; --batch 12 would do",
+        ),
+        (["demo", "--accumulate", "0"], "a step has at least 1 micro-batch"),
+        (["demo", "--placement", "plan_models:colums"], "did you mean plan_models:columns?"),
         (["demo", "--mesh", "dp=4", "--rank", "4"], "0 to 3"),
         (["demo", "--mesh", "dp=4", "--reshard", "3"], "must divide the shard axis' 4"),
         (["demo", "--reshard", "often"], "write auto, yes, no"),

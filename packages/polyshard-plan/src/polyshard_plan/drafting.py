@@ -22,7 +22,7 @@ from polyshard_plan.errors import PlanError
 from polyshard_plan.estimate.machines import Machine, load_machine
 from polyshard_plan.estimate.memory import Memory, memory_of
 from polyshard_plan.estimate.overheads import with_overheads
-from polyshard_plan.estimate.timing import Timing, time_of
+from polyshard_plan.estimate.timing import Timing, Work, time_of
 from polyshard_plan.estimate.traffic import Transfer, traffic_of
 from polyshard_plan.report.advice import Case, advice_for
 from polyshard_plan.report.document import (
@@ -158,9 +158,10 @@ def running(
 ) -> Running:
     """What follows from a plan and a probe, wherever shards rest."""
     mesh, timing = settings.mesh, None
-    traffic = traffic_of(groups, found, mesh)
+    traffic = traffic_of(groups, found, mesh, settings.accumulate)
     if not found.problem:
-        timing = time_of(groups, found, traffic, subject.machine, mesh, settings.optimizer)
+        work = Work(groups, found, traffic, settings.accumulate)
+        timing = time_of(work, subject.machine, mesh, settings.optimizer)
     return Running(traffic, timing)
 
 
@@ -173,7 +174,7 @@ def estimated(
 ) -> Estimate:
     """The same with tiers, and memory: arithmetic alone."""
     tiers, timing = tiers_of(make_plugins(settings)), run.timing
-    memory = memory_of(groups, found, settings.optimizer, tiers)
+    memory = memory_of(groups, found, settings.optimizer, tiers, settings.accumulate)
     if timing is not None:
         timing = with_overheads(timing, groups, tiers, subject.machine, settings.optimizer)
     return Estimate(run.traffic, memory, timing)
@@ -205,6 +206,7 @@ def _facts(settings: Settings, loaded: Loaded, groups: tuple[PlannedGroup, ...])
         trainable=sum(p.elements for p in parameters if p.trainable),
         units=len({group.unit for group in groups}),
         batch=settings.local_batch,
+        accumulate=settings.accumulate,
         sequence=settings.sequence or loaded.sequence,
         optimizer=settings.optimizer,
         rank=settings.rank,

@@ -31,7 +31,9 @@ PAIR = Settings(
 @pytest.mark.once
 @pytest.mark.parametrize("sequence", [16, 64, 256])
 @pytest.mark.parametrize(
-    "given", [{}, {"reshard": False}, {"bf16": True}], ids=["freed", "kept", "bf16"]
+    "given",
+    [{}, {"reshard": False}, {"bf16": True}],
+    ids=["freed", "kept", "bf16"],
 )
 def test_the_peak_is_the_allocators(world2: World, given: dict[str, object], sequence: int) -> None:
     """From a step of which parameters are most to one of which activations are."""
@@ -56,6 +58,17 @@ def test_the_peak_with_other_units(
     memory = draft(settings).memory
     for measured in world2.run(measured_peak, settings):
         assert memory.peak.total == pytest.approx(memory.phases[0].total + measured, rel=0.1)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_the_peak_with_gradients_that_wait(world2: World, accumulate: int, bf16: bool) -> None:
+    """A micro-batch between the first and the last holds all gradients to its end."""
+    settings = replace(SMALL, accumulate=accumulate, batch=2 * accumulate, bf16=bf16)
+    memory = draft(settings).memory
+    for measured in world2.run(measured_peak, settings):
+        assert memory.peak.total == pytest.approx(memory.phases[0].total + measured, rel=0.03)
 
 
 @pytest.mark.once

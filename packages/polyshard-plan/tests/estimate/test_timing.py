@@ -54,6 +54,31 @@ def test_on_a_slow_link_a_step_takes_its_bytes(tmp_path: Path) -> None:
     assert sum(s for _, s in document.timing.exposed) == pytest.approx(document.timing.step_seconds)
 
 
+def test_micro_batches_gather_each_time_and_reduce_once(tmp_path: Path) -> None:
+    once = settings(tmp_path, SLOW_LINK)
+    one, three = (draft(replace(once, accumulate=n, batch=2 * n)).timing for n in (1, 3))
+    assert one is not None
+    assert three is not None
+    assert three.gather_seconds == pytest.approx(3 * one.gather_seconds)
+    assert three.reduce_seconds == pytest.approx(one.reduce_seconds)
+    late = [span for span in three.spans if span.lane == "reductions"]
+    assert min(span.start for span in late) > 2 * one.gather_seconds
+    # Two more forwards and backwards that wait for their gathers, and for no reduction.
+    assert three.step_seconds - one.step_seconds == pytest.approx(2 * one.gather_seconds)
+
+
+def test_what_is_accumulated_is_read_and_written(tmp_path: Path) -> None:
+    machine = replace(SLOW_COMPUTE, flops_per_second={"float32": 1e30}, memory_bytes_per_second=1e6)
+    once = settings(tmp_path, machine)
+    one, two = (draft(replace(once, accumulate=n, batch=2 * n)).timing for n in (1, 2))
+    assert one is not None
+    assert two is not None
+    gradients = 2 * 4 * (8 * 8 + 8)  # of two layers, unsharded
+    longer = two.step_seconds - one.step_seconds
+    by_hand = one.compute_seconds + 3 * gradients / 1e6
+    assert longer == pytest.approx(by_hand, abs=one.reduce_seconds)
+
+
 def test_on_a_fast_link_a_step_takes_its_products(tmp_path: Path) -> None:
     document = draft(settings(tmp_path, SLOW_COMPUTE))
     assert document.timing is not None

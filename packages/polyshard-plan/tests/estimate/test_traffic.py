@@ -49,8 +49,11 @@ def check(world: World, factory: str, mesh: str, given: dict[str, object]) -> No
         ("uneven", {}),
         ("frozen", {"bf16": True}),
         ("uneven", {"reshard": False}),
+        ("uneven", {"placement": "plan_models:columns"}),
+        ("uneven", {"accumulate": 2}),
+        ("frozen", {"accumulate": 3, "bf16": True}),
     ],
-    ids=["fp32", "frozen bf16", "kept"],
+    ids=["fp32", "frozen bf16", "kept", "columns", "accumulated", "accumulated bf16"],
 )
 def test_fsdp_on_two_ranks(world2: World, factory: str, given: dict[str, object]) -> None:
     check(world2, factory, "dp=2", given)
@@ -59,17 +62,22 @@ def test_fsdp_on_two_ranks(world2: World, factory: str, given: dict[str, object]
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("mesh", "given"),
-    [("dp=4", {"reshard": 2}), ("replicate=2,dp=2", {"bf16": True})],
-    ids=["blocks", "hsdp"],
+    [
+        ("dp=4", {"reshard": 2}),
+        ("replicate=2,dp=2", {"bf16": True}),
+        ("replicate=2,dp=2", {"accumulate": 2, "reshard": False}),
+    ],
+    ids=["blocks", "hsdp", "accumulated"],
 )
 def test_fsdp_and_hsdp_on_four_ranks(world4: World, mesh: str, given: dict[str, object]) -> None:
     check(world4, "uneven", mesh, given)
 
 
 @pytest.mark.skipif(find_spec("polyshard_quantized") is None, reason="needs polyshard-quantized")
+@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("quantize", ["int8", "int8,native"])
-def test_quantized(world2: World, quantize: str) -> None:
-    check(world2, "uneven", "dp=2", {"quantize": quantize})
+def test_quantized(world2: World, quantize: str, accumulate: int) -> None:
+    check(world2, "uneven", "dp=2", {"quantize": quantize, "accumulate": accumulate})
 
 
 @pytest.mark.skipif(find_spec("polyshard_quantized") is None, reason="needs polyshard-quantized")
@@ -85,6 +93,8 @@ def test_offload(world2: World) -> None:
 @pytest.mark.skipif(
     find_spec("polyshard_tensor_parallel") is None, reason="needs polyshard-tensor-parallel"
 )
-@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "replicate=2,dp=1,tp=2"])
-def test_tensor_parallel(world4: World, mesh: str) -> None:
-    check(world4, "divided", mesh, {})
+@pytest.mark.parametrize(
+    ("mesh", "accumulate"), [("dp=2,tp=2", 1), ("replicate=2,dp=1,tp=2", 1), ("dp=2,tp=2", 2)]
+)
+def test_tensor_parallel(world4: World, mesh: str, accumulate: int) -> None:
+    check(world4, "divided", mesh, {"accumulate": accumulate})

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 from typing_extensions import override
 
 from polyshard_demo.model import LanguageModel, ModelSettings
@@ -38,6 +39,11 @@ def frozen() -> LanguageModel:
     model.embedding.requires_grad_(False)
     model.blocks[:2].requires_grad_(False)
     return model
+
+
+def columns(parameter: nn.Parameter) -> Shard | None:
+    """Matrices by their columns."""
+    return Shard(1) if parameter.ndim == 2 else None
 
 
 def odd_vocabulary() -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import plan_models
 import pytest
@@ -63,6 +63,14 @@ def counted_replicas() -> Iterator[list[int]]:
         yield found
 
 
+def run_micro_batches(model: Any, tokens: Tensor, count: int) -> None:
+    """Forward and backward of each; gradients are reduced in the last."""
+    for index in range(count):
+        model.set_requires_gradient_sync(index + 1 == count)
+        logits = model(tokens)
+        F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()
+
+
 def measured_peak(rank: int, size: int, settings: Settings) -> int:
     """Bytes that a steady step of a real run takes from the allocator at most, beside what rests.
 
@@ -81,8 +89,7 @@ def measured_peak(rank: int, size: int, settings: Settings) -> int:
 
     def step() -> None:
         model.zero_grad()
-        logits = model(tokens)
-        F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()
+        run_micro_batches(model, tokens, settings.accumulate)
 
     for _ in range(3):
         step()
@@ -102,7 +109,7 @@ def settings_of(factory: str, mesh: str, given: dict[str, object]) -> Settings:
     chosen = {
         "model": f"plan_models:{factory}",
         "mesh": spec,
-        "batch": spec.data_ranks,
+        "batch": spec.data_ranks * int(cast("int", given.get("accumulate", 1))),
         "sequence": 16,
         "backend": "gloo",
     }
@@ -131,6 +138,8 @@ def sharded(settings: Settings, factory: str) -> Any:
         "mp_policy": policy,
         "reshard_after_forward": settings.reshard,
     }
+    if settings.placement:
+        keywords["shard_placement_fn"] = getattr(plan_models, settings.placement.partition(":")[2])
     for block in model.blocks:
         fully_shard(block, **keywords)
     fully_shard(model, **keywords)
@@ -180,8 +189,7 @@ def sent_in_a_step(rank: int, size: int, settings: Settings, factory: str) -> di
         before = {name: t.sent_bytes for name, t in stats(model).groups.items()}
         own.payload_bytes = 0
         with counted_replicas() as given, own:
-            logits = model(tokens)
-            F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()
+            run_micro_batches(model, tokens, settings.accumulate)
         summed = sum(given)
     after = {name: t.sent_bytes for name, t in stats(model).groups.items()}
     return {

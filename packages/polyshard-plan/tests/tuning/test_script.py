@@ -68,8 +68,9 @@ def check(world: World, **given: Any) -> str:
             "optimizer": "momentum",
         },
         {"units": ("none",), "optimizer": "sgd", "reshard": True},
+        {"placement": "plan_models:columns"},
     ],
-    ids=["blocks", "runs", "parts", "none"],
+    ids=["blocks", "runs", "parts", "none", "columns"],
 )
 def test_what_is_pasted_sends_what_was_said(world2: World, given: dict[str, Any]) -> None:
     check(world2, **given)

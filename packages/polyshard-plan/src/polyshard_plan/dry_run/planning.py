@@ -21,6 +21,7 @@ from polyshard.group.group import ParameterGroup
 from polyshard.group.plan import GroupPlan
 from polyshard_plan.dry_run.units import units_of
 from polyshard_plan.errors import PlanError
+from polyshard_plan.request.names import imported
 from polyshard_plan.request.settings import Settings
 
 __all__ = [
@@ -109,6 +110,8 @@ def shard(
         "mp_policy": policy_of(settings),
         "reshard_after_forward": settings.reshard,
     }
+    if settings.placement:
+        keywords["shard_placement_fn"] = imported(settings.placement, "--placement")
     units = units_of(model, settings.units)
     for name, members in (*units.items(), ("", (model,))):
         try:

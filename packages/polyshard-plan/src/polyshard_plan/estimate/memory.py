@@ -16,13 +16,22 @@ from typing import Any
 
 from polyshard_plan.dry_run.planning import PlannedGroup
 from polyshard_plan.dry_run.probing import Cost, Probe
-from polyshard_plan.estimate.transfers import gather_scratch, kept_scratch, reduce_scratch
+from polyshard_plan.estimate.transfers import (
+    accumulated_bytes,
+    gather_scratch,
+    kept_scratch,
+    reduce_scratch,
+)
 from polyshard_plan.request.settings import OptimizerName
 
 __all__ = ["Memory", "Phase", "memory_of"]
 
 STATES: dict[OptimizerName, int] = {"adamw": 2, "momentum": 1, "sgd": 0}
 """Values of optimizer state for each element of a trainable parameter."""
+
+
+Moment = tuple[str, int, int, int]
+"""The unit that runs, and bytes: unsharded parameters, activations, transfers."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,11 @@ class Memory:
 
 
 def memory_of(
-    groups: Sequence[PlannedGroup], found: Probe, optimizer: OptimizerName, tiers: Mapping[str, Any]
+    groups: Sequence[PlannedGroup],
+    found: Probe,
+    optimizer: OptimizerName,
+    tiers: Mapping[str, Any],
+    micro_batches: int = 1,
 ) -> Memory:
     """Memory of a step of ``groups``, whose units cost what ``found`` says.
 
@@ -78,8 +91,9 @@ def memory_of(
         optimizer: whose state is counted.
         tiers: where parameters, gradients and optimizer state rest (``device``, ``host``,
             ``disk``), and what ``fraction`` of the state does.
+        micro_batches: of a step; the gradients of all but the last wait unsharded.
     """
-    return _Step(groups, found, optimizer, tiers).memory()
+    return _Step(groups, found, optimizer, tiers).memory(micro_batches)
 
 
 class _Step:
@@ -102,7 +116,7 @@ class _Step:
         self._root = self._units.get("", [])
         self._parts = _resting(groups, optimizer)
 
-    def memory(self) -> Memory:
+    def memory(self, micro_batches: int) -> Memory:
         away: dict[str, dict[str, int]] = {}
         resting: dict[str, int] = {}
         for part, key in (("parameters", "params"), ("gradients", "grads")):
@@ -117,15 +131,13 @@ class _Step:
             away.setdefault(self._tiers["optimizer"], {})["optimizer"] = round(moved)
         phases = (
             Phase("at rest", "", **resting, transfers=self._kept),
-            self._largest("forward", self._forward(), resting),
-            self._largest("backward", self._backward(), resting),
+            self._largest("forward", self._forwards(micro_batches), resting),
+            self._largest("backward", self._backwards(micro_batches), resting),
             Phase("optimizer", "", **resting, transfers=self._kept + self._stepping(resting)),
         )
         return Memory(phases, away)
 
-    def _largest(
-        self, name: str, moments: Iterator[tuple[str, int, int, int]], resting: Mapping[str, int]
-    ) -> Phase:
+    def _largest(self, name: str, moments: Iterator[Moment], resting: Mapping[str, int]) -> Phase:
         at, unsharded, activations, transfers = max(moments, key=lambda m: sum(m[1:]))
         transfers += self._kept
         return Phase(
@@ -145,7 +157,22 @@ class _Step:
         """torch's foreach optimizers hold one more value an element of what has state here."""
         return resting["optimizer"] // 2 if resting["optimizer"] else 0
 
-    def _forward(self) -> Iterator[tuple[str, int, int, int]]:
+    def _forwards(self, micro_batches: int) -> Iterator[Moment]:
+        """From the second micro-batch on beside the gradients of those before."""
+        waiting = self._waiting(["", *self._names]) if micro_batches > 1 else 0
+        for name, unsharded, activations, transfers in self._forward():
+            yield name, unsharded, activations, transfers + waiting
+
+    def _backwards(self, micro_batches: int) -> Iterator[Moment]:
+        """The first one, one in the middle (others are like it), and the last."""
+        turns = min(micro_batches, 3)
+        for turn in range(turns):
+            yield from self._backward(is_first=turn == 0, is_last=turn + 1 == turns)
+
+    def _waiting(self, names: Sequence[str]) -> int:
+        return sum(accumulated_bytes(g.plan) for n in names for g in self._units.get(n, []))
+
+    def _forward(self) -> Iterator[Moment]:
         held, kept = self._root_bytes, 0
         for index, name in enumerate(self._names):
             cost = self._cost(name)
@@ -157,7 +184,8 @@ class _Step:
             held += self._kept_of(name)
         yield "", held, kept + self._found.root.forward.peak_bytes, self._arriving([""])
 
-    def _backward(self) -> Iterator[tuple[str, int, int, int]]:
+    def _backward(self, *, is_first: bool, is_last: bool) -> Iterator[Moment]:
+        """Gradients are added to those of micro-batches before, and leave in the last one."""
         costs = [self._cost(name) for name in self._names]
         root = self._found.root
         kept = sum(cost.saved_bytes for cost in costs)
@@ -165,25 +193,31 @@ class _Step:
         held -= self._slices(self._names[-1:])
         last = [name for name in self._names[-1:] if not self._stays(name)]
         activations = kept + root.saved_bytes + root.backward.peak_bytes
-        yield "", held + self._of(last, _unsharded), activations, self._returning(last)
+        sums = 0 if is_first else self._waiting(["", *self._names])
+        yield "", held + self._of(last, _unsharded), activations, sums + self._returning(last)
         waiting = self._found.tail_gradient_bytes
         leaving = 0
         for index in reversed(range(len(self._names))):
             name, cost = self._names[index], costs[index]
             needed = [n for n in self._names[max(index - 1, 0) : index + 1] if not self._stays(n)]
             unsharded = held + self._of(needed, _unsharded)
-            transfers = waiting + leaving + self._returning(needed[:1])
+            transfers = sums + waiting + leaving + self._returning(needed[:1])
             yield name, unsharded, kept + cost.backward.peak_bytes, transfers
             kept -= cost.saved_bytes
             if self._stays(name):
                 held -= self._kept_of(name)
-            leaving = self._leaving(name)
+            # What is summed is what is sent in the end, and what autograd made in the beginning.
+            sums += (is_first - is_last) * self._waiting([name])
+            leaving = self._leaving(name) if is_last else 0
+            packed = self._of([name], _packed) if is_last else 0
             # Freed, and packed for its reduction; meanwhile the next gather has started.
             ahead = [n for n in self._names[max(index - 2, 0) : index] if not self._stays(n)]
-            packing = waiting + leaving + self._of([name], _packed) + self._returning(ahead[:1])
+            packing = sums + waiting + leaving + packed + self._returning(ahead[:1])
             held -= self._slices(self._names[max(index - 1, 0) : index])
             yield name, held + self._of(ahead, _unsharded), kept, packing
-        yield "", held, 0, leaving + self._leaving("")
+        yield "", held, 0, sums + leaving + _gradients(self._root)
+        sums += (is_first - is_last) * self._waiting([""])
+        yield "", held, 0, sums + leaving + (self._leaving("") if is_last else 0)
 
     def _cost(self, name: str) -> Cost:
         return self._found.units.get(name, Cost())

@@ -11,6 +11,7 @@ of one lane follow one another.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from polyshard_plan.estimate.machines import Link, Machine
 from polyshard_plan.estimate.memory import STATES
 from polyshard_plan.estimate.timeline import Lane, Span, Timeline
 from polyshard_plan.estimate.traffic import Transfer
+from polyshard_plan.estimate.transfers import accumulated_bytes
 from polyshard_plan.request.mesh import MeshSpec
 from polyshard_plan.request.settings import OptimizerName
 
@@ -46,17 +48,22 @@ class Timing:
     """Which unit is on which lane when."""
 
 
-def time_of(
-    groups: Sequence[PlannedGroup],
-    found: Probe,
-    traffic: Sequence[Transfer],
-    machine: Machine,
-    mesh: MeshSpec,
-    optimizer: OptimizerName,
-) -> Timing:
-    """The time of a step of ``groups``, whose units cost what ``found`` says."""
-    step = _Step(groups, found, traffic, machine, mesh)
-    return step.timing(_optimizer_seconds(groups, machine, optimizer))
+@dataclass(frozen=True)
+class Work:
+    """What a step does."""
+
+    groups: Sequence[PlannedGroup]
+    found: Probe
+    """What units cost in one micro-batch."""
+    traffic: Sequence[Transfer]
+    """Of the whole step."""
+    micro_batches: int = 1
+
+
+def time_of(work: Work, machine: Machine, mesh: MeshSpec, optimizer: OptimizerName) -> Timing:
+    """The time of a step."""
+    step = _Step(work, machine, mesh)
+    return step.timing(_optimizer_seconds(work.groups, machine, optimizer))
 
 
 def _optimizer_seconds(
@@ -71,15 +78,13 @@ def _optimizer_seconds(
 class _Step:
     """Lanes, and what is waited for."""
 
-    def __init__(
-        self,
-        groups: Sequence[PlannedGroup],
-        found: Probe,
-        traffic: Sequence[Transfer],
-        machine: Machine,
-        mesh: MeshSpec,
-    ) -> None:
+    def __init__(self, work: Work, machine: Machine, mesh: MeshSpec) -> None:
+        groups, found = work.groups, work.found
         self._found, self._machine, self._mesh = found, machine, mesh
+        self._passes = work.micro_batches
+        self._sums: Counter[str] = Counter()
+        for group in groups:
+            self._sums[group.unit] += accumulated_bytes(group.plan)
         self._dtype = {g.unit: str(g.plan.dtypes.param).removeprefix("torch.") for g in groups}
         units = list(dict.fromkeys(g.unit for g in groups))
         self._names = [n for n in found.units if n in units] or [n for n in units if n]
@@ -87,16 +92,17 @@ class _Step:
         self._reductions: dict[str, float] = {}
         unit_of = {group.plan.name: group.unit for group in groups}
         own: dict[tuple[str, str], float] = {}
-        for transfer in traffic:
+        for transfer in work.traffic:
             seconds = self._seconds(transfer)
             if not transfer.is_counted and transfer.axis == mesh.name("tensor"):
                 name = "" if transfer.unit == "(root)" else transfer.unit
-                own[name, transfer.phase] = own.get((name, transfer.phase), 0.0) + seconds
+                each = seconds / self._passes
+                own[name, transfer.phase] = own.get((name, transfer.phase), 0.0) + each
                 continue
             name = unit_of.get(transfer.unit, "")
             if transfer.collective == "all-gather" and transfer.is_counted:
                 key = (name, transfer.phase)
-                self._gathers[key] = self._gathers.get(key, 0.0) + seconds
+                self._gathers[key] = self._gathers.get(key, 0.0) + seconds / self._passes
             else:
                 self._reductions[name] = self._reductions.get(name, 0.0) + seconds
         self._own: Mapping[tuple[str, str], float] = own
@@ -105,14 +111,10 @@ class _Step:
         exposed: dict[str, float] = {}
         self._clock = self._gather_end = self._reduce_end = 0.0
         self._timeline = Timeline()
-        self._wait(self._gather("", "forward"), "first gather of the root", exposed)
-        self._pass("forward", self._names, exposed)
-        self._run("", self._found.root.forward, "forward", exposed)
-        self._run("", self._found.root.backward, "backward", exposed)
-        self._pass("backward", self._names[::-1], exposed)
-        self._reduce("")
+        for index in range(self._passes):
+            self._micro_batch(index, exposed)
         self._wait(self._reduce_end, "last reductions", exposed)
-        tensor = sum(self._own.values())
+        tensor = self._passes * sum(self._own.values())
         if tensor:
             exposed["collectives of tensor parallelism"] = tensor
         accounts = self._accounts()
@@ -120,27 +122,47 @@ class _Step:
         self._timeline.add("compute", "", "optimizer", self._clock, end)
         return Timing(
             step_seconds=end,
-            compute_seconds=sum(self._compute(*account) for account in accounts),
+            compute_seconds=self._passes * sum(self._compute(*account) for account in accounts),
             optimizer_seconds=optimizer_seconds,
-            gather_seconds=sum(self._gathers.values()),
+            gather_seconds=self._passes * sum(self._gathers.values()),
             reduce_seconds=sum(self._reductions.values()),
             exposed=tuple(exposed.items()),
             spans=self._timeline.spans,
         )
 
-    def _pass(self, phase: str, names: Sequence[str], exposed: dict[str, float]) -> None:
+    def _micro_batch(self, index: int, exposed: dict[str, float]) -> None:
+        """One forward and backward; the last one's gradients are reduced."""
+        self._wait(self._gather("", "forward"), "first gather of the root", exposed)
+        self._pass("forward", self._names, exposed)
+        self._run("", self._found.root.forward, "forward", exposed)
+        self._run("", self._found.root.backward, "backward", exposed)
+        self._pass("backward", self._names[::-1], exposed, index)
+        self._leave("", index)
+
+    def _pass(
+        self, phase: str, names: Sequence[str], exposed: dict[str, float], index: int = 0
+    ) -> None:
         """Units one after the other; the next is gathered while one computes."""
         arrival = self._gather(names[0], phase) if names else 0.0
-        for index, name in enumerate(names):
+        for place, name in enumerate(names):
             self._wait(arrival, f"gathers in {phase}", exposed)
-            if index + 1 < len(names):
-                arrival = self._gather(names[index + 1], phase)
+            if place + 1 < len(names):
+                arrival = self._gather(names[place + 1], phase)
             cost = self._found.units.get(name, Cost())
             account = cost.forward if phase == "forward" else cost.backward
             stolen = self._run(name, account, phase, exposed)
             arrival += stolen
             if phase == "backward":
-                self._reduce(name)
+                self._leave(name, index)
+
+    def _leave(self, name: str, index: int) -> None:
+        """Add the gradients of a unit to those of earlier micro-batches; reduce the sum."""
+        if index:  # reads two, and writes one
+            start = self._clock
+            self._clock += 3 * self._sums[name] / self._machine.memory_bytes_per_second
+            self._timeline.add("compute", name, "backward", start, self._clock)
+        if index + 1 == self._passes:
+            self._reduce(name)
 
     def _gather(self, name: str, phase: str) -> float:
         """When a gather that is started now ends."""

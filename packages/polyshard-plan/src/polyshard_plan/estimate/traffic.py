@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from polyshard_plan.dry_run.planning import PlannedGroup
 from polyshard_plan.dry_run.probing import Cost, Probe
 from polyshard_plan.dry_run.recorder import Collective
+from polyshard_plan.estimate.transfers import sent_dtype
 from polyshard_plan.request.mesh import MeshSpec
 
 __all__ = ["Transfer", "traffic_of"]
@@ -35,14 +36,24 @@ class Transfer:
 
 
 def traffic_of(
-    groups: Sequence[PlannedGroup], found: Probe, mesh: MeshSpec
+    groups: Sequence[PlannedGroup], found: Probe, mesh: MeshSpec, micro_batches: int = 1
 ) -> tuple[Transfer, ...]:
-    """Every transfer of a step: the engine's for each group, then the model's own."""
+    """Every transfer of a step: the engine's for each group, then the model's own.
+
+    Parameters are gathered in each micro-batch, gradients reduced in the last.
+    """
     alone = _left_alone(found)
-    made = [t for group in groups for t in _group(group, group.unit in alone, mesh)]
+    made = [t for group in groups for t in _gathers(group, group.unit in alone, mesh)]
     for name, cost in (("", found.root), *found.units.items()):
         made += _own(name, cost, mesh)
+    made = [_repeated(transfer, micro_batches) for transfer in made]
+    made += [t for group in groups for t in _sums(group, mesh, widened=micro_batches > 1)]
     return tuple(made)
+
+
+def _repeated(one: Transfer, times: int) -> Transfer:
+    sent, payload = times * one.sent_bytes, times * one.payload_bytes
+    return replace(one, calls=times * one.calls, sent_bytes=sent, payload_bytes=payload)
 
 
 def _left_alone(found: Probe) -> set[str]:
@@ -57,9 +68,8 @@ def _left_alone(found: Probe) -> set[str]:
     return {name for name, own, following in pairs if not (own or following)}
 
 
-def _group(group: PlannedGroup, is_alone: bool, mesh: MeshSpec) -> Iterator[Transfer]:
+def _gathers(group: PlannedGroup, is_alone: bool, mesh: MeshSpec) -> Iterator[Transfer]:
     plan, axis = group.plan, mesh.name("shard")
-    trains = any(p.trainable for p in group.parameters)
     if plan.layout.world_size > 1:
         payer = "native" if plan.payloads.gather is None else plan.roles.gather_codec
         sent = plan.gather_bytes
@@ -67,13 +77,22 @@ def _group(group: PlannedGroup, is_alone: bool, mesh: MeshSpec) -> Iterator[Tran
         if plan.reshard_after_forward and not is_alone:
             again = plan.regather_bytes
             yield Transfer(plan.name, "all-gather", axis, "backward", 1, again, payer, True)
-        if trains:
-            codec = plan.roles.exclusive["reduce codec"]
-            payer = "native" if plan.payloads.reduce is None else codec
-            sent = plan.reduce_bytes
-            yield Transfer(plan.name, "reduce-scatter", axis, "backward", 1, sent, payer, True)
+
+
+def _sums(group: PlannedGroup, mesh: MeshSpec, *, widened: bool) -> Iterator[Transfer]:
+    plan = group.plan
+    if not any(p.trainable for p in group.parameters):
+        return
+    if plan.layout.world_size > 1:
+        codec = plan.roles.exclusive["reduce codec"]
+        payer = "native" if plan.payloads.reduce is None else codec
+        sent = plan.reduce_bytes
+        if widened and plan.payloads.reduce is None:  # sums of micro-batches are never rounded
+            sent = sent // sent_dtype(plan).itemsize * plan.dtypes.reduce.itemsize
+        axis = mesh.name("shard")
+        yield Transfer(plan.name, "reduce-scatter", axis, "backward", 1, sent, payer, True)
     replicas = mesh.size("replicate")
-    if trains and replicas > 1:
+    if replicas > 1:
         yield _replicas(group, mesh.name("replicate"), replicas)
 
 

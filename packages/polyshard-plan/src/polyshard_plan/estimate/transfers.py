@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+import torch
+
 from polyshard.group.plan import GroupPlan
 
-__all__ = ["gather_scratch", "kept_scratch", "native_gather_bytes", "reduce_scratch"]
+__all__ = [
+    "accumulated_bytes",
+    "gather_scratch",
+    "kept_scratch",
+    "native_gather_bytes",
+    "reduce_scratch",
+    "sent_dtype",
+]
+
+
+def sent_dtype(plan: GroupPlan) -> torch.dtype:
+    """Of gradients that are reduced after each backward."""
+    param, reduce = plan.dtypes.param, plan.dtypes.reduce
+    return reduce if param.itemsize >= reduce.itemsize else param
+
+
+def accumulated_bytes(plan: GroupPlan) -> int:
+    """Of unsharded gradients that wait for the last micro-batch, in the reduce dtype."""
+    return sum(
+        placed.numel * plan.dtypes.reduce.itemsize
+        for placed, info in zip(plan.layout.parameters, plan.parameters, strict=True)
+        if info.requires_grad
+    )
 
 
 def gather_scratch(plan: GroupPlan) -> int:

@@ -31,7 +31,7 @@ def plan_page(document: Document, more: Sequence[Section] = ()) -> str:
     axes = " x ".join(f"{axis.name}={axis.size}" for axis in mesh.axes)
     lead = (
         f"{model.parameters:,} parameters in {model.units} units, on {mesh.ranks:,} ranks "
-        f"({axes}); a step of {model.batch} x {model.sequence:,} tokens a rank, "
+        f"({axes}); a step of {model.step} a rank, "
         f"{model.optimizer}. Bytes are those of rank {model.rank}."
     )
     return render(f"Plan of {model.name}", lead, (*more, *plan_sections(document)))

@@ -32,11 +32,19 @@ class ModelFacts:
     trainable: int
     units: int
     batch: int
-    """Sequences a step on each data-parallel rank."""
+    """Sequences of a micro-batch on each data-parallel rank."""
     sequence: int
     optimizer: str
     rank: int
     """The rank that all bytes are of."""
+    accumulate: int = 1
+    """Micro-batches a step."""
+
+    @property
+    def step(self) -> str:
+        """In words: what a rank computes in one."""
+        times = f"{self.accumulate} x " if self.accumulate > 1 else ""
+        return f"{times}{self.batch} x {self.sequence:,} tokens"
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def _head(document: Document) -> Text:
     axes = " x ".join(f"{axis.name}={axis.size} ({axis.role})" for axis in mesh.axes)
     return Text(
         f"{model.name}: {model.parameters:,} parameters in {model.units} units, on {mesh.ranks:,} "
-        f"ranks: {axes}. A step of {model.batch} x {model.sequence:,} tokens a rank, "
+        f"ranks: {axes}. A step of {model.step} a rank, "
         f"{model.optimizer}; bytes are those of rank {model.rank}."
     )
 

@@ -30,6 +30,13 @@ Batch = Annotated[
         rich_help_panel=SHAPE,
     ),
 ]
+Accumulate = Annotated[
+    int,
+    typer.Option(
+        help="Micro-batches of a step; gradients are reduced in the last one.",
+        rich_help_panel=SHAPE,
+    ),
+]
 Sequence = Annotated[
     int, typer.Option(help="Tokens per sequence. 0: the model's own.", rich_help_panel=SHAPE)
 ]
@@ -70,6 +77,13 @@ Offload = Annotated[
     str,
     typer.Option(
         help="Tiers of polyshard-offload: optimizer=host,params=host. Also fraction=0.5.",
+        rich_help_panel=ENGINE,
+    ),
+]
+Placement = Annotated[
+    str,
+    typer.Option(
+        help="module:function of a parameter that returns its Shard, as shard_placement_fn does.",
         rich_help_panel=ENGINE,
     ),
 ]

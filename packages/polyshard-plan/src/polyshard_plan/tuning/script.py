@@ -129,6 +129,10 @@ class _Script:
         yield f'    "mesh": {"mesh" if is_whole else f"mesh[{part}]"},'
         if settings.reshard is not None:
             yield f'    "reshard_after_forward": {settings.reshard},'
+        if settings.placement:
+            module, _, function = settings.placement.partition(":")
+            self._import(module, function.partition(".")[0])
+            yield f'    "shard_placement_fn": {function},'
         if settings.bf16:
             self._import("polyshard", "MixedPrecisionPolicy")
             yield '    "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),'
