@@ -38,8 +38,8 @@ class SafetensorsWriter(StorageWriter):
     """Saves tensors with ``torch.distributed.checkpoint`` as safetensors files.
 
     The files are those of a model in one piece, ``model.safetensors`` or ``model-00001-of-00002``
-    and so on with an index, or of another ``stem``. They get these names when all are written. All ranks must see the
-    folder.
+    and so on with an index, or of another ``stem``. They get these names when all are written. All
+    ranks must see the folder.
     """
 
     def __init__(
