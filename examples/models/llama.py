@@ -62,7 +62,7 @@ def load(folder: Path, mesh: DeviceMesh, plugins: Sequence[Any] = ()) -> LlamaFo
 
     Args:
         folder: with the config and the weights.
-        mesh: ``("dp", "tp")``: the model is sharded over one, and its layers divided over the other.
+        mesh: ``("dp", "tp")``: the model is sharded over one, its layers divided over the other.
         plugins: beside tensor parallelism.
     """
     model = outline(folder)
