@@ -26,6 +26,7 @@ from transformers import LlamaForCausalLM
 from polyshard.safetensors import load_safetensors, save_safetensors
 
 LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM"}
+LR = 1e-2
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -33,18 +34,30 @@ def tune(
     base: Path, out: Path, *, steps: int, nf4: bool = False, merged: Path | None = None
 ) -> list[float]:
     """Adapters for the model of one folder into another; the losses."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = with_adapters(in_four_bits(base) if nf4 else llama.outline(base))
-    llama.shard(model, mesh=mesh)
-    if not nf4:
-        load_safetensors(model, base, names=name_in_base)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses = loop.train(model, [optimizer], steps, mesh)
+    model = sharded(base, nf4=nf4)
+    optimizer = torch.optim.AdamW(trained(model), lr=LR)
+    losses = loop.train(
+        model, [optimizer], steps, init_device_mesh("cpu", (dist.get_world_size(),))
+    )
     export(model, out)
     if merged is not None:
         merge(model)
         llama.export(model.base_model.model, merged, names=name_of_merged)
     return losses
+
+
+def sharded(base: Path, *, nf4: bool = False) -> PeftModel:
+    """Frozen parameters and adapters share units. A base in four bits is built on every rank."""
+    model = with_adapters(in_four_bits(base) if nf4 else llama.outline(base))
+    llama.shard(model)
+    if not nf4:
+        load_safetensors(model, base, names=name_in_base)
+    return model
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """What the optimizer gets: the adapters."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def with_adapters(model: LlamaForCausalLM) -> PeftModel:

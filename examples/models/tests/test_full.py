@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from polyshard.errors import SettingError
 from polyshard.testing import RankError, World
 
 STEPS = 5
@@ -47,7 +48,6 @@ def test_ranks_train_as_one_process(
     expected = alone(base)
     assert runs[0] == pytest.approx(expected, abs=tolerance)
     assert expected[-1] < expected[0] - 1, "nothing was learnt"
-    assert (runs[0] == expected) is False
 
 
 def exported(rank: int, size: int, base: Path, out: Path, settings: dict[str, Any]) -> Whole:
@@ -73,15 +73,17 @@ def test_transformers_loads_what_was_exported(
     assert not any(messages.values()), messages
     dtype = settings.get("dtype", torch.float32)
     assert {p.dtype for p in loaded.parameters()} == {dtype}
-    expected = LlamaForCausalLM(llama.config(**changes)).to(dtype).eval()
+    expected = LlamaForCausalLM(llama.config(**changes)).eval()
     expected.load_state_dict(gathered)
+    for parameter in expected.parameters():  # not buffers, which stay in fp32
+        parameter.data = parameter.data.to(dtype)
     tokens = corpus.batch(99)
     with torch.no_grad():
         assert torch.equal(loaded(tokens).logits, expected(tokens).logits)
     prompt = corpus.tokens_of("The ")
     written = expected.generate(prompt, max_new_tokens=20, do_sample=False)
     assert completion.complete(out, "The ", tokens=20) == corpus.text_of(written)
-    assert len(list(out.glob("*.safetensors"))) == (len(gathered) > 0 and "file_bytes" in settings) + 1 or True
+    assert (out / "model.safetensors.index.json").exists() == ("file_bytes" in settings)
     assert loaded.generation_config.eos_token_id == 257
 
 
@@ -93,10 +95,47 @@ def generated(rank: int, size: int, base: Path) -> str:
 
 
 def test_a_sharded_model_writes_what_the_whole_one_writes(world4: World, base: Path) -> None:
-    assert set(world4.run(generated, base, timeout=200.0)) == {completion.complete(base, "The ", 20)}
+    texts = world4.run(generated, base, timeout=200.0)
+    assert set(texts) == {completion.complete(base, "The ", tokens=20)}
 
 
 def test_fewer_key_heads_than_ranks_are_refused(world4: World, base: Path, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"SettingError.*k_proj' makes 2 heads of 32.* over 4 ranks") as caught:
+    said = r"SettingError.*k_proj' makes 2 heads of 32.* over 4 ranks"
+    with pytest.raises(RankError, match=said):
         world4.run(tuned, base, tmp_path, 4, False)
-    assert SettingError.__name__ in str(caught.value)
+
+
+def gathered_of(rank: int, size: int, base: Path) -> Whole:
+    model = llama.load(base, llama.meshes(2))
+    return {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+
+def test_a_base_in_bfloat16_is_trained_in_float32(world4: World, tmp_path: Path) -> None:
+    """As most are published; the config says so, and the values are the same."""
+    whole = LlamaForCausalLM(llama.config()).to(torch.bfloat16)
+    whole.save_pretrained(tmp_path)
+    found = world4.run(gathered_of, tmp_path, timeout=200.0)[0]
+    assert {value.dtype for value in found.values()} == {torch.float32}
+    assert all(
+        torch.equal(value, found[name].bfloat16()) for name, value in whole.state_dict().items()
+    )
+
+
+def test_the_scripts_are_commands(tmp_path: Path) -> None:
+    """As the page shows them, with two steps."""
+    base, out = str(tmp_path / "base"), str(tmp_path / "out")
+    command("llama.py", base)
+    printed = command("full.py", base, out, "--steps", "2")
+    assert [line.split()[:2] for line in printed.splitlines()] == [["step", "0"], ["step", "1"]]
+    assert command("completion.py", out, "The ").startswith("The ")
+
+
+def command(script: str, *arguments: str) -> str:
+    """What a script prints."""
+    path = str(Path(llama.__file__).with_name(script))
+    done = subprocess.run(
+        [sys.executable, path, *arguments],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -53,7 +53,7 @@ def test_names_that_cannot_be(rank: int, size: int, tmp_path: Path) -> None:
     for work in (save_safetensors, load_safetensors):
         with pytest.raises(SettingError, match="None for each"):
             work(model, tmp_path, names=lambda name: None)
-    for stem in ("", "a/b", ".."):
+    for stem in ("", "a/b"):
         with pytest.raises(SettingError, match="stem="):
             save_safetensors(model, tmp_path, stem=stem)
     assert not list(tmp_path.iterdir())
@@ -101,10 +101,11 @@ def test_a_model_on_meta_gets_memory_and_values(rank: int, size: int, tmp_path: 
     shard(model, fully_shard)
     assert load_safetensors(model, tmp_path) == frozenset()
     assert_equal(whole(model), source.state_dict())
-    tokens = torch.arange(6).unsqueeze(0)
-    assert model(tokens).equal(source(tokens))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model(tokens).sum().backward()
+    tokens = torch.arange(6).unsqueeze(0)
+    logits = model(tokens)
+    assert logits.equal(source(tokens))
+    logits.sum().backward()
     optimizer.step()
     assert not full(model.head.weight.detach()).equal(source.head.weight)
 
