@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from polyshard import describe
 from polyshard.testing import World
 
 peft: Any = pytest.importorskip("peft")
-import adapters
+adapters: Any = importlib.import_module("adapters")  # which imports peft
+# peft 0.21 asks transformers by a name that transformers 5 is to drop.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 STEPS = 5
 
@@ -44,8 +48,7 @@ def test_ranks_train_adapters_as_one_process(
     runs = world.run(tuned, base, tmp_path, nf4, None, timeout=200.0)
     assert all(losses == runs[0] for losses in runs)
     expected, model = alone(base, nf4)
-    print(runs[0], expected)
-    assert runs[0] == pytest.approx(expected, abs=1e-4)
+    assert runs[0] == pytest.approx(expected, abs=1e-5)
     assert expected[-1] < expected[0] - 0.5, "nothing was learnt"
     loaded = peft.PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base), tmp_path)
     found, wanted = state_of(loaded), state_of(model)
@@ -91,10 +94,17 @@ def test_peft_loads_what_was_exported(world2: World, base: Path, tmp_path: Path)
         torch.testing.assert_close(ours(tokens).logits, theirs(tokens).logits)
 
 
-def frozen(rank: int, size: int, base: Path) -> tuple[int, int]:
-    """Bytes of the base that rest on this rank, and how many of them travel in a gather."""
-    pytest.importorskip("torchao")
-    model = adapters.sharded(base, nf4=True)
-    from polyshard import describe
+def gather_bytes(rank: int, size: int, base: Path, nf4: bool) -> int:
+    return sum(group.gather_bytes for group in describe(adapters.sharded(base, nf4=nf4)).groups)
 
-    return sum(group.gather_bytes for group in describe(model).groups), size
+
+def test_a_base_in_four_bits_travels_so(world2: World, base: Path) -> None:
+    """What is frozen in NF4: four bits a weight, and a byte for the scale of 64 of them."""
+    pytest.importorskip("torchao")
+    native, four_bits = (world2.run(gather_bytes, base, nf4)[0] for nf4 in (False, True))
+    config = llama.config()
+    heads = config.num_attention_heads + config.num_key_value_heads
+    width, head = config.hidden_size, config.head_dim
+    weights = 2 * width * (2 * heads * head + 3 * config.intermediate_size)
+    sent = weights // 2  # by each of two ranks: half of them
+    assert native - four_bits == pytest.approx(sent * (4 - 0.5 - 1 / 64), rel=0.01)

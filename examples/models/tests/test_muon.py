@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import corpus
 import llama
-import loop
 import muon
 import pytest
 import torch
@@ -13,7 +13,16 @@ from transformers import LlamaForCausalLM
 
 from polyshard.testing import World
 
-STEPS = 4
+STEPS = 3
+SMALL = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Products of matrices in bf16 are slow on a CPU."""
+    folder = tmp_path_factory.mktemp("models") / "small"
+    llama.begin(folder, **SMALL)
+    return folder
 
 
 def tuned(rank: int, size: int, base: Path, out: Path, tp: int) -> list[float]:
@@ -21,33 +30,49 @@ def tuned(rank: int, size: int, base: Path, out: Path, tp: int) -> list[float]:
 
 
 def alone(base: Path) -> tuple[list[float], LlamaForCausalLM]:
-    """torch's own: matrices of the blocks by Muon, the rest by AdamW."""
-    model = LlamaForCausalLM.from_pretrained(base)
+    """torch's own, gradients of two parts added up: matrices of the blocks by Muon, the rest by AdamW."""
+    model = LlamaForCausalLM.from_pretrained(base).train()
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     optimizers = [
         torch.optim.Muon(matrices, lr=muon.LR_MATRICES),
         torch.optim.AdamW(rest, lr=muon.LR_REST),
     ]
-    return loop.train(model, optimizers, STEPS), model
+    losses = []
+    for step in range(STEPS):
+        total = 0.0
+        for part in range(2):
+            tokens = corpus.batch(step, part, 2)
+            loss = model(input_ids=tokens, labels=tokens).loss / 2
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(total)
+    return losses, model
 
 
-@pytest.mark.parametrize(("size", "tp"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("size", "tp", "apart"), [(2, 1, 0.01), (4, 2, 0.2)])
 def test_matrices_are_orthogonalized_as_in_one_process(
-    request: pytest.FixtureRequest, base: Path, tmp_path: Path, size: int, tp: int
+    request: pytest.FixtureRequest, small: Path, tmp_path: Path, size: int, tp: int, apart: float
 ) -> None:
-    """Muon computes in bf16, so what sums round differently shows in some bits of its updates."""
+    """Muon rounds gradients to bf16, and then makes their smallest directions as large as others.
+
+    What tensor parallelism sums in another order therefore shows in the weights, though not in the
+    losses.
+    """
     world: World = request.getfixturevalue(f"world{size}")
-    runs = world.run(tuned, base, tmp_path, tp, timeout=200.0)
+    runs = world.run(tuned, small, tmp_path, tp, timeout=200.0)
     assert all(losses == runs[0] for losses in runs)
-    expected, model = alone(base)
+    expected, model = alone(small)
     print(runs[0], expected)
-    assert runs[0] == pytest.approx(expected, abs=2e-3)
-    assert expected[-1] < expected[0] - 0.5, "nothing was learnt"
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
-    start = LlamaForCausalLM.from_pretrained(base).state_dict()
+    assert runs[0] == pytest.approx(expected, abs=1e-3)
+    assert expected[-1] < expected[0] - 0.3, "nothing was learnt"
+    found = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+    start = LlamaForCausalLM.from_pretrained(small).state_dict()
     for name, value in model.state_dict().items():
         moved = (value - start[name]).norm()
-        difference = (loaded.state_dict()[name] - value).norm()
-        print(name, (difference / moved).item())
-        assert difference <= 0.05 * moved, name
+        print(name, ((found[name] - value).norm() / moved).item())
+        assert (found[name] - value).norm() <= apart * moved, name
