@@ -21,12 +21,16 @@ from polyshard_quantized import Int8Block, QuantizedComm
 def tune(base: Path, out: Path, *, steps: int, tp: int, int8: bool = True) -> list[float]:
     """From one folder to another; the losses."""
     mesh = llama.meshes(tp)
-    plugins = [QuantizedComm(weights=Int8Block(256))] if int8 else []
-    model = llama.load(base, mesh, plugins)
+    model = llama.load(base, mesh, quantized() if int8 else [])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = loop.train(model, [optimizer], steps, mesh["dp"])
     llama.export(model, out)
     return losses
+
+
+def quantized() -> list[QuantizedComm]:
+    """Parameters travel as 8 bits; gradients as they are."""
+    return [QuantizedComm(weights=Int8Block(256))]
 
 
 if __name__ == "__main__":

