@@ -1,4 +1,4 @@
-"""A real model fine-tuned and exported: of ``examples/models`` what CI runs; the rest has ``nox``."""
+"""A real model fine-tuned and exported: what CI runs of ``examples/models``."""
 
 from __future__ import annotations
 

@@ -34,6 +34,8 @@ def tune(
     base: Path, out: Path, *, steps: int, nf4: bool = False, merged: Path | None = None
 ) -> list[float]:
     """Adapters for the model of one folder into another; the losses."""
+    if nf4 and merged is not None:
+        raise ValueError("Adapters do not merge into NF4 weights: merge them into the base itself.")
     model = sharded(base, nf4=nf4)
     optimizer = torch.optim.AdamW(trained(model), lr=LR)
     losses = loop.train(
