@@ -361,19 +361,16 @@ CLIENTS = (
     "torchtitan==0.3.0", "triton>=3.4",
 )  # fmt: skip
 
-# The plugins that examples/models fine-tunes with.
-TUNING = [f"plugins/polyshard-{name}" for name in ("matrix", "quantized", "tensor-parallel")]
+TUNED_WITH = ("matrix", "quantized", "tensor-parallel")  # examples/models, on text of the demo
+TUNING = [f"--editable=plugins/polyshard-{name}" for name in TUNED_WITH]
 
 
 @nox.session(default=False)
 def clients(session: nox.Session) -> None:
-    """Run other libraries' training loops under both engines; those libraries take about 1 GB.
-
-    And fine-tune models of theirs (examples/models), with several plugins.
-    """
+    """Run other libraries' training loops, and tune their models; they take about 1 GB."""
     groups = nox.project.dependency_groups(PYPROJECT, "test", "type")
     session.install(TORCH, "--editable=packages/polyshard[testing]", *groups, *CLIENTS)
-    session.install("--editable=packages/polyshard-demo", *(f"--editable={p}" for p in TUNING))
+    session.install("--editable=packages/polyshard-demo", *TUNING)
     for folder in ("examples/clients", "examples/models"):
         session.run("mypy", "--ignore-missing-imports", *map(str, Path(folder).glob("*.py")))
         session.run("python", "-m", "pytest", f"{folder}/tests", *session.posargs, env=ONE_THREAD)
