@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import corpus
 from transformers import AutoModelForCausalLM
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 def complete(folder: Path, text: str, tokens: int = 60) -> str:
     """The text, and the likeliest ``tokens`` bytes after it."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
     found = model.generate(corpus.tokens_of(text), max_new_tokens=tokens, do_sample=False)
     return corpus.text_of(found)
 

@@ -120,7 +120,8 @@ def test_what_has_values_keeps_them(rank: int, size: int, tmp_path: Path) -> Non
     torch.distributed.barrier()
     with torch.device("meta"):
         model = Model(width=20, hidden=31)
-    for mine, theirs in zip(model.blocks, source.blocks, strict=True):
+    blocks: Any = zip(model.blocks, source.blocks, strict=True)
+    for mine, theirs in blocks:
         mine.up = nn.Linear(20, 31)
         mine.up.load_state_dict(theirs.up.state_dict())
     shard(model, fully_shard)
