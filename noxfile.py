@@ -361,15 +361,19 @@ CLIENTS = (
     "torchtitan==0.3.0", "triton>=3.4",
 )  # fmt: skip
 
+TUNED_WITH = ("matrix", "quantized", "tensor-parallel")  # examples/models, on text of the demo
+TUNING = [f"--editable=plugins/polyshard-{name}" for name in TUNED_WITH]
+
 
 @nox.session(default=False)
 def clients(session: nox.Session) -> None:
-    """Run other libraries' training loops under both engines; those libraries take about 1 GB."""
+    """Run other libraries' training loops, and tune their models; they take about 1 GB."""
     groups = nox.project.dependency_groups(PYPROJECT, "test", "type")
     session.install(TORCH, "--editable=packages/polyshard[testing]", *groups, *CLIENTS)
-    folder = "examples/clients"
-    session.run("mypy", "--ignore-missing-imports", *map(str, Path(folder).glob("*.py")))
-    session.run("python", "-m", "pytest", f"{folder}/tests", *session.posargs, env=ONE_THREAD)
+    session.install("--editable=packages/polyshard-demo", *TUNING)
+    for folder in ("examples/clients", "examples/models"):
+        session.run("mypy", "--ignore-missing-imports", *map(str, Path(folder).glob("*.py")))
+        session.run("python", "-m", "pytest", f"{folder}/tests", *session.posargs, env=ONE_THREAD)
 
 
 # Beside these examples/launch runs what the machine has: Debian's iproute2, slurm-wlm and munge.

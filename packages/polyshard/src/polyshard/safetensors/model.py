@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,10 +15,14 @@ from polyshard._torch.staged import checkpoint_name
 from polyshard.checkpoint.together import Ranks
 from polyshard.errors import CheckpointError, SettingError
 from polyshard.safetensors.reading import SafetensorsReader
+from polyshard.safetensors.vacant import give_memory
 from polyshard.safetensors.writing import SafetensorsWriter
 
 FILE_BYTES = 5_000_000_000
 """The size that Hugging Face's libraries split files at."""
+
+Names = Callable[[str], "str | None"]
+"""What files call a tensor of the model; ``None`` if it is in none of them."""
 
 
 def save_safetensors(
@@ -27,6 +31,8 @@ def save_safetensors(
     *,
     dtype: torch.dtype | None = None,
     file_bytes: int = FILE_BYTES,
+    names: Names | None = None,
+    stem: str = "model",
 ) -> None:
     """Save weights as ``transformers`` and others load them; collective, without gathering any.
 
@@ -40,22 +46,30 @@ def save_safetensors(
         dtype: what floating-point tensors are converted to; their own by default. Takes memory for
             a converted copy of this rank's shards.
         file_bytes: how large a file may be, unless it holds a single tensor.
+        names: what each tensor is called in the files, and which are left out (``None``), alike on
+            all ranks; by default all of them, by their own names.
+        stem: what the files are called: ``model.safetensors``, ``model-00001-of-00002``, ...
 
     Raises:
         CheckpointError: on every rank alike, when it failed on any, or the folder holds such files.
-        SettingError: when ``file_bytes`` is not positive.
+        SettingError: when ``file_bytes`` is not positive, ``stem`` is no file's name, or ``names``
+            gives two tensors one name, or leaves none.
     """
     if file_bytes < 1:
         raise SettingError(f"file_bytes={file_bytes}: a file holds at least one byte.")
+    if not stem or os.path.basename(stem) != stem:
+        raise SettingError(f"stem={stem!r}: files are called by it, in the folder that is given.")
     doing = f"Saving '{folder}'"
-    state = _tensors(model)
-    for names in _shared_names(model):
-        for name in names[1:]:
-            state.pop(name, None)
+    called = _called(model, names)
+    for shared in _shared_names(model):
+        for name in [name for name in shared if name in called][1:]:
+            del called[name]
+    _check_called(called, names)
+    state = _tensors(model, called)
     if dtype is not None:
         state = {n: v.to(dtype) if v.is_floating_point() else v for n, v in state.items()}
     with Ranks() as ranks:
-        writer = ranks.agreed(doing, lambda: SafetensorsWriter(folder, file_bytes))
+        writer = ranks.agreed(doing, lambda: SafetensorsWriter(folder, file_bytes, stem))
         try:
             ranks.agreed(doing, lambda: _save(state, writer, ranks))
         except BaseException:
@@ -64,52 +78,95 @@ def save_safetensors(
             raise
 
 
-def load_safetensors(model: nn.Module, folder: str | os.PathLike[str]) -> frozenset[str]:
+def load_safetensors(
+    model: nn.Module, folder: str | os.PathLike[str], *, names: Names | None = None
+) -> frozenset[str]:
     """Fill a model, however it is sharded, from safetensors files; collective.
 
     Each rank reads its own shards. A name that the files lack is fine if it belongs to a tensor
     that has another name which they have.
 
+    A model on the meta device gets its memory here: each rank that of its shards, on the device of
+    the mesh. What is not in the files must have values then, as it would never get any.
+
     Args:
-        model: sharded or not, and on real memory: after ``to_empty`` if it was on meta.
+        model: sharded or not.
         folder: with ``*.safetensors`` files; all of them are looked at.
+        names: what each tensor is called in the files, and which are in none of them (``None``),
+            alike on all ranks; by default all are, by their own names.
 
     Returns:
         Names in the files that the model has no use for.
 
     Raises:
         CheckpointError: on every rank alike, when the files lack tensors or hold other shapes.
+        SettingError: when ``names`` leaves no tensor.
     """
     doing = f"Loading '{folder}'"
-    state = _tensors(model)
+    called = _called(model, names)
+    if names is not None and not called:
+        raise SettingError("names= leaves no tensor of the model: it gave None for each of them.")
     with Ranks() as ranks:
         reader = ranks.agreed(doing, lambda: SafetensorsReader(folder))
-        ranks.agreed(doing, lambda: _drop_missing(state, model, reader))
-        ranks.agreed(doing, lambda: _load(model, state, reader, ranks))
-    return reader.names - state.keys()
+        ranks.agreed(doing, lambda: _drop_missing(called, model, reader))
+        ranks.agreed(doing, lambda: give_memory(model, called))
+        ranks.agreed(doing, lambda: _load(model, called, reader, ranks))
+    return reader.names - set(called.values())
 
 
-def _drop_missing(state: dict[str, Tensor], model: nn.Module, reader: SafetensorsReader) -> None:
+def _called(model: nn.Module, names: Names | None) -> dict[str, str]:
+    """What the files call each tensor that is in them, by its own name."""
+    own = [name for name, value in _state(model).items() if isinstance(value, Tensor)]
+    every = {name: name if names is None else names(name) for name in own}
+    return {name: called for name, called in every.items() if called is not None}
+
+
+def _check_called(called: Mapping[str, str], names: Names | None) -> None:
+    if names is None:
+        return
+    if not called:
+        raise SettingError("names= leaves nothing to save: it gave None for each tensor.")
+    taken: dict[str, str] = {}
+    for name, file_name in called.items():
+        if file_name in taken:
+            raise SettingError(
+                f"names= gives '{taken[file_name]}' and '{name}' one name, '{file_name}'. Tensors "
+                "in the files have a name each; give None for what is not to be saved."
+            )
+        taken[file_name] = name
+
+
+def _drop_missing(called: dict[str, str], model: nn.Module, reader: SafetensorsReader) -> None:
     """Leave out names that the files lack, which is fine if they have another name of the tensor.
 
     Raises:
         CheckpointError: when they do not.
     """
-    missing = sorted(state.keys() - reader.names)
-    known = {n for names in _shared_names(model) if reader.names & set(names) for n in names}
-    lacking = [name for name in missing if name not in known]
+    missing = sorted(name for name, file_name in called.items() if file_name not in reader.names)
+    known = {
+        name
+        for shared in _shared_names(model)
+        if any(called.get(name) in reader.names for name in shared)
+        for name in shared
+    }
+    lacking = [called[name] for name in missing if name not in known]
     if lacking:
         raise CheckpointError(
             f"the files lack {len(lacking)} tensors of the model: {', '.join(lacking[:5])}"
             f"{' and others' if len(lacking) > 5 else ''}. Is it a checkpoint of this model?"
         )
     for name in missing:
-        del state[name]
+        del called[name]
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    found: Mapping[str, Any] = get_model_state_dict(model)
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+def _state(model: nn.Module) -> Mapping[str, Any]:
+    return get_model_state_dict(model)
+
+
+def _tensors(model: nn.Module, called: Mapping[str, str]) -> dict[str, Tensor]:
+    """Tensors of the model, by their names in the files."""
+    state = _state(model)
+    return {file_name: state[name] for name, file_name in called.items()}
 
 
 def _shared_names(model: nn.Module) -> list[list[str]]:
@@ -126,9 +183,10 @@ def _save(state: dict[str, Tensor], writer: SafetensorsWriter, ranks: Ranks) -> 
 
 
 def _load(
-    model: nn.Module, state: dict[str, Tensor], reader: SafetensorsReader, ranks: Ranks
+    model: nn.Module, called: Mapping[str, str], reader: SafetensorsReader, ranks: Ranks
 ) -> None:
+    state = _tensors(model, called)
     dcp.load(state, storage_reader=reader, process_group=ranks.group, no_dist=ranks.alone)
     options = dcp.state_dict.StateDictOptions(strict=False)
-    values: dict[str, Any] = {**state}
+    values: dict[str, Any] = {name: state[file_name] for name, file_name in called.items()}
     set_model_state_dict(model, values, options=options)

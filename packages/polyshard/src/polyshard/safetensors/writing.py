@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,6 @@ from polyshard.files import replace_file, sync_folder
 from polyshard.safetensors.blocks import BLOCK_BYTES, Block, memory_of, places, split
 from polyshard.safetensors.header import Stored, make_header, read_header
 
-INDEX = "model.safetensors.index.json"
 Described = tuple[torch.dtype, torch.Size]
 
 
@@ -38,11 +38,13 @@ class SafetensorsWriter(StorageWriter):
     """Saves tensors with ``torch.distributed.checkpoint`` as safetensors files.
 
     The files are those of a model in one piece, ``model.safetensors`` or ``model-00001-of-00002``
-    and so on with an index. They get these names when all are written. All ranks must see the
-    folder.
+    and so on with an index, or of another ``stem``. They get these names when all are written. All
+    ranks must see the folder.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], file_bytes: int) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], file_bytes: int, stem: str = "model"
+    ) -> None:
         """Write files of at most ``file_bytes`` of tensors, or one tensor, each.
 
         Raises:
@@ -50,6 +52,7 @@ class SafetensorsWriter(StorageWriter):
         """
         self._folder = Path(folder)
         self._file_bytes = file_bytes
+        self._stem = stem
         self._layout = _Layout({}, {})
         if there := sorted(self._folder.glob("*.safetensors")):
             raise CheckpointError(
@@ -72,7 +75,7 @@ class SafetensorsWriter(StorageWriter):
         files: dict[str, Path] = {}
         stored: dict[str, Stored] = {}
         for index, names in enumerate(groups, 1):
-            path = self._folder / f".model-{index:05d}-of-{len(groups):05d}.unfinished"
+            path = self._folder / f".{self._stem}-{index:05d}-of-{len(groups):05d}.unfinished"
             _make(path, {name: tensors[name] for name in names})
             found = read_header(path)
             stored |= found
@@ -115,18 +118,20 @@ class SafetensorsWriter(StorageWriter):
             weight_map = {name: final[path] for name, path in self._layout.files.items()}
             total = sum(stored.nbytes for stored in self._layout.stored.values())
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            replace_file(self._folder / INDEX, json.dumps(index, indent=2).encode())
+            replace_file(
+                self._folder / f"{self._stem}.safetensors.index.json",
+                json.dumps(index, indent=2).encode(),
+            )
         sync_folder(self._folder)
 
-    @staticmethod
-    def _final_name(path: Path, count: int) -> str:
+    def _final_name(self, path: Path, count: int) -> str:
         if count == 1:
-            return "model.safetensors"
+            return f"{self._stem}.safetensors"
         return path.name.removeprefix(".").replace(".unfinished", ".safetensors")
 
     def remove_unfinished(self) -> None:
         """Take away what a save that failed has left."""
-        for path in self._folder.glob(".model-*.unfinished"):
+        for path in self._folder.glob(f".{glob.escape(self._stem)}-*.unfinished"):
             path.unlink(missing_ok=True)
 
     @override

@@ -1,0 +1,50 @@
+"""Memory for a model on the meta device, when it is certain that all of it will get values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from polyshard._torch.staged import checkpoint_name
+from polyshard.errors import CheckpointError
+
+
+def give_memory(model: nn.Module, filled: Collection[str]) -> None:
+    """Have what is on the meta device rest in memory of this rank, with any values.
+
+    Args:
+        model: sharded or not.
+        filled: names, as in state dicts, of what will get values.
+
+    Raises:
+        CheckpointError: when something on the meta device is not among them; nothing is changed.
+    """
+    vacant = {id(tensor): tensor for _, tensor in _named(model) if tensor.is_meta}
+    if not vacant:
+        return
+    safe = {id(t) for name, t in _named(model) if checkpoint_name(model, name) in filled}
+    left = [name for name, t in _named(model) if id(t) in vacant.keys() - safe]
+    if left:
+        raise CheckpointError(
+            f"the model is on the meta device, and nothing would give values to {len(left)} of its "
+            f"tensors, which no file holds: {', '.join(left[:5])}"
+            f"{' and others' if len(left) > 5 else ''}. Compute them before it is loaded: make "
+            "buffers outside of torch.device('meta'), or call model.to_empty(device=...) and "
+            "initialise all of them."
+        )
+    model._apply(_with_memory)
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _with_memory(tensor: Tensor) -> Tensor:
+    if not tensor.is_meta:
+        return tensor
+    kind = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
+    return torch.empty_like(tensor, device=kind)
