@@ -1,4 +1,11 @@
-"""What of a module is sharded, and how: the settings of the strategy, and their use."""
+"""What of a module is sharded, and how: the settings of the strategy, and their use.
+
+[Note: steps]
+Lightning calls ``training_step`` and its like, which use ``forward``, submodules and parameters of
+the module in any order. So those are forward methods of the outermost unit, and its parameters stay
+gathered after a ``forward`` within them: until backward ends, or evaluation does. Under manual
+optimization backward is a part of ``training_step``, which then is no such method.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +23,10 @@ from polyshard.errors import ModuleError, SettingError
 from polyshard_plan.dry_run.units import units_of
 from polyshard_plan.errors import PlanError
 
-__all__ = ["STEPS", "Sharding"]
+__all__ = ["STEPS", "Sharding", "watch_steps"]
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-"""What Lightning calls in place of ``forward``: parameters are gathered for these as well."""
+"""What Lightning calls in place of ``forward``."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,8 @@ class Sharding:
                     reshard_after_forward=self.reshard_after_forward,
                     **keywords,
                 )
-        fully_shard(module, **keywords)
+        # See [Note: steps]
+        fully_shard(module, reshard_after_forward=False, **keywords)
 
     def _units(self, module: nn.Module) -> Iterator[tuple[nn.Module, ...]]:
         try:
@@ -82,9 +90,14 @@ class Sharding:
             )
 
 
-def watch_steps(module: nn.Module) -> None:
-    """Have the steps that Lightning calls gather parameters, as ``forward`` does."""
-    for name in STEPS:
+def watch_steps(module: nn.Module, *, is_automatic: bool) -> None:
+    """Have what Lightning calls gather parameters. See [Note: steps].
+
+    Args:
+        module: sharded by polyshard.
+        is_automatic: whether Lightning calls backward and steps.
+    """
+    for name in STEPS if is_automatic else STEPS[1:]:
         if callable(getattr(module, name, None)) and name not in vars(module):
             register_fsdp_forward_method(module, name)
 

@@ -127,8 +127,28 @@ class PolyshardStrategy(ModelParallelStrategy):
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
         self._sharding.apply(model, self.shard_mesh)
-        watch_steps(model)
+        assert self.lightning_module is not None
+        watch_steps(model, is_automatic=self.lightning_module.automatic_optimization)
         return model
+
+    @override
+    def on_validation_end(self) -> None:
+        """Free what evaluation left gathered."""
+        self._reshard()
+
+    @override
+    def on_test_end(self) -> None:
+        """As after validation."""
+        self._reshard()
+
+    @override
+    def on_predict_end(self) -> None:
+        """As after validation."""
+        self._reshard()
+
+    def _reshard(self) -> None:
+        if self._is_sharded:
+            self._sharded.reshard()
 
     @override
     @contextmanager
