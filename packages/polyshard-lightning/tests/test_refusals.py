@@ -61,7 +61,7 @@ def test_synchronised_batch_norms(rank: int, size: int) -> None:
 
 def test_scaled_losses() -> None:
     with pytest.raises(UnsupportedError, match="bf16-mixed"):
-        clipping(MixedPrecision("16-mixed", "cuda"))
+        clipping(MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu")))
 
 
 def test_sizes_of_tensor_parallelism() -> None:
