@@ -355,21 +355,26 @@ def kernels(session: nox.Session) -> None:
         session.run_install(*pip, "uninstall", "--yes", "triton", silent=True)
 
 
-# What examples/clients runs, from the versions it was written for on.
+# What examples/clients runs.
 CLIENTS = (
     "accelerate>=1.15", "lightning>=2.6.6", "peft>=0.21", "torchao>=0.18", "transformers>=5.23",
     "torchtitan==0.3.0", "triton>=3.4",
 )  # fmt: skip
+INTEGRATIONS = ("packages/polyshard-accelerate", "packages/polyshard-lightning")
 
 
 @nox.session(default=False)
 def clients(session: nox.Session) -> None:
     """Run other libraries' training loops under both engines; those libraries take about 1 GB."""
     groups = nox.project.dependency_groups(PYPROJECT, "test", "type")
-    session.install(TORCH, "--editable=packages/polyshard[testing]", *groups, *CLIENTS)
+    ours = ("packages/polyshard[testing]", "packages/polyshard-plan", *INTEGRATIONS)
+    session.install(TORCH, *(f"--editable={path}" for path in ours), *groups, *CLIENTS)
     folder = "examples/clients"
     session.run("mypy", "--ignore-missing-imports", *map(str, Path(folder).glob("*.py")))
-    session.run("python", "-m", "pytest", f"{folder}/tests", *session.posargs, env=ONE_THREAD)
+    for path in INTEGRATIONS:
+        session.run("mypy", f"{path}/src", f"{path}/tests")
+    tests = (f"{folder}/tests", *INTEGRATIONS)
+    session.run("python", "-m", "pytest", *tests, *session.posargs, env=ONE_THREAD)
 
 
 # Beside these examples/launch runs what the machine has: Debian's iproute2, slurm-wlm and munge.

@@ -21,7 +21,6 @@ from accelerate_runs import (
     optimizer_of,
     whole,
 )
-from polyshard_accelerate import PolyshardAccelerator, Sharding
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -36,6 +35,7 @@ from polyshard.errors import (
     UnsupportedError,
 )
 from polyshard.testing import World, ranks
+from polyshard_accelerate import PolyshardAccelerator, Sharding
 
 
 def made(rank: int, size: int, sharding: Sharding | None = None, **given: Any) -> Any:

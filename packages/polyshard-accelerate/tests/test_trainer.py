@@ -13,7 +13,6 @@ pytest.importorskip("transformers", reason="pip install 'polyshard-accelerate[tr
 import torch
 import torch.distributed as dist
 from accelerate_runs import as_launched, assert_same_bits, whole
-from polyshard_accelerate import PolyshardTrainer, Sharding
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -25,6 +24,7 @@ from transformers import (
 import polyshard
 from polyshard.errors import UnsupportedError
 from polyshard.testing import World, ranks
+from polyshard_accelerate import PolyshardTrainer, Sharding
 
 STEPS = 4
 ROWS = 2  # of a batch, on each rank
@@ -190,9 +190,13 @@ def test_units_plugins_and_an_optimizer_of_ones_own(rank: int, size: int, tmp_pa
     made = PolyshardTrainer(
         model=model,
         args=TrainingArguments(
-            str(tmp_path), max_steps=2, save_strategy="no", report_to=[], use_cpu=True,
+            str(tmp_path),
+            max_steps=2,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
             disable_tqdm=True,
-        ),  # fmt: skip
+        ),
         train_dataset=data(),
         optimizers=(optimizer, None),
         sharding=sharding,

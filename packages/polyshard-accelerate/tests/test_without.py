@@ -18,7 +18,8 @@ from polyshard_accelerate import {name}
 
 
 @pytest.mark.parametrize(
-    ("name", "extra"), [("PolyshardAccelerator", "accelerate"), ("PolyshardTrainer", "transformers")]
+    ("name", "extra"),
+    [("PolyshardAccelerator", "accelerate"), ("PolyshardTrainer", "transformers")],
 )
 def test_what_to_install_is_said(name: str, extra: str) -> None:
     code = CODE.format(name=name)

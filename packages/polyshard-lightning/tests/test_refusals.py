@@ -11,13 +11,13 @@ pytest.importorskip("lightning", reason="pip install 'polyshard-lightning[lightn
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_runs import Odd, batches, trainer
-from polyshard_lightning import PolyshardStrategy
-from polyshard_lightning.precision import clipping
 from torch.distributed.fsdp import fully_shard
 
 import polyshard
 from polyshard.errors import MeshError, ModuleError, SettingError, UnsupportedError
 from polyshard.testing import ranks
+from polyshard_lightning import PolyshardStrategy
+from polyshard_lightning.precision import clipping
 
 
 class TorchSharded(Odd):

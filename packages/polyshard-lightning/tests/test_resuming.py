@@ -12,10 +12,10 @@ pytest.importorskip("lightning", reason="pip install 'polyshard-lightning[lightn
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_runs import Odd, alone, assert_equal, batches, trainer, whole
-from polyshard_lightning import PolyshardStrategy
 
 from polyshard.errors import CheckpointError, UnsupportedError
 from polyshard.testing import World, ranks
+from polyshard_lightning import PolyshardStrategy
 
 
 def train(

@@ -10,11 +10,11 @@ pytest.importorskip("lightning", reason="pip install 'polyshard-lightning[lightn
 
 import torch
 from lightning_runs import Odd, alone, assert_equal, batch, batches, trainer, whole
-from polyshard_lightning import PolyshardStrategy
 from torch.distributed.tensor import DTensor
 
 import polyshard
 from polyshard.testing import ranks
+from polyshard_lightning import PolyshardStrategy
 
 
 @ranks(2, 3)

@@ -91,9 +91,7 @@ class PolyshardAccelerator(Accelerator):
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     @override
-    def prepare_optimizer(
-        self, optimizer: Optimizer, device_placement: bool | None = None
-    ) -> Any:
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """Have ``optimizer`` step sharded parameters."""
         self._replaced.switch([optimizer])
         if self.sharding.flat:

@@ -78,5 +78,9 @@ def _owned(
         own = {id(p) for p in model.parameters()}
         yield (
             model,
-            [o for o in optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])],
+            [
+                o
+                for o in optimizers
+                if any(id(p) in own for g in o.param_groups for p in g["params"])
+            ],
         )

@@ -40,4 +40,3 @@ def clipping(plugin: Precision) -> Precision:
         own = {"__qualname__": original.__qualname__, "__module__": original.__module__}
         plugin.__class__ = type(original.__name__, (Clipping, original), own)
     return plugin
-

@@ -70,7 +70,7 @@ class Sharding:
                     reshard_after_forward=self.reshard_after_forward,
                     **keywords,
                 )
-        # See [Note: steps]
+        # Never freed between forward and backward: see the note above.
         fully_shard(module, reshard_after_forward=False, **keywords)
 
     def _units(self, module: nn.Module) -> Iterator[tuple[nn.Module, ...]]:

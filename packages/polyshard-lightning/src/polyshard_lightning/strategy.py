@@ -28,9 +28,9 @@ NAME = "polyshard"
 class PolyshardStrategy(ModelParallelStrategy):
     """Shards the LightningModule with polyshard; ``Trainer(strategy=PolyshardStrategy(...))``.
 
-    Modules are sharded between ``configure_model``, which need not be there, and
-    ``configure_optimizers``. What ``configure_model`` shards with ``polyshard.fully_shard`` stays as
-    it is, and the rest of the LightningModule becomes the outermost unit.
+    That happens between ``configure_model``, which need not be there, and ``configure_optimizers``.
+    What ``configure_model`` shards with ``polyshard.fully_shard`` stays as it is, and the rest of
+    the LightningModule becomes the outermost unit.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PolyshardStrategy(ModelParallelStrategy):
             mesh: ``(replicas, ranks of a shard)`` (HSDP); by default all ranks share one shard.
             mp_policy: what polyshard's units compute and reduce in; by default that is left to
                 Lightning's ``precision``.
-            reshard_after_forward: as of ``polyshard.fully_shard``, for every unit but the outermost.
+            reshard_after_forward: as of ``polyshard.fully_shard``, but for the outermost unit.
             lightning: keywords of Lightning's own ``ModelParallelStrategy``:
                 ``save_distributed_checkpoint`` (``False``: a single file with everything, gathered
                 on the first rank), ``process_group_backend``, ``timeout``.
@@ -65,8 +65,9 @@ class PolyshardStrategy(ModelParallelStrategy):
         if taken:
             raise UnsupportedError(
                 f"PolyshardStrategy does not take {', '.join(sorted(taken))}: it is data-parallel "
-                "over all ranks. Pass mesh=(replicas, ranks of a shard) for HSDP; with tensor "
-                "parallelism use ModelParallelStrategy and polyshard.fully_shard in configure_model."
+                "over all ranks. Pass mesh=(replicas, ranks of a shard) for HSDP; for tensor "
+                "parallelism, use ModelParallelStrategy with polyshard's fully_shard in "
+                "configure_model."
             )
         super().__init__(**lightning)
         self._sharding = Sharding(plugins, units, mp_policy, reshard_after_forward)
@@ -213,7 +214,8 @@ class PolyshardStrategy(ModelParallelStrategy):
         changed = weights.keys() ^ self.lightning_module_state_dict().keys()
         if changed:
             raise UnsupportedError(
-                f"PolyshardStrategy: on_save_checkpoint added or removed weights ('{min(changed)}'). "
+                f"PolyshardStrategy: on_save_checkpoint changed which weights there are: "
+                f"'{min(changed)}'. "
                 "Folders have all weights of the module and no other: put other values under a key "
                 "of their own, or pass save_distributed_checkpoint=False."
             )

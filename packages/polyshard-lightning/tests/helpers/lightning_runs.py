@@ -1,4 +1,4 @@
-"""A LightningModule with all that is odd, a Trainer on ranks of a World, and what torch computes."""
+"""A LightningModule with all that is odd, a Trainer on ranks of a World, and one process."""
 
 from __future__ import annotations
 
@@ -121,7 +121,9 @@ def alone(size: int, steps: int, accumulate: int = 1, clip: float | None = None)
 
 def whole(module: nn.Module) -> dict[str, Tensor]:
     """All parameters, gathered."""
-    return {n: getattr(p, "full_tensor", lambda p=p: p)().detach() for n, p in module.named_parameters()}
+    return {
+        n: getattr(p, "full_tensor", lambda p=p: p)().detach() for n, p in module.named_parameters()
+    }
 
 
 def assert_equal(found: dict[str, Tensor], expected: nn.Module) -> None:
