@@ -102,7 +102,7 @@ def run(rank: int, size: int, folder: Path, *, half: bool, resume: bool) -> Any:
         losses += train(accelerator, model, optimizer, range(step, step + 1))
         schedule.step()
     if half:
-        assert accelerator.save_state(folder) == str(folder)
+        assert Path(accelerator.save_state(folder)) == folder
     return losses, whole(model)
 
 
@@ -127,6 +127,7 @@ def load(rank: int, size: int, folder: Path) -> dict[str, torch.Tensor]:
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.load_state(folder)
     assert {int(s["step"]) for s in optimizer.state_dict()["state"].values()} == {2}
+    assert_equal(whole(model), alone(2, 2))
     return whole(model)
 
 

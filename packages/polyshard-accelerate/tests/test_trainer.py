@@ -136,12 +136,26 @@ def save(rank: int, size: int, folder: Path) -> dict[str, torch.Tensor]:
     return whole(made.model)
 
 
+class Begun(TrainerCallback):
+    """What training begins with."""
+
+    weights: dict[str, torch.Tensor]
+    steps: tuple[int, int]
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.weights = {n: w.clone() for n, w in whole(given["model"]).items()}
+        self.steps = state.global_step, given["lr_scheduler"].last_epoch
+
+
 def load(rank: int, size: int, folder: Path) -> dict[str, torch.Tensor]:
     as_launched(rank, size)
-    made, _ = trainer(folder, max_steps=2)
-    made.train(resume_from_checkpoint=str(folder / "checkpoint-2"))  # nothing is left to do
-    assert made.lr_scheduler.last_epoch == 2
-    return whole(made.model)
+    begun = Begun()
+    made, _ = trainer(folder, max_steps=3)
+    made.add_callback(begun)
+    made.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert begun.steps == (2, 2)
+    assert {int(s["step"]) for s in made.optimizer.state.values()} == {3}
+    return begun.weights
 
 
 def test_another_number_of_ranks(world2: World, world3: World, tmp_path: Path) -> None:

@@ -11,17 +11,24 @@ pytest.importorskip("lightning", reason="pip install 'polyshard-lightning[lightn
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_runs import Odd, alone, assert_equal, batches, trainer, whole
+from lightning_runs import Odd, alone, assert_equal, batch, batches, trainer, whole
 
 from polyshard.errors import CheckpointError, UnsupportedError
 from polyshard.testing import World, ranks
 from polyshard_lightning import PolyshardStrategy
 
 
+class ByStep(Odd):
+    """Lightning begins an epoch's batches anew: those of a step are these, whatever it gives."""
+
+    def training_step(self, given: torch.Tensor, index: int) -> torch.Tensor:
+        return super().training_step(batch(self.global_step, self.global_rank), index)
+
+
 def train(
     rank: int, size: int, steps: int, path: Path | None = None, file: bool = False
 ) -> tuple[Odd, Any]:
-    module = Odd()
+    module = ByStep()
     strategy = PolyshardStrategy(save_distributed_checkpoint=not file)
     runs = trainer(size, strategy, max_steps=steps)
     runs.fit(module, batches(4, rank), ckpt_path=path)
@@ -35,7 +42,7 @@ def test_bits_are_those_of_a_run_without_a_break(
 ) -> None:
     keeper = ModelCheckpoint(tmp_path, "half", save_top_k=-1, every_n_train_steps=2)
     settings: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [keeper]}
-    undisturbed = Odd()
+    undisturbed = ByStep()
     strategy = PolyshardStrategy(save_distributed_checkpoint=not file)
     trainer(size, strategy, max_steps=3, **settings).fit(undisturbed, batches(4, rank))
     path = tmp_path / "half.ckpt"

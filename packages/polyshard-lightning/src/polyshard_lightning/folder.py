@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from polyshard.checkpoint import Checkpoints, TrainingState, checkpoints_in
+from polyshard.checkpoint import Checkpoints, TrainingState
+from polyshard.errors import CheckpointError
 
-__all__ = ["Rest", "is_folder", "load", "save"]
+__all__ = ["Rest", "load", "save"]
 
 
 @dataclass
@@ -48,11 +49,6 @@ class Rest:
         return found
 
 
-def is_folder(path: Path) -> bool:
-    """Whether :func:`save` wrote what is at ``path``."""
-    return path.is_dir() and bool(checkpoints_in(path))
-
-
 def save(
     path: Path, model: nn.Module, optimizers: Sequence[Optimizer], values: dict[str, Any]
 ) -> None:
@@ -78,7 +74,12 @@ def load(
     """
     rest = Rest()
     with Checkpoints(path) as checkpoints:
-        checkpoints.load(_state(model, optimizers, rest))
+        if checkpoints.load(_state(model, optimizers, rest)) is None:
+            raise CheckpointError(
+                f"'{path}' holds no checkpoint of PolyshardStrategy. Folders of Lightning's own "
+                "strategies become files that it takes by "
+                "`python -m lightning.pytorch.utilities.consolidate_checkpoint`."
+            )
     return rest.get(weights_only=weights_only)
 
 

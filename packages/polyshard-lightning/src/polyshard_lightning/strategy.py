@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from polyshard import FSDPModule, MixedPrecisionPolicy
 from polyshard.errors import LifecycleError, MeshError, PeerError, UnsupportedError
-from polyshard_lightning import folder
+from polyshard_lightning import file, folder
 from polyshard_lightning.precision import clipping
 from polyshard_lightning.sharding import Sharding, watch_steps
 
@@ -226,17 +226,17 @@ class PolyshardStrategy(ModelParallelStrategy):
     ) -> dict[str, Any]:
         """Fill module and optimizers from a folder, at any number of ranks; or from one file.
 
-        Checkpoints of Lightning's own strategies are taken as well.
+        Files of Lightning's own strategies are taken as well.
 
         Raises:
             CheckpointError: on every rank alike, when it is damaged, or does not fit.
         """
         path = Path(self.broadcast(checkpoint_path))
-        if not folder.is_folder(path):
-            found: dict[str, Any] = super().load_checkpoint(path, weights_only)
-            return found
         assert self.model is not None
-        only = bool(weights_only)
+        assert self.lightning_module is not None
+        only, strict = bool(weights_only), self.lightning_module.strict_loading
+        if path.is_file():
+            return file.load(path, self.model, self.optimizers, strict=strict, weights_only=only)
         return folder.load(path, self.model, self.optimizers, weights_only=only)
 
 
