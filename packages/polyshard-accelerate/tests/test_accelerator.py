@@ -117,8 +117,9 @@ def test_a_run_that_was_saved_goes_on_with_the_same_bits(
     assert_same_bits(found, weights)
 
 
-def save(rank: int, size: int, folder: Path) -> None:
-    run(rank, size, folder, half=True, resume=False)
+def save(rank: int, size: int, folder: Path) -> dict[str, torch.Tensor]:
+    _, weights = run(rank, size, folder, half=True, resume=False)
+    return dict(weights)
 
 
 def load(rank: int, size: int, folder: Path) -> dict[str, torch.Tensor]:
@@ -127,15 +128,13 @@ def load(rank: int, size: int, folder: Path) -> dict[str, torch.Tensor]:
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.load_state(folder)
     assert {int(s["step"]) for s in optimizer.state_dict()["state"].values()} == {2}
-    assert_equal(whole(model), alone(2, 2))
     return whole(model)
 
 
 def test_another_number_of_ranks(world2: World, world3: World, tmp_path: Path) -> None:
-    world2.run(save, tmp_path)
-    first, *others = world3.run(load, tmp_path)
-    for found in others:
-        assert_same_bits(found, first)
+    expected, _ = world2.run(save, tmp_path)
+    for found in world3.run(load, tmp_path):
+        assert_same_bits(found, expected)
 
 
 @ranks(2)
@@ -226,10 +225,6 @@ def test_what_is_refused(rank: int, size: int, tmp_path: Path) -> None:
         empty.load_state(tmp_path)
 
 
-class Other(Accelerator):
-    pass
-
-
 @ranks(2)
 def test_an_accelerator_that_is_there_becomes_one(rank: int, size: int) -> None:
     as_launched(rank, size)
@@ -237,9 +232,10 @@ def test_an_accelerator_that_is_there_becomes_one(rank: int, size: int) -> None:
     found = PolyshardAccelerator.of(plain, Sharding())
     assert found is plain
     assert PolyshardAccelerator.of(found, Sharding()) is found
+    other: Any = type("Other", (Accelerator,), {})
     with pytest.raises(UnsupportedError, match="Derive it from PolyshardAccelerator"):
-        PolyshardAccelerator.of(Other(cpu=True), Sharding())
-    tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        PolyshardAccelerator.of(other(cpu=True), Sharding())
+    tied: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     tied[1].weight = tied[0].weight
     found.prepare(tied)
     assert tied[1].weight is tied[0].weight

@@ -46,12 +46,12 @@ class Losses(TrainerCallback):
 def tiny() -> LlamaForCausalLM:
     """A Llama with an uneven width, tied embeddings, and a frozen layer."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=12, intermediate_size=25, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, vocab_size=33, max_position_embeddings=8,
-        attn_implementation="eager", tie_word_embeddings=True,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    settings: dict[str, Any] = {
+        "hidden_size": 12, "intermediate_size": 25, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 33,
+        "max_position_embeddings": 8, "attn_implementation": "eager", "tie_word_embeddings": True,
+    }  # fmt: skip
+    model = LlamaForCausalLM(LlamaConfig(**settings))
     model.model.layers[0].mlp.requires_grad_(False)
     return model
 
@@ -119,7 +119,7 @@ def test_resumed_losses_are_those_of_a_run_without_a_break(
     rank: int, size: int, tmp_path: Path
 ) -> None:
     as_launched(rank, size)
-    saving = {"save_strategy": "steps", "save_steps": 2}
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
     undisturbed, expected = trainer(tmp_path, **saving)
     undisturbed.train()
     weights = whole(undisturbed.model)
@@ -183,7 +183,7 @@ def test_the_best_model_is_loaded_at_the_end(
     rank: int, size: int, tmp_path: Path, only: bool
 ) -> None:
     as_launched(rank, size)
-    settings = {
+    settings: dict[str, Any] = {
         "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1,
         "load_best_model_at_end": True, "learning_rate": 3.0, "save_only_model": only,
     }  # fmt: skip
@@ -201,7 +201,7 @@ def test_units_plugins_and_an_optimizer_of_ones_own(rank: int, size: int, tmp_pa
     model = tiny()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     sharding = Sharding(units=["model.layers.*/2"], flat=True)
-    made = PolyshardTrainer(
+    made: Any = PolyshardTrainer(
         model=model,
         args=TrainingArguments(
             str(tmp_path),

@@ -49,7 +49,8 @@ def test_evaluation_before_and_after_training(rank: int, size: int) -> None:
     module.seen.clear()
     runs.test(module, batches(1, rank), verbose=False)
     assert module.seen == [pytest.approx(alone(size, 4).loss(batch(0, rank)).item(), rel=1e-4)]
-    [predicted] = runs.predict(module, batches(1, rank))  # type: ignore[misc]
+    predictions: Any = runs.predict(module, batches(1, rank))
+    [predicted] = predictions
     assert isinstance(predicted, torch.Tensor)
     assert predicted.shape == (4, 3)
 
@@ -58,7 +59,8 @@ class Chosen(Odd):
     """Shards some of itself, and steps runs of shards."""
 
     def configure_model(self) -> None:
-        mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+        assert self.device_mesh is not None
+        mesh = self.device_mesh["data_parallel"]
         polyshard.fully_shard(self.blocks[0], mesh=mesh)
 
     def configure_optimizers(self) -> Any:
@@ -80,7 +82,8 @@ def test_replicas_and_named_units(rank: int, size: int) -> None:
     module = Odd()
     strategy = PolyshardStrategy(units=["blocks.*/2"], mesh=(2, 2), reshard_after_forward=False)
     trainer(size, strategy).fit(module, batches(4, rank))
-    assert {tuple(p.device_mesh.shape) for p in module.parameters()} == {(2, 2)}  # type: ignore[attr-defined]
+    parameters: Any = list(module.parameters())
+    assert {tuple(p.device_mesh.shape) for p in parameters} == {(2, 2)}
     assert_equal(whole(module), alone(size, 4))
 
 

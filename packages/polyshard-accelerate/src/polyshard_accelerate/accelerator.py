@@ -26,6 +26,9 @@ __all__ = ["PolyshardAccelerator"]
 class PolyshardAccelerator(Accelerator):
     """Shards what is prepared, clips over all ranks, saves and loads each rank's own shards."""
 
+    _models: list[Any]
+    _optimizers: list[Any]
+
     def __init__(self, *, sharding: Sharding | None = None, **accelerate: Any) -> None:
         """Nothing is sharded before ``prepare``.
 

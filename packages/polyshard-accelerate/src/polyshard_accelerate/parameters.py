@@ -20,7 +20,7 @@ class Replaced:
 
     def __init__(self) -> None:
         """None so far."""
-        self._now: Any = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+        self._now: Any = WeakIdKeyDictionary()
 
     def shard(self, model: nn.Module, sharding: Sharding) -> None:
         """Shard ``model``, and remember what its parameters were."""

@@ -64,8 +64,9 @@ class Sharding:
         except PlanError as error:
             raise SettingError(f"Sharding(units={self.units!r}): {error}") from error
         for unit in units.values():
+            called: Any = list(unit) if len(unit) > 1 else unit[0]
             fully_shard(
-                list(unit) if len(unit) > 1 else unit[0],  # type: ignore[arg-type]
+                called,
                 reshard_after_forward=self.reshard_after_forward,
                 **keywords,
             )

@@ -79,13 +79,17 @@ class PolyshardTrainer(Trainer):
 
     @override
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        state.save_one(Path(output_dir, FOLDER), self.model, *self._training())
+        state.save_one(Path(output_dir, FOLDER), self._model(), *self._training())
 
     @override
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Weights too: the model is sharded by now."""
         if checkpoint is not None and _is_sharded(checkpoint):
-            state.load_one(Path(checkpoint, FOLDER), self.model, *self._training())
+            state.load_one(Path(checkpoint, FOLDER), self._model(), *self._training())
+
+    def _model(self) -> nn.Module:
+        assert isinstance(self.model, nn.Module)
+        return self.model
 
     def _training(self) -> tuple[list[Any], dict[str, Any]]:
         return state.plain([self.optimizer]), {"schedule": self.lr_scheduler}
@@ -94,22 +98,22 @@ class PolyshardTrainer(Trainer):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        model = model or self.model
+        target: Any = self.model if model is None else model
         if _is_sharded(resume_from_checkpoint):
             return  # with the optimizer
-        if isinstance(model, FSDPModule):
-            load_safetensors(model, resume_from_checkpoint)
+        if isinstance(target, FSDPModule):
+            load_safetensors(target, resume_from_checkpoint)
         else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            super()._load_from_checkpoint(resume_from_checkpoint, target)
 
     @override
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         assert best is not None
         if _is_sharded(best):
-            state.load_one(Path(best, FOLDER), self.model, [])
+            state.load_one(Path(best, FOLDER), self._model(), [])
         else:  # save_only_model
-            load_safetensors(self.model, best)
+            load_safetensors(self._model(), best)
 
 
 def _is_sharded(checkpoint: str) -> bool:

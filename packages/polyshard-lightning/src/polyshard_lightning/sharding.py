@@ -65,8 +65,9 @@ class Sharding:
             self._refuse_settings(module)
         else:
             for unit in self._units(module):
+                called: Any = list(unit) if len(unit) > 1 else unit[0]
                 fully_shard(
-                    list(unit) if len(unit) > 1 else unit[0],  # type: ignore[arg-type]
+                    called,
                     reshard_after_forward=self.reshard_after_forward,
                     **keywords,
                 )

@@ -117,7 +117,7 @@ class PolyshardStrategy(ModelParallelStrategy):
                 "PolyshardStrategy: sync_batchnorm=True is not supported. Convert the module in "
                 "configure_model, by torch.nn.SyncBatchNorm.convert_sync_batchnorm."
             )
-        self.precision_plugin = clipping(self.precision_plugin)
+        clipping(self.precision_plugin)
         # Of all strategies, not that of ModelParallelStrategy, which wants a configure_model.
         super(ModelParallelStrategy, self).setup(trainer)
 

@@ -56,7 +56,8 @@ class Odd(LightningModule):
         self.seen.append(self.loss(batch).item())
 
     def predict_step(self, batch: Tensor, index: int) -> Tensor:
-        return self.head(self(batch))
+        predicted: Tensor = self.head(self(batch))
+        return predicted
 
     def configure_optimizers(self) -> Any:
         trained = [p for p in self.parameters() if p.requires_grad]
@@ -70,7 +71,8 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 def batches(steps: int, rank: int) -> Any:
-    return DataLoader([batch(step, rank) for step in range(steps)], batch_size=None)
+    rows: Any = [batch(step, rank) for step in range(steps)]
+    return DataLoader(rows, batch_size=None)
 
 
 def trainer(size: int, strategy: Any, **settings: Any) -> Trainer:
