@@ -101,7 +101,8 @@ class PolyshardTrainer(Trainer):
         target: Any = self.model if model is None else model
         if _is_sharded(resume_from_checkpoint):
             return  # with the optimizer
-        if isinstance(target, FSDPModule):
+        is_sharded = isinstance(target, FSDPModule)
+        if is_sharded:
             load_safetensors(target, resume_from_checkpoint)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, target)

@@ -148,32 +148,29 @@ class PolyshardStrategy(ModelParallelStrategy):
         self._reshard()
 
     def _reshard(self) -> None:
-        if self._is_sharded:
+        if self._sharded is not None:
             self._sharded.reshard()
 
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """While gradients are accumulated none is reduced."""
-        with self._sharded.no_sync() if self._is_sharded else nullcontext():
+        sharded = self._sharded
+        with nullcontext() if sharded is None else sharded.no_sync():
             yield
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Drop the step that was lost, so that the module can be used again."""
         super().on_exception(exception)
-        if self._is_sharded:
+        if self._sharded is not None:
             with suppress(LifecycleError, PeerError):  # before a forward; with a rank that is gone
                 self._sharded.reset_iter_state()
 
     @property
-    def _is_sharded(self) -> bool:
-        return isinstance(self.model, FSDPModule)
-
-    @property
-    def _sharded(self) -> FSDPModule:
-        assert isinstance(self.model, FSDPModule)
-        return self.model
+    def _sharded(self) -> FSDPModule | None:
+        model: Any = self.model
+        return model if isinstance(model, FSDPModule) else None
 
     # Checkpoints ------------------------------------------------------------------------------
 

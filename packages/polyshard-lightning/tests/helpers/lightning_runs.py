@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
