@@ -199,6 +199,6 @@ def _refuse(accelerator: Accelerator) -> None:
         )
     if not dist.is_initialized():
         raise UnsupportedError(
-            "PolyshardAccelerator: accelerate runs a single process. Start the script with "
-            "`accelerate launch` or torchrun; one rank is enough."
+            "PolyshardAccelerator: accelerate runs a single process, which has nothing to share. "
+            "Start the script with `accelerate launch` or torchrun, on two processes or more."
         )

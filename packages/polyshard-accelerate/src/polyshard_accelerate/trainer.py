@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import Trainer
 from typing_extensions import override
@@ -21,6 +22,20 @@ __all__ = ["PolyshardTrainer"]
 
 FOLDER = "polyshard"
 """Of a checkpoint: weights, optimizer and schedule, each rank's own shards."""
+
+# There are no others for saving and loading. A version without one of them would pass over ours.
+OVERRIDDEN = (
+    "_load_best_model",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_move_model_to_device",
+    "_save_optimizer_and_scheduler",
+)
+if _missing := [name for name in OVERRIDDEN if not hasattr(Trainer, name)]:
+    raise ImportError(
+        f"PolyshardTrainer overrides {', '.join(_missing)} of transformers.Trainer, which "
+        f"transformers {transformers.__version__} does not have. Install transformers 5.23."
+    )
 
 
 class PolyshardTrainer(Trainer):
