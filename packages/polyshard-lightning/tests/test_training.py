@@ -77,6 +77,29 @@ def test_configure_model_may_shard_and_the_optimizer_be_flat(rank: int, size: in
     assert_equal(whole(module), alone(size, 4))
 
 
+class Manual(Odd):
+    """Steps by itself, inside ``training_step``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, given: torch.Tensor, index: int) -> torch.Tensor:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(given)
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+
+@ranks(2)
+def test_manual_optimization(rank: int, size: int) -> None:
+    module = Manual()
+    trainer(size, PolyshardStrategy()).fit(module, batches(4, rank))
+    assert_equal(whole(module), alone(size, 4))
+
+
 @ranks(4)
 def test_replicas_and_named_units(rank: int, size: int) -> None:
     module = Odd()
