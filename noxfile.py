@@ -355,11 +355,12 @@ def kernels(session: nox.Session) -> None:
         session.run_install(*pip, "uninstall", "--yes", "triton", silent=True)
 
 
-# What examples/clients runs, from the versions it was written for on.
+# What examples/clients runs.
 CLIENTS = (
     "accelerate>=1.15", "lightning>=2.6.6", "peft>=0.21", "torchao>=0.18", "transformers>=5.23",
     "torchtitan==0.3.0", "triton>=3.4",
 )  # fmt: skip
+INTEGRATIONS = ("packages/polyshard-accelerate", "packages/polyshard-lightning")
 
 TUNED_WITH = ("matrix", "quantized", "tensor-parallel")  # examples/models, on text of the demo
 TUNING = [f"--editable=plugins/polyshard-{name}" for name in TUNED_WITH]
@@ -369,11 +370,15 @@ TUNING = [f"--editable=plugins/polyshard-{name}" for name in TUNED_WITH]
 def clients(session: nox.Session) -> None:
     """Run other libraries' training loops, and tune their models; they take about 1 GB."""
     groups = nox.project.dependency_groups(PYPROJECT, "test", "type")
-    session.install(TORCH, "--editable=packages/polyshard[testing]", *groups, *CLIENTS)
-    session.install("--editable=packages/polyshard-demo", *TUNING)
+    ours = ("packages/polyshard[testing]", "packages/polyshard-plan", "packages/polyshard-demo")
+    wanted = [f"--editable={path}" for path in (*ours, *INTEGRATIONS)]
+    session.install(TORCH, *wanted, *TUNING, *groups, *CLIENTS)
+    for path in INTEGRATIONS:
+        session.run("mypy", f"{path}/src", f"{path}/tests")
     for folder in ("examples/clients", "examples/models"):
         session.run("mypy", "--ignore-missing-imports", *map(str, Path(folder).glob("*.py")))
         session.run("python", "-m", "pytest", f"{folder}/tests", *session.posargs, env=ONE_THREAD)
+    session.run("python", "-m", "pytest", *INTEGRATIONS, *session.posargs, env=ONE_THREAD)
 
 
 # Beside these examples/launch runs what the machine has: Debian's iproute2, slurm-wlm and munge.

@@ -1,4 +1,7 @@
-"""Lightning: its ``ModelParallelStrategy`` leaves the sharding to ``configure_model``."""
+"""Lightning: one strategy in place of another.
+
+polyshard's shards the module by itself; Lightning's own leaves that to ``configure_model``.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +11,21 @@ import common
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 
 class Bigrams(LightningModule):
     """An embedding, two layers and a head, which predict the next token."""
 
-    def __init__(self, fully_shard: common.FullyShard) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.fully_shard = fully_shard
         self.losses: list[float] = []
         self.table = nn.Embedding(common.VOCABULARY, common.WIDTH)
         self.layers = nn.ModuleList(nn.Linear(common.WIDTH, common.WIDTH) for _ in range(2))
         self.head = nn.Linear(common.WIDTH, common.VOCABULARY)
-
-    def configure_model(self) -> None:
-        """Where Lightning wants a model sharded: here engines differ, and nowhere else."""
-        assert self.device_mesh is not None
-        mesh = self.device_mesh["data_parallel"]
-        for layer in self.layers:
-            self.fully_shard(layer, mesh=mesh)
-        self.fully_shard(self, mesh=mesh)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits ``[rows, tokens, vocabulary]``."""
@@ -52,19 +47,39 @@ class Bigrams(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class ShardedByTorch(Bigrams):
+    """What ``ModelParallelStrategy`` wants of a module."""
+
+    def configure_model(self) -> None:
+        """The units that polyshard's strategy finds by itself."""
+        assert self.device_mesh is not None
+        mesh = self.device_mesh["data_parallel"]
+        for layer in self.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self, mesh=mesh)
+
+
+def strategy(engine: str) -> Strategy:
+    """Where engines differ."""
+    if engine == "polyshard":
+        from polyshard_lightning import PolyshardStrategy
+
+        return PolyshardStrategy(process_group_backend="gloo")
+    return ModelParallelStrategy(
+        data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo"
+    )
+
+
 def loop(arguments: argparse.Namespace) -> list[float]:
     """A ``Trainer`` that steps after each batch.
 
-    With ``accumulate_grad_batches`` Lightning asks models that have ``no_sync`` to reduce once a
-    step. polyshard's have it and torch's do not: those reduce each batch, and round differently.
+    With ``accumulate_grad_batches`` polyshard's strategy reduces once a step and Lightning's own
+    each batch, which rounds differently.
     """
-    strategy = ModelParallelStrategy(
-        data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo"
-    )
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=strategy,
+        strategy=strategy(arguments.engine),
         max_steps=common.STEPS,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -72,7 +87,7 @@ def loop(arguments: argparse.Namespace) -> list[float]:
         logger=False,
         use_distributed_sampler=False,
     )
-    model = Bigrams(common.engine(arguments.engine))
+    model = Bigrams() if arguments.engine == "polyshard" else ShardedByTorch()
     batches = [common.batch(step, trainer.global_rank) for step in range(common.STEPS)]
     trainer.fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     return model.losses

@@ -1,9 +1,10 @@
-"""The ``Trainer`` of transformers with its ``fsdp`` settings, given a model that is sharded."""
+"""The ``Trainer`` of transformers: polyshard's, beside its own with ``fsdp`` settings."""
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from typing import Any
 
 import common
 import torch.distributed as dist
@@ -47,10 +48,21 @@ class HostTrainer(Trainer):
         self.is_fsdp_enabled = True
 
 
+def chosen(engine: str) -> tuple[Any, Any, dict[str, Any]]:
+    """Where engines differ: a Trainer, what it is given, and settings."""
+    model = common.tiny_llama()
+    if engine == "polyshard":
+        from polyshard_accelerate import PolyshardTrainer
+
+        return PolyshardTrainer, model, {}
+    settings = {"fsdp": "full_shard", "fsdp_config": {"fsdp_version": 2}}
+    return HostTrainer, common.shard_llama(model, common.engine(engine)), settings
+
+
 def loop(arguments: argparse.Namespace) -> list[float]:
     """Gradients of two batches accumulated, clipped by the Trainer, a schedule of its own."""
     dist.init_process_group("gloo")
-    model = common.shard_llama(common.tiny_llama(), common.engine(arguments.engine))
+    kind, model, fsdp = chosen(arguments.engine)
     rows = [row for step in range(4 * common.STEPS) for row in common.batch(step, 0)]
     losses = Losses()
     with tempfile.TemporaryDirectory() as folder:
@@ -61,14 +73,13 @@ def loop(arguments: argparse.Namespace) -> list[float]:
             per_device_train_batch_size=common.ROWS,
             gradient_accumulation_steps=2,
             learning_rate=1e-2,
-            fsdp="full_shard",
-            fsdp_config={"fsdp_version": 2},
             logging_steps=1,
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
+            **fsdp,
         )
-        trainer = HostTrainer(
+        trainer = kind(
             model=model,
             args=settings,
             train_dataset=[{"input_ids": row, "labels": row} for row in rows],

@@ -31,7 +31,10 @@ OPEN_ROOMS = (
 
 @dataclass(frozen=True)
 class Name:
-    """A public name: where it is imported from, and what it stands for."""
+    """A public name: where it is imported from, and what it stands for.
+
+    One that needs what is not installed stands for the ``ImportError`` that says so.
+    """
 
     module: str
     name: str
@@ -45,6 +48,8 @@ class Name:
     @property
     def kind(self) -> str:
         """As Sphinx calls it: class, exception, function or data."""
+        if isinstance(self.value, ImportError):
+            return "class"
         if inspect.isclass(self.value):
             return "exception" if issubclass(self.value, BaseException) else "class"
         return "function" if inspect.isroutine(self.value) else "data"
@@ -72,7 +77,14 @@ def public_names(module: ModuleType) -> list[Name]:
     if chosen is None:
         chosen = () if hasattr(module, "__path__") else _defined(module)
     names = [name for name in chosen if not name.startswith("__")]
-    return [Name(module.__name__, name, getattr(module, name)) for name in names]
+    return [Name(module.__name__, name, _value(module, name)) for name in names]
+
+
+def _value(module: ModuleType, name: str) -> object:
+    try:
+        return getattr(module, name)
+    except ImportError as error:
+        return error
 
 
 def _defined(module: ModuleType) -> Iterator[str]:
@@ -113,6 +125,8 @@ def _summary(names: list[Name]) -> str:
 def _first_sentence(name: Name) -> str:
     if name.home.startswith("torch."):
         return "torch's own class."
+    if isinstance(name.value, ImportError):
+        return str(name.value)
     if name.kind == "data":
         return f"A value of type ``{type(name.value).__name__}``."
     text = inspect.getdoc(name.value) or ""
@@ -124,6 +138,8 @@ def _entry(name: Name, known: str) -> str:
         return _mention(
             name, f"torch's own ``{name.home}.{name.name}``, so that both engines take it."
         )
+    if isinstance(name.value, ImportError):
+        return _mention(name, str(name.value))
     if known != name.path:
         return _mention(name, f"The same as :py:obj:`{known}`.")
     options = ["   :members:", "   :show-inheritance:"] if inspect.isclass(name.value) else []

@@ -1,0 +1,136 @@
+"""The ``Trainer`` of transformers with polyshard's engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import Trainer
+from typing_extensions import override
+
+from polyshard import FSDPModule
+from polyshard.errors import UnsupportedError
+from polyshard.safetensors import load_safetensors
+from polyshard_accelerate import state
+from polyshard_accelerate.accelerator import PolyshardAccelerator
+from polyshard_accelerate.sharding import Sharding
+
+__all__ = ["PolyshardTrainer"]
+
+FOLDER = "polyshard"
+"""Of a checkpoint: weights, optimizer and schedule, each rank's own shards."""
+
+# There are no others for saving and loading. A version without one of them would pass over ours.
+OVERRIDDEN = (
+    "_load_best_model",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_move_model_to_device",
+    "_save_optimizer_and_scheduler",
+)
+if _missing := [name for name in OVERRIDDEN if not hasattr(Trainer, name)]:
+    raise ImportError(
+        f"PolyshardTrainer overrides {', '.join(_missing)} of transformers.Trainer, which "
+        f"transformers {transformers.__version__} does not have. Install transformers 5.23."
+    )
+
+
+class PolyshardTrainer(Trainer):
+    """Trains a model that it shards; everything else is as with ``Trainer``.
+
+    Checkpoints have ``model.safetensors``, gathered on the first rank, as every ``Trainer`` writes
+    it, and the folder ``polyshard``, from which training is resumed, at any number of ranks.
+
+    A subclass of another Trainer: ``class Mine(PolyshardTrainer, SFTTrainer)``.
+    """
+
+    def __init__(self, *args: Any, sharding: Sharding | None = None, **kwargs: Any) -> None:
+        """The model is sharded when it is first trained or evaluated.
+
+        Args:
+            args: of ``Trainer``.
+            sharding: how.
+            kwargs: of ``Trainer``.
+
+        Raises:
+            UnsupportedError: for other engines in the arguments, and precisions that scale losses.
+        """
+        self.sharding = sharding or Sharding()
+        super().__init__(*args, **kwargs)
+
+    @override
+    def create_accelerator_and_postprocess(self) -> None:
+        """The accelerator that ``Trainer`` makes is one of polyshard's from then on."""
+        if self.args.fsdp or self.args.deepspeed:
+            raise UnsupportedError(
+                "PolyshardTrainer: TrainingArguments ask for "
+                f"{'fsdp' if self.args.fsdp else 'deepspeed'}, which would shard as well. Leave it "
+                "out; what is sharded how is said by PolyshardTrainer(sharding=Sharding(...))."
+            )
+        super().create_accelerator_and_postprocess()
+        self.accelerator = PolyshardAccelerator.of(self.accelerator, self.sharding)
+
+    @override
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: sharding moves what a rank keeps."""
+
+    # Checkpoints ------------------------------------------------------------------------------
+
+    @override
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save all weights as ``from_pretrained`` takes them; every rank calls this.
+
+        They are gathered in the host memory of the first rank.
+        """
+        output_dir = output_dir or self.args.output_dir
+        weights = self.accelerator.get_state_dict(self.model)
+        if self.args.should_save:
+            self._save(output_dir, state_dict=weights)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    @override
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        state.save_one(Path(output_dir, FOLDER), self._model(), *self._training())
+
+    @override
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Weights too: the model is sharded by now."""
+        if checkpoint is not None and _is_sharded(checkpoint):
+            state.load_one(Path(checkpoint, FOLDER), self._model(), *self._training())
+
+    def _model(self) -> nn.Module:
+        assert isinstance(self.model, nn.Module)
+        return self.model
+
+    def _training(self) -> tuple[list[Any], dict[str, Any]]:
+        return state.plain([self.optimizer]), {"schedule": self.lr_scheduler}
+
+    @override
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        target: Any = self.model if model is None else model
+        if _is_sharded(resume_from_checkpoint):
+            return  # with the optimizer
+        is_sharded = isinstance(target, FSDPModule)
+        if is_sharded:
+            load_safetensors(target, resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, target)
+
+    @override
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        assert best is not None
+        if _is_sharded(best):
+            state.load_one(Path(best, FOLDER), self._model(), [])
+        else:  # save_only_model
+            load_safetensors(self._model(), best)
+
+
+def _is_sharded(checkpoint: str) -> bool:
+    return Path(checkpoint, FOLDER).is_dir()
