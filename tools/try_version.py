@@ -105,6 +105,7 @@ def parts(options: argparse.Namespace) -> list[Part]:
     names = plugin_names()
     sets = sampled(names) if options.sample else subsets(names)
     script = ROOT / "tools" / "user_script.py"
+    alone = [_conformance([name]) for name in names]
     suites = [_suite([name], f"plugins/{name}/tests") for name in names]
     return [
         *map(_smoke, sets),
@@ -113,11 +114,7 @@ def parts(options: argparse.Namespace) -> list[Part]:
         _conformance([]),
         _conformance(names),
         *([_suite([], "packages/polyshard/tests")] if options.core else []),
-        *(
-            [_suite([name], f"plugins/{name}/tests") for name in names]
-            if options.plugins
-            else alone
-        ),
+        *(suites if options.plugins else alone),
     ]
 
 
