@@ -136,7 +136,7 @@ def try_everything(env: Environment, options: argparse.Namespace) -> Iterator[Re
 
     Each part has its cell from the start: a trial that is killed leaves a reason in every one.
     """
-    core = f"{env.wheel(CORE)}[cli,testing]"
+    core = f"{env.wheel(CORE)}[cli,new,testing]"
     ready = env.pip("install", f"torch=={options.torch}", core)
     ready = ready and env.pip("install", *test_requirements())
     record: Record = env.about(options.torch)
