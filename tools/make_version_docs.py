@@ -15,7 +15,7 @@ from generated import write_or_check
 from subsets import NEUTRAL
 from torch_features import FEATURES
 from trial_environment import Outcome
-from try_version import NOT_RUN, failures, plugin_names, subset_name
+from try_version import NOT_RUN, not_fine, plugin_names, subset_name
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "versions.md"
@@ -82,14 +82,15 @@ def run_rows(records: list[Record]) -> Iterator[str]:
 
 def remarks(records: list[Record]) -> Iterator[str]:
     """What was not fine, and why; parts of one trial with the same reason in one line."""
+    every = subset_name(plugin_names())
     for one in records:
-        parts: dict[str, list[str]] = {}
-        for line in failures(one):
-            part, _, reason = line.partition(": ")
-            parts.setdefault(reason, []).append(part)
-        for reason, found in parts.items():
-            trial = f"torch {one['torch']}, Python {one['python']}"
-            yield f"- {trial}, {', '.join(found)}: {reason.replace('|', '&#124;')}"
+        parts: dict[tuple[str, str], list[str]] = {}
+        for heading, name, said in not_fine(one):
+            parts.setdefault((heading, said), []).append("all" if name == every else name)
+        trial = f"torch {one['torch']}, Python {one['python']}"
+        for (heading, said), names in parts.items():
+            what = f"{heading} ({', '.join(names)})" if any(names) else heading
+            yield f"- {trial}, {what}: {said.replace('|', '&#124;')}"
 
 
 def feature_rows(records: list[Record]) -> Iterator[str]:

@@ -153,17 +153,19 @@ def try_everything(env: Environment, options: argparse.Namespace) -> Iterator[Re
     yield record
 
 
+def not_fine(record: Record) -> Iterator[tuple[str, str, str]]:
+    """Heading, name of the part (none of what has no parts) and what is said of it."""
+    for heading, value in record.items():
+        for name, said in (value if isinstance(value, dict) else {"": value}).items():
+            if isinstance(said, str) and said.startswith(NOT_FINE):
+                yield heading, name, said
+
+
 def failures(record: Record) -> list[str]:
     """What of a record is not fine, one line each."""
-    found = []
-    for key, value in record.items():
-        cells = value if isinstance(value, dict) else {"": value}
-        found += [
-            f"{key} {part}: {said}".replace(" :", ":")
-            for part, said in cells.items()
-            if isinstance(said, str) and said.startswith(NOT_FINE)
-        ]
-    return found
+    return [
+        f"{heading} {name}: {said}".replace(" :", ":") for heading, name, said in not_fine(record)
+    ]
 
 
 def store(record: Record, results: Path) -> None:

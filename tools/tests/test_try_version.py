@@ -166,7 +166,7 @@ def test_a_trial_that_is_killed_has_a_reason_in_every_cell() -> None:
     assert len(failures(found[-1])) == len(cells) - 1
     text = page([found[-1] | {"date": "d", "commit": "c"}])
     assert "| – 1 of 12 | – 0 of 8 | not run | – 1 of 3 |" in text
-    assert "conformance tensor-parallel: not run: the trial was stopped\n" in text
+    assert "reproducible, tensor-parallel): not run: the trial was stopped\n" in text
 
 
 def test_when_the_time_is_over_the_rest_says_so() -> None:
@@ -302,7 +302,7 @@ def test_the_page_tells_failures_and_what_was_not_run() -> None:
     )
     text = page([fine, record("2.15.0", "3.12.1", install="failed: no matching distribution")])
     assert "| ✘ 1 of 2 | ✔ 1 of 1, 12 tests | not run | not run |" in text
-    assert "Python 3.11.7, smoke offload: failed: no &#124; module\n" in text
+    assert "Python 3.11.7, smoke (offload): failed: no &#124; module\n" in text
     assert "| ✘ not installed |" in text
     assert "Python 3.12.1, install: failed: no matching distribution\n" in text
     assert "torch 2.13 with Python 3.12, 3.13" in text
