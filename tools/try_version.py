@@ -62,13 +62,15 @@ def sampled(names: list[str]) -> list[list[str]]:
 
 
 def conformance_files(names: list[str]) -> list[str]:
-    """Test files that put the plugins ``names``, or core's own kit, through the conformance kit.
+    """Test files that put the plugins ``names``, or core's own parts, through the conformance kit.
 
-    A plugin that the kit does not fit (it changes nothing of one group, or all of training) has
+    Those that judge the kit itself, by dozens of plugins, are left to core's suite. A plugin that the kit does not fit (it changes nothing of one group, or all of training) has
     its ``test_plugin.py`` run, or where there is none all of its tests.
     """
-    folders = [f"plugins/{name}/tests" for name in names] or ["packages/polyshard/tests/testing"]
-    return [str(file.relative_to(ROOT)) for folder in folders for file in _telling(ROOT / folder)]
+    if not names:
+        return ["packages/polyshard/tests/testing/test_conformance.py"]
+    folders = [ROOT / "plugins" / name / "tests" for name in names]
+    return [str(file.relative_to(ROOT)) for folder in folders for file in _telling(folder)]
 
 
 def _telling(folder: Path) -> list[Path]:
