@@ -64,8 +64,9 @@ def sampled(names: list[str]) -> list[list[str]]:
 def conformance_files(names: list[str]) -> list[str]:
     """Test files that put the plugins ``names``, or core's own parts, through the conformance kit.
 
-    Those that judge the kit itself, by dozens of plugins, are left to core's suite. A plugin that the kit does not fit (it changes nothing of one group, or all of training) has
-    its ``test_plugin.py`` run, or where there is none all of its tests.
+    Those that judge the kit itself, by dozens of plugins, are left to core's suite. A plugin that
+    the kit does not fit (it changes nothing of one group, or all of training) has its
+    ``test_plugin.py`` run, or where there is none all of its tests.
     """
     if not names:
         return ["packages/polyshard/tests/testing/test_conformance.py"]
