@@ -325,3 +325,16 @@ def test_the_ends_are_those_that_the_warning_names() -> None:
 
 def test_the_page_is_made_from_what_was_found() -> None:
     assert PAGE.read_text("utf-8") == page(json.loads(RESULTS.read_text("utf-8")))
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/reference/support.md"])
+def test_documents_name_versions_that_were_tried(name: str) -> None:
+    said = re.search(r"Tested with torch .*? on\sCPU", (ROOT / name).read_text("utf-8"), re.S)
+    assert said is not None
+    tried = {
+        ".".join(one["torch"].split(".")[:2])
+        for one in json.loads(RESULTS.read_text("utf-8"))
+        if not any(text.startswith(Outcome.FAILED) for text in one["conformance"].values())
+        and any("passed" in text for text in one["conformance"].values())
+    }
+    assert {"2.13", "2.15"} <= set(re.findall(r"2\.\d+", said[0])) <= tried
