@@ -91,6 +91,8 @@ def remarks(records: list[Record]) -> Iterator[str]:
         for (heading, said), names in parts.items():
             what = f"{heading} ({', '.join(names)})" if any(names) else heading
             yield f"- {trial}, {what}: {said.replace('|', '&#124;')}"
+        if "note" in one:  # written by hand; the next trial of the two replaces it
+            yield f"- {trial}: {one['note']}"
 
 
 def feature_rows(records: list[Record]) -> Iterator[str]:
