@@ -329,7 +329,7 @@ def test_the_page_is_made_from_what_was_found() -> None:
 
 @pytest.mark.parametrize("name", ["README.md", "docs/reference/support.md"])
 def test_documents_name_versions_that_were_tried(name: str) -> None:
-    said = re.search(r"Tested with torch .*? on\sCPU", (ROOT / name).read_text("utf-8"), re.S)
+    said = re.search(r"Tested with torch .*?\.\s", (ROOT / name).read_text("utf-8"), re.S)
     assert said is not None
     tried = {
         ".".join(one["torch"].split(".")[:2])

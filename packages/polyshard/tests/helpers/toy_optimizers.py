@@ -49,7 +49,7 @@ EVERY: dict[str, Make] = {
 def torch_steps(name: str, count: int, missing: set[tuple[int, int]]) -> bool:
     """Whether torch steps ``count`` parameters without gradients at ``missing`` (step, place).
 
-    Fused SGD (torch 2.12 to 2.15) raises a TypeError in a step that has a gradient for a parameter
+    Fused SGD (torch 2.11 to 2.15) raises a TypeError in a step that has a gradient for a parameter
     with momentum and for one without any yet.
     """
     begun: set[int] = set()
