@@ -197,8 +197,9 @@ def release(session: nox.Session) -> None:
 def versions(session: nox.Session, torch: str, interpreter: str) -> None:
     """Try the wheels with one torch and Python: `nox -s "versions(torch='2.15.*', ...)" -- --core`.
 
-    The environment (5 GB where torch is a CUDA build) is deleted after. --sample tries fewer
-    subsets. What was found goes into docs/reference/versions.json and the page made from it.
+    The environment (5 GB where torch is a CUDA build) is deleted after; pip's archives stay unless
+    PIP_NO_CACHE_DIR=1. --sample tries fewer subsets, --plugins runs the suites of plugins too,
+    --minutes limits it. What was found goes into docs/reference/versions.json and its page.
     """
     dist = make_dist(session)
     tool = ("python", "tools/try_version.py", "--torch", torch, "--python", interpreter)

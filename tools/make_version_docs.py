@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from generated import write_or_check
+from subsets import NEUTRAL
 from torch_features import FEATURES
 from trial_environment import Outcome
-from try_version import plugin_names
+from try_version import NOT_RUN, not_fine, plugin_names, subset_name
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "versions.md"
@@ -23,7 +24,7 @@ TORCHES = ("2.11", "2.12", "2.13", "2.14", "2.15")
 PYTHONS = ("3.11", "3.12", "3.13")
 HEAD = """# Versions
 
-Generated from [`versions.json`](versions.json) by `tools/make_version_docs.py`. Each column of the
+Generated from [`versions.json`](versions.json) by `tools/make_version_docs.py`. Each line of the
 first table is one trial by `tools/try_version.py`, which `nox -s "versions(torch='...',
 interpreter='...')"` calls: the built wheels in an environment that holds nothing else, which is
 deleted after. `nox -s matrix` makes all of them,
@@ -34,7 +35,14 @@ polyshard asks for torch 2.11 or newer and has no upper bound. `fully_shard` on 
 the newest column of the second table warns once in a process (`UntestedVersionWarning`), naming the
 range.
 """
-NOT_RUN = "Not run so yet: {}.\n"
+LEGEND = """Subsets of the plugins, {total} in all, are installed and used for a step: with
+`--sample` every subset of those that are combined ({composed}),
+each other one alone, and all. Conformance is the tests of each plugin's conformance with it
+alone, with all installed, and of core's kit with none. Suites are all tests of core, and of a
+plugin with no other installed; conformance of each alone is part of those. A trial has a limit
+of time; what did not fit is named.
+"""
+MISSING = "Not run so yet: {}.\n"
 
 Record = dict[str, Any]
 
@@ -44,54 +52,47 @@ def minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def cell(said: dict[str, str] | str | None) -> str:
-    """How many of something were fine, and which were not."""
-    if said is None:
+def cell(said: dict[str, str] | None) -> str:
+    """How many of something were fine, how many were not, and how many were not run."""
+    if not said:
         return "not run"
-    if isinstance(said, str):
-        return _marked(said)
-    bad = [name for name, text in said.items() if text.startswith(Outcome.FAILED)]
+    left = [text for text in said.values() if text.startswith(NOT_RUN)]
+    cut = [text for text in said.values() if text.startswith(Outcome.CUT)]
+    bad = [text for text in said.values() if text.startswith(Outcome.FAILED)]
+    fine = len(said) - len(left) - len(cut) - len(bad)
     passed = [re.search(r"(\d+) passed", text) for text in said.values()]
     tests = sum(int(match[1]) for match in passed if match)
-    text = f"{'✘' if bad else '✔'} {len(said) - len(bad)} of {len(said)}"
-    text += f", {tests:,} tests" if tests else ""
-    return text + (f"; not {', '.join(bad)}" if bad else "")
-
-
-def _marked(text: str) -> str:
-    is_bad = text.startswith(Outcome.FAILED)
-    short = text.removeprefix(f"{Outcome.FAILED}: ").replace("|", "\\|")
-    return f"{'✘' if is_bad else '✔'} {short}"
+    sign = "✘" if bad else "–" if cut or left else "✔"
+    text = f"{sign} {fine} of {len(said)}"
+    return text + (f", {tests:,} tests" if tests else "")
 
 
 def run_rows(records: list[Record]) -> Iterator[str]:
-    """One column a run."""
-    yield "| | " + " | ".join(f"torch {one['torch']}" for one in records) + " |"
-    yield "|---" * (len(records) + 1) + "|"
-    rows = {
-        "Python": [one["python"] for one in records],
-        "date": [f"{one['date']}, `{one['commit']}`" for one in records],
-        f"subsets installed and used for a step (of {2 ** len(plugin_names())})": [
-            cell(_of(r, "smoke")) for r in records
-        ],
-        "conformance tests: no plugin, each alone, all": [
-            cell(_of(r, "conformance")) for r in records
-        ],
-        "core's whole suite": [cell(_of(r, "core")) for r in records],
-    }
-    for check in dict.fromkeys(name for one in records for name in one.get("checks", {})):
-        rows[f"`{check}`" if "user" not in check else check] = [
-            cell(one.get("checks", {}).get(check)) for one in records
-        ]
-    if any("stopped" in one for one in records):
-        rows["run to its end"] = [cell(one.get("stopped", "all was run")) for one in records]
-    for name, cells in rows.items():
-        yield f"| {name} | " + " | ".join(cells) + " |"
+    """One line a trial."""
+    headings = ("subsets", "conformance", "suites", "`pip check`, `mypy --strict`")
+    yield "| torch | Python | date | " + " | ".join(headings) + " |"
+    yield "|---" * (len(headings) + 3) + "|"
+    for one in records:
+        cells = [cell(one.get(key)) for key in ("smoke", "conformance", "suites", "checks")]
+        if "install" in one:
+            cells = ["✘ not installed"] * len(cells)
+        about = [one["torch"], one["python"], f"{one['date']}, `{one['commit']}`"]
+        yield "| " + " | ".join([*about, *cells]) + " |"
 
 
-def _of(record: Record, key: str) -> dict[str, str] | str | None:
-    found: dict[str, str] | str | None = record.get(key, record.get("install"))
-    return found
+def remarks(records: list[Record]) -> Iterator[str]:
+    """What was not fine, and why; parts of one trial with the same reason in one line."""
+    every = subset_name(plugin_names())
+    for one in records:
+        parts: dict[tuple[str, str], list[str]] = {}
+        for heading, name, said in not_fine(one):
+            parts.setdefault((heading, said), []).append("all" if name == every else name)
+        trial = f"torch {one['torch']}, Python {one['python']}"
+        for (heading, said), names in parts.items():
+            what = f"{heading} ({', '.join(names)})" if any(names) else heading
+            yield f"- {trial}, {what}: {said.replace('|', '&#124;')}"
+        if "note" in one:  # written by hand; the next trial of the two replaces it
+            yield f"- {trial}: {one['note']}"
 
 
 def feature_rows(records: list[Record]) -> Iterator[str]:
@@ -121,8 +122,13 @@ def page(records: list[Record]) -> str:
         for torch in TORCHES
         if (left := [python for python in PYTHONS if (torch, python) not in run])
     ]
-    lines = [HEAD, "## What was run\n", *run_rows(records), ""]
-    lines += [NOT_RUN.format("; ".join(missing))] if missing else []
+    names = plugin_names()
+    composed = ", ".join(subset_name([name]) for name in names if name not in NEUTRAL)
+    legend = LEGEND.format(total=2 ** len(names), composed=composed)
+    lines = [HEAD, "## What was run\n", legend, *run_rows(records), ""]
+    if noted := list(remarks(records)):
+        lines += ["Not fine, or not run:\n", *noted, ""]
+    lines += [MISSING.format("; ".join(missing))] if missing else []
     lines += [
         "## What each torch has\n",
         "Asked of the version itself (`tools/torch_features.py`); in brackets, where it was not\n"

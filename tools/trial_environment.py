@@ -2,34 +2,61 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 ROOT = Path(__file__).parents[1]
-SUITE_SECONDS = 3 * 3600
+COMMAND_SECONDS = 3600.0
+GRACE_SECONDS = 60.0
+"""For pytest to say what it has, once it was told to end; its ranks end with it."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended, in one line for the table."""
+    """How a command ended, in one line for the table; ``cut`` if that was after its seconds."""
 
     FAILED: ClassVar[str] = "failed"
+    CUT: ClassVar[str] = "cut off"
 
     is_fine: bool
     said: str
+    cut: float | None = None
 
     def __bool__(self) -> bool:
         return self.is_fine
 
     def __str__(self) -> str:
+        if self.cut is not None:
+            after = f"{self.cut / 60:.0f} min" if self.cut >= 60 else f"{self.cut:.0f} s"
+            return f"{self.CUT} after {after}: {self.said or 'nothing was said'}"
         return self.said if self.is_fine else f"{self.FAILED}: {self.said}"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The time that a trial has: ``ends`` on the monotonic clock, and what one command gets."""
+
+    ends: float = float("inf")
+    command: float = COMMAND_SECONDS
+
+    @classmethod
+    def of(cls, minutes: float) -> Budget:
+        """That many from now on."""
+        return cls(time.monotonic() + minutes * 60)
+
+    def seconds(self) -> float:
+        """For the next command; 0 if the trial's time is over."""
+        return max(0.0, min(self.command, self.ends - time.monotonic()))
 
 
 def interpreter(version: str) -> Path | None:
@@ -62,13 +89,14 @@ class Environment:
 
     folder: Path
     dist: Path
+    budget: Budget = field(default_factory=Budget)
 
     @classmethod
-    def made(cls, folder: Path, python: Path, dist: Path) -> Environment:
+    def made(cls, folder: Path, python: Path, dist: Path, budget: Budget) -> Environment:
         """A new one, of the interpreter ``python``."""
         subprocess.run([python, "-m", "venv", str(folder / "env")], check=True)
         (folder / "empty").mkdir()
-        return cls(folder, dist)
+        return cls(folder, dist, budget)
 
     @property
     def python(self) -> str:
@@ -84,12 +112,8 @@ class Environment:
         """Run pip."""
         return self._run("-m", "pip", "--disable-pip-version-check", *arguments)
 
-    def hold(self, wanted: list[str], known: list[str]) -> None:
-        """Have exactly the distributions ``wanted`` of ``known`` installed.
-
-        Raises:
-            RuntimeError: with what pip said.
-        """
+    def hold(self, wanted: list[str], known: list[str]) -> Outcome:
+        """Have exactly the distributions ``wanted`` of ``known`` installed."""
         site = self.folder / "env"
         pattern = "lib/python*/site-packages/{}-*.dist-info"
         held = [name for name in known if any(site.glob(pattern.format(name.replace("-", "_"))))]
@@ -98,9 +122,11 @@ class Environment:
         steps = [("uninstall", "--yes", *absent)] if absent else []
         # Not --no-deps: a plugin whose wheel asks for more than core's has to say so here.
         steps += [("install", *new)] if new else []
+        outcome = Outcome(is_fine=True, said="")
         for step in steps:
             if not (outcome := self.pip(*step)):
-                raise RuntimeError(f"pip {' '.join(step)}: {outcome}")
+                break
+        return outcome
 
     def smoke(self, names: list[str]) -> Outcome:
         """Train a step; ``names`` are what must be installed."""
@@ -130,22 +156,41 @@ class Environment:
     def _run(self, *arguments: str, cwd: Path | None = None) -> Outcome:
         env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
         env |= {"OMP_NUM_THREADS": "1", "MYPY_CACHE_DIR": str(self.folder / "mypy")}
-        command = [self.python, *arguments]
         print("$", " ".join(arguments), flush=True)
-        ended = subprocess.run(
-            command,
-            cwd=cwd or self.folder / "empty",
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=SUITE_SECONDS,
-            check=False,
-        )
-        said = summary(ended.stdout)
-        if ended.returncode:
-            print(ended.stdout[-8000:], flush=True)
-        return Outcome(ended.returncode == 0, said)
+        output = self.folder / "output"  # no pipe, which a rank that is left over would hold open
+        limit = self.budget.seconds()
+        with output.open("w") as file:
+            started = subprocess.Popen(
+                [self.python, *arguments],
+                cwd=cwd or self.folder / "empty",
+                env=env,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            is_cut = _was_cut(started, limit)
+        text = output.read_text("utf-8", errors="replace")
+        if started.returncode:
+            print(text[-8000:], flush=True)
+        is_fine = started.returncode == 0
+        return Outcome(is_fine, summary(text), limit if is_cut else None)
+
+
+def _was_cut(started: subprocess.Popen[bytes], limit: float) -> bool:
+    """Wait for a session of processes, or end it: whether it had to be ended."""
+    try:
+        started.wait(limit)
+    except subprocess.TimeoutExpired:
+        started.send_signal(signal.SIGINT)  # pytest says how many tests there were so far
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            started.wait(GRACE_SECONDS)
+        return True
+    else:
+        return False
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)  # ranks that outlive their test, too
+        started.wait()
 
 
 def summary(output: str) -> str:

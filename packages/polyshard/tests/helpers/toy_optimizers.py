@@ -46,6 +46,21 @@ EVERY: dict[str, Make] = {
 }
 
 
+def torch_steps(name: str, count: int, missing: set[tuple[int, int]]) -> bool:
+    """Whether torch steps ``count`` parameters without gradients at ``missing`` (step, place).
+
+    Fused SGD (torch 2.11 to 2.15) raises a TypeError in a step that has a gradient for a parameter
+    with momentum and for one without any yet.
+    """
+    begun: set[int] = set()
+    for index in range(2 + max((step for step, _ in missing), default=0)):
+        given = {place for place in range(count) if (index, place) not in missing}
+        if name == "SGD fused" and begun & given and given - begun:
+            return False
+        begun |= given
+    return True
+
+
 class Shelf:
     """Parameters of one buffer, ``gap`` elements apart, and gradients of another."""
 
