@@ -356,11 +356,6 @@ def kernels(session: nox.Session) -> None:
         session.run_install(*pip, "uninstall", "--yes", "triton", silent=True)
 
 
-# What examples/clients runs.
-CLIENTS = (
-    "accelerate>=1.15", "lightning>=2.6.6", "peft>=0.21", "torchao>=0.18", "transformers>=5.23",
-    "torchtitan==0.3.0", "triton>=3.4",
-)  # fmt: skip
 INTEGRATIONS = ("packages/polyshard-accelerate", "packages/polyshard-lightning")
 
 TUNED_WITH = ("matrix", "quantized", "tensor-parallel")  # examples/models, on text of the demo
@@ -370,10 +365,10 @@ TUNING = [f"--editable=plugins/polyshard-{name}" for name in TUNED_WITH]
 @nox.session(default=False)
 def clients(session: nox.Session) -> None:
     """Run other libraries' training loops, and tune their models; they take about 1 GB."""
-    groups = nox.project.dependency_groups(PYPROJECT, "test", "type")
+    groups = nox.project.dependency_groups(PYPROJECT, "test", "type", "clients")
     ours = ("packages/polyshard[testing]", "packages/polyshard-plan", "packages/polyshard-demo")
     wanted = [f"--editable={path}" for path in (*ours, *INTEGRATIONS)]
-    session.install(TORCH, *wanted, *TUNING, *groups, *CLIENTS)
+    session.install(TORCH, *wanted, *TUNING, *groups)
     for path in INTEGRATIONS:
         session.run("mypy", f"{path}/src", f"{path}/tests")
     for folder in ("examples/clients", "examples/models"):
@@ -382,15 +377,11 @@ def clients(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *INTEGRATIONS, *session.posargs, env=ONE_THREAD)
 
 
-# Beside these examples/launch runs what the machine has: Debian's iproute2, slurm-wlm and munge.
-LAUNCHERS = ("ray[train]>=2.60", "kubeflow-trainer-api>=2.3", "pyyaml>=6", "types-PyYAML")
-
-
 @nox.session(default=False)
 def launch(session: nox.Session) -> None:
     """Run one training under every launcher that is here, as root on hosts made of namespaces."""
-    groups = nox.project.dependency_groups(PYPROJECT, "test", "type")
-    session.install(TORCH, "--editable=packages/polyshard[testing]", *groups, *LAUNCHERS)
+    groups = nox.project.dependency_groups(PYPROJECT, "test", "type", "launch")
+    session.install(TORCH, "--editable=packages/polyshard[testing]", *groups)
     folder = "examples/launch"
     for files in (Path(folder).glob("*.py"), Path(folder, "tests").rglob("*.py")):
         session.run("mypy", "--ignore-missing-imports", *map(str, files))
