@@ -50,14 +50,16 @@ def test_the_peak_is_the_allocators(world2: World, given: dict[str, object], seq
     [("blocks.*/2",), ("blocks.*.attention", "blocks.*.feed_forward")],
     ids=["pairs", "parts"],
 )
+@pytest.mark.parametrize("sequence", [16, 256])
 @pytest.mark.parametrize("reshard", [None, False])
 def test_the_peak_with_other_units(
-    world2: World, units: tuple[str, ...], reshard: bool | None
+    world2: World, units: tuple[str, ...], reshard: bool | None, sequence: int
 ) -> None:
-    settings = replace(SMALL, sequence=64, units=units, reshard=reshard)
+    """Between parts of blocks the root adds and normalizes, and keeps what autograd needs of it."""
+    settings = replace(SMALL, sequence=sequence, units=units, reshard=reshard)
     memory = draft(settings).memory
     for measured in world2.run(measured_peak, settings):
-        assert memory.peak.total == pytest.approx(memory.phases[0].total + measured, rel=0.1)
+        assert memory.peak.total == pytest.approx(memory.phases[0].total + measured, rel=0.03)
 
 
 @pytest.mark.once

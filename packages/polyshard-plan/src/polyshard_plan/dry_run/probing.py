@@ -15,20 +15,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_map_only
 
 from polyshard_plan._torch_private import storage_key
 from polyshard_plan.dry_run.attention import FlashAttention
-from polyshard_plan.dry_run.recorder import (
-    Account,
-    Kernel,
-    Recorder,
-    alike,
-    leaves_of,
-    local_of,
-)
+from polyshard_plan.dry_run.graph import leaves_behind, stand_in, without_memory
+from polyshard_plan.dry_run.recorder import Account, Kernel, Recorder, leaves_of, local_of
 from polyshard_plan.dry_run.units import Units
 
 __all__ = ["Cost", "Probe", "cast_parameters", "probe"]
@@ -131,7 +125,8 @@ class _Run:
         self._known: dict[object, tuple[Cost, Any]] = {}
         self._costs: dict[Member, Cost] = {}
         self._gradients: dict[Member, int] = {}
-        self._before: dict[int, Tensor] = {}
+        self._nodes: set[Any] = set()
+        self._pending: dict[GradientEdge, Tensor] = {}
 
     def wrap(self, member: Member, unit: nn.Module) -> None:
         """Have ``unit`` be measured, or be told apart from none."""
@@ -142,15 +137,16 @@ class _Run:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             key = (type(unit), _shapes(unit.named_parameters()), _signature((args, kwargs)))
-            given = [t for t in leaves_of((args, kwargs)) if t.grad_fn is not None]
-            self._before.update((id(tensor), tensor) for tensor in given)
+            given = [t for t in leaves_of((args, kwargs)) if t.requires_grad]
+            self._nodes.update(t.grad_fn for t in given)
             if key not in self._known:
                 self._known[key] = self._measure(unit, original, args, kwargs)
             self._costs[member], out = self._known[key]
             if _is_pending(out):
                 del self._known[key]  # what it waits for is its own
+                self._pending.update(map(self._gap, given))
                 return out
-            return tree_map_only(Tensor, alike, out)
+            return stand_in(self._recorder, given, out)
 
         unit.forward = forward
 
@@ -164,27 +160,22 @@ class _Run:
                 loss = _loss(self._model(*args, **kwargs))
             tail = self._tail_bytes(loss)
             with self._recorder.on(backward):
-                self._backward(loss)
+                ends: Any = [loss, *self._pending]
+                torch.autograd.backward(
+                    ends, [None, *map(torch.empty_like, self._pending.values())]
+                )
         root = Cost(_total(saved, self._still), 0, True, forward, backward)
         return Probe(self._units(), root, tail)
 
     def _tail_bytes(self, loss: Tensor) -> int:
         """Of parameters whose gradients are complete before any unit's backward."""
-        behind = _leaves(loss) - set().union(*map(_leaves, self._before.values()))
+        behind = leaves_behind(loss.grad_fn) - set().union(*map(leaves_behind, self._nodes))
         parameters = {id(p): p for p in self._model.parameters()}
         return sum(local_of(p).nbytes for key, p in parameters.items() if key in behind)
 
-    def _backward(self, loss: Tensor) -> None:
-        """What the root computes behind the last unit, then what it does between and before."""
-        before = [tensor for tensor in self._before.values() if tensor.requires_grad]
-        between = _nodes(loss) & set().union(*map(_nodes, before))
-        if between:  # as with residuals that go around units: nodes run once
-            gradients = [None, *(torch.empty_like(t) for t in before)]
-            torch.autograd.backward([loss, *before], gradients)
-            return
-        loss.backward()
-        if before:
-            torch.autograd.backward(before, [torch.empty_like(t) for t in before])
+    def _gap(self, given: Tensor) -> tuple[GradientEdge, Tensor]:
+        """Where the gradient of a unit's input goes, and one of its shape."""
+        return get_gradient_edge(given), without_memory(given)
 
     def _units(self) -> dict[str, Cost]:
         found: dict[str, list[Member]] = {}
@@ -238,24 +229,6 @@ class _Run:
 
 def _resting(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
-
-
-def _nodes(tensor: Tensor) -> set[Any]:
-    """Of the graph that made ``tensor``, but for those that only gather gradients of leaves."""
-    found: set[Any] = set()
-    waiting: list[Any] = [tensor.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in found and not hasattr(node, "variable"):
-            found.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    return found
-
-
-def _leaves(tensor: Tensor) -> set[int]:
-    """Leaves that gradients of ``tensor`` reach, by ``id``."""
-    edges = (edge for node in _nodes(tensor) for edge, _ in node.next_functions)
-    return {id(edge.variable) for edge in edges if hasattr(edge, "variable")}
 
 
 def _is_pending(out: Any) -> bool:

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -158,8 +157,3 @@ def _tensors(tree: Any) -> list[Tensor]:
 def leaves_of(tree: Any) -> list[Tensor]:
     """Tensors anywhere in arguments or outputs."""
     return _tensors(tree)
-
-
-def alike(tensor: Tensor) -> Tensor:
-    """Another of the same shape, which asks for gradients if that one does."""
-    return torch.empty_like(tensor).requires_grad_(tensor.requires_grad)

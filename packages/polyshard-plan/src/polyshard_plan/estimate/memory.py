@@ -199,9 +199,11 @@ class _Step:
         leaving = 0
         for index in reversed(range(len(self._names))):
             name, cost = self._names[index], costs[index]
-            needed = [n for n in self._names[max(index - 1, 0) : index + 1] if not self._stays(n)]
-            unsharded = held + self._of(needed, _unsharded)
-            transfers = sums + waiting + leaving + self._returning(needed[:1])
+            here, ahead = self._gathered(index, index + 1), self._gathered(index - 1, index)
+            unsharded = held + self._of([*ahead, *here], _unsharded)
+            transfers = sums + waiting + leaving + self._returning(ahead)
+            # The next gather is on its way before this unit's is waited for.
+            yield name, unsharded, kept, transfers + self._returning(here)
             yield name, unsharded, kept + cost.backward.peak_bytes, transfers
             kept -= cost.saved_bytes
             if self._stays(name):
@@ -211,7 +213,7 @@ class _Step:
             leaving = self._leaving(name) if is_last else 0
             packed = self._of([name], _packed) if is_last else 0
             # Freed, and packed for its reduction; meanwhile the next gather has started.
-            ahead = [n for n in self._names[max(index - 2, 0) : index] if not self._stays(n)]
+            ahead = self._gathered(index - 2, index)
             packing = sums + waiting + leaving + packed + self._returning(ahead[:1])
             held -= self._slices(self._names[max(index - 1, 0) : index])
             yield name, held + self._of(ahead, _unsharded), kept, packing
@@ -232,6 +234,10 @@ class _Step:
     def _stays(self, name: str) -> bool:
         """Whether a unit stays gathered between forward and backward."""
         return self._units[name][0].plan.reshard_after_forward is False
+
+    def _gathered(self, first: int, last: int) -> list[str]:
+        """Those of the units ``first`` to ``last`` (excluded) that backward gathers again."""
+        return [name for name in self._names[max(first, 0) : last] if not self._stays(name)]
 
     def _kept_of(self, name: str) -> int:
         """Bytes of a unit between forward and backward: all, a block's slice, or none."""
