@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-__all__ = ["ranks_of_group", "storage_key"]
+__all__ = ["is_fake", "ranks_of_group", "storage_key"]
 
 
 def ranks_of_group(name: str) -> int:
     """Ranks of the process group that a functional collective is given by name."""
     group: dist.ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]
     return group.size()
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether nothing is computed with it in a run: torch only asks for shapes."""
+    return isinstance(tensor, FakeTensor)
 
 
 def storage_key(tensor: Tensor) -> int:

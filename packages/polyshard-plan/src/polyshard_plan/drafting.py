@@ -176,7 +176,8 @@ def estimated(
     tiers, timing = tiers_of(make_plugins(settings)), run.timing
     memory = memory_of(groups, found, settings.optimizer, tiers, settings.accumulate)
     if timing is not None:
-        timing = with_overheads(timing, groups, tiers, subject.machine, settings.optimizer)
+        work = Work(groups, found, run.traffic, settings.accumulate)
+        timing = with_overheads(timing, work, tiers, subject.machine, settings.optimizer)
     return Estimate(run.traffic, memory, timing)
 
 

@@ -10,10 +10,11 @@ import pytest
 
 from polyshard_plan import Settings, draft, parse_mesh
 from polyshard_plan.drafting import planned, subject_of
+from polyshard_plan.dry_run.probing import Cost, Probe
 from polyshard_plan.estimate.machines import MACHINES, save_machine
 from polyshard_plan.estimate.overheads import with_overheads
 from polyshard_plan.estimate.timeline import Span
-from polyshard_plan.estimate.timing import Timing
+from polyshard_plan.estimate.timing import Timing, Work
 
 MACHINE = replace(
     MACHINES["h100x8"], host_bytes_per_second=1e3, memory_bytes_per_second=1e30, overlap=0.0
@@ -37,10 +38,10 @@ SHARDS = 2 * (8 * 8 + 8) * 4 // 2
 """Bytes of one rank's shards: two layers of 8 x 8 with a bias, fp32, on two ranks."""
 
 
-def added(machine: object = MACHINE, **tiers: object) -> Timing:
+def added(machine: object = MACHINE, passes: int = 1, **tiers: object) -> Timing:
     resting = {"params": "device", "grads": "device", "optimizer": "device", "fraction": 1.0}
-    groups = planned(subject_of(PAIR), PAIR)
-    return with_overheads(TIMING, groups, resting | tiers, machine, "adamw")  # type: ignore[arg-type]
+    work = Work(planned(subject_of(PAIR), PAIR), Probe({}, Cost()), (), passes)
+    return with_overheads(TIMING, work, resting | tiers, machine, "adamw")  # type: ignore[arg-type]
 
 
 @pytest.mark.once
@@ -74,6 +75,17 @@ def test_shards_on_the_host_come_for_each_gather() -> None:
     assert optimizer.start == pytest.approx(0.9)
     assert optimizer.end == plugins.start == pytest.approx(0.9 + stepping)
     assert plugins.end == pytest.approx(found.step_seconds)
+    twice = added(passes=2, params="host", grads="host", optimizer="host")
+    both = dict(twice.exposed)["shards from and to other tiers"]
+    assert both == pytest.approx(staged + 2 * SHARDS / 1e3)
+
+
+@pytest.mark.once
+def test_where_the_host_is_the_device_all_of_it_is_copied() -> None:
+    host = replace(MACHINE, is_ahead=False)
+    found = added(host, optimizer="host")
+    assert found.optimizer_seconds == pytest.approx(0.1 + 2 * 2 * SHARDS / 1e3)
+    assert added(host, params="host", grads="host", optimizer="host").optimizer_seconds == 0.1
 
 
 @pytest.mark.skipif(find_spec("polyshard_quantized") is None, reason="needs polyshard-quantized")

@@ -79,6 +79,29 @@ def test_what_is_accumulated_is_read_and_written(tmp_path: Path) -> None:
     assert longer == pytest.approx(by_hand, abs=one.reduce_seconds)
 
 
+def test_what_is_packed_or_cast_is_copied(tmp_path: Path) -> None:
+    """Columns come packed and are brought home; shards are cast before they leave."""
+    once = settings(tmp_path, replace(SLOW_LINK, memory_bytes_per_second=1e6, inside=Link(1e30, 0)))
+    small, narrow = (draft(replace(once, bf16=bf16)).timing for bf16 in (False, True))
+    assert small is not None
+    assert narrow is not None
+    elements = 2 * (8 * 8 + 8)  # too few for transfers of their own: all are packed
+    assert small.gather_seconds == pytest.approx(2 * 2 * 4 * elements / 1e6)
+    summed = 3 * 4 * elements / 2  # two are read and one is written
+    assert small.reduce_seconds == pytest.approx((2 * 4 * elements + summed) / 1e6)
+    cast = 2 * (4 + 2) * elements / 2
+    assert narrow.gather_seconds == pytest.approx((cast + 2 * 2 * 2 * elements) / 1e6)
+
+    large = replace(once, model="plan_models:wide_layer", inputs="plan_models:wide_inputs")
+    placements = ("", "plan_models:columns")
+    rows, columns = (draft(replace(large, placement=where)).timing for where in placements)
+    assert rows is not None
+    assert columns is not None
+    matrix = 4 * 1024 * 1024  # of the root, which is gathered once
+    assert columns.gather_seconds - rows.gather_seconds == pytest.approx(2 * matrix / 1e6)
+    assert columns.reduce_seconds - rows.reduce_seconds == pytest.approx(2 * matrix / 1e6)
+
+
 def test_on_a_fast_link_a_step_takes_its_products(tmp_path: Path) -> None:
     document = draft(settings(tmp_path, SLOW_COMPUTE))
     assert document.timing is not None

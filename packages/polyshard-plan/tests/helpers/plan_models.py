@@ -50,6 +50,15 @@ def odd_vocabulary() -> nn.Module:
     return nn.Sequential(nn.Embedding(50257, 8), nn.Linear(8, 8))
 
 
+def wide_layer() -> nn.Module:
+    """A matrix that travels alone."""
+    return nn.Sequential(nn.Linear(1024, 1024, bias=False))
+
+
+def wide_inputs(batch: int, sequence: int) -> Tensor:
+    return torch.ones(batch, sequence, 1024)
+
+
 def one_layer() -> nn.Module:
     return nn.Linear(64, 64)
 

@@ -111,7 +111,9 @@ def _in_turn(accounts: Sequence[Account], peak_bytes: int) -> Account:
     kernels: Counter[Kernel] = Counter()
     for account in accounts:
         kernels.update(account.kernels)
-    return Account(kernels, peak_bytes, [c for a in accounts for c in a.collectives])
+    collectives = [c for account in accounts for c in account.collectives]
+    divided = sum(account.divided for account in accounts)
+    return Account(kernels, peak_bytes, collectives, divided)
 
 
 class _Run:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
-from polyshard_plan._torch_private import ranks_of_group
+from polyshard_plan._torch_private import is_fake, ranks_of_group
 
 __all__ = ["Account", "Collective", "Kernel", "Recorder", "local_of"]
 
@@ -71,6 +71,8 @@ class Account:
     peak_bytes: int = 0
     """Most memory alive at once, of what was allocated since the account was opened."""
     collectives: list[Collective] = field(default_factory=list)
+    divided: int = 0
+    """Operations on ``DTensor``s, each of which is others on their parts."""
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -115,8 +117,12 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
+            if self._account is not None:
+                self._account.divided += 1
             return NotImplemented  # to see what it does with local tensors
         out = func(*args, **(kwargs or {}))
+        if any(map(is_fake, _tensors(out))):
+            return out  # of whole tensors, where `DTensor` looks up how an operation divides them
         if self._account is not None:
             self._book(self._account, func, args, kwargs or {}, out)
         for tensor in _tensors(out):

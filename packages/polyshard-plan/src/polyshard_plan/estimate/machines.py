@@ -79,10 +79,12 @@ class Machine:
     """What a fused optimizer reads and writes; 0: as fast as memory is."""
     codec_bytes_per_second: float = 0.0
     """What codecs read and write; 0: as fast as memory is."""
+    divided_seconds: float = 0.0
+    """Of an operation on ``DTensor``s beside those on their parts; 0 where that is not known."""
     transfer_seconds: float = 0.0
     """Of a transfer of the engine's beside its bytes; 0: the link's latency."""
     collective_seconds: float = 0.0
-    """Of a collective of the model's own beside its bytes; 0: the link's latency."""
+    """Of a collective of the model's own for each other rank; 0: the link's latency."""
     inside: Link
     """To ranks of the same host."""
     between: Link
@@ -91,6 +93,11 @@ class Machine:
     """Between the device and the host's memory, in one direction."""
     sources: tuple[str, ...]
     """Where figures come from, and which are assumed."""
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the host is the device: nothing is ahead of what it does itself."""
+        return not self.is_ahead
 
 
 ASSUMED = (

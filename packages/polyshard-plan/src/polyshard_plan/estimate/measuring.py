@@ -29,6 +29,7 @@ from polyshard_plan.estimate.machines import Link, Machine, Roof
 from polyshard_plan.estimate.trials import (
     codec_rate,
     collective_seconds,
+    divided_seconds,
     optimizer_rate,
     transfer_seconds,
 )
@@ -60,6 +61,7 @@ class Figures:
     copy_rate: float
     host_rate: float
     operation_seconds: float
+    divided_seconds: float
     send_rate: float
     latency: float
     overlap: float
@@ -96,6 +98,7 @@ def measure(ranks: int) -> Machine:
         efficiency=1.0,
         memory_bytes_per_second=statistics.median(f.copy_rate for f in found),
         operation_seconds=statistics.median(f.operation_seconds for f in found),
+        divided_seconds=statistics.median(f.divided_seconds for f in found),
         products=products,
         is_ahead=device.type != "cpu",
         overlap=statistics.median(f.overlap for f in found),
@@ -206,6 +209,7 @@ def _figures(rank: int, ranks: int, device: torch.device, sent_on: torch.device)
         copy_rate=_copy_rate(device),
         host_rate=_host_rate(device),
         operation_seconds=_operation_seconds(device),
+        divided_seconds=divided_seconds(device, ranks),
         send_rate=send_rate,
         latency=latency,
         overlap=_overlap(rank, ranks, device, sent_on),

@@ -7,7 +7,7 @@ called ``disk`` counts as the host. Where parameters rest on the host, the optim
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from polyshard_plan.dry_run.planning import PlannedGroup
 from polyshard_plan.estimate.machines import Machine
 from polyshard_plan.estimate.memory import STATES
 from polyshard_plan.estimate.timeline import Span, Timeline
-from polyshard_plan.estimate.timing import Timing
+from polyshard_plan.estimate.timing import Timing, Work
 from polyshard_plan.request.settings import OptimizerName
 
 __all__ = ["coded_bytes", "with_overheads"]
@@ -24,19 +24,21 @@ __all__ = ["coded_bytes", "with_overheads"]
 
 def with_overheads(
     timing: Timing,
-    groups: Sequence[PlannedGroup],
+    work: Work,
     tiers: Mapping[str, Any],
     machine: Machine,
     optimizer: OptimizerName,
 ) -> Timing:
-    """``timing``, and what codecs and tiers add to it."""
+    """``timing`` of ``work``, and what codecs and tiers add to it."""
+    groups, passes = work.groups, work.micro_batches
     elements = [g.trainable_elements * g.plan.dtypes.orig.itemsize for g in groups]
     step = _optimizer(timing, sum(elements), tiers, machine, STATES[optimizer])
     rate = machine.codec_bytes_per_second or machine.memory_bytes_per_second
     added = {
-        "encoding and decoding": sum(coded_bytes(g.plan) for g in groups) / rate,
+        "encoding and decoding": sum(coded_bytes(g.plan, passes) for g in groups) / rate,
         "shards from and to other tiers": _exposed(
-            sum(_staged_bytes(group, tiers) for group in groups) / machine.host_bytes_per_second,
+            sum(_staged_bytes(group, tiers, passes) for group in groups)
+            / machine.host_bytes_per_second,
             timing.compute_seconds,
             machine,
         ),
@@ -73,30 +75,36 @@ def _optimizer(
 ) -> float:
     """Seconds that the optimizer takes longer, whose parameters take so many bytes."""
     if tiers["params"] != "device":
+        if machine.is_host:
+            return 0.0
         on_host = nbytes * (3 + 2 * states) / machine.host_bytes_per_second
         return max(0.0, on_host - timing.optimizer_seconds)
     if tiers["optimizer"] == "device":
         return 0.0
-    # State comes and goes at the same time, each on its direction of the link.
-    passing = states * nbytes * tiers["fraction"] / machine.host_bytes_per_second
+    # State comes and goes at the same time, each on its direction of the link, if there is one.
+    turns = 2 if machine.is_host else 1
+    passing = turns * states * nbytes * tiers["fraction"] / machine.host_bytes_per_second
     return _exposed(passing, timing.optimizer_seconds, machine)
 
 
-def _staged_bytes(group: PlannedGroup, tiers: Mapping[str, Any]) -> int:
-    """Shards to the device for each gather, and those of gradients from it."""
+def _staged_bytes(group: PlannedGroup, tiers: Mapping[str, Any], passes: int) -> int:
+    """Shards to the device for each gather, and those of gradients from it, once."""
     plan = group.plan
-    gathers = 1 + (plan.reshard_after_forward is True)
+    gathers = passes * (1 + (plan.reshard_after_forward is True))
     comes = gathers * plan.shard_bytes if tiers["params"] != "device" else 0
     goes = plan.shard_bytes if tiers["grads"] != "device" and group.trainable_elements else 0
     return comes + goes
 
 
-def coded_bytes(plan: GroupPlan) -> int:
-    """What codecs read and write: each shard and each code once, and what is decoded."""
+def coded_bytes(plan: GroupPlan, passes: int = 1) -> int:
+    """What codecs read and write: each shard and each code once, and what is decoded.
+
+    Weights in each of so many forwards and backwards, gradients once.
+    """
     world = plan.layout.world_size
     codes, total = plan.payloads, 0
     if codes.gather is not None:
-        gathers = 1 + bool(plan.reshard_after_forward)
+        gathers = passes * (1 + bool(plan.reshard_after_forward))
         total += gathers * (plan.shard_bytes + (world + 1) * codes.gather + plan.unsharded_bytes)
     if codes.reduce is not None:
         total += plan.unsharded_bytes + 2 * world * codes.reduce + plan.shard_bytes

@@ -22,7 +22,11 @@ from polyshard_plan.estimate.machines import Link, Machine
 from polyshard_plan.estimate.memory import STATES
 from polyshard_plan.estimate.timeline import Lane, Span, Timeline
 from polyshard_plan.estimate.traffic import Transfer
-from polyshard_plan.estimate.transfers import accumulated_bytes
+from polyshard_plan.estimate.transfers import (
+    accumulated_bytes,
+    copied_by_gathers,
+    copied_by_reductions,
+)
 from polyshard_plan.request.mesh import MeshSpec
 from polyshard_plan.request.settings import OptimizerName
 
@@ -106,6 +110,17 @@ class _Step:
             else:
                 self._reductions[name] = self._reductions.get(name, 0.0) + seconds
         self._own: Mapping[tuple[str, str], float] = own
+        for group in groups:
+            self._add_copies(group)
+
+    def _add_copies(self, group: PlannedGroup) -> None:
+        """To cast and pack what is sent, and to unpack what came, takes from the same lanes."""
+        rate, world = self._machine.memory_bytes_per_second, group.plan.layout.world_size
+        for phase in ("forward", "backward"):
+            if world > 1 and (group.unit, phase) in self._gathers:
+                self._gathers[group.unit, phase] += copied_by_gathers(group.plan) / rate
+        if world > 1 and group.unit in self._reductions:
+            self._reductions[group.unit] += copied_by_reductions(group.plan) / rate
 
     def timing(self, optimizer_seconds: float) -> Timing:
         exposed: dict[str, float] = {}
@@ -219,13 +234,19 @@ class _Step:
         kernels = account.kernels
         busy = sum(count * seconds_of(k, dtype, machine) for k, count in kernels.items())
         launched = kernels.total() * machine.operation_seconds
+        launched += account.divided * machine.divided_seconds
         computing = max(busy, launched) if machine.is_ahead else busy + launched
         return computing + self._own.get((name, phase), 0.0)
+
+    def _ranks(self, axis: str) -> int:
+        return next((one.size for one in self._mesh.axes if one.name == axis), 2)
 
     def _seconds(self, transfer: Transfer) -> float:
         link = link_of(transfer.axis, self._mesh, self._machine)
         machine = self._machine
-        own = machine.transfer_seconds if transfer.is_counted else machine.collective_seconds
+        own = machine.transfer_seconds
+        if not transfer.is_counted:  # a ring of fewer ranks has fewer turns
+            own = machine.collective_seconds * (self._ranks(transfer.axis) - 1)
         seconds = transfer.calls * (own or link.latency_seconds)
         seconds += transfer.sent_bytes / link.bytes_per_second
         if transfer.collective in ("reduce-scatter", "all-reduce"):  # reads two, and writes one

@@ -8,6 +8,8 @@ from polyshard.group.plan import GroupPlan
 
 __all__ = [
     "accumulated_bytes",
+    "copied_by_gathers",
+    "copied_by_reductions",
     "gather_scratch",
     "kept_scratch",
     "native_gather_bytes",
@@ -29,6 +31,26 @@ def accumulated_bytes(plan: GroupPlan) -> int:
         for placed, info in zip(plan.layout.parameters, plan.parameters, strict=True)
         if info.requires_grad
     )
+
+
+def copied_by_gathers(plan: GroupPlan) -> int:
+    """Bytes read and written to cast a shard, and to bring what was packed where it belongs.
+
+    None with a codec, which reads and writes everything itself.
+    """
+    if plan.payloads.gather is not None:
+        return 0
+    layout, param, orig = plan.layout, plan.dtypes.param, plan.dtypes.orig
+    cast = layout.shard_numel * (orig.itemsize + param.itemsize) if param != orig else 0
+    return cast + 2 * layout.world_size * layout.staged_numel * param.itemsize
+
+
+def copied_by_reductions(plan: GroupPlan) -> int:
+    """Bytes read and written to pack gradients."""
+    if plan.payloads.reduce is not None:
+        return 0
+    layout = plan.layout
+    return 2 * layout.world_size * layout.reduced_numel * plan.dtypes.param.itemsize
 
 
 def gather_scratch(plan: GroupPlan) -> int:

@@ -8,6 +8,7 @@ Larger layers are trained with and without codes; what these take more than they
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -15,12 +16,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from polyshard import describe, fully_shard
+from polyshard_plan.dry_run.recorder import Account, Recorder
 from polyshard_plan.estimate.overheads import coded_bytes
 from polyshard_plan.estimate.turns import PINGS, seconds_of_turns
 
-__all__ = ["codec_rate", "collective_seconds", "optimizer_rate", "transfer_seconds"]
+__all__ = [
+    "codec_rate",
+    "collective_seconds",
+    "divided_seconds",
+    "optimizer_rate",
+    "transfer_seconds",
+]
 
 UNITS, WIDTH = 16, 8
 CODED_UNITS, CODED_WIDTH = 4, 1024
@@ -36,6 +46,28 @@ def transfer_seconds(device: torch.device) -> float:
     plain, sharded = _layers(device, UNITS, WIDTH), _sharded(_layers(device, UNITS, WIDTH))
     alone, engine = (seconds_of_turns(_step(m, given), device) for m in (plain, sharded))
     return max(engine - alone, 0.0) / (3 * UNITS)  # each is gathered twice and reduced once
+
+
+def divided_seconds(device: torch.device, ranks: int) -> float:
+    """Of an operation on ``DTensor``s, forward and backward, beside those on their parts."""
+    mesh = init_device_mesh(device.type, (ranks,))
+    plain = torch.ones(WIDTH, WIDTH, device=device, requires_grad=True)
+    divided = distribute_tensor(plain.detach(), mesh, [Replicate()]).requires_grad_()
+    account, recorder = Account(), Recorder()
+    with recorder, recorder.on(account):
+        _chain(divided)
+    alone, whole = (
+        seconds_of_turns(partial(_chain, tensor), device, PINGS) for tensor in (plain, divided)
+    )
+    return max(whole - alone, 0.0) / account.divided
+
+
+def _chain(tensor: Tensor) -> None:
+    found = tensor
+    for _ in range(UNITS):
+        found = found @ tensor
+    tensor.grad = None
+    found.backward(torch.ones_like(found))
 
 
 def codec_rate(device: torch.device, send_rate: float) -> float:
@@ -91,6 +123,10 @@ def optimizer_rate(device: torch.device) -> float:
 
 
 def collective_seconds(device: torch.device) -> float:
-    """Of a sum over all ranks, as a model's own operations ask for it, of next to nothing."""
+    """Of a sum over ranks, as a model's own operations ask for it, of next to nothing.
+
+    For each other rank that takes part; with none, 0.
+    """
     values = torch.zeros(1, device=device)
-    return seconds_of_turns(lambda: dist.all_reduce(values), device, PINGS)
+    seconds = seconds_of_turns(lambda: dist.all_reduce(values), device, PINGS)
+    return seconds / max(dist.get_world_size() - 1, 1)

@@ -158,7 +158,7 @@ def _tiers(
         return (settings.offload,)
     if find_spec("polyshard_offload") is None:
         skipped.append("tiers: polyshard-offload is not installed")
-    elif not subject.machine.is_ahead:
+    elif subject.machine.is_host:
         skipped.append("tiers: the host is the device of this machine")
     else:
         has_state = STATES[settings.optimizer] > 0
