@@ -117,7 +117,7 @@ def parts(options: argparse.Namespace) -> list[Part]:
         _conformance([]),
         _conformance(names),
         *([_suite([], "packages/polyshard/tests")] if options.core else []),
-        *(suites if options.plugins else alone),
+        *(suites if options.plugins else [] if options.sample else alone),
     ]
 
 
@@ -196,7 +196,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--dist", required=True, type=Path, help="folder with the built wheels")
     parser.add_argument("--core", action="store_true", help="run the whole suite of core too")
     parser.add_argument("--plugins", action="store_true", help="and that of every plugin, alone")
-    sample = "every subset of the plugins that are combined, the others alone, all; no more"
+    sample = "subsets of the plugins that are combined, the others alone, all; conformance of all"
     parser.add_argument("--sample", action="store_true", help=sample)
     minutes = "after so many the rest is left out, and said to be; default: 360"
     parser.add_argument("--minutes", type=float, default=360.0, help=minutes)
