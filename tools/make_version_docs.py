@@ -38,9 +38,9 @@ range.
 LEGEND = """Subsets of the plugins, {total} in all, are installed and used for a step: with
 `--sample` every subset of those that are combined ({composed}),
 each other one alone, and all. Conformance is the tests of each plugin's conformance with it
-alone (not in a sample), with all installed, and of core's kit with none. Suites are all tests of core, and of a
-plugin with no other installed; conformance of each alone is part of those. A trial has a limit
-of time; what did not fit is named.
+alone (not in a sample), with all installed, and of core's kit with none. Suites are all tests of
+core, and of a plugin with no other installed; conformance of each alone is part of those. A trial
+has a limit of time; what did not fit is named.
 """
 MISSING = "Not run so yet: {}.\n"
 

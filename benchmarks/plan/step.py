@@ -2,10 +2,10 @@
 
     python -m benchmarks.plan.step --only narrow-2 keep
 
-The machine is measured first, by as many processes as there are ranks, as ``--measure`` does. Then
-each row runs with polyshard alone and its best optimizer setting. All of that is done in several
-rounds, because machines that others use, too, are not the same one minute later; the ratio of a row
-is the median of its rounds'.
+Before each row the machine is measured by as many processes as there are ranks, as ``--measure``
+does. Then the row runs with polyshard alone and its best optimizer setting. All of that is done in
+several rounds, because machines that others use, too, are not the same one minute later; the ratio
+of a row is the median of its rounds'.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Iterable, Iterator
-from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,6 +24,7 @@ from benchmarks.step.rows import ROWS, WIDE, Row
 from benchmarks.step.time import OUR_BEST, time_engines
 
 ROUNDS = 3
+MACHINE_ROUNDS = 2
 
 
 def settings_of(case: Case, machine: str) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def measure_machine(ranks: int, path: str) -> None:
     from polyshard_plan.estimate.machines import save_machine
     from polyshard_plan.estimate.measuring import measure as measured
 
-    save_machine(measured(ranks), Path(path))
+    save_machine(measured(ranks, MACHINE_ROUNDS), Path(path))
 
 
 def measure(
@@ -90,18 +90,8 @@ def measure(
 
 
 def _round(rows: Iterable[Row]) -> dict[str, Any]:
-    """The machine, and the rows on it; those of as many ranks follow one another."""
-    found: dict[str, Any] = {}
     with TemporaryDirectory() as folder:
-        for ranks, group in groupby(sorted(rows, key=_ranks), _ranks):
-            path = str(Path(folder, f"{ranks}.json"))
-            measure_machine(ranks, path)
-            found |= {row.name: _row(row.case, path) for row in group}
-    return found
-
-
-def _ranks(row: Row) -> int:
-    return row.case.ranks
+        return {row.name: _row(row.case, str(Path(folder, "machine.json"))) for row in rows}
 
 
 def _middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -112,6 +102,7 @@ def _middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _row(case: Case, machine: str) -> dict[str, Any]:
+    measure_machine(case.ranks, machine)
     predicted = run_alone(predict, settings_of(case, machine))
     timed = run_ranks(case.ranks, time_engines, case, [OUR_BEST])
     turns = timed["seconds"][OUR_BEST]

@@ -71,16 +71,17 @@ class Figures:
     collective_seconds: float
 
 
-def measure(ranks: int) -> Machine:
+def measure(ranks: int, rounds: int = ROUNDS) -> Machine:
     """This machine as one of ``ranks`` processes on it sees it, all of them at work.
 
-    Other hosts are unknown: the link inside stands for both.
+    Figures are medians over ranks and ``rounds``, of some five seconds each. Other hosts are
+    unknown: the link inside stands for both.
 
     Raises:
         PlanError: where the ranks cannot start or talk.
     """
     device, backend = _device(0), _backend(ranks)
-    found = _measured(ranks, backend)
+    found = _measured(ranks, backend, rounds)
     products = {
         dtype: Roof(_median_points([figures.products[dtype] for figures in found]))
         for dtype in found[0].products
@@ -141,7 +142,7 @@ def _median_points(
     )
 
 
-def _measured(ranks: int, backend: Backend) -> list[Figures]:
+def _measured(ranks: int, backend: Backend, rounds: int) -> list[Figures]:
     """Of every rank and round."""
     context = mp.get_context("spawn")
     with TemporaryDirectory() as folder:
@@ -149,7 +150,7 @@ def _measured(ranks: int, backend: Backend) -> list[Figures]:
         pipes, processes = [], []
         for rank in range(ranks):
             here, there = context.Pipe(duplex=False)
-            arguments = (rank, ranks, store, backend, there)
+            arguments = (rank, ranks, store, backend, rounds, there)
             processes.append(context.Process(target=_rank, args=arguments, daemon=True))
             processes[-1].start()
             there.close()
@@ -182,7 +183,9 @@ def _end(processes: Sequence[BaseProcess]) -> None:
             process.kill()
 
 
-def _rank(rank: int, ranks: int, store: str, backend: Backend, answer: Connection) -> None:
+def _rank(
+    rank: int, ranks: int, store: str, backend: Backend, rounds: int, answer: Connection
+) -> None:
     """One of several that measure the same at the same time."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
@@ -194,7 +197,7 @@ def _rank(rank: int, ranks: int, store: str, backend: Backend, answer: Connectio
         backend, init_method=store, rank=rank, world_size=ranks, timeout=timeout
     )
     sent_on = device if backend == "nccl" else torch.device("cpu")
-    answer.send([_figures(rank, ranks, device, sent_on) for _ in range(ROUNDS)])
+    answer.send([_figures(rank, ranks, device, sent_on) for _ in range(rounds)])
     dist.barrier()
     dist.destroy_process_group()
 

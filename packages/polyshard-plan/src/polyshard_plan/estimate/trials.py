@@ -33,7 +33,8 @@ __all__ = [
 ]
 
 UNITS, WIDTH = 16, 8
-CODED_UNITS, CODED_WIDTH = 4, 1024
+CODED_UNITS, CODED_WIDTH = 6, 1536
+"""More than a cache holds."""
 STEPPED = 8 << 20
 """Elements that an optimizer steps."""
 TOUCHED = 7
@@ -123,10 +124,21 @@ def optimizer_rate(device: torch.device) -> float:
 
 
 def collective_seconds(device: torch.device) -> float:
-    """Of a sum over ranks, as a model's own operations ask for it, of next to nothing.
+    """Of a sum over pairs of ranks, of next to nothing, between products that others make, too.
 
-    For each other rank that takes part; with none, 0.
+    An odd number of ranks adds up among all; what that takes is divided by the others of each.
     """
+    ranks = dist.get_world_size()
+    together = 2 if ranks % 2 == 0 else ranks
+    group, _ = dist.new_subgroups(together)
     values = torch.zeros(1, device=device)
-    seconds = seconds_of_turns(lambda: dist.all_reduce(values), device, PINGS)
-    return seconds / max(dist.get_world_size() - 1, 1)
+    rows, matrix = (torch.ones(size, CODED_WIDTH, device=device) for size in (16, CODED_WIDTH))
+
+    def turn(*, sums: bool) -> None:
+        for _ in range(UNITS):
+            rows @ matrix
+            if sums:
+                dist.all_reduce(values, group=group)
+
+    alone, both = (seconds_of_turns(partial(turn, sums=sums), device) for sums in (False, True))
+    return max(both - alone, 0.0) / UNITS / max(together - 1, 1)
