@@ -258,6 +258,8 @@ def save_between_reductions(rank: int, size: int, folder: Path) -> None:
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
     train(accelerator, model, optimizer, range(3))
     accelerator.save_state(folder)
+    train(accelerator, model, optimizer, range(3, 4))
+    assert_equal(whole(model), alone(size, 4, accumulate=2))
 
 
 def go_on(rank: int, size: int, folder: Path) -> int:
