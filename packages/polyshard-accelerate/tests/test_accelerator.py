@@ -239,3 +239,52 @@ def test_an_accelerator_that_is_there_becomes_one(rank: int, size: int) -> None:
     tied[1].weight = tied[0].weight
     found.prepare(tied)
     assert tied[1].weight is tied[0].weight
+
+
+@ranks(2)
+def test_optimizers_are_saved_after_an_evaluation(rank: int, size: int, tmp_path: Path) -> None:
+    stays = Sharding(reshard_after_forward=False)  # gathered, until the next backward
+    accelerator, model = made(rank, size, stays), Odd()
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    train(accelerator, model, optimizer, range(2))
+    model(batch(2, rank))
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    accelerator.save_state(tmp_path)
+    load(rank, size, tmp_path)
+
+
+def save_between_reductions(rank: int, size: int, folder: Path) -> None:
+    accelerator, model = made(rank, size, gradient_accumulation_steps=2), Odd()
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    train(accelerator, model, optimizer, range(3))
+    accelerator.save_state(folder)
+    train(accelerator, model, optimizer, range(3, 4))
+    assert_equal(whole(model), alone(size, 4, accumulate=2))
+
+
+def go_on(rank: int, size: int, folder: Path) -> int:
+    accelerator, model = made(rank, size, gradient_accumulation_steps=2), Odd()
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    accelerator.load_state(folder)
+    found: int = accelerator.step
+    train(accelerator, model, optimizer, range(3, 4))
+    return found
+
+
+def test_ranks_that_are_new_reduce_with_the_others(
+    world2: World, world3: World, tmp_path: Path
+) -> None:
+    world2.run(save_between_reductions, tmp_path)
+    assert world3.run(go_on, tmp_path) == [3, 3, 3]
+
+
+@ranks(2)
+def test_a_compiled_model_is_saved_whole(rank: int, size: int, tmp_path: Path) -> None:
+    accelerator = made(rank, size, dynamo_backend="eager")
+    model = accelerator.prepare(Odd())
+    assert isinstance(model, torch._dynamo.OptimizedModule)
+    accelerator.save_model(model, tmp_path)
+    accelerator.wait_for_everyone()
+    from safetensors.torch import load_file
+
+    assert_same_bits(load_file(tmp_path / "model.safetensors"), whole(Odd()))

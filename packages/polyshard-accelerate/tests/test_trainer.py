@@ -224,6 +224,18 @@ def test_units_plugins_and_an_optimizer_of_ones_own(rank: int, size: int, tmp_pa
 
 
 @ranks(2)
+def test_what_was_evaluated_before_is_trained(rank: int, size: int, tmp_path: Path) -> None:
+    as_launched(rank, size)
+    sharding = Sharding(reshard_after_forward=False)  # gathered still, when training begins
+    made, _ = trainer(tmp_path, more={"sharding": sharding}, max_steps=1)
+    before = whole(made.model)
+    made.evaluate()
+    made.train()
+    changed = {n for n, w in whole(made.model).items() if not torch.equal(w, before[n])}
+    assert changed == {n for n, p in made.model.named_parameters() if p.requires_grad}
+
+
+@ranks(2)
 def test_other_engines_are_refused(rank: int, size: int, tmp_path: Path) -> None:
     as_launched(rank, size)
     with pytest.raises(UnsupportedError, match="which would shard as well"):

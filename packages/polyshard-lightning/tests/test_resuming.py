@@ -133,6 +133,38 @@ def test_weights_that_a_hook_adds_are_refused(rank: int, size: int, tmp_path: Pa
         runs.save_checkpoint(tmp_path / "added.ckpt")
 
 
+class Averages(Odd):
+    """Saves weights other than its own, which differ on one rank alone."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.global_rank == 1:
+            checkpoint["state_dict"]["head.weight"] = checkpoint["state_dict"]["head.weight"] * 2
+
+
+@ranks(2)
+def test_weights_that_a_hook_changes_are_refused(rank: int, size: int, tmp_path: Path) -> None:
+    module = Averages()
+    runs = trainer(size, PolyshardStrategy(), max_steps=1)
+    runs.fit(module, batches(1, rank))
+    with pytest.raises(UnsupportedError, match=r"'head\.weight'"):
+        runs.save_checkpoint(tmp_path / "changed.ckpt")
+
+
+@ranks(2)
+def test_the_best_weights_alone_are_tested_after_training(
+    rank: int, size: int, tmp_path: Path
+) -> None:
+    keeper = ModelCheckpoint(tmp_path, monitor="score", save_weights_only=True)
+    settings: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [keeper]}
+    module = Odd()
+    runs = trainer(size, PolyshardStrategy(), max_steps=2, **settings)
+    runs.fit(module, batches(2, rank), batches(1, rank))
+    expected = module.seen[-1]
+    module.seen.clear()
+    runs.test(module, batches(1, rank), ckpt_path="best", verbose=False)
+    assert module.seen == [pytest.approx(expected)]
+
+
 @ranks(2)
 def test_a_damaged_checkpoint_is_refused_on_every_rank(
     rank: int, size: int, tmp_path: Path

@@ -39,6 +39,16 @@ def test_accumulation_reduces_once_and_clips_the_sum(
 
 
 @ranks(2)
+def test_evaluation_while_gradients_are_accumulated(rank: int, size: int) -> None:
+    module = Odd()
+    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "val_check_interval": 1}
+    runs = trainer(size, PolyshardStrategy(), max_steps=2, **settings)
+    runs.fit(module, batches(4, rank), batches(1, rank))
+    assert len(module.seen) > 3
+    assert_equal(whole(module), alone(size, 4, accumulate=2))
+
+
+@ranks(2)
 def test_evaluation_before_and_after_training(rank: int, size: int) -> None:
     module = Odd()
     runs = trainer(size, PolyshardStrategy())

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim import Optimizer
@@ -130,11 +131,12 @@ class PolyshardAccelerator(Accelerator):
     @override
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """All weights of ``model`` in the host memory of the first rank; empty on the others."""
-        if not isinstance(model, FSDPModule):
+        sharded = self.unwrap_model(model, keep_torch_compile=False)
+        if not isinstance(sharded, FSDPModule):
             found: dict[str, Any] = super().get_state_dict(model, unwrap)
             return found
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return dict(get_model_state_dict(model, options=options))
+        return dict(get_model_state_dict(sharded, options=options))
 
     @override
     def save_state(
@@ -165,6 +167,8 @@ class PolyshardAccelerator(Accelerator):
         models, optimizers = self._models, self._optimizers
         with self._without_engine():
             super().load_state(input_dir, load_kwargs, **others)
+        # It is in a file of each rank: one that there was not would reduce in other steps.
+        [self.step] = broadcast_object_list([self.step])
         assert self._loads_from is not None
         state.load(Path(self._loads_from), models, optimizers)
 

@@ -15,7 +15,7 @@ from polyshard.errors import ModuleError, SettingError
 from polyshard_plan.dry_run.units import units_of
 from polyshard_plan.errors import PlanError
 
-__all__ = ["Sharding"]
+__all__ = ["Sharding", "reshard"]
 
 
 @dataclass(frozen=True)
@@ -71,3 +71,10 @@ class Sharding:
                 **keywords,
             )
         fully_shard(model, **keywords)
+
+
+def reshard(model: nn.Module) -> None:
+    """Have ``model`` show its sharded parameters, those that an evaluation left gathered too."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from polyshard.checkpoint import Checkpoints, TrainingState
 from polyshard.errors import CheckpointError
 from polyshard.seams import Stateful
+from polyshard_accelerate.sharding import reshard
 
 __all__ = ["load", "load_one", "plain", "save", "save_one"]
 
@@ -75,6 +76,7 @@ def _owned(
 ) -> Iterator[tuple[nn.Module, list[Optimizer]]]:
     """Each model with the optimizers that have parameters of it."""
     for model in models:
+        reshard(model)  # optimizers have the sharded parameters
         own = {id(p) for p in model.parameters()}
         yield (
             model,

@@ -16,7 +16,7 @@ from polyshard.errors import UnsupportedError
 from polyshard.safetensors import load_safetensors
 from polyshard_accelerate import state
 from polyshard_accelerate.accelerator import PolyshardAccelerator
-from polyshard_accelerate.sharding import Sharding
+from polyshard_accelerate.sharding import Sharding, reshard
 
 __all__ = ["PolyshardTrainer"]
 
@@ -76,6 +76,12 @@ class PolyshardTrainer(Trainer):
     @override
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Nothing: sharding moves what a rank keeps."""
+
+    @override
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """Of the sharded parameters, also after an evaluation."""
+        reshard(self._model() if model is None else model)
+        return super().create_optimizer(model)
 
     # Checkpoints ------------------------------------------------------------------------------
 

@@ -7,14 +7,18 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
-from torch import nn
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from polyshard import FSDPModule, MixedPrecisionPolicy
+from polyshard.checkpoint.together import Ranks
 from polyshard.errors import LifecycleError, MeshError, PeerError, UnsupportedError
 from polyshard_lightning import file, folder
 from polyshard_lightning.precision import clipping
@@ -208,13 +212,16 @@ class PolyshardStrategy(ModelParallelStrategy):
         folder.save(path, self.model, optimizers, checkpoint)
 
     def _refuse_changed(self, weights: dict[str, Any]) -> None:
-        changed = weights.keys() ^ self.lightning_module_state_dict().keys()
-        if changed:
+        own = self.lightning_module_state_dict()
+        changed = weights.keys() ^ own.keys()
+        changed |= {n for n in weights.keys() & own.keys() if not _is_same(weights[n], own[n])}
+        with Ranks() as ranks:  # a hook may differ between them, and shards do
+            found = {name for names in ranks.gathered(sorted(changed)) for name in names}
+        if found:
             raise UnsupportedError(
-                f"PolyshardStrategy: on_save_checkpoint changed which weights there are: "
-                f"'{min(changed)}'. "
-                "Folders have all weights of the module and no other: put other values under a key "
-                "of their own, or pass save_distributed_checkpoint=False."
+                f"PolyshardStrategy: on_save_checkpoint changed the weights: '{min(found)}' for "
+                "one. Folders have all weights of the module as they are, and no other: put other "
+                "values under a key of their own, or pass save_distributed_checkpoint=False."
             )
 
     @override
@@ -232,9 +239,22 @@ class PolyshardStrategy(ModelParallelStrategy):
         assert self.model is not None
         assert self.lightning_module is not None
         only, strict = bool(weights_only), self.lightning_module.strict_loading
+        is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = self.optimizers if is_fitting else []  # evaluation has those of fit still
         if path.is_file():
-            return file.load(path, self.model, self.optimizers, strict=strict, weights_only=only)
-        return folder.load(path, self.model, self.optimizers, weights_only=only)
+            return file.load(path, self.model, optimizers, strict=strict, weights_only=only)
+        return folder.load(path, self.model, optimizers, weights_only=only)
+
+
+def _is_same(given: Any, own: Any) -> bool:
+    """Whether this rank's part of a weight has the same bits."""
+    if not (isinstance(given, Tensor) and isinstance(own, Tensor)):
+        return type(given) is type(own)
+    if (given.shape, given.dtype) != (own.shape, own.dtype):
+        return False
+    parts = [t.to_local() if isinstance(t, DTensor) else t for t in (given, own)]
+    one, other = (part.detach().cpu().flatten().view(torch.uint8) for part in parts)
+    return torch.equal(one, other)
 
 
 if NAME not in StrategyRegistry:

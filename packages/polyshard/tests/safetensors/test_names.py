@@ -156,3 +156,14 @@ def test_one_process_too(tmp_path: Path) -> None:
         model = Model(width=20, hidden=31)
     load_safetensors(model, tmp_path)
     assert_equal(whole(model), source.state_dict())
+
+
+def test_what_is_tied_stays_so_without_sharding(tmp_path: Path) -> None:
+    weight = torch.arange(21.0).reshape(7, 3)
+    safetensors.save_file({"embedding.weight": weight}, tmp_path / "m.safetensors")
+    with torch.device("meta"):
+        model = Tied()
+    model.scale = torch.ones(3)
+    load_safetensors(model, tmp_path)
+    assert model.head.weight is model.embedding.weight
+    assert model.head.weight.equal(weight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,23 @@ def give_memory(model: nn.Module, filled: Collection[str]) -> None:
             "buffers outside of torch.device('meta'), or call model.to_empty(device=...) and "
             "initialise all of them."
         )
+    held = _held(model)
     model._apply(_with_memory)
+    # Outside of sharded modules that has made a parameter of its own of every name.
+    for (first, key), *others in held:
+        for registered, name in others:
+            registered[name] = first[key]
+
+
+def _held(model: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
+    """Where modules hold each tensor that is on the meta device."""
+    found: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for module in model.modules():
+        for registered in (module._parameters, module._buffers):
+            for name, tensor in registered.items():
+                if tensor is not None and tensor.is_meta:
+                    found.setdefault(id(tensor), []).append((registered, name))
+    return list(found.values())
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
