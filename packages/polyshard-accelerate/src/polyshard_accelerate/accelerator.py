@@ -131,7 +131,7 @@ class PolyshardAccelerator(Accelerator):
     @override
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """All weights of ``model`` in the host memory of the first rank; empty on the others."""
-        sharded = self.unwrap_model(model, keep_torch_compile=False)
+        sharded: nn.Module = self.unwrap_model(model, keep_torch_compile=False)
         if not isinstance(sharded, FSDPModule):
             found: dict[str, Any] = super().get_state_dict(model, unwrap)
             return found
@@ -168,7 +168,8 @@ class PolyshardAccelerator(Accelerator):
         with self._without_engine():
             super().load_state(input_dir, load_kwargs, **others)
         # It is in a file of each rank: one that there was not would reduce in other steps.
-        [self.step] = broadcast_object_list([self.step])
+        (step,) = broadcast_object_list([self.step])
+        self.step: int = step
         assert self._loads_from is not None
         state.load(Path(self._loads_from), models, optimizers)
 

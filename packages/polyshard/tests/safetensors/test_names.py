@@ -46,6 +46,23 @@ def test_what_is_named_is_saved_and_loaded(
 
 
 @ranks(2)
+def test_names_that_raise_on_one_rank_end_the_call_on_all(
+    rank: int, size: int, tmp_path: Path
+) -> None:
+    model = shard(build(width=20, hidden=30), fully_shard)
+
+    def names(name: str) -> str:
+        if rank:
+            raise KeyError(name)
+        return name
+
+    for work in (save_safetensors, load_safetensors):
+        with pytest.raises(CheckpointError, match="rank 1: KeyError"):
+            work(model, tmp_path, names=names)
+    save_safetensors(model, tmp_path)
+
+
+@ranks(2)
 def test_names_that_cannot_be(rank: int, size: int, tmp_path: Path) -> None:
     model = shard(build(width=20, hidden=30), fully_shard)
     with pytest.raises(SettingError, match=r"'embedding.weight' and 'blocks.* one name, 'one'"):

@@ -60,15 +60,13 @@ def save_safetensors(
     if not stem or os.path.basename(stem) != stem:
         raise SettingError(f"stem={stem!r}: files are called by it, in the folder that is given.")
     doing = f"Saving '{folder}'"
-    called = _called(model, names)
-    for shared in _shared_names(model):
-        for name in [name for name in shared if name in called][1:]:
-            del called[name]
-    _check_called(called, names)
-    state = _tensors(model, called)
-    if dtype is not None:
-        state = {n: v.to(dtype) if v.is_floating_point() else v for n, v in state.items()}
     with Ranks() as ranks:
+        called = ranks.agreed(doing, lambda: _called(model, names))
+        for shared in _shared_names(model):
+            for name in [name for name in shared if name in called][1:]:
+                del called[name]
+        _check_called(called, names)
+        state = ranks.agreed(doing, lambda: _converted(_tensors(model, called), dtype))
         writer = ranks.agreed(doing, lambda: SafetensorsWriter(folder, file_bytes, stem))
         try:
             ranks.agreed(doing, lambda: _save(state, writer, ranks))
@@ -103,10 +101,10 @@ def load_safetensors(
         SettingError: when ``names`` leaves no tensor.
     """
     doing = f"Loading '{folder}'"
-    called = _called(model, names)
-    if names is not None and not called:
-        raise SettingError("names= leaves no tensor of the model: it gave None for each of them.")
     with Ranks() as ranks:
+        called = ranks.agreed(doing, lambda: _called(model, names))
+        if names is not None and not called:
+            raise SettingError("names= leaves no tensor: it gave None for each of the model's.")
         reader = ranks.agreed(doing, lambda: SafetensorsReader(folder))
         ranks.agreed(doing, lambda: _drop_missing(called, model, reader))
         ranks.agreed(doing, lambda: give_memory(model, called))
@@ -167,6 +165,12 @@ def _tensors(model: nn.Module, called: Mapping[str, str]) -> dict[str, Tensor]:
     """Tensors of the model, by their names in the files."""
     state = _state(model)
     return {file_name: state[name] for name, file_name in called.items()}
+
+
+def _converted(state: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    if dtype is None:
+        return state
+    return {n: v.to(dtype) if v.is_floating_point() else v for n, v in state.items()}
 
 
 def _shared_names(model: nn.Module) -> list[list[str]]:

@@ -36,8 +36,8 @@ def give_memory(model: nn.Module, filled: Collection[str]) -> None:
             "buffers outside of torch.device('meta'), or call model.to_empty(device=...) and "
             "initialise all of them."
         )
-    held = _held(model)
-    model._apply(_with_memory)
+    held, device = _held(model), _device(model)
+    model._apply(lambda tensor: _with_memory(tensor, device))
     # Outside of sharded modules that has made a parameter of its own of every name.
     for (first, key), *others in held:
         for registered, name in others:
@@ -60,8 +60,11 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _with_memory(tensor: Tensor) -> Tensor:
-    if not tensor.is_meta:
-        return tensor
-    kind = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
-    return torch.empty_like(tensor, device=kind)
+def _device(model: nn.Module) -> str:
+    """Where shards of ``model`` are, which is where its buffers are needed."""
+    kinds = (t.device_mesh.device_type for _, t in _named(model) if isinstance(t, DTensor))
+    return next(kinds, "cpu")
+
+
+def _with_memory(tensor: Tensor, device: str) -> Tensor:
+    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
