@@ -44,7 +44,8 @@ def tune(
     export(model, out)
     if merged is not None:
         merge(model)
-        llama.export(model.base_model.model, merged, names=name_of_merged)
+        tuned: Any = model.base_model.model
+        llama.export(tuned, merged, names=name_of_merged)
     return losses
 
 
@@ -111,7 +112,7 @@ def export(model: PeftModel, folder: Path) -> None:
     """Write what ``PeftModel.from_pretrained`` takes; each rank writes its part."""
     save_safetensors(model, folder, names=name_in_peft, stem="adapter_model")
     if dist.get_rank() == 0:
-        model.peft_config["default"].save_pretrained(folder)
+        model.peft_config["default"].save_pretrained(str(folder))
     dist.barrier()
 
 
