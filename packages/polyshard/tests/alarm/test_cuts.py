@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch.distributed as dist
 
+from polyshard.alarm.alarm import Alarm
+from polyshard.alarm.board import Board
 from polyshard.alarm.cuts import NOTHING_BROKEN, Cuts
 from polyshard.alarm.epochs import KEPT
+from polyshard.alarm.reports import Cause, Report
+
+LATE_SECONDS = 0.3
 
 
 def test_who_has_cut_and_who_has_mended() -> None:
@@ -50,3 +56,24 @@ def test_what_was_compared_is_forgotten() -> None:
         cuts.compare(store, epoch, {"a/0": epoch, "b/0": 1})
         cuts.compare(store, epoch, {"a/0": epoch})
     assert store.num_keys() <= 2 * (KEPT + 1)
+
+
+def test_those_who_recover_wait_until_all_have_come_to_their_epoch() -> None:
+    store = dist.HashStore()
+    failed, other = (Alarm(Board(store, "alarm", rank, (0, 1))) for rank in range(2))
+    for alarm in (failed, other):
+        alarm.start()
+    failed.ring(Report(0, Cause.RAISED, "rank 0 failed"))
+    failed.begin_anew()
+    failed.ring(Report(0, Cause.RAISED, "rank 0 failed, which it tells again"))
+    other.look()
+    other.begin_anew()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(other.broken_groups)
+        time.sleep(LATE_SECONDS)
+        failed.say_cut()
+        failed.begin_anew()
+        assert failed.epoch == other.epoch == 2
+        assert asked.result().cut == failed.broken_groups().cut == {0}
+    for alarm in (failed, other):
+        alarm.courier.close(1.0)

@@ -19,7 +19,10 @@ from toy_runs import assert_equal, whole
 
 import polyshard
 from polyshard._torch.private import default_store
+from polyshard.alarm.current import current_alarm
+from polyshard.alarm.peers import tell_again
 from polyshard.errors import AttemptError
+from polyshard.rollback import verdict
 from polyshard.testing import World, ranks
 from polyshard.testing.world import RankError
 
@@ -27,6 +30,7 @@ pytestmark = pytest.mark.once
 
 PATIENT_SECONDS = 10.0
 """Far below the time-out of the process group (30 s), far above what it takes on a busy machine."""
+LATE_SECONDS = 1.5
 PLACES = ["forward", "backward", "before the step", "in the step", "after the step"]
 
 
@@ -263,6 +267,26 @@ def test_a_rank_that_waits_elsewhere() -> None:
     world = World(2)  # with few process groups to mend
     try:
         world.run(waits_elsewhere)
+    finally:
+        world.close()
+
+
+def tells_late(rank: int, size: int) -> None:
+    """A rank that tells of its failure again does so when others could have gone on already."""
+
+    def slowly(error: BaseException) -> None:
+        current_alarm().begin_anew()
+        time.sleep(LATE_SECONDS)
+        tell_again(error)
+
+    vars(verdict)["tell_again"] = slowly
+    waits_elsewhere(rank, size)
+
+
+def test_a_rank_that_tells_late() -> None:
+    world = World(2)
+    try:
+        world.run(tells_late)
     finally:
         world.close()
 

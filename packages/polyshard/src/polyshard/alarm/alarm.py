@@ -111,7 +111,8 @@ class Alarm:
         """What process groups were mended with, by their names: not the alarm's to cut."""
         self._has_cut = False
         self._cutting = threading.Lock()
-        self._left: tuple[int, Report] | None = None
+        self._left: Report | None = None
+        """What ended the epoch before, until somebody asked what broke in it."""
         self._lock = threading.Lock()
         seconds = LOOK_SECONDS
         if board is not None:
@@ -182,15 +183,14 @@ class Alarm:
     def broken_groups(self) -> Broken:
         """The process groups that are broken after a failure. See [Note: who has cut].
 
-        Waits until all ranks have left the epoch that this one has left, if they will;
+        Waits until all ranks have come to the epoch that this one has gone on to, if they will;
         :data:`ACCOUNT_SECONDS` at most. So ranks that fail again, all of them, do so in one epoch.
         Asked once after each failure.
         """
-        left, self._left = self._left, None
-        if self.board is None or left is None:
+        report, self._left = self._left, None
+        if self.board is None or report is None:
             return NOTHING_BROKEN
-        epoch, report = left
-        key = self._epochs.left(epoch)
+        key = self._epochs.come(self.epoch)
         silent = self.gone.keys() | ({report.rank} if report.cause is Cause.STOPPED else set())
         for _ in _moments(ACCOUNT_SECONDS):
             if int(self.courier.look(key) or 0) >= len(self.board.ranks) - len(silent):
@@ -347,12 +347,11 @@ class Alarm:
                 lambda store: epochs.first_free(store, self.epoch + 1), RECOVER_SECONDS
             )
         with self._cutting, self._lock:
-            left = self.epoch
-            self._left = left, self.report
+            self._left = self.report
             self.epoch, self.report, self.is_seen, self._has_cut = number, None, False, False
         begun, cuts = begun_collectives(), self._cuts
         self.courier.tell(lambda store: cuts.compare(store, number, begun))
-        self.courier.tell(lambda store: store.add(epochs.left(left), 1))
+        self.courier.tell(lambda store: store.add(epochs.come(number), 1))
         for connections in self.connections.values():
             connections.renew()
 

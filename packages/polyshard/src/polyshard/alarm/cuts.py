@@ -4,9 +4,9 @@
 A process group that one rank has cut is broken for all of its ranks, and works again only when all
 of them connect anew (:mod:`polyshard.transport.mending`). So whoever cuts says so before, and takes
 that back when it has been mended. Others may read the list once nobody can cut any more: a rank
-cuts only until it goes on to the next epoch. It says that as well, and those who recover wait for
-all to have said so. A rank that is busy elsewhere for long is not waited for. What it cuts later
-stands in the list at the next failure.
+cuts only until it goes on to the next epoch. Those who recover wait until all have come to theirs
+(ranks that were told again of one failure leave several behind). A rank that is busy elsewhere for
+long is not waited for. What it cuts later stands in the list at the next failure.
 
 [Note: out of step]
 A group that nobody waits in can be broken as well. A rank that was told of a failure after it had

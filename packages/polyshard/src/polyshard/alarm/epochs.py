@@ -31,9 +31,9 @@ class Epochs:
         """Where its rank adds the exception."""
         return f"{self.prefix}/detail/{epoch}"
 
-    def left(self, epoch: int) -> str:
-        """Where is counted how many ranks have gone on to a later one."""
-        return f"{self.prefix}/left/{epoch}"
+    def come(self, epoch: int) -> str:
+        """Where is counted how many ranks have gone on to ``epoch``."""
+        return f"{self.prefix}/come/{epoch}"
 
     def end(self, store: dist.Store, epoch: int, text: str) -> str:
         """End ``epoch`` with a report; the one that stands, which may be another's."""
@@ -41,7 +41,7 @@ class Epochs:
         if epoch > self._last(store):
             store.set(self._key, str(epoch))
         old = epoch - KEPT
-        for key in (self.report(old), self.detail(old), self.left(old)):
+        for key in (self.report(old), self.detail(old), self.come(old)):
             store.delete_key(key)
         return standing.decode()
 

@@ -35,6 +35,7 @@ from polyshard.rollback.verdict import (
     DISAGREED,
     DONE,
     READY,
+    TOLD,
     UNDONE,
     Ballot,
     Kind,
@@ -266,9 +267,11 @@ class Attempt(Generic[T]):
         del self._undo  # whoever keeps this object keeps no gradients by it
         if self.succeeded:
             return False
+        refused = self._refused or self._error()
+        if not refused.is_gone:
+            self._ballot.cast(TOLD, None)
         undo.put_back()
         mend_groups(current_alarm())
-        refused = self._refused or self._error()
         if not refused.is_gone:
             # A rank that failed again while others still went back would be heard by none of them:
             # what they begin anew is after that failure.

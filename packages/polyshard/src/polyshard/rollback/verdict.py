@@ -2,11 +2,12 @@
 
 [Note: ballots]
 All ranks of an attempt come to a *ballot* twice: before the first of them lets an optimizer change
-anything, and when the block has ended; after a failure once more, when they have gone back. Whoever
-comes last concludes it, by one key of the store that the others wait for, so a rank makes a handful
-of requests however many ranks there are, and none of it is a collective, which a rank that failed
-would not come to. A rank that failed says so and comes as well; then the verdict is the same for
-all: not one of them goes on.
+anything, and when the block has ended. After a failure they do so twice more: when nobody has
+anything left to tell of it, since what a rank begins after it has gone back would be ended by that;
+and when all have gone back. Whoever comes last concludes it, by one key of the store that the
+others wait for, so a rank makes a handful of requests however many ranks there are, and none of it
+is a collective, which a rank that failed would not come to. A rank that failed says so and comes as
+well; then the verdict is the same for all: not one of them goes on.
 
 An error that another rank's failure caused (:class:`~polyshard.errors.PeerError`) explains nothing:
 it counts only where nobody has a reason of their own. For a rank that was killed or stopped any
@@ -29,7 +30,7 @@ from polyshard.alarm.board import Board, open_board, said_of
 from polyshard.alarm.peers import Absent, Roll, tell, tell_again
 from polyshard.errors import PeerError
 
-BALLOTS = READY, DONE, UNDONE = "ready", "done", "undone"
+BALLOTS = READY, DONE, TOLD, UNDONE = "ready", "done", "told", "undone"
 FIRST_PAUSE_SECONDS = 1e-4
 LONGEST_PAUSE_SECONDS = 0.025
 LOOK_SECONDS = 0.2
@@ -97,7 +98,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 class Ballot:
-    """Both ballots of one attempt on one rank. See [Note: ballots]."""
+    """The ballots of one attempt on one rank. See [Note: ballots]."""
 
     def __init__(self, ranks: Sequence[int], left: int) -> None:
         """Every one of ``ranks`` makes one, as often as the others."""
@@ -137,7 +138,8 @@ class Ballot:
         if self._board is not None and self._lost is None:
             with suppress(RuntimeError):
                 self._come(self._board, name, error)
-                self._come(self._board, UNDONE, None)
+                for later in (TOLD, UNDONE):
+                    self._come(self._board, later, None)
 
     def _come(self, board: Board, name: str, error: BaseException | None) -> Verdict | None:
         """The verdict, if this rank was the last to come."""
