@@ -70,6 +70,8 @@ def dev_environment(session: nox.Session, plugins: list[str]) -> Path:
     new = [name for name in plugins if not is_ready or name not in installed]
     wheels += [f"--editable=plugins/{name}" for name in new]
     if wheels:
+        if not is_ready:
+            session.log("pip is quiet about what follows: 1.4 GB with torch, some minutes")
         session.run_install(*pip, "install", *wheels, silent=True)
     if not is_ready:
         stamp.write_text(wanted, "utf-8")
@@ -334,6 +336,7 @@ def demo(session: nox.Session) -> None:
     polyshard = str(dev_environment(session, PLUGINS) / "polyshard")
     composed = ["--quantize", "int8", "--offload", "optimizer=host"]
     session.run(polyshard, "train", *(session.posargs or composed), env=ONE_THREAD)
+    session.log("next: source .nox/dev/bin/activate; docs/tutorial/first-run.md goes on from here")
 
 
 @nox.session(venv_backend="none", default=False)

@@ -225,6 +225,36 @@ def test_what_is_refused(rank: int, size: int, tmp_path: Path) -> None:
         empty.load_state(tmp_path)
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="about machines without one")
+@ranks(2)
+def test_ranks_that_accelerate_does_not_see(
+    rank: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_launched(rank, size)
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
+    with pytest.raises(UnsupportedError, match=r"1 process, but there are 2 ranks.*cpu=True"):
+        PolyshardAccelerator()
+
+
+@ranks(2)
+def test_a_schedule_of_an_optimizer_that_becomes_flat(rank: int, size: int) -> None:
+    accelerator, model = made(rank, size, Sharding(flat=True)), Odd()
+    optimizer: Any = optimizer_of(model)
+    too_early = torch.optim.lr_scheduler.StepLR(optimizer, size, gamma=0.5)
+    with pytest.raises(LifecycleError, match="scheduler was made of this AdamW before"):
+        accelerator.prepare(model, optimizer, too_early)
+    accelerator, model = made(rank, size, Sharding(flat=True)), Odd()
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, size, gamma=0.5)
+    schedule = accelerator.prepare(schedule)
+    rates = []
+    for step in range(3):
+        train(accelerator, model, optimizer, range(step, step + 1))
+        schedule.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [5e-3, 2.5e-3, 1.25e-3]  # accelerate steps it once for each rank
+
+
 @ranks(2)
 def test_an_accelerator_that_is_there_becomes_one(rank: int, size: int) -> None:
     as_launched(rank, size)

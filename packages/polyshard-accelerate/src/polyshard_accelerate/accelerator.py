@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +17,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from polyshard import FSDPModule, clip_grad_norm_, flat
-from polyshard.errors import UnsupportedError
+from polyshard.errors import LifecycleError, UnsupportedError
 from polyshard_accelerate import state
 from polyshard_accelerate.parameters import Replaced
 from polyshard_accelerate.sharding import Sharding
 
 __all__ = ["PolyshardAccelerator"]
+
+RANKS = "WORLD_SIZE"
+"""How many a launcher started."""
 
 
 class PolyshardAccelerator(Accelerator):
@@ -96,9 +100,14 @@ class PolyshardAccelerator(Accelerator):
 
     @override
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """Have ``optimizer`` step sharded parameters."""
+        """Have ``optimizer`` step sharded parameters.
+
+        Raises:
+            LifecycleError: when it made steps, or with ``flat`` has a scheduler, already.
+        """
         self._replaced.switch([optimizer])
         if self.sharding.flat:
+            _check_unscheduled(optimizer)
             flat(optimizer)
         return super().prepare_optimizer(optimizer, device_placement=device_placement)
 
@@ -202,8 +211,26 @@ def _refuse(accelerator: Accelerator) -> None:
             "supported: overflows would be found on each rank for itself. Use 'bf16', or 'no' with "
             "Sharding(mp_policy=...)."
         )
+    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get(RANKS, "1"))
+    if accelerator.num_processes != ranks:
+        raise UnsupportedError(
+            f"PolyshardAccelerator: accelerate runs {accelerator.num_processes} process, but there "
+            f"are {ranks} ranks, each of which would train on all data. On CPUs pass cpu=True "
+            "(use_cpu=True to TrainingArguments) or set ACCELERATE_USE_CPU=true, and let "
+            "accelerate make the process group."
+        )
     if not dist.is_initialized():
         raise UnsupportedError(
             "PolyshardAccelerator: accelerate runs a single process, which has nothing to share. "
-            "Start the script with `accelerate launch` or torchrun, on two processes or more."
+            "Start the script with `accelerate launch` or torchrun, on two processes or more; on "
+            "CPUs with cpu=True, or ACCELERATE_USE_CPU=true."
+        )
+
+
+def _check_unscheduled(optimizer: Optimizer) -> None:
+    if "step" in vars(optimizer):
+        raise LifecycleError(
+            f"Sharding(flat=True): a learning rate scheduler was made of this "
+            f"{type(optimizer).__name__} before it was prepared. Prepare model and optimizer "
+            "first, make the scheduler of the optimizer that prepare returns, and prepare it then."
         )

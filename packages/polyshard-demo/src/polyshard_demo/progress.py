@@ -1,5 +1,7 @@
 """What the person in front of the run sees: the plan, then live progress or plain lines."""
 
+import time
+from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
@@ -22,8 +24,10 @@ class Display:
 
     def __init__(self, first: int, steps: int, every: int, *, silent: bool) -> None:
         self.console = Console(quiet=silent, soft_wrap=True, highlight=False)
+        self.first = first
         self.steps = steps
         self.every = every
+        self._begun = time.monotonic()
         self._live = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -37,6 +41,7 @@ class Display:
 
     def __enter__(self) -> Self:
         self._live.start()
+        self._begun = time.monotonic()
         return self
 
     def __exit__(
@@ -57,7 +62,13 @@ class Display:
         self._live.update(self._task, completed=done.step, now=now)
         due = done.step % self.every == 0 or done.step in (1, self.steps)
         if self._live.disable and due:
-            self.say(f"step {done.step:>5}/{self.steps}  {now}")
+            self.say(f"step {done.step:>5}/{self.steps}  {now}  {self._left(done.step)}".rstrip())
+
+    def _left(self, step: int) -> str:
+        """How long the steps after ``step`` take, at the pace so far; empty after the last."""
+        pace = (time.monotonic() - self._begun) / max(step - self.first, 1)
+        seconds = round(pace * (self.steps - step))
+        return f"{timedelta(seconds=seconds)} left" if seconds else ""
 
     def evaluation(self, done: Evaluation, entropy: float) -> None:
         """The held-out loss is known; `entropy` is what a model without context reaches."""

@@ -101,10 +101,13 @@ def plan(  # noqa: PLR0913 (typer: an option is a parameter)
             write_page(html, _page(found, settings))
     if as_json:
         typer.echo(found.to_json())
-    elif isinstance(found, Tuning):
+        return
+    if isinstance(found, Tuning):
         show_tuning(found, console_for_tables(WIDTH))
     else:
         show(found, console_for_tables(WIDTH), parameters=parameters)
+    if html is not None:
+        typer.echo(f"written: {html}, a page for any browser")
 
 
 def _page(found: Document | Tuning, settings: Settings) -> str:

@@ -39,4 +39,5 @@ def test_the_command_writes_it(tmp_path: Path) -> None:
     options = ["demo:tiny", "--mesh", "dp=2", "--tune", "--keep", "units", "--html", str(file)]
     result = CliRunner().invoke(app, options, env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
+    assert f"written: {file}" in result.output
     assert "tuning" in [a.get("id") for _, a in Parsed.of(file.read_text("utf-8")).tags]

@@ -185,7 +185,7 @@ def new(
         chosen = scaffold.checked_seam(seam or _asked_seam())
         target = scaffold.checked_target(folder or Path(scaffold.distribution_of(plugin)))
         files = scaffold.Scaffold(plugin, chosen, target, author).render()
-    typer.echo(f"{target}: {scaffold.distribution_of(plugin)}, {len(files)} files")
+    typer.echo(f"written: {target}, {len(files)} files; users pass plugins=[{plugin!r}]")
     typer.echo(f'next: cd {target} && pip install -e ".[test]" && pytest')
 
 
