@@ -222,8 +222,8 @@ def _refuse(accelerator: Accelerator) -> None:
     if not dist.is_initialized():
         raise UnsupportedError(
             "PolyshardAccelerator: accelerate runs a single process, which has nothing to share. "
-            "Start the script with `accelerate launch` or torchrun, on two processes or more; on "
-            "CPUs with cpu=True, or ACCELERATE_USE_CPU=true."
+            "Start the script with torchrun or `accelerate launch`, on two processes or more; on "
+            "CPUs with torchrun, and cpu=True or ACCELERATE_USE_CPU=true."
         )
 
 
