@@ -42,7 +42,8 @@ TORCHES = ("2.11.*", "2.12.*", "2.13.0", "2.14.*", "2.15.*")
 PYTHONS = ("3.11", "3.12", "3.13")
 # Ranks share the cores of one machine; without this each starts a thread for every core.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-
+# Ranks wait more than they compute. Tests of a file stay together: they share ranks and fixtures.
+AT_ONCE = ("-n", str(min(os.cpu_count() or 1, 4)), "--dist=loadfile")
 # What of a package is installed beyond what it needs itself.
 WITH_EXTRAS = {"polyshard": "new,testing", "polyshard-plan": "html"}
 
@@ -61,14 +62,13 @@ def dev_environment(session: nox.Session, plugins: list[str]) -> Path:
         session.run_install(sys.executable, "-m", "virtualenv", "--quiet", str(home))
     pip = (str(python), "-m", "pip")
     installed = [name for name in PLUGINS if is_installed(home, name)]
-    absent = [name for name in installed if name not in plugins]
-    if absent:
-        session.run_install(*pip, "uninstall", "--yes", *absent, silent=True)
+    if unwanted := [name for name in installed if name not in plugins]:
+        session.run_install(*pip, "uninstall", "--yes", *unwanted, silent=True)
     stamp, wanted = home / "installed.json", wanted_packages()
     is_ready = stamp.exists() and stamp.read_text("utf-8") == wanted
     wheels = [] if is_ready else json.loads(wanted)["install"]
-    new = [name for name in plugins if not is_ready or name not in installed]
-    wheels += [f"--editable=plugins/{name}" for name in new]
+    absent = [name for name in plugins if not is_ready or name not in installed]
+    wheels += [f"--editable=plugins/{name}" for name in absent]
     if wheels:
         if not is_ready:
             session.log("pip is quiet about what follows: 1.4 GB with torch, some minutes")
@@ -327,7 +327,8 @@ def tests(session: nox.Session, plugins: list[str]) -> None:
         paths += ["tools/tests"]
         paths += [f"--ignore=packages/polyshard/tests/{room}" for room in ALONE]
     marks = "not browser and not once" if plugins == PLUGINS else "not browser"
-    session.run(python, "-m", "pytest", "-m", marks, *paths, *session.posargs, env=ONE_THREAD)
+    pytest = (python, "-m", "pytest", *AT_ONCE, "-m", marks)
+    session.run(*pytest, *paths, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(venv_backend="none", default=False)

@@ -17,7 +17,6 @@ import pytest
 import torch.distributed as dist
 from toy_pickles import Call, make
 
-import polyshard
 from polyshard.checkpoint.manifest import FileSum, Manifest, file_sum
 from polyshard_demo.checkpoint import find_source, folder_of, write_run
 from polyshard_demo.errors import DemoError, RankError
@@ -25,15 +24,9 @@ from polyshard_demo.launch import launch, run_local_ranks, threads_per_rank
 from polyshard_demo.settings import EngineName, Settings
 from polyshard_demo.text import load_corpus
 
-ENGINES = [
-    pytest.param(
-        "polyshard",
-        marks=pytest.mark.skipif(
-            not hasattr(polyshard, "fully_shard"), reason="the engine is not there yet"
-        ),
-    ),
-    "torch",
-]
+pytestmark = pytest.mark.once
+
+ENGINES = ["polyshard", "torch"]
 STEPS = 6
 
 BROKEN = """
@@ -118,7 +111,6 @@ def test_resume_at_the_same_world_size_is_bitwise(
     assert losses(tmp_path) == losses(reference)
 
 
-@pytest.mark.skipif(not hasattr(polyshard, "fully_shard"), reason="the engine is not there yet")
 def test_polyshard_equals_torch_bitwise_at_two_ranks(reference: Path, tmp_path: Path) -> None:
     launch(tiny(tmp_path, engine="polyshard"))
     assert losses(tmp_path) == losses(reference)
@@ -133,7 +125,6 @@ def test_resume_at_another_world_size(engine: EngineName, reference: Path, tmp_p
     assert losses(tmp_path) == pytest.approx(losses(reference), rel=1e-5)
 
 
-@pytest.mark.once
 def test_replicas_do_not_change_the_losses(reference: Path, tmp_path: Path) -> None:
     """And a run goes on with replicas where it had shards."""
     start = reference / "checkpoints" / "step-000003"
