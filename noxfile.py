@@ -42,8 +42,6 @@ TORCHES = ("2.11.*", "2.12.*", "2.13.0", "2.14.*", "2.15.*")
 PYTHONS = ("3.11", "3.12", "3.13")
 # Ranks share the cores of one machine; without this each starts a thread for every core.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-# Ranks wait more than they compute. Tests of a file stay together: they share ranks and fixtures.
-AT_ONCE = ("-n", str(min(os.cpu_count() or 1, 4)), "--dist=loadfile")
 # What of a package is installed beyond what it needs itself.
 WITH_EXTRAS = {"polyshard": "new,testing", "polyshard-plan": "html"}
 
@@ -327,8 +325,7 @@ def tests(session: nox.Session, plugins: list[str]) -> None:
         paths += ["tools/tests"]
         paths += [f"--ignore=packages/polyshard/tests/{room}" for room in ALONE]
     marks = "not browser and not once" if plugins == PLUGINS else "not browser"
-    pytest = (python, "-m", "pytest", *AT_ONCE, "-m", marks)
-    session.run(*pytest, *paths, *session.posargs, env=ONE_THREAD)
+    session.run(python, "-m", "pytest", "-m", marks, *paths, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(venv_backend="none", default=False)

@@ -75,6 +75,7 @@ def train(model: Any) -> Tensor:
     loss.backward()
     norm = torch.stack([p.grad.to_local().square().sum() for p in model.parameters()]).sum()
     model.zero_grad()
+    dist.barrier()  # a rank that fails in the next step would end this one for those behind
     return torch.stack([loss.detach(), norm])
 
 
