@@ -171,6 +171,7 @@ def test_replicas(rank: int, size: int) -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = build(mesh=mesh)
     model(inputs()).sum().backward()
+    dist.barrier()  # a failure in the next step would end this one for ranks behind
     if rank == 1:
         model[1].in_backward = fail
     kind, pattern = (ArithmeticError, "") if rank == 1 else (PeerError, "rank 1 failed in its back")
