@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests marked ``gpu`` where torch sees no accelerator, and thorough ones unless asked."""
     if not config.getoption("--thorough"):
-        _skip(_marked(items, "thorough"), "takes long; run with --thorough")
+        _skip(_marked(items, "thorough") + _out_of_sample(items), "takes long; run with --thorough")
     if not (marked := _marked(items, "gpu")):
         return  # the tests of the tooling should not import torch
 
@@ -29,6 +30,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     if not torch.accelerator.is_available():
         _skip(marked, "needs an accelerator, and torch sees none")
+
+
+def _out_of_sample(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of a test marked ``sampled(n)`` all parametrizations but the first of each n."""
+    seen: Counter[str] = Counter()
+    left_out = []
+    for item in _marked(items, "sampled"):
+        mark = item.get_closest_marker("sampled")
+        assert mark is not None
+        test = item.nodeid.partition("[")[0]
+        if seen[test] % mark.args[0]:
+            left_out.append(item)
+        seen[test] += 1
+    return left_out
 
 
 def _marked(items: list[pytest.Item], name: str) -> list[pytest.Item]:

@@ -16,6 +16,7 @@ from composition_table import (
     REFUSALS,
     ROUNDING_TOLERANCE,
     STACKS,
+    THOROUGH,
     Cell,
     Layout,
     Stack,
@@ -32,7 +33,7 @@ Every subset of the plugins of this repository, on every kind of mesh, in both c
 trained in every way below: {len(CELLS)} cells. Each is a test of its own (`integration_tests`)
 on real ranks, with the same training in one process as its oracle. `nox -s tests -- --thorough`
 runs each cell once, in an environment that holds exactly the plugins of its stack; CI leaves out
-the {sum(cell.is_thorough for cell in CELLS)} that compile blocks in bf16.
+the {sum(cell.is_thorough for cell in CELLS)} in bf16 under {", ".join(THOROUGH)}.
 
 The model is a transformer of two blocks whose rows leave a remainder over the ranks; with replicas
 the head is tied to the embedding. Every parameter, moment of AdamW and loss is compared. What a

@@ -49,7 +49,9 @@ def trained(rank: int, size: int, steps: int, tied: bool) -> tuple[int, Curve]:
     return rank // 2, train(model, [rank // 2], steps, lr=3e-3, loss=loss_of)
 
 
-@pytest.mark.parametrize(("steps", "tied"), [(3, True), (50, False)])
+@pytest.mark.parametrize(
+    ("steps", "tied"), [(3, True), pytest.param(50, False, marks=pytest.mark.thorough)]
+)
 def test_llama_trains_like_one_process(world4: World, steps: int, tied: bool) -> None:
     found = world4.run(trained, steps, tied, timeout=200)
     expected = train(llama(tied=tied), range(2), steps, lr=3e-3, loss=loss_of)

@@ -147,6 +147,7 @@ def mesh_of(size: int) -> DeviceMesh:
     return init_device_mesh("cpu", (PIPELINE, size // PIPELINE), mesh_dim_names=("pp", "dp"))
 
 
+@pytest.mark.sampled(2)
 @ranks(2, 4)
 @pytest.mark.parametrize(("schedule", "settings"), CASES)
 def test_trains_as_with_torch_and_as_alone(

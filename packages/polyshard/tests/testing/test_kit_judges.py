@@ -65,13 +65,8 @@ def labels(samples: list[tuple[str, Any]]) -> list[str]:
     return [f"{seam}-{sample.factory.__name__}" for seam, sample in samples]
 
 
-def every_other(samples: list[tuple[str, Any]]) -> list[Any]:
-    """The rest is thorough: a right plugin goes through the whole kit."""
-    marks = ((), (pytest.mark.thorough,))
-    return [pytest.param(*sample, marks=marks[n % 2]) for n, sample in enumerate(samples)]
-
-
-@pytest.mark.parametrize(("seam", "sample"), every_other(RIGHT), ids=labels(RIGHT))
+@pytest.mark.sampled(2)  # each goes through the whole kit
+@pytest.mark.parametrize(("seam", "sample"), RIGHT, ids=labels(RIGHT))
 def test_right_plugins_pass(seam: str, sample: Right, world2: World) -> None:
     kit = kit_for(sample)
     ran = 0
