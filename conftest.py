@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,6 +18,12 @@ pytest_plugins = ["polyshard.testing.fixtures", "pytester", "headless"]
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--thorough`` for what CI runs a sample of."""
     parser.addoption("--thorough", action="store_true", help="run tests marked thorough as well")
+
+
+def pytest_configure() -> None:
+    """Whoever starts tests in the background has them ignore SIGINT, and all that they start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
