@@ -16,8 +16,8 @@ pytest_plugins = ["polyshard.testing.fixtures", "pytester", "headless"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--thorough`` for what CI runs a sample of."""
-    parser.addoption("--thorough", action="store_true", help="run tests marked thorough as well")
+    """``--thorough`` for what CI runs a sample of: marks ``thorough`` and ``sampled``."""
+    parser.addoption("--thorough", action="store_true", help="run what samples leave out as well")
 
 
 def pytest_configure() -> None:
@@ -27,7 +27,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where torch sees no accelerator, and thorough ones unless asked."""
+    """Skip ``gpu`` tests where there is no accelerator, and what samples leave out unless asked."""
     if not config.getoption("--thorough"):
         _skip(_marked(items, "thorough") + _out_of_sample(items), "takes long; run with --thorough")
     if not (marked := _marked(items, "gpu")):

@@ -42,6 +42,7 @@ TORCHES = ("2.11.*", "2.12.*", "2.13.0", "2.14.*", "2.15.*")
 PYTHONS = ("3.11", "3.12", "3.13")
 # Ranks share the cores of one machine; without this each starts a thread for every core.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
 # What of a package is installed beyond what it needs itself.
 WITH_EXTRAS = {"polyshard": "new,testing", "polyshard-plan": "html"}
 

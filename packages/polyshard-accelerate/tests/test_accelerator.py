@@ -243,6 +243,8 @@ def test_a_schedule_of_an_optimizer_that_becomes_flat(rank: int, size: int) -> N
     too_early = torch.optim.lr_scheduler.StepLR(optimizer, size, gamma=0.5)
     with pytest.raises(LifecycleError, match="scheduler was made of this AdamW before"):
         accelerator.prepare(model, optimizer, too_early)
+    flat = polyshard.flat(optimizer_of(model))  # one that is flat already may have one
+    accelerator.prepare(flat, torch.optim.lr_scheduler.StepLR(flat, size))
     accelerator, model = made(rank, size, Sharding(flat=True)), Odd()
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
     schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, size, gamma=0.5)

@@ -107,8 +107,7 @@ class PolyshardAccelerator(Accelerator):
         """
         self._replaced.switch([optimizer])
         if self.sharding.flat:
-            _check_unscheduled(optimizer)
-            flat(optimizer)
+            _make_flat(optimizer)
         return super().prepare_optimizer(optimizer, device_placement=device_placement)
 
     def _shard(self, model: nn.Module) -> None:
@@ -227,10 +226,12 @@ def _refuse(accelerator: Accelerator) -> None:
         )
 
 
-def _check_unscheduled(optimizer: Optimizer) -> None:
-    if "step" in vars(optimizer):
+def _make_flat(optimizer: Optimizer) -> None:
+    try:
+        flat(optimizer)
+    except LifecycleError as error:
         raise LifecycleError(
             f"Sharding(flat=True): a learning rate scheduler was made of this "
             f"{type(optimizer).__name__} before it was prepared. Prepare model and optimizer "
             "first, make the scheduler of the optimizer that prepare returns, and prepare it then."
-        )
+        ) from error

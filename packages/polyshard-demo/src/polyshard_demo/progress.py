@@ -27,7 +27,6 @@ class Display:
         self.first = first
         self.steps = steps
         self.every = every
-        self._begun = time.monotonic()
         self._live = Progress(
             TextColumn("training"),
             BarColumn(),

@@ -263,14 +263,6 @@ def waits_elsewhere(rank: int, size: int) -> None:
         job.step(1)
 
 
-def test_a_rank_that_waits_elsewhere() -> None:
-    world = World(2)  # with few process groups to mend
-    try:
-        world.run(waits_elsewhere)
-    finally:
-        world.close()
-
-
 def tells_late(rank: int, size: int) -> None:
     """A rank that tells of its failure again does so when others could have gone on already."""
 
@@ -283,10 +275,11 @@ def tells_late(rank: int, size: int) -> None:
     waits_elsewhere(rank, size)
 
 
-def test_a_rank_that_tells_late() -> None:
-    world = World(2)
+@pytest.mark.parametrize("work", [waits_elsewhere, tells_late])
+def test_a_rank_that_waits_elsewhere(work: Callable[[int, int], None]) -> None:
+    world = World(2)  # with few process groups to mend
     try:
-        world.run(tells_late)
+        world.run(work)
     finally:
         world.close()
 
