@@ -1,0 +1,1 @@
+"""Device memory, launches and host waits of both engines on the simulated accelerator."""

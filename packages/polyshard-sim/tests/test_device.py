@@ -1,0 +1,139 @@
+"""Memory, host access, generators, counters, and what one is told when something is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import polyshard_sim
+from polyshard_sim import building
+from polyshard_sim.testing import run, sim
+
+MIB = 1 << 20
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    """Run in a process of its own: one that crashes, or enables the device otherwise."""
+    setup = "import torch, polyshard_sim as ps\nps.enable('lowest')\n"
+    command = [sys.executable, "-c", setup + code]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+
+
+def memory(rank: int, size: int) -> None:
+    sim().empty_cache()
+    base = sim().memory_allocated()
+    a = torch.empty(3 * MIB, dtype=torch.uint8, device="sim")
+    b = torch.empty(5 * MIB, dtype=torch.uint8, device="sim")
+    assert sim().memory_allocated() - base == 8 * MIB
+    assert sim().memory_reserved() % (20 * MIB) == 0, "one segment of CUDA's size is split"
+    places = a.data_ptr(), b.data_ptr()
+    assert places[1] - places[0] == 3 * MIB
+    del a, b
+    c = torch.empty(8 * MIB, dtype=torch.uint8, device="sim")
+    assert c.data_ptr() == places[0], "neighbours are merged"
+    side = sim().Stream()
+    with sim().stream(side):
+        assert torch.empty(1 * MIB, dtype=torch.uint8, device="sim").data_ptr() != places[0]
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory on device 0"):
+        torch.empty(200 * MIB, dtype=torch.uint8, device="sim")
+    assert sim().max_memory_allocated() < 100 * MIB
+    assert torch.empty(8, device="sim").isnan().all().item(), "new memory is poisoned"
+    x = torch.ones(4, device="sim")
+    x.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="memory has been freed"):
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="on the same device"):
+        torch.ones(4, device="sim") + torch.ones(4)
+
+
+def counted(rank: int, size: int) -> None:
+    x = torch.ones(256, device="sim")
+    sim().synchronize()
+    polyshard_sim.reset_counters()
+    x.add_(1)
+    x.cpu()
+    sim().synchronize()
+    counts = polyshard_sim.counters()
+    assert (counts.launches, counts.copies_to_host, counts.bytes_to_host) == (2, 1, 1024)
+    assert counts.host_waits == 2
+
+
+def generators(rank: int, size: int) -> None:
+    sim().manual_seed(5)
+    torch.randn(7, device="sim")
+    state = sim().get_rng_state()
+    assert state.numel() == 16
+    first = torch.rand(100, device="sim").cpu()
+    sim().set_rng_state(state)
+    assert torch.equal(first, torch.rand(100, device="sim").cpu())
+    own = torch.Generator(device="sim").manual_seed(9)
+    expected = torch.rand(5, generator=torch.Generator().manual_seed(9))
+    assert torch.equal(expected, torch.rand(5, device="sim", generator=own).cpu())
+
+
+def failing_kernel(rank: int, size: int) -> None:
+    torch.zeros(4, device="sim").index_select(0, torch.tensor([9], device="sim"))
+    with pytest.raises(RuntimeError, match=r"launched earlier failed.*index_select"):
+        sim().synchronize()
+    sim().synchronize()
+
+
+def all_in_one(rank: int, size: int) -> None:
+    for case in (memory, counted, generators, failing_kernel):
+        case(rank, size)
+
+
+@pytest.mark.parametrize("mode", ["threads", "highest"])
+def test_device(mode: str) -> None:
+    run(all_in_one, 1, mode=mode, capacity_bytes=100 * MIB)
+
+
+def freed_early(rank: int, size: int) -> bool:
+    """What CUDA permits by chance: memory read on another stream after it was freed."""
+    side = sim().Stream()
+    x = torch.ones(64, device="sim")
+    side.wait_stream(sim().current_stream())
+    del_me = x
+    del x
+    with sim().stream(side):
+        y = del_me * 2
+    del del_me
+    sim().current_stream().wait_stream(side)
+    return bool(y.cpu().eq(2).all().item())
+
+
+def test_strict_poisons_freed_memory() -> None:
+    assert run(freed_early, 1, mode="lowest") == [True]
+    assert run(freed_early, 1, mode="lowest", strict=True) == [False]
+
+
+def test_host_access_faults() -> None:
+    done = python(
+        "import ctypes\nx = torch.ones(4, device='sim'); torch.sim.synchronize()\n"
+        "ctypes.string_at(x.data_ptr(), 4)"
+    )
+    assert done.returncode == -11, done.stderr
+
+
+def test_settings_are_fixed() -> None:
+    done = python(
+        "ps.enable('lowest')\ntry:\n  ps.enable('random')\nexcept ps.SimError as e:\n  print(e)"
+    )
+    assert "cannot change within a process" in done.stdout, done.stderr
+
+
+def test_unknown_mode() -> None:
+    with pytest.raises(ValueError, match="threads, random, lowest, highest, not 'fast'"):
+        polyshard_sim.enable("fast")  # type: ignore[arg-type]
+
+
+def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("POLYSHARD_SIM_CACHE", str(tmp_path))
+    assert not polyshard_sim.is_buildable()
+    with pytest.raises(polyshard_sim.SimError, match=r"Missing: a C\+\+20 compiler"):
+        building.library()
