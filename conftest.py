@@ -8,6 +8,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A worker shares its core with others, so the time of one example says nothing.
+settings.register_profile("shared-cores", deadline=None)
+settings.load_profile("shared-cores")
 
 # Each distribution's helpers, under names of their own; ranks take this path along.
 sys.path[:0] = map(str, sorted(Path(__file__).parent.glob("p*/*/tests/helpers")))
@@ -16,8 +21,13 @@ pytest_plugins = ["polyshard.testing.fixtures", "pytester", "headless"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--thorough`` for what CI runs a sample of: marks ``thorough`` and ``sampled``."""
+    """``--thorough`` for what CI runs a sample of (marks ``thorough`` and ``sampled``); devices."""
     parser.addoption("--thorough", action="store_true", help="run what samples leave out as well")
+    parser.addoption(
+        "--device",
+        default="cpu",
+        help="where ranks compute unless a test says: cpu, cuda, or sim (polyshard-sim)",
+    )
 
 
 def pytest_configure() -> None:

@@ -7,32 +7,26 @@ import os
 import shutil
 import sys
 import tempfile
-from itertools import product
 from pathlib import Path
 
 import nox
 
 sys.path.insert(0, str(Path(__file__).parent / "tools"))
 
-from subsets import (
-    ALONE,
-    FOLDERS,
-    NEUTRAL,
-    PACKAGES,
-    PLUGINS,
-    SUBSETS,
-    beside_others,
-    stack_of,
-)
+from changes import NIGHTLY, changed_paths, nightly_parts
+from subsets import COMPOSED, FOLDERS, PACKAGES, PLUGINS, SUBSETS, alone, stack_of
 
 nox.needs_version = ">=2026.2"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
-# The tests come last, so that pytest's closing line is the last thing above nox's summary.
-nox.options.sessions = [
-    "lint", "typecheck", "docs", "site", "build", "template", "gallery", "previous", "pages",
-    "tests",
-]  # fmt: skip
+# [Note: gate and nightly]
+# The gate (`nox`, and CI) runs every test once. `nox -s nightly` runs what proves the same again,
+# more slowly: subsets by really uninstalling, samples in full, the site, pages in a browser, every
+# seam of the template, the gallery. A part of it joins the gate where a branch changes what that
+# part looks at (`tools/changes.py`). The tests come last, so that pytest's closing line stands
+# right above nox's summary.
+GATE = ["lint", "typecheck", "docs", "build"]
+nox.options.sessions = [*GATE, *nightly_parts(changed_paths()), "tests"]
 
 ROOT = Path(__file__).parent
 PYPROJECT = nox.project.load_toml("pyproject.toml")
@@ -40,8 +34,11 @@ TORCH = os.environ.get("POLYSHARD_TORCH", "torch==2.13.0")
 # What `versions` tries; the ends are those of polyshard._torch.versions (tools/tests).
 TORCHES = ("2.11.*", "2.12.*", "2.13.0", "2.14.*", "2.15.*")
 PYTHONS = ("3.11", "3.12", "3.13")
+PARTIAL = {name: plugins for name, plugins in SUBSETS.items() if plugins != PLUGINS}
 # Ranks share the cores of one machine; without this each starts a thread for every core.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+# Tests with ranks wait for each other for much of their time, so one worker more than cores.
+WORKERS = int(os.environ.get("POLYSHARD_WORKERS", "3"))
 
 # What of a package is installed beyond what it needs itself.
 WITH_EXTRAS = {"polyshard": "new,testing", "polyshard-plan": "html"}
@@ -130,7 +127,7 @@ def docs(session: nox.Session) -> None:
     session.run(python, "tools/check_docs.py", *session.posargs, env=ONE_THREAD)
 
 
-@nox.session(venv_backend="none")
+@nox.session(venv_backend="none", default=False)
 def site(session: nox.Session) -> None:
     """Build the documentation as a site, with warnings as errors, and look at what was built."""
     python = str(dev_environment(session, PLUGINS) / "python")
@@ -185,54 +182,31 @@ def release(session: nox.Session) -> None:
     """Make a release in dist/, up to the upload: the list in docs/how-to/release.md."""
     session.install(*nox.project.dependency_groups(PYPROJECT, "lint"), "twine>=6")
     session.run("python", "tools/release.py", "check", *session.posargs)
-    session.run("python", "tools/check_api.py", "--current")
+    session.run("python", "tools/check_api.py")
     dist = make_dist(session)
     session.run("twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
     use_dist(session, dist)
     session.run("python", "tools/release.py", "next")
 
 
-@nox.session(default=False)
-@nox.parametrize("interpreter", PYTHONS)
+@nox.session(default=False, python=PYTHONS, reuse_venv=False)
 @nox.parametrize("torch", TORCHES)
-def versions(session: nox.Session, torch: str, interpreter: str) -> None:
-    """Try the wheels with one torch and Python: `nox -s "versions(torch='2.15.*', ...)" -- --core`.
+def versions(session: nox.Session, torch: str) -> None:
+    """Try the wheels with one torch and Python: `nox -s "versions-3.12(torch='2.15.*')"`.
 
-    The environment (5 GB where torch is a CUDA build) is deleted after; pip's archives stay unless
-    PIP_NO_CACHE_DIR=1. --sample tries fewer subsets, --plugins runs the suites of plugins too,
-    --minutes limits it. What was found goes into docs/reference/versions.json and its page.
+    Without a choice all of them, one after the other, which takes hours. The environment (5 GB
+    where torch is a CUDA build) is deleted after. `-- --core --plugins` runs the suites too. What
+    was found goes into docs/reference/versions.json and its page.
     """
-    dist = make_dist(session)
-    tool = ("python", "tools/try_version.py", "--torch", torch, "--python", interpreter)
-    # 77: this machine has no such interpreter, and the tool says so.
-    session.run(*tool, f"--dist={dist}", *session.posargs, success_codes=[0, 77])
-    session.run("python", "tools/make_version_docs.py")
+    try:
+        dist = make_dist(session)
+        session.run("python", "tools/try_version.py", torch, str(dist), *session.posargs)
+    finally:
+        session.run(sys.executable, "tools/make_version_docs.py", external=True)
+        shutil.rmtree(session.virtualenv.location)
 
 
-@nox.session(venv_backend="none", default=False)
-def matrix(session: nox.Session) -> None:
-    """Try the wheels with every torch and Python, one after the other; takes hours."""
-    for torch, interpreter in product(TORCHES, PYTHONS):
-        name = f"versions(torch='{torch}', interpreter='{interpreter}')"
-        session.notify(name, session.posargs)
-
-
-@nox.session(venv_backend="none")
-def previous(session: nox.Session) -> None:
-    """Test the example plugin of the minor version before this one against the present core."""
-    python = str(dev_environment(session, PLUGINS) / "python")
-    with tempfile.TemporaryDirectory() as folder:
-        tool = ("tools/previous_example.py", folder)
-        session.run(python, *tool, success_codes=[0, 77])
-        example = Path(folder, "examples", "third-party-plugin")
-        if not example.exists():
-            session.skip("no minor version was released before this one")
-        with session.chdir(example):
-            env = {**ONE_THREAD, "PYTHONPATH": str(example / "src")}
-            session.run(python, "-m", "pytest", env=env)
-
-
-@nox.session
+@nox.session(default=False)
 def template(session: nox.Session) -> None:
     """Render the plugin template outside the repository, run its tests and doctor, seam by seam."""
     session.install("copier>=9")
@@ -259,7 +233,7 @@ def template(session: nox.Session) -> None:
             session.run(python, "-m", "pytest", *kit, "--rootdir=.", external=True, env=env)
 
 
-@nox.session(venv_backend="none")
+@nox.session(venv_backend="none", default=False)
 def gallery(session: nox.Session) -> None:
     """Install the gallery of small plugins, run its tests and doctor, take it away again."""
     bin_folder = dev_environment(session, PLUGINS)
@@ -279,7 +253,7 @@ def gallery(session: nox.Session) -> None:
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
-@nox.session(venv_backend="none")
+@nox.session(venv_backend="none", default=False)
 def pages(session: nox.Session) -> None:
     """Look at pages in a headless browser; where there is none, Debian's is installed, as root."""
     if not has_browser():
@@ -302,31 +276,51 @@ def has_browser() -> bool:
 
 
 @nox.session(venv_backend="none")
-@nox.parametrize("plugins", [nox.param(names, id=key) for key, names in SUBSETS.items()])
-def tests(session: nox.Session, plugins: list[str]) -> None:
-    """Test every subset of the plugins with nothing else installed; each in what is its own.
+def tests(session: nox.Session) -> None:
+    """Run every test with everything installed, then what depends on that with plugins hidden.
 
-    A subset runs the combinations of exactly its plugins, so a session repeats none of another's.
-    Core's tests run alone and beside everything; those marked ``once``, and those of some rooms,
-    alone. A plugin's run alone, and beside everything those to which that may matter.
+    What depends on what is installed are core's rooms for plugins, each plugin's own conformance,
+    and the combinations of exactly one subset: they run with the others hidden
+    (`tools/hidden/sitecustomize.py`). `nox -s tests -- --thorough` runs all of each sample.
     """
+    python = str(dev_environment(session, PLUGINS) / "python")
+    folders = [f"{folder}/tests" for folder in FOLDERS]
+    everything = [*folders, "tools/tests", "integration_tests"]
+    run_tests(session, python, "all", [*everything, f"--stack={stack_of(tuple(COMPOSED))}"])
+    for name, plugins in PARTIAL.items():
+        hidden = [other for other in PLUGINS if other not in plugins]
+        run_tests(session, python, name, alone(plugins), hidden)
+
+
+def run_tests(
+    session: nox.Session, python: str, name: str, paths: list[str], hidden: list[str] | None = None
+) -> None:
+    """Run pytest on ``paths`` by several workers; its times go to ``build/junit/NAME.xml``."""
+    env = {**ONE_THREAD}
+    if hidden:
+        env |= {"POLYSHARD_HIDDEN": ",".join(hidden), "PYTHONPATH": str(ROOT / "tools" / "hidden")}
+    options = (f"--numprocesses={WORKERS}", "--dist=loadfile", f"--junitxml=build/junit/{name}.xml")
+    marks = ("-m", "not browser")
+    session.run(python, "-m", "pytest", *marks, *options, *paths, *session.posargs, env=env)
+
+
+@nox.session(venv_backend="none", default=False)
+@nox.parametrize("plugins", [nox.param(names, id=key) for key, names in PARTIAL.items()])
+def subsets(session: nox.Session, plugins: list[str]) -> None:
+    """Test one subset of the plugins with the others really uninstalled, all of its own tests."""
     python = str(dev_environment(session, plugins) / "python")
-    folders = [folder for folder in FOLDERS if Path(folder).name in plugins]
-    paths = []
-    if len(plugins) == 1:
-        paths += [f"{folder}/tests" for folder in folders]
-    if plugins == PLUGINS:
-        paths += [path for folder in folders for path in beside_others(folder)]
-    if plugins in ([], PLUGINS):
-        paths += [f"packages/{name}/tests" for name in PACKAGES]
-    if plugins == PLUGINS or not NEUTRAL.intersection(plugins):
-        stack = stack_of(tuple(name for name in plugins if name not in NEUTRAL))
-        paths += ["integration_tests", f"--stack={stack}"]  # an option that is known there alone
-    if plugins == PLUGINS:
-        paths += ["tools/tests"]
-        paths += [f"--ignore=packages/polyshard/tests/{room}" for room in ALONE]
-    marks = "not browser and not once" if plugins == PLUGINS else "not browser"
-    session.run(python, "-m", "pytest", "-m", marks, *paths, *session.posargs, env=ONE_THREAD)
+    run_tests(session, python, f"subset-{stack_of(tuple(plugins))}", alone(plugins, whole=True))
+
+
+@nox.session(venv_backend="none", default=False)
+def nightly(session: nox.Session) -> None:
+    """Run what the gate leaves out: [Note: gate and nightly]; takes hours."""
+    for name in NIGHTLY:
+        session.notify(name)
+    for name in PARTIAL:
+        session.notify(f"subsets({name})", ["--thorough"])
+    session.notify("fuzz", ["--cases", "2000", "--seed", "1"])
+    session.notify("tests", ["--thorough", "--all-faults"])
 
 
 @nox.session(venv_backend="none", default=False)

@@ -5,7 +5,6 @@ Usage: python tools/check_dist.py DIST_FOLDER
 
 from __future__ import annotations
 
-import configparser
 import sys
 import tarfile
 import zipfile
@@ -21,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def check_wheel(wheel: Path, dist: Distribution) -> Iterator[str]:
-    """The package and nothing else, typed, licensed, with the declared entry points."""
+    """The package and nothing else, typed and licensed."""
     stem = f"{dist.import_name}-{dist.version}"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -35,17 +34,6 @@ def check_wheel(wheel: Path, dist: Distribution) -> Iterator[str]:
             yield f"{wheel.name}: LICENSE is missing"
         elif archive.read(licence) != (dist.folder / "LICENSE").read_bytes():
             yield f"{wheel.name}: LICENSE differs from the one in {dist.folder}"
-        table = f"{stem}.dist-info/entry_points.txt"
-        found = _entry_points(archive.read(table).decode()) if table in names else {}
-    if found != dist.entry_points:
-        yield f"{wheel.name}: entry points {found}, declared are {dist.entry_points}"
-
-
-def _entry_points(text: str) -> dict[str, dict[str, str]]:
-    parser = configparser.ConfigParser(delimiters="=")
-    parser.optionxform = str  # type: ignore[assignment,method-assign]  # names are case-sensitive
-    parser.read_string(text)
-    return {section: dict(parser[section]) for section in parser.sections()}
 
 
 def check_sdist(sdist: Path, dist: Distribution) -> Iterator[str]:

@@ -24,6 +24,7 @@ class Way(Enum):
     """How ranks go on afterwards."""
 
     IN_PROCESS = "`reset_iter_state()`, and go on"
+    NEXT_BATCH = "every rank is where it was before: go on, with another batch say"
     NEW_PLAN = "mend it and call `fully_shard` again"
     RESTART = "start again from the last checkpoint"
 
@@ -50,8 +51,13 @@ class Fault:
     keeper: bool = False
 
     @property
+    def is_attempted(self) -> bool:
+        """Whether all steps are made in ``polyshard.attempt``."""
+        return self.id.startswith("attempt-")
+
+    @property
     def rank(self) -> int:
-        """Who is struck."""
+        """The rank that is struck."""
         return 0 if self.keeper else STRUCK
 
 
@@ -75,6 +81,16 @@ def _planned(name: str, what: str) -> Fault:
 
 def _ended(name: str, what: str, *words: str, keeper: bool = False) -> Fault:
     return Fault(name, what, "", "PeerError", words, Way.RESTART, keeper)
+
+
+SAVE = "Save what is left"
+
+
+def _attempted(
+    name: str, what: str, *words: str, ended: bool = True, keeper: bool = False
+) -> Fault:
+    struck, way = ("", Way.RESTART) if ended else ("AttemptError", Way.NEXT_BATCH)
+    return Fault(f"attempt-{name}", what, struck, "AttemptError", words, way, keeper)
 
 
 FAULTS = (
@@ -138,6 +154,42 @@ FAULTS = (
         "the rank that keeps the store is stopped",
         "rank 0 was stopped",
         "kill -CONT",
+        keeper=True,
+    ),
+    _attempted(
+        "killed",
+        "in `attempt`, the process is killed while others are in a collective of their own",
+        "rank 1 is gone",
+        "killed",
+        SAVE,
+    ),
+    _attempted(
+        "stopped",
+        "in `attempt`, the process is stopped while others are in a collective of their own",
+        "rank 1: rank 1 was stopped",
+        "kill -CONT",
+    ),
+    _attempted(
+        "skipped",
+        "in `attempt`, one rank skips the backward of a batch",
+        "control flow differs between ranks",
+        "rank 0 is at",
+        "rank 1 is at the vote of an attempt",
+        ended=False,
+    ),
+    _attempted(
+        "loop",
+        "the training loop raises between two attempts, and nothing catches it",
+        "rank 1 failed with an exception that nobody caught",
+        "ArithmeticError: on purpose",
+        SAVE,
+    ),
+    _attempted("exit", "in `attempt`, the process exits", "rank 1: SystemExit", "it leaves", SAVE),
+    _attempted(
+        "keeper-killed",
+        "in `attempt`, the rank that keeps the store is killed",
+        "rank 0 is gone",
+        SAVE,
         keeper=True,
     ),
 )
@@ -222,5 +274,8 @@ COLUMNS: tuple[tuple[Stack, Layout], ...] = (
 """What the page has a column for."""
 
 FAULT_CELLS = tuple(
-    FaultCell(fault, stack, layout) for stack, layout in COLUMNS for fault in FAULTS
+    FaultCell(fault, stack, layout)
+    for stack, layout in COLUMNS
+    for fault in FAULTS
+    if not fault.is_attempted or (stack, layout) == COLUMNS[0]  # measured with plain FSDP alone
 )

@@ -6,8 +6,19 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
+
+
+def row(*cells: str) -> str:
+    """A line of a table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of a page."""
+    lines = [row(*headings), row(*["---"] * len(headings)), *(row(*cells) for cells in rows)]
+    return "\n".join(lines) + "\n"
 
 
 def is_current(path: Path, text: str) -> bool:

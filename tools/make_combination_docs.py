@@ -22,7 +22,7 @@ from composition_table import (
     Stack,
     layouts_of,
 )
-from generated import write_or_check
+from generated import table, write_or_check
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "combinations.md"
 HEAD = f"""# Combinations
@@ -57,48 +57,36 @@ def page() -> str:
 
 
 def _cells() -> str:
-    columns = ["plugins", "mesh", "compute", *FEATURES]
-    lines = [_row(columns), _row(["---"] * len(columns))]
-    for stack in STACKS:
-        for layout in layouts_of(stack):
-            lines += [_line(stack, layout, dtype) for dtype in DTYPES]
-    return "\n".join(lines) + "\n"
+    lines = [
+        _line(stack, layout, dtype)
+        for stack in STACKS
+        for layout in layouts_of(stack)
+        for dtype in DTYPES
+    ]
+    return table(["plugins", "mesh", "compute", *FEATURES], lines)
 
 
-def _line(stack: Stack, layout: Layout, dtype: str) -> str:
+def _line(stack: Stack, layout: Layout, dtype: str) -> list[str]:
     cells = [Cell(stack, layout, dtype, feature) for feature in FEATURES]
     mesh = f"{layout.name} ({layout.sizes})"
-    marks = [f"`{cell.agreement.value}`" for cell in cells]
-    return _row([_plugins(stack), mesh, dtype, *marks])
+    return [_plugins(stack), mesh, dtype, *(f"`{cell.agreement.value}`" for cell in cells)]
 
 
 def _refusals() -> str:
-    lines = [
-        "## What is refused",
-        "",
-        f"No subset of {', '.join(PLUGINS)} is. What is, on every rank alike:",
-        "",
-        _row(["combination", "plugins", "error", "which says"]),
-        _row(["---"] * 4),
+    rows = [
+        [refusal.what, _plugins(refusal.stack), f"`{refusal.error}`", f"`{refusal.words}`"]
+        for refusal in REFUSALS
     ]
-    for refusal in REFUSALS:
-        cells = [refusal.what, _plugins(refusal.stack), f"`{refusal.error}`", f"`{refusal.words}`"]
-        lines.append(_row(cells))
-    return "\n".join(lines) + "\n"
+    return (
+        "## What is refused\n\n"
+        f"No subset of {', '.join(PLUGINS)} is. What is, on every rank alike:\n\n"
+        f"{table(['combination', 'plugins', 'error', 'which says'], rows)}"
+    )
 
 
 def _plugins(stack: Stack) -> str:
     return ", ".join(stack) or "none"
 
 
-def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def main() -> None:
-    """Write the page, or check it."""
-    write_or_check({PAGE: page()}, "make_combination_docs.py")
-
-
 if __name__ == "__main__":
-    main()
+    write_or_check({PAGE: page()}, "make_combination_docs.py")

@@ -16,11 +16,10 @@ from fault_table import (
     FAULTS,
     SAMPLE,
     TIMEOUT_SECONDS,
-    Fault,
     FaultCell,
     Way,
 )
-from generated import write_or_check
+from generated import table, write_or_check
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "faults.md"
@@ -49,11 +48,26 @@ waits in a collective of its backward raises gloo's `RuntimeError` with these wo
 """
 
 
+HEALTHY = (
+    (
+        "the store does not answer for a moment, again and again (less than 10 s each time)",
+        "nothing: a pause ends when the store answers again",
+        "packages/polyshard/tests/alarm/test_watch.py::test_pauses_of_the_store_do_not_add_up",
+    ),
+    (
+        "failures and mended groups, many of them in one job",
+        "the store keeps those of the last 16; each mended gloo group keeps two idle threads",
+        "packages/polyshard/tests/rollback/test_waiting.py::test_failures_do_not_fill_the_store",
+    ),
+)
+"""What stops no rank, what ranks make of it, and the test."""
+
+
 def page() -> str:
     """The whole page."""
     found = json.loads(FIGURES.read_text("utf-8"))
     about, seconds = found["about"], found["found"]["seconds"]
-    parts = [HEAD, _seen(), _ways(), _times(seconds)]
+    parts = [HEAD, _seen(), _healthy(), _ways(), _times(seconds)]
     parts.append(
         f"Measured on {about['machine']}, {about['date']}, torch {about['versions']['torch']}"
     )
@@ -62,62 +76,61 @@ def page() -> str:
 
 
 def _seen() -> str:
-    lines = ["## What each rank sees", ""]
-    lines += [_row(["fault", "the rank itself", "all others", "which says"]), _row(["---"] * 4)]
-    for fault in FAULTS:
-        struck = f"`{fault.struck}`" if fault.struck else "its process ends or stands still"
-        words = " … ".join(f"`{words}`" for words in fault.words)
-        lines.append(_row([fault.what, struck, f"`{fault.peers}`", words]))
-    return "\n".join(lines) + "\n\n"
+    rows = [
+        [
+            fault.what,
+            f"`{fault.struck}`" if fault.struck else "its process ends or stands still",
+            f"`{fault.peers}`",
+            " … ".join(f"`{words}`" for words in fault.words),
+        ]
+        for fault in FAULTS
+    ]
+    headings = ["fault", "the rank itself", "all others", "which says"]
+    return f"## What each rank sees\n\n{table(headings, rows)}\n"
+
+
+def _healthy() -> str:
+    rows = [[what, comes, f"`{test}`"] for what, comes, test in HEALTHY]
+    headings = ["what", "what comes of it", "test"]
+    return f"## What stops no rank\n\n{table(headings, rows)}\n"
 
 
 def _ways() -> str:
-    lines = ["## What is lost, and how to go on", ""]
-    lines += [_row(["faults", "lost", "how to go on"]), _row(["---"] * 3)]
-    for way in Way:
-        names = ", ".join(f"*{fault.id}*" for fault in FAULTS if fault.way is way)
-        lost = "nothing" if way is Way.NEW_PLAN else "the step"
-        lines.append(_row([names, lost, way.value]))
-    return "\n".join(lines) + "\n\n"
+    rows = [
+        [
+            ", ".join(f"*{fault.id}*" for fault in FAULTS if fault.way is way),
+            "nothing" if way is Way.NEW_PLAN else "the step",
+            way.value,
+        ]
+        for way in Way
+    ]
+    headings = ["faults", "lost", "how to go on"]
+    return f"## What is lost, and how to go on\n\n{table(headings, rows)}\n"
 
 
 def _times(seconds: dict[str, list[float | None]]) -> str:
-    lines = [
-        "## Seconds to the error",
-        "",
-        "Of the slowest rank, the one that fails included.",
-        "",
-        _row(["fault", *(_title(stack, layout) for stack, layout in COLUMNS)]),
-        _row(["---"] * (len(COLUMNS) + 1)),
+    rows = [
+        [
+            f"*{fault.id}*: {fault.what}",
+            *(_figure(FaultCell(fault, *column), seconds) for column in COLUMNS),
+        ]
+        for fault in FAULTS
     ]
-    for fault in FAULTS:
-        figures = [_figure(FaultCell(fault, *column), seconds) for column in COLUMNS]
-        lines.append(_row([_name(fault), *figures]))
-    return "\n".join(lines) + "\n\n"
+    return (
+        "## Seconds to the error\n\nOf the slowest rank, the one that fails included.\n\n"
+        f"{table(['fault', *(_title(stack, layout) for stack, layout in COLUMNS)], rows)}\n"
+    )
 
 
 def _figure(cell: FaultCell, seconds: dict[str, list[float | None]]) -> str:
-    if cell.id not in seconds:
-        return ""
+    if cell not in FAULT_CELLS or cell.id not in seconds:
+        return "" if cell in FAULT_CELLS else "–"
     return f"{max(each for each in seconds[cell.id] if each is not None):.2f}"
-
-
-def _name(fault: Fault) -> str:
-    return f"*{fault.id}*: {fault.what}"
 
 
 def _title(stack: Stack, layout: Layout) -> str:
     return f"{', '.join(stack) or 'none'} ({layout.name}, {layout.ranks} ranks)"
 
 
-def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def main() -> None:
-    """Write the page, or check it."""
-    write_or_check({PAGE: page()}, "make_fault_docs.py")
-
-
 if __name__ == "__main__":
-    main()
+    write_or_check({PAGE: page()}, "make_fault_docs.py")

@@ -15,11 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from generated import write_or_check
-from hook_picture import picture
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "hooks.md"
 SEAMS_PAGE = PAGE.with_name("seams.md")
-PICTURE = PAGE.parents[1] / "assets" / "hooks.svg"
 HEAD = """# Hooks
 
 Generated from `polyshard/plugins/hookspecs.py` and `polyshard/composition/roles.py` by
@@ -212,11 +210,5 @@ def _prose(spec: object) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Write the pages, or check them."""
-    pages = {PAGE: hook_page(), SEAMS_PAGE: seams_page(), PICTURE: picture()}
-    write_or_check(pages, "make_hook_docs.py")
-
-
 if __name__ == "__main__":
-    main()
+    write_or_check({PAGE: hook_page(), SEAMS_PAGE: seams_page()}, "make_hook_docs.py")

@@ -56,10 +56,5 @@ def _row(term: Term) -> str:
     return f"| `{term.theirs}` | {term.verdict.value} | {term.ours} | {term.differs} |\n"
 
 
-def main() -> None:
-    """Write the page, or check it."""
-    write_or_check({PAGE: page()}, "make_migration_docs.py")
-
-
 if __name__ == "__main__":
-    main()
+    write_or_check({PAGE: page()}, "make_migration_docs.py")

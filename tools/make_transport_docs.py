@@ -103,10 +103,5 @@ def _first_line(kind: type) -> str:
     return (inspect.getdoc(kind) or "").partition("\n")[0]
 
 
-def main() -> None:
-    """Write the page, or check it."""
-    write_or_check({PAGE: page()}, "make_transport_docs.py")
-
-
 if __name__ == "__main__":
-    main()
+    write_or_check({PAGE: page()}, "make_transport_docs.py")

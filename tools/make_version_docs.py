@@ -12,35 +12,31 @@ from pathlib import Path
 from typing import Any
 
 from generated import write_or_check
-from subsets import NEUTRAL
+from subsets import COMPOSED, PLUGINS, stack_of
 from torch_features import FEATURES
-from trial_environment import Outcome
-from try_version import NOT_RUN, not_fine, plugin_names, subset_name
+from try_version import CUT, FAILED, NOT_RUN, RESULTS, not_fine
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "versions.md"
-RESULTS = ROOT / "docs" / "reference" / "versions.json"
 TORCHES = ("2.11", "2.12", "2.13", "2.14", "2.15")
 PYTHONS = ("3.11", "3.12", "3.13")
 HEAD = """# Versions
 
 Generated from [`versions.json`](versions.json) by `tools/make_version_docs.py`. Each line of the
-first table is one trial by `tools/try_version.py`, which `nox -s "versions(torch='...',
-interpreter='...')"` calls: the built wheels in an environment that holds nothing else, which is
-deleted after. `nox -s matrix` makes all of them,
-one after the other; they need 5 GB each where torch is a CUDA build, and no GPU. **Only what stands
-here was run so**; what was tested in other ways is in [the support table](support.md).
+first table is one trial by `tools/try_version.py`, which `nox -s "versions-3.12(torch='2.13.0')"`
+calls: the built wheels in an environment of nox that is deleted after. `nox -s versions` makes all
+of them, one after the other; they need 5 GB each where torch is a CUDA build, and no GPU. **Only
+what stands here was run so**; what was tested in other ways is in [the support table](support.md).
 
 polyshard asks for torch 2.11 or newer and has no upper bound. `fully_shard` on a torch newer than
 the newest column of the second table warns once in a process (`UntestedVersionWarning`), naming the
 range.
 """
-LEGEND = """Subsets of the plugins, {total} in all, are installed and used for a step: with
-`--sample` every subset of those that are combined ({composed}),
-each other one alone, and all. Conformance is the tests of each plugin's conformance with it
-alone (not in a sample), with all installed, and of core's kit with none. Suites are all tests of
-core, and of a plugin with no other installed; conformance of each alone is part of those. A trial
-has a limit of time; what did not fit is named.
+LEGEND = f"""Subsets of the plugins are installed and used for a step: every one of those that are
+combined ({", ".join(stack_of((name,)) for name in COMPOSED)}), each other plugin alone, and all.
+Conformance is the tests of each plugin's conformance with all installed, and of core's kit with
+none; earlier trials ran it with each alone, too. Suites (`-- --core --plugins`) are all tests of
+core, and of a plugin with no other installed.
 """
 MISSING = "Not run so yet: {}.\n"
 
@@ -57,8 +53,8 @@ def cell(said: dict[str, str] | None) -> str:
     if not said:
         return "not run"
     left = [text for text in said.values() if text.startswith(NOT_RUN)]
-    cut = [text for text in said.values() if text.startswith(Outcome.CUT)]
-    bad = [text for text in said.values() if text.startswith(Outcome.FAILED)]
+    cut = [text for text in said.values() if text.startswith(CUT)]
+    bad = [text for text in said.values() if text.startswith(FAILED)]
     fine = len(said) - len(left) - len(cut) - len(bad)
     passed = [re.search(r"(\d+) passed", text) for text in said.values()]
     tests = sum(int(match[1]) for match in passed if match)
@@ -82,7 +78,7 @@ def run_rows(records: list[Record]) -> Iterator[str]:
 
 def remarks(records: list[Record]) -> Iterator[str]:
     """What was not fine, and why; parts of one trial with the same reason in one line."""
-    every = subset_name(plugin_names())
+    every = stack_of(tuple(PLUGINS))  # as earlier trials call it
     for one in records:
         parts: dict[tuple[str, str], list[str]] = {}
         for heading, name, said in not_fine(one):
@@ -122,10 +118,7 @@ def page(records: list[Record]) -> str:
         for torch in TORCHES
         if (left := [python for python in PYTHONS if (torch, python) not in run])
     ]
-    names = plugin_names()
-    composed = ", ".join(subset_name([name]) for name in names if name not in NEUTRAL)
-    legend = LEGEND.format(total=2 ** len(names), composed=composed)
-    lines = [HEAD, "## What was run\n", legend, *run_rows(records), ""]
+    lines = [HEAD, "## What was run\n", LEGEND, *run_rows(records), ""]
     if noted := list(remarks(records)):
         lines += ["Not fine, or not run:\n", *noted, ""]
     lines += [MISSING.format("; ".join(missing))] if missing else []
@@ -138,11 +131,6 @@ def page(records: list[Record]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Write or check."""
+if __name__ == "__main__":
     records = json.loads(RESULTS.read_text("utf-8"))
     write_or_check({PAGE: page(records)}, "make_version_docs.py")
-
-
-if __name__ == "__main__":
-    main()

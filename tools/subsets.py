@@ -5,16 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 from pathlib import Path
 
-__all__ = [
-    "ALONE",
-    "FOLDERS",
-    "NEUTRAL",
-    "PACKAGES",
-    "PLUGINS",
-    "SUBSETS",
-    "beside_others",
-    "stack_of",
-]
+__all__ = ["COMPOSED", "FOLDERS", "NEUTRAL", "PACKAGES", "PLUGINS", "SUBSETS", "alone", "stack_of"]
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,21 +34,32 @@ SUBSETS = {
 SUBSETS |= {stack_of((name,)): [name] for name in PLUGINS if name in NEUTRAL}
 SUBSETS["all"] = PLUGINS
 
-# Rooms of core's tests in which nothing depends on what is installed beside core.
-ALONE = (
-    "agreement", "alarm", "checkpoint", "engine", "exchange", "group", "guards", "memory", "params",
-    "rollback", "safetensors", "sharding", "stepping", "testing", "torch", "transport",
-)  # fmt: skip
-# Of a plugin's tests, those that run beside all others too; and whichever name another one.
-BESIDE = ("test_plugin.py", "test_conformance.py")
+# Of the tests of core and of a plugin, those to which it matters what else is installed.
+ROOMS = ("cli", "composition", "plugins")
+CONFORMANCE = ("test_plugin.py", "test_conformance.py")
+# Of the combinations, what has cells of its own for each subset.
+CELLS = ("test_composition.py", "test_attempts.py", "test_faults.py", "test_models.py")
 
 
-def beside_others(folder: str) -> list[str]:
-    """Tests of the plugin in ``folder`` to which it matters what else is installed."""
-    names = [name.replace("-", "_") for name in PLUGINS if name != Path(folder).name]
-    files = sorted((ROOT / folder / "tests").rglob("test_*.py"))
-    return [
-        str(file.relative_to(ROOT))
-        for file in files
-        if file.name in BESIDE or any(name in file.read_text("utf-8") for name in names)
-    ]
+def alone(plugins: list[str], whole: bool = False) -> list[str]:
+    """Paths and options of the tests of a subset with nothing else installed.
+
+    Those that depend on what is installed, or with ``whole`` all tests of the subset.
+    """
+    paths: list[str] = []
+    if not plugins:
+        core = ROOT / "packages" / "polyshard" / "tests"
+        files = [*map(core.joinpath, ROOMS), *sorted(core.glob("test_*.py"))]
+        paths += [f"packages/{name}/tests" for name in PACKAGES] if whole else _relative(files)
+    for name in plugins if len(plugins) == 1 else []:
+        tests = ROOT / "plugins" / name / "tests"
+        files = [file for file in sorted(tests.rglob("test_*.py")) if file.name in CONFORMANCE]
+        paths += _relative([tests] if whole or not files else files)
+    if not NEUTRAL.intersection(plugins):
+        cells = ["integration_tests"] if whole else [f"integration_tests/{name}" for name in CELLS]
+        paths += [*cells, f"--stack={stack_of(tuple(plugins))}"]  # an option known there alone
+    return paths
+
+
+def _relative(paths: list[Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in paths]

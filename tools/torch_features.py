@@ -1,15 +1,14 @@
 """What some versions of torch have and others do not: asked of the installed one.
 
-Usage: python tools/torch_features.py     (prints one JSON object: feature, whether it is there)
-
 Imported without torch too, for the table of versions that is made from the answers.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -22,46 +21,22 @@ class Feature:
     probe: Callable[[], bool]
 
 
-def _has_method(name: str) -> Callable[[], bool]:
-    def probe() -> bool:
-        from torch.distributed.fsdp import FSDPModule
-
-        return hasattr(FSDPModule, name)
-
-    return probe
-
-
-def _takes_overrides() -> bool:
-    import dataclasses
-
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    names = {field.name for field in dataclasses.fields(MixedPrecisionPolicy)}
-    return "param_dtype_override_fn" in names
-
-
-def _has_handle() -> bool:
-    from torch.distributed import fsdp
-
-    return hasattr(fsdp, "GradientReductionHandle")
+def _fsdp(name: str) -> Any:
+    return getattr(import_module("torch.distributed.fsdp"), name, None)
 
 
 def _has_single_collectives() -> bool:
-    import torch.distributed as dist
-
+    dist = import_module("torch.distributed")
     return hasattr(dist, "all_gather_single") and hasattr(dist, "reduce_scatter_single")
 
 
 def _has_six_properties() -> bool:
-    from torch.distributed.checkpoint.metadata import TensorProperties
-
-    state: tuple[object, ...] = TensorProperties().__getstate__()
-    return len(state) == 6
+    metadata = import_module("torch.distributed.checkpoint.metadata")
+    return len(metadata.TensorProperties().__getstate__()) == 6
 
 
 def _tells_overrides() -> bool:
-    import torch
-
+    torch = import_module("torch")
     return hasattr(torch.nn.Parameter(torch.ones(1)), "_has_grad_dtype_override")
 
 
@@ -70,25 +45,25 @@ FEATURES = (
         "`FSDPModule.set_keep_unsharded_storage`",
         (2, 15),
         "has the method with every version",
-        _has_method("set_keep_unsharded_storage"),
+        lambda: hasattr(_fsdp("FSDPModule"), "set_keep_unsharded_storage"),
     ),
     Feature(
         "`FSDPModule.finalize_backward`, `set_manual_backward_finalization`",
         (2, 15),
         "has the methods with every version",
-        _has_method("finalize_backward"),
+        lambda: hasattr(_fsdp("FSDPModule"), "finalize_backward"),
     ),
     Feature(
         "`GradientReductionHandle`",
         (2, 15),
         "`polyshard.GradientReductionHandle`, with every version",
-        _has_handle,
+        lambda: _fsdp("GradientReductionHandle") is not None,
     ),
     Feature(
         "`MixedPrecisionPolicy(param_dtype_override_fn=)`",
         (2, 15),
         "`polyshard.MixedPrecisionPolicy` is torch's; a subclass may have the field",
-        _takes_overrides,
+        lambda: "param_dtype_override_fn" in _fsdp("MixedPrecisionPolicy").__dataclass_fields__,
     ),
     Feature(
         "`grad_dtype` of a parameter can be told from its default",
@@ -109,12 +84,3 @@ FEATURES = (
         _has_six_properties,
     ),
 )
-
-
-def main() -> None:
-    """Ask the installed torch."""
-    print(json.dumps({feature.name: feature.probe() for feature in FEATURES}))
-
-
-if __name__ == "__main__":
-    main()

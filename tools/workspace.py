@@ -53,6 +53,12 @@ class Distribution:
         return {**({"console_scripts": dict(scripts)} if scripts else {}), **groups}
 
 
+def public_modules(root: Path) -> list[str]:
+    """Every module that users and authors of plugins may import: the table of the reference."""
+    page = (root / "docs" / "reference" / "api.md").read_text("utf-8")
+    return re.findall(r"^\| `([\w.]+)` \|", page, re.MULTILINE)
+
+
 def distributions(root: Path) -> list[Distribution]:
     """All distributions below ``packages/`` and ``plugins/``, in a stable order."""
     files = [*sorted(root.glob("packages/*/pyproject.toml"))]

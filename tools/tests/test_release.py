@@ -12,7 +12,6 @@ import pytest
 
 import addresses
 import release
-from previous_example import extract, previous_tag
 
 ROOT = Path(__file__).parents[2]
 HOME = "https://example.org/polyshard"
@@ -124,33 +123,6 @@ def test_every_distribution_says_the_same_addresses(root: Path) -> None:
 def test_the_steps_that_are_left_name_the_tag() -> None:
     assert "git push origin v" in release.next_steps(ROOT)
     assert "Nothing was tagged or sent." in release.next_steps(ROOT)
-
-
-@pytest.mark.parametrize(
-    ("tags", "version", "tag"),
-    [
-        ([], "0.2.0", None),
-        (["v0.2.0", "v0.2.1"], "0.2.2", None),
-        (["v0.1.9", "v0.1.10", "v0.2.0", "vnext"], "0.2.1", "v0.1.10"),
-        (["v0.9.0", "v1.0.0"], "1.0.0", "v0.9.0"),
-        (["v0.10.0", "v0.9.0"], "1.1.0", "v0.10.0"),
-    ],
-)
-def test_the_previous_minor(tags: list[str], version: str, tag: str | None) -> None:
-    assert previous_tag(tags, version) == tag
-
-
-def test_the_example_of_a_tag_is_that_of_the_tag(root: Path, tmp_path: Path) -> None:
-    example = root / "examples" / "third-party-plugin"
-    example.mkdir(parents=True)
-    (example / "README.md").write_text("as it was")
-    git(root, "add", ".")
-    git(root, "commit", "-qm", "example")
-    git(root, "tag", "v0.1.0")
-    change(root, "examples/third-party-plugin/README.md", "as it was", "as it is")
-    extract(root, "v0.1.0", tmp_path / "out")
-    found = tmp_path / "out" / "examples" / "third-party-plugin" / "README.md"
-    assert found.read_text() == "as it was"
 
 
 # The workflow --------------------------------------------------------------------------------

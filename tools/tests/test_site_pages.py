@@ -13,20 +13,20 @@ import pytest
 from typing_extensions import override
 
 from build_site import version
+from headless import DESK, PHONE, OpenPage, Tab
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "build" / "site" / "html"
-PHONE, DESK = 375, 1280
 PAGES = (
-    "index.html",
-    "readme.html",
-    "faq.html",
-    "reference/hooks.html",
-    "reference/support.html",
-    "reference/benchmarks.html",
-    "reference/api/polyshard.seams.html",
-    "explanation/architecture.html",
-    "explanation/zero-copy.html",
+    "docs/index.html",
+    "README.html",
+    "docs/faq.html",
+    "docs/reference/hooks.html",
+    "docs/reference/support.html",
+    "docs/reference/benchmarks.html",
+    "docs/reference/api/polyshard.seams.html",
+    "docs/explanation/architecture.html",
+    "docs/explanation/zero-copy.html",
 )
 pytestmark = [
     pytest.mark.browser,
@@ -52,25 +52,16 @@ def address() -> Iterator[str]:
         server.shutdown()
 
 
-@pytest.fixture
-def open_tab(request: pytest.FixtureRequest) -> Any:
-    """A browser's tab by ``open_page`` of the root's conftest, where there is one."""
-    try:
-        return request.getfixturevalue("open_page")
-    except pytest.FixtureLookupError:
-        pytest.skip("needs the fixture open_page, which drives a browser")
-
-
-def elsewhere(tab: Any, address: str) -> list[str]:
+def elsewhere(tab: Tab, address: str) -> list[str]:
     return [asked for asked in tab.requests if not asked.startswith(address.rsplit("/", 2)[0])]
 
 
 @pytest.mark.parametrize("width", [PHONE, DESK])
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_fit_and_complain_of_nothing(
-    open_tab: Any, address: str, page: str, width: int
+    open_page: OpenPage, address: str, page: str, width: int
 ) -> None:
-    with open_tab(address + page, width) as tab:
+    with open_page(address + page, width) as tab:
         wide = tab.page.evaluate("document.scrollingElement.scrollWidth")
         unseen = tab.page.evaluate(
             "[...document.images].filter(i => i.loading !== 'lazy' && !i.naturalWidth)"
@@ -82,9 +73,9 @@ def test_pages_fit_and_complain_of_nothing(
         assert elsewhere(tab, address) == []
 
 
-def test_dark_pages_are_dark(open_tab: Any, address: str) -> None:
+def test_dark_pages_are_dark(open_page: OpenPage, address: str) -> None:
     def lightness(*, dark: bool) -> float:
-        with open_tab(address + "index.html", DESK, dark=dark) as tab:
+        with open_page(address + "docs/index.html", DESK, dark=dark) as tab:
             colour = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
             assert tab.complaints == []
         red, green, blue = (float(part) for part in colour[4:-1].split(",")[:3])
@@ -95,26 +86,28 @@ def test_dark_pages_are_dark(open_tab: Any, address: str) -> None:
 
 
 @pytest.mark.parametrize("width", [PHONE, DESK])
-def test_search_finds_fully_shard(open_tab: Any, address: str, width: int) -> None:
-    with open_tab(address + "search.html?q=fully_shard", width) as tab:
+def test_search_finds_fully_shard(open_page: OpenPage, address: str, width: int) -> None:
+    with open_page(address + "search.html?q=fully_shard", width) as tab:
         tab.page.wait_for_selector("#search-results li a")
         found = tab.page.eval_on_selector_all(
             "#search-results li a", "links => links.map(link => link.getAttribute('href'))"
         )
-        assert any("reference/api/polyshard.html#polyshard.fully_shard" in link for link in found)
+        assert any(
+            "docs/reference/api/polyshard.html#polyshard.fully_shard" in link for link in found
+        )
         assert tab.complaints == []
         assert elsewhere(tab, address) == []
 
 
-def test_the_version_is_listed(open_tab: Any, address: str) -> None:
-    with open_tab(address + "how-to/guards.html", DESK) as tab:
+def test_the_version_is_listed(open_page: OpenPage, address: str) -> None:
+    with open_page(address + "docs/how-to/guards.html", DESK) as tab:
         shown = tab.page.eval_on_selector_all(
             "#site-version option", "options => options.map(option => option.value)"
         )
         assert version(ROOT) in shown
 
 
-def test_the_front_leads_to_the_newest(open_tab: Any, address: str) -> None:
-    with open_tab(address.rsplit("/", 2)[0] + "/", DESK) as tab:
-        tab.page.wait_for_url("**/index.html")
+def test_the_front_leads_to_the_newest(open_page: OpenPage, address: str) -> None:
+    with open_page(address.rsplit("/", 2)[0] + "/", DESK) as tab:
+        tab.page.wait_for_url("**/docs/index.html")
         assert tab.page.title() == "polyshard"

@@ -18,7 +18,7 @@ from fault_cluster import Job, job, recovery, starts
 from fault_hosts import NoHostsError
 from fault_jobs import Agent, Undisturbed, losses, training, wait_for
 
-pytestmark = [pytest.mark.once, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 STEPS = 150
 STEPPED = r"^step +([3-9]\d|\d{3})/"  # not at once, so that there is something to go on from

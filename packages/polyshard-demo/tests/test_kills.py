@@ -15,7 +15,6 @@ from fault_kills import KILLS_PER_RUN, Record, disturbed
 
 # torch says that it loads without ranks, which is meant.
 pytestmark = [
-    pytest.mark.once,
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]

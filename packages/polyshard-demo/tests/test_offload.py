@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from polyshard.errors import SettingError
-from polyshard_demo import offload
+from polyshard_demo import plugins
 from polyshard_demo.errors import DemoError
-from polyshard_demo.offload import make_offload
+from polyshard_demo.plugins import make_offload
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = ModuleType("polyshard_offload")
     module.Offload, module.DiskSettings = FakeOffload, FakeDiskSettings
     monkeypatch.setitem(sys.modules, "polyshard_offload", module)
-    monkeypatch.setattr(offload, "find_spec", lambda name: object())
+    monkeypatch.setattr(plugins, "find_spec", lambda name: object())
 
 
 def test_nothing_is_nothing() -> None:
@@ -64,6 +64,6 @@ def test_refusals_of_the_plugin_are_passed_on(installed: None, text: str) -> Non
 
 
 def test_without_the_plugin_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "find_spec", lambda name: None)
+    monkeypatch.setattr(plugins, "find_spec", lambda name: None)
     with pytest.raises(DemoError, match="pip install polyshard-offload"):
         make_offload("params=host")

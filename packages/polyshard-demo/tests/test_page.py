@@ -40,7 +40,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_plan
-@pytest.mark.once
 def test_bytes_are_those_that_were_predicted(run: Path) -> None:
     """The sequence is not its preset's; evaluations and checkpoints count for no step."""
     plans = prediction.predicted(tiny(run), is_cpu=True)
@@ -49,7 +48,6 @@ def test_bytes_are_those_that_were_predicted(run: Path) -> None:
 
 
 @needs_plan
-@pytest.mark.once
 def test_the_page_has_both_sides(run: Path) -> None:
     """It is there when the run has ended."""
     text = (run / "report.html").read_text("utf-8")
@@ -63,7 +61,6 @@ def test_the_page_has_both_sides(run: Path) -> None:
 
 
 @needs_plan
-@pytest.mark.once
 def test_time_is_predicted_for_a_machine_that_was_named(run: Path) -> None:
     path = run / "report.html"
     before = path.read_text("utf-8")
@@ -76,7 +73,6 @@ def test_time_is_predicted_for_a_machine_that_was_named(run: Path) -> None:
 
 
 @needs_plan
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from polyshard_demo import quantize
+from polyshard_demo import plugins
 from polyshard_demo.errors import DemoError
 from polyshard_demo.settings import Settings
 
@@ -30,23 +30,23 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         format_names=lambda: tuple(formats),
         format_named=formats.__getitem__,
     )
-    monkeypatch.setattr(quantize, "find_spec", lambda name: object())
-    monkeypatch.setattr(quantize, "import_module", lambda name: package)
+    monkeypatch.setattr(plugins, "find_spec", lambda name: object())
+    monkeypatch.setattr(plugins, "import_module", lambda name: package)
 
 
 @pytest.mark.parametrize("text", ["int9", "plain,plain,plain", "", "plain plain"])
 def test_unknown_formats_are_refused(installed: None, text: str) -> None:
     with pytest.raises(DemoError, match="one of plain, coarse, native"):
-        quantize.check_quantize(text)
+        plugins.check_quantize(text)
 
 
 def test_nothing_to_quantize_is_refused(installed: None) -> None:
     with pytest.raises(DemoError, match="leave the option out"):
-        quantize.check_quantize("native,native")
+        plugins.check_quantize("native,native")
 
 
 def test_an_absent_plugin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize, "find_spec", lambda name: None)
+    monkeypatch.setattr(plugins, "find_spec", lambda name: None)
     with pytest.raises(DemoError, match="pip install polyshard-quantized"):
         Settings(out=Path("run"), quantize="int8")
 
@@ -59,6 +59,6 @@ def test_only_polyshard_quantizes(installed: None) -> None:
 def test_formats_reach_the_plugin(installed: None) -> None:
     plain, coarse = SimpleNamespace(needs_feedback=False), SimpleNamespace(needs_feedback=True)
     feedback: Any = ("ErrorFeedback", {})
-    made = [quantize.quantizing_plugin(text)[1] for text in ("plain", "native, coarse")]
+    made = [plugins.quantizing_plugin(text)[1] for text in ("plain", "native, coarse")]
     assert made[0] == {"weights": plain, "gradients": plain, "error_feedback": None}
     assert made[1] == {"weights": None, "gradients": coarse, "error_feedback": feedback}

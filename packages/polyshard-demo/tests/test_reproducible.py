@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from polyshard.cli import main as cli
 from polyshard.errors import SettingError
-from polyshard_demo import reproducible
+from polyshard_demo import plugins
 from polyshard_demo.errors import DemoError
 from polyshard_demo.launch import run_local_ranks
 from polyshard_demo.settings import Settings
@@ -46,8 +46,8 @@ def sampler(samples: int, batch_size: int, slots: int, *, seed: int) -> tuple[in
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the plugin."""
     package = SimpleNamespace(Reproducible=made, SlotSampler=sampler, ReproducibleError=FakeError)
-    monkeypatch.setattr(reproducible, "find_spec", lambda name: object())
-    monkeypatch.setattr(reproducible, "import_module", lambda name: package)
+    monkeypatch.setattr(plugins, "find_spec", lambda name: object())
+    monkeypatch.setattr(plugins, "import_module", lambda name: package)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_refused(installed: None, given: Any, message: str)
 
 
 def test_an_absent_plugin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reproducible, "find_spec", lambda name: None)
+    monkeypatch.setattr(plugins, "find_spec", lambda name: None)
     with pytest.raises(DemoError, match="pip install polyshard-reproducible"):
         Settings(out=OUT, reproducible=4)
 
@@ -77,12 +77,12 @@ def test_an_absent_plugin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_settings_reach_the_plugin(installed: None) -> None:
     Settings(out=OUT, reproducible=8, accumulate=4, record=Path("records"))
     assert Settings(out=OUT, reproducible=2, ranks=1, batch=2).accumulate == 1
-    made: Any = reproducible.reproducible_plugin(4, 5)
+    made: Any = plugins.reproducible_plugin(4, 5)
     assert made == (4, 5)
     windows = Windows(Corpus("a text", bytes(90)), 8)  # 81 bytes to train on
-    assert reproducible.slot_sampler(windows, 8, 4, 3) == (10, 2, 4, 3)
+    assert plugins.slot_sampler(windows, 8, 4, 3) == (10, 2, 4, 3)
     with pytest.raises(DemoError, match="--text a text is too short: not one step"):
-        reproducible.slot_sampler(windows, 16, 4, 3)
+        plugins.slot_sampler(windows, 16, 4, 3)
 
 
 def test_options_reach_the_settings(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:

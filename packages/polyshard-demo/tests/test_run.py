@@ -24,8 +24,6 @@ from polyshard_demo.launch import launch, run_local_ranks, threads_per_rank
 from polyshard_demo.settings import EngineName, Settings
 from polyshard_demo.text import load_corpus
 
-pytestmark = pytest.mark.once
-
 ENGINES = ["polyshard", "torch"]
 STEPS = 6
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from polyshard_demo import tensor_parallel
+from polyshard_demo import plugins
 from polyshard_demo.errors import DemoError
 from polyshard_demo.settings import Settings
 
@@ -20,8 +20,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         demo_plan=lambda: "the plan",
         TensorParallel=lambda plan, mesh: (plan, mesh),
     )
-    monkeypatch.setattr(tensor_parallel, "find_spec", lambda name: object())
-    monkeypatch.setattr(tensor_parallel, "import_module", lambda name: package)
+    monkeypatch.setattr(plugins, "find_spec", lambda name: object())
+    monkeypatch.setattr(plugins, "import_module", lambda name: package)
 
 
 @pytest.mark.parametrize(
@@ -39,11 +39,11 @@ def test_what_does_not_fit_is_refused(installed: None, given: Any, pattern: str)
 
 
 def test_an_absent_plugin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_parallel, "find_spec", lambda name: None)
+    monkeypatch.setattr(plugins, "find_spec", lambda name: None)
     with pytest.raises(DemoError, match="pip install polyshard-tensor-parallel"):
         Settings(out=Path("run"), ranks=4, tp=2)
 
 
 def test_the_plan_reaches_the_plugin(installed: None) -> None:
     assert Settings(out=Path("run"), ranks=4, tp=2, batch=2).data_ranks == 2
-    assert tensor_parallel.tensor_parallel_plugin("mesh") == ("the plan", "mesh")
+    assert plugins.tensor_parallel_plugin("mesh") == ("the plan", "mesh")

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from polyshard_demo import tracing
+from polyshard_demo import plugins
 from polyshard_demo.errors import DemoError
 from polyshard_demo.launch import launch
 from polyshard_demo.settings import Settings
 
 
 def test_the_package_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "find_spec", lambda name: None)
+    monkeypatch.setattr(plugins, "find_spec", lambda name: None)
     with pytest.raises(DemoError, match="pip install polyshard-trace"):
         Settings(out=Path("run"), trace=Path("traces"))
 
 
 def test_a_folder_without_traces(tmp_path: Path) -> None:
     with pytest.raises(DemoError, match=r"--trace .* has no rank0\.json"):
-        tracing.merge_trace(tmp_path)
+        plugins.merge_trace(tmp_path)
 
 
 def test_two_ranks_leave_one_trace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

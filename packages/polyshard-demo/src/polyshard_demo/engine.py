@@ -10,10 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from polyshard.clipping import clip_grad_norm_
 from polyshard_demo.model import LanguageModel
-from polyshard_demo.offload import OffloadPlugin, make_offload
-from polyshard_demo.quantize import quantizing_plugin
+from polyshard_demo.plugins import make_offload, quantizing_plugin, tensor_parallel_plugin
 from polyshard_demo.settings import Settings
-from polyshard_demo.tensor_parallel import tensor_parallel_plugin
 
 __all__ = ["Engine", "Wire", "choose_engine"]
 
@@ -135,7 +133,7 @@ class PolyshardEngine:
     mesh: DeviceMesh
     bf16: bool
     plugins: tuple[object, ...] = field(default=())
-    offload: OffloadPlugin | None = None
+    offload: Any = None
     tensor_parallel: Any = None
 
     def shard(self, model: LanguageModel) -> LanguageModel:

@@ -40,7 +40,7 @@ def launch(settings: Settings) -> None:
 def check(settings: Settings) -> None:
     """Find in this process, with a short message, what every rank would trip over."""
     from polyshard_demo.checkpoint import find_source
-    from polyshard_demo.reproducible import slot_sampler
+    from polyshard_demo.plugins import slot_sampler
     from polyshard_demo.text import Windows, load_corpus
     from polyshard_demo.train import check_output
 

@@ -165,8 +165,9 @@ class Rotary(nn.Module):
     def __init__(self, head_width: int, sequence: int) -> None:
         super().__init__()
         shape = (sequence, head_width // 2)
-        self.register_buffer("cosine", torch.empty(shape), persistent=False)
-        self.register_buffer("sine", torch.empty(shape), persistent=False)
+        place = torch.get_default_device()  # as parameters: models are built on meta, too
+        self.register_buffer("cosine", torch.empty(shape, device=place), persistent=False)
+        self.register_buffer("sine", torch.empty(shape, device=place), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

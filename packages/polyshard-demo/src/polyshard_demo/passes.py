@@ -17,7 +17,7 @@ from polyshard.clipping import clip_grads_with_norm_
 from polyshard.guards import NonFinite
 from polyshard_demo.engine import Engine, clip_gradients
 from polyshard_demo.model import LanguageModel
-from polyshard_demo.reproducible import reproducible_package, slot_sampler
+from polyshard_demo.plugins import package_of, slot_sampler
 from polyshard_demo.settings import Settings
 from polyshard_demo.text import Batches, Corpus, Windows
 from polyshard_demo.worker import Worker
@@ -149,7 +149,7 @@ class SlotPasses:
     def clip(self) -> float:
         """Gradients that are not finite stay as they are, so that a guard can name them."""
         parameters = list(self.model.parameters())
-        norm: Tensor = reproducible_package().grad_norm(parameters)
+        norm: Tensor = package_of("--reproducible").grad_norm(parameters)
         if not self.settings.guards or bool(norm.isfinite()):
             clip_grads_with_norm_(parameters, self.settings.clip, norm)
         return float(norm)

@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+import typer
 
 from polyshard_demo.errors import DemoError
-from polyshard_demo.quantize import check_quantize
-from polyshard_demo.reproducible import check_slots
-from polyshard_demo.tensor_parallel import check_tp
-from polyshard_demo.tracing import check_trace
+from polyshard_demo.plugins import check_quantize, check_slots, check_tp, package_of
 
 __all__ = ["DeviceName", "EngineName", "PresetName", "Settings"]
 
@@ -18,95 +17,169 @@ PresetName = Literal["tiny", "small", "medium"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 
+DATA, MODEL = "Text and batches", "Model and engine"
+TRAINING, OUTPUT = "Training", "Output and resuming"
+
+
+def _option(panel: str, words: str, *names: str, **more: Any) -> Any:
+    """What `polyshard train --help` says of a field."""
+    return typer.Option(*names, help=words, rich_help_panel=panel, **more)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """One training run. Validated on construction; equal settings mean equal losses.
 
-    Attributes:
-        out: Directory for checkpoints, ``report.json`` and ``loss.png``.
-        text: A text file, or a directory of ``*.txt``, ``*.md`` and ``*.rst`` files. None means
-            the documentation that ships with Python.
-        engine: Which library shards the model.
-        plugins: Names of polyshard plugins, in the order given.
-        quantize: What travels between ranks, for the plugin ``polyshard-quantized``: one format for
-            parameters and gradients, or two with a comma, each a name that the plugin knows, such
-            as ``int8``, or ``native``. Empty: nothing is quantized.
-        offload: What rests away from the device, as ``optimizer=disk,params=host``; needs the
-            plugin polyshard-offload.
-        ranks: Number of processes; each holds ``1 / ranks`` of the model.
-        tp: How many neighbouring ranks share each layer (tensor parallelism); needs the plugin
-            polyshard-tensor-parallel. The others are data-parallel.
-        shard_ranks: How many neighbouring data-parallel ranks hold one copy of the model between
-            them; others hold further copies (HSDP). 0: all of them hold one.
-        preset: Size of the model.
-        tied: Whether the output head shares the embedding's weight.
-        dropout: Share of what attention and feed-forward add that is left out in training; below 1.
-        steps: Optimizer steps of the whole run, including those before a resume.
-        batch: Sequences per optimizer step, over all ranks and micro-batches.
-        sequence: Bytes per sequence.
-        accumulate: Micro-batches per optimizer step on each rank.
-        lr: Peak learning rate; warms up over the first twentieth of the steps, then a cosine
-            down to a tenth of the peak.
-        weight_decay: AdamW's decay of matrices; vectors are not decayed.
-        clip: Largest global gradient norm.
-        seed: Decides the initial weights and every batch.
-        guards: Whether a step with gradients that are not finite, and memory that changed while
-            nobody wrote it, end the run.
-        reproducible: Micro-batches of a step over all ranks, a power of two: weights, optimizer
-            state and losses are the same bits at every number of ranks that divides it. Needs the
-            plugin polyshard-reproducible. 0: each rank has ``accumulate`` of them.
-        bf16: Gather and compute in bfloat16, reduce gradients in float32.
-        device: ``auto`` is CUDA where there is one.
-        timeout: Seconds after which a transfer that does not end is an error; 0 is torch's default.
-        resume: A run directory or one of its checkpoints to go on from.
-        auto: Whether to start anew where ``resume`` has no checkpoint yet.
-        checkpoint_every: Steps between checkpoints; 0 writes only the last.
-        eval_every: Steps between evaluations; 0 evaluates only at the end.
-        eval_batches: Batches of held-out text per evaluation.
-        log_every: Steps between progress lines when the output is not a terminal.
-        record: Folder for digests of every step, for ``polyshard bisect``.
-        trace: Folder for what each rank does when, for Perfetto and ``polyshard trace``; needs the
-            package polyshard-trace.
-        page: Whether ``report.html`` is written in the end; needs the package polyshard-plan.
-        machine: What the page predicts time for, as ``polyshard plan --machine`` takes it. Empty:
-            time is not predicted.
+    A field with the words of an option is one of `polyshard train`. Of the others, ``weight_decay``
+    is AdamW's, of matrices alone, ``clip`` is the largest global gradient norm, ``eval_batches``
+    the batches of held-out text per evaluation, and ``auto`` whether to start anew where ``resume``
+    has no checkpoint yet.
     """
 
-    out: Path
-    text: Path | None = None
-    engine: EngineName = "polyshard"
-    plugins: tuple[str, ...] = ()
-    quantize: str = ""
-    offload: str = ""
-    ranks: int = 2
-    tp: int = 1
-    shard_ranks: int = 0
-    preset: PresetName = "small"
-    tied: bool = False
-    dropout: float = 0.0
-    steps: int = 300
-    batch: int = 8
-    sequence: int = 128
-    accumulate: int = 1
-    lr: float = 3e-3
+    text: Annotated[
+        Path | None,
+        _option(
+            DATA,
+            "A text file, or a directory of *.txt, *.md, *.rst. "
+            "Default: the documentation that ships with Python.",
+        ),
+    ] = None
+    batch: Annotated[int, _option(DATA, "Sequences per step over all ranks.")] = 8
+    sequence: Annotated[int, _option(DATA, "Bytes per sequence.")] = 128
+    accumulate: Annotated[int, _option(DATA, "Micro-batches each rank splits its share into.")] = 1
+    preset: Annotated[PresetName, _option(MODEL, "Size of the model.")] = "small"
+    tied: Annotated[bool, _option(MODEL, "Share embedding and head.", "--tied")] = False
+    dropout: Annotated[
+        float,
+        _option(
+            MODEL, "Share of what attention and feed-forward add that is left out in training."
+        ),
+    ] = 0.0
+    engine: Annotated[EngineName, _option(MODEL, "Library that shards the model.")] = "polyshard"
+    plugins: Annotated[tuple[str, ...], _option(MODEL, "polyshard plugins: name[,name...].")] = ()
+    quantize: Annotated[
+        str,
+        _option(
+            MODEL,
+            "Quantize communication with polyshard-quantized: one of its formats, such as "
+            "int8, or PARAMETERS,GRADIENTS, each a format or native.",
+        ),
+    ] = ""
+    offload: Annotated[
+        str,
+        _option(
+            MODEL,
+            "What rests away from the device: optimizer=disk,params=host; tiers are device, "
+            "host and disk. Also fraction=0.5 and path=DIRECTORY.",
+        ),
+    ] = ""
+    ranks: Annotated[
+        int,
+        _option(
+            MODEL,
+            "Local processes; ignored under torchrun. Default: 2, or 1 for engine single.",
+        ),
+    ] = 2
+    tp: Annotated[
+        int, _option(MODEL, "Ranks that share each layer, with polyshard-tensor-parallel.")
+    ] = 1
+    shard_ranks: Annotated[
+        int,
+        _option(
+            MODEL,
+            "Neighbouring ranks that hold one copy of the model between them; others hold "
+            "further copies (HSDP). Under torchrun, the ranks of a host. 0: all hold one.",
+        ),
+    ] = 0
+    device: Annotated[DeviceName, _option(MODEL, "Where to compute.")] = "auto"
+    timeout: Annotated[
+        int,
+        _option(
+            MODEL,
+            "Seconds after which a transfer that does not end is an error. 0: torch's default.",
+        ),
+    ] = 0
+    bf16: Annotated[
+        bool, _option(MODEL, "Gather and compute in bf16, reduce in fp32.", "--bf16")
+    ] = False
+    steps: Annotated[int, _option(TRAINING, "Optimizer steps.")] = 300
+    lr: Annotated[float, _option(TRAINING, "Peak learning rate.")] = 3e-3
     weight_decay: float = 0.1
     clip: float = 1.0
-    seed: int = 0
-    guards: bool = False
-    reproducible: int = 0
-    bf16: bool = False
-    device: DeviceName = "auto"
-    timeout: int = 0
-    resume: Path | None = None
-    auto: bool = False
-    checkpoint_every: int = 100
-    eval_every: int = 50
+    seed: Annotated[int, _option(TRAINING, "Decides initial weights and batches.")] = 0
+    guards: Annotated[
+        bool,
+        _option(
+            TRAINING,
+            "End the run where gradients are not finite, or memory changed by itself.",
+            "--guards",
+        ),
+    ] = False
+    reproducible: Annotated[
+        int,
+        _option(
+            TRAINING,
+            "The same bits on 1, 2, 4, ... ranks, up to SLOTS, with polyshard-reproducible: a "
+            "step is SLOTS micro-batches, whoever runs them. 0: ranks decide.",
+            metavar="SLOTS",
+        ),
+    ] = 0
+    eval_every: Annotated[
+        int, _option(TRAINING, "Steps between evaluations; 0: only at the end.")
+    ] = 50
     eval_batches: int = 8
-    log_every: int = 10
-    record: Path | None = None
-    trace: Path | None = None
-    page: bool = True
-    machine: str = ""
+    out: Annotated[
+        Path,
+        _option(OUTPUT, "Run directory. Default: runs/DATE-TIME, or the run that is resumed."),
+    ]
+    checkpoint_every: Annotated[
+        int, _option(OUTPUT, "Steps between checkpoints; 0: only the last.")
+    ] = 100
+    log_every: Annotated[
+        int, _option(OUTPUT, "Steps between lines when the output is not a terminal.")
+    ] = 10
+    record: Annotated[
+        Path | None,
+        _option(
+            OUTPUT,
+            "Folder for digests of every step, which `polyshard bisect` compares with another "
+            "run's; needs --reproducible.",
+        ),
+    ] = None
+    trace: Annotated[
+        Path | None,
+        _option(
+            OUTPUT,
+            "Folder for what each rank does when, with polyshard-trace: every step, a file per "
+            "rank and one of all, for Perfetto and `polyshard trace`.",
+        ),
+    ] = None
+    page: Annotated[
+        bool,
+        _option(
+            OUTPUT,
+            "Write report.html in the end, with polyshard-plan: what happened beside what was "
+            "predicted.",
+            "--page/--no-page",
+        ),
+    ] = True
+    machine: Annotated[
+        str,
+        _option(
+            OUTPUT,
+            "What that page predicts time for: a file that `polyshard plan --measure` wrote here, "
+            "or h100x8 and its like. Default: it predicts memory and bytes alone.",
+        ),
+    ] = ""
+    resume: Annotated[
+        Path | None,
+        _option(
+            OUTPUT,
+            "Run directory, or one of its checkpoints, to go on from; "
+            "also with other ranks or another engine. auto: go on in --out, or start there.",
+        ),
+    ] = None
+    auto: bool = False
 
     def __post_init__(self) -> None:
         for name in ("ranks", "tp", "steps", "batch", "sequence", "accumulate", "eval_batches"):
@@ -198,7 +271,11 @@ class Settings:
                 "anyway"
             )
         if self.trace is not None:
-            check_trace(self.trace, self.engine)
+            if self.engine != "polyshard":
+                raise DemoError(
+                    f"--trace {self.trace} needs --engine polyshard, got --engine {self.engine}"
+                )
+            package_of("--trace")
         if self.engine == "single" and self.ranks > 1:
             raise DemoError(f"--engine single does not shard; use --ranks 1, not {self.ranks}")
         if self.engine == "single" and self.bf16:

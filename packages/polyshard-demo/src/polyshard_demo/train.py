@@ -28,12 +28,11 @@ from polyshard_demo.history import Evaluation, History, Step
 from polyshard_demo.model import PRESETS, LanguageModel
 from polyshard_demo.page import write_page
 from polyshard_demo.passes import Passes, RankPasses, SlotPasses
+from polyshard_demo.plugins import merge_trace, package_of, reproducible_plugin, tracer
 from polyshard_demo.progress import Display
 from polyshard_demo.report import Report, write_report
-from polyshard_demo.reproducible import reproducible_package, reproducible_plugin
 from polyshard_demo.settings import Settings
 from polyshard_demo.text import Corpus, load_corpus
-from polyshard_demo.tracing import merge_trace, tracer
 from polyshard_demo.worker import Worker, fix_kernels, join, peak_memory, resident_memory
 
 __all__ = ["Trainer", "learning_rate", "run_worker"]
@@ -173,7 +172,7 @@ class Trainer:
 
     def _recorded(self, plugin: Any) -> "Trainer":
         """The same, for a plugin that keeps results the same bits, with what ``--record`` asks."""
-        package, folder = reproducible_package(), self.settings.record
+        package, folder = package_of("--reproducible"), self.settings.record
         package.check_optimizer(self.optimizer)
         if folder is None:
             return self

@@ -73,9 +73,10 @@ def join(device: DeviceName, timeout: int = 0) -> Iterator[Worker]:
         timeout: seconds that a transfer may take; 0 is torch's default.
     """
     chosen = _choose_device(device)
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    backend = "gloo"
+    if chosen.type != "cpu":
+        torch.accelerator.set_device_index(chosen)
+        backend = f"cpu:gloo,{chosen.type}:{dist.get_default_backend_for_device(chosen)}"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout) if timeout else None)
     try:
         yield Worker(dist.get_rank(), dist.get_world_size(), chosen)
@@ -111,7 +112,7 @@ def peak_memory(device: torch.device) -> Memory:
     """Peak memory of this process so far."""
     unit = 1 if sys.platform == "darwin" else 1024
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    on_device = None if device.type == "cpu" else torch.accelerator.max_memory_allocated(device)
     return Memory(resident, on_device)
 
 

@@ -1,1 +1,0 @@
-"""The documentation as a site: which pages, under which addresses, and what is made for it."""
