@@ -11,7 +11,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from toy_models import full
-from toy_refusals import refused
+from toy_refusals import raises_in_step, refused
 
 from polyshard import MixedPrecisionPolicy, Plugin, StorageFactory, describe, fully_shard, hookimpl
 from polyshard._torch.newer import grad_dtype_of, release
@@ -184,7 +184,7 @@ def test_gradients_of_any_dtype_are_not_rounded_unasked(rank: int, size: int) ->
     model: Any = Kernel()
     model.weight.grad_dtype = None
     fully_shard(model)
-    with pytest.raises(SettingError, match=r"'weight'.*wider than torch.bfloat16.*reduce_dtype"):
+    with raises_in_step(SettingError, r"'weight'.*wider than torch.bfloat16.*reduce_dtype"):
         model(torch.full((6,), VALUE)).backward()
     model.reset_iter_state()
     told: Any = Kernel()
@@ -201,7 +201,7 @@ def test_zeros_of_an_unknown_dtype_are_refused_on_every_rank(rank: int, size: in
         model: Any = said("some any")
         function(model)
         model.set_reduce_scatter_unused_params(True)
-        with pytest.raises(ValueError, match=r"0\.bias"):
+        with raises_in_step(ValueError, r"0\.bias"):
             model(batch(rank, 0)).sum().backward()
         model.reset_iter_state()
     model = fully_shard(said("some any"), mp_policy=MixedPrecisionPolicy(reduce_dtype=FP32))

@@ -17,8 +17,6 @@ from polyshard.testing import World, ranks
 
 PLUGINS = {"muon": (muon, torch.optim.Muon), "shampoo": (shampoo, Shampoo)}
 
-pytestmark = pytest.mark.once
-
 
 def start(size: int, kind: str) -> tuple[Run, TrainingState]:
     run = Run(init_device_mesh("cpu", (size,)), PLUGINS[kind][0](lr=0.002))

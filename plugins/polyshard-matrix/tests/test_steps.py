@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from threading import Event
+from threading import Event, get_ident
 from typing import Any
 
 import pytest
@@ -20,9 +20,8 @@ from polyshard.errors import AttemptError, NonFiniteError, SkippedStepWarning, U
 from polyshard.guards import NonFinite
 from polyshard.seams import local_of
 from polyshard.testing import ranks
+from polyshard.testing.streams import recorded
 from polyshard_matrix import MatrixError
-
-pytestmark = pytest.mark.once
 
 SLOW = {"lr": 0.002}
 """Where sums in another order differ in their last bits, which bf16 makes more of, by the rate."""
@@ -193,6 +192,31 @@ def test_updates_begin_while_other_gradients_are_to_come(rank: int, size: int) -
     model(torch.randn(3, WIDTH, requires_grad=True)).square().sum().backward()
     assert waited == [True]
     steps.step()
+
+
+def test_updates_that_begin_on_an_accelerator_are_ordered() -> None:
+    """Launched by the backward behind what wrote their gradients, never by another thread."""
+    where: list[tuple[int, str]] = []
+    with recorded(1) as recorder:
+        plugin = muon(early=True)
+        mesh = init_device_mesh("cpu", (1,))
+        model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        for layer in (*model, model):
+            fully_shard(layer, mesh=mesh, plugins=[plugin])
+        steps: Any = plugin.optimizer(model)
+        update = steps._recipe.update
+
+        def telling(*args: Any) -> torch.Tensor:
+            where.append((get_ident(), recorder.module.current))
+            return update(*args)  # type: ignore[no-any-return]
+
+        steps._recipe.update = telling
+        for _ in range(3):
+            model(torch.randn(3, WIDTH)).square().sum().backward()
+            steps.step()
+            model.zero_grad()
+    assert recorder.races == []
+    assert set(where) == {(get_ident(), "compute")}
 
 
 @ranks(2)

@@ -156,7 +156,7 @@ def test_every_format_keeps_the_bound_it_declares(registered: None) -> None:
 
 
 def test_the_demo_takes_it_by_name(registered: None) -> None:
-    quantize: Any = pytest.importorskip("polyshard_demo.quantize")
+    quantize: Any = pytest.importorskip("polyshard_demo.plugins")
     errors: Any = pytest.importorskip("polyshard_demo.errors")
     plugin = quantize.quantizing_plugin("int8,six")
     assert plugin.gradients == Six()

@@ -92,7 +92,6 @@ def recorded_once(rank: int, size: int, folder: str, shape: tuple[int, ...]) -> 
     recorded(rank, size, f"{folder}/bf16", shape, range(2), **other)
 
 
-@pytest.mark.once
 def test_records_of_every_mesh_are_equal(world1: World, world4: World, tmp_path: Path) -> None:
     one, four = tmp_path / "1", tmp_path / "4"
     world1.run(recorded_once, str(one), (1,))

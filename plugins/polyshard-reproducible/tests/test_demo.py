@@ -22,8 +22,6 @@ from polyshard_demo.errors import DemoError
 from polyshard_demo.settings import Settings
 from polyshard_reproducible import compare
 
-pytestmark = pytest.mark.once
-
 Digests = dict[str, str]
 STEPS = 50
 

@@ -21,7 +21,6 @@ from polyshard_reproducible import compare
 
 # torch says that it loads without ranks, which is meant.
 pytestmark = [
-    pytest.mark.once,
     pytest.mark.thorough,
     pytest.mark.timeout(1200),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

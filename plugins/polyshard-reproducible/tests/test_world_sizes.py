@@ -33,8 +33,6 @@ from polyshard.transport.gloo import GlooReduce
 from polyshard_reproducible import SlotSampler
 from polyshard_reproducible.randomness import seed_of
 
-pytestmark = pytest.mark.once
-
 STEPS = 4
 SHAPES: dict[int, list[tuple[int, ...]]] = {2: [(2,), (2, 1)], 4: [(4,), (2, 2)]}
 

@@ -18,8 +18,6 @@ from polyshard import MixedPrecisionPolicy, clip_grad_norm_, flat, fully_shard
 from polyshard.testing import ranks
 from polyshard_tensor_parallel import TensorParallel, demo_plan
 
-pytestmark = pytest.mark.once
-
 LAYOUTS = {"fsdp2 x tp2": (2, 2, 0), "hsdp2x1 x tp2": (1, 2, 2), "fsdp1 x tp4": (1, 4, 0)}
 Event = Callable[[int, "Trained"], None]
 

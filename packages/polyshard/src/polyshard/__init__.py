@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from polyshard import _moved
 from polyshard.__about__ import __version__
 
 if TYPE_CHECKING:
@@ -153,13 +152,10 @@ if not TYPE_CHECKING:  # else every misspelt name would have a type
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
-            return _moved.moved_name(name)
+            raise AttributeError(f"module 'polyshard' has no attribute '{name}'")
         value = getattr(importlib.import_module(f"polyshard.{_HOMES[name]}"), name)
         globals()[name] = value
         return value
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
-
-
-_moved.install()

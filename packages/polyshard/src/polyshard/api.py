@@ -116,7 +116,8 @@ def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
 
     Raises:
         ModuleError, MeshError, SettingError, UnsupportedError, PluginError: all ``ValueError`` s
-            that say what to change. Raised before anything is communicated.
+            that say what to change. Raised before anything is communicated, except to make process
+        groups that ``reshard_after_forward=<int>`` needs.
     """
     warn_if_untested()
     modules = _modules_of(module)
@@ -225,6 +226,11 @@ def _block_size(unit: Unit, roles: MeshRoles) -> int | None:
 
 
 def _shard(unit: Unit, sources: Sequence[Source]) -> None:
+    for group in unit.groups:
+        if group.block_size is not None:
+            # A backend that splits groups off needs every rank of the world, and a forward may be
+            # that of one pipeline stage. So the group is made here, and remembered.
+            group.transport.block(group.block_size)
     for group in unit.groups:
         group.shard()
     for source in sources:

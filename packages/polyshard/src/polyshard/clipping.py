@@ -231,7 +231,7 @@ def _total_norm(parts: Sequence[_Part], order: float) -> Tensor:
             dist.all_reduce(value, operation, group=group)
         sums.append(value)
     if not sums:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     stacked = torch.stack([value.to(sums[0].device) for value in sums])
     if math.isinf(order):
         return stacked.max() if order > 0 else stacked.min()

@@ -92,6 +92,10 @@ class ControlFlowError(PeerError):
     """Ranks wait for each other at different places; the message says where each of them is."""
 
 
+class OutOfStepError(PeerError):
+    """Ranks have begun different numbers of collectives in a group that cannot be made anew."""
+
+
 class ConnectionLostError(PolyshardError, RuntimeError):
     """A transfer ended before it was complete; what ranks see is the :class:`PeerError` of it."""
 

@@ -24,8 +24,6 @@ from polyshard.alarm.board import Board
 from polyshard.errors import PlanMismatchError, SettingError
 from polyshard.testing import ranks
 
-pytestmark = pytest.mark.once
-
 SECONDS = 10.0
 
 

@@ -17,8 +17,6 @@ from polyshard.alarm.current import current_alarm
 from polyshard.errors import ControlFlowError, PeerError
 from polyshard.testing import ranks
 
-pytestmark = pytest.mark.once
-
 WIDTH = 8
 PATIENT_SECONDS = 10.0
 """Far below the time-out of the process group (30 s), far above what it takes on a busy machine."""

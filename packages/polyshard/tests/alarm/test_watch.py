@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -12,8 +15,6 @@ from polyshard.alarm.board import Board
 from polyshard.alarm.positions import Position
 from polyshard.alarm.reports import NOBODY, Cause, Report
 from polyshard.alarm.watch import Watch
-
-pytestmark = pytest.mark.once
 
 KEY = "wire:1"
 SECONDS = 2.0
@@ -74,3 +75,57 @@ def test_what_was_seen_in_an_epoch_that_is_over_ends_no_other() -> None:
     alarm.ring(Report(NOBODY, Cause.APART, "control flow differs"), 1)
     assert is_rung(alarm)
     alarm.courier.close(SECONDS)
+
+
+class Pausing:
+    """A store that answers nobody while it is paused."""
+
+    def __init__(self) -> None:
+        self.inner = dist.HashStore()
+        self.runs = threading.Event()
+        self.runs.set()
+
+    def __getattr__(self, name: str) -> Any:
+        def request(*args: Any) -> Any:
+            assert self.runs.wait(60)
+            return getattr(self.inner, name)(*args)
+
+        return request
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pausing, Alarm]]:
+    """A rank that waits in a transfer, whose store may pause; two seconds are its end."""
+    monkeypatch.setattr("polyshard.alarm.watch.SILENCE_SECONDS", SECONDS)
+    store: Any = Pausing()
+    alarm, peer = (Alarm(Board(store, "alarm", rank, (0, 1))) for rank in (0, 1))
+    watch = Watch(alarm)
+    alarm.start()
+    peer.start()
+    alarm.waiting = Waits()
+    watch.start()
+    yield store, alarm
+    store.runs.set()
+    watch.close(SECONDS)
+    for each in (alarm, peer):
+        each.courier.close(SECONDS)
+
+
+def test_pauses_of_the_store_do_not_add_up(watched: tuple[Pausing, Alarm]) -> None:
+    store, alarm = watched
+    for _ in range(4):
+        time.sleep(0.6)
+        store.runs.clear()
+        time.sleep(0.9)
+        store.runs.set()
+    assert alarm.report is None
+
+
+def test_a_store_that_stays_silent_is_given_up(watched: tuple[Pausing, Alarm]) -> None:
+    store, alarm = watched
+    store.runs.clear()
+    end = time.monotonic() + 30
+    while alarm.report is None and time.monotonic() < end:
+        time.sleep(0.05)
+    assert alarm.report is not None
+    assert "the store of the process group has not answered rank 0 for 2 s" in alarm.report.text

@@ -95,13 +95,35 @@ def test_a_failed_save_is_said_once_and_to_all(rank: int, size: int, tmp_path: P
             raise OSError("No space left on device")
 
     checkpoints = Checkpoints(tmp_path, progress=fail)
-    saving = checkpoints.save_async(1, job.state)
+    checkpoints.save_async(1, job.state)
     with pytest.raises(CheckpointError, match=r"step 1 .*No space left"):
-        saving.wait()
-    with pytest.raises(CheckpointError, match="No space left"):
+        checkpoints.save(2, job.state)
+    with pytest.raises(CheckpointError, match=r"step 2 .*No space left"):
         checkpoints.save(2, job.state)
     assert Checkpoints(tmp_path).load(job.state) is None
     assert not list(tmp_path.glob(".unfinished*"))
+
+
+@ranks(2)
+def test_a_failed_save_that_was_handled_is_over(rank: int, size: int, tmp_path: Path) -> None:
+    """Training goes on after it, and the next save is one."""
+    job = Job.start(rank, size)
+    job.train(1)
+    disk_is_full = True
+
+    def write(progress: Progress) -> None:
+        if disk_is_full and rank == 1:
+            raise OSError("No space left on device")
+
+    with Checkpoints(tmp_path, progress=write) as checkpoints:
+        saving = checkpoints.save_async(1, job.state)
+        with pytest.raises(CheckpointError, match="No space left"):
+            saving.wait()
+        disk_is_full = False
+        assert checkpoints.save(2, job.state).is_dir()
+        with pytest.raises(CheckpointError, match="No space left"):
+            saving.wait()  # asked again, it says the same
+    assert Checkpoints(tmp_path).load(job.state).step == 2  # type: ignore[union-attr]
 
 
 def test_leaving_the_block_waits(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from polyshard.testing import World, ranks
 from polyshard.testing.world import RankError
 
 pytestmark = [
-    pytest.mark.once,
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
 ]
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from toy_adapters import Negating
 from toy_codecs import BytesGather, BytesReduce, Doubling, TwoHops
+from toy_refusals import raises_in_step
 from toy_storage import Away, SlowBackend
 from toy_transforms import Flattening
 from typing_extensions import override
@@ -144,7 +145,7 @@ def test_answers_of_storages(rank: int, size: int, index: int) -> None:
     method = {"R": "rest", "V": "view", "P": "place_gradient"}[kind.__name__[0]]
     group = "Linear" if method == "rest" else r"\(root\)"
     pattern = rf"plugin 'odd' \(0\): {kind.__name__}\.{method} for group '{group}' {problem}"
-    with pytest.raises(PluginError, match=pattern):
+    with raises_in_step(PluginError, pattern):
         use([plugin_of("polyshard_shard_storage", Storing(kind))])
 
 
@@ -278,7 +279,7 @@ PARTS: list[tuple[str, object, str]] = [
 @ranks(2)
 def test_answers_of_other_parts(rank: int, size: int, index: int) -> None:
     hook, part, pattern = PARTS[index]
-    with pytest.raises(PluginError, match=pattern):
+    with raises_in_step(PluginError, pattern):
         use([plugin_of(f"polyshard_{hook}", part)])
 
 
@@ -460,7 +461,7 @@ def test_a_copy_of_the_compute_dtype_is_refused(rank: int, size: int) -> None:
     exact: Any = fully_shard(linear(), plugins=[plugin])
     exact(torch.ones(1, 4)).sum().backward()
     model: Any = fully_shard(linear(), plugins=[plugin], mp_policy=policy)
-    with pytest.raises(PluginError, match=COPY):
+    with raises_in_step(PluginError, COPY):
         model(torch.ones(1, 4))
 
 
@@ -473,7 +474,7 @@ def test_gradients_are_flattened_as_parameters_were(rank: int, size: int) -> Non
     plugin = transform(flatten, lambda t: t.t())
     sharded: Any = fully_shard(model, plugins=[plugin])
     pattern = r"'odd': pre_flatten_transform made \(16,\) of the gradient of 'weight', but \(4, 4\)"
-    with pytest.raises(PluginError, match=pattern):
+    with raises_in_step(PluginError, pattern):
         sharded(torch.ones(1, 4)).sum().backward()
 
 

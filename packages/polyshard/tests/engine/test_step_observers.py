@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -72,6 +73,7 @@ class Failing(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fails:
+            dist.barrier()  # a rank that is behind would hear of this before it gets here
             raise ValueError("on purpose")
         return super().forward(x)
 
@@ -132,6 +134,7 @@ def test_what_is_broken_off_is_told(rank: int, size: int) -> None:
     assert ("broken",) not in whole
 
     def fail(gradient: Tensor) -> None:
+        dist.barrier()
         raise ValueError("on purpose")
 
     plugin.heard.clear()

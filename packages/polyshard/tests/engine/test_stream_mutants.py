@@ -9,8 +9,6 @@ from toy_steps import STEPS, races_of
 
 from polyshard.testing.streams.mutants import Mutant, Survival, mutants
 
-pytestmark = pytest.mark.once
-
 MODULES = (
     "polyshard.memory.streams",
     "polyshard.transport.collective",

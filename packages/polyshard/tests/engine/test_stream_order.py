@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from toy_steps import BF16, STEPS, backward, races_of, sharded, small_transfers, step
 
 from polyshard.testing.streams import Recorder, recorded
+from polyshard.transport.collective import CollectiveReduce, CollectiveTransport
 
 
 @pytest.mark.parametrize("run", STEPS, ids=lambda run: run.__name__)
@@ -37,6 +44,102 @@ def test_replicas_are_summed_beside_the_computation() -> None:
         assert not torch.equal(gradient, torch.zeros_like(gradient))
     assert len(used) == 1
     assert used != {"compute"}
+
+
+def test_the_computation_waits_for_replicas_at_the_end_of_backward() -> None:
+    """The first layer's backward is behind reduce-scatters of others, and behind no all-reduce."""
+    with recorded(4) as recorder:
+        model = sharded((2, 2), layers=4)
+        known: list[int] = []
+
+        def look(*_: Any) -> None:
+            lanes = recorder.ledger.seen("all-reduce")
+            assert len(lanes) == 1, "sums over replicas are under way by now"
+            (lane,) = lanes
+            known.append(recorder.timeline.known("compute").get(lane, 0))
+
+        model[0].register_forward_hook(lambda module, args, out: out.register_hook(look) and None)
+        backward(model)
+        assert known == [0]
+        look()
+        assert known[1] > 0, "and behind all of them afterwards"
+    assert recorder.races == []
+
+
+def test_owners_are_sent_to_beside_the_computation() -> None:
+    with recorded(2) as recorder:
+        group = init_device_mesh("cpu", (2,)).get_group()
+        transport = CollectiveTransport(group, torch.device("cpu"))
+        owner = transport.owner_route(torch.float32, 0)
+        streams: list[str] = []
+
+        def note(*_: Any, **__: Any) -> None:
+            streams.append(recorder.module.current)
+
+        with (
+            mock.patch.object(dist, "reduce", note),
+            mock.patch.object(dist, "scatter", note),
+            mock.patch.object(dist, "gather", note),
+            mock.patch.object(dist, "broadcast", note),
+        ):
+            value, parts = torch.ones(4), [torch.ones(2), torch.ones(2)]
+            owner.reduce(0, 0, value, torch.empty(4)).wait()
+            owner.reduce(0, 1, value, None).wait()
+            owner.scatter(0, 0, parts, torch.empty(2), 3).wait()
+            owner.gather(0, 0, torch.ones(2), parts, 3).wait()
+            owner.broadcast(0, 0, value).wait()
+    assert len(set(streams)) == 1
+    assert len(streams) == 5
+    assert "compute" not in streams
+    assert recorder.races == []
+
+
+def test_sharded_gradients_give_their_memory_back() -> None:
+    """On an accelerator: its allocator keeps what it freed, and gives it to others as well."""
+    with recorded(2) as recorder:
+        model = sharded()
+        backward(model)
+        addresses = [p.grad.to_local().data_ptr() for p in model.parameters()]
+        held = [a for a in recorder.ledger.allocations() if a.start <= addresses[0] < a.stop]
+        assert held
+        model.zero_grad()
+        for taken in recorder.ledger.allocations():
+            assert not any(taken.start <= address < taken.stop for address in addresses)
+
+
+def test_a_cast_gradient_is_in_flight_once() -> None:
+    """In the dtype that travels; what autograd wrote is free as soon as it was cast."""
+    written: list[weakref.ref[torch.UntypedStorage]] = []
+    start = CollectiveReduce.start
+
+    def watched(route: CollectiveReduce, sources: Any, outs: Any) -> Any:
+        written.extend(weakref.ref(s.untyped_storage()) for s in sources if s is not None)
+        return start(route, sources, outs)
+
+    with recorded(2), small_transfers(), mock.patch.object(CollectiveReduce, "start", watched):
+        model = sharded(mp_policy=BF16)
+        model.set_is_last_backward(False)  # the last reduction stays in flight
+        backward(model)
+        gc.collect()
+        assert written
+        assert [ref() for ref in written] == [None] * len(written)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_copy_on_a_side_stream_is_waited_for_before_gradients_go(waits: bool) -> None:
+    """``record_stream`` does nothing there: the memory is the engine's."""
+    with recorded(2) as recorder:
+        model, module = sharded((2,)), recorder.module
+        side, copies = module.Stream(), []
+        for _ in range(3):
+            backward(model)
+            side.wait_stream(module.current_stream())
+            with module.stream(side):
+                copies += [p.grad.to_local().clone() for p in model.parameters()]
+            if waits:
+                module.current_stream().wait_stream(side)
+            model.zero_grad()
+        assert bool(recorder.races) is not waits
 
 
 def test_what_nothing_orders_is_a_race() -> None:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from toy_models import Model, assert_same_parameters, build, full, loss_of, shard, tokens_for, train
+from toy_refusals import raises_in_step
 from toy_units import states
 
 from polyshard import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
@@ -398,7 +399,7 @@ def test_roots_may_share_memory(rank: int, size: int) -> None:
 def test_forward_of_a_part_before_the_root_is_refused(rank: int, size: int) -> None:
     model = shard(build(), fully_shard)
     model.blocks[0](torch.zeros(1, 1, 192))
-    with pytest.raises(LifecycleError, match=r"'blocks.0' already ran forward on its own"):
+    with raises_in_step(LifecycleError, r"'blocks.0' already ran forward on its own"):
         model(tokens_for(0, rank))
 
 
@@ -420,7 +421,7 @@ def test_meta_initialisation(rank: int, size: int, how: str) -> None:
     reference = build()
     with torch.device("meta"):
         ours = shard(Model(), fully_shard)
-    with pytest.raises(LifecycleError, match=r"meta device.*embedding\.weight"):
+    with raises_in_step(LifecycleError, r"meta device.*embedding\.weight"):
         ours(tokens_for(0, rank))
     source = shard(build(), fully_shard)
     if how == "assign":
@@ -484,7 +485,7 @@ def test_gradients_that_are_kept_stay_as_they_are(rank: int, size: int) -> None:
 def test_double_backward_is_refused(rank: int, size: int) -> None:
     model: Any = fully_shard(nn.Linear(3, 3))
     x = torch.ones(1, 3, requires_grad=True)
-    with pytest.raises(UnsupportedError, match=r"create_graph=True.*cannot be differentiated"):
+    with raises_in_step(UnsupportedError, r"create_graph=True.*cannot be differentiated"):
         torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
     model.reset_iter_state()
     model(x).sum().backward()

@@ -336,6 +336,59 @@ def test_clipping_and_the_guard_look_once(rank: int, size: int) -> None:
         torch.testing.assert_close(local_gradient(a), local_gradient(b))
 
 
+def left_out(optimizer: Any, backward: Callable[[], None], guard: NonFinite) -> None:
+    optimizer.zero_grad()
+    backward()
+
+
+def zeroed_in_place(optimizer: Any, backward: Callable[[], None], guard: NonFinite) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    backward()
+
+
+def another_backward(optimizer: Any, backward: Callable[[], None], guard: NonFinite) -> None:
+    backward()
+
+
+def scaled(optimizer: Any, backward: Callable[[], None], guard: NonFinite) -> None:
+    """A ``GradScaler`` steps, and the loop goes on with gradients that it zeroes in place."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+    zeroed_in_place(optimizer, backward, guard)
+
+
+def another_norm(optimizer: Any, backward: Callable[[], None], guard: NonFinite) -> None:
+    left_out(optimizer, backward, guard)
+    guard.clip_grad_norm_(1.0)
+
+
+STALE = [left_out, zeroed_in_place, another_backward, scaled, another_norm]
+
+
+@pytest.mark.parametrize("between", STALE, ids=lambda between: between.__name__)
+@ranks(2)
+def test_a_norm_speaks_for_its_own_gradients_only(rank: int, size: int, between: Any) -> None:
+    """What happens between clipping and the step makes other gradients of them."""
+    model: Any = fully_shard(nn.Linear(6, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    guard = NonFinite(optimizer, "skip", model=model)
+
+    def backward(scale: float = math.nan) -> None:
+        (model(torch.ones(2, 6)).sum() * scale).backward()
+
+    backward(1.0)
+    assert guard.clip_grad_norm_(1.0).isfinite()
+    between(optimizer, backward, guard)
+    before = [p.to_local().clone() for p in model.parameters()]
+    with pytest.warns(SkippedStepWarning, match="'weight'"):
+        optimizer.step()
+    assert guard.skipped == 1
+    for parameter, expected in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter.to_local(), expected)
+
+
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @ranks(2)
 def test_clipping_leaves_bad_gradients_to_be_named(rank: int, size: int, norm_type: float) -> None:

@@ -374,8 +374,8 @@ def crossing(recorder: Recorder) -> None:
     codec = BytesGather(mock.Mock(parameters=[whole]))
     shard, payload = torch.ones(8), torch.empty(32, dtype=torch.uint8)
 
-    def pinned(*sizes: int, dtype: torch.dtype, pin_memory: bool) -> Tensor:
-        return torch.zeros(*sizes, dtype=dtype)
+    def pinned(*sizes: int, dtype: torch.dtype, device: str, pin_memory: bool) -> Tensor:
+        return torch.zeros(*sizes, dtype=dtype, device=device)
 
     with mock.patch.object(torch, "empty", pinned):
         writer = CrossingWriter(codec, shard, payload)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Sequence
 from types import ModuleType
@@ -326,14 +325,6 @@ class Telling(Plugin, polyshard.StateDictAdapter, polyshard.ShardingConstraint):
 def noticed(rank: int, size: int) -> None:
     model = fully_shard(nn.Linear(2, 2), plugins=[Telling()])
     assert "an adapter with something to say" in str(describe(model))
-
-
-def test_the_old_name_of_the_observer_works() -> None:
-    builtin = importlib.import_module("polyshard.plugins.builtin")
-    with pytest.warns(DeprecationWarning, match=r"SilentObserver moved to polyshard\.Observer"):
-        assert builtin.SilentObserver is polyshard.Observer
-    with pytest.raises(AttributeError, match="no attribute 'LoudObserver'"):
-        builtin.LoudObserver  # noqa: B018
 
 
 def test_the_engine_inherits_from_its_own_seams() -> None:

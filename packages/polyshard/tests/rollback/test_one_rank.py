@@ -21,8 +21,6 @@ from polyshard.checkpoint.random_state import RandomState
 from polyshard.errors import AttemptError, LifecycleError, SettingError
 from polyshard.testing import ranks
 
-pytestmark = pytest.mark.once
-
 
 class Normed(nn.Module):
     """With buffers that a forward changes, and random numbers."""

@@ -26,8 +26,6 @@ from polyshard.rollback import verdict
 from polyshard.testing import World, ranks
 from polyshard.testing.world import RankError
 
-pytestmark = pytest.mark.once
-
 PATIENT_SECONDS = 10.0
 """Far below the time-out of the process group (30 s), far above what it takes on a busy machine."""
 LATE_SECONDS = 1.5

@@ -13,6 +13,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from toy_collectives import ByCollectives
 from toy_models import build, full, loss_of, shard, tokens_for, train
 
 from polyshard import (
@@ -226,6 +227,18 @@ def test_process_groups_do_not_grow(rank: int, size: int, kwargs: dict[str, Any]
         loss_of(model, tokens_for(0, rank)).backward()
         counts.append(len(dist.distributed_c10d._world.pg_map) - before)
     assert counts[1] <= counts[0]
+
+
+@ranks(4)
+def test_process_groups_are_made_while_sharding(rank: int, size: int) -> None:
+    """Not in a forward, which need not be that of all ranks of the world."""
+    kwargs: dict[str, Any] = {"reshard_after_forward": 2, "plugins": [ByCollectives()]}
+    model: Any = shard(build(layers=2), fully_shard, **kwargs)
+    model.set_separate_reduce_scatter_group()
+    made = set(dist.distributed_c10d._world.pg_map)
+    for _ in range(2):
+        loss_of(model, tokens_for(0, rank)).backward()
+    assert set(dist.distributed_c10d._world.pg_map) == made
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])

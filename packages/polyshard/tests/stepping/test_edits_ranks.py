@@ -23,7 +23,6 @@ import polyshard
 from polyshard.testing import ranks
 
 pytestmark = [
-    pytest.mark.once,
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
 ]
 

@@ -21,8 +21,6 @@ from toy_optimizers import EVERY, Make, Shelf, runs_of, same_bits, torch_steps
 from polyshard import flat
 from polyshard.rollback.optimizers import OptimizerUndo, StepMemory
 
-pytestmark = pytest.mark.once
-
 Event = Callable[[int, Shelf, Optimizer], None]
 SIZES = (64, 32, 7, 128, 1, 0, 33, 96, 64)
 

@@ -27,7 +27,6 @@ from polyshard.checkpoint import Checkpoints, TrainingState
 from polyshard.testing import ranks
 
 pytestmark = [
-    pytest.mark.once,
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
 ]
 

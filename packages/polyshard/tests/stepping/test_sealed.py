@@ -16,8 +16,6 @@ from toy_optimizers import EVERY, Shelf
 from polyshard import flat
 from polyshard.testing import ranks
 
-pytestmark = pytest.mark.once
-
 Hold = Callable[[Any, Any], Any]
 Change = Callable[[Any], None]
 

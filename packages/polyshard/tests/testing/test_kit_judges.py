@@ -26,8 +26,6 @@ from polyshard.errors import PolyshardError
 from polyshard.testing import PluginConformance, World
 from polyshard.testing.kit import plugins_of
 
-pytestmark = pytest.mark.once
-
 SEAMS: dict[str, Samples] = {
     module.__name__.rpartition(".")[2]: module.SAMPLES
     for module in (

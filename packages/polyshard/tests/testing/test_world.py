@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from polyshard._torch.gloo import gloo_groups
 from polyshard.testing import RankError, World
-
-pytestmark = pytest.mark.once
+from polyshard.testing import world as world_module
 
 
 def total(rank: int, size: int, base: int) -> int:
@@ -54,18 +54,54 @@ def test_answers_come_by_rank_from_the_same_processes() -> None:
         world.close()
 
 
-def test_ranks_are_replaced_between_tests_when_they_have_run_many_functions() -> None:
+def test_ranks_are_replaced_between_tests_when_they_have_run_very_many_functions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(world_module, "_CALLS_OF_A_RANK", 3)
     world = World(2)
     try:
         first = world.run(process)
         world.rest()
-        assert world.run(process) == first
-        for _ in range(30):
+        for _ in range(4):
             assert world.run(process) == first, "a test goes on with the same ranks"
         world.rest()
         assert not set(world.run(process)) & set(first)
     finally:
         world.close()
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_process_groups_of_a_test_end_with_it(start_method: str) -> None:
+    """Also those that only some ranks are in, whose names torch makes from their ranks."""
+    world = World(3, start_method=start_method)
+    try:
+        counts = []
+        for _ in range(4):
+            counts.append(world.run(make_groups))
+            assert world.run(groups) == [4, 3, 3], "what one test made stays until its end"
+            world.rest()
+        assert world.run(groups) == [1, 1, 1]
+        assert counts[1:] == 3 * [counts[1]], "no threads or files are left behind"
+    finally:
+        world.close()
+
+
+def make_groups(rank: int, size: int) -> tuple[int, int]:
+    """Threads and open files of this rank, with groups of every kind."""
+    mesh = dist.init_device_mesh("cpu", (1, size), mesh_dim_names=("replicate", "shard"))
+    everyone = dist.new_group(list(range(size)), use_local_synchronization=True)
+    alone = dist.new_group([0])
+    if rank == 0:
+        dist.all_reduce(torch.ones(1), group=alone)
+    for group in (everyone, mesh.get_group("shard"), mesh.get_group("replicate")):
+        value = torch.ones(1)
+        dist.all_reduce(value, group=group)
+        assert value.item() == dist.get_world_size(group)
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def groups(rank: int, size: int) -> int:
+    return len(gloo_groups())
 
 
 def process(rank: int, size: int) -> int:
@@ -85,6 +121,28 @@ def test_failures_are_reported_and_the_world_starts_anew() -> None:
             world.run(hang_on_one, timeout=1.0)
         with pytest.raises(RankError, match=r"(?s)rank 1.*ended without an answer"):
             world.run(die_on_one)
+        assert world.run(total, 0) == [1, 1]
+    finally:
+        world.close()
+
+
+class TimeLimitError(Exception):
+    """What a test's own time limit raises, wherever the test stands."""
+
+
+def test_what_an_interrupted_call_answers_is_not_the_next_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*args: Any) -> None:
+        raise TimeLimitError
+
+    world = World(2)
+    try:
+        world.run(process)
+        with monkeypatch.context() as patch:
+            patch.setattr(world_module, "wait", interrupted)
+            with pytest.raises(TimeLimitError):
+                world.run(total, 10)
         assert world.run(total, 0) == [1, 1]
     finally:
         world.close()

@@ -14,8 +14,6 @@ from polyshard._torch.gloo import connect_gloo, cut_gloo, forget_gloo, own_clien
 from polyshard._torch.private import default_store
 from polyshard.testing import ranks
 
-pytestmark = pytest.mark.once
-
 
 def connected(name: str, rank: int, size: int) -> dist.ProcessGroup:
     store = default_store()

@@ -24,8 +24,6 @@ from polyshard.errors import UnsupportedError
 from polyshard.testing import World, ranks
 from polyshard.transport import backend_for, choose_transport
 
-pytestmark = pytest.mark.once
-
 CPU = torch.device("cpu")
 
 

@@ -17,8 +17,6 @@ from polyshard._torch.gloo import backend_on_cpu
 from polyshard.errors import PeerError
 from polyshard.testing import World, ranks
 
-pytestmark = pytest.mark.once
-
 WIDTH = 8
 PATIENT_SECONDS = 10.0
 """Far below the time-out of the process group (30 s)."""

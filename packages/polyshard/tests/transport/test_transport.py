@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from polyshard.testing import World
+from polyshard import fully_shard
+from polyshard.testing import World, ranks
 from polyshard.transport.base import Extents, GatherPiece, Transport
 from polyshard.transport.collective import CollectiveTransport
 from polyshard.transport.gloo import GlooTransport
@@ -192,3 +197,39 @@ def test_a_world_of_one_only_copies() -> None:
     out = torch.empty(4)
     transport.reduce_route([Extents(4, (4,))], torch.float32, 0).start([source], [out]).wait()
     assert torch.equal(out, source)
+
+
+@ranks(2)
+def test_a_model_dropped_while_it_gathers_disturbs_no_other(rank: int, size: int) -> None:
+    """The one rank has dropped it before the other begins to gather it."""
+
+    def sharded() -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        for layer in model:
+            fully_shard(layer)
+        return fully_shard(model)
+
+    def trained() -> list[torch.Tensor]:
+        model = sharded()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.linspace(-1, 1, 128).view(2, 64)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.full_tensor() for p in model.parameters()]
+
+    expected = trained()  # connections are there from now on
+    store = dist.distributed_c10d._get_default_store()
+    model = sharded()
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(2, 64))  # plans are compared: nothing but messages goes around now
+    if rank == 1:
+        store.wait(["dropped"])
+    handle = model[1].unshard(async_op=True)
+    del handle, model
+    gc.collect()
+    if rank == 0:
+        store.set("dropped", "")
+    assert all(map(torch.equal, trained(), expected))

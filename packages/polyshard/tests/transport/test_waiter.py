@@ -7,7 +7,6 @@ import time
 from contextlib import suppress
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -18,8 +17,6 @@ from polyshard.testing import ranks
 from polyshard.transport.waiter import Job, Waiter
 from polyshard.transport.wire import wire_of
 from polyshard.transport.works import Message, Works
-
-pytestmark = pytest.mark.once
 
 PATIENT_SECONDS = 10.0
 """Far below the time-out of the process group (30 s)."""

@@ -203,7 +203,9 @@ def _measure_axis(roles: MeshRoles) -> Iterator[BreakEven]:
         axis = axis[axis.mesh_dim_names[roles.shard_axis]]
     ways = ["packed", "direct"] + (["coalesced"] if transport.can_coalesce else [])
     measured = {size: _medians(axis, roles, size, ways) for size in CHUNK_BYTES}
-    agreed = _slowest(roles, torch.tensor([list(measured[size]) for size in CHUNK_BYTES]))
+    agreed = _slowest(
+        roles, torch.tensor([list(measured[size]) for size in CHUNK_BYTES], device="cpu")
+    )
     timings = tuple(
         Timing(size, *row) for size, row in zip(CHUNK_BYTES, agreed.tolist(), strict=True)
     )

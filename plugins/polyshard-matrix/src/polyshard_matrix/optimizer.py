@@ -10,8 +10,9 @@ last, while rows of the others arrive.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from polyshard.agreement.meeting import agree
+from polyshard.memory.streams import streams_of
 from polyshard.seams import OwnedParameter, Rows, local_of
 from polyshard_matrix.choosing import Cut, Leads
 from polyshard_matrix.errors import MatrixError
@@ -44,7 +46,8 @@ class Owners(Protocol):
 class _Begun:
     """An update that was begun when its gradient landed."""
 
-    update: Future[Tensor]
+    update: Callable[[], Tensor]
+    """Waits for it."""
     state: State
     """What follows from it: the step may be left out, and then nothing has changed."""
     gradient: Tensor
@@ -188,7 +191,7 @@ class MatrixSteps(Optimizer):
         if begun is None:
             settings = matrix.settings
             return self._recipe.update(gradient, weights, matrix.cut, matrix.state, settings)
-        update = begun.update.result()
+        update = begun.update()
         matrix.state.clear()
         matrix.state.update(begun.state)
         return update
@@ -204,12 +207,30 @@ class MatrixSteps(Optimizer):
             return
         gradient = owned.gradient()
         assert gradient is not None
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "polyshard-matrix")
         state = _copied(self.state.get(owned.parameter, {}))
-        arguments = (gradient, None, matrix.cut, state, matrix.settings)
-        future = self._pool.submit(_without_grad, self._recipe, arguments)
-        matrix.begun = _Begun(future, state, gradient, owned.writes)
+        work = partial(
+            _without_grad, self._recipe, (gradient, None, matrix.cut, state, matrix.settings)
+        )
+        matrix.begun = _Begun(self._start(work, gradient), state, gradient, owned.writes)
+
+    def _start(self, work: Callable[[], Tensor], gradient: Tensor) -> Callable[[], Tensor]:
+        """Begin ``work``; what waits for its result, on the stream that is current then.
+
+        An accelerator computes beside the host, so there it is launched where the gradient was
+        written. A thread would launch it on a stream of its own, which nothing orders.
+        """
+        streams = streams_of(gradient.device)
+        if streams is None:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(1, "polyshard-matrix")
+            return self._pool.submit(work).result
+        update, end = work(), streams.mark()
+
+        def joined() -> Tensor:
+            streams.current().wait_event(end)
+            return update
+
+        return joined
 
     # Checkpoints ------------------------------------------------------------------------------
 
@@ -279,5 +300,5 @@ def _rounds(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
 
 def settings_of(given: Mapping[str, Any], made_by: type[Optimizer]) -> dict[str, Any]:
     """Everything that groups of ``made_by`` hold when it is made with what was ``given``."""
-    probe = made_by([nn.Parameter(torch.zeros(2, 2))], **given)
+    probe = made_by([nn.Parameter(torch.zeros(2, 2, device="cpu"))], **given)
     return {name: value for name, value in probe.param_groups[0].items() if name != "params"}

@@ -148,7 +148,6 @@ def sharded_toy(offload: Offload | None, recipe: Recipe = Recipe(), seed: int = 
     return model
 
 
-@functools.cache
 def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
@@ -192,12 +191,20 @@ def train(
     return found
 
 
-@functools.cache
 def without(
     rank: int, size: int, recipe: Recipe
 ) -> tuple[Model, torch.optim.Optimizer, list[float]]:
-    """What training without offload gives; once a rank and recipe. Only to be looked at."""
-    del size  # another world is another process; named, so that nobody has to know
+    """What training without offload gives. Only to be looked at.
+
+    Kept for later tests, unless it is on a mesh of its own, whose groups end with the test.
+    """
+    del size  # another world is another process
+    train_it = _without.__wrapped__ if recipe.hsdp or recipe.alone else _without
+    return train_it(rank, recipe)
+
+
+@functools.cache
+def _without(rank: int, recipe: Recipe) -> tuple[Model, torch.optim.Optimizer, list[float]]:
     model = sharded_toy(None, recipe)
     optimizer = recipe.make_optimizer(model)
     return model, optimizer, train(model, optimizer, rank, recipe)

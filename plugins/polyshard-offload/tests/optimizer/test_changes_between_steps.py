@@ -434,5 +434,5 @@ def sharded(rank: int, size: int, path: str, tier: str, names: list[str]) -> lis
     [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.thorough) for name in SHARDED],
 )
 def test_edits_of_sharded_state_are_honoured(world2: World, tier: str, tmp_path: Path) -> None:
-    found = world2.run(sharded, str(tmp_path), tier, list(NAMES))
+    found = world2.run(sharded, str(tmp_path), tier, list(NAMES), timeout=240.0)
     assert found == [[], []]

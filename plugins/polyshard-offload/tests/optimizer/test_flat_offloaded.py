@@ -22,8 +22,6 @@ from polyshard.stepping.twins import Twins
 from polyshard.testing import ranks
 from polyshard_offload import DiskSettings, Offload, OffloadError
 
-pytestmark = pytest.mark.once
-
 Make = Callable[[Any], Optimizer]
 Tiers = tuple[str, str, str]
 OPTIMIZERS: dict[str, Make] = {

@@ -11,8 +11,6 @@ from offload_steps import STEPS, races_of
 
 from polyshard.testing.streams.mutants import Mutant, Survival, mutants
 
-pytestmark = pytest.mark.once
-
 
 @pytest.mark.parametrize("run", STEPS, ids=lambda run: run.__name__)
 def test_a_step_is_ordered(run: Any, tmp_path: Path) -> None:

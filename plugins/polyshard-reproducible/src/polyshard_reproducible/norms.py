@@ -56,7 +56,7 @@ def grad_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
     tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     parts = [_rows_of(p, p.grad) for p in tensors if p.grad is not None]
     if not parts:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     sums = torch.stack([sum_halves(rows) for rows in _whole(parts)])
     return sum_halves(_over_pieces(sums, parts)).sqrt().float()
 

@@ -19,5 +19,5 @@ def seed_of(*keys: int | str) -> int:
 def kept_random_state(device: torch.device) -> Iterator[None]:
     """Put torch's generators back afterwards: what a rank drew in its slots is its own affair."""
     devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+    with torch.random.fork_rng(devices, device_type=device.type):
         yield

@@ -57,9 +57,9 @@ class SlotSampler:
         if not self._shuffle:
             epoch = 0
         if self._order is None or self._order[0] != epoch:
-            order = torch.arange(self._samples)
+            order = torch.arange(self._samples, device="cpu")
             if self._shuffle:
                 generator = torch.Generator().manual_seed(seed_of(self._seed, epoch))
-                order = torch.randperm(self._samples, generator=generator)
+                order = torch.randperm(self._samples, generator=generator, device="cpu")
             self._order = (epoch, order)
         return self._order[1]

@@ -10,6 +10,7 @@ millisecond. What was cut stays so: new connections are made.
 
 from __future__ import annotations
 
+import functools
 import re
 from contextlib import suppress
 from datetime import timedelta
@@ -38,20 +39,37 @@ _TYPES = range(32, 256)
 
 
 def connect_gloo(
-    store: dist.Store, name: str, rank: int, size: int, timeout: timedelta
+    store: dist.Store,
+    name: str,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    *,
+    on_shared_device: bool = False,
 ) -> dist.ProcessGroup:
     """Connections of ``size`` ranks, which all ask for the same ``name`` of ``store``.
 
     A process group that torch's registry does not know: its name is nobody's business, and it goes
     when nobody holds it. Modes of torch's dispatcher see its operations like those of any other.
+    On the shared device (its files and its thread) they cost no more of these, however often.
     """
     prefixed = dist.PrefixStore(name, store)
     made = dist.ProcessGroup(prefixed, rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
     made._set_default_backend(kind)
-    backend: Any = dist.ProcessGroupGloo(prefixed, rank, size, timeout)
+    options: Any = timeout
+    if on_shared_device:
+        options = cast("Any", dist.ProcessGroupGloo)._Options()
+        options._timeout, options._devices = timeout, [_shared_device()]
+    backend: Any = dist.ProcessGroupGloo(prefixed, rank, size, options)
     made._register_backend(torch.device("cpu"), kind, backend)
     return made
+
+
+@functools.cache
+def _shared_device() -> Any:
+    """One for the process: what was mended once stays, without connections."""
+    return dist.ProcessGroupGloo.create_default_device()
 
 
 def forget_gloo(store: dist.Store, name: str, rank: int) -> None:
@@ -70,7 +88,7 @@ def cut_gloo(connections: dist.ProcessGroup) -> None:
     for peer in range(connections.size()):
         if peer != own:  # one whose pair is closed already does not end the others
             with suppress(RuntimeError):
-                connections.recv([torch.empty(1)], peer, CUT_TAG).wait(_MOMENT)
+                connections.recv([torch.empty(1, device="cpu")], peer, CUT_TAG).wait(_MOMENT)
 
 
 def is_from_gloo(error: RuntimeError) -> bool:
@@ -132,17 +150,31 @@ def gloo_groups() -> dict[str, dist.ProcessGroup]:
 
 
 def begun_collectives() -> dict[str, int]:
-    """How many collectives each of :func:`gloo_groups` has begun, but for :data:`BESIDE` groups.
+    """How many collectives each process group has begun, but for :data:`BESIDE` groups.
 
-    Nothing where there are more than :data:`MOST_GROUPS`.
+    By the names of :func:`gloo_groups` and :func:`device_groups`. A backend may not count; and
+    nothing is counted where there are more than :data:`MOST_GROUPS`.
     """
-    groups = gloo_groups()
-    if len(groups) > MOST_GROUPS:
-        return {}
-    backends: dict[str, Any] = {
-        name: backend_on_cpu(group) for name, group in groups.items() if group.group_desc != BESIDE
-    }
-    return {name: b._get_sequence_number_for_group() for name, b in backends.items()}
+    found: dict[str, Any] = {n: (g, backend_on_cpu(g)) for n, g in gloo_groups().items()}
+    found.update(device_groups())
+    counts = {}
+    for name, (group, backend) in found.items() if len(found) <= MOST_GROUPS else ():
+        with suppress(RuntimeError):  # a backend that does not count
+            if group.group_desc != BESIDE:
+                counts[name] = backend._get_sequence_number_for_group()
+    return counts
+
+
+def device_groups() -> dict[str, tuple[dist.ProcessGroup, Any]]:
+    """Process groups and what each runs on beside gloo (NCCL), by names that all ranks know."""
+    found = {}
+    for group, name in list(distributed_c10d._world.pg_names.items()):
+        first = dist.get_process_group_ranks(group)[0]
+        devices: Any = {device.type: group._get_backend(device) for device in group._device_types}
+        for device, backend in (devices or {"": group}).items():
+            if not isinstance(backend, dist.ProcessGroupGloo):
+                found[f"{name}/{first}/{device}"] = group, backend
+    return found
 
 
 def cut_groups() -> None:

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import debug
 
+_name_from = distributed_c10d._hash_ranks_to_str
+
 if TYPE_CHECKING:
 
     class TorchGradientReductionHandle:
@@ -138,6 +140,20 @@ def name_of_next_group() -> str:
     Up to some version that is the number of groups that a rank is in, later the number it has made.
     """
     return distributed_c10d._hash_ranks_to_str([])
+
+
+def name_groups_apart(mark: int) -> None:
+    """Have the names of process groups made from now on differ from those of destroyed groups.
+
+    Up to some version torch names a group after its ranks and the number of groups there are. A
+    name that comes again finds in the store what the first group left there. Every rank gives the
+    same ``mark``, another one each time.
+    """
+
+    def marked(ranks: list[int]) -> str:
+        return _name_from([*ranks, -mark])
+
+    setattr(distributed_c10d, "_hash_ranks_to_str", marked)  # noqa: B010
 
 
 def forget_shardings() -> None:

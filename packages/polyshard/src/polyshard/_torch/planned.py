@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 
 PREFIX = "fake-"
-DEVICES = ["cpu", "cuda", "meta"]
 
 Planned = Literal["gloo", "nccl"]
 
@@ -40,7 +40,10 @@ def planned_ranks(ranks: int, backend: Planned, rank: int = 0) -> Iterator[None]
 
     name = f"{PREFIX}{backend}"
     if not hasattr(dist.Backend, name.upper()):
-        dist.Backend.register_backend(name, _create_fake_pg, extended_api=True, devices=DEVICES)
+        # Of all devices, however few are here, and of one that an extension has added.
+        here = torch.accelerator.current_accelerator()
+        devices = sorted({"cpu", "cuda", "meta"} | ({here.type} if here else set()))
+        dist.Backend.register_backend(name, _create_fake_pg, extended_api=True, devices=devices)
     dist.init_process_group(name, store=FakeStore(), rank=rank, world_size=ranks)
     try:
         yield

@@ -33,6 +33,9 @@ from polyshard._torch.private import store_timeout_seconds
 from polyshard.agreement.differences import difference
 from polyshard.alarm.board import Board, open_board, said_of
 from polyshard.alarm.current import current_alarm
+from polyshard.alarm.peers import gathering
+from polyshard.alarm.register import REQUESTS_PER_SECOND
+from polyshard.alarm.reports import Cause
 from polyshard.errors import PeerError, PlanMismatchError
 
 POLL_SECONDS = 0.01
@@ -41,8 +44,6 @@ LOOK_SECONDS = 0.1
 """How often a rank that waits looks for reports of those that have not come."""
 PATIENCE_SECONDS = 0.3
 """How long it waits before it looks at their processes as well."""
-REQUEST_SECONDS = 1 / 2000
-"""Of a rank, that asking the store for every other one may take."""
 GRACE_SECONDS = 0.5
 """How long a rank that reported a failure may take to start again before the others give up."""
 MET = "met"
@@ -239,7 +240,7 @@ class Meeting:
     def _awaited(self, name: str) -> str | None:
         """What is under a key of this meeting as soon as it is there; ``None`` if it never is."""
         deadline = time.monotonic() + store_timeout_seconds(self.board.store)
-        for _ in _pauses():
+        for _ in _pauses(len(self.board.ranks)):
             text = self._here.look(f"{self._here.prefix}/{name}")
             if text is not None or time.monotonic() > deadline:
                 return text
@@ -251,14 +252,15 @@ class Meeting:
         return ended.decode()
 
     def _wait(self) -> str:
-        lookout = _Lookout(self)
-        for _ in _pauses():
-            ended = self.ended()
-            if ended is None:
-                reason = lookout.look(time.monotonic())
-                ended = None if reason is None else self._end(reason)
-            if ended is not None:
-                return ended
+        lookout, ranks = _Lookout(self), self.board.ranks
+        with gathering(ranks, self.board.prefix, self.number + 1, self.occasion):
+            for _ in _pauses(len(ranks)):
+                ended = self.ended()
+                if ended is None:
+                    reason = lookout.look(time.monotonic())
+                    ended = None if reason is None else self._end(reason)
+                if ended is not None:
+                    return ended
         raise AssertionError
 
     def is_first_to_look(self) -> bool:
@@ -321,14 +323,15 @@ class _Lookout:
     def look(self, now: float) -> str | None:
         """How the meeting is to end, if this rank finds that it should."""
         alarm, report = self._alarm, self._alarm.report
-        if report is not None and report is not self._rung and report.is_of_process:
+        is_over = report is not None and (report.is_of_process or report.cause is Cause.APART)
+        if is_over and report is not self._rung:
             return f"{RUNG}\n{alarm.because(f'{self._meeting.occasion} cannot begin')}"
         if now > self._deadline:
             return f"\n{self._meeting.absent()}"
-        if self._looks and now >= self._processes_at and alarm.board is not None:
-            ranks = len(self._meeting.board.ranks)
-            self._processes_at = now + max(LOOK_SECONDS, ranks * REQUEST_SECONDS)
-            alarm.look_at_processes(tuple(self._meeting.missing()))
+        if now >= self._processes_at and alarm.board is not None:
+            ranks = self._meeting.board.ranks
+            self._processes_at = now + max(LOOK_SECONDS, 4 * len(ranks) / REQUESTS_PER_SECOND)
+            alarm.look_at_processes(ranks)
         if self._looks and now >= self._reports_at:
             self._reports_at = now + LOOK_SECONDS
             return self._look_for_reports(now)
@@ -341,13 +344,13 @@ class _Lookout:
         return _quoted(failures) if since is not None and now - since > GRACE_SECONDS else None
 
 
-def _pauses() -> Iterator[None]:
+def _pauses(ranks: int) -> Iterator[None]:
     """Begin at once, then ever more seldom: many ranks share one store."""
     seconds = POLL_SECONDS
     while True:
         yield
         time.sleep(seconds)
-        seconds = min(1.25 * seconds, max(LOOK_SECONDS / 4, POLL_SECONDS))
+        seconds = min(1.5 * seconds, max(LOOK_SECONDS / 4, ranks / REQUESTS_PER_SECOND))
 
 
 def _quoted(failures: dict[int, str]) -> str:

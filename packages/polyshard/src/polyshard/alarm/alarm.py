@@ -33,7 +33,7 @@ from polyshard.alarm.board import Board, look, said_of
 from polyshard.alarm.courier import ANSWER_SECONDS, Courier, UnansweredError
 from polyshard.alarm.cuts import NOTHING_BROKEN, Broken, Cuts
 from polyshard.alarm.epochs import Epochs
-from polyshard.alarm.register import Register
+from polyshard.alarm.register import REQUESTS_PER_SECOND, Register
 from polyshard.alarm.reports import NOBODY, Cause, Report, unexplained
 from polyshard.errors import (
     ControlFlowError,
@@ -44,14 +44,14 @@ from polyshard.errors import (
 
 LOOK_SECONDS = 0.1
 """How often a rank looks for a report; more seldom where very many share one store."""
-REQUESTS_PER_SECOND = 4000
-"""What all ranks together may ask of the store for that."""
 EXPLAIN_SECONDS = 0.5
 """How long a rank whose connection broke waits for somebody to say why."""
 DETAIL_SECONDS = 0.3
 """How long it then waits for the exception to be quoted."""
 ACCOUNT_SECONDS = 2.0
 """How long a rank that recovers waits for others to do so."""
+LEAVING = (SystemExit, KeyboardInterrupt)
+"""They end the process, unless somebody catches them on the way."""
 RECOVER_SECONDS = 10.0
 """How long a new epoch may wait for the store."""
 
@@ -67,9 +67,13 @@ class Connections(Protocol):
         """Connect anew at the next use."""
         ...
 
+    def posted(self) -> dict[str, int]:
+        """How many transfers of each key this rank has begun lately."""
+        ...
+
 
 class Waiting(Protocol):
-    """A transfer that the main thread waits for, as other threads may look at it."""
+    """What the main thread waits for, as other threads may look at it."""
 
     def peers(self) -> tuple[int, ...]:
         """The ranks that may keep it waiting; none when it has just ended."""
@@ -78,12 +82,8 @@ class Waiting(Protocol):
     def place(self) -> tuple[int, str, int] | None:
         """The rank it waits for, the key of the transfer, and the how-manieth of this key.
 
-        ``None`` when it has just ended.
+        :data:`NOBODY` where it waits for all of :meth:`peers`. ``None`` when it has just ended.
         """
-        ...
-
-    def posted(self) -> dict[str, int]:
-        """How many transfers of each key this rank has begun lately."""
         ...
 
 
@@ -102,6 +102,8 @@ class Alarm:
         """What the main thread waits for."""
         self.doing: object = "the first forward"
         """What it is at: asked for its name (``str()``) when there is something to say."""
+        self.gathered: dict[str, int] = {}
+        """How often it has come to wait for all of some ranks, by what they gather for."""
         self.turns = 0
         """Outermost forwards so far."""
         self.gone: dict[int, Report] = {}
@@ -116,7 +118,7 @@ class Alarm:
         self._lock = threading.Lock()
         seconds = LOOK_SECONDS
         if board is not None:
-            seconds = max(seconds, len(board.ranks) / REQUESTS_PER_SECOND)
+            seconds = max(seconds, 2 * len(board.ranks) / REQUESTS_PER_SECOND)
             self.courier = Courier(own_client(board.store), self._look, seconds)
             self.register = Register(board, self.courier)
 
@@ -133,9 +135,10 @@ class Alarm:
 
     # Telling ----------------------------------------------------------------------------------
 
-    def fail(self, where: str, error: BaseException) -> Report:
-        """This rank cannot go on because of ``error``."""
-        text, cause = f"rank {self.rank} failed {where}: {said_of(error)}", Cause.RAISED
+    def fail(self, where: str, error: BaseException, *, ends: bool = False) -> Report:
+        """This rank cannot go on because of ``error``, which ``ends`` its process or not."""
+        text = f"rank {self.rank} failed {where}: {said_of(error)}"
+        cause = Cause.GONE if ends or isinstance(error, LEAVING) else Cause.RAISED
         if isinstance(error, GradientMismatchError):
             text, cause = str(error), Cause.VERDICT
         standing = self.ring(Report(self.rank, cause, text))
@@ -236,7 +239,7 @@ class Alarm:
             if epoch != self.epoch or self.report is not None:
                 return
             self.report, self.is_seen = report, False
-            if report.cause is Cause.GONE:
+            if report.cause is Cause.GONE and report.rank != self.rank:
                 self.gone[report.rank] = report
         for connections in list(self.connections.values()):
             connections.cut()
@@ -305,10 +308,10 @@ class Alarm:
 
     # Processes --------------------------------------------------------------------------------
 
-    def look_at_processes(self, ranks: tuple[int, ...]) -> None:
-        """Ring for the first of ``ranks`` whose process ended or was stopped, if any."""
+    def look_at_processes(self, ranks: Iterable[int]) -> None:
+        """Ring for the first of ``ranks`` in sight whose process ended or was stopped, if any."""
         assert self.board is not None
-        for rank in ranks:
+        for rank in self.register.in_sight(ranks):
             if self.report is None and rank != self.rank:
                 report = self.register.report_of(rank)
                 if report is not None:
@@ -320,6 +323,13 @@ class Alarm:
             self.ring(self.gone[rank])
 
     # Epochs -----------------------------------------------------------------------------------
+
+    def posted(self) -> dict[str, int]:
+        """How many transfers of each key this rank has begun lately, and what it has come to."""
+        posted = dict(self.gathered)
+        for connections in list(self.connections.values()):
+            posted.update(connections.posted())
+        return posted
 
     def begin_turn(self) -> None:
         """An outermost forward starts: what ended before is over, once this rank has said so.

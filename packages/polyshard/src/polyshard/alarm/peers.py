@@ -6,15 +6,15 @@ The alarm sees to those who wait in a transfer. Who waits at the store, or for a
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from polyshard.alarm.alarm import Alarm
 from polyshard.alarm.courier import UnansweredError
 from polyshard.alarm.current import current_alarm
-from polyshard.alarm.processes import Condition
-from polyshard.alarm.reports import Cause
-from polyshard.alarm.watch import SILENCE_SECONDS
+from polyshard.alarm.register import Silence
+from polyshard.alarm.reports import NOBODY, Cause, Report
 from polyshard.errors import PeerError
 
 
@@ -43,6 +43,43 @@ def go_on() -> None:
     alarm.begin_anew()
 
 
+def lost(said: Mapping[int, str]) -> None:
+    """These ranks will not come back, as all others know by now."""
+    alarm = current_alarm()
+    for rank, text in said.items():
+        if rank not in (NOBODY, alarm.rank):
+            alarm.gone.setdefault(rank, Report(rank, Cause.GONE, text))
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """A wait for all of some ranks, outside of transfers. See [Note: ranks apart]."""
+
+    ranks: tuple[int, ...]
+    key: str
+    count: int
+
+    def peers(self) -> tuple[int, ...]:
+        """See :class:`polyshard.alarm.alarm.Waiting`."""
+        return self.ranks
+
+    def place(self) -> tuple[int, str, int]:
+        """See there."""
+        return NOBODY, self.key, self.count
+
+
+@contextmanager
+def gathering(ranks: Sequence[int], key: str, count: int, what: str) -> Iterator[None]:
+    """A block that waits until all of ``ranks`` have come for the ``count``-th time to ``key``."""
+    alarm = current_alarm()
+    alarm.gathered[key] = count
+    alarm.doing, alarm.waiting = what, Gathering(tuple(ranks), key, count)
+    try:
+        yield
+    finally:
+        alarm.waiting = None
+
+
 @dataclass(frozen=True)
 class Absent:
     """Why ranks will not come, by rank; and whether that is for good."""
@@ -56,7 +93,7 @@ class Roll:
     """Which of ``ranks`` are still there, for a rank that asks now and then while it waits."""
 
     ranks: Sequence[int]
-    _pulses: dict[int, tuple[int, float]] = field(default_factory=dict)
+    _silence: Silence = field(default_factory=Silence)
 
     def call(self) -> Absent | None:
         """Those that will not come, and have all others hear of it; ``None`` if all may."""
@@ -64,35 +101,25 @@ class Roll:
         if alarm.board is None:
             return None
         alarm.look()
-        alarm.look_at_processes(tuple(self.ranks))
-        said = {r: text for r in self.ranks if (text := self._gone(alarm, r)) is not None}
-        if said:
-            return Absent(said, is_final=True)
+        alarm.register.read_host()
+        alarm.look_at_processes(self.ranks)
+        found = {r: alarm.gone[r] for r in self.ranks if r in alarm.gone}
+        for rank in alarm.register.in_sight(self.ranks):
+            if rank not in found and rank != alarm.rank:
+                report = alarm.register.report_of(rank) or self._silent(alarm, rank)
+                found.update({} if report is None else {rank: report})
+        gone = {r: report for r, report in found.items() if report.cause is Cause.GONE}
+        alarm.gone.update(gone)
         report = alarm.report
         if report is not None and report.cause is Cause.STOPPED and report.rank in self.ranks:
-            return Absent({report.rank: report.text}, is_final=False)
-        return None
+            found.setdefault(report.rank, report)
+        said = {r: f"{report.text}. {report.remedy}" for r, report in found.items()}
+        if gone:
+            return Absent({r: report.text for r, report in gone.items()}, is_final=True)
+        return Absent(said, is_final=False) if said else None
 
-    def _gone(self, alarm: Alarm, rank: int) -> str | None:
-        if rank == alarm.rank:
-            return None
-        if rank in alarm.gone:
-            return alarm.gone[rank].text
-        process = alarm.register.process_of(rank)
-        condition = None if process is None else process.condition()
-        if condition is Condition.GONE:
-            return f"rank {rank} is gone: {process} was killed, or ended without a word"
-        if condition is Condition.ELSEWHERE and self._is_silent(alarm, rank):
-            return f"rank {rank} ({process}) has not been heard of for {SILENCE_SECONDS:.0f} s"
+    def _silent(self, alarm: Alarm, rank: int) -> Report | None:
+        """That a rank beside this one, on another host, does not pulse any more, if so."""
+        with suppress(UnansweredError):
+            return alarm.register.silent(rank, self._silence, time.monotonic())
         return None
-
-    def _is_silent(self, alarm: Alarm, rank: int) -> bool:
-        """Whether the pulse of a rank on another host has stood still since this one listens."""
-        try:
-            number = alarm.register.pulse_of(rank)
-        except UnansweredError:
-            return False
-        now = time.monotonic()
-        before, since = self._pulses.get(rank, (number, now))
-        self._pulses[rank] = (number, since if number == before else now)
-        return now - self._pulses[rank][1] > SILENCE_SECONDS

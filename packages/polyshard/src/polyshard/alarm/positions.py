@@ -7,7 +7,8 @@ needed to know: a rank that waits tells the others for whom, for which transfer,
 it has begun. Follow *who waits for whom*, as long as the awaited one has not begun the transfer. A
 circle, whose ranks all still wait for the same thing at a second look, was complete in between, and
 a rank that waits begins nothing: none of them ever goes on. A slow rank does not wait, and a
-message under way was begun, so neither is taken for one.
+message under way was begun, so neither is taken for one. A rank that waits for *all* of some ranks
+(in a vote of an attempt, or before a first forward) waits for those of them that stand elsewhere.
 
 A key of a transfer holds the turn (the outermost forward, counted from the epoch's begin). So
 ranks that are not in the same turn never take each other's numbers, however their transfers
@@ -19,6 +20,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+
+from polyshard.alarm.reports import NOBODY
 
 Find = Callable[[int], "Position | None"]
 
@@ -32,6 +35,7 @@ class Position:
     beat: int
     """Grows as long as it waits."""
     peer: int
+    """Or :data:`NOBODY` where it waits for all of ``among``."""
     key: str
     count: int
     """It awaits the ``count``-th transfer of ``key`` with ``peer``."""
@@ -41,6 +45,7 @@ class Position:
     """Where it is, for a person."""
     epoch: int = 0
     """The alarm's. What ranks said in an earlier one is over."""
+    among: tuple[int, ...] = ()
 
     def encode(self) -> str:
         """As text for other ranks."""
@@ -49,7 +54,8 @@ class Position:
     @classmethod
     def decode(cls, text: str) -> Position:
         """From what :meth:`encode` returned."""
-        return cls(**json.loads(text))
+        at = json.loads(text)
+        return cls(**{**at, "among": tuple(at["among"])})
 
     def has_begun(self, other: Position) -> bool:
         """Whether it has begun the transfer that ``other`` awaits from it."""
@@ -90,14 +96,14 @@ def circle_from(rank: int, find: Find) -> Circle | None:
 
 def _chain(rank: int, find: Find) -> Iterator[tuple[int, Position]]:
     """Whom ``rank`` waits for, whom that one waits for, ... up to the first one met again."""
-    seen: set[int] = set()
+    path: dict[int, Position] = {}
     at = find(rank)
     while at is not None:
         yield rank, at
-        if rank in seen:
+        if rank in path:
             return
-        seen.add(rank)
-        after = find(at.peer)
-        if after is None or after.has_begun(at):
-            return
-        rank, at = at.peer, after
+        path[rank] = at
+        elsewhere = (r for r, p in path.items() if r in at.among and not p.has_begun(at))
+        rank = next(elsewhere, NOBODY) if at.peer == NOBODY else at.peer
+        after = None if rank == NOBODY else find(rank)
+        at = None if after is None or after.has_begun(at) else after

@@ -43,7 +43,8 @@ class ProcessEnd:
         self._how = f" after {said_of(error)}"
         alarm = self._alarm
         if alarm.turns and alarm.report is None:
-            alarm.fail("with an exception that nobody caught", error)
+            ends = not (sys.flags.interactive or hasattr(sys, "ps1"))
+            alarm.fail("with an exception that nobody caught", error, ends=ends)
         else:
             alarm.add_detail(error)
         self._before(kind, error, trace)

@@ -1,42 +1,43 @@
 """The thread that watches how long this rank waits, and for whom. See [Note: alarm].
 
-A rank that waits for more than a moment looks at the process it waits for (gone, stopped), tells
-the others where it is, and looks for a circle (see [Note: ranks apart]). One on another host is
-given up when its pulse stops for :data:`SILENCE_SECONDS`. Nothing is done while nobody waits, but
-for that pulse.
+A rank that waits for more than a moment looks at the processes in its sight (gone, stopped; see
+[Note: ranks in sight] of ``register.py``), tells the others where it is, and looks for a circle
+(see [Note: ranks apart]). While nothing waits there are pulses alone, between hosts.
 
 [Note: waits elsewhere]
 A rank may also wait in a collective of somebody else's (a sum of losses, activations of tensor
 parallelism) when the step is lost, and its peers never come. Those process groups are not the
-engine's to break, and ranks that have all raised may need them to agree on what to do. So they are
-cut, as the last resort, only by a rank that has not raised :data:`ELSEWHERE_SECONDS` after the
+engine's to break, and ranks that have all raised may need them to agree on what to do. While a rank
+waits there, it looks at processes of its own host, which takes no request. The groups are cut, as
+the last resort, only by a rank that has not raised :data:`ELSEWHERE_SECONDS` after the
 report and still stands in ``torch.distributed``. ``reset_iter_state()`` mends them (see
 [Note: mending] of ``transport/mending.py``).
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import FrameType
+
+import torch.distributed as dist
 
 from polyshard._torch.gloo import COLLECTIVES, cut_groups
 from polyshard.alarm.alarm import Alarm, Waiting
 from polyshard.alarm.board import look
 from polyshard.alarm.courier import ANSWER_SECONDS, UnansweredError
 from polyshard.alarm.positions import Circle, Position, circle_from
-from polyshard.alarm.processes import Condition, Process
+from polyshard.alarm.register import MOST_SECONDS, SILENCE_SECONDS, Silence
 from polyshard.alarm.reports import NOBODY, Cause, Report
 
 TICK_SECONDS = 0.1
 PATIENCE_SECONDS = 0.3
 """How long a wait is nobody's business."""
-PULSE_SECONDS = 1.0
-SILENCE_SECONDS = 10.0
-"""How long a rank of another host may be silent while somebody waits for it."""
 ELSEWHERE_SECONDS = 0.4
 """How long a rank that heard of a report may take to leave ``torch.distributed``."""
 FRAMES = 12
@@ -59,7 +60,9 @@ class Watch:
         self._wait = _Wait()
         self._lost: tuple[int, float] | None = None
         self._circle: Circle | None = None
-        self._pulse = _Pulse()
+        self._silence = Silence()
+        self._started = self._beat_at = self._read_at = time.monotonic()
+        self._store_silence, self._ticked = 0.0, time.monotonic()
         self._ask_seconds = TICK_SECONDS * max(1.0, len(self._board.ranks) / RANKS_PER_TICK)
         self._asked = 0.0
 
@@ -79,14 +82,18 @@ class Watch:
 
     def _tick(self, now: float) -> None:
         alarm = self._alarm
+        # Seconds that this process itself stood still say nothing about the store.
+        is_silent = alarm.courier.silence(now) > PATIENCE_SECONDS
+        passed, self._ticked = min(now - self._ticked, MOST_SECONDS), now
+        self._store_silence = self._store_silence + passed if is_silent else 0.0
         self._beat(now)
         if alarm.report is not None:
             self._wait = self._wait.at(None, now)
             self._look_elsewhere(now)
             return
-        if alarm.courier.silence(now) > PATIENCE_SECONDS and _is_in_torch(self._main):
-            self._suspect_store(now)
-        waiting = alarm.waiting
+        if is_silent and _is_in_torch(self._main):
+            self._suspect_store()
+        waiting = alarm.waiting or _elsewhere(self._main, self._board.ranks)
         before, self._wait = self._wait, self._wait.at(waiting, now)
         if waiting is None or now - self._wait.since < PATIENCE_SECONDS:
             if before.beats[0]:
@@ -97,21 +104,28 @@ class Watch:
     # A long wait ------------------------------------------------------------------------------
 
     def _look(self, waiting: Waiting, now: float) -> None:
+        alarm, register = self._alarm, self._alarm.register
         peers, place = waiting.peers(), waiting.place()
-        self._alarm.look_at_processes(peers)
-        if self._alarm.report is not None or now - self._asked < self._ask_seconds:
+        alarm.look_at_processes(register.near(peers))
+        is_elsewhere = isinstance(waiting, _Elsewhere)
+        if alarm.report or is_elsewhere or now - self._asked < self._ask_seconds:
             return
         self._asked = now
-        epoch = self._alarm.epoch
+        epoch = alarm.epoch
         try:
+            register.read_host()
+            alarm.look_at_processes(peers)
             if place is not None:
-                at = self._wait.position(*place, f"is at {self._alarm.doing}")
-                self._post(replace(at, epoch=epoch))
+                at = self._wait.position(*place, alarm.posted(), f"is at {alarm.doing}")
+                among = peers if place[0] == NOBODY else ()
+                self._post(replace(at, epoch=epoch, among=among))
                 self._look_for_circle(epoch)
-            for peer in peers:
-                self._listen(peer, now)
+            for rank in register.beside:
+                silent = register.silent(rank, self._silence, now)
+                if silent is not None:
+                    alarm.ring(silent)
         except UnansweredError:
-            self._suspect_store(now)
+            self._suspect_store()
             raise
 
     def _post(self, own: Position) -> None:
@@ -146,38 +160,21 @@ class Watch:
     # Other hosts ------------------------------------------------------------------------------
 
     def _beat(self, now: float) -> None:
-        if now - self._pulse.own < PULSE_SECONDS:
-            return
-        self._pulse.own = now
-        alarm, key = self._alarm, self._board.key("pulse", self._board.rank)
-        if len({p.host for p in self._everybody().values()}) > 1:
-            alarm.courier.tell(lambda store: store.add(key, 1))
-
-    def _everybody(self) -> dict[int, Process]:
-        """All processes that have introduced themselves: later, the store may not answer."""
         register = self._alarm.register
-        for rank in self._board.ranks:
-            if register.process_of(rank) is None:
-                break
-        return register.known
-
-    def _listen(self, peer: int, now: float) -> None:
-        """Give up a ``peer`` that can be seen nowhere else, when it falls silent."""
-        register = self._alarm.register
-        process = register.process_of(peer)
-        if process is None or process.condition() is not Condition.ELSEWHERE:
-            return
-        if self._pulse.silence(peer, register.pulse_of(peer), now) > SILENCE_SECONDS:
-            text = (
-                f"rank {peer} ({process}) has not been heard of for {SILENCE_SECONDS:.0f} s: it "
-                "was stopped, or its host is down or cut off"
+        if now >= self._read_at:  # all have entered by the first forward; later no store may answer
+            self._read_at = (
+                math.inf if self._alarm.turns else 2 * now - self._started + TICK_SECONDS
             )
-            self._alarm.ring(Report(peer, Cause.GONE, text))
+            register.read_host()
+        if now >= self._beat_at:
+            self._beat_at = now + register.pulse_seconds
+            if register.is_heard_elsewhere:
+                register.pulse()
 
-    def _suspect_store(self, now: float) -> None:
-        """Whoever keeps the store does not answer."""
-        self._alarm.look_at_processes(self._board.ranks)
-        if self._alarm.report is None and self._pulse.silence(NOBODY, 0, now) > SILENCE_SECONDS:
+    def _suspect_store(self) -> None:
+        """The store does not answer: the process that keeps it may be a rank's."""
+        self._alarm.look_at_processes(self._alarm.register.near(self._board.ranks))
+        if self._alarm.report is None and self._store_silence > SILENCE_SECONDS:
             text = (
                 f"the store of the process group has not answered rank {self._board.rank} for "
                 f"{SILENCE_SECONDS:.0f} s: the process that keeps it was stopped, or its host is "
@@ -210,41 +207,53 @@ class _Wait:
 
     def at(self, waiting: Waiting | None, now: float) -> _Wait:
         """The same, or what begins at ``now``."""
-        if waiting is self.waiting:
+        if waiting == self.waiting:
             return self
         return _Wait(waiting, now, self.number + 1)
 
-    def position(self, peer: int, key: str, count: int, says: str) -> Position:
+    def position(
+        self, peer: int, key: str, count: int, posted: dict[str, int], says: str
+    ) -> Position:
         """As others are told of it."""
-        assert self.waiting is not None
         self.beats[0] += 1
-        posted = self.waiting.posted()
         return Position(self.number, self.beats[0], peer, key, count, posted, says)
 
 
-@dataclass
-class _Pulse:
-    """When this rank showed that it lives, and others did."""
+@dataclass(frozen=True)
+class _Elsewhere:
+    """A wait in a collective of torch's, for some ranks."""
 
-    own: float = 0.0
-    heard: dict[int, tuple[int, float]] = field(default_factory=dict)
+    ranks: tuple[int, ...]
 
-    def silence(self, rank: int, number: int, now: float) -> float:
-        """Seconds since the pulse of ``rank`` changed, as far as somebody listened."""
-        before, since = self.heard.get(rank, (number, now))
-        if number != before:
-            since = now
-        self.heard[rank] = (number, since)
-        return now - since
+    def peers(self) -> tuple[int, ...]:
+        """See :class:`polyshard.alarm.alarm.Waiting`."""
+        return self.ranks
+
+    def place(self) -> None:
+        """See there: others cannot know."""
+
+
+def _elsewhere(thread: int, every: tuple[int, ...]) -> _Elsewhere | None:
+    """What ``thread`` waits for in torch; without a ``group`` at hand, nobody is looked at."""
+    frame = _frame_in_torch(thread)
+    if frame is None or "group" not in frame.f_code.co_varnames:
+        return None
+    group = frame.f_locals.get("group")
+    if isinstance(group, dist.ProcessGroup):
+        with suppress(ValueError):  # destroyed, or not of this process
+            return _Elsewhere(tuple(dist.get_process_group_ranks(group)))
+    return _Elsewhere(every) if group is None else None
 
 
 def _is_in_torch(thread: int) -> bool:
     """Whether ``thread`` stands in a collective of torch's: not in what ``DTensor`` computes."""
+    return _frame_in_torch(thread) is not None
+
+
+def _frame_in_torch(thread: int) -> FrameType | None:
     frame = sys._current_frames().get(thread)
     for _ in range(FRAMES):
-        if frame is None:
-            return False
-        if frame.f_code.co_filename in COLLECTIVES:
-            return True
+        if frame is None or frame.f_code.co_filename in COLLECTIVES:
+            return frame
         frame = frame.f_back
-    return False
+    return None

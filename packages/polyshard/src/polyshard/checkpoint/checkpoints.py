@@ -52,11 +52,13 @@ class Restored:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Saving:
     """A save that goes on while training does."""
 
     _path: Future[Path] = field(repr=False)
+    _is_said: bool = field(default=False, init=False, repr=False)
+    """Whether it failed, and that was raised."""
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -68,7 +70,11 @@ class Saving:
         Raises:
             CheckpointError: on every rank alike, when it failed on any.
         """
-        return self._path.result()
+        try:
+            return self._path.result()
+        except CheckpointError:
+            self._is_said = True
+            raise
 
 
 class Checkpoints:
@@ -190,10 +196,11 @@ class Checkpoints:
         """Wait for a save that is still going on.
 
         Raises:
-            CheckpointError: on every rank alike, when it failed on any; said once.
+            CheckpointError: on every rank alike, when it failed on any; said once, so not if
+                the :class:`Saving` itself was waited for.
         """
         saving, self._saving = self._saving, None
-        if saving is not None:
+        if saving is not None and not saving._is_said:
             saving.wait()
 
     def load(

@@ -144,7 +144,7 @@ def _room(saved: TensorStorageMetadata, like: object, name: object) -> Tensor:
             saved.size, dtype=dtype, device_mesh=like.device_mesh, placements=whole
         )
         return made
-    return torch.empty(saved.size, dtype=dtype)
+    return torch.empty(saved.size, dtype=dtype, device="cpu")
 
 
 def _put(root: dict[str, Any], path: Sequence[str | int], value: Any) -> None:

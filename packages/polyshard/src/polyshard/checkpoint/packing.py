@@ -76,7 +76,9 @@ def room_for(key: str, metadata: Metadata) -> Entries:
     while (found := metadata.state_dict_metadata.get(f"{key}.{index}")) is not None:
         if not isinstance(found, TensorStorageMetadata):
             raise CheckpointError(f"'{key}.{index}' of the checkpoint is not a tensor")
-        entries[f"{key}.{index}"] = torch.empty(found.size, dtype=found.properties.dtype)
+        entries[f"{key}.{index}"] = torch.empty(
+            found.size, dtype=found.properties.dtype, device="cpu"
+        )
         index += 1
     return entries
 

@@ -27,9 +27,9 @@ class RandomState:
         """Go on from there; an accelerator's is left alone where there was none, or is none."""
         random.setstate(state_dict["python"])
         np.random.set_state(state_dict["numpy"])
-        torch.set_rng_state(state_dict["torch"])
+        torch.set_rng_state(state_dict["torch"].cpu())
         if state_dict["device"] is not None and torch.accelerator.is_available():
-            _device_module().set_rng_state(state_dict["device"])
+            _device_module().set_rng_state(state_dict["device"].cpu())
 
 
 def _device_module() -> Any:

@@ -60,7 +60,10 @@ class Staging:
         buffer = self._buffers.get(path)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(
-                tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu"
+                tensor.shape,
+                dtype=tensor.dtype,
+                pin_memory=tensor.device.type != "cpu",
+                device="cpu",
             )
             self._buffers[path] = buffer
         return buffer.copy_(tensor.detach(), non_blocking=True)

@@ -121,7 +121,7 @@ def _model() -> nn.Module:
 
 
 def _batch() -> Tensor:
-    return torch.arange(16.0).reshape(4, 4) / 16
+    return torch.arange(16.0, device="cpu").reshape(4, 4) / 16
 
 
 def _free_port() -> int:

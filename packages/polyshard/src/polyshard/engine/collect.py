@@ -290,7 +290,18 @@ def move_to_device(roots: Sequence[nn.Module], collector: Collector, roles: Mesh
         parameters = [p for p in module.parameters(recurse=False) if collector.takes(p)]
         for tensor in (*parameters, *module.buffers(recurse=False)):
             if tensor.device != device and tensor.device.type != "meta":
-                tensor.data = tensor.to(device)
+                _move(tensor, tensor.detach().to(device))
+
+
+def _move(tensor: Tensor, moved: Tensor) -> None:
+    """Have ``tensor``, which others hold too, be ``moved``."""
+    try:
+        tensor.data = moved
+    except RuntimeError:  # devices that are not built into torch have tensors of another kind
+        is_parameter = isinstance(tensor, nn.Parameter)
+        made = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
+        made.__dict__.update(tensor.__dict__)
+        torch.utils.swap_tensors(tensor, made)
 
 
 def _kind(source: Source) -> tuple[object, ...]:

@@ -257,6 +257,9 @@ class UnitHooks:
                 group.unshard()
         self._prefetch_backward()
         unit.wait()
+        for group in unit.groups:
+            if group.gradients.waiting.unsharded:
+                group.gradients.lend(group.prepare())
         if unit.watch is not None:
             unit.watch.begin_backward(unit.name)
 

@@ -178,7 +178,7 @@ def call_unit(handle: Tensor, site: int, tensors: list[Tensor]) -> list[Tensor]:
         results: list[Tensor] = []
         outline(place.call(_compiled(module, place.compiler), inputs), results)
     place.check(module, results)
-    ticket = torch.tensor(next(registry().numbers))
+    ticket = torch.tensor(next(registry().numbers), device="cpu")
     if place.is_recorded:
         number = int(ticket)
         registry().waiting[number] = results, inputs
@@ -266,7 +266,7 @@ def call_unit_backward(
             torch.autograd.backward([result for result, _ in pairs], [g for _, g in pairs])
     watched = [leaf for leaf in leaves if leaf.requires_grad]
     found = [_as_promised(*pair) for pair in zip(watched, inputs, strict=True)]
-    return [*found, torch.zeros((), dtype=torch.float64)]
+    return [*found, torch.zeros((), dtype=torch.float64, device="cpu")]
 
 
 def _as_promised(leaf: Tensor, given: Tensor) -> Tensor:

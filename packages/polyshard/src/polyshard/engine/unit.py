@@ -1,20 +1,17 @@
-"""Units, and what all units below one root share: reductions in flight, the end of backward.
+"""Units, and what all units below one root share: reductions, the end of backward.
 
-Hooks call these (see :mod:`polyshard.engine.hooks`). One reduction is left in flight while the next
-unit's backward computes; it is finished before another starts.
+Hooks call these (see :mod:`polyshard.engine.hooks`).
 """
 
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from enum import Enum, auto
 from types import FrameType
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from polyshard._torch.newer import resets_sharded_gradients
 from polyshard._torch.private import queue_backward_callback
@@ -24,8 +21,8 @@ from polyshard.alarm.current import current_alarm
 from polyshard.engine.breaking import BackwardGuard, backward_broke, forward_broke, given_up
 from polyshard.engine.finalization import Finalization, Reduction
 from polyshard.engine.prefetch import Prefetcher
+from polyshard.engine.reductions import Reductions
 from polyshard.engine.watching import UnitWatch, end_backward, tell_broken, tell_step_end
-from polyshard.exchange.flight import InFlight
 from polyshard.exchange.freshness import Turn
 from polyshard.group.group import ParameterGroup
 from polyshard.group.kept import free_outdated
@@ -170,14 +167,12 @@ class RootContext:
         self.turn = Turn()
         self.is_last_backward = True
         self.finalization = Finalization()
-        self.max_reductions = 1
+        self.reductions = Reductions()
         self.post_optim_event: torch.Event | None = None
         self.alarm = Alarm(None)
         self.reached = ""
         """The unit that a backward reached last, by name."""
         self.prefetcher: Prefetcher[Unit] = Prefetcher()
-        self._reductions: deque[tuple[ParameterGroup, InFlight]] = deque()
-        self._may_hold: dict[ParameterGroup, None] = {}
 
     def wait_for_optimizer(self, device: torch.device) -> None:
         """Order the current stream behind the event the user recorded after the optimizer."""
@@ -245,21 +240,13 @@ class RootContext:
         if group.reshard_after_backward:
             group.reshard()
         if gradients or group.expects_gradients():
-            self.reduce(group, gradients)
-
-    def reduce(self, group: ParameterGroup, gradients: dict[int, Tensor]) -> None:
-        """Start to reduce, after earlier reductions have made room."""
-        while len(self._reductions) >= self.max_reductions:
-            self._finish_oldest()
-        flight = group.start_reduction(gradients)
-        flight.is_last = self._is_last
-        self._reductions.append((group, flight))
+            self.reductions.start(group, gradients, is_last=self._is_last)
 
     def holds_partial(self, group: ParameterGroup) -> bool:
         """Whether ``group`` has, or is about to have, sums that lack those of other replicas."""
         if not group.roles.is_replicated:
             return False
-        on_their_way = any(g is group and not f.sums_replicas for g, f in self._reductions)
+        on_their_way = self.reductions.lack_replicas(group)
         return on_their_way or group.gradients.waiting.awaits_replicas
 
     @property
@@ -268,17 +255,6 @@ class RootContext:
         if self.finalization.is_manual:
             return self.finalization.is_ending
         return self.is_last_backward
-
-    def _finish_oldest(self) -> None:
-        group, flight = self._reductions.popleft()
-        group.finish_reduction(flight)
-        if not flight.is_last:
-            self._may_hold[group] = None
-
-    def finish_reductions(self) -> None:
-        """Put all sharded gradients in place."""
-        while self._reductions:
-            self._finish_oldest()
 
     # End of backward --------------------------------------------------------------------------
 
@@ -303,16 +279,15 @@ class RootContext:
             if unit.phase is not Phase.POST_BACKWARD:
                 unit.end_unreached()
             unit.phase = Phase.IDLE
+        self.reductions.finish_sums()
         if self._is_last:
             self.end_iteration()
         self.settle()
 
     def end_iteration(self) -> None:
         """The last backward has ended: gradients are in place, and nothing of it is kept."""
-        self.finish_reductions()
-        for group in self._may_hold:
-            group.place_held()
-        self._may_hold.clear()
+        self.reductions.finish()
+        self.reductions.place_held()
         self.prefetcher.order.end_step()
         for unit in self.units:
             unit.end_step()
@@ -329,13 +304,13 @@ class RootContext:
             LifecycleError: while a handle is to be waited for.
         """
         self.finalization.check_line("an attempt")
-        self.finish_reductions()
-        pending, may_hold = dict(self.finalization.pending), dict(self._may_hold)
+        self.reductions.finish()
+        pending, may_hold = dict(self.finalization.pending), self.reductions.remember()
         groups = [group.gradients.remember() for unit in self.units for group in unit.groups]
 
         def put_back() -> None:
             self.finalization.pending.update(pending)
-            self._may_hold.update(may_hold)
+            self.reductions.put_back(may_hold)
             for group in groups:
                 group()
 
@@ -378,11 +353,7 @@ class RootContext:
         """
         self.finalization.check_reset()
         given_up(self.alarm, sys.exc_info()[1], is_in_mid_step=self._is_in_mid_step)
-        for _, flight in self._reductions:
-            with suppress(RuntimeError):  # whose peers may be gone
-                flight.end()
-        self._reductions.clear()
-        self._may_hold.clear()
+        self.reductions.drop()
         self.turn.in_backward = False
         self.prefetcher.reset()
         for unit in self.units:
@@ -396,5 +367,5 @@ class RootContext:
     def _is_in_mid_step(self) -> bool:
         """Whether others may wait for this rank: in a backward that it has not begun, say."""
         gathers = (g.state is State.GATHERING for g in self._groups())
-        under_way = self._reductions or any(gathers)
+        under_way = self.reductions or any(gathers)
         return self.finalization.is_busy or bool(under_way)

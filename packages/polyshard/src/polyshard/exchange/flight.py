@@ -47,8 +47,8 @@ class Averaging:
 class InFlight:
     """A reduction under way: what to wait for, and what to make of the result.
 
-    ``sources`` keeps the gradients alive until they were sent. ``total`` is ``None`` where this
-    rank has no gradient: it only hears whether others have any.
+    ``sources`` keeps the gradients alive until they were sent, where the transfer itself does not.
+    ``total`` is ``None`` where this rank has no gradient: it only hears whether others have any.
     """
 
     pending: Pending
@@ -65,10 +65,22 @@ class InFlight:
     """Whether replicas are summed too, as settings said when it started."""
     is_summed: bool = False
     """Whether the sum over replicas is part of what :attr:`pending` waits for."""
+    sent: Pending | None = None
+    """The end of the reduce-scatter alone, where that may be waited for before the rest."""
     landing: Any = None
     """Gradients of it that land whole (a ``Descent``), if any do."""
     is_last: bool = True
     """Whether no backward of this iteration follows."""
+
+    def let_go(self) -> bool:
+        """Free what was sent; whether the sum over replicas goes on, to be finished later."""
+        sent, self.sent = self.sent, None
+        if sent is None or self.landing is not None:
+            return False
+        sent.wait()
+        if self.scratch is not None:
+            self.scratch.release()
+        return True
 
     def end(self) -> None:
         """Wait, and let go of the result."""

@@ -133,8 +133,8 @@ def differs(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
             if streams_of(mine.device) is not None:
                 found.append((_bits(mine) != _bits(wanted)).any())
             elif not torch.equal(_bits(mine), _bits(wanted)):
-                return torch.tensor(True)
-    return torch.stack(found).any() if found else torch.tensor(False)
+                return torch.tensor(True, device="cpu")
+    return torch.stack(found).any() if found else torch.tensor(False, device="cpu")
 
 
 def _pieces(values: Tensor) -> Sequence[Tensor]:

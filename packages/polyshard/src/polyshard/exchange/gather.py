@@ -236,6 +236,6 @@ class CodecGather:
         What was decoded says nothing: another shard may decode to the same.
         """
         if self._freshness is None or self.resends():
-            return torch.tensor(self._freshness is None)
+            return torch.tensor(self._freshness is None, device="cpu")
         fetch()
-        return torch.tensor(not self._freshness.is_current(is_near=True))
+        return torch.tensor(not self._freshness.is_current(is_near=True), device="cpu")

@@ -43,7 +43,9 @@ class CrossingWriter:
         self._codec: Any = codec
         self._shard = shard
         self._payload = payload
-        self._encoded = torch.empty(payload.numel(), dtype=torch.uint8, pin_memory=True)
+        self._encoded = torch.empty(
+            payload.numel(), dtype=torch.uint8, pin_memory=True, device="cpu"
+        )
         self._copied: Callable[[], None] | None = None
 
     def write(self) -> None:

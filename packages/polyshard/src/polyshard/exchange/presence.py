@@ -101,7 +101,7 @@ class Presence:
         self._tag = zlib.crc32(f"presence {tag} {roles.ranks}".encode()) >> 1
         self._count = count
         self._words = -(-count // WORD_BITS)
-        self._said: tuple[list[int], Tensor] = ([], torch.empty(0))
+        self._said: tuple[list[int], Tensor] = ([], torch.empty(0, device="cpu"))
 
     @classmethod
     def of(cls, roles: MeshRoles, tag: int, count: int, turns: Turns) -> Presence | None:
@@ -118,9 +118,9 @@ class Presence:
         """Say which gradients this reduction sums, and which sums it leaves behind."""
         own = [*self._bits(present), *self._bits(summed)]
         if own != self._said[0]:  # a new tensor: the old one may still be on its way
-            self._said = (own, torch.tensor(own, dtype=torch.int64))
+            self._said = (own, torch.tensor(own, dtype=torch.int64, device="cpu"))
         message = self._said[1]
-        received = torch.empty((len(self.peers), len(own)), dtype=torch.int64)
+        received = torch.empty((len(self.peers), len(own)), dtype=torch.int64, device="cpu")
         works = Works(self._wire, in_turn(self._tag, self._turns.count))
         rows = zip(received.unbind(), self._numbers, strict=True)
         works.receive([Message([row], peer) for row, peer in rows])

@@ -39,7 +39,7 @@ from polyshard.memory.own_storage import own_storage_of_gradient
 from polyshard.params.sharded import Shards
 from polyshard.plugins.validation import wordless
 from polyshard.seams import BoundReduceCodec, ShardStorage, overrides
-from polyshard.transport.base import DONE, Pending, ReduceRoute
+from polyshard.transport.base import DONE, Pending, ReduceRoute, outlives_wait
 
 ReduceHook = Callable[[Tensor], None]
 _HOOKS = "_post_accumulate_grad_hooks"
@@ -166,8 +166,8 @@ class Reducer:
             flight.pending = self._start_codec(self._coder, sources, total)
             return flight, (self._layout.world_size - 1) * self._coder.payload_bytes
         pieces, flight.scratch = self._packing.pieces(sources, wire_dtype)
-        flight.sources = pieces
         flight.pending = self._sums.start(pieces, self._packing.piece_outs(total))
+        flight.sources = () if outlives_wait(flight.pending) else pieces
         if self._codec is None:
             self._replicas.follow(flight, self._waiting.partial)
         return flight, sent + self._route.sent_bytes(pieces)

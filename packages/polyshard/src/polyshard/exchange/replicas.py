@@ -2,9 +2,10 @@
 
 [Note: replicas]
 Other links carry it than what the shard axis needs next, so where the device has streams it
-follows the reduce-scatter on a lane of its own and runs beside the computation. Two things keep it
-on the current stream, when the reduction is finished: a codec, whose working memory belongs to that
-stream, and a transfer that gives its memory up as soon as it was waited for (see ``Pending``).
+follows the reduce-scatter on a lane of its own and runs beside the computation, up to the end of
+the backward: what the reduce-scatter read is free before. Two things keep it on the current stream,
+when the reduction is finished: a codec, whose working memory belongs to that stream, and a transfer
+that gives its memory up as soon as it was waited for (see ``Pending``).
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from torch import Tensor
 from polyshard.exchange.accumulation import Sums
 from polyshard.exchange.flight import InFlight
 from polyshard.exchange.watch import Watch
-from polyshard.memory.streams import Lanes, streams_of
+from polyshard.memory.streams import Lanes, Passage, streams_of
 from polyshard.plugins.validation import wordless
 from polyshard.seams import BoundReplicaCodec
 from polyshard.sharding.mesh import MeshRoles
+from polyshard.transport.base import outlives_wait
 from polyshard.transport.sums import all_gather, all_reduce
 
 
@@ -38,20 +40,23 @@ class Replicas:
     def follow(self, flight: InFlight, partial: Sums) -> None:
         """Have the sum be part of what ``flight`` waits for, where it may; takes ``partial``."""
         total = flight.total
-        outlives = getattr(flight.pending, "outlives_wait", False)
-        if not (self._follows and flight.sums_replicas and outlives) or total is None:
+        follows = self._follows and flight.sums_replicas and outlives_wait(flight.pending)
+        if not follows or total is None:
             return
         earlier = None
         if partial:
             earlier, present = partial.take()
             flight.present = sorted({*present, *flight.present})
         lane = self._lanes.replicas(total.device)
+        scattered = flight.pending
         with lane.enter():
-            flight.pending.wait()
+            scattered.wait()
             if earlier is not None:
                 total.add_(earlier)
             self.sum(total, None)
-        flight.pending = lane.leave((flight.pending, total, earlier))
+        # Another kind may be waited for only once.
+        flight.sent = scattered if isinstance(scattered, Passage) else None
+        flight.pending = lane.leave((None if flight.sent else scattered, total, earlier))
         flight.is_summed = True
 
     def sum(self, total: Tensor, codec: BoundReplicaCodec | None) -> None:

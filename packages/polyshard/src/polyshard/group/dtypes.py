@@ -53,6 +53,15 @@ class GradientDtypes:
         return [index for index in indices if self.kept[index] is None]
 
 
+def reduce_dtype_for(policy: MixedPrecisionPolicy, orig: torch.dtype) -> torch.dtype | None:
+    """The policy's ``reduce_dtype``; complex for complex parameters, and never narrower than they.
+
+    A real dtype would drop imaginary parts, and there is no complex one of bfloat16's width.
+    """
+    wanted = policy.reduce_dtype
+    return torch.promote_types(orig, wanted) if wanted is not None and orig.is_complex else wanted
+
+
 def resolve_dtypes(
     policy: MixedPrecisionPolicy, orig: torch.dtype, told: Sequence[Told | None]
 ) -> tuple[Dtypes, GradientDtypes]:
@@ -62,8 +71,9 @@ def resolve_dtypes(
     """
     param = policy.param_dtype if orig.is_floating_point else None
     compute = param or orig
-    default = policy.reduce_dtype or (orig if reduces_in_original_dtype() else compute)
-    kept = tuple(default if t is None else policy.reduce_dtype or t.dtype for t in told)
+    wanted = reduce_dtype_for(policy, orig)
+    default = wanted or (orig if reduces_in_original_dtype() else compute)
+    kept = tuple(default if t is None else wanted or t.dtype for t in told)
     placed = tuple(orig if t is None else t.dtype for t in told)
     # One of which nothing is known has the dtype that autograd computes it in, that of compute.
     found = {dtype or compute for dtype in kept}

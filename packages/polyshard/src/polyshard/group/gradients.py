@@ -45,6 +45,18 @@ class Gradients:
         self._has_unreduced = True
         self._add(self._given_up(runtime), runtime.gradients.kept)
 
+    def lend(self, runtime: Runtime) -> None:
+        """Have the backward that begins add to what waits, which is the group's own memory.
+
+        Without a second gradient beside each sum; where autograd adds in another dtype, not.
+        """
+        waiting = self.waiting.unsharded
+        for index in list(waiting):
+            leaf = runtime.leaves[index]
+            same = leaf.requires_grad and leaf.dtype is waiting[index].dtype
+            if same and leaf.grad is None and not self._flattens[index]:
+                leaf.grad = waiting.pop(index)
+
     def carry(self, before: Runtime, after: Runtime) -> None:
         """Take what was accumulated along, in the dtypes that hold from now on."""
         device, dtypes = after.buffer.tensor.device, after.dtypes

@@ -8,18 +8,26 @@ import torch
 
 from polyshard.composition.roles import Contributions
 from polyshard.errors import CustomCommsError, warn
+from polyshard.group.dtypes import reduce_dtype_for
 from polyshard.policies import MixedPrecisionPolicy
 from polyshard.transport.custom import CustomComms
 
 
 def policy_notices(policy: MixedPrecisionPolicy, orig_dtype: torch.dtype) -> tuple[str, ...]:
     """What of ``policy`` does not apply to parameters of ``orig_dtype``."""
-    if policy.param_dtype is None or orig_dtype.is_floating_point:
-        return ()
-    return (
-        f"param_dtype={policy.param_dtype} has no effect on {orig_dtype} parameters, which are "
-        "gathered as they are",
-    )
+    found = []
+    if policy.param_dtype is not None and not orig_dtype.is_floating_point:
+        found.append(
+            f"param_dtype={policy.param_dtype} has no effect on {orig_dtype} parameters, which are "
+            "gathered as they are"
+        )
+    reduce = reduce_dtype_for(policy, orig_dtype)
+    if reduce is not None and policy.reduce_dtype not in (reduce, reduce.to_real()):
+        found.append(
+            f"reduce_dtype={policy.reduce_dtype} is {reduce} for {orig_dtype} parameters: no "
+            "narrower dtype holds their imaginary parts"
+        )
+    return tuple(found)
 
 
 def all_notices(

@@ -182,7 +182,7 @@ class Corruption:
         if window is self._windows[0]:
             found += self._rest()
         found += differing(now, parameters, names, peers.device)
-        if peers.any(torch.tensor(bool(found))):
+        if peers.any(torch.tensor(bool(found), device="cpu")):
             raise CorruptionError(
                 f"memory does not hold what was written to it: {listed(peers.union(found))}. "
                 "Nothing was stepped with it. Load the last checkpoint on all ranks; if it comes "

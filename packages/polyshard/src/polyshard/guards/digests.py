@@ -34,7 +34,7 @@ def digest(tensor: Tensor) -> Tensor:
     """
     sums = [one for part in parts(tensor) for one in _sums(_bytes(part))]
     if not sums:
-        return torch.zeros(0, dtype=torch.int64)
+        return torch.zeros(0, dtype=torch.int64, device="cpu")
     return sums[0] if len(sums) == 1 else torch.cat([one.to(sums[0].device) for one in sums])
 
 

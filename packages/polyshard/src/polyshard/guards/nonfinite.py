@@ -5,6 +5,8 @@ The sum of a tensor is finite only if all its elements are, takes one pass and n
 is not, a second look tells elements that are not finite from finite ones whose sum overflowed. On
 an accelerator it is the largest element of all gradients at once, which cannot overflow. A norm
 that was just computed for clipping is such a sum as well: then nothing is read, and nothing sent.
+A norm speaks only for the gradients it was computed of. Any step, a gradient that takes the place
+of another, or a write to one (a backward that adds to it) ends that.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef
 
+from polyshard._torch.private import local_tensor
 from polyshard._torch.whole_rows import WholeRows
 from polyshard.clipping import by_kind, clip_grads_with_norm_, grad_norm, local_gradients
 from polyshard.errors import NonFiniteError, SettingError, SkippedStepWarning
@@ -37,6 +42,7 @@ from polyshard.guards.peers import Peers, ranks_in_words, this_rank
 Action = Literal["stop", "skip"]
 Step = Callable[..., Any]
 _PIECE_NUMEL = 1 << 20
+_Seen = list[tuple[TensorWeakRef, int, int] | None]
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ class NonFinite:
         self._optimizer = weakref.ref(optimizer)
         self._model = None if model is None else weakref.ref(model)
         self._peers: tuple[int, Peers] | None = None
-        self._is_known_finite = False
+        self._finite: _Seen | None = None
         self._is_on = True
         _wrap_step(optimizer, self)
 
@@ -137,10 +143,12 @@ class NonFinite:
         """
         parameters = parameters_of(self._of())
         total = grad_norm(parameters, norm_type)
+        self._finite = None
         if bool(torch.isfinite(total)):
             clip_grads_with_norm_(parameters, max_norm, total)
             # A maximum over ranks may lose what is not a number; a sum of powers cannot.
-            self._is_known_finite = 0 < norm_type < math.inf
+            if 0 < norm_type < math.inf:
+                self._finite = _seen(parameters)
         return total
 
     def _of(self) -> Optimizer:
@@ -155,6 +163,7 @@ class NonFinite:
         """``step(*args, **kwargs)``, unless gradients say no."""
         optimizer = self._of()
         if not self._is_on or _is_scaled(optimizer):
+            self._finite = None
             return step(*args, **kwargs)
         check_steps_alone(optimizer, "guards.NonFinite")
         closure = args[0] if args else kwargs.get("closure")
@@ -192,7 +201,8 @@ class NonFinite:
         """
         optimizer = self._of()
         parameters = parameters_of(optimizer)
-        is_known, self._is_known_finite = self._is_known_finite, False
+        finite, self._finite = self._finite, None
+        is_known = finite is not None and _are_as_seen(parameters, finite)
         peers = self._peers_of(parameters)
         if is_known or not peers.any(_are_suspect(local_gradients(parameters), peers.device)):
             self.in_a_row = 0
@@ -261,6 +271,27 @@ def _wrap_step(optimizer: Optimizer, guard: NonFinite) -> None:
 def _is_scaled(optimizer: Optimizer) -> bool:
     """Whether a ``GradScaler`` has the optimizer's own kernels look, as fused ones do."""
     return getattr(optimizer, "found_inf", None) is not None
+
+
+def _seen(parameters: Sequence[Tensor]) -> _Seen:
+    """Which gradients there are, and how often each was written to; keeps none alive."""
+    return [
+        None if p.grad is None else (TensorWeakRef(p.grad), *_writes(p.grad)) for p in parameters
+    ]
+
+
+def _are_as_seen(parameters: Sequence[Tensor], seen: _Seen) -> bool:
+    return len(parameters) == len(seen) and all(
+        parameter.grad is None
+        if one is None
+        else parameter.grad is one[0]() and _writes(parameter.grad) == one[1:]
+        for parameter, one in zip(parameters, seen, strict=True)
+    )
+
+
+def _writes(gradient: Tensor) -> tuple[int, int]:
+    local = local_tensor(gradient) if isinstance(gradient, DTensor) else gradient
+    return local._version, local.writes if isinstance(local, WholeRows) else 0
 
 
 def _are_suspect(gradients: Sequence[Tensor], device: torch.device) -> Tensor:

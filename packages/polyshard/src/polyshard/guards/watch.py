@@ -115,7 +115,7 @@ class Look:
 
     def summaries(self, count: int) -> list[tuple[Tensor, Tensor]]:
         """For each of ``count`` parameters one number for its weights, one for its state."""
-        nothing = torch.zeros((), dtype=torch.int64)
+        nothing = torch.zeros((), dtype=torch.int64, device="cpu")
         found = [[nothing, nothing] for _ in range(count)]
         for (index, entry, number), seen in self.seen.items():
             is_state = entry != WEIGHTS

@@ -34,6 +34,7 @@ from polyshard._torch.private import (
     storages_are_held,
 )
 from polyshard.memory.pages import PagePool, PageRange
+from polyshard.memory.streams import streams_of
 
 
 class Buffer(Protocol):
@@ -145,6 +146,8 @@ class Recycled:
     more in page faults than in arithmetic. Whoever keeps a gradient longer keeps its memory: then
     new memory is taken instead. Large memory is made of pages that backward has freed, and gives
     them back to the next forward.
+
+    Accelerators have allocators that recycle for all: there, nothing is kept after ``zero_grad``.
     """
 
     def __init__(self, pool: PagePool | None = None) -> None:
@@ -158,6 +161,9 @@ class Recycled:
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """``[numel]``, contents undefined; an alias, so that holders can be counted."""
+        if streams_of(device) is not None:
+            self.drop()
+            return torch.empty(numel, dtype=dtype, device=device)
         memory = self._memory
         if memory is None or not self._fits(memory, numel, dtype, device):
             memory = self._renew(numel, dtype, device)

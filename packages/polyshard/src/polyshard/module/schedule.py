@@ -152,4 +152,4 @@ class ScheduleSettings(Access):
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
             raise SettingError(f"max_input_buffers must be an int >= 1, got {given!r}")
         del recurse  # reductions of a root share one queue
-        self._unit().context.max_reductions = max_input_buffers
+        self._unit().context.reductions.most = max_input_buffers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from typing_extensions import override
 
 from polyshard.__about__ import __version__
-from polyshard._moved import say_moved
 from polyshard._torch.fsdp1 import chunk_sharded_tensor, local_shards
 from polyshard.errors import PluginError
 from polyshard.plugins.contract import Plugin, hookimpl
@@ -21,7 +20,6 @@ from polyshard.seams import (
     GatherCodec,
     GradientLanding,
     GroupInfo,
-    Observer,
     ReduceCodec,
     ShardStorage,
     StorageFactory,
@@ -153,12 +151,3 @@ class DefaultBackend(CollectivesBackend):
     @override
     def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
         return choose_transport(roles, device)
-
-
-if not TYPE_CHECKING:  # else mypy would offer it
-
-    def __getattr__(name: str) -> Any:
-        if name != "SilentObserver":
-            raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-        say_moved(f"{__name__}.SilentObserver", "polyshard.Observer")
-        return Observer

@@ -26,7 +26,9 @@ from polyshard._torch.private import in_backward
 from polyshard._torch.untraced import untraced
 from polyshard.agreement.meeting import report_failure
 from polyshard.alarm.current import current_alarm
-from polyshard.alarm.peers import go_on, tell
+from polyshard.alarm.peers import go_on, lost, tell
+from polyshard.alarm.reports import NOBODY
+from polyshard.engine.breaking import let_down
 from polyshard.engine.plans import audiences
 from polyshard.engine.root import groups_of
 from polyshard.errors import AttemptError, LifecycleError, PeerError, SettingError
@@ -271,12 +273,15 @@ class Attempt(Generic[T]):
         if not refused.is_gone:
             self._ballot.cast(TOLD, None)
         undo.put_back()
-        mend_groups(current_alarm())
         if not refused.is_gone:
             # A rank that failed again while others still went back would be heard by none of them:
             # what they begin anew is after that failure.
-            self._verdict = self._ballot.cast(UNDONE, None) and self._verdict
+            after = self._ballot.cast(UNDONE, _unmended())
             go_on()
+            if not after:
+                self._verdict = after
+                refused = self._error()
+        lost(self._verdict.said if refused.is_gone else {})
         if refused.is_out_of_memory and refused.is_undone and self._verdict.left > 0:
             return True
         if refused is error:
@@ -287,6 +292,8 @@ class Attempt(Generic[T]):
         """Learn how it went for all, with what was raised here."""
         if error is not None:
             self._tell(error)
+            if isinstance(error, RuntimeError):
+                error = let_down(error) or error
         was_ready = self._is_ready
         if not was_ready:
             self._verdict = self._ballot.cast(READY, error)
@@ -315,22 +322,33 @@ class Attempt(Generic[T]):
         verdict = self._verdict
         is_final = self._is_done and not self._undo_steps and bool(self._scope.optimizers)
         error = AttemptError(_message(verdict, is_final=is_final))
-        error.ranks = tuple(verdict.said)
+        error.ranks = tuple(rank for rank in verdict.said if rank != NOBODY)
         error.is_out_of_memory = verdict.kind is Kind.OUT_OF_MEMORY
         error.is_gone = verdict.kind is Kind.GONE
         error.is_undone = not is_final
         return error
 
 
+def _unmended() -> PeerError | None:
+    """Mend process groups that were broken; why that failed, if it did."""
+    try:
+        mend_groups(current_alarm())
+    except PeerError as error:
+        return error
+    return None
+
+
 def _message(verdict: Verdict, *, is_final: bool) -> str:
-    said = "; ".join(f"rank {rank}: {text}" for rank, text in verdict.said.items())
+    each = (f"rank {rank}: {text}" for rank, text in verdict.said.items())
+    failed = verdict.said.get(NOBODY)
+    failed = f"a step failed on {'; '.join(each)}" if failed is None else f"a step failed: {failed}"
     if is_final:
         return (
-            f"a step failed on {said}. Optimizers had begun to step, and undo_steps=False keeps "
+            f"{failed}. Optimizers had begun to step, and undo_steps=False keeps "
             "nothing to go back to: weights of different ranks may belong to different steps. Load "
             "the last checkpoint."
         )
-    text = f"a step failed on {said}. Every rank is where it was before the attempt"
+    text = f"{failed}. Every rank is where it was before the attempt"
     if verdict.kind is Kind.GONE:
         return (
             f"{text}, and no step is possible any more. Save what is left "

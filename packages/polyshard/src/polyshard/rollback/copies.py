@@ -48,7 +48,9 @@ class Memory:
 
 
 def _room(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+    return torch.empty(
+        tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu", device="cpu"
+    )
 
 
 def _fits(buffer: Tensor, tensor: Tensor) -> bool:

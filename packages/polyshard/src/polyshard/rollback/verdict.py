@@ -26,15 +26,21 @@ from enum import Enum
 import torch
 
 from polyshard._torch.private import store_timeout_seconds
+from polyshard.alarm.alarm import LEAVING
 from polyshard.alarm.board import Board, open_board, said_of
-from polyshard.alarm.peers import Absent, Roll, tell, tell_again
-from polyshard.errors import PeerError
+from polyshard.alarm.current import current_alarm
+from polyshard.alarm.peers import Absent, Roll, gathering, tell, tell_again
+from polyshard.alarm.register import REQUESTS_PER_SECOND
+from polyshard.alarm.reports import NOBODY, Cause
+from polyshard.errors import ControlFlowError, OutOfStepError, PeerError
 
 BALLOTS = READY, DONE, TOLD, UNDONE = "ready", "done", "told", "undone"
 FIRST_PAUSE_SECONDS = 1e-4
 LONGEST_PAUSE_SECONDS = 0.025
 LOOK_SECONDS = 0.2
-"""How often a rank that waits asks whether all others are still there."""
+"""How often a rank that waits asks whether all others are still there; ever more seldom, too."""
+KEEPER_SECONDS = 1.0
+"""How long the process that kept the store may take to end after its connections."""
 HOST_MEMORY = "DefaultCPUAllocator"
 """Whose name is in torch's error when the host has no memory left: a plain ``RuntimeError``."""
 
@@ -82,6 +88,11 @@ class Verdict:
 
 def verdict_on(rank: int, error: BaseException, left: int) -> Verdict:
     """What ``error`` of one rank means for all."""
+    if isinstance(error, LEAVING):
+        return Verdict(Kind.GONE, {rank: f"{said_of(error)}, with which it leaves"}, left)
+    if isinstance(error, (OutOfStepError, ControlFlowError)):  # of no single rank
+        kind = Kind.GONE if isinstance(error, OutOfStepError) else Kind.FAILED
+        return Verdict(kind, {NOBODY: str(error)}, left)
     kind = Kind.OUT_OF_MEMORY if is_out_of_memory(error) else Kind.FAILED
     return Verdict(kind, {rank: said_of(error)}, left)
 
@@ -107,6 +118,7 @@ class Ballot:
         self._board: Board | None = None
         self._before: Board | None = None
         self._lost: RuntimeError | None = None
+        self._number = 0
         if board is not None:
             self._board = self._numbered(board.part("attempts"))
 
@@ -117,7 +129,7 @@ class Ballot:
         except RuntimeError as lost:
             self._lost = lost
             return board
-        self._before = board.part(number - 1)
+        self._number, self._before = number, board.part(number - 1)
         return board.part(number)
 
     def cast(self, name: str, error: BaseException | None) -> Verdict:
@@ -128,18 +140,29 @@ class Ballot:
         try:
             if self._lost is not None:
                 raise self._lost
-            return self._come(board, name, error) or self._awaited(board, name, error)
+            key, count = board.prefix.rpartition("/")[0], self._number * 4 + BALLOTS.index(name)
+            what = f"the vote of an attempt whether it is {name}"
+            ended = self._come(board, name, error)
+            with gathering(board.ranks, key, count, what):
+                return ended or self._awaited(board, name, error)
         except RuntimeError as lost:  # the store is gone with the rank that kept it
-            said = f"the store of the process group cannot be reached ({lost})"
-            return Verdict(Kind.GONE, {board.rank: said}, self._left)
+            return self._without_store(board, lost)
+
+    def _without_store(self, board: Board, lost: RuntimeError) -> Verdict:
+        roll, end = Roll(board.ranks), time.monotonic() + KEEPER_SECONDS
+        while (absent := roll.call()) is None and time.monotonic() < end:
+            time.sleep(LONGEST_PAUSE_SECONDS)
+        said = f"the store of the process group cannot be reached ({lost})"
+        return Verdict(Kind.GONE, {NOBODY: said} if absent is None else absent.said, self._left)
 
     def leave(self, name: str, error: BaseException) -> None:
         """Come with an error, and wait for nobody: the process may be about to end."""
         if self._board is not None and self._lost is None:
             with suppress(RuntimeError):
                 self._come(self._board, name, error)
-                for later in (TOLD, UNDONE):
-                    self._come(self._board, later, None)
+                if not isinstance(error, LEAVING):
+                    for later in (TOLD, UNDONE):
+                        self._come(self._board, later, None)
 
     def _come(self, board: Board, name: str, error: BaseException | None) -> Verdict | None:
         """The verdict, if this rank was the last to come."""
@@ -178,20 +201,27 @@ class Ballot:
     def _awaited(self, board: Board, name: str, error: BaseException | None) -> Verdict:
         key, pause = f"{board.prefix}/{name}/ended", FIRST_PAUSE_SECONDS
         begin = looked = time.monotonic()
-        roll = Roll(board.ranks)
+        roll, share = Roll(board.ranks), len(board.ranks) / REQUESTS_PER_SECOND
         while not board.store.check([key]):
             time.sleep(pause)
-            pause = min(1.25 * pause, LONGEST_PAUSE_SECONDS)
             now = time.monotonic()
-            if now - looked > LOOK_SECONDS:
+            pause = min(2 * pause, max(LONGEST_PAUSE_SECONDS, share, (now - begin) / 8))
+            if now - looked > max(LOOK_SECONDS, 8 * share):
                 looked = now
                 if error is not None:
                     tell_again(error)  # a forward may have begun since
-                absent = roll.call() or self._late(now - begin)
+                absent = roll.call() or self._apart(name) or self._late(now - begin)
                 if absent is not None and not board.store.check([key]):
                     kind = Kind.GONE if absent.is_final else Kind.FAILED
                     return self._conclude(board, name, Verdict(kind, absent.said, self._left))
         return Verdict.read(board.store.get(key).decode())
+
+    def _apart(self, name: str) -> Absent | None:
+        """What to say when others wait for this rank elsewhere, and it for them here."""
+        report = current_alarm().report
+        if name not in (READY, DONE) or report is None or report.cause is not Cause.APART:
+            return None
+        return Absent({NOBODY: f"{report.text}. {report.remedy}"}, is_final=False)
 
     def _late(self, seconds: float) -> Absent | None:
         """What to say when the time-out of the store has passed."""

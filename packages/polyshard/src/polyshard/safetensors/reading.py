@@ -106,7 +106,7 @@ def _fill(target: Tensor, item: ReadItem, stored: Stored, file: int) -> None:
     first = tuple(item.storage_offsets)
     wanted = Block(first, tuple(item.lengths))
     for block in split(wanted, max(1, BLOCK_BYTES // stored.dtype.itemsize)):
-        content = torch.empty(block.sizes, dtype=stored.dtype)
+        content = torch.empty(block.sizes, dtype=stored.dtype, device="cpu")
         for view, place in places(memory_of(content), block, stored):
             _read(file, view, place)
         part = target

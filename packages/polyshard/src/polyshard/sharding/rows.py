@@ -113,7 +113,7 @@ def _held(
     shape: torch.Size, cuts: Sequence[_Cut], mesh: DeviceMesh, place: tuple[int, ...]
 ) -> list[Tensor] | None:
     """For each dim what the rank at ``place`` holds of it; ``None`` for other placements."""
-    index = [torch.arange(size) for size in shape]
+    index = [torch.arange(size, device="cpu") for size in shape]
     for cut in cuts:
         placement = cut.placement
         if isinstance(placement, Replicate):

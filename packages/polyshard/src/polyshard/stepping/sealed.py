@@ -102,7 +102,9 @@ class Holdings:
         storages = [local_of(value).untyped_storage() for value in self._entries]
         if any(s.device.type == "cpu" and s.is_shared() for s in storages):
             return False  # other processes have it in hand
-        nobodys = torch.empty(1)  # torch itself may hold what stands for a storage, or not
+        nobodys = torch.empty(
+            1, device="cpu"
+        )  # torch itself may hold what stands for a storage, or not
         (usual,) = _references([nobodys.untyped_storage()])
         if any(count != usual for count in _references(storages)):
             return False

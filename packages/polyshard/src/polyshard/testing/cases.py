@@ -39,12 +39,16 @@ class Case:
     def values(self, seed: int = 0) -> list[Tensor]:
         """Full values of every parameter, the same on all ranks."""
         generator = torch.Generator().manual_seed(seed)
-        found = [torch.randn(p.shape, generator=generator) for p in self.info.parameters]
+        found = [
+            torch.randn(p.shape, generator=generator, device="cpu") for p in self.info.parameters
+        ]
         return [value.to(self.info.orig_dtype) for value in found]
 
     def shard(self, values: list[Tensor], padding: float = 0.0) -> Tensor:
         """This rank's shard buffer (``[shard_numel]``) holding ``values``, and ``padding``."""
-        shard = torch.full((self.layout.shard_numel,), padding, dtype=self.info.orig_dtype)
+        shard = torch.full(
+            (self.layout.shard_numel,), padding, dtype=self.info.orig_dtype, device="cpu"
+        )
         for value, placed in zip(values, self.layout.parameters, strict=True):
             local = local_part(value, placed, self.rank).reshape(-1)
             shard[placed.shard_offset : placed.shard_offset + local.numel()] = local
@@ -61,7 +65,7 @@ def local_part(value: Tensor, placed: ParameterLayout, rank: int) -> Tensor:
 
 def chunk_rows(value: Tensor, placed: ParameterLayout) -> Tensor:
     """``[W, chunk_numel]``: every rank's chunk of ``value``, zero where there is padding."""
-    rows = torch.zeros(placed.world_size, placed.chunk_numel, dtype=value.dtype)
+    rows = torch.zeros(placed.world_size, placed.chunk_numel, dtype=value.dtype, device="cpu")
     for rank in range(placed.world_size):
         local = local_part(value, placed, rank).reshape(-1)
         rows[rank, : local.numel()] = local
@@ -70,7 +74,7 @@ def chunk_rows(value: Tensor, placed: ParameterLayout) -> Tensor:
 
 def real_mask(placed: ParameterLayout) -> Tensor:
     """``[W, chunk_numel]``: which elements of the chunks are not padding."""
-    return chunk_rows(torch.ones(placed.shape), placed).bool()
+    return chunk_rows(torch.ones(placed.shape, device="cpu"), placed).bool()
 
 
 FULL = Dtypes(torch.float32, torch.float32, torch.float32)
@@ -114,7 +118,7 @@ def cases() -> Iterator[list[Case]]:
 
 def strided_rows(world_size: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """``[world_size, numel]`` whose rows do not follow each other in memory."""
-    return torch.full((world_size, numel + 3), math.nan, dtype=dtype)[:, :numel]
+    return torch.full((world_size, numel + 3), math.nan, dtype=dtype, device="cpu")[:, :numel]
 
 
 class SmallModel(nn.Module):

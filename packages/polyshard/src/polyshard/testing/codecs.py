@@ -56,7 +56,7 @@ class CodecConformance(Kit):
         self, stack: PluginStack, at: Case, values: list[Tensor], padding: float = 0.0
     ) -> Tensor:
         codec = self._gather_codec(stack, at)
-        payload = torch.full((codec.payload_bytes,), 0xAB, dtype=torch.uint8)
+        payload = torch.full((codec.payload_bytes,), 0xAB, dtype=torch.uint8, device="cpu")
         shard = at.shard(values, padding)
         given = shard.clone()
         codec.encode(shard, payload)
@@ -82,7 +82,7 @@ class CodecConformance(Kit):
         large, small = at.values(), [0.01 * value for value in at.values(seed=1)]
         alone = self._payload(stack, at, large)
         first, second = (self._gather_codec(stack, at) for _ in range(2))
-        payloads = torch.full((2, 2, first.payload_bytes), 0xAB, dtype=torch.uint8)
+        payloads = torch.full((2, 2, first.payload_bytes), 0xAB, dtype=torch.uint8, device="cpu")
         for codec, values, rows in ((first, large, payloads[0]), (second, small, payloads[1])):
             for rank, payload in enumerate(rows):
                 codec.encode(case(2, rank).shard(values), payload)
@@ -135,7 +135,10 @@ class CodecConformance(Kit):
         self.skip_unless_claimed(bound, "reduce codec for these dtypes")
         sent = [self._sent(stack, at) for at in members]
         at = members[1]
-        outs = [torch.zeros(p.chunk_numel, dtype=dtypes.reduce) for p in at.layout.parameters]
+        outs = [
+            torch.zeros(p.chunk_numel, dtype=dtypes.reduce, device="cpu")
+            for p in at.layout.parameters
+        ]
         self._reduce_codec(stack, at).decode_sum(torch.stack([s[1] for s in sent]), outs)
         for index, placed in enumerate(at.layout.parameters):
             rows = [chunk_rows(at.values(seed=r)[index], placed)[1] for r in range(3)]
@@ -154,7 +157,10 @@ class CodecConformance(Kit):
             sent = [self._sent(stack, at) for at in members]
             for at in members:
                 codec = self._reduce_codec(stack, at)
-                outs = [torch.full((p.chunk_numel,), float("nan")) for p in at.layout.parameters]
+                outs = [
+                    torch.full((p.chunk_numel,), float("nan"), device="cpu")
+                    for p in at.layout.parameters
+                ]
                 codec.decode_sum(torch.stack([s[at.rank] for s in sent]), outs)
                 self._check_sums(at, outs, len(members))
 
@@ -168,7 +174,10 @@ class CodecConformance(Kit):
         ]
         for codecs, rows in zip(pairs, sent, strict=True):
             at = members[0]
-            outs = [torch.full((p.chunk_numel,), float("nan")) for p in at.layout.parameters]
+            outs = [
+                torch.full((p.chunk_numel,), float("nan"), device="cpu")
+                for p in at.layout.parameters
+            ]
             codecs[0].decode_sum(torch.stack([s[0] for s in rows]), outs)
             self._check_sums(at, outs, 2)
 
@@ -185,7 +194,9 @@ class CodecConformance(Kit):
         pairs = zip(at.values(seed=at.rank), at.layout.parameters, strict=True)
         dtype = at.info.reduce_dtype
         chunks = [chunk_rows(value, placed).to(dtype) for value, placed in pairs]
-        payloads = torch.full((at.layout.world_size, codec.payload_bytes), 0xAB, dtype=torch.uint8)
+        payloads = torch.full(
+            (at.layout.world_size, codec.payload_bytes), 0xAB, dtype=torch.uint8, device="cpu"
+        )
         given = [chunk.clone() for chunk in chunks]
         if hasattr(codec, "begin"):  # as the engine, whose base classes bring it
             codec.begin(frozenset(range(len(chunks))))

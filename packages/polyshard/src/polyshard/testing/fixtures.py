@@ -16,31 +16,31 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
             value.rest()
 
 
-def _world(size: int) -> Iterator[World]:
-    world = World(size)
+def _world(size: int, config: pytest.Config) -> Iterator[World]:
+    world = World(size, device=config.getoption("--device", "cpu"))
     yield world
     world.close()
 
 
 @pytest.fixture(scope="session")
-def world1() -> Iterator[World]:
+def world1(pytestconfig: pytest.Config) -> Iterator[World]:
     """One rank."""
-    yield from _world(1)
+    yield from _world(1, pytestconfig)
 
 
 @pytest.fixture(scope="session")
-def world2() -> Iterator[World]:
+def world2(pytestconfig: pytest.Config) -> Iterator[World]:
     """Two gloo ranks."""
-    yield from _world(2)
+    yield from _world(2, pytestconfig)
 
 
 @pytest.fixture(scope="session")
-def world3() -> Iterator[World]:
+def world3(pytestconfig: pytest.Config) -> Iterator[World]:
     """Three gloo ranks: nothing divides evenly."""
-    yield from _world(3)
+    yield from _world(3, pytestconfig)
 
 
 @pytest.fixture(scope="session")
-def world4() -> Iterator[World]:
+def world4(pytestconfig: pytest.Config) -> Iterator[World]:
     """Four gloo ranks."""
-    yield from _world(4)
+    yield from _world(4, pytestconfig)

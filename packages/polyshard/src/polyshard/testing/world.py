@@ -11,6 +11,8 @@ A function is named to the ranks by file and name, so test modules need not be i
 from __future__ import annotations
 
 import faulthandler
+import gc
+import importlib
 import importlib.util
 import inspect
 import multiprocessing
@@ -32,7 +34,7 @@ from typing import Any
 COLLECTIVE_SECONDS = 30.0
 """How long a rank waits for its peers by default."""
 _ANSWER_SECONDS = 5.0  # for a rank to tell that it waited in vain
-_CALLS_OF_A_RANK = 25
+_CALLS_OF_A_RANK = 300
 _PRELOADED = ["torch.distributed.tensor", "polyshard"]
 _STACKS_SECONDS = 1.0  # for a rank to write where it is
 _STACKS_CHARACTERS = 4_000  # the last ones: the main thread's
@@ -48,6 +50,16 @@ class _Call:
     path: str
     name: str
     args: tuple[Any, ...]
+    leaves_groups: int = 0
+    """Not 0 to destroy process groups but the default one first; another number each time."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    value: Any = None
+    error: str = ""
+    groups: int = 1
+    """How many process groups the rank has then."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,7 @@ class _Rank:
     size: int
     store: str
     seconds: float
+    device: str
 
 
 class World:
@@ -69,17 +82,22 @@ class World:
         size: int,
         collective_seconds: float = COLLECTIVE_SECONDS,
         start_method: str = "forkserver",
+        device: str = "cpu",
     ) -> None:
         """``size`` ranks; they start with the first :meth:`run`.
 
         A rank waits ``collective_seconds`` for its peers before it raises. Those of a
         ``forkserver`` start at once, since torch is imported there once for all; ``spawn`` makes
-        processes that share no memory with others, for those who measure it.
+        processes that share no memory with others, for those who measure it. On another ``device``
+        than the CPU that one is the default, and its usual backend serves it beside gloo; ``"sim"``
+        is the simulated one of polyshard-sim.
         """
         self.size = size
         self._seconds = collective_seconds
         self._start_method = start_method
+        self._device = device
         self._calls = 0
+        self._has_groups = self._is_rested = False
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -105,15 +123,21 @@ class World:
             self._start()
             self._answers("starting the ranks", _START_SECONDS)  # imports are not the test's time
         self._calls += 1
-        call = _Call(inspect.getfile(function), function.__qualname__, args)
+        leaves = self._calls if self._has_groups and self._is_rested else 0
+        call = _Call(inspect.getfile(function), function.__qualname__, args, leaves)
+        self._is_rested = False
         for pipe in self._pipes:
             pipe.send(call)
         return self._answers(function.__name__, timeout)
 
     def _answers(self, what: str, timeout: float | None) -> list[Any]:
         begin = time.monotonic()
-        answers = self._collect(timeout)
-        failed = {rank: text for rank, (kind, text) in answers.items() if kind == "error"}
+        try:
+            answers = self._collect(timeout)
+        except BaseException:  # a test's time limit: what ranks still answer is not the next call's
+            self.close()
+            raise
+        failed = {rank: answer.error for rank, answer in answers.items() if answer.error}
         hung = sorted(set(range(self.size)) - set(answers))
         if failed or hung:
             stacks = {rank: self._stacks(rank) for rank in hung}
@@ -124,7 +148,8 @@ class World:
                 parts.append(f"--- ranks {hung} did not answer within {waited:.0f} s ---")
             parts += [f"--- rank {rank} stood here ---\n{text}" for rank, text in stacks.items()]
             raise RankError("\n".join([f"{what} failed", *parts]))
-        return [answers[rank][1] for rank in range(self.size)]
+        self._has_groups = any(answer.groups != 1 for answer in answers.values())
+        return [answers[rank].value for rank in range(self.size)]
 
     def _stacks(self, rank: int) -> str:
         """Of the threads of a rank that hangs; empty if it does not tell."""
@@ -142,17 +167,20 @@ class World:
         return path.read_text()[-_STACKS_CHARACTERS:]
 
     def rest(self) -> None:
-        """A test is over: replace ranks of a fork server that have run many functions.
+        """Mark the end of a test: the next :meth:`run` destroys the process groups that it made.
 
-        Tests make process groups and never end them. Each of gloo's has threads that wake up a
-        hundred times a second; hundreds of groups take more time than tests.
+        Each group of gloo's has threads that wake up a hundred times a second, so hundreds of them
+        would take more time than tests. What a function caches must not hold such groups then.
+        Ranks of a fork server that have run very many functions are replaced.
         """
+        self._is_rested = True
         if self._calls >= _CALLS_OF_A_RANK and self._start_method == "forkserver":
             self.close()
 
     def close(self) -> None:
         """End the processes; a later :meth:`run` starts new ones."""
         self._calls = 0
+        self._has_groups = False
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -176,7 +204,11 @@ class World:
                 ours, theirs = context.Pipe()
                 process = context.Process(  # type: ignore[attr-defined]
                     target=_serve,
-                    args=(_Rank(rank, self.size, store, self._seconds), dict(os.environ), theirs),
+                    args=(
+                        _Rank(rank, self.size, store, self._seconds, self._device),
+                        dict(os.environ),
+                        theirs,
+                    ),
                     daemon=True,
                 )
                 process.start()
@@ -189,8 +221,8 @@ class World:
             else:
                 os.environ["OMP_NUM_THREADS"] = threads
 
-    def _collect(self, timeout: float | None) -> dict[int, tuple[str, Any]]:
-        answers: dict[int, tuple[str, Any]] = {}
+    def _collect(self, timeout: float | None) -> dict[int, _Answer]:
+        answers: dict[int, _Answer] = {}
         deadline = None if timeout is None else time.monotonic() + timeout
         open_pipes = dict(zip(self._pipes, range(self.size), strict=True))
         while open_pipes:
@@ -203,10 +235,10 @@ class World:
                 try:
                     answers[rank] = pipe.recv()
                 except EOFError:
-                    answers[rank] = ("error", "the process ended without an answer")
+                    answers[rank] = _Answer(error="the process ended without an answer")
                 except Exception as error:  # of a class that only the rank can import, say
-                    answers[rank] = ("error", f"its answer cannot be read here: {error!r}")
-                if answers[rank][0] == "error":
+                    answers[rank] = _Answer(error=f"its answer cannot be read here: {error!r}")
+                if answers[rank].error:
                     # Peers in a collective with it give up after as long; others may be stuck.
                     last = time.monotonic() + self._seconds + _ANSWER_SECONDS
                     deadline = last if deadline is None else min(deadline, last)
@@ -219,33 +251,66 @@ def _serve(given: _Rank, environment: dict[str, str], pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from polyshard._torch.gloo import gloo_groups
+
     rank, size = given.rank, given.size
     faulthandler.enable()
     stacks = _stacks_of(Path(given.store).parent, rank).open("w")
     faulthandler.register(signal.SIGUSR1, stacks)
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        _backend_for(given),
         store=dist.FileStore(given.store, size),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=given.seconds),
     )
-    pipe.send(("ok", None))
+    pipe.send(_Answer())
     modules: dict[str, ModuleType] = {}
+    gc.freeze()  # what was imported is not searched each time
     while True:
         try:
             call: _Call = pipe.recv()
         except EOFError:
             return
         try:
+            if call.leaves_groups:
+                _leave_groups(call.leaves_groups)
             # under its name there may be what a decorator made of it
             function = inspect.unwrap(getattr(_load(call.path, modules), call.name))
             torch.manual_seed(0)
             _forget_the_last_call()
-            pipe.send(("ok", function(rank, size, *call.args)))
+            pipe.send(_Answer(function(rank, size, *call.args), groups=len(gloo_groups())))
         except BaseException:
-            pipe.send(("error", traceback.format_exc()))
+            pipe.send(_Answer(error=traceback.format_exc()))
+
+
+def _leave_groups(number: int) -> None:
+    import torch.distributed as dist
+
+    from polyshard._torch.gloo import gloo_groups
+    from polyshard._torch.newer import forget_shardings, name_groups_apart
+
+    for group in gloo_groups().values():
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    name_groups_apart(number)
+    forget_shardings()
+    gc.collect()  # the last call's models and meshes hold groups in cycles
+
+
+def _backend_for(given: _Rank) -> str:
+    """What the ranks communicate over, once their device is the default."""
+    import torch
+    import torch.distributed as dist
+
+    if given.device == "cpu":
+        return "gloo"
+    if given.device == "sim":
+        importlib.import_module("polyshard_sim").enable()
+    torch.accelerator.set_device_index(given.rank % torch.accelerator.device_count())
+    torch.set_default_device(given.device)
+    return f"cpu:gloo,{given.device}:{dist.get_default_backend_for_device(given.device)}"
 
 
 def _forget_the_last_call() -> None:

@@ -77,6 +77,11 @@ class Pending(Protocol):
         ...
 
 
+def outlives_wait(pending: Pending) -> bool:
+    """Whether ``pending`` keeps the memory it uses as long as it is held."""
+    return bool(getattr(pending, "outlives_wait", False))
+
+
 class GatherRoute(ABC):
     """An all-gather bound to memory."""
 

@@ -166,7 +166,7 @@ class CollectiveTransport(Transport):
     @override
     def owner_route(self, dtype: torch.dtype, tag: int) -> CollectiveOwner:
         del tag  # collectives pair by order
-        return CollectiveOwner(self.reduce_group, dtype)
+        return CollectiveOwner(self.reduce_group, dtype, lambda: self.reduce_lane)
 
     @override
     def block(self, size: int) -> CollectiveTransport:

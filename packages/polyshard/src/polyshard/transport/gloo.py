@@ -153,9 +153,9 @@ class GlooReduce(ReduceRoute):
         for extents in (e for e, present in zip(self._extents, takes_part, strict=True) if present):
             mine, theirs = extents.numels[self._rank], extents.numels[peer]
             if mine:
-                works.receive([Message([torch.empty(mine, dtype=dtype)], peer)])
+                works.receive([Message([torch.empty(mine, dtype=dtype, device="cpu")], peer)])
             if theirs:
-                works.send([Message([torch.zeros(theirs, dtype=dtype)], peer)])
+                works.send([Message([torch.zeros(theirs, dtype=dtype, device="cpu")], peer)])
         return works
 
     def _post(

@@ -5,7 +5,8 @@ Meshes, tensors and users hold the process groups of a mesh, so new ones would h
 gets a new backend instead, over a :class:`~polyshard.transport.wire.Wire` of its own among the same
 ranks. All of them come, each of its groups in the order of their names: whoever is in a group with
 a rank that cut knows of it (see [Note: who has cut] of ``alarm/cuts.py``). Groups with a rank
-that will not come back stay broken.
+that will not come back stay broken. Groups of other backends cannot get a new one: where their
+ranks are out of step, no rank goes on.
 """
 
 from __future__ import annotations
@@ -16,10 +17,16 @@ from typing import cast
 
 import torch.distributed as dist
 
-from polyshard._torch.gloo import MOST_GROUPS, cut_group, gloo_groups, reconnect
+from polyshard._torch.gloo import (
+    MOST_GROUPS,
+    cut_group,
+    device_groups,
+    gloo_groups,
+    reconnect,
+)
 from polyshard.alarm.alarm import Alarm
 from polyshard.alarm.cuts import Broken
-from polyshard.errors import ConnectionLostError, PeerError
+from polyshard.errors import ConnectionLostError, OutOfStepError, PeerError
 from polyshard.transport.wire import Wire
 
 
@@ -30,6 +37,7 @@ def mend_groups(alarm: Alarm) -> None:
 
     Raises:
         PeerError: when another rank does not come.
+        OutOfStepError: on all ranks, when a group of another backend (NCCL) is out of step.
     """
     broken = alarm.broken_groups()
     if broken:
@@ -38,6 +46,13 @@ def mend_groups(alarm: Alarm) -> None:
 
 def _mend_all(alarm: Alarm, broken: Broken) -> None:
     groups = gloo_groups()
+    final = sorted(broken.apart & device_groups().keys())
+    if final:
+        raise OutOfStepError(
+            f"ranks have begun different numbers of collectives in the process groups {final}, "
+            "which cannot be connected anew: the next one there would mix up what belongs to "
+            "different collectives, or never end. Start the job again from the last checkpoint"
+        )
     if len(groups) > MOST_GROUPS:
         warnings.warn(
             f"process groups {broken} stay broken: there are {len(groups)}, and at most "

@@ -47,11 +47,12 @@ class Wire:
         """For these ranks of ``group``, which runs on gloo; nothing is connected yet.
 
         Without an alarm all ranks of the group are connected, whatever ``ranks`` says. A ``name``
-        tells apart wires of the same ranks.
+        tells apart wires of the same ranks; they are for groups, and share a device of gloo.
         """
         self.alarm = alarm
         self.ranks = ranks if alarm.board else ()
         self.name = f"{zlib.crc32(repr((*self.ranks, name)).encode()):08x}"
+        self._is_named = bool(name)
         self._begun: deque[int] = deque(maxlen=REMEMBERED)
         self._total = 0
         self._like = group
@@ -123,10 +124,17 @@ class Wire:
         assert board is not None
         name = f"{board.prefix}/wires/{self.name}/{epoch}"
         timeout = timeout_of(self._like)
-        self._meet(board.store, name, timeout.total_seconds())
+        try:
+            self._meet(board.store, name, timeout.total_seconds())
+        except ConnectionLostError:  # the epoch is over: nobody looks for this rank there
+            here = f"{self._left.pop()}/{self.alarm.rank}"
+            self.alarm.courier.tell(lambda store: store.delete_key(here))
+            raise
         rank, size = self.ranks.index(board.rank), len(self.ranks)
         made = self._patiently(
-            lambda: connect_gloo(board.store, f"{name}/gloo", rank, size, timeout)
+            lambda: connect_gloo(
+                board.store, f"{name}/gloo", rank, size, timeout, on_shared_device=self._is_named
+            )
         )
         self._connections = made
         self._tidy(board.store, name, rank)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import Thread
 
 import torch.distributed as dist
 from torch import Tensor
@@ -37,6 +39,15 @@ class Works:
         self._connections: dist.ProcessGroup | None = None
         self._job: Job | None = None
         self._next = 0
+
+    def __del__(self) -> None:
+        """Let messages nobody waits for arrive, as of a model that was dropped: peers count on it.
+
+        gloo forgets messages whose work is gone, and the next of the tag would be taken for them.
+        """
+        if self._works and not sys.is_finalizing() and not self._wire.is_over(self._connections):
+            job = Job(self._works[self._next :], (self._keep, tuple(self._peers)))
+            Thread(target=job.run, name="polyshard-dropped", daemon=True).start()
 
     def receive(self, messages: Sequence[Message]) -> None:
         """Post receives.
@@ -108,10 +119,6 @@ class Works:
             return None
         return rank, self._wire.key(tag), self._wire.count(tag, self._number)
 
-    def posted(self) -> dict[str, int]:
-        """See there."""
-        return self._wire.posted()
-
 
 class Collective:
     """A collective in flight over a wire; which rank keeps it waiting is not known."""
@@ -155,10 +162,6 @@ class Collective:
         self._asked += 1
         count = self._wire.count(COLLECTIVE, self._number)
         return others[self._asked % len(others)], self._wire.key(COLLECTIVE), count
-
-    def posted(self) -> dict[str, int]:
-        """See there."""
-        return self._wire.posted()
 
 
 def wait_over(wire: Wire, connections: dist.ProcessGroup | None, job: Job) -> None:

@@ -12,16 +12,17 @@ what is kept, in ways that leave no trace (``.data``, foreach operations on ``DT
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from polyshard.memory.streams import launched
+from polyshard.memory.streams import NO_PRIORITY, launched, streams_of
 from polyshard_offload.tiers.host_memory import Slab
 from polyshard_offload.tiers.state_store import Extent, Store
 
@@ -54,13 +55,14 @@ class Lane:
     executor: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     loading: Future[None] | None = None
     saving: Future[None] | None = None
+    stream: Any = None
 
     def load(self, job: Job) -> None:
         """Have the chunk in the buffer by the time :meth:`ready` returns."""
         self.loading = None
         if job.reads:
             part = self.buffer[: job.nbytes]
-            self.loading = self.executor.submit(self.store.load, job.extents, part)
+            self.loading = self._submit(partial(self.store.load, job.extents, part))
 
     def ready(self) -> None:
         """Wait for what was asked of the lane last; raises what it met."""
@@ -73,14 +75,28 @@ class Lane:
         """Write the chunk behind the caller's back."""
         if not job.writes:
             return
-        done = launched(self.buffer.device)
         source = self.buffer[: job.nbytes]
+        self.saving = self._submit(partial(self.store.save, job.extents, source))
 
-        def write() -> None:
-            done()
-            self.store.save(job.extents, source)
+    def _submit(self, move: Callable[[], None]) -> Future[None]:
+        """Have the thread do ``move``, behind what was launched so far; it ends with its copies.
 
-        self.saving = self.executor.submit(write)
+        A thread has current streams of its own, which nothing else waits for. So it uses a stream
+        of the buffer's, and the host waits for both ends.
+        """
+        device = self.buffer.device
+        before, streams = launched(device), streams_of(device)
+        if streams is not None and self.stream is None:
+            self.stream = streams.new(NO_PRIORITY)
+        block = nullcontext() if streams is None else streams.on(self.stream)
+
+        def moved() -> None:
+            before()
+            with block:
+                move()
+                launched(device)()
+
+        return self.executor.submit(moved)
 
     def settle(self) -> None:
         """Wait without raising: for the way out of an error."""
@@ -148,7 +164,7 @@ class Pipeline:
         stream = self.stream(jobs)
         try:
             for index in range(len(jobs)):
-                stream.advance(functools.partial(visit, index))
+                stream.advance(partial(visit, index))
             stream.finish()
         except BaseException:
             self.settle()

@@ -52,7 +52,7 @@ class DiskStorage(TierStorage):
         self._wait_written()
         self._fresh = shard if self._file.verifies else None
         # Gives its place back, unless somebody holds a window on it.
-        self._shard, self._window = torch.empty(0), None
+        self._shard, self._window = torch.empty(0, device="cpu"), None
         nbytes = shard.nbytes
         free = self._free.setdefault(nbytes, [])
         self._offset = free.pop() if free else self._file.allocate(nbytes, {shard.dtype: nbytes})

@@ -34,7 +34,7 @@ class TierStorage(ShardStorage):
         self._compute_device = device
         self._serves_codec = False
         self._staging_state = staging
-        self._shard = torch.empty(0)
+        self._shard = torch.empty(0, device="cpu")
         self._staging: Staging | None = None
 
     @property

@@ -41,7 +41,9 @@ class Slab:
     def of_host(cls, nbytes: int, *, pinned: bool) -> Slab:
         """Fresh host memory, page-aligned; page-locked when ``pinned``."""
         if pinned:
-            memory = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+            memory = torch.empty(
+                nbytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu"
+            )
             start = -(-memory.data_ptr() // PAGE_BYTES) * PAGE_BYTES
             return cls(start, nbytes, memory)
         return cls.of_map(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
@@ -61,7 +63,7 @@ class Slab:
         """``[nbytes]`` uint8 from byte ``start`` on. See [Note: leases]."""
         assert start + nbytes <= self.nbytes
         if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         array = (ctypes.c_uint8 * nbytes).from_address(self.address + start)
         array.owner = self.owner  # type: ignore[attr-defined]
         if on_return is not None:

@@ -29,7 +29,7 @@ _PAGE = mmap.PAGESIZE
 _NO_RESERVE = 0x4000
 """MAP_NORESERVE: only pages somebody writes to take memory."""
 
-_NOT_WRITTEN = torch.zeros(1, dtype=torch.int8)
+_NOT_WRITTEN = torch.zeros(1, dtype=torch.int8, device="cpu")
 
 
 @dataclass(frozen=True)

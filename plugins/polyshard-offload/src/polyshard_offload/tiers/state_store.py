@@ -97,7 +97,11 @@ class HostStore(Store):
 
     @override
     def window(self, extent: Extent) -> Tensor:
-        return self._kept[extent.offset] if extent.nbytes else torch.empty(0, dtype=torch.uint8)
+        return (
+            self._kept[extent.offset]
+            if extent.nbytes
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
 
     @override
     def release(self, extent: Extent) -> None:

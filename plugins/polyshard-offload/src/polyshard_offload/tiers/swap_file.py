@@ -148,7 +148,7 @@ class SwapFile:
     ) -> Tensor:
         """``[nbytes]`` uint8 over the file. See [Note: windows]."""
         if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         slab = Slab.of_file(self._descriptor, offset, pages(nbytes))
         return slab.lease(0, nbytes, on_return)
 

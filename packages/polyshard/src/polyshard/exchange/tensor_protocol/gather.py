@@ -136,7 +136,7 @@ class ProtocolBuffer:
     def __init__(self, storages: dict[int, torch.UntypedStorage]) -> None:
         """All of it is allocated now."""
         self._storages = [(s, s.nbytes()) for s in storages.values()]
-        self.tensor = torch.empty(0)
+        self.tensor = torch.empty(0, device="cpu")
         self.nbytes = sum(n for _, n in self._storages)
 
     def acquire(self) -> None:

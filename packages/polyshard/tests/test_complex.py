@@ -1,0 +1,62 @@
+"""Complex parameters: imaginary parts count like real ones, whatever dtypes a policy names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from toy_models import full
+from typing_extensions import override
+
+from polyshard import MixedPrecisionPolicy, fully_shard
+from polyshard.testing import ranks
+
+POLICIES = {
+    "none": MixedPrecisionPolicy(),
+    "bf16 / fp32": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    "fp32 / bf16": MixedPrecisionPolicy(torch.float32, torch.bfloat16),
+    "reduce fp64": MixedPrecisionPolicy(reduce_dtype=torch.float64),
+    "output bf16": MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.bfloat16),
+}
+
+
+class Turn(nn.Module):
+    """Beside a real weight, a complex one; all gradients are sums of small integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.complex(torch.arange(6.0), -torch.arange(6.0)))
+        self.scale = nn.Parameter(torch.ones(6))
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(x * self.turn).sum() + self.scale.sum()
+
+
+def batch(rank: int) -> Tensor:
+    return torch.complex(torch.full((6,), rank + 1.0), torch.full((6,), 2.0 * rank - 4.0))
+
+
+@pytest.mark.filterwarnings("ignore::polyshard.errors.IneffectiveSettingWarning")
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=["sharded", "replicated"])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=list(POLICIES))
+@ranks(2)
+def test_gradients_are_those_of_one_process(
+    rank: int, size: int, policy: Any, shape: tuple[int, ...]
+) -> None:
+    single = Turn()
+    (sum(single(batch(r)) for r in range(size))).backward()
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    model: Any = fully_shard(Turn(), mesh=mesh, mp_policy=policy)
+    for is_last in (False, True):
+        model.set_requires_gradient_sync(is_last)
+        model(batch(rank)).backward()
+    gradients = [[p.grad for p in m.parameters()] for m in (model, single)]
+    for found, expected in zip(*gradients, strict=True):
+        assert found is not None
+        assert expected is not None
+        assert found.dtype == expected.dtype
+        assert torch.equal(full(found), expected)
