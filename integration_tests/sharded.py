@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +106,8 @@ class Sharded:
         return found
 
 
-@cache
 def mesh_of(layout: Layout) -> DeviceMesh:
-    """One for all models: every mesh is several process groups."""
+    """A new one for each call: the world destroys process groups between calls."""
     sizes = (layout.replicas, layout.shards, layout.tensor)
     return init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "dp", "tp"))
 

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from faults import raises, soak
 
 from fault_table import BAR_SECONDS
-
-pytestmark = pytest.mark.once
-
-
-@pytest.fixture(autouse=True)
-def _alone(pytestconfig: pytest.Config) -> None:
-    if pytestconfig.getoption("--stack") not in (None, "core"):
-        pytest.skip("what is installed beside changes nothing")
 
 
 def test_all_ranks_raise_when_one_does() -> None:

@@ -54,7 +54,6 @@ def killed_early(rank: int, size: int) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - begin
 
 
-@pytest.mark.once
 def test_a_rank_that_is_killed_before_plans_are_compared() -> None:
     answers = Ranks(2, TIMEOUT_SECONDS).run(killed_early, ended=[1])
     text, seconds = answers[0]

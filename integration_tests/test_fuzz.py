@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 pytest.importorskip("polyshard_tensor_parallel")
 pytest.importorskip("polyshard_quantized")
@@ -16,11 +17,15 @@ pytest.importorskip("polyshard_offload")
 
 sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks get it with the rest of sys.path
 
-from fuzzing.case import Case, Clip, Leaf, Mesh, Save, Step, Train, Tree, Unit, parse
+from fuzzing import run
+from fuzzing.build import Flow
+from fuzzing.case import Case, Clip, Fail, Leaf, Mesh, Save, Step, Train, Tree, Unit, parse
 from fuzzing.draw import draw
 from fuzzing.program import program
 from fuzzing.session import Session
 from fuzzing.shrink import candidates, shrink
+
+from polyshard.alarm.current import current_alarm
 
 SEED = 0
 BATCHES = 4
@@ -71,6 +76,28 @@ def test_what_is_wrong_is_found_shrunk_and_printed(session: Session) -> None:
     text = program(smallest, "an example")
     compile(text, "example.py", "exec")
     assert repr(smallest) in text
+
+
+def late(rank: int, size: int, text: str, folder: str) -> tuple[str, str]:
+    """Run a case, but rank 0 comes to its backward when it has heard that another rank failed."""
+    loss_of: Callable[[Flow, int], Tensor] = vars(run)["loss_of"]
+
+    def late_loss_of(flow: Flow, micro: int) -> Tensor:
+        while rank == 0 and current_alarm().report is None:
+            time.sleep(0.01)
+        patch.undo()
+        return loss_of(flow, micro)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "loss_of", late_loss_of)
+        return run.on_ranks(rank, size, text, folder)
+
+
+def test_a_rank_that_is_slow_to_fail_hears_of_another(session: Session, tmp_path: Path) -> None:
+    script = (Fail(backward=True), Train(), Step())
+    case = dataclasses.replace(SMALL, script=script, mesh=Mesh(2))
+    answers = session.world.run(late, repr(case), str(tmp_path))
+    assert answers == [("passed", "")] * len(answers)
 
 
 def test_cases_are_data() -> None:

@@ -9,6 +9,6 @@ window.addEventListener("DOMContentLoaded", () => {
   list.disabled = versions.length < 2;
   const root = new URL(document.documentElement.dataset.content_root, document.baseURI);
   list.addEventListener("change", () => {
-    location.href = new URL(`../${list.value}/index.html`, root).href;
+    location.href = new URL(`../${list.value}/docs/index.html`, root).href;
   });
 });

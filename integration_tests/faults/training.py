@@ -17,6 +17,7 @@ import torch.distributed as dist
 from sharded import Sharded, digest, state_of
 from torch import Tensor, nn
 
+import polyshard
 from composition_table import Cell
 from faults.plugin import Faulty, FaultyCodec, OwnCodec, Strike
 from faults.processes import Uncaught
@@ -200,6 +201,29 @@ def loop(trainee: Struck, index: int) -> None:
     raise Uncaught("on purpose")
 
 
+def attempted(trainee: Struck, is_struck: bool, index: int) -> None:
+    """A step in an attempt, which the struck rank ends or does not come to."""
+    fault = trainee.strike.fault
+    if is_struck and fault == "attempt-loop":
+        trainee.strike.mark()
+        loop(trainee, index)
+    with polyshard.attempt(trainee.model, trainee.optimizer):
+        if is_struck and fault != "attempt-loop":
+            trainee.strike.mark()
+            INSTEAD[fault](trainee, index)
+        if fault in ("attempt-killed", "attempt-stopped"):
+            dist.barrier()
+        trainee.whole_step(index)
+
+
+def no_backward(trainee: Struck, index: int) -> None:
+    """But the optimizer's step."""
+    from small_model import loss_of
+
+    loss_of(trainee.model, index, trainee.part)
+    trainee.step()
+
+
 INSTEAD: dict[str, Callable[[Struck, int], None]] = {
     "evaluation": evaluation,
     "skipped": skipped,
@@ -211,6 +235,11 @@ INSTEAD: dict[str, Callable[[Struck, int], None]] = {
     "loop": loop,
     "keeper-killed": killed,
     "keeper-stopped": stopped,
+    "attempt-killed": killed,
+    "attempt-stopped": stopped,
+    "attempt-skipped": no_backward,
+    "attempt-exit": leave,
+    "attempt-keeper-killed": killed,
 }
 
 
@@ -228,7 +257,9 @@ def lost_step(trainee: Struck, is_struck: bool, seen: Seen) -> None:
     if is_struck and fault in PREPARE:
         PREPARE[fault](trainee)
     try:
-        if is_struck and fault in INSTEAD:
+        if fault.startswith("attempt-"):
+            attempted(trainee, is_struck, BEFORE)
+        elif is_struck and fault in INSTEAD:
             strike.mark()
             INSTEAD[fault](trainee, BEFORE)
         else:
@@ -276,7 +307,10 @@ def disturbed(
     return seen
 
 
-ENDS = ("optimizer", "loop", "exit", "killed", "stopped", "keeper-killed", "keeper-stopped")
+ENDS = (
+    *("optimizer", "loop", "exit", "killed", "stopped", "keeper-killed", "keeper-stopped"),
+    *(f"attempt-{end}" for end in ("killed", "stopped", "loop", "exit", "keeper-killed")),
+)
 
 
 def go_on(trainee: Struck, seen: Seen) -> None:

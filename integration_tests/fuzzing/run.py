@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import tempfile
 import traceback
 import warnings
@@ -255,10 +256,23 @@ class Run:
                     loss.backward()
             except DeliberateError:
                 pass
+            except RuntimeError as error:
+                if not self.is_told(error):
+                    raise
         self.model.reset_iter_state()
         self.oracle.forget_pending()
         self.zero(to_none=True)
         self.compare_gradients()
+
+    def is_told(self, error: RuntimeError) -> bool:
+        """Whether ``error`` quotes another rank, which was sooner to fail on purpose.
+
+        It is a ``PeerError``, or has a note where this rank stood in a collective of torch's.
+        """
+        said = "\n".join((str(error), *getattr(error, "__notes__", ())))
+        quoted = re.findall(r"\brank (\d+) failed ", said)
+        others = set(range(self.case.mesh.ranks)) - {dist.get_rank()}
+        return bool(quoted) and {int(rank) for rank in quoted} <= others
 
     # Comparing --------------------------------------------------------------------------------
 

@@ -16,8 +16,6 @@ from typer.testing import CliRunner
 from polyshard_compare import comparing
 from polyshard_compare.command import compare
 
-pytestmark = pytest.mark.once
-
 QUICK = ("--steps", "2", "--warmup", "0", "--device", "cpu", "--timeout", "60")
 ROOT = Path(__file__).parents[3]
 

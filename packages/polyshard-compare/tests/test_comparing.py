@@ -59,7 +59,6 @@ def alone(steps: int, ranks: int) -> list[float]:
     return found
 
 
-@pytest.mark.once
 def test_losses_and_bytes_are_those_by_hand() -> None:
     found = compared("linear", "polyshard", "fsdp2", "fsdp1", "ddp", "single")
     expected = alone(4, 2)
@@ -80,7 +79,6 @@ def test_losses_and_bytes_are_those_by_hand() -> None:
         assert found["single"].wire_bytes == (0,)
 
 
-@pytest.mark.once
 def test_uneven_frozen_dropout_and_units() -> None:
     found = document("tower", "polyshard", "fsdp2", "polyshard+keep", "single")
     (ours, theirs, kept, single) = results(found).values()
@@ -118,7 +116,6 @@ def test_stacks_of_plugins() -> None:
     assert offloaded.losses.bitwise
 
 
-@pytest.mark.once
 def test_replicas_on_four_ranks() -> None:
     found = compared("linear", "polyshard+hsdp=2", "fsdp2+hsdp=2", ranks=4, steps=1)
     for result in found.values():
@@ -127,7 +124,6 @@ def test_replicas_on_four_ranks() -> None:
     assert found["polyshard+hsdp=2"].counted_bytes == (16 * KIB,) * 4
 
 
-@pytest.mark.once
 def test_one_after_the_other_is_the_same_training() -> None:
     turns = compared("tower", "polyshard", "ddp")
     apart = compared("tower", "polyshard", "ddp", sequential=True)
@@ -137,7 +133,6 @@ def test_one_after_the_other_is_the_same_training() -> None:
         assert result.timing.paired_ratio is None
 
 
-@pytest.mark.once
 def test_engines_that_fail_are_rows_and_others_go_on() -> None:
     found = document("trouble", "fsdp1", "polyshard", "fsdp2", "ddp", "single")
     assert found.reference == "polyshard"
@@ -155,7 +150,6 @@ def test_engines_that_fail_are_rows_and_others_go_on() -> None:
     assert "in troubled" in raised.error.details
 
 
-@pytest.mark.once
 def test_an_engine_that_hangs_is_a_row() -> None:
     (hung,) = document("hangs", "single", timeout=3).results
     assert hung.error is not None
@@ -163,7 +157,6 @@ def test_an_engine_that_hangs_is_a_row() -> None:
     assert hung.error.step == 0
 
 
-@pytest.mark.once
 def test_models_of_the_meta_device_have_one_set_of_values() -> None:
     found = compared("on_meta", "polyshard", "fsdp2", "single", steps=1)
     assert found["fsdp2"].losses is not None
@@ -171,7 +164,6 @@ def test_models_of_the_meta_device_have_one_set_of_values() -> None:
     assert losses_of(found["single"]) == pytest.approx(losses_of(found["polyshard"]), rel=1e-6)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("job", "expected"),
     [
@@ -194,7 +186,6 @@ def test_a_bad_job_is_one_error(job: str, expected: str) -> None:
     assert expected in str(caught.value)
 
 
-@pytest.mark.once
 def test_initial_weights_that_differ_are_an_error() -> None:
     with pytest.raises(JobError, match="weight begins with other values than before"):
         document("unseeded", "polyshard", "single")

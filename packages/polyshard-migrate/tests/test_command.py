@@ -16,8 +16,6 @@ from typer.testing import CliRunner
 
 from polyshard_migrate.command import migrate
 
-pytestmark = pytest.mark.once
-
 CLEAN = "from torch.distributed.fsdp import fully_shard\n\nfully_shard(model)\n"
 DONE = CLEAN.replace("torch.distributed.fsdp", "polyshard")
 HAND = "from torch.distributed.fsdp import *\n"

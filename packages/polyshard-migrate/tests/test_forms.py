@@ -7,14 +7,11 @@ import importlib
 from typing import Any
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import given, settings
 from migrate_runs import migrated
 
 import polyshard
 from polyshard_migrate.terms import fsdp1, fsdp2
-
-pytestmark = pytest.mark.once
 
 MOVED = [term.theirs for term in fsdp2.NAMES.terms]
 STAY = [term.theirs for term in fsdp1.NAMES.terms]

@@ -13,8 +13,6 @@ from torch import nn
 from polyshard.testing import World
 from polyshard_migrate import migrate_files
 
-pytestmark = pytest.mark.once
-
 SAMPLES = Path(__file__).parent / "samples"
 SCRIPTS = sorted(path.stem for path in SAMPLES.glob("*_script.py"))
 

@@ -15,8 +15,6 @@ from typer.testing import CliRunner
 
 from polyshard_plan.command import plan
 
-pytestmark = pytest.mark.once
-
 TUNED = ("demo:tiny", "--mesh", "dp=4", "--batch", "4", "--keep", "mesh", "--tune")
 PAIR = ("plan_models:Pair", "--inputs", "plan_models:pair_inputs", "--sequence", "4")
 

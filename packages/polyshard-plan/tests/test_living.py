@@ -39,13 +39,11 @@ def check(world: World, factory: str, mesh: str, given: dict[str, object]) -> No
         assert found.to_json()
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("given", [{}, {"bf16": True, "reshard": False}], ids=["fp32", "bf16"])
 def test_fsdp(world2: World, given: dict[str, object]) -> None:
     check(world2, "uneven", "dp=2", given)
 
 
-@pytest.mark.once
 def test_hsdp(world4: World) -> None:
     check(world4, "uneven", "replicate=2,dp=2", {})
 
@@ -65,7 +63,6 @@ def test_tensor_parallel(world4: World) -> None:
     check(world4, "divided", "dp=2,tp=2", {})
 
 
-@pytest.mark.once
 def test_a_mesh_without_names(world2: World) -> None:
     """The default mesh: axes are called by what they do."""
     for found in world2.run(of_the_default_mesh):
@@ -76,7 +73,6 @@ def test_a_mesh_without_names(world2: World) -> None:
         assert resting(found).parameters == 4 * (8 * 8 + 8) * 2 // 2
 
 
-@pytest.mark.once
 def test_models_that_no_document_fits(world4: World) -> None:
     for said in world4.run(refusal, []):
         assert "is not sharded by polyshard" in said

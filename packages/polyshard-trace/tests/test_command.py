@@ -12,8 +12,6 @@ from polyshard_trace.command import app
 from polyshard_trace.events import Kind, Span, process_lines
 from polyshard_trace.recording.lines import LineFile, path_of
 
-pytestmark = pytest.mark.once
-
 LONG = "model.decoder.layers.11.mixture_of_experts"
 
 

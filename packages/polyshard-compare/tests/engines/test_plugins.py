@@ -38,7 +38,6 @@ def refused(name: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.once
 def test_plugins_are_objects_or_what_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "compare_plugins", sys.modules[__name__])
     assert made("polyshard+compare_plugins:READY").plugins == (READY,)
@@ -71,7 +70,6 @@ def test_tiers_of_offload() -> None:
     assert refused("polyshard+offload-optimizer=tape").startswith("engine 'polyshard+offload-")
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "package"),
     [
@@ -88,7 +86,6 @@ def test_what_is_not_installed_is_named(
     assert refused(name).endswith(f"which is not installed: pip install {package}")
 
 
-@pytest.mark.once
 def test_names_that_nobody_has() -> None:
     assert "no installed plugin is named 'nobody'" in refused("polyshard+nobody")
     assert "importing nowhere failed" in refused("polyshard+nowhere:it")

@@ -7,8 +7,6 @@ import pytest
 from polyshard_compare import CompareError
 from polyshard_compare.engines.spec import KINDS, Spec, parse
 
-pytestmark = pytest.mark.once
-
 
 def test_options_are_read() -> None:
     (spec,) = parse(["polyshard+int8+offload-optimizer+offload-fraction=0.5+flat+hsdp=2+bf16"], 4)

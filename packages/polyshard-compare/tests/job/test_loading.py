@@ -10,8 +10,6 @@ import torch
 from polyshard_compare import Job, JobError, Settings
 from polyshard_compare.job.loading import built, digest_of, load
 
-pytestmark = pytest.mark.once
-
 SCRIPT = """
 import torch
 from beside_job import WIDTH

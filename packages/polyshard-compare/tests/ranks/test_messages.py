@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from polyshard.errors import PeerError
 from polyshard_compare import JobError
 from polyshard_compare.ranks.messages import LONGEST, Failure, first_of, one_line
-
-pytestmark = pytest.mark.once
 
 
 def test_echoes_of_other_ranks_are_not_the_cause() -> None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import math
 
-import pytest
 from compare_found import MIB, found, run, settings
 
 from polyshard_compare.ranks.messages import Failure
 from polyshard_compare.report.runs import Run
 from polyshard_compare.report.summary import summarize
-
-pytestmark = pytest.mark.once
 
 
 def test_times_are_medians_of_the_slowest_rank_without_warmup() -> None:

@@ -15,8 +15,6 @@ from polyshard_compare.report.runs import Run
 from polyshard_compare.report.summary import summarize
 from polyshard_compare.report.table import show
 
-pytestmark = pytest.mark.once
-
 
 def printed(comparison: Comparison) -> str:
     console = Console(width=80)

@@ -9,8 +9,6 @@ from compare_memory import peak_after
 from polyshard.testing.world import World
 from polyshard_compare.training.memory import CLEAR
 
-pytestmark = pytest.mark.once
-
 MIB = 1 << 20
 
 

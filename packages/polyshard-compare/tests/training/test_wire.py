@@ -10,8 +10,6 @@ import pytest
 
 from polyshard_compare.training.wire import sent_between, sent_so_far
 
-pytestmark = pytest.mark.once
-
 
 def pair() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from migrate_runs import migrated, unchanged
 
-pytestmark = pytest.mark.once
-
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),

@@ -12,8 +12,6 @@ from migrate_runs import Migrated, migrated, unchanged
 
 from polyshard_migrate import Kind, MigrateError
 
-pytestmark = pytest.mark.once
-
 
 def script(config: object = None, loop: str = "", initialize: str = "") -> str:
     given = {"zero_optimization": {"stage": 3}} if config is None else config

@@ -7,8 +7,6 @@ import textwrap
 import pytest
 from migrate_runs import migrated, unchanged
 
-pytestmark = pytest.mark.once
-
 HEAD = """\
 import functools
 import torch

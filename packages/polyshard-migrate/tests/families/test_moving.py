@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from migrate_runs import migrated, unchanged
 
-pytestmark = pytest.mark.once
-
 
 def test_a_whole_import_keeps_its_layout() -> None:
     found = migrated("""

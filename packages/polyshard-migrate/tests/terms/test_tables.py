@@ -18,7 +18,6 @@ from polyshard_migrate.terms import ddp, deepspeed, fsdp1, fsdp2
 from polyshard_migrate.terms.catalog import GUIDES, MODULES, know
 from polyshard_migrate.terms.term import Table, Verdict
 
-pytestmark = pytest.mark.once
 FSDP: Any = torch.distributed.fsdp
 
 

@@ -10,8 +10,6 @@ from polyshard_plan import Settings, parse_mesh
 from polyshard_plan.drafting import planned, probed, subject_of
 from polyshard_plan.dry_run.recorder import Account
 
-pytestmark = pytest.mark.once
-
 
 def flops(account: Account) -> int:
     return sum(count * kernel.flops for kernel, count in account.kernels.items())

@@ -9,8 +9,6 @@ from torch import nn
 from polyshard_plan import PlanError
 from polyshard_plan.dry_run.units import units_of
 
-pytestmark = pytest.mark.once
-
 
 def names(model: nn.Module, *patterns: str) -> dict[str, int]:
     return {name: len(modules) for name, modules in units_of(model, patterns).items()}

@@ -28,7 +28,6 @@ PAIR = Settings(
 )
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("sequence", [16, 64, 256])
 @pytest.mark.parametrize(
     "given",
@@ -44,7 +43,6 @@ def test_the_peak_is_the_allocators(world2: World, given: dict[str, object], seq
         assert memory.peak.total == pytest.approx(rest + measured, rel=0.03)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "units",
     [("blocks.*/2",), ("blocks.*.attention", "blocks.*.feed_forward")],
@@ -62,7 +60,6 @@ def test_the_peak_with_other_units(
         assert memory.peak.total == pytest.approx(memory.phases[0].total + measured, rel=0.03)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_the_peak_with_gradients_that_wait(world2: World, accumulate: int, bf16: bool) -> None:
@@ -73,7 +70,6 @@ def test_the_peak_with_gradients_that_wait(world2: World, accumulate: int, bf16:
         assert memory.peak.total == pytest.approx(memory.phases[0].total + measured, rel=0.03)
 
 
-@pytest.mark.once
 def test_blocks_keep_their_slices(world4: World) -> None:
     settings = replace(SMALL, mesh=parse_mesh("dp=4"), sequence=16, reshard=2)
     memory = draft(settings).memory
@@ -100,7 +96,6 @@ def saved_by_torch(model: torch.nn.Module, tokens: Tensor) -> int:
     return sum(saved.values())
 
 
-@pytest.mark.once
 def test_activations_are_those_that_autograd_saves() -> None:
     from polyshard_plan.dry_run.probing import probe
     from polyshard_plan.dry_run.units import units_of
@@ -126,7 +121,6 @@ def test_mixed_precision_reaches_what_tensor_parallelism_cuts() -> None:
     assert narrow["blocks.*"] * 2 == wide["blocks.*"]
 
 
-@pytest.mark.once
 def test_rest_by_hand() -> None:
     memory = draft(PAIR).memory
     elements = 2 * (8 * 8 + 8) // 2  # two layers, over two ranks

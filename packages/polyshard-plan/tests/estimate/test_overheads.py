@@ -44,12 +44,10 @@ def added(machine: object = MACHINE, passes: int = 1, **tiers: object) -> Timing
     return with_overheads(TIMING, work, resting | tiers, machine, "adamw")  # type: ignore[arg-type]
 
 
-@pytest.mark.once
 def test_nothing_is_added_where_all_rests_on_the_device() -> None:
     assert added() == TIMING
 
 
-@pytest.mark.once
 def test_state_on_the_host_comes_and_goes() -> None:
     """Two states of each element, in both directions at once."""
     found = added(optimizer="host", fraction=0.5)
@@ -60,7 +58,6 @@ def test_state_on_the_host_comes_and_goes() -> None:
     assert hidden.optimizer_seconds == pytest.approx(0.1 + passing - 0.1)
 
 
-@pytest.mark.once
 def test_shards_on_the_host_come_for_each_gather() -> None:
     found = added(params="host", grads="host", optimizer="host")
     # Each unit is gathered in forward and again in backward; its gradients leave once.
@@ -80,7 +77,6 @@ def test_shards_on_the_host_come_for_each_gather() -> None:
     assert both == pytest.approx(staged + 2 * SHARDS / 1e3)
 
 
-@pytest.mark.once
 def test_where_the_host_is_the_device_all_of_it_is_copied() -> None:
     host = replace(MACHINE, is_ahead=False)
     found = added(host, optimizer="host")

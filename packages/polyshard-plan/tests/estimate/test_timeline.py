@@ -13,8 +13,6 @@ from polyshard_plan.estimate.machines import MACHINES, Link, save_machine
 from polyshard_plan.estimate.timeline import LANES, Span, Timeline
 from polyshard_plan.estimate.timing import Timing
 
-pytestmark = pytest.mark.once
-
 BALANCED = replace(
     MACHINES["h100x8"],
     flops_per_second={"float32": 1e9, "bfloat16": 1e9},

@@ -12,8 +12,6 @@ from polyshard_plan.dry_run.recorder import Kernel
 from polyshard_plan.estimate.machines import MACHINES, Link, Roof, load_machine, save_machine
 from polyshard_plan.estimate.timing import SLOWED, link_of, seconds_of
 
-pytestmark = pytest.mark.once
-
 SLOW_LINK = replace(
     MACHINES["h100x8"],
     flops_per_second={"float32": 1e30, "bfloat16": 1e30},

@@ -42,7 +42,6 @@ def check(world: World, factory: str, mesh: str, given: dict[str, object]) -> No
         assert payloads.get(axes.get("tensor", ""), 0) == real["own"]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("factory", "given"),
     [
@@ -59,7 +58,6 @@ def test_fsdp_on_two_ranks(world2: World, factory: str, given: dict[str, object]
     check(world2, factory, "dp=2", given)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("mesh", "given"),
     [

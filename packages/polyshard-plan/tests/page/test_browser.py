@@ -9,7 +9,7 @@ import pytest
 
 from headless import DESK, PHONE, OpenPage
 
-pytestmark = [pytest.mark.once, pytest.mark.browser]
+pytestmark = pytest.mark.browser
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,6 @@ from polyshard_plan.page.plan import plan_page
 from polyshard_plan.page.run import RankFacts, predicted_facts, run_page
 from polyshard_plan.page.sections.tuning import tuning_section
 
-pytestmark = pytest.mark.once
-
 
 @pytest.fixture(scope="module")
 def pages() -> dict[str, str]:

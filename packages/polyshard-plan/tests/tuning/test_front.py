@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from polyshard_plan.tuning.front import front_of, ranked
-
-pytestmark = pytest.mark.once
 
 
 @dataclass(frozen=True)

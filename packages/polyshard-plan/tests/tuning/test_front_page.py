@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import typer
 from plan_pages import Parsed
 from typer.testing import CliRunner
@@ -13,8 +12,6 @@ from polyshard.group.transfers import readable
 from polyshard_plan import Open, Settings, parse_mesh, tune
 from polyshard_plan.command import plan
 from polyshard_plan.tuning.page import tuning_page
-
-pytestmark = pytest.mark.once
 
 
 def test_the_page_has_the_front_and_the_plan_of_the_best() -> None:

@@ -56,7 +56,6 @@ def check(world: World, **given: Any) -> str:
     return code
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "given",
     [
@@ -97,7 +96,6 @@ def test_with_tensor_parallelism(world2: World) -> None:
     check(world2, model="plan_models:divided", mesh="dp=1,tp=2", tp_plan=plan)
 
 
-@pytest.mark.once
 def test_plugins_of_the_user_are_imported_by_their_names() -> None:
     settings = settings_of({"plugins": ("plan_models:Watching", "plan_models:WATCHING")})
     code = script_of(settings, subject_of(settings))

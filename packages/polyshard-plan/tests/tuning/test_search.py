@@ -15,8 +15,6 @@ from polyshard_plan.tuning.reasons import differences, parts_of
 from polyshard_plan.tuning.search import Search
 from polyshard_plan.tuning.space import space_of, with_batch
 
-pytestmark = pytest.mark.once
-
 UNEVEN = Settings(
     model="plan_models:uneven", mesh=parse_mesh("dp=4"), batch=8, sequence=16, backend="gloo"
 )

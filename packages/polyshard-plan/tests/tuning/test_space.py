@@ -15,8 +15,6 @@ from polyshard_plan.tuning.choice import mesh_text
 from polyshard_plan.tuning.meshes import meshes_of
 from polyshard_plan.tuning.space import KEEPABLE, Space, space_of
 
-pytestmark = pytest.mark.once
-
 DEMO = Settings(model="demo:tiny", mesh=parse_mesh("replicate=2,dp=4"), batch=8)
 
 

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from polyshard_trace.clocks.offset import Offset, Timeline, best_of
 
-pytestmark = pytest.mark.once
-
 MS = 1_000_000
 
 

@@ -14,8 +14,6 @@ from polyshard_trace.clocks.offset import Offset
 from polyshard_trace.events import CLOCK, Kind, Span, instant_line, process_lines
 from polyshard_trace.recording.lines import LineFile, path_of
 
-pytestmark = pytest.mark.once
-
 SECOND = 10**9
 
 

@@ -13,8 +13,6 @@ import pytest
 from polyshard_trace import TraceError
 from polyshard_trace.recording.lines import LineFile, path_of
 
-pytestmark = pytest.mark.once
-
 
 def lines_in(path: Path) -> list[object]:
     found: list[object] = json.loads(path.read_text("ascii"))["traceEvents"]

@@ -5,13 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 
-import pytest
 from trace_runs import overlaps
 
 from polyshard_trace.events import Kind, Span, micros
 from polyshard_trace.recording.spans import Spans
-
-pytestmark = pytest.mark.once
 
 
 def recorder() -> tuple[Spans, list[Span]]:

@@ -8,8 +8,12 @@ import sys
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from polyshard_compare.ranks.messages import Failure, Start
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["STORE", "output_of", "serve"]
 
@@ -49,9 +53,9 @@ def _serve(start: Start, pipe: Connection) -> None:
 
     torch.set_num_threads(start.threads)
     device = torch.device(start.settings.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", start.rank)
-        torch.cuda.set_device(device)
+    if device.type != "cpu":
+        device = torch.device(device.type, start.rank)
+        torch.accelerator.set_device_index(device)
     if start.spec.kind != "single":
         _join(start, device)
     warm_up(device)
@@ -64,11 +68,12 @@ def _serve(start: Start, pipe: Connection) -> None:
         pipe.send(getattr(session, name)(*arguments))
 
 
-def _join(start: Start, device: object) -> None:
+def _join(start: Start, device: torch.device) -> None:
     import torch.distributed as dist
 
+    own = "" if device.type == "cpu" else dist.get_default_backend_for_device(device)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if getattr(device, "type", "") == "cuda" else "gloo",
+        f"cpu:gloo,{device.type}:{own}" if own else "gloo",
         store=dist.FileStore(str(Path(start.folder) / STORE), start.ranks),
         rank=start.rank,
         world_size=start.ranks,

@@ -48,7 +48,7 @@ class Meter:
         """Forget the peak of building, where that can be."""
         gc.collect()
         if self._on_device:
-            torch.cuda.reset_peak_memory_stats(self._device)
+            torch.accelerator.reset_peak_memory_stats(self._device)
             self._with_build = False
             return
         try:
@@ -60,14 +60,14 @@ class Meter:
     def read(self) -> Memory:
         """The peak so far."""
         if self._on_device:
-            peak = torch.cuda.max_memory_allocated(self._device)
+            peak = torch.accelerator.max_memory_allocated(self._device)
         else:
             peak = _resident("VmHWM:")
         return Memory(max(0, peak - self._start), self._start, self._with_build)
 
     @property
     def _on_device(self) -> bool:
-        return self._device.type == "cuda"
+        return self._device.type != "cpu"
 
 
 def _resident(line: str) -> int:

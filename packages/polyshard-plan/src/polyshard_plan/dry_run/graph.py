@@ -56,7 +56,7 @@ def stand_in(recorder: Recorder, given: Sequence[Tensor], out: Any) -> Any:
     leaves, spec = tree_flatten(out)
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     likes = [leaves[index] for index in places]
-    anchor = torch.empty((), requires_grad=any(like.requires_grad for like in likes))
+    anchor = torch.empty((), device="cpu", requires_grad=any(like.requires_grad for like in likes))
     made = _Unit.apply(recorder, likes, anchor, *given)  # type: ignore[no-untyped-call]
     for index, tensor in zip(places, made, strict=True):
         leaves[index] = tensor

@@ -128,8 +128,8 @@ def _backend(ranks: int) -> Backend:
 
 
 def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type != "cpu":
+        return int(torch.accelerator.get_memory_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -251,7 +251,7 @@ def _copy_rate(device: torch.device) -> float:
 
 
 def _host_rate(device: torch.device) -> float:
-    source = torch.ones(COPIED // 4, pin_memory=device.type == "cuda")
+    source = torch.ones(COPIED // 4, pin_memory=device.type != "cpu", device="cpu")
     target = torch.empty_like(source, device=device)
     return COPIED / seconds_of_turns(lambda: target.copy_(source), device)
 

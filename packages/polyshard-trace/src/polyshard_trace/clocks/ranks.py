@@ -88,7 +88,7 @@ class Line:
             dist.destroy_process_group(self.group)
 
     def _answer(self, clock: Callable[[], int]) -> None:
-        word = torch.zeros(1, dtype=torch.int64)
+        word = torch.zeros(1, dtype=torch.int64, device="cpu")
         for rank in (rank for rank in range(self.ranks.size) if rank != REFERENCE):
             for _ in range(ROUNDS):
                 dist.recv(word, rank, self.group)
@@ -96,7 +96,7 @@ class Line:
                 dist.send(word, rank, self.group)
 
     def _ask(self) -> int:
-        word = torch.zeros(1, dtype=torch.int64)
+        word = torch.zeros(1, dtype=torch.int64, device="cpu")
         dist.send(word, REFERENCE, self.group)
         dist.recv(word, REFERENCE, self.group)
         return int(word)
