@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from polyshard import Plugin, hookimpl
 from polyshard.seams import GroupInfo, ParamInfo, StateDictAdapter
-from samples.verdict import Right, Samples, Wrong
+from samples.verdict import Right, Samples, Wrong, variant
 
 
 class Same(StateDictAdapter):
@@ -54,18 +54,6 @@ class Adapting(Plugin):
     def polyshard_state_dict_adapter(self, group: GroupInfo) -> StateDictAdapter | None:
         made: StateDictAdapter | None = self.adapter() if self.adapter else None
         return made
-
-
-class Upgrading(Adapting):
-    adapter = Upgrade
-
-
-class Wrapping(Adapting):
-    adapter = Around
-
-
-class Abstaining(Adapting):
-    adapter = None
 
 
 # Wrong -------------------------------------------------------------------------------------------
@@ -126,38 +114,19 @@ class _OtherState(Same):
         return -value
 
 
-class Doubling(Adapting):
-    adapter = _Doubling
-
-
-class OneWay(Adapting):
-    adapter = _OneWay
-
-
-class Rounding(Adapting):
-    adapter = _Rounding
-
-
-class Clearing(Adapting):
-    adapter = _Clearing
-
-
-class SomeRanks(Adapting):
-    adapter = _SomeRanks
-
-
-class OtherState(Adapting):
-    adapter = _OtherState
-
-
 SAMPLES = Samples(
-    right=[Right(Adapting), Right(Upgrading), Right(Wrapping), Right(Abstaining)],
+    right=[
+        Right(Adapting),
+        Right(variant(Adapting, "Upgrading", adapter=Upgrade)),
+        Right(variant(Adapting, "Wrapping", adapter=Around)),
+        Right(variant(Adapting, "Abstaining", adapter=None)),
+    ],
     wrong=[
-        Wrong(Doubling, "test_checkpoints_are_native"),
-        Wrong(OneWay, "test_adapters_undo_what_they_do"),
-        Wrong(Rounding, "test_adapters_undo_what_they_do"),
-        Wrong(Clearing, "test_adapters_undo_what_they_do"),
-        Wrong(SomeRanks, "test_checkpoints_are_native"),
-        Wrong(OtherState, "test_checkpoints_are_native"),
+        Wrong(variant(Adapting, "Doubling", adapter=_Doubling), "test_checkpoints_are_native"),
+        Wrong(variant(Adapting, "OneWay", adapter=_OneWay), "test_adapters_undo_what_they_do"),
+        Wrong(variant(Adapting, "Rounding", adapter=_Rounding), "test_adapters_undo_what_they_do"),
+        Wrong(variant(Adapting, "Clearing", adapter=_Clearing), "test_adapters_undo_what_they_do"),
+        Wrong(variant(Adapting, "SomeRanks", adapter=_SomeRanks), "test_checkpoints_are_native"),
+        Wrong(variant(Adapting, "OtherState", adapter=_OtherState), "test_checkpoints_are_native"),
     ],
 )

@@ -15,7 +15,7 @@ from polyshard.seams import CollectivesBackend, GroupInfo
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import Transport, choose_transport
 from polyshard.transport.base import Extents, GatherPiece, GatherRoute, Pending, ReduceRoute
-from samples.verdict import Right, Samples, Wrong
+from samples.verdict import Right, Samples, Wrong, variant
 
 
 class Around(Transport):
@@ -201,26 +201,6 @@ class _RankStaging(Around):
             self.staging_bytes = 1
 
 
-class Forgetting(Wrapping):
-    made = _Forgetting
-
-
-class Shuffling(Wrapping):
-    made = _Shuffling
-
-
-class Averaging(Wrapping):
-    made = _Averaging
-
-
-class Rounding(Wrapping):
-    made = _Rounding
-
-
-class RankStaging(Wrapping):
-    made = _RankStaging
-
-
 class SomeRanks(Wrapping):
     """Moves bytes on one rank."""
 
@@ -251,11 +231,11 @@ SAMPLES = Samples(
     ],
     wrong=[
         Wrong(FirstOnly, "test_answers_are_the_same_on_every_rank"),
-        Wrong(Forgetting, TRAIN),
-        Wrong(Shuffling, TRAIN),
-        Wrong(Averaging, TRAIN),
-        Wrong(Rounding, TRAIN),
-        Wrong(RankStaging, TRAIN),
+        Wrong(variant(Wrapping, "Forgetting", made=_Forgetting), TRAIN),
+        Wrong(variant(Wrapping, "Shuffling", made=_Shuffling), TRAIN),
+        Wrong(variant(Wrapping, "Averaging", made=_Averaging), TRAIN),
+        Wrong(variant(Wrapping, "Rounding", made=_Rounding), TRAIN),
+        Wrong(variant(Wrapping, "RankStaging", made=_RankStaging), TRAIN),
         Wrong(SomeRanks, "test_answers_are_the_same_on_every_rank"),
     ],
 )

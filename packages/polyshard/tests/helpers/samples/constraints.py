@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from polyshard import Plugin, hookimpl
 from polyshard.seams import GroupInfo, ParamInfo, ShardingConstraint
-from samples.verdict import Right, Samples, Wrong
+from samples.verdict import Right, Samples, Wrong, variant
 
 
 class Rows(ShardingConstraint):
@@ -48,18 +48,6 @@ class Constraining(Plugin):
         return made
 
 
-class Free(Constraining):
-    constraint = Anything
-
-
-class Wrapping(Constraining):
-    constraint = Around
-
-
-class Abstaining(Constraining):
-    constraint = None
-
-
 # Wrong -------------------------------------------------------------------------------------------
 
 
@@ -96,34 +84,19 @@ class _Addressed(Rows):
         return repr(self)
 
 
-class ByRank(Constraining):
-    constraint = _ByRank
-
-
-class Nothing(Constraining):
-    constraint = _Nothing
-
-
-class Half(Constraining):
-    constraint = _Half
-
-
-class Wavering(Constraining):
-    constraint = _Wavering
-
-
-class Addressed(Constraining):
-    constraint = _Addressed
-
-
 ANSWERS = "test_answers_are_the_same_on_every_rank"
 SAMPLES = Samples(
-    right=[Right(Constraining), Right(Free), Right(Wrapping), Right(Abstaining)],
+    right=[
+        Right(Constraining),
+        Right(variant(Constraining, "Free", constraint=Anything)),
+        Right(variant(Constraining, "Wrapping", constraint=Around)),
+        Right(variant(Constraining, "Abstaining", constraint=None)),
+    ],
     wrong=[
-        Wrong(ByRank, ANSWERS),
-        Wrong(Nothing, ANSWERS),
-        Wrong(Half, ANSWERS),
-        Wrong(Wavering, ANSWERS),
-        Wrong(Addressed, ANSWERS),
+        Wrong(variant(Constraining, "ByRank", constraint=_ByRank), ANSWERS),
+        Wrong(variant(Constraining, "Nothing", constraint=_Nothing), ANSWERS),
+        Wrong(variant(Constraining, "Half", constraint=_Half), ANSWERS),
+        Wrong(variant(Constraining, "Wavering", constraint=_Wavering), ANSWERS),
+        Wrong(variant(Constraining, "Addressed", constraint=_Addressed), ANSWERS),
     ],
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 from polyshard import Plugin, hookimpl
 from polyshard.seams import BoundGatherCodec, GatherCodec, GroupInfo
 from polyshard.sharding.layout import GroupLayout
-from samples.verdict import Right, Samples, Wrong
+from samples.verdict import Right, Samples, Wrong, variant
 
 
 class Cast(BoundGatherCodec):
@@ -119,10 +119,6 @@ class Around(Cast):
         self.inner.decode(payloads, regions)
 
 
-class Wrapping(Exact):
-    bound = Around
-
-
 # Wrong -------------------------------------------------------------------------------------------
 
 
@@ -185,40 +181,6 @@ class _Shared(Cast):
         super().decode(payloads, regions)
 
 
-class Growing(Exact):
-    bound = _Growing
-
-
-class PeersOnly(Exact):
-    bound = _PeersOnly
-
-
-class Copying(Exact):
-    bound = _Copying
-
-
-class WrongDtype(Exact):
-    """Loses bits and says that it is exact."""
-
-    bound = Half
-
-
-class Spending(Exact):
-    bound = _Spending
-
-
-class Scaled(Exact):
-    bound = _Scaled
-
-
-class Noisy(Exact):
-    bound = _Noisy
-
-
-class Shared(Exact):
-    bound = _Shared
-
-
 SAMPLES = Samples(
     right=[
         Right(Exact),
@@ -226,16 +188,20 @@ SAMPLES = Samples(
         Right(NoneBound),
         Right(NotAlone),
         Right(NotNarrow, tolerance=2.0**-8),
-        Right(Wrapping, tolerance=2.0**-8),
+        Right(variant(Exact, "Wrapping", bound=Around), tolerance=2.0**-8),
     ],
     wrong=[
-        Wrong(Growing, "test_answers_are_the_same_on_every_rank"),
-        Wrong(PeersOnly, "test_gather_round_trip"),
-        Wrong(Copying, "test_gather_round_trip"),
-        Wrong(WrongDtype, "test_gather_round_trip"),
-        Wrong(Spending, "test_gather_round_trip"),
-        Wrong(Scaled, "test_gather_ignores_padding", tolerance=1e-3),
-        Wrong(Noisy, "test_gather_is_deterministic", tolerance=1e-3),
-        Wrong(Shared, "test_gathers_of_two_groups_do_not_mix"),
+        Wrong(variant(Exact, "Growing", bound=_Growing), "test_answers_are_the_same_on_every_rank"),
+        Wrong(variant(Exact, "PeersOnly", bound=_PeersOnly), "test_gather_round_trip"),
+        Wrong(variant(Exact, "Copying", bound=_Copying), "test_gather_round_trip"),
+        Wrong(variant(Exact, "WrongDtype", bound=Half), "test_gather_round_trip"),
+        Wrong(variant(Exact, "Spending", bound=_Spending), "test_gather_round_trip"),
+        Wrong(
+            variant(Exact, "Scaled", bound=_Scaled), "test_gather_ignores_padding", tolerance=1e-3
+        ),
+        Wrong(
+            variant(Exact, "Noisy", bound=_Noisy), "test_gather_is_deterministic", tolerance=1e-3
+        ),
+        Wrong(variant(Exact, "Shared", bound=_Shared), "test_gathers_of_two_groups_do_not_mix"),
     ],
 )

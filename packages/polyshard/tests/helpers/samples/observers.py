@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from polyshard import Observer, Plugin, hookimpl
 from polyshard.seams import GroupInfo
-from samples.verdict import Right, Samples, Wrong
+from samples.verdict import Right, Samples, Wrong, variant
 
 
 class Counting(Observer):
@@ -44,18 +44,6 @@ class Watching(Plugin):
         return made
 
 
-class Quiet(Watching):
-    observer = Observer
-
-
-class Wrapping(Watching):
-    observer = Around
-
-
-class Abstaining(Watching):
-    observer = None
-
-
 # Wrong -------------------------------------------------------------------------------------------
 
 
@@ -78,18 +66,6 @@ class _Stranger:
 
     def on_unshard(self, group: str, payload_bytes: int) -> None:
         """Nothing."""
-
-
-class Raising(Watching):
-    observer = _Raising
-
-
-class Hoarding(Watching):
-    observer = _Hoarding
-
-
-class Strange(Watching):
-    observer = _Stranger
 
 
 class Unmade(Watching):
@@ -124,11 +100,19 @@ class Meddling(Watching):
 
 
 SAMPLES = Samples(
-    right=[Right(Watching), Right(Quiet), Right(Wrapping), Right(Abstaining)],
+    right=[
+        Right(Watching),
+        Right(variant(Watching, "Quiet", observer=Observer)),
+        Right(variant(Watching, "Wrapping", observer=Around)),
+        Right(variant(Watching, "Abstaining", observer=None)),
+    ],
     wrong=[
-        Wrong(Raising, "test_two_ranks_train_like_without"),
-        Wrong(Hoarding, "test_memory_is_released"),
-        Wrong(Strange, "test_answers_are_the_same_on_every_rank"),
+        Wrong(variant(Watching, "Raising", observer=_Raising), "test_two_ranks_train_like_without"),
+        Wrong(variant(Watching, "Hoarding", observer=_Hoarding), "test_memory_is_released"),
+        Wrong(
+            variant(Watching, "Strange", observer=_Stranger),
+            "test_answers_are_the_same_on_every_rank",
+        ),
         Wrong(Unmade, "test_answers_are_the_same_on_every_rank"),
         Wrong(Meddling, "test_two_ranks_train_like_without"),
     ],

@@ -11,7 +11,7 @@ from torch import Tensor
 from polyshard import Plugin, hookimpl
 from polyshard.seams import BoundReduceCodec, GroupInfo, ReduceCodec
 from polyshard.sharding.layout import GroupLayout
-from samples.verdict import Right, Samples, Wrong
+from samples.verdict import Right, Samples, Wrong, variant
 
 
 class Cast(BoundReduceCodec):
@@ -97,14 +97,6 @@ class Lossy(Exact):
     bound = Half
 
 
-class Feedback(Exact):
-    bound = TopHalf
-
-
-class Begun(Exact):
-    bound = Told
-
-
 class _Wide(PluginCodec):
     """Leaves to the engine what is reduced in two bytes anyway."""
 
@@ -116,10 +108,6 @@ class NotNarrow(Lossy):
     @hookimpl
     def polyshard_reduce_codec(self, group: GroupInfo) -> ReduceCodec | None:
         return _Wide(self.bound)
-
-
-class NoneBound(Exact):
-    bound = None
 
 
 class Around(Cast):
@@ -136,10 +124,6 @@ class Around(Cast):
 
     def decode_sum(self, payloads: Tensor, outs: Sequence[Tensor]) -> None:
         self.inner.decode_sum(payloads, outs)
-
-
-class Wrapping(Exact):
-    bound = Around
 
 
 # Wrong -------------------------------------------------------------------------------------------
@@ -197,53 +181,23 @@ class _Shared(TopHalf):
         Cast.encode(self, [values], payloads)
 
 
-class Growing(Exact):
-    bound = _Growing
-
-
-class LastWins(Exact):
-    bound = _LastWins
-
-
-class Averaging(Exact):
-    bound = _Averaging
-
-
-class WrongDtype(Exact):
-    """Loses bits and says that it is exact."""
-
-    bound = Half
-
-
-class Spending(Exact):
-    bound = _Spending
-
-
-class Misdirected(Exact):
-    bound = _Misdirected
-
-
-class Shared(Exact):
-    bound = _Shared
-
-
 SAMPLES = Samples(
     right=[
         Right(Exact),
         Right(Lossy, tolerance=2.0**-8),
-        Right(Feedback, tolerance=1.0, loss_tolerance=0.2),
-        Right(Begun),
+        Right(variant(Exact, "Feedback", bound=TopHalf), tolerance=1.0, loss_tolerance=0.2),
+        Right(variant(Exact, "Begun", bound=Told)),
         Right(NotNarrow, tolerance=2.0**-8),
-        Right(NoneBound),
-        Right(Wrapping, tolerance=2.0**-8),
+        Right(variant(Exact, "NoneBound", bound=None)),
+        Right(variant(Exact, "Wrapping", bound=Around), tolerance=2.0**-8),
     ],
     wrong=[
-        Wrong(Growing, "test_answers_are_the_same_on_every_rank"),
-        Wrong(LastWins, "test_reduce_sums_over_ranks"),
-        Wrong(Averaging, "test_reduce_sums_over_ranks"),
-        Wrong(WrongDtype, "test_reduce_sums_over_ranks"),
-        Wrong(Spending, "test_reduce_sums_over_ranks"),
-        Wrong(Misdirected, "test_reduce_sums_over_ranks"),
-        Wrong(Shared, "test_reductions_of_two_groups_do_not_mix"),
+        Wrong(variant(Exact, "Growing", bound=_Growing), "test_answers_are_the_same_on_every_rank"),
+        Wrong(variant(Exact, "LastWins", bound=_LastWins), "test_reduce_sums_over_ranks"),
+        Wrong(variant(Exact, "Averaging", bound=_Averaging), "test_reduce_sums_over_ranks"),
+        Wrong(variant(Exact, "WrongDtype", bound=Half), "test_reduce_sums_over_ranks"),
+        Wrong(variant(Exact, "Spending", bound=_Spending), "test_reduce_sums_over_ranks"),
+        Wrong(variant(Exact, "Misdirected", bound=_Misdirected), "test_reduce_sums_over_ranks"),
+        Wrong(variant(Exact, "Shared", bound=_Shared), "test_reductions_of_two_groups_do_not_mix"),
     ],
 )

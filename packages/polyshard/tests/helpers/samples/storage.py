@@ -11,7 +11,7 @@ from polyshard import Plugin, hookimpl
 from polyshard.plugins.builtin import DeviceStorage
 from polyshard.seams import GroupInfo, ShardStorage, StorageFactory
 from polyshard.sharding.layout import GroupLayout
-from samples.verdict import Right, Samples, Wrong
+from samples.verdict import Right, Samples, Wrong, variant
 
 
 class Apart(ShardStorage):
@@ -88,10 +88,6 @@ class Abstaining(Moving):
         return Factory(self.made) if len(group.parameters) > 100 else None
 
 
-class Wrapping(Moving):
-    made = Around
-
-
 # Wrong -------------------------------------------------------------------------------------------
 
 
@@ -149,30 +145,6 @@ class _Shared(Apart):
         return self.resting.copy_(shard)
 
 
-class NewView(Moving):
-    made = _NewView
-
-
-class Stale(Moving):
-    made = _Stale
-
-
-class Deaf(Moving):
-    made = _Deaf
-
-
-class Halving(Moving):
-    made = _Halving
-
-
-class Narrow(Moving):
-    made = _Narrow
-
-
-class Shared(Moving):
-    made = _Shared
-
-
 class SomeRanks(Moving):
     """Claims the storage on one rank."""
 
@@ -182,14 +154,14 @@ class SomeRanks(Moving):
 
 
 SAMPLES = Samples(
-    right=[Right(Moving), Right(Abstaining), Right(Wrapping)],
+    right=[Right(Moving), Right(Abstaining), Right(variant(Moving, "Wrapping", made=Around))],
     wrong=[
-        Wrong(NewView, "test_storage_life_cycle"),
-        Wrong(Stale, "test_storage_life_cycle"),
-        Wrong(Deaf, "test_storage_life_cycle"),
-        Wrong(Halving, "test_storage_life_cycle"),
-        Wrong(Narrow, "test_storage_life_cycle"),
-        Wrong(Shared, "test_storages_of_two_groups_do_not_mix"),
+        Wrong(variant(Moving, "NewView", made=_NewView), "test_storage_life_cycle"),
+        Wrong(variant(Moving, "Stale", made=_Stale), "test_storage_life_cycle"),
+        Wrong(variant(Moving, "Deaf", made=_Deaf), "test_storage_life_cycle"),
+        Wrong(variant(Moving, "Halving", made=_Halving), "test_storage_life_cycle"),
+        Wrong(variant(Moving, "Narrow", made=_Narrow), "test_storage_life_cycle"),
+        Wrong(variant(Moving, "Shared", made=_Shared), "test_storages_of_two_groups_do_not_mix"),
         Wrong(SomeRanks, "test_answers_are_the_same_on_every_rank"),
     ],
 )

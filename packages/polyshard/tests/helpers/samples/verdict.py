@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 
 @dataclass(frozen=True)
@@ -30,3 +31,14 @@ class Samples:
 
     right: Sequence[Right]
     wrong: Sequence[Wrong]
+
+
+def variant(plugin: type, name: str, **attributes: object) -> Callable[[], object]:
+    """Make a factory of ``plugin`` with other class attributes, under another name."""
+    factory = partial(_made, plugin, name, attributes)  # ranks get it pickled, unlike a new class
+    factory.__name__ = name  # type: ignore[attr-defined]
+    return factory
+
+
+def _made(plugin: type, name: str, attributes: dict[str, object]) -> object:
+    return type(name, (plugin,), dict(attributes))()
