@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,3 +154,30 @@ def test_nothing_is_mended_that_nobody_cut(rank: int, size: int) -> None:
         model(torch.ones(1, WIDTH)).sum().backward()
     model.reset_iter_state()
     assert backend_on_cpu(mesh.get_group()) is before
+
+
+def mend_and_destroy(rank: int, size: int) -> int:
+    gc.collect()  # the last call's model, with its groups
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    groups = [mesh[name].get_group() for name in ("dp", "tp")]
+    model = build(mesh)
+    expected = train(model)
+    if rank == 1:
+        model[0].raises = "forward"
+    with pytest.raises(RuntimeError if rank != 1 else ArithmeticError):
+        train(model)
+    model[0].raises = ""
+    model.reset_iter_state()
+    model.zero_grad()
+    works(model, mesh, expected)
+    for group in groups:
+        dist.destroy_process_group(group)
+    return sum(
+        path.read_text() == "gloo_tcp_loop\n" for path in Path("/proc/self/task").glob("*/comm")
+    )
+
+
+def test_mended_groups_go_when_they_are_destroyed(world4: World) -> None:
+    """Their connections have threads, which wake up a hundred times a second."""
+    counts = [sum(world4.run(mend_and_destroy)) for _ in range(4)]
+    assert counts[3] - counts[1] < 8, counts  # two groups of each rank and call would be 16

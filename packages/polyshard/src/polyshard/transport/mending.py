@@ -62,6 +62,8 @@ def _mend_all(alarm: Alarm, broken: Broken) -> None:
             stacklevel=3,
         )
         return
+    for name in alarm.mending.keys() - groups.keys():  # destroyed since
+        del alarm.mending[name]
     mended = []
     try:
         for name in sorted(groups):

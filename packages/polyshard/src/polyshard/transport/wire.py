@@ -55,8 +55,10 @@ class Wire:
         self._is_named = bool(name)
         self._begun: deque[int] = deque(maxlen=REMEMBERED)
         self._total = 0
-        self._like = group
-        self._connections: dist.ProcessGroup | None = None if alarm.board else group
+        # Not the group itself: it would outlive its destruction here, with its threads and files.
+        self._timeout = timeout_of(group)
+        self._unwatched = None if alarm.board else group
+        self._connections = self._unwatched
         self._cut: dist.ProcessGroup | None = None
         self.waiter = Waiter()
         self._left: list[str] = []
@@ -88,7 +90,8 @@ class Wire:
 
     def number_of(self, rank: int) -> int:
         """What a global rank is called in messages over this wire."""
-        return self.ranks.index(rank) if self.ranks else dist.get_group_rank(self._like, rank)
+        group = self._unwatched
+        return self.ranks.index(rank) if group is None else dist.get_group_rank(group, rank)
 
     def others(self) -> tuple[int, ...]:
         """The global ranks that are not this one."""
@@ -123,7 +126,7 @@ class Wire:
         board, epoch = self.alarm.board, self.alarm.epoch
         assert board is not None
         name = f"{board.prefix}/wires/{self.name}/{epoch}"
-        timeout = timeout_of(self._like)
+        timeout = self._timeout
         try:
             self._meet(board.store, name, timeout.total_seconds())
         except ConnectionLostError:  # the epoch is over: nobody looks for this rank there
