@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from polyshard.alarm.alarm import Alarm
 from polyshard.alarm.board import Board
@@ -129,3 +130,43 @@ def test_a_store_that_stays_silent_is_given_up(watched: tuple[Pausing, Alarm]) -
         time.sleep(0.05)
     assert alarm.report is not None
     assert "the store of the process group has not answered rank 0 for 2 s" in alarm.report.text
+
+
+STANDS_IN_TORCH = """
+def destroy(group, ended):
+    ended.wait()
+"""
+
+
+class OfNobody(dist.ProcessGroup):
+    """Torch's registry does not know it, like one that is being destroyed."""
+
+
+def test_a_group_that_is_being_destroyed_does_not_end_the_watch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The main thread stands in ``destroy_process_group()``, then in a transfer for good."""
+    store = dist.HashStore()
+    alarm = Alarm(Board(store, "alarm", 0, (0, 1)))
+    alarm.start()
+    made: dict[str, Any] = {}
+    exec(compile(STANDS_IN_TORCH, distributed_c10d.__file__, "exec"), made)
+    ended = threading.Event()
+    watch = Watch(alarm)
+    watch.start()
+    threading.Timer(0.3, ended.set).start()
+    made["destroy"](OfNobody(0, 1), ended)  # type: ignore[call-arg]
+    alarm.waiting = Waits()
+    try:
+        end = time.monotonic() + SECONDS
+        beat = 0
+        while time.monotonic() < end and not is_rung(alarm):
+            beat += 1
+            other = Position(1, beat, 0, "wire:2", 1, {}, "is elsewhere")
+            store.set("alarm/at/1", other.encode())
+            time.sleep(0.05)
+    finally:
+        watch.close(SECONDS)
+        alarm.courier.close(SECONDS)
+    assert is_rung(alarm)
+    assert not caplog.records

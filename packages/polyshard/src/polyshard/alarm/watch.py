@@ -16,6 +16,7 @@ report and still stands in ``torch.distributed``. ``reset_iter_state()`` mends t
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import threading
@@ -34,6 +35,8 @@ from polyshard.alarm.courier import ANSWER_SECONDS, UnansweredError
 from polyshard.alarm.positions import Circle, Position, circle_from
 from polyshard.alarm.register import MOST_SECONDS, SILENCE_SECONDS, Silence
 from polyshard.alarm.reports import NOBODY, Cause, Report
+
+logger = logging.getLogger("polyshard")
 
 TICK_SECONDS = 0.1
 PATIENCE_SECONDS = 0.3
@@ -77,8 +80,12 @@ class Watch:
 
     def _run(self) -> None:
         while not self._ended.wait(TICK_SECONDS):
-            with suppress(UnansweredError):
+            try:
                 self._tick(time.monotonic())
+            except UnansweredError:
+                pass
+            except Exception:  # without this thread, no rank would hear of a failure of others
+                logger.exception("looking for ranks that wait in vain failed; it is tried again")
 
     def _tick(self, now: float) -> None:
         alarm = self._alarm
@@ -240,7 +247,7 @@ def _elsewhere(thread: int, every: tuple[int, ...]) -> _Elsewhere | None:
         return None
     group = frame.f_locals.get("group")
     if isinstance(group, dist.ProcessGroup):
-        with suppress(ValueError):  # destroyed, or not of this process
+        with suppress(ValueError, KeyError):  # being destroyed, or not of this process
             return _Elsewhere(tuple(dist.get_process_group_ranks(group)))
     return _Elsewhere(every) if group is None else None
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from threading import Thread
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch.distributed as dist
 
@@ -38,6 +38,16 @@ MOST_SECONDS = 0.05
 """How often a rank that waits for connections looks whether all have come."""
 
 
+class _Begun(NamedTuple):
+    """One transfer."""
+
+    number: int
+    """Among all."""
+    tag: int
+    nth: int
+    """Among those of its tag."""
+
+
 class Wire:
     """See [Note: wires]."""
 
@@ -53,8 +63,11 @@ class Wire:
         self.ranks = ranks if alarm.board else ()
         self.name = f"{zlib.crc32(repr((*self.ranks, name)).encode()):08x}"
         self._is_named = bool(name)
-        self._begun: deque[int] = deque(maxlen=REMEMBERED)
+        self._begun: deque[_Begun] = deque(maxlen=REMEMBERED)
         self._total = 0
+        self._counts: dict[int, int] = {}
+        """How many of each tag, since the epoch's begin: ranks that compare them do not all
+        remember the same transfers."""
         # Not the group itself: it would outlive its destruction here, with its threads and files.
         self._timeout = timeout_of(group)
         self._unwatched = None if alarm.board else group
@@ -75,14 +88,19 @@ class Wire:
 
     def begin(self, tag: int) -> int:
         """A transfer of ``tag`` begins; its number among all."""
-        self._begun.append(tag)
+        if (
+            len(self._begun) == REMEMBERED
+            and self._begun[0].nth == self._counts[self._begun[0].tag]
+        ):
+            del self._counts[self._begun[0].tag]  # long ago, of a model that is gone
         self._total += 1
+        self._counts[tag] = self._counts.get(tag, 0) + 1
+        self._begun.append(_Begun(self._total, tag, self._counts[tag]))
         return self._total
 
-    def count(self, tag: int, number: int) -> int:
-        """The how-manieth of ``tag`` the transfer with this number is, as far as remembered."""
-        begun = list(self._begun)
-        return begun[: len(begun) - (self._total - number)].count(tag)
+    def count(self, number: int) -> int:
+        """The how-manieth of its tag the transfer with this number is; 0 if forgotten."""
+        return next((each.nth for each in list(self._begun) if each.number == number), 0)
 
     def rank_of(self, peer: int | None) -> int | None:
         """The global rank of the ``peer``-th of this wire."""
@@ -112,11 +130,12 @@ class Wire:
         """Connect anew at the next use."""
         self._connections = None
         self._begun.clear()
+        self._counts.clear()
         self._total = 0
 
     def posted(self) -> dict[str, int]:
         """How many transfers of each tag this rank has begun."""
-        return {self.key(tag): count for tag, count in Counter(list(self._begun)).items()}
+        return {self.key(each.tag): each.nth for each in list(self._begun)}
 
     def key(self, tag: int) -> str:
         """Of transfers with ``tag``, among those of all wires."""

@@ -117,7 +117,7 @@ class Works:
         rank, tag = self._wire.rank_of(self._peer()), self._tag
         if rank is None:  # it has just ended
             return None
-        return rank, self._wire.key(tag), self._wire.count(tag, self._number)
+        return rank, self._wire.key(tag), self._wire.count(self._number)
 
 
 class Collective:
@@ -160,7 +160,7 @@ class Collective:
         if not others:
             return None
         self._asked += 1
-        count = self._wire.count(COLLECTIVE, self._number)
+        count = self._wire.count(self._number)
         return others[self._asked % len(others)], self._wire.key(COLLECTIVE), count
 
 
