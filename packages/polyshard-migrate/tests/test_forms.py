@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from migrate_runs import migrated
 
 import polyshard
@@ -64,8 +64,18 @@ def scripts(draw: st.DrawFn) -> tuple[str, list[str]]:
     return text, bound
 
 
+COMMENTED = """from torch.distributed.fsdp import (
+    fully_shard,  # moves
+    FullyShardedDataParallel,  # stays
+    MixedPrecisionPolicy  # moves, and no comma
+)
+"""
+
+
 @settings(max_examples=40, deadline=None)
 @given(script=scripts())
+@example(script=(COMMENTED, ["fully_shard", "FullyShardedDataParallel", "MixedPrecisionPolicy"]))
+@example(script=(COMMENTED.replace("MixedPrecisionPolicy", "ShardingStrategy"), ["fully_shard"]))
 def test_every_bound_name_still_resolves(script: tuple[str, list[str]]) -> None:
     text, bound = script
     found = migrated(text)  # twice, and the second time changes nothing

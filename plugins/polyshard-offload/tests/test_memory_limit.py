@@ -34,6 +34,7 @@ from polyshard_offload import DiskSettings, Offload
 
 MIB = 1 << 20
 STEPS = 3
+PATIENT_SECONDS = 240.0
 
 
 def settings(layers: int) -> ModelSettings:
@@ -135,9 +136,9 @@ def does_not_fit(rank: int, size: int, path: str, budget_bytes: int) -> str:
 
 
 def test_state_four_times_the_budget_trains_within_it(spare_world: World, tmp_path: Path) -> None:
-    (one, resident), (other, _) = spare_world.run(unlimited)
+    (one, resident), (other, _) = spare_world.run(unlimited, timeout=PATIENT_SECONDS)
     budget = resident // 4
-    assert spare_world.run(fits, str(tmp_path), budget, timeout=120) == [one, other]
+    assert spare_world.run(fits, str(tmp_path), budget, timeout=PATIENT_SECONDS) == [one, other]
     spare_world.close()  # processes that freed a model before would take its memory again
     texts = spare_world.run(does_not_fit, str(tmp_path), budget)
     assert all("alloc" in text for text in texts), texts

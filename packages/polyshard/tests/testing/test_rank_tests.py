@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,7 +39,7 @@ def test_a_failing_rank_fails_the_test_and_a_slow_one_too(pytester: pytest.Pytes
     result.assert_outcomes(failed=2)
     text = result.stdout.str()
     assert "rank one is wrong" in text
-    assert "ranks [1] did not answer within 3 s" in text
+    assert re.search(r"ranks \[1\] did not answer within \d+ s", text)
 
 
 def test_a_function_without_rank_and_size_is_refused() -> None:

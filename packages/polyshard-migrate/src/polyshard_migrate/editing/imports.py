@@ -109,9 +109,24 @@ def _with_names(
         before = names[at - 1]
         if isinstance(before.comma, cst.MaybeSentinel):
             names[at - 1] = before.with_changes(comma=cst.Comma(whitespace_after=_space(node)))
-    return node.with_changes(
-        names=[*names[:-1], names[-1].with_changes(comma=_last(names[-1], last))]
-    )
+    names[-1] = names[-1].with_changes(comma=_last(names[-1], last))
+    if isinstance(last, cst.MaybeSentinel) and old[-1] is not node.names[-1]:
+        return node.with_changes(names=names, rpar=_end(node.rpar, old[-1].comma))
+    return node.with_changes(names=names)
+
+
+def _end(
+    rpar: cst.RightParen | None, comma: cst.Comma | cst.MaybeSentinel
+) -> cst.RightParen | None:
+    """The parenthesis behind what is now the last name, whose comment stood behind its comma."""
+    if rpar is None or isinstance(comma, cst.MaybeSentinel):
+        return rpar
+    own, end = comma.whitespace_after, rpar.whitespace_before
+    if isinstance(own, cst.ParenthesizedWhitespace) and isinstance(
+        end, cst.ParenthesizedWhitespace
+    ):
+        return rpar.with_changes(whitespace_before=end.with_changes(first_line=own.first_line))
+    return rpar
 
 
 def _space(node: cst.ImportFrom) -> cst.BaseParenthesizableWhitespace:

@@ -103,7 +103,7 @@ class World:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(
-        self, function: Callable[..., Any], *args: Any, timeout: float | None = 60.0
+        self, function: Callable[..., Any], *args: Any, timeout: float | None = 120.0
     ) -> list[Any]:
         """Call ``function(rank, size, *args)`` on every rank.
 
