@@ -23,6 +23,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -50,8 +51,6 @@ class _Call:
     path: str
     name: str
     args: tuple[Any, ...]
-    leaves_groups: int = 0
-    """Not 0 to destroy process groups but the default one first; another number each time."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class World:
         self._start_method = start_method
         self._device = device
         self._calls = 0
-        self._has_groups = self._is_rested = False
+        self._has_groups = self._is_leaving = False
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -119,16 +118,20 @@ class World:
         Raises:
             RankError: when any rank raised or hung.
         """
+        if self._is_leaving:
+            self._is_leaving = False
+            with suppress(RankError):  # ranks that cannot leave the last test's groups are replaced
+                self._answers("leaving process groups", timeout)
         if not self._processes:
             self._start()
             self._answers("starting the ranks", _START_SECONDS)  # imports are not the test's time
-        self._calls += 1
-        leaves = self._calls if self._has_groups and self._is_rested else 0
-        call = _Call(inspect.getfile(function), function.__qualname__, args, leaves)
-        self._is_rested = False
-        for pipe in self._pipes:
-            pipe.send(call)
+        self._send(function, args)
         return self._answers(function.__name__, timeout)
+
+    def _send(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._calls += 1
+        for pipe in self._pipes:
+            pipe.send(_Call(inspect.getfile(function), function.__qualname__, args))
 
     def _answers(self, what: str, timeout: float | None) -> list[Any]:
         begin = time.monotonic()
@@ -167,20 +170,22 @@ class World:
         return path.read_text()[-_STACKS_CHARACTERS:]
 
     def rest(self) -> None:
-        """Mark the end of a test: the next :meth:`run` destroys the process groups that it made.
+        """Mark the end of a test: ranks destroy the process groups that it made.
 
         Each group of gloo's has threads that wake up a hundred times a second, so hundreds of them
         would take more time than tests. What a function caches must not hold such groups then.
         Ranks of a fork server that have run very many functions are replaced.
         """
-        self._is_rested = True
         if self._calls >= _CALLS_OF_A_RANK and self._start_method == "forkserver":
             self.close()
+        elif self._has_groups:
+            self._has_groups, self._is_leaving = False, True
+            self._send(_leave_groups, (self._calls,))
 
     def close(self) -> None:
         """End the processes; a later :meth:`run` starts new ones."""
         self._calls = 0
-        self._has_groups = False
+        self._has_groups = self._is_leaving = False
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -274,8 +279,6 @@ def _serve(given: _Rank, environment: dict[str, str], pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            if call.leaves_groups:
-                _leave_groups(call.leaves_groups)
             # under its name there may be what a decorator made of it
             function = inspect.unwrap(getattr(_load(call.path, modules), call.name))
             torch.manual_seed(0)
@@ -285,7 +288,8 @@ def _serve(given: _Rank, environment: dict[str, str], pipe: Connection) -> None:
             pipe.send(_Answer(error=traceback.format_exc()))
 
 
-def _leave_groups(number: int) -> None:
+def _leave_groups(rank: int, size: int, number: int) -> None:
+    """Destroy all process groups but the default one; the next have names with ``number``."""
     import torch.distributed as dist
 
     from polyshard._torch.gloo import gloo_groups
