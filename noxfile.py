@@ -320,7 +320,7 @@ def nightly(session: nox.Session) -> None:
     for name in PARTIAL:
         session.notify(f"subsets({name})", ["--thorough"])
     session.notify("fuzz", ["--cases", "2000", "--seed", "1"])
-    session.notify("tests", ["--thorough", "--all-faults"])
+    session.notify("tests", ["--thorough", "--all-faults", "--all-hosts", "--kills=20"])
 
 
 @nox.session(venv_backend="none", default=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from faults import raises, soak
 
 from fault_table import BAR_SECONDS
@@ -12,8 +13,9 @@ def test_all_ranks_raise_when_one_does() -> None:
     assert max(max(each.seconds) for each in found) < BAR_SECONDS
 
 
-def test_nothing_grows_with_steps_saves_and_failures() -> None:
-    length = soak.Length(steps=150, save_every=25, fail_every=4, sample_every=10)
+@pytest.mark.parametrize("steps", [80, pytest.param(400, marks=pytest.mark.thorough)])
+def test_nothing_grows_with_steps_saves_and_failures(steps: int) -> None:
+    length = soak.Length(steps=steps, save_every=20, fail_every=4, sample_every=8)
     for each in soak.measure(2, length):
         grown = soak.growth(each)
         assert grown["descriptors"] <= 0

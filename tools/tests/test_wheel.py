@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import zipfile
@@ -35,20 +34,3 @@ def test_the_template_travels_whole(site: Path) -> None:
     assert len(kept) > 20
     for relative, path in kept.items():
         assert (site / TEMPLATE / relative).read_bytes() == path.read_bytes(), relative
-
-
-def test_a_plugin_is_begun_from_the_wheel(site: Path, tmp_path: Path) -> None:
-    copier = pytest.importorskip("copier")
-    program = (
-        "import polyshard, sys; from polyshard.cli.main import main\n"
-        "assert polyshard.__file__.startswith(sys.path[0]), polyshard.__file__\n"
-        "main()"
-    )
-    search = f"import sys; sys.path.insert(0, {str(site)!r})\n"
-    command = [sys.executable, "-c", search + program]
-    command += ["plugins", "new", "quokka", "--seam", "storage"]
-    # What stands beside polyshard in this environment, wherever copier is installed.
-    beside = str(Path(copier.__file__).parents[1])
-    env = {**os.environ, "PYTHONPATH": beside}
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=120, env=env)
-    assert (tmp_path / "polyshard-quokka" / "tests" / "test_plugin.py").is_file()

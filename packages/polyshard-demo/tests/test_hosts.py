@@ -59,6 +59,7 @@ def finish(*agents: Agent, seconds: float = 120) -> None:
         assert one.process.wait(seconds) == 0, one.said()
 
 
+@pytest.mark.thorough  # of what one machine can try, test_kills does so in the gate
 def test_a_host_is_dropped(start: Start, tmp_path: Path, undisturbed: Undisturbed) -> None:
     """One of two, which hold a copy of the model each."""
     running = start(2, 2, HSDP)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from quantized_models import VOCABULARY, build, shard
 from torch import Tensor
@@ -53,6 +54,7 @@ def trained(rank: int, size: int) -> tuple[list[float], list[float]]:
     return native, int8
 
 
+@pytest.mark.thorough
 def test_losses_end_within_the_spread_of_seeds(world2: World) -> None:
     native, int8 = world2.run(trained, timeout=180.0)[0]
     spread = max(native) - min(native)

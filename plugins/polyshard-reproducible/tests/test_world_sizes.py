@@ -196,6 +196,7 @@ def trained_once(rank: int, size: int, shape: tuple[int, ...]) -> Digests:
     return Run(shape).train(range(2)).state()
 
 
+@pytest.mark.thorough
 def test_eight_ranks(world1: World) -> None:
     expected = world1.run(trained_once, (1,))[0]
     world = World(8)

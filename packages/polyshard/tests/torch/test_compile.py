@@ -117,6 +117,7 @@ def test_compiled_with_mixed_precision(world2: World) -> None:
         world2.run(compiled, way, "aot_eager", {"mp_policy": BF16}, timeout=180.0)
 
 
+@pytest.mark.thorough  # what is compiled is the same with aot_eager
 def test_inductor_code(world2: World) -> None:
     for way in ("before", "whole"):
         world2.run(compiled, way, "inductor", {}, timeout=180.0)
