@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import sys
 from collections import Counter
@@ -40,6 +41,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Skip ``gpu`` tests where there is no accelerator, and what samples leave out unless asked."""
     if not config.getoption("--thorough"):
         _skip(_marked(items, "thorough") + _out_of_sample(items), "takes long; run with --thorough")
+    if config.getoption("--device") == "sim":
+        _skip_not_on_sim(items)
     if not (marked := _marked(items, "gpu")):
         return  # the tests of the tooling should not import torch
 
@@ -47,6 +50,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     if not torch.accelerator.is_available():
         _skip(marked, "needs an accelerator, and torch sees none")
+
+
+def _skip_not_on_sim(items: list[pytest.Item]) -> None:
+    """What cannot run on the simulated device, with the reason."""
+    not_on_sim = importlib.import_module("not_on_sim")
+    for item in items:
+        if reason := not_on_sim.reason_for(item.nodeid):
+            _skip([item], f"not on sim: {reason}")
 
 
 def _out_of_sample(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -137,3 +137,10 @@ def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert not polyshard_sim.is_buildable()
     with pytest.raises(polyshard_sim.SimError, match=r"Missing: a C\+\+20 compiler"):
         building.library()
+
+
+def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.12.1")
+    with pytest.raises(polyshard_sim.SimError, match=r"torch 2\.13 or newer \(this is 2\.12\.1\)"):
+        building.library()
+    assert not polyshard_sim.is_buildable()

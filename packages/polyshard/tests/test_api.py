@@ -38,7 +38,7 @@ def test_bad_modules(rank: int, size: int) -> None:
     with pytest.raises(AssertionError, match="once"):  # what torch raises
         fully_shard(module)
     refused(AlreadyShardedError, r"Linear already", fully_shard, module)
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(torch.get_default_device().type, (size,))
     sharded = nn.Linear(4, 4)
     sharded.weight = nn.Parameter(distribute_tensor(sharded.weight.detach(), mesh, [Shard(0)]))
     with pytest.MonkeyPatch.context() as patch:
@@ -106,10 +106,20 @@ def test_bad_meshes(rank: int, size: int) -> None:
     def call(mesh: Any) -> None:
         fully_shard(nn.Linear(4, 4), mesh=mesh)
 
-    refused(MeshError, r"1D mesh.*2D mesh", call, init_device_mesh("cpu", (2, 2, 1)))
-    refused(MeshError, r"names for its axes", call, init_device_mesh("cpu", (2, 2)))
+    refused(
+        MeshError,
+        r"1D mesh.*2D mesh",
+        call,
+        init_device_mesh(torch.get_default_device().type, (2, 2, 1)),
+    )
+    refused(
+        MeshError,
+        r"names for its axes",
+        call,
+        init_device_mesh(torch.get_default_device().type, (2, 2)),
+    )
     refused(MeshError, r"must be a DeviceMesh, got int", call, 3)
-    part = DeviceMesh("cpu", [0, 1])
+    part = DeviceMesh(torch.get_default_device().type, [0, 1])
     if rank < 2:
         call(part)
     else:
@@ -117,7 +127,7 @@ def test_bad_meshes(rank: int, size: int) -> None:
 
 
 def mesh_of_a_dead_group(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(torch.get_default_device().type, (size,))
     dist.destroy_process_group()
     refused(MeshError, r"is gone.*init_process_group", fully_shard, nn.Linear(2, 2), mesh=mesh)
 

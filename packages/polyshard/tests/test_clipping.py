@@ -45,7 +45,7 @@ def reference_of(size: int) -> nn.Module:
 @ranks(4)
 def test_norms_are_those_of_one_process(rank: int, size: int, shape: tuple[int, ...]) -> None:
     names = ("replicate", "shard")[-len(shape) :]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = init_device_mesh(torch.get_default_device().type, shape, mesh_dim_names=names)
     kwargs: Any = {"mesh": mesh, "shard_placement_fn": lambda p: Shard(p.ndim - 1)}
     model, reference = shard(build(**SMALL), fully_shard, **kwargs), reference_of(size)
     loss_of(model, tokens_for(0, rank)).backward()
@@ -94,7 +94,7 @@ def known_norm(parameter: torch.Tensor, module: Any) -> torch.Tensor | None:
 @ranks(4)
 def test_meshes_placements_and_dtypes_may_differ(rank: int, size: int) -> None:
     """Two meshes, a replicated parameter, a plain one, two dtypes; torch refuses this."""
-    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    pairs = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("a", "b"))
     module: Any = nn.Module()
     torch.manual_seed(0)
     module.wide = nn.Parameter(torch.randn(7, 3))
@@ -151,7 +151,7 @@ def test_shards_may_be_empty(rank: int, size: int, dtype: torch.dtype, order: fl
 @ranks(4)
 def test_experts_of_all_ranks_count(rank: int, size: int) -> None:
     """Experts that differ between halves of the world count all."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("ep", "efsdp"))
     shared, expert = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
     fully_shard(shared)
     fully_shard(expert, mesh=mesh["efsdp"])
@@ -171,7 +171,7 @@ def test_experts_of_all_ranks_count(rank: int, size: int) -> None:
 
 @ranks(2)
 def test_pending_sums_are_made_first(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(torch.get_default_device().type, (size,))
     weight = nn.Parameter(DTensor.from_local(torch.zeros(3), mesh, [Replicate()]))
     weight.grad = DTensor.from_local(torch.ones(3), mesh, [Partial()])
     norm = clip_grad_norm_(weight, 1.0)
@@ -204,7 +204,7 @@ def test_nothing_to_clip_and_bad_orders() -> None:
 @ranks(4)
 def test_strided_shards_count_on_every_rank(rank: int, size: int) -> None:
     """What FSDP and tensor parallelism leave of one dim: each rank's rows count."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     rows = torch.arange(4.0)
     parameter = DTensor.from_local(
         rows[rank : rank + 1], mesh, [_StridedShard(0, split_factor=2), Shard(0)], run_check=False
@@ -216,7 +216,10 @@ def test_strided_shards_count_on_every_rank(rank: int, size: int) -> None:
 @ranks(4)
 def test_equal_meshes_are_one(rank: int, size: int) -> None:
     """torch may give back, for one mesh, an equal one that was made before, with other groups."""
-    meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) for _ in range(3)]
+    meshes = [
+        init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
+        for _ in range(3)
+    ]
     values = torch.rand(64, generator=torch.Generator().manual_seed(rank))
 
     def parameters(of: Sequence[int]) -> list[DTensor]:

@@ -49,7 +49,9 @@ def test_gradients_are_those_of_one_process(
 ) -> None:
     single = Turn()
     (sum(single(batch(r)) for r in range(size))).backward()
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = init_device_mesh(
+        torch.get_default_device().type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]
+    )
     model: Any = fully_shard(Turn(), mesh=mesh, mp_policy=policy)
     for is_last in (False, True):
         model.set_requires_gradient_sync(is_last)

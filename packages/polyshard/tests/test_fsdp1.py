@@ -70,7 +70,7 @@ def test_an_extension_object_of_torch_is_a_plugin(rank: int, size: int) -> None:
 
 @ranks(2)
 def test_exclusive_hooks(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(torch.get_default_device().type, (size,))
     extensions = Transposed()
     hooks: Any = build_stack([from_fsdp_extensions(extensions)]).parameter_hooks
     tensor = torch.arange(5.0)
@@ -98,7 +98,7 @@ class OnlyBias(Plugin):
 
 @ranks(2)
 def test_the_engine_answers_what_nobody_claims(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(torch.get_default_device().type, (size,))
     hooks: Any = build_stack([OnlyBias()]).parameter_hooks
     bias, weight = torch.arange(5.0), torch.arange(15.0).view(5, 3)
     assert hooks.chunk_dtensor(bias, rank, mesh).placements == (Replicate(),)

@@ -95,7 +95,9 @@ def test_gradients_are_torchs(rank: int, size: int, what: str, policy: str) -> N
 @ranks(4)
 def test_replicas_and_partial_sums(rank: int, size: int, what: str) -> None:
     """With every torch against one process, with those that follow grad_dtype against torch."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
+    )
     found: list[dict[str, Any]] = []
     for function in ENGINES:
         model: Any = said(what)

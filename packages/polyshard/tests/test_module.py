@@ -71,7 +71,9 @@ def test_all_reduce_hooks(rank: int, size: int) -> None:
 
 @ranks(4)
 def test_all_reduce_hooks_come_after_replicas(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
+    )
     model: Any = shard(build(), fully_shard, mesh=mesh)
     seen: list[Tensor] = []
     model.set_all_reduce_hook(lambda gradient: seen.append(gradient.clone()))

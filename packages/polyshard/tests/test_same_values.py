@@ -21,7 +21,9 @@ SMALL = {"width": 8, "hidden": 10, "layers": 2}
 
 def differing(rank: int, size: int, shape: tuple[int, ...], odd: int) -> str | None:
     """One element of one parameter of one rank is off by the last bit."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = init_device_mesh(
+        torch.get_default_device().type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]
+    )
     model = build(**SMALL)
     if rank == odd:
         with torch.no_grad():

@@ -268,7 +268,7 @@ class SpreadAll(Spread):
 
 @ranks(4)
 def test_a_plain_parameter_may_live_on_a_larger_mesh(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     model: Any = torch.nn.Linear(4, 4)
     whole = model.weight.detach().clone()
     fully_shard(model, mesh=mesh["dp"], plugins=[SpreadAll(mesh)])
@@ -280,7 +280,7 @@ def test_a_plain_parameter_may_live_on_a_larger_mesh(rank: int, size: int) -> No
 
 @ranks(4)
 def test_a_transformed_parameter_may_live_on_a_larger_mesh(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     whole = torch.arange(16.0).view(4, 4)
 
     def build_on_axis() -> Any:

@@ -72,7 +72,7 @@ def test_sizes_at_which_packing_lost_from_there_on_are_not_packed(
 
 
 def measured(rank: int, size: int) -> tuple[str, str]:
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(torch.get_default_device().type, (size,))
     calibration = Calibration.measure(mesh)
     model = shard(build(**SMALL), fully_shard, plugins=[calibration])
     (found,) = calibration.break_evens
@@ -91,7 +91,9 @@ def test_every_rank_holds_the_same_figures(world2: World) -> None:
 
 
 def measured_replicas(rank: int, size: int) -> str:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
+    )
     (found,) = Calibration.measure(mesh).break_evens
     assert found.world_size == 2
     return repr(found.timings)

@@ -19,7 +19,9 @@ PLUGINS = {"muon": (muon, torch.optim.Muon), "shampoo": (shampoo, Shampoo)}
 
 
 def start(size: int, kind: str) -> tuple[Run, TrainingState]:
-    run = Run(init_device_mesh("cpu", (size,)), PLUGINS[kind][0](lr=0.002))
+    run = Run(
+        init_device_mesh(torch.get_default_device().type, (size,)), PLUGINS[kind][0](lr=0.002)
+    )
     return run, TrainingState(run.model, [run.optimizer, run.rest], random=False)
 
 
@@ -47,7 +49,7 @@ def test_state_moves_to_another_number_of_ranks(
 
 @ranks(2)
 def test_state_dicts_are_those_of_the_class_on_shards(rank: int, size: int) -> None:
-    run = Run(init_device_mesh("cpu", (size,)), muon())
+    run = Run(init_device_mesh(torch.get_default_device().type, (size,)), muon())
     assert run.optimizer.state_dict()["state"] == {}
     run.train(rank, 2)
     state: dict[str, Any] = get_optimizer_state_dict(run.model, run.optimizer)
@@ -62,7 +64,7 @@ def test_state_dicts_are_those_of_the_class_on_shards(rank: int, size: int) -> N
         parts = [reference.optimizer.state[m]["momentum_buffer"] for m in matrices]
         whole = moment.full_tensor()
         torch.testing.assert_close(whole, torch.cat(parts).view(whole.shape))
-    other = Run(init_device_mesh("cpu", (size,)), muon())
+    other = Run(init_device_mesh(torch.get_default_device().type, (size,)), muon())
     other.optimizer.load_state_dict(run.optimizer.state_dict())
     other.model.load_state_dict(run.model.state_dict())
     other.train(rank, 1, 2)

@@ -30,7 +30,11 @@ KINDS: dict[str, Any] = {"muon": torch.optim.Muon, "shampoo": Shampoo}
 
 
 def mesh_of(*shape: int) -> Any:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "dp", "tp")[-len(shape) :])
+    return init_device_mesh(
+        torch.get_default_device().type,
+        shape,
+        mesh_dim_names=("replicas", "dp", "tp")[-len(shape) :],
+    )
 
 
 def plugin(kind: str = "muon", **kwargs: Any) -> MatrixOptimizer:
@@ -109,7 +113,11 @@ def save(rank: int, size: int, kind: str, folder: Path) -> None:
 
 
 def go_on(rank: int, size: int, kind: str, folder: Path) -> None:
-    mesh = mesh_of(1, 2) if size == 2 else init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
+    mesh = (
+        mesh_of(1, 2)
+        if size == 2
+        else init_device_mesh(torch.get_default_device().type, (3,), mesh_dim_names=("dp",))
+    )
     run = DividedRun(mesh, plugin(kind))
     run.part = 0
     Checkpoints(folder).load(TrainingState(run.model, [run.optimizer, run.rest], random=False))
@@ -138,7 +146,9 @@ PLACEMENTS = (
 @pytest.mark.parametrize("shape", [(7, 5), (1, 3), (0, 4), (6, 2, 3)], ids=str)
 @ranks(4)
 def test_parts_over_several_axes(rank: int, size: int, shape: tuple[int, ...]) -> None:
-    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "a", "b"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (1, 2, 2), mesh_dim_names=("dp", "a", "b")
+    )
     whole = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
     for placements in PLACEMENTS:
         given: Any = distribute_tensor(whole, mesh, (Replicate(), *placements))
@@ -159,7 +169,9 @@ def test_parts_over_several_axes(rank: int, size: int, shape: tuple[int, ...]) -
 
 @ranks(4)
 def test_blocks_that_parts_keep(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "a", "b"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (1, 2, 2), mesh_dim_names=("dp", "a", "b")
+    )
     cases = ((8, 2, True), (8, 4, False), (6, 3, False), (12, 3, True), (5, 1, True), (6, 4, False))
     for extent, rows, kept in cases:
         given: Any = distribute_tensor(torch.zeros(extent, 2), mesh, (Replicate(), *PLACEMENTS[1]))

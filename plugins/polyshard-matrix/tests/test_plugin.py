@@ -96,7 +96,7 @@ def test_settings_that_cannot_be() -> None:
 
 @ranks(1)
 def test_models_without_matrices_are_refused(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(torch.get_default_device().type, (size,))
     plugin = MatrixOptimizer(torch.optim.Muon, matrices=lambda name, shape: False)
     model: nn.Module = nn.Linear(4, 4)
     fully_shard(model, mesh=mesh, plugins=[plugin])
@@ -133,7 +133,7 @@ class Another(MatrixOptimizer):
 
 @ranks(2)
 def test_what_needs_gradients_in_rows_is_refused(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(torch.get_default_device().type, (size,))
     with pytest.raises(
         UnsupportedError, match=r"codecs.*encodes the gradients of all ranks in rows"
     ):
@@ -149,7 +149,7 @@ def test_what_needs_gradients_in_rows_is_refused(rank: int, size: int) -> None:
 
 @ranks(2)
 def test_owners_and_bytes_are_in_the_plan(rank: int, size: int) -> None:
-    run = Run(init_device_mesh("cpu", (size,)), muon())
+    run = Run(init_device_mesh(torch.get_default_device().type, (size,)), muon())
     plans = polyshard.describe(run.model).groups
     lines = [line for plan in plans for line in plan.lines() if "gradient whole on rank" in line]
     assert len(lines) == 2 * 7  # the stacked ones stay in rows
@@ -164,7 +164,10 @@ def test_owners_and_bytes_are_in_the_plan(rank: int, size: int) -> None:
 @ranks(2)
 def test_models_that_are_dropped_are_let_go(rank: int, size: int, gradients: str) -> None:
     """While the plugin lives, and serves another one."""
-    plugin, mesh = muon(gradients=gradients), init_device_mesh("cpu", (size,))
+    plugin, mesh = (
+        muon(gradients=gradients),
+        init_device_mesh(torch.get_default_device().type, (size,)),
+    )
     stays, goes = Run(mesh, plugin), Run(mesh, plugin)
     goes.train(rank, 1)
     parts: Any = (goes.model, next(goes.model.parameters()), goes.optimizer)
@@ -183,7 +186,7 @@ def test_functions_are_asked_by_names_within_units(rank: int, size: int) -> None
         return 3 if name == "query.weight" else 1
 
     plugin = MatrixOptimizer(torch.optim.Muon, blocks=exactly)
-    run = Run(init_device_mesh("cpu", (size,)), plugin)
+    run = Run(init_device_mesh(torch.get_default_device().type, (size,)), plugin)
     cuts = {
         chosen.name: chosen.cut.count for chosen in map(plugin.chosen, plugin._chosen(run.model))
     }

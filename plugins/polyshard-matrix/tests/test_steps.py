@@ -29,7 +29,7 @@ SLOW = {"lr": 0.002}
 
 @ranks(1, 2, 3, 4)
 def test_twenty_muon_steps_are_those_of_one_process(rank: int, size: int) -> None:
-    run = Run(init_device_mesh("cpu", (size,)), muon(weight_decay=0.1))
+    run = Run(init_device_mesh(torch.get_default_device().type, (size,)), muon(weight_decay=0.1))
     run.train(rank, 20)
     settings = {"lr": 0.02, "weight_decay": 0.1}
     run.check(Reference(size, settings=settings).train(20).model)
@@ -40,7 +40,7 @@ def test_twenty_muon_steps_are_those_of_one_process(rank: int, size: int) -> Non
 def test_gradients_in_rows_give_the_same_bits(rank: int, size: int, made: Any) -> None:
     """Their sums are made in the same order, and the step gathers them."""
     runs = [
-        Run(init_device_mesh("cpu", (size,)), made(gradients=gradients))
+        Run(init_device_mesh(torch.get_default_device().type, (size,)), made(gradients=gradients))
         for gradients in ("whole", "rows")
     ]
     for run in runs:
@@ -64,7 +64,9 @@ def test_gradients_in_rows_come_too_late_to_begin_early(rank: int, size: int) ->
 
 @ranks(4)
 def test_one_owner_over_replicas_too(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("replicas", "shards")
+    )
     run = Run(mesh, muon())
     owners = {o for g in polyshard.describe(run.model).groups for o in g.owners if o is not None}
     assert owners == {0, 1, 2, 3}
@@ -75,14 +77,16 @@ def test_one_owner_over_replicas_too(rank: int, size: int) -> None:
 @ranks(2)
 def test_gradients_accumulate_before_and_after_they_land(rank: int, size: int) -> None:
     for sync in (False, True):
-        run = Run(init_device_mesh("cpu", (size,)), muon(**SLOW))
+        run = Run(init_device_mesh(torch.get_default_device().type, (size,)), muon(**SLOW))
         run.train(rank, 3, parts=2, sync=sync)
         run.check(Reference(size, settings=SLOW, parts=2, synced=sync).train(3).model)
 
 
 @ranks(4)
 def test_replicas_may_sum_later(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("replicas", "shards")
+    )
     run = Run(mesh, muon())
     model: Any = run.model
     for part in range(2):
@@ -99,7 +103,9 @@ def test_replicas_may_sum_later(rank: int, size: int) -> None:
 @ranks(2, 4)
 def test_clipping_counts_landed_gradients_once(rank: int, size: int) -> None:
     shape = (size,) if size == 2 else (2, 2)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[-len(shape) :])
+    mesh = init_device_mesh(
+        torch.get_default_device().type, shape, mesh_dim_names=("r", "s")[-len(shape) :]
+    )
     reference = Reference(size, settings=SLOW, clip=0.05, order=in_order(size))
     run = Run(mesh, muon(**SLOW))
     every = list(run.model.parameters())
@@ -127,7 +133,7 @@ def in_order(size: int) -> Any:
 
 @ranks(2)
 def test_gradients_that_are_not_finite_are_seen_everywhere(rank: int, size: int) -> None:
-    run = Run(init_device_mesh("cpu", (size,)), muon())
+    run = Run(init_device_mesh(torch.get_default_device().type, (size,)), muon())
     before = [p.full_tensor() for p in run.model.parameters()]  # type: ignore[attr-defined]
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     loss = loss_of(run.model, 0, rank) * (math.nan if rank else 1.0)
@@ -144,7 +150,7 @@ def test_gradients_that_are_not_finite_are_seen_everywhere(rank: int, size: int)
 
 @ranks(1, 3)
 def test_any_class_that_takes_matrices(rank: int, size: int) -> None:
-    run = Run(init_device_mesh("cpu", (size,)), shampoo(lr=0.05))
+    run = Run(init_device_mesh(torch.get_default_device().type, (size,)), shampoo(lr=0.05))
     run.train(rank, 5)
     reference = Reference(size, Shampoo, {"lr": 0.05}).train(5)
     run.check(reference.model, atol=1e-5)
@@ -155,14 +161,16 @@ def test_columns_may_be_what_is_sharded(rank: int, size: int) -> None:
     def dim(p: nn.Parameter) -> Shard:
         return Shard(p.ndim - 1)
 
-    run = Run(init_device_mesh("cpu", (size,)), muon(), shard_placement_fn=dim)
+    run = Run(
+        init_device_mesh(torch.get_default_device().type, (size,)), muon(), shard_placement_fn=dim
+    )
     run.train(rank, 3)
     run.check(Reference(size).train(3).model)
 
 
 @ranks(2)
 def test_updates_begin_when_gradients_have_landed(rank: int, size: int) -> None:
-    run = Run(init_device_mesh("cpu", (size,)), muon(early=True))
+    run = Run(init_device_mesh(torch.get_default_device().type, (size,)), muon(early=True))
     run.train(rank, 3, parts=2)
     run.check(Reference(size, parts=2).train(3).model)
     run.backward(3, rank)
@@ -178,8 +186,12 @@ def test_updates_begin_while_other_gradients_are_to_come(rank: int, size: int) -
     plugin = muon(early=True)
     model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
     for layer in model:
-        fully_shard(layer, mesh=init_device_mesh("cpu", (size,)), plugins=[plugin])
-    fully_shard(model, mesh=init_device_mesh("cpu", (size,)), plugins=[plugin])
+        fully_shard(
+            layer, mesh=init_device_mesh(torch.get_default_device().type, (size,)), plugins=[plugin]
+        )
+    fully_shard(
+        model, mesh=init_device_mesh(torch.get_default_device().type, (size,)), plugins=[plugin]
+    )
     steps: Any = plugin.optimizer(model)
     update = steps._recipe.update
 
@@ -199,7 +211,7 @@ def test_updates_that_begin_on_an_accelerator_are_ordered() -> None:
     where: list[tuple[int, str]] = []
     with recorded(1) as recorder:
         plugin = muon(early=True)
-        mesh = init_device_mesh("cpu", (1,))
+        mesh = init_device_mesh(torch.get_default_device().type, (1,))
         model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
         for layer in (*model, model):
             fully_shard(layer, mesh=mesh, plugins=[plugin])
@@ -221,7 +233,7 @@ def test_updates_that_begin_on_an_accelerator_are_ordered() -> None:
 
 @ranks(2)
 def test_a_step_that_is_left_out_was_not_begun(rank: int, size: int) -> None:
-    run = Run(init_device_mesh("cpu", (size,)), muon(early=True))
+    run = Run(init_device_mesh(torch.get_default_device().type, (size,)), muon(early=True))
     guard = NonFinite(run.optimizer, "skip", model=run.model)
     reference = Reference(size)
     for step in range(3):
@@ -238,7 +250,7 @@ def test_a_step_that_is_left_out_was_not_begun(rank: int, size: int) -> None:
 @ranks(2)
 def test_an_attempt_that_fails_takes_state_back(rank: int, size: int) -> None:
     for early in (False, True):
-        run = Run(init_device_mesh("cpu", (size,)), muon(early=early))
+        run = Run(init_device_mesh(torch.get_default_device().type, (size,)), muon(early=early))
         for step in range(2):
             both = [run.optimizer, run.rest]
             with pytest.raises(AttemptError):
@@ -258,7 +270,7 @@ def step_and_fail(run: Run, both: list[Any], rank: int) -> None:
 @ranks(3)
 def test_blocks_stay_in_rows(rank: int, size: int) -> None:
     """Three heads on three ranks, and two experts, which need an owner."""
-    run = Run(init_device_mesh("cpu", (size,)), shampoo(lr=0.05))
+    run = Run(init_device_mesh(torch.get_default_device().type, (size,)), shampoo(lr=0.05))
     sites = {m.site.name: m.site for m in run.optimizer._every()}
     rows = {name for name, site in sites.items() if not site.who}
     assert rows == {"blocks.0.query.weight", "blocks.1.query.weight"}
@@ -277,7 +289,7 @@ def test_blocks_stay_in_rows(rank: int, size: int) -> None:
 
 @ranks(2)
 def test_guards_leave_steps_out_on_all_ranks(rank: int, size: int) -> None:
-    run = Run(init_device_mesh("cpu", (size,)), muon())
+    run = Run(init_device_mesh(torch.get_default_device().type, (size,)), muon())
     guard = NonFinite(run.optimizer, "skip", model=run.model)
     run.train(rank, 1)
     before = [p.full_tensor() for p in run.model.parameters()]  # type: ignore[attr-defined]
@@ -298,7 +310,7 @@ def test_guards_leave_steps_out_on_all_ranks(rank: int, size: int) -> None:
 
 @ranks(2)
 def test_rates_follow_schedulers(rank: int, size: int) -> None:
-    run = Run(init_device_mesh("cpu", (size,)), muon())
+    run = Run(init_device_mesh(torch.get_default_device().type, (size,)), muon())
     schedule = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1 / (step + 1))
     reference = Reference(size)
     theirs = torch.optim.lr_scheduler.LambdaLR(reference.optimizer, lambda step: 1 / (step + 1))
@@ -313,7 +325,9 @@ def test_rates_follow_schedulers(rank: int, size: int) -> None:
 @ranks(2)
 def test_over_collectives(rank: int, size: int) -> None:
     for plugin, made_by, atol in ((muon(), torch.optim.Muon, 1e-6), (shampoo(), Shampoo, 1e-5)):
-        run = Run(init_device_mesh("cpu", (size,)), plugin, ByCollectives())
+        run = Run(
+            init_device_mesh(torch.get_default_device().type, (size,)), plugin, ByCollectives()
+        )
         run.train(rank, 3)
         settings = {"lr": 0.02} if made_by is torch.optim.Muon else {}
         run.check(Reference(size, made_by, settings).train(3).model, atol)
@@ -321,7 +335,7 @@ def test_over_collectives(rank: int, size: int) -> None:
 
 @ranks(2)
 def test_a_landed_gradient_refuses_what_needs_rows(rank: int, size: int) -> None:
-    run = Run(init_device_mesh("cpu", (size,)), muon())
+    run = Run(init_device_mesh(torch.get_default_device().type, (size,)), muon())
     run.backward(0, rank)
     gradient: Any = run.model.blocks[0].up.weight.grad  # type: ignore[union-attr]
     with pytest.raises(UnsupportedError, match="landed whole on one rank"):
@@ -344,7 +358,9 @@ def fail_an_attempt(run: Run, rank: int) -> None:
 
 @ranks(4)
 def test_sums_that_wait_for_replicas_survive_an_attempt_that_failed(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("replicas", "shards")
+    )
     runs = [Run(mesh, muon()) for _ in range(2)]
     for run, fails in zip(runs, (False, True), strict=True):
         model: Any = run.model

@@ -42,7 +42,9 @@ def test_bytes_are_exactly_as_predicted(rank: int, size: int) -> None:
 @ranks(4)
 def test_bytes_between_replicas_are_exactly_as_predicted(rank: int, size: int) -> None:
     """What is gathered between replicas is what the report says, and nothing else is."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
+    )
     plugin = QuantizedComm(gradients=Int8Block())
     model = shard(build(), [plugin], mesh=mesh)
     loss_of(model, tokens_for(0, rank)).backward()

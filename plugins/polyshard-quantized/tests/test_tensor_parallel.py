@@ -28,7 +28,9 @@ FORM = Int8Block()
 
 
 def meshes(data_ranks: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (data_ranks, 2), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(
+        torch.get_default_device().type, (data_ranks, 2), mesh_dim_names=("dp", "tp")
+    )
 
 
 def built(mesh: DeviceMesh, quantized: QuantizedComm | None) -> Any:
@@ -191,7 +193,9 @@ class Partly(nn.Module):
 def test_ranks_that_hold_the_same_draw_the_same_noise(rank: int, size: int, replicas: bool) -> None:
     """What several tensor-parallel ranks hold whole stays the same on all of them."""
     names = ("replicate", "dp", "tp")
-    mesh = init_device_mesh("cpu", (2, 1, 2) if replicas else (1, 2, 2), mesh_dim_names=names)
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 1, 2) if replicas else (1, 2, 2), mesh_dim_names=names
+    )
     torch.manual_seed(0)
     model: Any = Partly()
     tensor_parallel = TensorParallel(

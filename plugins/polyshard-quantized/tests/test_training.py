@@ -65,7 +65,9 @@ def test_uneven_worlds_and_worlds_of_one(world1: World, world3: World) -> None:
 @pytest.mark.parametrize("hierarchical", [True, False])
 @ranks(4)
 def test_two_hops_on_a_mesh_with_replicas(rank: int, size: int, hierarchical: bool) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
+    )
     form = Int8Block()
 
     def first_hop_only(terms: list[Tensor]) -> Tensor:
@@ -84,7 +86,9 @@ def test_two_hops_on_a_mesh_with_replicas(rank: int, size: int, hierarchical: bo
 
 @ranks(4)
 def test_replicas_stay_equal_to_the_last_bit(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
+    )
     model = shard(build(), [QuantizedComm(gradients=Int4Block())], mesh=mesh)
     loss_of(model, tokens_for(0, rank)).backward()
     for parameter in model.parameters():

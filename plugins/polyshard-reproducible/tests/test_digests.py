@@ -102,7 +102,7 @@ def test_ranks_find_their_rows(rank: int, size: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(torch.get_default_device().type, (2,))
     tensor = sample((5, 3), torch.float32)
     for dim in (0, 1):
         part = part_of(distribute_tensor(tensor.clone(), mesh, [Shard(dim)]))

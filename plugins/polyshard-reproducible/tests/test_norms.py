@@ -106,7 +106,7 @@ def in_pieces(whole: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
 
 def norm_of_pieces(rank: int, size: int, shape: tuple[int, ...]) -> float:
     """Of matrices that both axes divide, along one dim and along two, and of one that one does."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, shape, mesh_dim_names=("dp", "tp"))
     parameters = []
     for gradient in (g for g in gradients() if g.ndim > 1):
         whole = distribute_tensor(gradient, mesh, [Shard(0), Replicate()], src_data_rank=None)

@@ -221,7 +221,9 @@ def test_sums_of_the_backend_are_refused(rank: int, size: int) -> None:
 
 @ranks(4)
 def test_axes_may_come_in_any_order(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "replicas"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("shards", "replicas")
+    )
     dims = DataParallelMeshDims(shard="shards", replicate="replicas")
     plugin = Reproducible(slots=8)
     model = fully_shard(nn.Linear(8, 8), mesh=mesh, dp_mesh_dims=dims, plugins=[plugin])

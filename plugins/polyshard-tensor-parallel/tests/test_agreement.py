@@ -125,11 +125,13 @@ def test_ranks_of_both_axes_compare_plans(rank: int, size: int) -> None:
 @ranks(4)
 def test_stages_of_a_pipeline_do_not_compare(rank: int, size: int) -> None:
     """Two pipeline stages with models of their own: only ranks of a stage compare."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("pp", "tp"))
     plan = mlp_plan() if rank < 2 else {"up": ColwiseParallel()}
     model = mlp() if rank < 2 else nn.ModuleDict({"up": nn.Linear(4, 4)})
     TensorParallel(plan, mesh=mesh["tp"]).apply(model)
-    three = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
+    three = init_device_mesh(
+        torch.get_default_device().type, (2, 1, 2), mesh_dim_names=("pp", "dp", "tp")
+    )
     staged: Any = Mlp(10, 12 if rank < 2 else 16)
     plugin = TensorParallel(mlp_plan(), mesh=three["tp"])
     plugin.apply(staged)

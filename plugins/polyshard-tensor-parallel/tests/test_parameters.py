@@ -217,7 +217,7 @@ def test_placements_describe_reality(rank: int, size: int, replicas: int) -> Non
 
 @ranks(4)
 def test_what_cannot_be_described_is_refused(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (4, 1), mesh_dim_names=("dp", "tp"))
     both = meshes(2, 2)
     uneven = distribute_tensor(torch.zeros(9, 2), both["tp"], [Shard(0)])
     plugin = TensorParallel(mesh=both["tp"])

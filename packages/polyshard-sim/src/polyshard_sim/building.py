@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 from polyshard_sim.errors import SimError
 
 _NAME = "_polyshard_sim"
 _SOURCES = Path(__file__).with_name("csrc")
+_OLDEST_TORCH = "2.13"
 _FLAGS = ["-O1", "-std=c++20", "-g0", "-DUSE_C10D_GLOO"]
 _BUILD = f"""
 import sys
@@ -35,6 +37,8 @@ load(name={_NAME!r}, sources=sources, extra_cflags=flags, build_directory=folder
 def missing_tools() -> list[str]:
     """What a build would need and is not there; empty where one is possible."""
     missing = []
+    if TorchVersion(torch.__version__) < _OLDEST_TORCH:
+        missing.append(f"torch {_OLDEST_TORCH} or newer (this is {torch.__version__})")
     if sys.platform != "linux":
         missing.append("Linux (the device's memory is a memfd)")
     if not shutil.which(os.environ.get("CXX", "c++")):

@@ -15,7 +15,9 @@ import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_args
 
 import torch
@@ -25,7 +27,7 @@ from polyshard.testing import World
 from polyshard_sim.building import extension
 from polyshard_sim.enabling import Mode, enable
 
-__all__ = ["MODES", "Mode", "run", "sim"]
+__all__ = ["MODES", "Mode", "Ranks", "run", "sim"]
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 """All modes; a mistake may show in one of them only."""
@@ -36,26 +38,67 @@ def sim() -> Any:
     return torch.get_device_module("sim")
 
 
+class Ranks:
+    """Processes with a device ``sim`` each, in one process group ``cpu:gloo,sim:simccl``.
+
+    They stay from call to call until one fails; a process can enable one setting of the device.
+    """
+
+    def __init__(self, size: int, *, collective_seconds: float = 30.0, **settings: Any) -> None:
+        """``size`` ranks, which start with the first :meth:`run`.
+
+        Args:
+            size: the number of ranks.
+            collective_seconds: the group's time-out.
+            settings: of :func:`polyshard_sim.enable`: ``mode``, ``seed``, ``strict``, ...
+        """
+        extension()  # compiled once here, not by each rank within its time
+        self._world = World(size, collective_seconds)
+        self._seconds, self._settings = collective_seconds, settings
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = 60.0) -> Any:
+        """Call ``function(rank, size, *args)`` on each, as :func:`run` does."""
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="polyshard-sim-")
+            store = str(Path(self._folder.name) / "store")
+            self._run(_begin, store, self._seconds, self._settings, timeout=timeout)
+        name = (inspect.getfile(function), function.__qualname__)
+        return self._run(_on_device, name, args, timeout=timeout)
+
+    def _run(self, function: Callable[..., Any], *args: Any, timeout: float | None) -> Any:
+        try:
+            return self._world.run(function, *args, timeout=timeout)
+        except BaseException:  # the world has replaced its processes: these begin anew
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the processes; a later :meth:`run` starts new ones."""
+        self._world.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
 def run(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    collective_seconds: float = 30.0,
     timeout: float | None = 60.0,
     **settings: Any,
 ) -> list[Any]:
-    """Call ``function(rank, size, *args)`` on ranks of their own, each with a device ``sim``.
+    """Call ``function(rank, size, *args)`` on :class:`Ranks` of their own.
 
-    The ranks are in a process group ``cpu:gloo,sim:simccl``, and device 0 is current. Their
-    processes end with the call, because a process can enable the device once.
+    Device 0 is current. The processes end with the call, because a process can enable the device
+    once.
 
     Args:
         function: a module-level function.
         world_size: the number of ranks.
         args: picklable.
-        collective_seconds: the group's time-out.
         timeout: seconds after which ranks that have not answered count as hung.
-        settings: of :func:`polyshard_sim.enable`: ``mode``, ``seed``, ``strict``, ...
+        settings: of :class:`Ranks`.
 
     Returns:
         What each rank returned, by rank; not tensors on ``sim``.
@@ -63,28 +106,15 @@ def run(
     Raises:
         polyshard.testing.RankError: when any rank raised or hung.
     """
-    extension()  # compiled once here, not by each rank within its time
-    world = World(world_size, collective_seconds)
-    with tempfile.TemporaryDirectory(prefix="polyshard-sim-") as folder:
-        store = str(Path(folder) / "store")
-        name = (inspect.getfile(function), function.__qualname__)
-        try:
-            return world.run(
-                _on_device, name, args, store, collective_seconds, settings, timeout=timeout
-            )
-        finally:
-            world.close()
+    ranks = Ranks(world_size, **settings)
+    try:
+        answers: list[Any] = ranks.run(function, *args, timeout=timeout)
+        return answers
+    finally:
+        ranks.close()
 
 
-def _on_device(
-    rank: int,
-    size: int,
-    name: tuple[str, str],
-    args: tuple[Any, ...],
-    store: str,
-    seconds: float,
-    settings: dict[str, Any],
-) -> Any:
+def _begin(rank: int, size: int, store: str, seconds: float, settings: dict[str, Any]) -> None:
     enable(**settings)
     torch.accelerator.set_device_index(0)
     dist.destroy_process_group()  # of the CPU alone
@@ -95,6 +125,9 @@ def _on_device(
         world_size=size,
         timeout=timedelta(seconds=seconds),
     )
+
+
+def _on_device(rank: int, size: int, name: tuple[str, str], args: tuple[Any, ...]) -> Any:
     torch.manual_seed(0)
     result = _load(*name)(rank, size, *args)
     torch.accelerator.synchronize()
@@ -103,13 +136,18 @@ def _on_device(
 
 def _load(path: str, name: str) -> Callable[..., Any]:
     """A function of a file that need not be importable."""
-    module_name = f"_polyshard_sim_{Path(path).stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
+    function: Callable[..., Any] = inspect.unwrap(getattr(_module(path), name))
+    return function
+
+
+@cache
+def _module(path: str) -> ModuleType:
+    name = f"_polyshard_sim_{Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
+    sys.modules[name] = module
     sys.path.insert(0, str(Path(path).parent))  # helpers beside the test file
     spec.loader.exec_module(module)
-    function: Callable[..., Any] = inspect.unwrap(getattr(module, name))
-    return function
+    return module

@@ -128,7 +128,9 @@ def test_without_recording_transfers_are_written(rank: int, size: int, tmp_path:
 
 @ranks(2)
 def test_replicas_and_storages_are_seen(rank: int, size: int, tmp_path: Path) -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "parts"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 1), mesh_dim_names=("copies", "parts")
+    )
     trace = Trace(tmp_path)
     model = model_of(trace, Resting(), mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -299,7 +299,9 @@ def test_models_beside_a_mismatched_one_run(rank: int, size: int) -> None:
     x = torch.ones(1, 4)
     bad: Any = fully_shard(nn.Linear(4, 4 + rank))
     good: Any = fully_shard(nn.Linear(4, 4))
-    halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "member"))
+    halves = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("pair", "member")
+    )
     own: Any = fully_shard(nn.Linear(4, 5 + rank // 2), mesh=halves["member"])
     for _ in range(2):
         with pytest.raises(PlanMismatchError, match=r"rank 0 \(-\) against ranks \[1\]"):

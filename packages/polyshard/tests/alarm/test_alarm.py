@@ -166,7 +166,9 @@ def test_an_observer(rank: int, size: int) -> None:
 
 @ranks(4)
 def test_replicas(rank: int, size: int) -> None:
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = dist.init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
+    )
     model = build(mesh=mesh)
     model(inputs()).sum().backward()
     dist.barrier()  # a failure in the next step would end this one for ranks behind

@@ -49,11 +49,15 @@ def test_resuming_is_bitwise_the_undisturbed_run(
 
 
 def hybrid(size: int) -> dict[str, Any]:
-    return {"mesh": init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("r", "s"))}
+    return {
+        "mesh": init_device_mesh(
+            torch.get_default_device().type, (2, size // 2), mesh_dim_names=("r", "s")
+        )
+    }
 
 
 def plain(size: int) -> dict[str, DeviceMesh]:
-    return {"mesh": init_device_mesh("cpu", (size,))}
+    return {"mesh": init_device_mesh(torch.get_default_device().type, (size,))}
 
 
 def save_at(rank: int, size: int, folder: Path, replicas: bool) -> None:

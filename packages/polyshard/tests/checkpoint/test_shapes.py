@@ -86,7 +86,7 @@ class Odd(nn.Module):
 
 def odd(seed: int, size: int) -> TrainingState:
     model = Odd(seed)
-    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    fully_shard(model, mesh=init_device_mesh(torch.get_default_device().type, (size,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     return TrainingState(model, [optimizer], random=False)
 

@@ -44,7 +44,9 @@ def train_and_kill(rank: int, size: int, folder: str, kind: str) -> None:
     """Two steps; rank 3 dies; the others save what is left, as ``kind`` says."""
     sharding: dict[str, Any] = {}
     if kind.startswith("hsdp"):
-        sharding["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        sharding["mesh"] = init_device_mesh(
+            torch.get_default_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
+        )
     job = Job.start(rank, size, **sharding)
     model: Any = job.model
     job.train(2, drop=False)

@@ -481,7 +481,7 @@ def test_gradients_are_flattened_as_parameters_were(rank: int, size: int) -> Non
 @ranks(2)
 def test_transforms_are_checked_whatever_the_values(rank: int, size: int) -> None:
     """What is right stays right: views of every kind, nan values, meta tensors."""
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(torch.get_default_device().type, (size,))
     model = linear()
     with torch.no_grad():
         model.weight[0, 0] = float("nan")

@@ -445,7 +445,9 @@ def hybrid(function: Callable[..., Any], mesh: DeviceMesh) -> dict[str, bool]:
 
 @ranks(4)
 def test_replicas(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
+    )
     expected = {
         "pending without all-reduce": True,
         "pending with all-reduce": False,

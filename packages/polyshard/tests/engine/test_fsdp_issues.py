@@ -159,7 +159,7 @@ def test_divide_factors_do_not_depend_on_the_mesh(rank: int, size: int, factor: 
     """pytorch#155903, #190745: one divide factor means the same on every mesh, in bf16 too."""
     found = []
     for shape, names in (((4,), ("shard",)), ((2, 2), ("replicate", "shard"))):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        mesh = init_device_mesh(torch.get_default_device().type, shape, mesh_dim_names=names)
         for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
             torch.manual_seed(0)
             model: Any = fully_shard(nn.Linear(3, 5), mesh=mesh, mp_policy=policy)
@@ -341,7 +341,9 @@ def test_recomputation_has_the_dtype_of_the_forward(rank: int, size: int, outsid
 @ranks(4)
 def test_partial_sums_of_replicas(rank: int, size: int) -> None:
     """pytorch#125484: reduce-scatter every micro-batch, all-reduce the last, equals full sync."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
+    )
     partial, plain = (shard(build(**SMALL), fully_shard, mesh=mesh) for _ in range(2))
     for micro in range(3):
         partial.set_requires_all_reduce(micro == 2)  # type: ignore[operator]

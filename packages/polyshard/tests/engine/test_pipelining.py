@@ -144,7 +144,9 @@ CASES = [
 
 
 def mesh_of(size: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (PIPELINE, size // PIPELINE), mesh_dim_names=("pp", "dp"))
+    return init_device_mesh(
+        torch.get_default_device().type, (PIPELINE, size // PIPELINE), mesh_dim_names=("pp", "dp")
+    )
 
 
 @pytest.mark.sampled(2)

@@ -58,7 +58,9 @@ def sharded(index: int, mesh: DeviceMesh, function: Callable[..., Any], **kwargs
 
 
 def mesh_of(size: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "dp"))
+    return init_device_mesh(
+        torch.get_default_device().type, (2, size // 2), mesh_dim_names=("pp", "dp")
+    )
 
 
 def stages_of(modules: dict[int, Any], mesh: DeviceMesh) -> list[PipelineStage]:

@@ -167,7 +167,9 @@ def test_transfers_are_told_before_they_start(rank: int, size: int) -> None:
 
 @ranks(2)
 def test_sums_over_replicas_are_told_where_they_are_made(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 1), mesh_dim_names=("replicate", "shard")
+    )
     plugin = Asking()
     model = two_layers(plugin, mesh=mesh)
     sizes = {group.name: group.shard_bytes for group in describe(model).groups}

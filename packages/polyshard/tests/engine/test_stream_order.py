@@ -68,7 +68,7 @@ def test_the_computation_waits_for_replicas_at_the_end_of_backward() -> None:
 
 def test_owners_are_sent_to_beside_the_computation() -> None:
     with recorded(2) as recorder:
-        group = init_device_mesh("cpu", (2,)).get_group()
+        group = init_device_mesh(torch.get_default_device().type, (2,)).get_group()
         transport = CollectiveTransport(group, torch.device("cpu"))
         owner = transport.owner_route(torch.float32, 0)
         streams: list[str] = []

@@ -63,7 +63,7 @@ def test_three_and_four_ranks_follow_fsdp2(
 
 def against_one_process(rank: int, size: int, shape: tuple[int, ...]) -> None:
     names = ("replicate", "shard")[-len(shape) :]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = init_device_mesh(torch.get_default_device().type, shape, mesh_dim_names=names)
     ours = shard(build(), fully_shard, mesh=mesh)
     reference = build()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (ours, reference)]

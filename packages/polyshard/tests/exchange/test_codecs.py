@@ -53,7 +53,9 @@ def test_kept_payloads_follow_every_write(rank: int, size: int) -> None:
 
 @ranks(4)
 def test_a_codec_may_own_the_second_hop(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
+    )
     gradients = []
     for plugins in ([], [TwoHopReduction()]):
         torch.manual_seed(0)

@@ -243,7 +243,9 @@ def sharded(keeper: Keeper, size: int) -> Model:
     module: Any = make()
     kwargs: dict[str, Any] = {}
     if keeper.replicated:
-        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(
+            torch.get_default_device().type, (2, size // 2), mesh_dim_names=("replicate", "shard")
+        )
         kwargs["mesh"] = mesh
         size //= 2
     if keeper.plugin is not None:

@@ -104,7 +104,9 @@ def test_a_transport_without_such_sums(rank: int, size: int) -> None:
 
 @ranks(4)
 def test_replicas_see_whole_sums(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
+    )
     model: Any = fully_shard(nn.Linear(3, 5), mesh=mesh, plugins=[PairsPlugin()])
     check(model, rank, size)
 

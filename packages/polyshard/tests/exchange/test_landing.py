@@ -55,7 +55,9 @@ MESHES = {"fsdp": (4,), "hsdp": (2, 2), "replicas": (4, 1), "shards": (1, 4)}
 def test_it_lands_whole_and_comes_back_by_rows(
     rank: int, size: int, shape: tuple[int, ...]
 ) -> None:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[-len(shape) :])
+    mesh = init_device_mesh(
+        torch.get_default_device().type, shape, mesh_dim_names=("r", "s")[-len(shape) :]
+    )
     plugin = Landing()
     model, expected = shard(build(), mesh, plugin), reference(size)
     predicted = polyshard.describe(model).step_bytes
@@ -89,7 +91,9 @@ def test_it_lands_whole_and_comes_back_by_rows(
 @pytest.mark.parametrize("shape", MESHES.values(), ids=list(MESHES))
 @ranks(4)
 def test_norms_and_clipping_see_no_difference(rank: int, size: int, shape: tuple[int, ...]) -> None:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[-len(shape) :])
+    mesh = init_device_mesh(
+        torch.get_default_device().type, shape, mesh_dim_names=("r", "s")[-len(shape) :]
+    )
     model, expected = shard(build(), mesh, Landing()), reference(size)
     model(inputs(rank)).sum().backward()
     for order in (2.0, 1.0, math.inf):
@@ -104,7 +108,7 @@ def test_norms_and_clipping_see_no_difference(rank: int, size: int, shape: tuple
 @ranks(2)
 def test_later_gradients_are_added_to_what_landed(rank: int, size: int) -> None:
     plugin = Landing()
-    model = shard(build(), init_device_mesh("cpu", (size,)), plugin)
+    model = shard(build(), init_device_mesh(torch.get_default_device().type, (size,)), plugin)
     for _ in range(2):
         model(inputs(rank)).sum().backward()
     expected = reference(size)
@@ -127,8 +131,18 @@ def test_later_gradients_are_added_to_what_landed(rank: int, size: int) -> None:
 def test_sums_are_in_the_reduce_dtype(rank: int, size: int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     plugin = Landing()
-    model = shard(build(), init_device_mesh("cpu", (size,)), plugin, mp_policy=policy)
-    plain = shard(build(), init_device_mesh("cpu", (size,)), Landing(), mp_policy=policy)
+    model = shard(
+        build(),
+        init_device_mesh(torch.get_default_device().type, (size,)),
+        plugin,
+        mp_policy=policy,
+    )
+    plain = shard(
+        build(),
+        init_device_mesh(torch.get_default_device().type, (size,)),
+        Landing(),
+        mp_policy=policy,
+    )
     for each in (model, plain):
         each(inputs(rank)).sum().backward()
     for owned in plugin.landing.held.values():
@@ -139,7 +153,7 @@ def test_sums_are_in_the_reduce_dtype(rank: int, size: int) -> None:
 
 @ranks(2)
 def test_ranks_with_other_gradients_are_told_before_anything_is_sent(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(torch.get_default_device().type, (size,))
     model: Any = fully_shard(Choosing(), mesh=mesh, plugins=[Landing()])
     with pytest.raises(GradientMismatchError, match=r"'second' has one on ranks \[1\]"):
         model(both=rank == 1).backward()
@@ -161,7 +175,7 @@ class Choosing(nn.Module):
 
 @ranks(2)
 def test_what_needs_rows_refuses_it(rank: int, size: int) -> None:
-    model = shard(build(), init_device_mesh("cpu", (size,)), Landing())
+    model = shard(build(), init_device_mesh(torch.get_default_device().type, (size,)), Landing())
     model(inputs(rank)).sum().backward()
     gradient: Any = model[2].weight.grad
     for ask in (gradient.full_tensor, lambda: gradient[0], lambda: gradient @ gradient):
@@ -183,7 +197,7 @@ class Wrong(Landing):
 
 @ranks(2)
 def test_owners_that_are_none_are_refused(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(torch.get_default_device().type, (size,))
     for answer in (None, [0], [0, 2], [-1, None], ["0", None]):
         with pytest.raises(PluginError, match=r"wrong.*owners.* returned .*for each of 2 param"):
             fully_shard(nn.Linear(4, 4), mesh=mesh, plugins=[Wrong(answer)])
@@ -197,7 +211,7 @@ class Elsewhere(Landing):
 
 @ranks(2)
 def test_ranks_compare_owners(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(torch.get_default_device().type, (size,))
     model = shard(build(), mesh, Elsewhere(rank))
     with pytest.raises(polyshard.errors.PlanMismatchError, match="gradient whole on rank"):
         model(inputs(rank))
@@ -205,7 +219,7 @@ def test_ranks_compare_owners(rank: int, size: int) -> None:
 
 @ranks(2)
 def test_what_plugins_make_something_else_of_is_refused(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(torch.get_default_device().type, (size,))
     model = fully_shard(nn.Linear(4, 4), mesh=mesh, plugins=[Landing(), Flattening()])
     with pytest.raises(UnsupportedError, match=r"plugins flattening change \['weight'\] before"):
         polyshard.describe(model)
@@ -231,7 +245,7 @@ class Showing(InTurn):
 def test_a_landing_is_shown_all_parameters_first(rank: int, size: int) -> None:
     plugin = Landing()
     plugin.landing = Showing()
-    model = shard(build(), init_device_mesh("cpu", (size,)), plugin)
+    model = shard(build(), init_device_mesh(torch.get_default_device().type, (size,)), plugin)
     polyshard.describe(model)
     assert [id(p) for p in model.parameters()] == [
         p for shown in plugin.landing.shown for p in shown

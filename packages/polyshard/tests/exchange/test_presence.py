@@ -43,7 +43,9 @@ PLUGINS: dict[str, list[type[polyshard.Plugin]]] = {
 
 def disagree(rank: int, size: int, shape: tuple[int, ...], plugins: str, case: str) -> str:
     width = 8 if case == "staged" else 200
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = init_device_mesh(
+        torch.get_default_device().type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]
+    )
     model: Any = fully_shard(Branches(width), mesh=mesh, plugins=[p() for p in PLUGINS[plugins]])
     last = rank == size - 1
     uses = {"other": "ac" if last else "ab", "more": "abc" if last else "a"}.get(
@@ -141,7 +143,9 @@ def test_a_unit_that_one_backward_skips(world2: World) -> None:
 @ranks(4)
 def test_replicas_are_compared_when_they_are_summed(rank: int, size: int) -> None:
     """Replicas may use parameters in different micro-batches, if they add up to the same."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
+    )
     model: Any = fully_shard(Branches(8), mesh=mesh)
     replica = rank // 2
     x = torch.tensor(1.0)
@@ -165,7 +169,11 @@ def test_replicas_are_compared_when_they_are_summed(rank: int, size: int) -> Non
 def test_a_mesh_of_some_ranks(rank: int, size: int, shape: tuple[int, ...]) -> None:
     """Nobody waits for processes that are in no mesh, or in another one."""
     chosen = torch.tensor([1, 3]).view(shape)
-    mesh = DeviceMesh("cpu", chosen, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = DeviceMesh(
+        torch.get_default_device().type,
+        chosen,
+        mesh_dim_names=("replicate", "shard")[-len(shape) :],
+    )
     if rank not in chosen:
         return
     model: Any = fully_shard(Branches(200), mesh=mesh)

@@ -88,7 +88,9 @@ def test_meta_init_by_assigned_state(rank: int, size: int, kind: type[Wrapped]) 
 @ranks(4)
 def test_the_mesh_handed_over_is_the_one_that_shards(rank: int, size: int) -> None:
     """Under HSDP the replicas have no part in a gather."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("replicas", "shards")
+    )
     found = []
     for engine in ENGINES:
         model: Any = nn.Linear(6, 4, bias=False)

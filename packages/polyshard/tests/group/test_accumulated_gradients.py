@@ -126,7 +126,9 @@ def test_gradients_are_converted_too(rank: int, size: int) -> None:
 @ranks(4)
 def test_partial_sums_survive(rank: int, size: int, what: str) -> None:
     """What replicas have not yet added up."""
-    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, size // 2), mesh_dim_names=("replicate", "shard")
+    )
     found = []
     for changing in ("nothing", what):
         model: Any = shard(build(**SMALL), fully_shard, mesh=mesh)

@@ -28,7 +28,9 @@ SHAPES = {"fsdp": (4,), "hsdp": (2, 2), "replicas": (4, 1)}
 
 def mesh_of(kind: str) -> Any:
     shape = SHAPES[kind]
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    return init_device_mesh(
+        torch.get_default_device().type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]
+    )
 
 
 # Shared memory --------------------------------------------------------------------------------

@@ -72,7 +72,9 @@ def small() -> Any:
 
 
 def sharded(shape: tuple[int, ...], **kwargs: Any) -> Any:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = init_device_mesh(
+        torch.get_default_device().type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]
+    )
     return shard(small(), fully_shard, mesh=mesh, **kwargs)
 
 
@@ -320,7 +322,9 @@ def test_replicas_that_start_differently_are_found(rank: int, size: int) -> None
     if rank >= 2:
         with torch.no_grad():
             model.head.weight[2, 2] += 1
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
+    )
     training = Training(shard(model, fully_shard, mesh=mesh))
     with pytest.raises(CorruptionError, match=r"'head\.weight' \(weights\): rank 0 and rank 2"):
         training.guard.check()

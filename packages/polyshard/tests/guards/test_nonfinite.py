@@ -37,7 +37,9 @@ def local_gradient(parameter: Any) -> Tensor:
 
 
 def sharded(shape: tuple[int, ...]) -> Any:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = init_device_mesh(
+        torch.get_default_device().type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]
+    )
     return shard(build(**SMALL), fully_shard, mesh=mesh)
 
 

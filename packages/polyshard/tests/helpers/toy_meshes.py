@@ -14,7 +14,7 @@ from polyshard import ShardPlacement, fully_shard
 
 def on_several_meshes(**more: nn.Parameter) -> Any:
     """On four ranks: uneven and empty shards, a mesh of its own, a replicated and a plain one."""
-    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    pairs = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("a", "b"))
     module: Any = nn.Module()
     module.short = nn.Parameter(torch.ones(1, 3))
     module.wide = nn.Parameter(torch.ones(7, 3))

@@ -41,7 +41,7 @@ def sharded(mesh: tuple[int, ...] = (2,), layers: int = 3, **keywords: Any) -> A
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
     names = ("replicas", "shards")[-len(mesh) :]
-    placed = init_device_mesh("cpu", mesh, mesh_dim_names=names)
+    placed = init_device_mesh(torch.get_default_device().type, mesh, mesh_dim_names=names)
     for layer in model:
         fully_shard(layer, mesh=placed, **keywords)
     return fully_shard(model, mesh=placed, **keywords)
@@ -208,7 +208,7 @@ class Pair(nn.Module):
 
 
 def freed_between(recorder: Recorder) -> None:
-    mesh, model = init_device_mesh("cpu", (2,)), Pair()
+    mesh, model = init_device_mesh(torch.get_default_device().type, (2,)), Pair()
     fully_shard([model.first, model.second], mesh=mesh)
     fully_shard(model, mesh=mesh)
     step(model, 1)
@@ -216,7 +216,7 @@ def freed_between(recorder: Recorder) -> None:
 
 def regions_go_first(recorder: Recorder) -> None:
     """Nobody but the transfer holds what it uses; then nobody waits for it."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(torch.get_default_device().type, (2,))
     transport = CollectiveTransport(mesh.get_group(), torch.device("cpu"))
     piece = GatherPiece(torch.ones(4), torch.empty(2, 4), Extents(4, (4, 4)))
     started = transport.gather_route([piece], 0).start()

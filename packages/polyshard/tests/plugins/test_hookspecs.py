@@ -198,7 +198,10 @@ def check_exclusive(hook: str) -> None:
 
 def default_chunk_dtensor(rank: int, size: int) -> None:
     hooks: Any = build_stack([]).parameter_hooks  # as FSDP1 asks: without param
-    line, square = init_device_mesh("cpu", (size,)), init_device_mesh("cpu", (1, size))
+    line, square = (
+        init_device_mesh(torch.get_default_device().type, (size,)),
+        init_device_mesh(torch.get_default_device().type, (1, size)),
+    )
     value = torch.arange(6.0).view(3, 2)
     assert hooks.chunk_dtensor(value, rank, line).placements == (Shard(0),)
     assert hooks.chunk_dtensor(value, rank, square).placements == (Replicate(), Shard(0))
@@ -216,7 +219,7 @@ def test_hook_chunk_dtensor(world2: World) -> None:
 def default_all_gather_dtensor(rank: int, size: int) -> None:
     hooks: Any = build_stack([]).parameter_hooks  # as FSDP1 asks: without param
     value = torch.arange(6.0).view(3, 2)
-    mesh: DeviceMesh = init_device_mesh("cpu", (size,))
+    mesh: DeviceMesh = init_device_mesh(torch.get_default_device().type, (size,))
     whole = hooks.all_gather_dtensor(hooks.chunk_dtensor(value, rank, mesh), None)
     assert not isinstance(whole, DTensor)
     assert torch.equal(whole, value)

@@ -198,7 +198,9 @@ def test_ready_comes_before_collectives(rank: int, size: int) -> None:
 
 @ranks(4)
 def test_replicas_and_several_optimizers(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
+    )
     job = Job(rank, mesh)
     parameters = list(job.model.parameters())
     two = [torch.optim.AdamW(parameters[:4]), torch.optim.SGD(parameters[4:], momentum=0.9, lr=0.1)]

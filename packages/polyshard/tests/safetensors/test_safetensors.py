@@ -65,7 +65,7 @@ def test_what_the_library_writes_is_what_is_loaded(
 
 @ranks(4)
 def test_replicas_write_once_and_read_all(rank: int, size: int, tmp_path: Path) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("r", "s"))
     model = shard(build(1), fully_shard, mesh=mesh)
     save_safetensors(model, tmp_path, dtype=torch.bfloat16)
     other = shard(build(2), fully_shard, mesh=mesh)

@@ -51,7 +51,7 @@ def equals_one_process(rank: int, size: int, make: Kwargs, parts: int) -> None:
 
 def named(*shape: int, dims: DataParallelMeshDims, names: tuple[str, ...]) -> Kwargs:
     return lambda size: {
-        "mesh": init_device_mesh("cpu", shape, mesh_dim_names=names),
+        "mesh": init_device_mesh(torch.get_default_device().type, shape, mesh_dim_names=names),
         "dp_mesh_dims": dims,
     }
 
@@ -78,7 +78,9 @@ MESHES: dict[str, tuple[Kwargs, int]] = {
     "replicated biases, two axes": (
         lambda size: {
             **replicated(size),
-            "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s")),
+            "mesh": init_device_mesh(
+                torch.get_default_device().type, (2, 2), mesh_dim_names=("r", "s")
+            ),
         },
         4,
     ),
@@ -107,7 +109,7 @@ def test_meshes_equal_one_process(rank: int, size: int, kind: str) -> None:
 
 @ranks(4)
 def test_named_axes_get_their_roles(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("s", "r"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("s", "r"))
     dims = DataParallelMeshDims(shard="s", replicate="r")
     model = shard(build(), fully_shard, mesh=mesh, dp_mesh_dims=dims)
     weight: Any = model.head.weight
@@ -165,8 +167,10 @@ NEWER = pytest.mark.skipif(
 @ranks(4)
 def test_experts_may_have_a_mesh_of_their_own(rank: int, size: int, torch_answer: bool) -> None:
     """Experts on a mesh of two, everything else on all four ranks, in one unit."""
-    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))
-    everyone = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    world = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("ep", "efsdp")
+    )
+    everyone = init_device_mesh(torch.get_default_device().type, (4,), mesh_dim_names=("dp",))
     half = rank // 2
     model = Experts(half)
     mine = set(model.experts.parameters())
@@ -201,7 +205,9 @@ def test_experts_may_have_a_mesh_of_their_own(rank: int, size: int, torch_answer
 @ranks(4)
 def test_experts_keep_their_own_values_when_loaded(rank: int, size: int) -> None:
     """transformers#45662: after loading, every half has its own experts again."""
-    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))
+    world = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("ep", "efsdp")
+    )
     model = Experts(rank // 2)
     mine = set(model.experts.parameters())
     chosen = ShardPlacement(Shard(0), world["efsdp"])
@@ -289,7 +295,9 @@ def test_blocks_follow_changed_parameters(rank: int, size: int) -> None:
 
 @ranks(2)
 def test_axes_must_exist_and_have_one_role(rank: int, size: int) -> None:
-    mesh: DeviceMesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+    mesh: DeviceMesh = init_device_mesh(
+        torch.get_default_device().type, (size,), mesh_dim_names=("dp",)
+    )
     for dims, words in (
         (DataParallelMeshDims(shard="tp"), r"names \['tp'\], which are not axes"),
         (DataParallelMeshDims(shard="dp", replicate="dp"), r"gives \['dp'\] both roles"),

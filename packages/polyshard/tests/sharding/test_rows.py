@@ -41,7 +41,7 @@ def full(value: Any) -> Tensor:
 @ranks(4)
 def test_extensions_of_torch_keep_the_order_of_rows(rank: int, size: int) -> None:
     """Losses, gradients, optimizer steps and state dicts, against one process."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     model, oracle = Mlp(), Mlp()
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     extensions = DTensorExtensions(torch.cpu)
@@ -108,7 +108,7 @@ class Answering(Plugin):
 
 @ranks(4)
 def test_placements_that_describe_other_rows_are_refused(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     whole = torch.arange(48.0).view(8, 6)
 
     def sharded(cut: Any, *answer: Any, copies: bool = False) -> Any:
@@ -137,7 +137,7 @@ def test_placements_that_describe_other_rows_are_refused(rank: int, size: int) -
 @ranks(4)
 def test_what_is_accepted_is_right(rank: int, size: int) -> None:
     """Cut twice by hand, over even and uneven sizes: placements that are accepted are right."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     roles = resolve_mesh(mesh["dp"])
     accepted = 0
     for rows in range(1, 13):

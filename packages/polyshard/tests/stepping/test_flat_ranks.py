@@ -82,7 +82,9 @@ def test_a_group_is_a_run(rank: int, size: int) -> None:
 
 @ranks(4)
 def test_replicas_and_other_dims(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
+    )
     compare(EVERY["AdamW"], rank, mesh=mesh)
     compare(EVERY["AdamW fused"], rank, shard_placement_fn=lambda p: Shard(p.ndim - 1))
 

@@ -88,7 +88,9 @@ def test_process_groups_of_a_test_end_with_it(start_method: str) -> None:
 
 def make_groups(rank: int, size: int) -> tuple[int, int]:
     """Threads and open files of this rank, with groups of every kind."""
-    mesh = dist.init_device_mesh("cpu", (1, size), mesh_dim_names=("replicate", "shard"))
+    mesh = dist.init_device_mesh(
+        torch.get_default_device().type, (1, size), mesh_dim_names=("replicate", "shard")
+    )
     everyone = dist.new_group(list(range(size)), use_local_synchronization=True)
     alone = dist.new_group([0])
     if rank == 0:

@@ -34,7 +34,7 @@ def layer(**kwargs: Any) -> Any:
 
 
 def mesh(*sizes: int, names: tuple[str, ...] | None = None) -> Any:
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return init_device_mesh(torch.get_default_device().type, sizes, mesh_dim_names=names)
 
 
 def hsdp() -> Any:

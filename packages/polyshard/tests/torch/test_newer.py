@@ -79,7 +79,7 @@ def test_what_spmd_types_says_is_not_passed_over(rank: int, size: int, kind: str
     import spmd_types
     from spmd_types.checker import typecheck
 
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(torch.get_default_device().type, (size,), mesh_dim_names=("tp",))
     axis = spmd_types.MeshAxis.of(mesh.get_group("tp"))
     model = nn.Linear(4, 4)
     with typecheck(), spmd_types.set_current_mesh(mesh):
@@ -112,7 +112,7 @@ def mixed_backends(rank: int, size: int) -> None:
 
 def uneven_numbers_of_groups(rank: int, size: int) -> None:
     """One rank alone made a group of its own: names differ from here on, results do not."""
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(torch.get_default_device().type, (size,))
     if rank == 0:
         dist.new_group([0], use_local_synchronization=True)
     names = [None] * size

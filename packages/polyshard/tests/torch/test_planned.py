@@ -27,7 +27,7 @@ def planned_bytes(rank: int, mesh_device: str = "meta") -> list[tuple[int, int]]
 def real_bytes(rank: int, size: int) -> list[tuple[int, int]]:
     del rank
     model = nn.Sequential(nn.Linear(300, 301), nn.Linear(301, 7))
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(torch.get_default_device().type, (size,))
     for layer in model:
         fully_shard(layer, mesh=mesh)
     return [(g.gather_bytes, g.reduce_bytes) for g in describe_all(model)]

@@ -19,7 +19,7 @@ from polyshard.testing import ranks
 
 @ranks(2)
 def test_a_copy_has_the_layout_and_memory_of_its_own(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(torch.get_default_device().type, (size,))
     value = DTensor.from_local(torch.full((2, 3), float(rank)), mesh, [Shard(0)])
     local = torch.ones(2, 3, device="meta")
     copied = with_local(value, local)

@@ -37,7 +37,7 @@ def test_profiled_steps_run_hooks_once() -> None:
 
 @ranks(1)
 def test_locals_specs_and_quick_reads(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh(torch.get_default_device().type, (1,))
     value = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     parameter = nn.Parameter(value)
     parameter.grad = value
@@ -54,7 +54,7 @@ def test_locals_specs_and_quick_reads(rank: int, size: int) -> None:
 
 @ranks(1)
 def test_repointing_keeps_objects(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh(torch.get_default_device().type, (1,))
     spec = optimizers.spec_of(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
     for kind in (spec, None):
         old, new = (optimizers.like(kind, torch.full((4,), v)) for v in (1.0, 2.0))

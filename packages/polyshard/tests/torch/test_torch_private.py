@@ -22,7 +22,7 @@ from polyshard.testing import World, ranks
 
 @ranks(2)
 def test_dtensors(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(torch.get_default_device().type, (size,))
     spec = private.dtensor_spec(mesh, (Shard(0),), torch.Size((4, 3)), torch.float32)
     local = torch.full((2, 3), float(rank))
     value = private.wrap_local(local, spec)
@@ -47,7 +47,7 @@ def test_dtensors(rank: int, size: int) -> None:
 
 @ranks(2)
 def test_equal_meshes_are_mixed_up_until_they_are_forgotten(rank: int, size: int) -> None:
-    first, second = (init_device_mesh("cpu", (size,)) for _ in range(2))
+    first, second = (init_device_mesh(torch.get_default_device().type, (size,)) for _ in range(2))
 
     def mesh_of_a_result(mesh: DeviceMesh) -> DeviceMesh:
         value: Any = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
@@ -129,7 +129,7 @@ def test_holders_of_memory_are_counted() -> None:
 
 
 def joined(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("a", "b"))
     both = private.join_meshes([mesh["b"], mesh["a"]])
     assert both.mesh_dim_names == ("b", "a")
     assert both.size(0) == both.size(1) == 2
@@ -178,7 +178,7 @@ def test_meshes_are_joined_and_groups_shared() -> None:
 
 @ranks(4)
 def test_meshes_know_their_root_and_placements_their_strides(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     assert private.root_mesh(mesh["tp"]) == mesh
     strided = private.strided_shard(0, 2)
     assert private.is_strided(strided)

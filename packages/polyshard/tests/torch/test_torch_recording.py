@@ -31,7 +31,7 @@ def test_storages_are_told_apart_and_operations_seen() -> None:
 
 def test_groups_made_in_python_have_names() -> None:
     with recorded(4):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("a", "b"))
         groups = [mesh.get_group(name) for name in ("a", "b")]
         names = {recording.registered_name(group) for group in groups}
         assert names == {group.group_name for group in groups}

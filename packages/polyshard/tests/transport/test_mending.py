@@ -89,7 +89,7 @@ def works(model: Any, mesh: DeviceMesh, expected: Tensor) -> None:
 
 
 def fail_and_mend(rank: int, size: int, phase: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     model = build(mesh)
     expected = train(model)
     for again, layer in enumerate(model):
@@ -112,7 +112,7 @@ def fail_and_mend(rank: int, size: int, phase: str) -> None:
 
 def fail_out_of_step(rank: int, size: int) -> None:
     """Rank 1 has begun a collective with rank 0 that neither of them waits for."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     model = build(mesh)
     expected = train(model)
     for _ in range(2):
@@ -145,7 +145,7 @@ def test_a_collective_that_nobody_waits_for() -> None:
 
 @ranks(2)
 def test_nothing_is_mended_that_nobody_cut(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(torch.get_default_device().type, (size,), mesh_dim_names=("dp",))
     model: Any = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=mesh)
     before = backend_on_cpu(mesh.get_group())
     if rank == 0:

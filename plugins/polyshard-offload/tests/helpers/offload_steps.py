@@ -92,7 +92,9 @@ def sharded(offload: Offload, mesh: tuple[int, ...] = (2,), frozen: int | None =
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     if frozen is not None:
         model[frozen].requires_grad_(False)
-    placed = init_device_mesh("cpu", mesh, mesh_dim_names=("replicas", "shards")[-len(mesh) :])
+    placed = init_device_mesh(
+        torch.get_default_device().type, mesh, mesh_dim_names=("replicas", "shards")[-len(mesh) :]
+    )
     for layer in model:
         fully_shard(layer, mesh=placed, plugins=[offload])
     return fully_shard(model, mesh=placed, plugins=[offload])

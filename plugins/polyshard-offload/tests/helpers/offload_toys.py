@@ -149,7 +149,9 @@ def sharded_toy(offload: Offload | None, recipe: Recipe = Recipe(), seed: int = 
 
 
 def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(
+        torch.get_default_device().type, shape, mesh_dim_names=("replicate", "shard")
+    )
 
 
 def wrapped(optimizer: torch.optim.Optimizer, offload: Offload | None) -> torch.optim.Optimizer:

@@ -123,7 +123,7 @@ def test_norms_are_known_before_the_move(
 def test_norms_over_mixed_meshes(rank: int, size: int, tmp_path: Path) -> None:
     """Units on two meshes, one of them with replicas, against one process."""
     path = str(tmp_path)
-    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    both = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("a", "b"))
     for tiers in (("host", "host"), ("disk", "disk")):
         offload = make(tiers, path)
         torch.manual_seed(0)

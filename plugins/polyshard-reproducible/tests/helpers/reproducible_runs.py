@@ -55,7 +55,9 @@ class Words(nn.Module):
 
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     """FSDP, or replicas of it."""
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+    return init_device_mesh(
+        torch.get_default_device().type, shape, mesh_dim_names=("replicas", "shards")[-len(shape) :]
+    )
 
 
 def samples() -> Tensor:

@@ -57,8 +57,10 @@ def meshes(dp: int, tp: int, replicas: int = 0) -> DeviceMesh:
     """("dp", "tp"), or ("replicas", "dp", "tp")."""
     if replicas:
         names = ("replicas", "dp", "tp")
-        return init_device_mesh("cpu", (replicas, dp, tp), mesh_dim_names=names)
-    return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+        return init_device_mesh(
+            torch.get_default_device().type, (replicas, dp, tp), mesh_dim_names=names
+        )
+    return init_device_mesh(torch.get_default_device().type, (dp, tp), mesh_dim_names=("dp", "tp"))
 
 
 def tokens_for(step: int, part: int, count: int = 2) -> Tensor:

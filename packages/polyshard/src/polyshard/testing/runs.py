@@ -29,11 +29,11 @@ def train_with(rank: int, size: int, factory: Factory | None) -> list[float]:
     fully_shard(model.first, plugins=plugins)
     fully_shard(model, plugins=plugins)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator("cpu").manual_seed(rank)
     losses = []
     for _ in range(STEPS):
-        x = torch.randn(8, 96, generator=generator, device="cpu")
-        loss = F.cross_entropy(model(x), torch.arange(8, device="cpu") % 7)
+        x = _drawn(generator)
+        loss = F.cross_entropy(model(x), torch.arange(8) % 7)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -51,7 +51,7 @@ def release_with(rank: int, size: int, factory: Factory) -> tuple[set[str], list
     fully_shard(model, plugins=plugins_of(factory))
     resident = []
     for _ in range(STEPS):
-        model(torch.ones(4, 96, device="cpu")).sum().backward()
+        model(torch.ones(4, 96)).sum().backward()
         model.zero_grad()
         with open("/proc/self/statm", encoding="ascii") as statm:
             resident.append(int(statm.read().split()[1]))
@@ -68,7 +68,7 @@ def describe_with(rank: int, size: int, factory: Factory) -> tuple[str, int, int
     model = SmallModel()
     fully_shard(model, plugins=plugins_of(factory))
     plan = describe(model)
-    model(torch.ones(4, 96, device="cpu")).sum().backward()
+    model(torch.ones(4, 96)).sum().backward()
     return str(plan), plan.step_bytes, stats(model).bytes_sent
 
 
@@ -85,7 +85,7 @@ def reload_with(rank: int, size: int, factory: Factory) -> bool:
         models.append(model)
     models[1].load_state_dict(models[0].state_dict())
     with torch.no_grad():
-        first, second = (m(torch.ones(4, 96, device="cpu")) for m in models)
+        first, second = (m(torch.ones(4, 96)) for m in models)
     return torch.equal(first, second)
 
 
@@ -99,7 +99,7 @@ def resume_with(rank: int, size: int, factory: Factory) -> str | None:
     del size
 
     def step(model: nn.Module) -> None:
-        model(torch.full((4, 96), 1.0 + rank, device="cpu")).square().sum().backward()
+        model(torch.full((4, 96), 1.0 + rank)).square().sum().backward()
         model.zero_grad()
 
     first, second = (fully_shard(SmallModel(), plugins=plugins_of(factory)) for _ in range(2))
@@ -144,10 +144,10 @@ def close_with(rank: int, size: int, factory: Factory) -> bool:
     plugins = plugins_of(factory)
     closed, other = (fully_shard(SmallModel(), plugins=plugins) for _ in range(2))
     for model in (closed, other):
-        model(torch.ones(4, 96, device="cpu")).sum().backward()
-    expected = other(torch.ones(4, 96, device="cpu")).detach()
+        model(torch.ones(4, 96)).sum().backward()
+    expected = other(torch.ones(4, 96)).detach()
     close(closed)
-    return torch.equal(other(torch.ones(4, 96, device="cpu")).detach(), expected)
+    return torch.equal(other(torch.ones(4, 96)).detach(), expected)
 
 
 def saved_with(rank: int, size: int, factory: Factory | None) -> tuple[Tensors, Tensors]:
@@ -160,10 +160,10 @@ def saved_with(rank: int, size: int, factory: Factory | None) -> tuple[Tensors, 
     fully_shard(model, plugins=[] if factory is None else plugins_of(factory))
     parameters = {name: full(value) for name, value in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator("cpu").manual_seed(rank)
     for _ in range(2):
-        x = torch.randn(8, 96, generator=generator, device="cpu")
-        F.cross_entropy(model(x), torch.arange(8, device="cpu") % 7).backward()
+        x = _drawn(generator)
+        F.cross_entropy(model(x), torch.arange(8) % 7).backward()
         optimizer.step()
         optimizer.zero_grad()
     options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -171,6 +171,12 @@ def saved_with(rank: int, size: int, factory: Factory | None) -> tuple[Tensors, 
     return parameters, {n: full(v) for n, v in state.items() if isinstance(v, Tensor)}
 
 
+def _drawn(generator: torch.Generator) -> Tensor:
+    """On the CPU, so that numbers do not depend on where ranks compute."""
+    drawn = torch.randn(8, 96, generator=generator, device="cpu")
+    return drawn.to(torch.get_default_device())
+
+
 def full(value: Tensor) -> Tensor:
-    """The whole of a tensor, which may be sharded, in memory of its own."""
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+    """The whole of a tensor, which may be sharded, in memory of its own on the host."""
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().clone()

@@ -1,0 +1,308 @@
+"""Both engines without one of their waits, events or keep-alives, on the simulated device.
+
+    python -m benchmarks.sim.mutants [--engines polyshard FSDP2] [--only WORD] [--json OUT]
+
+A mutant is exposed when a short training ends in other numbers, or fails, in one of the device's
+modes. What no training exposes is in the table with the reason, where it is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import hashlib
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.sim.scenarios import LIBRARIES, SCENARIOS
+from polyshard.testing import RankError
+from polyshard.testing.streams.mutants import Mutant, mutants
+from polyshard_sim.testing import MODES, Ranks
+
+RESULTS = Path(__file__).parents[1] / "results" / "sim_mutants.json"
+HANG_SECONDS = 10.0
+_CORE = (
+    "memory.streams", "transport.collective", "transport.collective_owners", "transport.custom",
+    "transport.wrapped", "exchange.payload", "exchange.flight", "exchange.reduction",
+    "exchange.replicas", "exchange.gather", "exchange.block", "group.group", "engine.unit",
+    "engine.hooks", "engine.prefetch", "engine.ending", "module.communication", "module.handles",
+)  # fmt: skip
+_OFFLOAD = (
+    "shards.host_storage", "shards.disk_storage", "shards.gradients", "shards.storage",
+    "tiers.swap_file", "optimizer.pipeline",
+)  # fmt: skip
+_FSDP2 = ("_fsdp_collectives", "_fsdp_param", "_fsdp_param_group", "_fsdp_state", "_fully_shard")
+_KEPT_BY_FSDP2 = ("AllGatherState", "AllReduceState", "ReduceScatterState")
+"""What FSDP2 holds tensors in until an event: the first argument."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the device runs."""
+
+    mode: str
+    strict: bool
+
+    def __str__(self) -> str:
+        """Its name in the table."""
+        return f"{self.mode}, strict" if self.strict else self.mode
+
+
+_ORDER = sorted(MODES, key=["lowest", "highest", "random", "threads"].index)
+SETTINGS = {
+    "polyshard": [Setting(mode, strict) for strict in (False, True) for mode in _ORDER],
+    "FSDP2": [Setting(mode, False) for mode in _ORDER],  # strict is more than CUDA asks
+}
+
+_RECORDED = "no scenario here exposes it; recorded steps do: `test_stream_mutants.py`"
+_RECORDED_COPIES = "no scenario here exposes it; recorded steps do: `test_copy_order.py`"
+_NAMED_ALIKE = "orders nothing: only the name is alike"
+_GLOO = "a message of gloo: `test_gloo_waits.py` leaves it out"
+REASONS = {
+    ("InFlight.end", "self.pending.wait()"): _GLOO,
+    ("InFlight.end", "self.told.works.wait()"): _GLOO,
+    ("InFlight.end", "self.landing.wait()"): "no scenario has gradients that land whole",
+    ("Reducer._play_out", "pending.wait()"): _GLOO,
+    ("DiskStorage.hold", "super().hold(parameters)"): _NAMED_ALIKE,
+    (
+        "DiskStorage.hold",
+        "self._checksums.hold(parameters, self._shard, None if fresh is None else fresh.cpu())",
+    ): _NAMED_ALIKE,
+    ("TierStorage.hold", "self.norms.hold(parameters, self._shard)"): _NAMED_ALIKE,
+    ("TierStorage.place_gradient", "self.norms.record(gradient, placed)"): _NAMED_ALIKE,
+    ("HostStorage.fetch", "on_the_way.wait()"): "the passage is dropped there, and goes behind",
+    ("HostGradients.place", "self.state.leaving = None"): "the passage is dropped there as well",
+    ("HostGradients.settle", "self.state.leaving = None"): "the passage is dropped there as well",
+    ("HostStorage._copy", "lane.leave(staging.tensor)"): "the storage holds its staging as well",
+}
+"""Why mutants that nothing exposes are there, by function and text."""
+
+
+def reason_for(mutant: Mutant) -> str:
+    """What is known of one that nothing exposes; empty where nothing is."""
+    if found := REASONS.get((mutant.function, mutant.text)):
+        return found
+    if mutant.module.startswith("polyshard.transport.collective_owners"):
+        return "no scenario has parameters that one rank owns whole"
+    if mutant.module.startswith("polyshard."):
+        return _RECORDED
+    if mutant.module.startswith(("polyshard_offload.shards.", "polyshard_offload.tiers.")):
+        return _RECORDED_COPIES
+    return ""
+
+
+@cache
+def mutants_of(engine: str) -> list[Mutant]:
+    """All of them, in the same order in every process."""
+    if engine == "FSDP2":
+        modules = [f"torch.distributed.fsdp._fully_shard.{name}" for name in _FSDP2]
+        return [*mutants(modules), *(m for name in modules for m in _kept_by_fsdp2(name))]
+    return mutants(
+        [f"polyshard.{name}" for name in _CORE] + [f"polyshard_offload.{name}" for name in _OFFLOAD]
+    )
+
+
+def _kept_by_fsdp2(module: str) -> Iterator[Mutant]:
+    path = importlib.import_module(module).__file__
+    assert path is not None
+    tree = ast.parse(Path(path).read_text())
+    for owner in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for method in (node for node in owner.body if isinstance(node, ast.FunctionDef)):
+            for place, node in enumerate(ast.walk(method)):
+                if not isinstance(node, ast.Call) or ast.unparse(node.func) not in _KEPT_BY_FSDP2:
+                    continue
+                mutated = copy.deepcopy(tree)
+                twin: Any = mutated.body[tree.body.index(owner)]
+                call: Any = list(ast.walk(twin.body[owner.body.index(method)]))[place]
+                call.args[0] = ast.parse(
+                    f"({ast.unparse(call.args[0])}, None)[1]", mode="eval"
+                ).body
+                ast.fix_missing_locations(mutated)
+                text = ast.unparse(node)
+                function = f"{owner.name}.{method.name}"
+                yield Mutant(module, function, node.lineno, "not keeping", text, mutated, path)
+
+
+# On ranks -------------------------------------------------------------------------------------
+
+
+def outcome(engine: str, name: str) -> list[Tensor]:
+    """What a scenario ends in, on the host."""
+    scenario = next(each for each in SCENARIOS[engine] if each.__name__ == name)
+    found = scenario(importlib.import_module(LIBRARIES[engine]))
+    return [tensor.detach().cpu().clone() for tensor in found]
+
+
+@cache
+def expected(engine: str, name: str) -> list[Tensor]:
+    """What it ends in as the engine is."""
+    return outcome(engine, name)
+
+
+@contextmanager
+def noting(engine: str, reached: set[str]) -> Iterator[None]:
+    """Add the names of the functions that have mutants to ``reached`` when they are called."""
+    sys.modules["_reached_by_mutants"] = reached  # type: ignore[assignment]
+    with ExitStack() as undone:
+        for mutant in {(m.module, m.function): m for m in mutants_of(engine)}.values():
+            tree = ast.parse(Path(mutant.file).read_text())
+            body = tree.body
+            for part in mutant.function.split("."):
+                node = next(n for n in body if getattr(n, "name", "") == part)
+                body = node.body  # type: ignore[attr-defined]
+            name = f"{mutant.module}.{mutant.function}"
+            note = f"__import__('sys').modules['_reached_by_mutants'].add({name!r})"
+            body.insert(0, ast.parse(note).body[0])
+            ast.fix_missing_locations(tree)
+            undone.enter_context(replace(mutant, tree=tree).applied())
+        yield
+
+
+def functions(rank: int, size: int, engine: str, name: str) -> set[str]:
+    """Those with mutants that a scenario calls; in autograd's threads, too."""
+    del rank, size
+    reached: set[str] = set()
+    with noting(engine, reached):
+        outcome(engine, name)
+    return reached
+
+
+def digest(rank: int, size: int, engine: str, name: str) -> str:
+    """Of what a scenario ends in; the same in every setting."""
+    del rank, size
+    parts = [tensor.float().numpy().tobytes() for tensor in expected(engine, name)]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def judge(rank: int, size: int, engine: str, index: int, names: list[str]) -> str:
+    """The first scenario that the mutant spoils on any rank."""
+    del rank, size
+    for name in names:
+        wanted = expected(engine, name)
+        with mutants_of(engine)[index].applied():
+            found = outcome(engine, name)
+            torch.accelerator.synchronize()
+        equal = len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+        agreed = torch.tensor([int(equal)])
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+        if not agreed.item():
+            return name
+    return ""
+
+
+# The driver -----------------------------------------------------------------------------------
+
+
+def run(engine: str, only: str) -> list[dict[str, Any]]:
+    """Each mutant, with what exposes it."""
+    found = {i: m for i, m in enumerate(mutants_of(engine)) if only in str(m)}
+    exposed: dict[int, dict[str, str]] = {}
+    digests: dict[str, str] = {}
+    reached: dict[str, set[str]] = {}
+    for setting in SETTINGS[engine]:
+        left = [index for index in found if index not in exposed]
+        ranks = Ranks(2, collective_seconds=HANG_SECONDS, mode=setting.mode, strict=setting.strict)
+        try:
+            names = _usable(ranks, engine, setting, digests)
+            for name in [name for name in names if name not in reached]:
+                reached[name] = ranks.run(functions, engine, name, timeout=120.0)[0]
+            for index in left:
+                place = f"{found[index].module}.{found[index].function}"
+                calling = [name for name in names if place in reached[name]]
+                if by := _exposing(ranks, engine, index, calling):
+                    exposed[index] = {"setting": str(setting), **by}
+                after = str(by) if by else f"survives {len(calling)} scenarios"
+                print(setting, found[index], after, sep=": ", flush=True)
+        finally:
+            ranks.close()
+    return [_row(m, exposed.get(i, {})) for i, m in found.items()]
+
+
+def _usable(ranks: Ranks, engine: str, setting: Setting, digests: dict[str, str]) -> list[str]:
+    """Scenarios that end as in other settings while nothing is left out."""
+    names = []
+    for scenario in SCENARIOS[engine]:
+        name = scenario.__name__
+        try:
+            found = str(ranks.run(digest, engine, name, timeout=120.0))
+        except RankError as error:
+            print(f"{setting}: {name} fails as it is: {_last_line(error)}", flush=True)
+            continue
+        if digests.setdefault(name, found) == found:
+            names.append(name)
+        else:
+            print(f"{setting}: {name} ends in other numbers as it is", flush=True)
+    return names
+
+
+def _exposing(ranks: Ranks, engine: str, index: int, names: list[str]) -> dict[str, str]:
+    try:
+        spoiled = ranks.run(judge, engine, index, names, timeout=300.0)[0]
+    except RankError as error:
+        return {"how": _last_line(error)}
+    return {"how": f"numbers of `{spoiled}`"} if spoiled else {}
+
+
+def _last_line(error: RankError) -> str:
+    lines = [line for line in str(error).splitlines() if line and not line.startswith(("-", " "))]
+    return lines[-1][:160] if lines else "hangs"
+
+
+def _row(mutant: Mutant, exposed: dict[str, str]) -> dict[str, Any]:
+    place = f"{mutant.module}.{mutant.function}"
+    row: dict[str, Any] = {"place": place, "kind": mutant.kind, "text": mutant.text, **exposed}
+    if not exposed:
+        row["reason"] = reason_for(mutant)
+    return row
+
+
+def lines(results: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """The tables of the page."""
+    made = [
+        "| engine | left out | exposed | with numbers | with an error or a hang | not exposed |"
+    ]
+    made.append("|---" * 6 + "|")
+    for engine, rows in results.items():
+        exposed = [row for row in rows if "setting" in row]
+        numbers = [row for row in exposed if row["how"].startswith("numbers")]
+        counts = [len(rows), len(exposed), len(numbers), len(exposed) - len(numbers)]
+        counts.append(len(rows) - len(exposed))
+        made.append(f"| {engine} | " + " | ".join(map(str, counts)) + " |")
+    made += ["", "| engine | not exposed | reason |", "|---|---|---|"]
+    for engine, rows in results.items():
+        for row in rows:
+            if "setting" not in row:
+                place = ".".join(row["place"].split(".")[-2:])
+                what = f"`{place}`: {row['kind']} `{row['text']}`"
+                made.append(f"| {engine} | {what} | {row['reason'] or 'not known'} |")
+    return made
+
+
+def main() -> None:
+    """Run, print, and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engines", nargs="+", choices=list(LIBRARIES), default=list(LIBRARIES))
+    parser.add_argument("--only", default="", help="a part of the mutants' names")
+    parser.add_argument("--json", type=Path, default=None, help=f"default for all: {RESULTS}")
+    given = parser.parse_args()
+    results = {engine: run(engine, given.only) for engine in given.engines}
+    print(*lines(results), sep="\n")
+    whole = given.engines == list(LIBRARIES) and not given.only
+    if (path := given.json or (RESULTS if whole else None)) is not None:
+        path.write_text(json.dumps({"simulated": True, **results}, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,375 @@
+"""Short trainings of either engine, which end in numbers that a missing wait would change."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+WIDTH, HIDDEN, ROWS, STEPS = 16, 48, 4, 2
+LIBRARIES = {"polyshard": "polyshard", "FSDP2": "torch.distributed.fsdp"}
+
+Scenario = Callable[[Any], list[Tensor]]
+"""Takes the engine's module; returns what the ranks compare."""
+
+
+class Block(nn.Module):
+    """A norm and two layers: small, large and uneven parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Residual."""
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return out
+
+
+def sharded(library: Any, mesh: tuple[int, ...] = (2,), layers: int = 4, **keywords: Any) -> Any:
+    """Blocks, each a unit, below a root."""
+    with torch.device("cpu"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block() for _ in range(layers)))
+    model.to("sim")
+    names = ("replicas", "shards")[-len(mesh) :]
+    placed = init_device_mesh("sim", mesh, mesh_dim_names=names)
+    for layer in model:
+        library.fully_shard(layer, mesh=placed, **keywords)
+    return library.fully_shard(model, mesh=placed, **keywords)
+
+
+def bf16(library: Any) -> dict[str, Any]:
+    """Compute in bfloat16, reduce in float32."""
+    return {"mp_policy": library.MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+
+
+def batch(number: int = 0) -> Tensor:
+    """This rank's, drawn on the CPU."""
+    generator = torch.Generator("cpu").manual_seed(10 * number + dist.get_rank())
+    return torch.randn(ROWS, WIDTH, generator=generator, device="cpu").to("sim")
+
+
+def backward(model: nn.Module, number: int = 0) -> Tensor:
+    """Forward and backward of a batch; the loss."""
+    loss: Tensor = model(batch(number)).float().square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def train(model: nn.Module, steps: int = STEPS, optimizer: Any = None) -> list[Tensor]:
+    """Losses, and the weights after the steps."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for number in range(steps):
+        losses.append(backward(model, number))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses + weights(model)
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    """This rank's part of each."""
+    return [p.to_local().detach() if isinstance(p, DTensor) else p for p in model.parameters()]
+
+
+def bystanders() -> list[Tensor]:
+    """Memory taken after something was freed: a transfer that still uses that would spoil it."""
+    made = [torch.full((n,), float(n), device="sim") for n in (64, 500, 800, 1600, 3300, 7000)]
+    for _ in range(4):
+        made[0] = made[0] * 1
+    return made
+
+
+# Both engines ---------------------------------------------------------------------------------
+
+
+def plain(library: Any) -> list[Tensor]:
+    return train(sharded(library))
+
+
+def mixed(library: Any) -> list[Tensor]:
+    return train(sharded(library, **bf16(library)))
+
+
+def kept(library: Any) -> list[Tensor]:
+    return train(sharded(library, reshard_after_forward=False))
+
+
+def replicas(library: Any) -> list[Tensor]:
+    return train(sharded(library, (2, 1), **bf16(library)))
+
+
+def accumulated(library: Any) -> list[Tensor]:
+    model = sharded(library, **bf16(library))
+    for is_last in (False, True):
+        model.set_requires_gradient_sync(is_last)
+        backward(model)
+    for is_last in (False, True):  # reduced each time
+        model.set_is_last_backward(is_last)
+        backward(model)
+    return train(model)
+
+
+def replicas_accumulated(library: Any) -> list[Tensor]:
+    model = sharded(library, (2, 1))
+    for sums in (False, False, True):
+        model.set_requires_all_reduce(sums)
+        backward(model)
+    return train(model, 1)
+
+
+def prefetched(library: Any) -> list[Tensor]:
+    model = sharded(library)
+    for before, after in itertools.pairwise(model):
+        before.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([before])
+    return train(model)
+
+
+def several_reductions(library: Any) -> list[Tensor]:
+    model = sharded(library, **bf16(library))
+    model.set_reduce_scatter_max_input_buffers(3)
+    return train(model)
+
+
+def hooked(library: Any) -> list[Tensor]:
+    model = sharded(library)
+    side = torch.get_device_module("sim").Stream()
+    for layer in model:
+        layer.set_all_reduce_hook(lambda gradient: gradient.mul_(2), stream=side)
+    return train(model)
+
+
+def by_hand(library: Any) -> list[Tensor]:
+    model, seen = sharded(library), []
+    for layer in model:
+        handle = layer.unshard(async_op=True)
+        handle.wait()
+        seen.append(F.linear(batch(), layer.up.weight).detach())
+        layer.reshard()
+    seen += train(model, 1)
+    model[0].unshard(async_op=True)
+    model[0].reshard()  # in the middle
+    return seen + train(model, 1)
+
+
+def evaluated(library: Any) -> list[Tensor]:
+    model, seen = sharded(library), []
+    with torch.no_grad():
+        for number in range(3):
+            seen.append(model(batch(number)))
+            for parameter in weights(model):
+                parameter.mul_(0.9)
+    return seen + train(model, 1)
+
+
+def optimizer_on_a_stream(library: Any) -> list[Tensor]:
+    module = torch.get_device_module("sim")
+    model, side = sharded(library), module.Stream()
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
+    for number in range(3):
+        losses.append(backward(model, number))
+        side.wait_stream(module.current_stream())
+        with module.stream(side):
+            optimizer.step()
+        event = module.Event()
+        event.record(side)
+        model.set_post_optim_event(event)
+    losses.append(model(batch()).detach())
+    module.current_stream().wait_stream(side)  # gradients are freed below
+    return losses + weights(model)
+
+
+def offloaded(library: Any) -> list[Tensor]:
+    return train(sharded(library, offload_policy=library.CPUOffloadPolicy()), 3)
+
+
+def offloaded_accumulated(library: Any) -> list[Tensor]:
+    model = sharded(library, offload_policy=library.CPUOffloadPolicy())
+    backward(model)
+    backward(model, 1)
+    return train(model)
+
+
+def dropped_in_a_gather(library: Any) -> list[Tensor]:
+    model = sharded(library)
+    seen = train(model, 1)
+    model[1].unshard(async_op=True)
+    del model
+    gc.collect()
+    return seen + bystanders()
+
+
+def dropped_in_a_reduction(library: Any) -> list[Tensor]:
+    model = sharded(library, **bf16(library))
+    model.set_is_last_backward(False)
+    backward(model)
+    del model
+    gc.collect()
+    return bystanders()
+
+
+def reset(library: Any) -> list[Tensor]:
+    """Broken off in a gather, and in a backward."""
+    model = sharded(library, **bf16(library))
+    train(model, 1)
+    model[1].unshard(async_op=True)
+    _reset(model)
+    model.set_is_last_backward(False)
+    backward(model)
+    _reset(model)
+    model.set_is_last_backward(True)
+    model.zero_grad()
+    return train(model, 1)
+
+
+def _reset(model: Any) -> None:
+    dist.all_reduce(torch.zeros(1, device="cpu"))  # all have gone through it
+    model.reset_iter_state()
+
+
+BOTH: tuple[Scenario, ...] = (
+    plain, mixed, kept, accumulated, replicas, replicas_accumulated, prefetched,
+    several_reductions, hooked, by_hand, evaluated, optimizer_on_a_stream, offloaded,
+    offloaded_accumulated, dropped_in_a_gather, dropped_in_a_reduction, reset,
+)  # fmt: skip
+
+
+# polyshard's own ------------------------------------------------------------------------------
+
+
+@contextmanager
+def small_transfers() -> Iterator[None]:
+    """Have parameters travel one by one, as large ones do."""
+    collective = importlib.import_module("polyshard.transport.collective")
+    with mock.patch.object(collective.CollectiveTransport, "staging_bytes", 4):
+        yield
+
+
+def direct(library: Any) -> list[Tensor]:
+    with small_transfers():
+        return train(sharded(library)) + train(sharded(library, **bf16(library)))
+
+
+def direct_replicas(library: Any) -> list[Tensor]:
+    with small_transfers():
+        return train(sharded(library, (2, 1), **bf16(library)))
+
+
+def coalesced(library: Any) -> list[Tensor]:
+    with small_transfers():
+        model = sharded(library, **bf16(library))
+        for layer in model.modules():
+            unit = getattr(layer, "_polyshard_unit", None)
+            for group in unit.groups if unit else ():
+                group.transport.coalesces = True
+        return train(model)
+
+
+def separate_reductions(library: Any) -> list[Tensor]:
+    model = sharded(library)
+    for layer in model:
+        layer.set_separate_reduce_scatter_group(True)
+    return train(model)
+
+
+def together(library: Any) -> list[Tensor]:
+    models = [sharded(library), sharded(library)]
+    library.share_comm_ctx(models)
+    return [tensor for model in models for tensor in train(model, 1)]
+
+
+def int8(library: Any) -> list[Tensor]:
+    quantized: Any = importlib.import_module("polyshard_quantized")
+    every = quantized.Exclusions(min_ndim=0, min_numel=0)
+    block = quantized.Int8Block(16)
+    seen = []
+    for mesh in ((2,), (2, 1)):
+        plugin = quantized.QuantizedComm(weights=block, gradients=block, exclude=every)
+        seen += train(sharded(library, mesh, plugins=[plugin]))
+    return seen
+
+
+class _Gather:
+    """A collective of a user's, asynchronous."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, out: Tensor, own: Tensor, group: Any, async_op: bool = False) -> Any:
+        return dist.all_gather_single(out, own, group=group, async_op=async_op)
+
+
+class _Reduce(_Gather):
+    def __call__(  # type: ignore[override]
+        self, out: Tensor, own: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        return dist.reduce_scatter_single(out, own, group=group, op=op, async_op=async_op)
+
+
+def custom(library: Any) -> list[Tensor]:
+    model = sharded(library, **bf16(library))
+    for layer in (model, *model):
+        layer.set_custom_all_gather(_Gather())
+        layer.set_custom_reduce_scatter(_Reduce())
+    return train(model)
+
+
+def dropped_with_replicas(library: Any) -> list[Tensor]:
+    model = sharded(library, (2, 1))
+    model.set_is_last_backward(False)
+    backward(model)
+    del model
+    gc.collect()
+    return bystanders()
+
+
+def _offload(library: Any, accumulates: bool = False, **switches: Any) -> list[Tensor]:
+    offload: Any = importlib.import_module("polyshard_offload")
+    with tempfile.TemporaryDirectory() as folder:
+        plugin = offload.Offload(**switches, disk=offload.DiskSettings(path=Path(folder)))
+        model = sharded(library, plugins=[plugin])
+        if accumulates:
+            backward(model, 5)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if switches["params"] != "host":
+            optimizer = plugin.wrap(optimizer)
+        found = [tensor.clone() for tensor in train(model, 3, optimizer)]
+        library.close(model)
+        return found
+
+
+def on_host(library: Any) -> list[Tensor]:
+    return _offload(library, params="host") + _offload(library, True, params="host")
+
+
+def optimizer_on_host(library: Any) -> list[Tensor]:
+    return _offload(library, params="device", optimizer="host")
+
+
+def on_disk(library: Any) -> list[Tensor]:
+    return _offload(library, params="disk")
+
+
+OWN: tuple[Scenario, ...] = (
+    direct, direct_replicas, coalesced, separate_reductions, together, int8, custom,
+    dropped_with_replicas, on_host, optimizer_on_host, on_disk,
+)  # fmt: skip
+
+SCENARIOS = {"polyshard": (*BOTH, *OWN), "FSDP2": BOTH}
