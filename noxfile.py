@@ -286,6 +286,9 @@ def tests(session: nox.Session) -> None:
     python = str(dev_environment(session, PLUGINS) / "python")
     folders = [f"{folder}/tests" for folder in FOLDERS]
     everything = [*folders, "tools/tests", "integration_tests"]
+    # Two minutes of compiling, once a machine: within no test's time.
+    compiled = "import polyshard_sim.building as b; b.missing_tools() or b.library()"
+    session.run(python, "-c", compiled)
     run_tests(session, python, "all", [*everything, f"--stack={stack_of(tuple(COMPOSED))}"])
     for name, plugins in PARTIAL.items():
         hidden = [other for other in PLUGINS if other not in plugins]
