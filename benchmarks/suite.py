@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu
+from benchmarks import gpu, sim
 from benchmarks.checkpoint import stall
 from benchmarks.guards import cost as guards_cost
 from benchmarks.host import cost
@@ -95,6 +95,10 @@ def _gpu(quick: bool) -> dict[str, Any]:
     return found
 
 
+def _sim(quick: bool) -> dict[str, Any]:
+    return sim.measure(list(sim.ROWS)[:1] if quick else sim.ROWS)
+
+
 def _stall(quick: bool) -> dict[str, Any]:
     return stall.measure(2, *((64, 2, 1) if quick else (2048, 8, 7)))
 
@@ -134,6 +138,7 @@ PARTS: tuple[Part, ...] = (
     _reproducible_part("reproducible", reproducible_step.Case()),
     _reproducible_part("reproducible-wide", reproducible_step.Case(width=1024, tokens=16)),
     Part("gpu", "gpu", _gpu, gpu.show),
+    Part("sim", "simulated", _sim, sim.show),
 )
 
 

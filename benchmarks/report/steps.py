@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.report.table import table
 from benchmarks.result import Result
 from benchmarks.step.rows import (
     BEST_STEP,
@@ -19,6 +18,7 @@ from benchmarks.step.rows import (
     STEP,
     Row,
 )
+from benchmarks.table import table
 
 _STEP_HEAD = (
     "row",
