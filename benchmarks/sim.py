@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.harness import show, table
 from benchmarks.result import save
-from benchmarks.table import table
 from polyshard.testing import World
 
 BLOCKS, WIDTH, HIDDEN, TOKENS, STEPS = 6, 512, 2048, 32, 3
@@ -201,10 +201,6 @@ def _cells(name: str, row: dict[str, dict[str, Any]]) -> list[str]:
 
 def _text(value: int | float) -> str:
     return f"{value:.1f}" if isinstance(value, float) else str(value)
-
-
-def show(found: dict[str, Any]) -> None:
-    print(*lines(found), sep="\n")
 
 
 def main() -> None:

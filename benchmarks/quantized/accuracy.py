@@ -17,6 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.harness import table
+
 ROWS = ("", "int8,native", "int8", "e4m3", "native,int4", "int8,int4", "int4,native", "int4")
 
 
@@ -46,20 +48,19 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", default=ROWS)
     options = parser.parse_args()
     seeds = range(options.seeds)
-    columns = "".join(f" seed {s} |" for s in seeds)
-    print(f"| parameters, gradients |{columns} mean difference | largest difference |")
-    print("|---" * (3 + len(seeds)) + "|")
     native: list[float] = []
+    lines = []
     for row in options.rows:
         losses = [held_out(row, seed, options) for seed in seeds]
         native = native or losses
         differences = [a - b for a, b in zip(losses, native, strict=True)]
-        cells = "".join(f" {loss:.4f} |" for loss in losses)
-        largest = max(differences, key=abs)
         name = row or f"native (spread of seeds {max(losses) - min(losses):.4f})"
-        print(
-            f"| {name} |{cells} {statistics.mean(differences):+.4f} | {largest:+.4f} |", flush=True
-        )
+        tail = f"{statistics.mean(differences):+.4f}", f"{max(differences, key=abs):+.4f}"
+        lines.append([name, *(f"{loss:.4f}" for loss in losses), *tail])
+        print(*lines[-1], flush=True)
+    seeds_of = (f"seed {seed}" for seed in seeds)
+    heads = ["parameters, gradients", *seeds_of, "mean difference", "largest difference"]
+    print("", *table(heads, lines), sep="\n")
 
 
 if __name__ == "__main__":

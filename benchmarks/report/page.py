@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from benchmarks import sim
-from benchmarks.matrix.step import BARS as MUON_BARS
-from benchmarks.optimizer.bars import STEP_BARS
+from benchmarks.harness import table
+from benchmarks.matrix import BARS as MUON_BARS
+from benchmarks.optimizer import BARS as STEP_BARS
 from benchmarks.report.steps import step_time
 from benchmarks.result import RESULTS, ROOT, Result, read_all
 from benchmarks.step.spans import COLUMNS
-from benchmarks.table import table
 
 PAGE = ROOT / "docs" / "reference" / "benchmarks.md"
 ASSETS = ROOT / "docs" / "assets"

@@ -13,14 +13,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.harness import language_model, loss_of, sharded
 from benchmarks.step.case import Case
 from benchmarks.step.floor import Floor
 from benchmarks.step.modes import Setup, data_rank, set_up
 from benchmarks.step.others import WRAPPERS
-from polyshard_demo.model import LanguageModel, ModelSettings
+from polyshard_demo.model import LanguageModel
 
 PHASES = ("forward", "backward", "optimizer", "step")
 LEARNING_RATE = 1e-3
@@ -36,15 +36,8 @@ def param_dtype(case: Case) -> torch.dtype | None:
 
 def build_model(case: Case) -> LanguageModel:
     """The same values on every rank and for every engine."""
-    torch.manual_seed(0)
-    settings = ModelSettings(
-        width=case.width,
-        layers=case.layers,
-        heads=max(case.width // 64, 1),
-        hidden=case.width * 11 // 4 // 32 * 32,
-        sequence=case.tokens,
-    )
-    return LanguageModel(settings)
+    hidden = case.width * 11 // 4 // 32 * 32
+    return language_model(case.width, case.layers, case.tokens, hidden)
 
 
 class Sharded:
@@ -60,9 +53,7 @@ class Sharded:
         if compute := param_dtype(case):
             keywords["mp_policy"] = policy(param_dtype=compute, reduce_dtype=torch.float32)
         self.micro_batches = case.micro_batches
-        for block in self.model.blocks:
-            fully_shard(block, **keywords)
-        fully_shard(self.model, **keywords)
+        sharded(self.model, self.model.blocks, fully_shard, **keywords)
         self.optimizer = _optimizer(self.model, setup, engine, is_best=is_best)
 
     def step(self, batch: Tensor) -> tuple[float, dict[str, float]]:
@@ -129,12 +120,6 @@ def build(engine: str, case: Case) -> Sharded | Unsharded | Wrapped:
     if engine.startswith(KEPT):
         return Sharded(replace(case, mode="keep"), engine.replace(KEPT, "polyshard"))
     return Unsharded(case) if engine == "floor" else Sharded(case, engine)
-
-
-def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    """Next-byte cross entropy of ``batch`` (``[1, tokens + 1]``)."""
-    logits = model(batch[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
 def batches(case: Case, count: int | None = None) -> list[Tensor]:
