@@ -30,7 +30,7 @@ from benchmarks.harness import (
     shards,
     slowest,
 )
-from benchmarks.step.memory import peak_resident_bytes, resident_bytes
+from polyshard_compare.training.memory import resident
 from polyshard_reproducible import Reproducible, clip_grad_norm_
 
 PLAIN, REPRODUCIBLE = "without", "Reproducible"
@@ -106,10 +106,10 @@ def _time(case: Case) -> Found:
 
 def _peak(name: str, case: Case) -> int:
     training = Training(name, case)
-    before = resident_bytes()
+    before = resident("VmRSS:")
     for _ in range(4):
         training.step()
-    peak = torch.tensor(peak_resident_bytes() - before)
+    peak = torch.tensor(resident("VmHWM:") - before)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return int(peak)
 

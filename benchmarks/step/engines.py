@@ -2,7 +2,7 @@
 
 polyshard, torch's FSDP2 and the floor step AdamW with ``foreach``. ``polyshard best`` and ``torch
 best`` are the first two with their best optimizer setting: fused, and flat in polyshard where no
-plugin steps the optimizer. DDP and FSDP1 (see others.py) are fused too.
+plugin steps the optimizer. DDP and FSDP1 (as polyshard compare makes them) are fused too.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.harness import language_model, loss_of, sharded
 from benchmarks.step.case import Case
 from benchmarks.step.floor import Floor
 from benchmarks.step.modes import Setup, data_rank, set_up
-from benchmarks.step.others import WRAPPERS
+from benchmarks.step.rows import OTHERS
+from polyshard_compare.engines.building import BUILDERS
+from polyshard_compare.engines.built import Place
+from polyshard_compare.engines.spec import Spec
+from polyshard_compare.job.job import Job
 from polyshard_demo.model import LanguageModel
 
 PHASES = ("forward", "backward", "optimizer", "step")
@@ -79,12 +84,16 @@ def _optimizer(
 
 
 class Wrapped:
-    """A model wrapped by DDP or FSDP1."""
+    """A model wrapped by DDP or FSDP1, as `polyshard compare` does it."""
 
     def __init__(self, case: Case, engine: str) -> None:
         plain = build_model(case)
-        self.model = WRAPPERS[engine](plain, type(plain.blocks[0]), param_dtype(case))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
+        spec = Spec(name=engine, kind=engine, bf16=case.dtype == "bfloat16")
+        place = Place(dist.get_rank(), case.ranks, torch.device("cpu"))
+        made = BUILDERS[engine](
+            spec, Job(plain, _unused, _unused, _fused), [(block,) for block in plain.blocks], place
+        )
+        self.model, self.optimizer = made.model, made.optimizer
 
     def step(self, batch: Tensor) -> tuple[float, dict[str, float]]:
         return _last_part(self.model, self.optimizer, batch, time.perf_counter())
@@ -113,9 +122,17 @@ class Unsharded:
         return loss.item(), _phases(begin, forward, backward, end)
 
 
+def _fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+
+def _unused(*_: Any) -> Any:
+    """Batches and losses are the benchmark's own."""
+
+
 def build(engine: str, case: Case) -> Sharded | Unsharded | Wrapped:
     """``polyshard``, ``torch``, ``floor``, the first two with :data:`BEST`, ``ddp``, ``fsdp1``."""
-    if engine in WRAPPERS:
+    if engine in OTHERS:
         return Wrapped(case, engine)
     if engine.startswith(KEPT):
         return Sharded(replace(case, mode="keep"), engine.replace(KEPT, "polyshard"))

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from benchmarks.harness import command, run_ranks
 from benchmarks.step.case import Case
 from benchmarks.step.engines import batches, build
-from benchmarks.step.memory import resident_bytes
 from benchmarks.step.rows import STEADY_ROW, row
 
 STEPS = 200
@@ -29,12 +28,13 @@ Samples = dict[str, list[float]]
 def run_steps(case: Case, engine: str) -> Samples:
     """Resident bytes after, and seconds of, every step on rank 0."""
     built = build(engine, case)
-    resident, seconds = [], []
+    held: list[float] = []
+    seconds: list[float] = []
     for batch in batches(case, case.steps):
         dist.barrier()
         seconds.append(built.step(batch)[1]["step"])
-        resident.append(float(resident_bytes()))
-    return {"resident_bytes": resident, "seconds": seconds}
+        held.append(float(resident("VmRSS:")))
+    return {"resident_bytes": held, "seconds": seconds}
 
 
 def summarize(samples: Samples) -> dict[str, float]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from benchmarks.harness import command, in_turns, paired, run_ranks
 from benchmarks.step.case import Case
 from benchmarks.step.engines import BEST, KEPT, PHASES, batches, build
-from benchmarks.step.memory import peak_resident_bytes, resident_bytes
+from polyshard_compare.training.memory import resident
 
 MEMORY_STEPS = 4
 OUR_BEST, THEIR_BEST, OUR_KEPT = f"polyshard{BEST}", f"torch{BEST}", f"{KEPT}{BEST}"
@@ -60,11 +60,11 @@ def measure_memory(case: Case, name: str) -> dict[str, int]:
     training's.
     """
     torch.ones(8, 8).mm(torch.ones(8, 8))
-    before = resident_bytes()
+    before = resident("VmRSS:")
     engine = build(name, case)
     for batch in batches(case, MEMORY_STEPS):
         engine.step(batch)
-    return {"peak": peak_resident_bytes(), "before": before}
+    return {"peak": resident("VmHWM:"), "before": before}
 
 
 def ratios_of(seconds: Seconds, memory: dict[str, dict[str, int]]) -> dict[str, float]:
