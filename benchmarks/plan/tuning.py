@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.harness import (
     command,
@@ -28,11 +27,11 @@ from benchmarks.harness import (
     loss_of,
     run_alone,
     run_ranks,
-    sharded,
 )
 from benchmarks.plan.step import measure_machine
 from benchmarks.step.case import Case
-from benchmarks.step.engines import LEARNING_RATE, batches, build_model
+from benchmarks.step.engines import batches, build_model, compared
+from polyshard_compare.engines.spec import Spec
 
 RANKS = 2
 MODEL = Case(width=512, layers=8, tokens=16, steps=9, warmup=2)
@@ -115,31 +114,22 @@ class Engine:
     """A model as a setting shards it, and its optimizer."""
 
     def __init__(self, setting: Setting, case: Case) -> None:
-        import polyshard
-        from polyshard_plan import Settings, parse_mesh
         from polyshard_plan.dry_run.units import units_of
-        from polyshard_plan.request.plugins import make_plugins
 
-        self.model: Any = build_model(case)
-        spec = parse_mesh(setting.mesh)
-        chosen = Settings(model="", mesh=spec, quantize=setting.quantize, offload=setting.offload)
-        plugins = make_plugins(chosen)
-        sizes, names = [a.size for a in spec.axes], [a.name for a in spec.axes]
-        mesh = init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(names))
-        keywords: dict[str, Any] = {
-            "mesh": mesh,
-            "plugins": plugins,
-            "reshard_after_forward": setting.reshard,
-        }
-        members = map(list, units_of(self.model, setting.units).values())
-        units: Any = [each if len(each) > 1 else each[0] for each in members]
-        sharded(self.model, units, polyshard.fully_shard, **keywords)
-        kind: dict[str, Any] = {"fused" if setting.flat else "foreach": True}
-        made = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, **kind)
-        if setting.offload:
-            self.optimizer = plugins[-1].wrap(made)
-        else:
-            self.optimizer = polyshard.flat(made) if setting.flat else made
+        tier, _, place = setting.offload.partition("=")
+        spec = Spec(
+            name=setting.name,
+            kind="polyshard",
+            keep=setting.reshard is False,
+            replicas=RANKS if setting.mesh.startswith("replicate") else 1,
+            flat=setting.flat and not setting.offload,
+            formats=(setting.quantize, setting.quantize),
+            offload=((tier, place),) if tier else (),
+        )
+        model = build_model(case)
+        units = units_of(model, setting.units).values()
+        made = compared(spec, model, units, **{"fused" if setting.flat else "foreach": True})
+        self.model, self.optimizer = made.model, made.optimizer
 
     def step(self, batch: torch.Tensor) -> float:
         """Seconds of one."""

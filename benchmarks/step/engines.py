@@ -8,7 +8,7 @@ plugin steps the optimizer. DDP and FSDP1 (as polyshard compare makes them) are 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from benchmarks.step.floor import Floor
 from benchmarks.step.modes import Setup, data_rank, set_up
 from benchmarks.step.rows import OTHERS
 from polyshard_compare.engines.building import BUILDERS
-from polyshard_compare.engines.built import Place
+from polyshard_compare.engines.built import Built, Place, Unit
 from polyshard_compare.engines.spec import Spec
 from polyshard_compare.job.job import Job
 from polyshard_demo.model import LanguageModel
@@ -89,10 +89,7 @@ class Wrapped:
     def __init__(self, case: Case, engine: str) -> None:
         plain = build_model(case)
         spec = Spec(name=engine, kind=engine, bf16=case.dtype == "bfloat16")
-        place = Place(dist.get_rank(), case.ranks, torch.device("cpu"))
-        made = BUILDERS[engine](
-            spec, Job(plain, _unused, _unused, _fused), [(block,) for block in plain.blocks], place
-        )
+        made = compared(spec, plain, [(block,) for block in plain.blocks], fused=True)
         self.model, self.optimizer = made.model, made.optimizer
 
     def step(self, batch: Tensor) -> tuple[float, dict[str, float]]:
@@ -122,12 +119,18 @@ class Unsharded:
         return loss.item(), _phases(begin, forward, backward, end)
 
 
-def _fused(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+def compared(spec: Spec, model: nn.Module, units: Iterable[Unit], **setting: bool) -> Built:
+    """``model`` as `polyshard compare` shards it, with AdamW; on the ranks."""
 
+    def unused(*_: Any) -> Any:
+        """Batches and losses are the benchmark's own."""
 
-def _unused(*_: Any) -> Any:
-    """Batches and losses are the benchmark's own."""
+    def adamw(made: nn.Module) -> torch.optim.Optimizer:
+        kind: Any = setting
+        return torch.optim.AdamW(made.parameters(), lr=LEARNING_RATE, **kind)
+
+    place = Place(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    return BUILDERS[spec.kind](spec, Job(model, unused, unused, adamw), units, place)
 
 
 def build(engine: str, case: Case) -> Sharded | Unsharded | Wrapped:
