@@ -26,12 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks.clock import seconds
+from benchmarks.harness import in_turns, seconds, sharded, show
 from benchmarks.host.launches import count
 from benchmarks.host.silent import silent_group
 from benchmarks.host.transfers import host_transfers
 from benchmarks.llama import Llama, LlamaSettings
-from benchmarks.quantized.codec import measure as measure_codecs
+from benchmarks.quantized.codec import speeds
 from benchmarks.result import save
 from benchmarks.step.engines import library
 
@@ -84,9 +84,7 @@ class Trainee:
         mixed = policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         with torch.device("meta"):
             self.model: Any = Llama(settings.model)
-        for block in self.model.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=mixed)
-        fully_shard(self.model, mesh=mesh, mp_policy=mixed)
+        sharded(self.model, self.model.blocks, fully_shard, mesh=mesh, mp_policy=mixed)
         self.model.to_empty(device=settings.device)
         with torch.no_grad():
             parameter: Any  # a DTensor
@@ -123,12 +121,9 @@ def step_table(settings: Settings) -> Table:
     with process_group(settings) as mesh:
         peaks = {name: _peak(name, settings, mesh) for name in ENGINES}
         trainees = {name: Trainee(name, settings, mesh) for name in ENGINES}
-        samples: dict[str, list[float]] = {name: [] for name in ENGINES}
-        for index in range(settings.warmup + settings.steps):
-            for name, trainee in trainees.items():
-                value = seconds(trainee.step, torch.device(settings.device))
-                if index >= settings.warmup:
-                    samples[name].append(value)
+        device = torch.device(settings.device)
+        ways = {n: lambda _, step=t.step: seconds(step, device) for n, t in trainees.items()}
+        samples = in_turns(ways, settings.steps, settings.warmup)
         counts = {name: count(trainee.step) for name, trainee in trainees.items()}
     rows = [_step_row(name, samples[name], counts[name], peaks[name]) for name in ENGINES]
     return [*rows, _ratio_row(*rows)]
@@ -175,7 +170,7 @@ def _peak(name: str, settings: Settings, mesh: DeviceMesh) -> int | None:
 
 def codec_table(settings: Settings) -> Table:
     """Encoding and decoding against a copy of the same bytes on the same device."""
-    found = measure_codecs(settings.mib, 9, torch.device(settings.device))
+    found = speeds(settings.mib, 9, torch.device(settings.device))
     nbytes = settings.mib * 2**20
     return [
         {"what": name, "ms": ms, "GB/s of fp32": nbytes / ms / 1e6, "x copy": ms / found["copy"]}
@@ -202,20 +197,6 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 def _cpu() -> str:
     return f"the CPU ({platform.machine()}), at sizes that mean nothing"
-
-
-def show(found: dict[str, Any]) -> None:
-    print(f"{found['device']}; {found['model']}; {found['group']}")
-    for name, rows in found["tables"].items():
-        print(name)
-        for row in rows:
-            print("  " + ", ".join(f"{key} {_value(value)}" for key, value in row.items()))
-
-
-def _value(value: object) -> str:
-    if value is None:
-        return "(needs CUDA)"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def parse() -> tuple[Settings, Path | None]:

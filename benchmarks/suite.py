@@ -15,20 +15,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
-from benchmarks import gpu
-from benchmarks.checkpoint import stall
-from benchmarks.guards import cost as guards_cost
+from benchmarks import checkpoint, gpu, guards, matrix, optimizer, reproducible, sim
+from benchmarks.harness import Found, run_alone, run_ranks, show
 from benchmarks.host import cost
-from benchmarks.matrix import step as matrix_step
-from benchmarks.optimizer import step as optimizer_step
-from benchmarks.ranks import run_alone, run_ranks
 from benchmarks.report import figures, headline, page
-from benchmarks.reproducible import step as reproducible_step
 from benchmarks.result import RESULTS, ROOT, About, Result, read_all
 from benchmarks.step import breakdown, steadiness
 from benchmarks.step import time as step_time
@@ -37,8 +31,6 @@ from benchmarks.step.rows import MAIN_ROWS, ROWS, STEADY_ROW, Row, row
 QUICK_RESULTS = ROOT / "runs" / "bench"
 QUICK_STEADY_STEPS = 20
 
-Measure = Callable[[bool], dict[str, Any]]
-
 
 @dataclass(frozen=True)
 class Part:
@@ -46,12 +38,11 @@ class Part:
 
     name: str
     kind: str
-    measure: Measure
-    show: Callable[[dict[str, Any]], None]
+    measure: Callable[[bool], Found]
 
 
 @cache
-def _quick_timings(ranks: int) -> dict[str, dict[str, Any]]:
+def _quick_timings(ranks: int) -> Found:
     """Every row of ``ranks`` in the same processes: starting them is most of a quick run."""
     rows = [each for each in ROWS if each.case.ranks == ranks]
     cases = [each.quick().case for each in rows]
@@ -59,81 +50,55 @@ def _quick_timings(ranks: int) -> dict[str, dict[str, Any]]:
     return dict(zip((each.name for each in rows), found, strict=True))
 
 
-def _row_part(each: Row) -> Part:
-    def measure(quick: bool) -> dict[str, Any]:
-        if quick:
-            timed = _quick_timings(each.case.ranks)[each.name]
-            return step_time.summarize(each.quick().case, timed, {})
-        return step_time.measure(each.case, memory=each.memory)
-
-    return Part(each.name, "step-time", measure, step_time.show)
-
-
-def _breakdown_part(name: str) -> Part:
-    def measure(quick: bool) -> dict[str, Any]:
-        return breakdown.measure((row(name).quick() if quick else row(name)).case)
-
-    return Part(f"breakdown-{name}", "breakdown", measure, breakdown.show)
-
-
-def _steadiness(quick: bool) -> dict[str, Any]:
-    chosen = row(STEADY_ROW)
+def _row(each: Row, quick: bool) -> Found:
     if quick:
-        return steadiness.measure(chosen.quick().case, QUICK_STEADY_STEPS)
-    return steadiness.measure(chosen.case)
+        timed = _quick_timings(each.case.ranks)[each.name]
+        return step_time.summarize(each.quick().case, timed, {})
+    return step_time.measure(step_time.Timing(**asdict(each.case), memory=each.memory))
 
 
-def _host_cost(quick: bool) -> dict[str, Any]:
-    sizes, steps = (cost.QUICK, 3) if quick else (cost.CROSS, 10)
-    found: dict[str, Any] = run_alone(cost.measure_all, sizes, steps)
-    return found
+def _steadiness(quick: bool) -> Found:
+    chosen = row(STEADY_ROW)
+    case, steps = chosen.case, steadiness.STEPS
+    if quick:
+        case, steps = chosen.quick().case, QUICK_STEADY_STEPS
+    return steadiness.measure(replace(case, steps=steps))
 
 
-def _gpu(quick: bool) -> dict[str, Any]:
+def _host_cost(quick: bool) -> Found:
+    return cost.measure(cost.QUICK, 3) if quick else cost.measure(cost.CROSS, 10)
+
+
+def _gpu(quick: bool) -> Found:
     settings = gpu.Settings.default(tiny=quick or not gpu.has_device())
-    found: dict[str, Any] = run_alone(gpu.measure, settings)
+    found: Found = run_alone(gpu.measure, settings)
     return found
 
 
-def _stall(quick: bool) -> dict[str, Any]:
-    return stall.measure(2, *((64, 2, 1) if quick else (2048, 8, 7)))
+def _sim(quick: bool) -> Found:
+    return sim.measure(list(sim.ROWS)[:1] if quick else sim.ROWS)
 
 
-def _guards(quick: bool) -> dict[str, Any]:
-    return guards_cost.measure(2, *((64, 16, 1) if quick else (512, 512, 15)))
+def _of(measure: Callable[..., Found], case: object) -> Callable[[bool], Found]:
+    """A measurement of ``case``, which knows a quick one."""
+    quickly: Callable[[], object] = getattr(case, "quick")  # noqa: B009
+    return lambda quick: measure(quickly() if quick else case)
 
 
-def _reproducible_part(name: str, case: reproducible_step.Case) -> Part:
-    def measure(quick: bool) -> dict[str, Any]:
-        return reproducible_step.measure(case.quick() if quick else case)
-
-    return Part(name, "reproducible", measure, reproducible_step.show)
-
-
-def _optimizer(quick: bool) -> dict[str, Any]:
-    return optimizer_step.measure(quick=quick)
-
-
-def _muon_part(ranks: int) -> Part:
-    def measure(quick: bool) -> dict[str, Any]:
-        case = matrix_step.Case(ranks=ranks)
-        return matrix_step.measure(case.quick() if quick else case)
-
-    return Part(f"muon-{ranks}", "matrix", measure, matrix_step.show)
-
-
+WIDE = reproducible.Case(width=1024, tokens=16)
 PARTS: tuple[Part, ...] = (
-    *map(_row_part, ROWS),
-    *map(_breakdown_part, MAIN_ROWS),
-    Part("steadiness", "steadiness", _steadiness, steadiness.show),
-    Part("host-cost", "host-cost", _host_cost, cost.show),
-    Part("optimizer-step", "optimizer", _optimizer, optimizer_step.show),
-    Part("checkpoint-stall", "checkpoint", _stall, stall.show),
-    Part("guards", "guards", _guards, guards_cost.show),
-    *map(_muon_part, (2, 4)),
-    _reproducible_part("reproducible", reproducible_step.Case()),
-    _reproducible_part("reproducible-wide", reproducible_step.Case(width=1024, tokens=16)),
-    Part("gpu", "gpu", _gpu, gpu.show),
+    *(Part(each.name, "step-time", partial(_row, each)) for each in ROWS),
+    *(Part(f"breakdown-{n}", "breakdown", _of(breakdown.measure, row(n).case)) for n in MAIN_ROWS),
+    Part("steadiness", "steadiness", _steadiness),
+    Part("host-cost", "host-cost", _host_cost),
+    Part("optimizer-step", "optimizer", _of(optimizer.measure, optimizer.Case())),
+    Part("checkpoint-stall", "checkpoint", _of(checkpoint.measure, checkpoint.Case())),
+    Part("guards", "guards", _of(guards.measure, guards.Case())),
+    *(Part(f"muon-{n}", "matrix", _of(matrix.measure, matrix.Case(ranks=n))) for n in (2, 4)),
+    Part("reproducible", "reproducible", _of(reproducible.measure, reproducible.Case())),
+    Part("reproducible-wide", "reproducible", _of(reproducible.measure, WIDE)),
+    Part("gpu", "gpu", _gpu),
+    Part("sim", "simulated", _sim),
 )
 
 
@@ -146,7 +111,7 @@ def run_part(part: Part, folder: Path, about: About) -> bool:
     except Exception:
         traceback.print_exc()
         return False
-    part.show(found)
+    show(found)
     Result(part.name, part.kind, about, found).write(folder)
     print(f"({time.perf_counter() - begin:.0f} s)", flush=True)
     return True
@@ -165,22 +130,18 @@ def publish(folder: Path) -> None:
     print(f"\nwrote {path} and the pictures in {assets}")
 
 
-def parse() -> argparse.Namespace:
+def main() -> int:
+    """Run what was asked for; 1 if anything of it failed."""
     names = [part.name for part in PARTS]
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small models, few steps")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--list", action="store_true", help="names for --only")
     parser.add_argument("--results", type=Path, help="folder of the JSON files")
     parser.add_argument("--publish", action="store_true", help="only pictures and page, from JSON")
-    return parser.parse_args()
-
-
-def main() -> int:
-    """Run what was asked for; 1 if anything of it failed."""
-    options = parse()
+    options = parser.parse_args()
     if options.list:
-        print("\n".join(part.name for part in PARTS))
+        print("\n".join(names))
         return 0
     folder = options.results or (QUICK_RESULTS if options.quick else RESULTS)
     failed = []

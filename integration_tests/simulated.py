@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import polyshard
+from benchmarks import sim
 from polyshard import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 
 WIDTH, HIDDEN, ROWS, STEPS = 32, 96, 6, 3
@@ -27,18 +28,11 @@ Result = tuple[list[Tensor], list[Tensor]]
 """Losses of the steps, and this rank's part of every weight after them."""
 
 
-class Block(nn.Module):
-    """A norm and two layers, which tensor parallelism may divide."""
+class Block(sim.Block):
+    """Small; tensor parallelism may divide its layers."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, HIDDEN)
-        self.down = nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return out
+        super().__init__(WIDTH, HIDDEN)
 
 
 class Checkpointed(Block):

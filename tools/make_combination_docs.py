@@ -88,5 +88,10 @@ def _plugins(stack: Stack) -> str:
     return ", ".join(stack) or "none"
 
 
+def files() -> dict[Path, str]:
+    """The page."""
+    return {PAGE: page()}
+
+
 if __name__ == "__main__":
-    write_or_check({PAGE: page()}, "make_combination_docs.py")
+    write_or_check(files(), "make_combination_docs.py")

@@ -132,5 +132,10 @@ def _title(stack: Stack, layout: Layout) -> str:
     return f"{', '.join(stack) or 'none'} ({layout.name}, {layout.ranks} ranks)"
 
 
+def files() -> dict[Path, str]:
+    """The page."""
+    return {PAGE: page()}
+
+
 if __name__ == "__main__":
-    write_or_check({PAGE: page()}, "make_fault_docs.py")
+    write_or_check(files(), "make_fault_docs.py")

@@ -1,4 +1,4 @@
-"""Write docs/reference/hooks.md and seams.md from the hook specifications and the seams.
+"""Write docs/reference/hooks.md, seams.md and transport.md from hook specifications and classes.
 
 Usage: python tools/make_hook_docs.py [--check]      (--check: only say whether it is current)
 """
@@ -6,18 +6,19 @@ Usage: python tools/make_hook_docs.py [--check]      (--check: only say whether 
 from __future__ import annotations
 
 import ast
-import dataclasses
 import inspect
 import itertools
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from generated import write_or_check
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "hooks.md"
-SEAMS_PAGE = PAGE.with_name("seams.md")
+SEAMS_PAGE, TRANSPORT_PAGE = PAGE.with_name("seams.md"), PAGE.with_name("transport.md")
 HEAD = """# Hooks
 
 Generated from `polyshard/plugins/hookspecs.py` and `polyshard/composition/roles.py` by
@@ -110,7 +111,11 @@ def seams_page() -> str:
             parts.extend(_members(codec_plugins.CodecPlugin))
     parts.append(FUNCTIONS_HEAD)
     parts.append("\n".join(_function(vars(seams)[name]) for name in FUNCTIONS) + "\n")
-    page = "\n".join(parts)
+    return _without_roles("\n".join(parts))
+
+
+def _without_roles(page: str) -> str:
+    """Markdown of what docstrings say in reStructuredText."""
     return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", page.replace("``", "`"))
 
 
@@ -125,8 +130,16 @@ SEAMS = (
 )
 """What hooks meet, codecs in one class first; the engine's own side is left out."""
 
-GIVEN = ("Stepper", "Twins")
-"""Nobody inherits from these."""
+GIVEN = (
+    "Stepper",
+    "Twins",
+    "GatherPiece",
+    "Pending",
+    "WrappedTransport",
+    "MeshRoles",
+    "ParameterLayout",
+)
+"""Given to plugins, or used as they are."""
 
 FUNCTIONS_HEAD = """## Functions
 
@@ -139,41 +152,40 @@ NOTICES = "what `describe()` says of the group"
 
 
 def _members(found: type) -> list[str]:
-    """Fields and methods of a class, each with its text."""
-    said = attribute_texts(found)
-    lines = []
-    for name, kind in inspect.get_annotations(found).items():
-        if name.startswith("_"):
-            continue
-        default = f" = {vars(found)[name]!r}" if _is_seam(found) and name in vars(found) else ""
-        text = f": {said[name]}" if name in said else f": {NOTICES}" if name == "notices" else ""
-        lines.append(f"- `{name}: {kind}{default}`{text}")
-    for name, member in vars(found).items():
-        if inspect.isfunction(member) and not name.startswith(("_", "polyshard_")):
-            text = " ".join((inspect.getdoc(member) or "").split())
-            is_needed = found.__name__ in GIVEN or getattr(member, "__isabstractmethod__", False)
-            needed = "" if is_needed else " (has a default)"
-            lines.append(f"- `{name}{signature_of(member)}`{needed}: {text}")
+    """Fields, properties and methods of a class, each with its text."""
     from polyshard.seams import Named
 
+    lines = []
     if issubclass(found, Named):
-        lines.insert(
-            0,
-            '- `name: str`, `settings: str = ""`: shown in plans, compared across ranks\n'
-            f"- `notices: tuple[str, ...] = ()`: {NOTICES}; read after it was bound",
-        )
+        lines.append('- `name: str`, `settings: str = ""`: shown in plans, compared across ranks')
+        lines.append(f"- `notices: tuple[str, ...] = ()`: {NOTICES}; read after it was bound")
+    said = attribute_texts(found)
+    for name, kind in inspect.get_annotations(found).items():
+        if not name.startswith("_"):
+            default = f" = {vars(found)[name]!r}" if name in vars(found) else ""
+            text = said.get(name, NOTICES if name == "notices" else "")
+            lines.append(f"- `{name}: {kind}{default}`{text and f': {text}'}")
+    for name, member in vars(found).items():
+        function: Any = getattr(member, "fget", None) or getattr(member, "func", None)
+        if name.startswith(("_", "polyshard_")):
+            continue
+        if isinstance(member, property | cached_property):
+            lines.append(f"- `{name}: {function.__annotations__['return']}`: {_text(function)}")
+        elif inspect.isfunction(member):
+            is_needed = found.__name__ in GIVEN or getattr(member, "__isabstractmethod__", False)
+            needed = "" if is_needed else " (has a default)"
+            lines.append(f"- `{name}{signature_of(member)}`{needed}: {_text(member)}")
     return ["\n".join(lines) + "\n"] if lines else []
+
+
+def _text(member: object) -> str:
+    return " ".join((inspect.getdoc(member) or "as the base says.").split())
 
 
 def _function(found: Callable[..., object]) -> str:
     """One line of the list of functions."""
     text = " ".join((inspect.getdoc(found) or "").split("\n\n")[0].split())
     return f"- `{found.__name__}{signature_of(found)}`: {text}"
-
-
-def _is_seam(found: type) -> bool:
-    """Whether authors inherit from it; the others are given to them."""
-    return not dataclasses.is_dataclass(found)
 
 
 def attribute_texts(found: type) -> dict[str, str]:
@@ -210,5 +222,67 @@ def _prose(spec: object) -> str:
     return "\n".join(lines)
 
 
+TRANSPORT_HEAD = """# Transports, meshes and defaults
+
+Generated from `polyshard/transport/`, `polyshard/sharding/` and `polyshard/plugins/builtin.py` by
+`tools/make_hook_docs.py`; edit the classes.
+
+A backend's `connect(roles, device)` makes a *transport* between the ranks of a shard axis. The
+engine asks it for a *route* for each group, once: a route binds the *pieces* of the group to
+memory, so that a step only starts it and waits for what is *pending*. Examples:
+[how to write a transport](../how-to/write-a-transport.md).
+
+`choose_transport(roles, device)` makes the engine's own, and `WrappedTransport` goes around any.
+`owner_route_over(group, device, dtype, tag)` is a way for whole tensors among ranks of any group.
+`backend_for(group, device)` says what `torch.distributed` uses there: `"gloo"`, `"nccl"`, ...
+"""
+DEFAULTS_HEAD = """## The engine's own answers
+
+`polyshard.plugins.builtin` holds what counts where no plugin answers. The classes go through the
+same seams as a plugin's; inherit from one, or make one, where yours differs in a part only.
+
+| seam | class | name in plans | what it does |
+|---|---|---|---|
+"""
+TRANSPORTS = (
+    *("Transport", "WrappedTransport", "GatherPiece", "Extents"),
+    *("GatherRoute", "ReduceRoute", "OwnerRoute", "Pending", "MeshRoles"),
+)
+LAYOUTS = ("GroupLayout", "ParameterLayout")
+
+
+def transport_page() -> str:
+    """The page about how bytes move, and what the engine answers by itself."""
+    from polyshard import seams, transport
+
+    parts = [TRANSPORT_HEAD]
+    for home, names in ((transport, TRANSPORTS), (seams, LAYOUTS)):
+        for name in names:
+            kind = getattr(home, name)
+            parts.append(f"## {name}\n\n`{home.__name__}.{name}`. {inspect.getdoc(kind)}\n")
+            parts.extend(_members(kind))
+    parts.append(DEFAULTS_HEAD + "".join(_default_rows()))
+    return _without_roles("\n".join(parts))
+
+
+def _default_rows() -> Iterator[str]:
+    """A row of the table for each part that the engine has of its own."""
+    from polyshard.composition.roles import ROLES
+    from polyshard.plugins import builtin
+
+    rows: list[tuple[str, Any, str]] = [
+        (role.name, role.engine, f" `{role.engine().name}`") for role in ROLES
+    ]
+    rows += [("one shard", builtin.DeviceStorage, ""), ("other hooks", builtin.EnginePlugin, "")]
+    for what, kind, name in rows:
+        first = (inspect.getdoc(kind) or "").partition("\n")[0]
+        yield f"| {what} | `{kind.__name__}` |{name} | {first} |\n"
+
+
+def files() -> dict[Path, str]:
+    """The three pages."""
+    return {PAGE: hook_page(), SEAMS_PAGE: seams_page(), TRANSPORT_PAGE: transport_page()}
+
+
 if __name__ == "__main__":
-    write_or_check({PAGE: hook_page(), SEAMS_PAGE: seams_page()}, "make_hook_docs.py")
+    write_or_check(files(), "make_hook_docs.py")

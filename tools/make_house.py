@@ -125,12 +125,11 @@ def page(text: str, rooms: str) -> str:
     return before + rooms + after
 
 
-def main() -> None:
-    """Write picture and page, or check them."""
+def files() -> dict[Path, str]:
+    """The picture and the page."""
     house = floors()
-    text = page(PAGE.read_text("utf-8"), table(house))
-    write_or_check({PICTURE: picture(house), PAGE: text}, "make_house.py")
+    return {PICTURE: picture(house), PAGE: page(PAGE.read_text("utf-8"), table(house))}
 
 
 if __name__ == "__main__":
-    main()
+    write_or_check(files(), "make_house.py")

@@ -56,5 +56,10 @@ def _row(term: Term) -> str:
     return f"| `{term.theirs}` | {term.verdict.value} | {term.ours} | {term.differs} |\n"
 
 
+def files() -> dict[Path, str]:
+    """The page."""
+    return {PAGE: page()}
+
+
 if __name__ == "__main__":
-    write_or_check({PAGE: page()}, "make_migration_docs.py")
+    write_or_check(files(), "make_migration_docs.py")

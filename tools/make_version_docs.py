@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from generated import write_or_check
+from generated import table, write_or_check
 from subsets import COMPOSED, PLUGINS, stack_of
 from torch_features import FEATURES
 from try_version import CUT, FAILED, NOT_RUN, RESULTS, not_fine
@@ -38,6 +38,11 @@ Conformance is the tests of each plugin's conformance with all installed, and of
 none; earlier trials ran it with each alone, too. Suites (`-- --core --plugins`) are all tests of
 core, and of a plugin with no other installed.
 """
+RUNS = (
+    *("torch", "Python", "date"),
+    *("subsets", "conformance", "suites", "`pip check`, `mypy --strict`"),
+)
+HAVE = ("", *(f"torch {torch}" for torch in TORCHES), "elsewhere polyshard")
 MISSING = "Not run so yet: {}.\n"
 
 Record = dict[str, Any]
@@ -63,17 +68,14 @@ def cell(said: dict[str, str] | None) -> str:
     return text + (f", {tests:,} tests" if tests else "")
 
 
-def run_rows(records: list[Record]) -> Iterator[str]:
+def run_rows(records: list[Record]) -> Iterator[list[str]]:
     """One line a trial."""
-    headings = ("subsets", "conformance", "suites", "`pip check`, `mypy --strict`")
-    yield "| torch | Python | date | " + " | ".join(headings) + " |"
-    yield "|---" * (len(headings) + 3) + "|"
     for one in records:
         cells = [cell(one.get(key)) for key in ("smoke", "conformance", "suites", "checks")]
         if "install" in one:
             cells = ["✘ not installed"] * len(cells)
         about = [one["torch"], one["python"], f"{one['date']}, `{one['commit']}`"]
-        yield "| " + " | ".join([*about, *cells]) + " |"
+        yield [*about, *cells]
 
 
 def remarks(records: list[Record]) -> Iterator[str]:
@@ -91,15 +93,13 @@ def remarks(records: list[Record]) -> Iterator[str]:
             yield f"- {trial}: {one['note']}"
 
 
-def feature_rows(records: list[Record]) -> Iterator[str]:
+def feature_rows(records: list[Record]) -> Iterator[list[str]]:
     """One column a version; in brackets what was not asked of that version itself."""
     asked: dict[str, dict[str, bool]] = {
         minor(one["torch"]): one["features"]
         for one in records
         if isinstance(one.get("features"), dict)
     }
-    yield "| | " + " | ".join(f"torch {torch}" for torch in TORCHES) + " | elsewhere polyshard |"
-    yield "|---" * (len(TORCHES) + 2) + "|"
     for feature in FEATURES:
         cells = []
         for torch in TORCHES:
@@ -107,7 +107,7 @@ def feature_rows(records: list[Record]) -> Iterator[str]:
             found = asked.get(torch, {}).get(feature.name)
             sign = "✔" if (has if found is None else found) else "–"
             cells.append(f"({sign})" if found is None else sign)
-        yield f"| {feature.name} | " + " | ".join(cells) + f" | {feature.without} |"
+        yield [feature.name, *cells, feature.without]
 
 
 def page(records: list[Record]) -> str:
@@ -118,7 +118,7 @@ def page(records: list[Record]) -> str:
         for torch in TORCHES
         if (left := [python for python in PYTHONS if (torch, python) not in run])
     ]
-    lines = [HEAD, "## What was run\n", LEGEND, *run_rows(records), ""]
+    lines = [HEAD, "## What was run\n", LEGEND, table(RUNS, run_rows(records))]
     if noted := list(remarks(records)):
         lines += ["Not fine, or not run:\n", *noted, ""]
     lines += [MISSING.format("; ".join(missing))] if missing else []
@@ -126,11 +126,15 @@ def page(records: list[Record]) -> str:
         "## What each torch has\n",
         "Asked of the version itself (`tools/torch_features.py`); in brackets, where it was not\n"
         "run, what polyshard's own checks of versions take it to have.\n",
-        *feature_rows(records),
+        table(HAVE, feature_rows(records)),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
+
+
+def files() -> dict[Path, str]:
+    """The page, of what was found."""
+    return {PAGE: page(json.loads(RESULTS.read_text("utf-8")))}
 
 
 if __name__ == "__main__":
-    records = json.loads(RESULTS.read_text("utf-8"))
-    write_or_check({PAGE: page(records)}, "make_version_docs.py")
+    write_or_check(files(), "make_version_docs.py")

@@ -9,88 +9,58 @@ are those of tests as workers measured them, beside each other; those of a run a
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
+from generated import table
+
 SLOWEST = 15
 ROOMS = 20
+Case = tuple[str, str, str, float]
+"""Its run, room and name, and seconds with its fixtures."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """One test of one run; ``seconds`` include its fixtures."""
-
-    run: str
-    room: str
-    name: str
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run of pytest."""
-
-    name: str
-    wall_seconds: float
-    cases: tuple[Case, ...]
-
-
-def read(file: Path) -> Run:
-    """Read one JUnit file of pytest."""
+def read(file: Path) -> tuple[float, list[Case]]:
+    """Seconds of the clock, and the tests, of one JUnit file of pytest."""
     suite = next(ElementTree.parse(file).getroot().iter("testsuite"))
-    cases = tuple(
-        _case(file.stem, case.get("classname", ""), case.get("name", ""), case.get("time", "0"))
-        for case in suite.iter("testcase")
-    )
-    return Run(file.stem, float(suite.get("time", "0")), cases)
+    cases = []
+    for case in suite.iter("testcase"):
+        # packages.polyshard.tests.engine.test_units is in the room polyshard/engine
+        parts = case.get("classname", "").split(".")
+        distribution = parts[1] if parts[0] in ("packages", "plugins") else parts[0]
+        inner = parts[parts.index("tests") + 1 : -1] if "tests" in parts else []
+        name = f"`{parts[-1]}::{case.get('name')}`"
+        room = "/".join([distribution, *inner])
+        cases.append((file.stem, room, name, float(case.get("time", "0"))))
+    return float(suite.get("time", "0")), cases
 
 
-def _case(run: str, module: str, name: str, seconds: str) -> Case:
-    """``packages.polyshard.tests.engine.test_units`` is in the room ``polyshard/engine``."""
-    parts = module.split(".")
-    distribution = parts[1] if parts[0] in ("packages", "plugins") else parts[0]
-    inner = parts[parts.index("tests") + 1 : -1] if "tests" in parts else []
-    return Case(run, "/".join([distribution, *inner]), f"{parts[-1]}::{name}", float(seconds))
-
-
-def table(headings: Iterable[str], rows: Iterable[tuple[object, ...]]) -> str:
-    """One table in Markdown."""
-    lines = [tuple(headings)]
-    lines.append(tuple("---" for _ in lines[0]))
-    lines += [tuple(map(str, row)) for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def seconds(cases: Iterable[Case]) -> str:
-    """Of all of ``cases``, rounded."""
-    return f"{sum(case.seconds for case in cases):.0f}"
-
-
-def report(runs: list[Run]) -> str:
+def report(files: list[Path]) -> str:
     """The three tables."""
-    cases = [case for run in runs for case in run.cases]
-    runs = sorted(runs, key=lambda run: -run.wall_seconds)
-    by_run = [(r.name, len(r.cases), seconds(r.cases), f"{r.wall_seconds:.0f}") for r in runs]
-    of_room: dict[str, list[Case]] = {}
+    found = [read(file) for file in files]
+    cases = sorted((case for _, held in found for case in held), key=lambda case: -case[3])
+    runs = [
+        (held[0][0], str(len(held)), f"{sum(case[3] for case in held):.0f}", f"{wall:.0f}")
+        for wall, held in sorted(found, key=lambda run: -run[0])
+        if held
+    ]
+    seconds: dict[str, list[float]] = {}
     for case in cases:
-        of_room.setdefault(case.room, []).append(case)
-    rooms = [(room, len(held), seconds(held)) for room, held in of_room.items()]
-    rooms = sorted(rooms, key=lambda row: -int(row[2]))[:ROOMS]
-    slowest = sorted(cases, key=lambda case: -case.seconds)[:SLOWEST]
-    return "\n\n".join(
-        [
-            table(("run", "tests", "seconds of tests", "seconds"), by_run),
-            table(("room", "tests", "seconds of tests"), rooms),
-            table(
-                ("slowest", "room", "run", "seconds"),
-                [(f"`{c.name}`", c.room, c.run, f"{c.seconds:.1f}") for c in slowest],
-            ),
-        ]
+        seconds.setdefault(case[1], []).append(case[3])
+    rooms = sorted(seconds.items(), key=lambda room: -sum(room[1]))[:ROOMS]
+    tables = (
+        table(("run", "tests", "seconds of tests", "seconds"), runs),
+        table(
+            ("room", "tests", "seconds of tests"),
+            [(room, str(len(each)), f"{sum(each):.0f}") for room, each in rooms],
+        ),
+        table(
+            ("slowest", "room", "run", "seconds"),
+            [(name, room, run, f"{spent:.1f}") for run, room, name, spent in cases[:SLOWEST]],
+        ),
     )
+    return "\n".join(tables)
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "build/junit")
-    print(report([read(file) for file in sorted(folder.glob("*.xml"))]))
+    print(report(sorted(Path(*sys.argv[1:2] or ["build/junit"]).glob("*.xml"))))

@@ -40,47 +40,25 @@ def _tells_overrides() -> bool:
     return hasattr(torch.nn.Parameter(torch.ones(1)), "_has_grad_dtype_override")
 
 
-FEATURES = (
-    Feature(
-        "`FSDPModule.set_keep_unsharded_storage`",
-        (2, 15),
-        "has the method with every version",
-        lambda: hasattr(_fsdp("FSDPModule"), "set_keep_unsharded_storage"),
-    ),
-    Feature(
-        "`FSDPModule.finalize_backward`, `set_manual_backward_finalization`",
-        (2, 15),
-        "has the methods with every version",
-        lambda: hasattr(_fsdp("FSDPModule"), "finalize_backward"),
-    ),
-    Feature(
-        "`GradientReductionHandle`",
-        (2, 15),
-        "`polyshard.GradientReductionHandle`, with every version",
-        lambda: _fsdp("GradientReductionHandle") is not None,
-    ),
-    Feature(
-        "`MixedPrecisionPolicy(param_dtype_override_fn=)`",
-        (2, 15),
-        "`polyshard.MixedPrecisionPolicy` is torch's; a subclass may have the field",
-        lambda: "param_dtype_override_fn" in _fsdp("MixedPrecisionPolicy").__dataclass_fields__,
-    ),
-    Feature(
-        "`grad_dtype` of a parameter can be told from its default",
-        (2, 15),
-        "told the dtype that it has is as not told",
-        _tells_overrides,
-    ),
-    Feature(
-        "`dist.all_gather_single`, `reduce_scatter_single`",
-        (2, 13),
-        "calls them by their older names",
-        _has_single_collectives,
-    ),
-    Feature(
-        "checkpoints with six facts of a tensor",
-        (2, 15),
-        "`polyshard.checkpoint` reads them with every version",
-        _has_six_properties,
-    ),
-)
+FEATURES = tuple(
+    Feature(*row)
+    for row in (
+        ("`FSDPModule.set_keep_unsharded_storage`", (2, 15), "has the method with every version",
+         lambda: hasattr(_fsdp("FSDPModule"), "set_keep_unsharded_storage")),
+        ("`FSDPModule.finalize_backward`, `set_manual_backward_finalization`", (2, 15),
+         "has the methods with every version",
+         lambda: hasattr(_fsdp("FSDPModule"), "finalize_backward")),
+        ("`GradientReductionHandle`", (2, 15),
+         "`polyshard.GradientReductionHandle`, with every version",
+         lambda: _fsdp("GradientReductionHandle") is not None),
+        ("`MixedPrecisionPolicy(param_dtype_override_fn=)`", (2, 15),
+         "`polyshard.MixedPrecisionPolicy` is torch's; a subclass may have the field",
+         lambda: "param_dtype_override_fn" in _fsdp("MixedPrecisionPolicy").__dataclass_fields__),
+        ("`grad_dtype` of a parameter can be told from its default", (2, 15),
+         "told the dtype that it has is as not told", _tells_overrides),
+        ("`dist.all_gather_single`, `reduce_scatter_single`", (2, 13),
+         "calls them by their older names", _has_single_collectives),
+        ("checkpoints with six facts of a tensor", (2, 15),
+         "`polyshard.checkpoint` reads them with every version", _has_six_properties),
+    )
+)  # fmt: skip

@@ -15,18 +15,17 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import polyshard
+from benchmarks.harness import Found, in_turns, median_of, run_alone, seconds, sharded, show
 from benchmarks.host.launches import count_launches
 from benchmarks.host.silent import silent_group
 from benchmarks.result import save
@@ -42,6 +41,9 @@ class Size:
     ranks: int = 64
     groups: int = 40
     parameters: int = 8
+
+    def quick(self) -> Size:
+        return replace(self, groups=4)
 
 
 CROSS = (
@@ -79,36 +81,19 @@ def build(size: Size) -> nn.Sequential:
         return nn.Sequential(*(Layer(size.parameters, size.ranks) for _ in range(size.groups)))
 
 
-def shard(model: nn.Sequential, fully_shard: Callable[..., Any]) -> float:
-    """Seconds to shard every layer and the root."""
-    begin = time.perf_counter()
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    return time.perf_counter() - begin
-
-
 def train(model: nn.Module) -> None:
     device = next(model.parameters()).device
     model(torch.ones(2, WIDTH, device=device)).sum().backward()
 
 
-def step_seconds(model: nn.Module) -> float:
-    """Host time of one step: nothing here waits for a device."""
-    begin = time.perf_counter()
-    train(model)
-    seconds = time.perf_counter() - begin
-    model.zero_grad()
-    return seconds
-
-
-def measure(size: Size, steps: int) -> dict[str, Any]:
+def measure_size(size: Size, steps: int) -> Found:
     """Medians in seconds, and the ratio of what is left without the layers' own work."""
     with silent_group(size.ranks):
         models = {name: build(size) for name in (*ENGINES, "plain")}
+        libraries = {"polyshard": polyshard.fully_shard, "torch": torch_fully_shard}
         init = {
-            "polyshard": shard(models["polyshard"], polyshard.fully_shard),
-            "torch": shard(models["torch"], torch_fully_shard),
+            name: seconds(partial(sharded, models[name], models[name], fully_shard))
+            for name, fully_shard in libraries.items()
         }
         medians = median_seconds(models, steps)
         launches = {name: count_launches(partial(train, model)) for name, model in models.items()}
@@ -125,16 +110,20 @@ def measure(size: Size, steps: int) -> dict[str, Any]:
 
 
 def median_seconds(models: dict[str, nn.Sequential], steps: int) -> dict[str, float]:
-    """Seconds of a step, in turns; the collector would otherwise charge one for another's."""
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    for index in range(steps + 2):
-        for name, model in models.items():
-            if index < 2:
-                gc.collect()
-            value = step_seconds(model)
-            if index >= 2:
-                seconds[name].append(value)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    """Host time of a step: nothing here waits for a device.
+
+    Garbage is collected in the warm-up: it would otherwise charge one model for another's.
+    """
+
+    def turn(model: nn.Sequential, number: int) -> float:
+        if number < 2:
+            gc.collect()
+        spent = seconds(partial(train, model))
+        model.zero_grad()
+        return spent
+
+    ways = {name: partial(turn, model) for name, model in models.items()}
+    return median_of(in_turns(ways, steps, warmup=2))
 
 
 def _per_group(launches: dict[str, int | None], groups: int) -> dict[str, float] | None:
@@ -145,7 +134,7 @@ def _per_group(launches: dict[str, int | None], groups: int) -> dict[str, float]
     return {n: ((launches[n] or 0) - plain) / groups for n in ENGINES}
 
 
-def fit(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def fit(rows: list[Found]) -> dict[str, dict[str, float]]:
     """Microseconds a group as a line in its parameters, at the ranks and groups most rows have.
 
     ``largest_residual`` is relative to what was measured.
@@ -169,48 +158,32 @@ def fit(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return found
 
 
-def measure_all(sizes: tuple[Size, ...], steps: int) -> dict[str, Any]:
+def measure(sizes: tuple[Size, ...], steps: int) -> Found:
     """Every size, and the fit; in a process of its own."""
-    torch.set_num_threads(1)
-    measure(Size(2, 2, 2), steps=1)  # imports and first calls
+    found: Found = run_alone(_measure, sizes, steps)
+    return found
+
+
+def _measure(sizes: tuple[Size, ...], steps: int) -> Found:
+    measure_size(Size(2, 2, 2), steps=1)  # imports and first calls
     # Large models take seconds a step, and average over their own groups.
-    rows = [measure(size, steps if size.groups * size.parameters < 5000 else 3) for size in sizes]
+    rows = [
+        measure_size(size, steps if size.groups * size.parameters < 5000 else 3) for size in sizes
+    ]
     return {"rows": rows, "fit": fit(rows)}
 
 
-def show(found: dict[str, Any]) -> None:
-    for row in found["rows"]:
-        ours, theirs = row["microseconds_per_group"].values()
-        print(
-            f"{row['ranks']:>6} ranks {row['groups']:>5} groups of {row['parameters']:>4}: "
-            f"{ours:>8.0f} us a group and step, torch {theirs:>8.0f} us, ratio {row['ratio']:.2f}; "
-            f"init {row['init_ratio']:.2f}"
-        )
-    for name, line in found["fit"].items():
-        print(
-            f"{name}: {line['microseconds_per_group']:.0f} us a group and "
-            f"{line['microseconds_per_parameter']:.1f} us a parameter, "
-            f"off by at most {line['largest_residual']:.0%}"
-        )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+")
-    parser.add_argument("--groups", type=int, nargs="+")
-    parser.add_argument("--parameters", type=int, nargs="+")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    for name in asdict(Size()):
+        parser.add_argument(f"--{name}", type=int, nargs="+")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--json", type=Path, help="write the rows here")
     options = parser.parse_args()
-    sizes = CROSS
-    if options.ranks or options.groups or options.parameters:
-        sizes = tuple(
-            Size(ranks, groups, parameters)
-            for ranks in options.ranks or [64]
-            for groups in options.groups or [40]
-            for parameters in options.parameters or [8]
-        )
-    found = measure_all(sizes, options.steps)
+    given = [getattr(options, name) or [default] for name, default in asdict(Size()).items()]
+    chosen = any(getattr(options, name) for name in asdict(Size()))
+    sizes = tuple(Size(*numbers) for numbers in product(*given)) if chosen else CROSS
+    found = measure(sizes, options.steps)
     show(found)
     if options.json:
         save(found, options.json)

@@ -8,7 +8,7 @@ operators behind it return at once.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,9 +31,9 @@ def silent_group(ranks: int) -> Iterator[None]:
             warnings.filterwarnings("ignore", message=".*overrid")
             for key in ("CPU", "CUDA"):
                 for name in SINGLE:
-                    library.impl(name, _single(done), key)
+                    library.impl(name, lambda output, *_: (output, done), key)
                 for name in COALESCED:
-                    library.impl(name, _coalesced(done), key)
+                    library.impl(name, lambda *_: done, key)
         yield
     finally:
         library._destroy()
@@ -46,17 +46,3 @@ def _finished_work(ranks: int) -> Any:
     assert group is not None
     out, shard = torch.zeros(ranks), torch.zeros(1)
     return torch.ops.c10d._allgather_base_(out, shard, group.boxed(), False, -1)[1]
-
-
-def _single(done: Any) -> Callable[..., Any]:
-    def collective(output: torch.Tensor, *_: Any) -> tuple[torch.Tensor, Any]:
-        return output, done
-
-    return collective
-
-
-def _coalesced(done: Any) -> Callable[..., Any]:
-    def collective(*_: Any) -> Any:
-        return done
-
-    return collective

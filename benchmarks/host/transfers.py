@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.clock import Work, seconds
+from benchmarks.harness import Work, seconds
 
 TURNS = 9
 MATMULS = 8

@@ -29,7 +29,7 @@ def columns(parameter: nn.Parameter) -> Shard | None:
 
 def tiny() -> LanguageModel:
     """To see that a benchmark runs."""
-    return _model(Case(width=64, layers=2))
+    return _model(Case(width=128, layers=2))
 
 
 def _model(case: Case) -> LanguageModel:

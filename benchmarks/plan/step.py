@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.ranks import run_alone, run_ranks
+from benchmarks.harness import run_alone, run_ranks, show
 from benchmarks.result import save
 from benchmarks.step.case import Case
 from benchmarks.step.rows import ROWS, WIDE, Row
@@ -111,19 +111,10 @@ def _row(case: Case, machine: str) -> dict[str, Any]:
     return {"predicted": predicted, "measured": phases, "predicted / measured": ratio}
 
 
-def show(found: dict[str, Any]) -> None:
-    for name, row in found["rows"].items():
-        said, phases = row["predicted"], row["measured"]
-        ratios = " ".join(f"{ratio:.2f}" for ratio in row["rounds"])
-        print(
-            f"{name:>18}: {1e3 * said['step']:7.1f} ms said, {1e3 * phases['step']:7.1f} measured, "
-            f"{row['predicted / measured']:.2f} ({ratios}); compute {1e3 * said['compute']:.0f}, "
-            f"gathers {1e3 * said['gather']:.0f}, reductions {1e3 * said['reduce']:.0f}, "
-            f"optimizer {1e3 * said['optimizer']:.0f} (measured {1e3 * phases['optimizer']:.0f})"
-        )
+def close(found: dict[str, Any]) -> str:
+    """How many rows are predicted well."""
     middles = [row["predicted / measured"] for row in found["rows"].values()]
-    close = sum(abs(ratio - 1) <= 0.1 for ratio in middles)
-    print(f"within 10 %: {close} of {len(middles)}", flush=True)
+    return f"within 10 %: {sum(abs(r - 1) <= 0.1 for r in middles)} of {len(middles)}"
 
 
 def main() -> None:
@@ -137,6 +128,7 @@ def main() -> None:
     chosen = [row for row in ROWS if row.name in options.only]
     for found in measure(chosen, quick=options.quick, rounds=options.rounds):
         show(found)
+        print(close(found), flush=True)
         if options.json:
             save(found, options.json)
 

@@ -8,11 +8,11 @@ those XX"""
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,17 +20,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.harness import (
+    command,
+    in_turns,
+    loss_of,
+    run_alone,
+    run_ranks,
+)
 from benchmarks.plan.step import measure_machine
-from benchmarks.ranks import run_alone, run_ranks
-from benchmarks.result import save
 from benchmarks.step.case import Case
-from benchmarks.step.engines import LEARNING_RATE, batches, build_model, loss_of
+from benchmarks.step.engines import batches, build_model, compared
+from polyshard_compare.engines.spec import Spec
 
 RANKS = 2
 MODEL = Case(width=512, layers=8, tokens=16, steps=9, warmup=2)
-QUICK = Case(width=64, layers=2, tokens=16, steps=2, warmup=1)
 AT_ONCE = 6
 """Settings that take turns: all of their models are in memory."""
 FINALISTS = 6
@@ -110,31 +114,22 @@ class Engine:
     """A model as a setting shards it, and its optimizer."""
 
     def __init__(self, setting: Setting, case: Case) -> None:
-        import polyshard
-        from polyshard_plan import Settings, parse_mesh
         from polyshard_plan.dry_run.units import units_of
-        from polyshard_plan.request.plugins import make_plugins
 
-        self.model: Any = build_model(case)
-        spec = parse_mesh(setting.mesh)
-        chosen = Settings(model="", mesh=spec, quantize=setting.quantize, offload=setting.offload)
-        plugins = make_plugins(chosen)
-        sizes, names = [a.size for a in spec.axes], [a.name for a in spec.axes]
-        mesh = init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(names))
-        keywords: dict[str, Any] = {
-            "mesh": mesh,
-            "plugins": plugins,
-            "reshard_after_forward": setting.reshard,
-        }
-        for members in units_of(self.model, setting.units).values():
-            polyshard.fully_shard(list(members) if len(members) > 1 else members[0], **keywords)
-        polyshard.fully_shard(self.model, **keywords)
-        kind: dict[str, Any] = {"fused" if setting.flat else "foreach": True}
-        made = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, **kind)
-        if setting.offload:
-            self.optimizer = plugins[-1].wrap(made)
-        else:
-            self.optimizer = polyshard.flat(made) if setting.flat else made
+        tier, _, place = setting.offload.partition("=")
+        spec = Spec(
+            name=setting.name,
+            kind="polyshard",
+            keep=setting.reshard is False,
+            replicas=RANKS if setting.mesh.startswith("replicate") else 1,
+            flat=setting.flat and not setting.offload,
+            formats=(setting.quantize, setting.quantize),
+            offload=((tier, place),) if tier else (),
+        )
+        model = build_model(case)
+        units = units_of(model, setting.units).values()
+        made = compared(spec, model, units, **{"fused" if setting.flat else "foreach": True})
+        self.model, self.optimizer = made.model, made.optimizer
 
     def step(self, batch: torch.Tensor) -> float:
         """Seconds of one."""
@@ -147,16 +142,14 @@ class Engine:
 
 def time_settings(found: list[Setting], case: Case) -> list[list[float]]:
     """Seconds of every step of each, which take turns, beginning with another one each time."""
-    engines = [Engine(setting, case) for setting in found]
-    seconds: list[list[float]] = [[] for _ in found]
-    for index, batch in enumerate(batches(case)):
-        for offset in range(len(found)):
-            turn = (index + offset) % len(found)
-            dist.barrier()
-            taken = engines[turn].step(batch)
-            if index >= case.warmup:
-                seconds[turn].append(taken)
-    return seconds
+    every = batches(case)
+
+    def turn(engine: Engine, index: int) -> float:
+        dist.barrier()
+        return engine.step(every[index])
+
+    ways = {setting.name: partial(turn, Engine(setting, case)) for setting in found}
+    return list(in_turns(ways, case.steps, case.warmup).values())
 
 
 def time_parts(found: list[Setting], case: Case) -> list[list[float]]:
@@ -168,9 +161,9 @@ def time_parts(found: list[Setting], case: Case) -> list[list[float]]:
     return seconds
 
 
-def measure(*, quick: bool = False) -> dict[str, Any]:
+def measure(case: Case) -> dict[str, Any]:
     """Predicted and measured seconds of every setting, and what follows."""
-    case, found = QUICK if quick else MODEL, list(settings())
+    found = list(settings())
     with TemporaryDirectory() as folder:
         path = str(Path(folder, "machine.json"))
         measure_machine(RANKS, path)
@@ -184,7 +177,7 @@ def measure(*, quick: bool = False) -> dict[str, Any]:
         row["predicted"], row["measured"] = said, {"step": statistics.median(row["seconds"])}
     chosen, kept = _chosen(rows), _chosen(_lossless(rows))
     finalists = _finalists(rows, [chosen, kept])
-    final = case if quick else replace(case, steps=FINAL_STEPS)
+    final = replace(case, steps=FINAL_STEPS) if case == MODEL else case
     again = run_ranks(RANKS, time_settings, [Setting(**row["setting"]) for row in finalists], final)
     for row, turns in zip(finalists, again, strict=True):
         row["final"] = statistics.median(turns)
@@ -218,26 +211,5 @@ def _final(row: dict[str, Any]) -> float:
     return float(row["final"])
 
 
-def show(found: dict[str, Any]) -> None:
-    for row in sorted(found["rows"], key=lambda row: row["measured"]["step"]):
-        said, took = row["predicted"]["step"], row["measured"]["step"]
-        final = f", {1e3 * row['final']:8.1f} in the end" if "final" in row else ""
-        print(f"{1e3 * took:8.1f} ms, {1e3 * said:8.1f} said{final}: {row['name']}")
-    print(f"chosen: {found['chosen']}; fastest: {found['best']}")
-    for name in ("chosen / best", "chosen / best, lossless"):
-        print(f"{name}: {found[name]:.3f} (bar: 1.05) of {len(found['rows'])} settings")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny model, two steps")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    options = parser.parse_args()
-    found = measure(quick=options.quick)
-    show(found)
-    if options.json:
-        save(found, options.json)
-
-
 if __name__ == "__main__":
-    main()
+    command(measure, MODEL, __doc__)

@@ -17,13 +17,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.harness import table
+
 ROWS = ("", "int8,native", "int8", "e4m3", "native,int4", "int8,int4", "int4,native", "int4")
 
 
 def held_out(quantize: str, seed: int, options: argparse.Namespace) -> float:
     """Train once; the held-out loss at the end, in nats per byte."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", "from polyshard.cli import main; main()", "train"]
+        command = [sys.executable, "-c", "from polyshard.cli.main import main; main()", "train"]
         command += ["--out", folder, "--batch", "8", "--sequence", "64", "--lr", str(options.lr)]
         command += ["--preset", options.preset, "--steps", str(options.steps)]
         command += ["--seed", str(seed), "--eval-every", "0", "--checkpoint-every", "0"]
@@ -46,20 +48,19 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", default=ROWS)
     options = parser.parse_args()
     seeds = range(options.seeds)
-    columns = "".join(f" seed {s} |" for s in seeds)
-    print(f"| parameters, gradients |{columns} mean difference | largest difference |")
-    print("|---" * (3 + len(seeds)) + "|")
     native: list[float] = []
+    lines = []
     for row in options.rows:
         losses = [held_out(row, seed, options) for seed in seeds]
         native = native or losses
         differences = [a - b for a, b in zip(losses, native, strict=True)]
-        cells = "".join(f" {loss:.4f} |" for loss in losses)
-        largest = max(differences, key=abs)
         name = row or f"native (spread of seeds {max(losses) - min(losses):.4f})"
-        print(
-            f"| {name} |{cells} {statistics.mean(differences):+.4f} | {largest:+.4f} |", flush=True
-        )
+        tail = f"{statistics.mean(differences):+.4f}", f"{max(differences, key=abs):+.4f}"
+        lines.append([name, *(f"{loss:.4f}" for loss in losses), *tail])
+        print(*lines[-1], flush=True)
+    seeds_of = (f"seed {seed}" for seed in seeds)
+    heads = ["parameters, gradients", *seeds_of, "mean difference", "largest difference"]
+    print("", *table(heads, lines), sep="\n")
 
 
 if __name__ == "__main__":

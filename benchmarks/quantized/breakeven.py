@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from benchmarks.clock import Work, seconds
+from benchmarks.harness import Work, run_ranks, seconds, table
 from benchmarks.quantized.codec import FORMATS, codec_of
-from benchmarks.ranks import run_ranks
 
 WORLDS = (2, 4, 8, 16, 64)
 MARGIN = 1.1
@@ -58,19 +57,18 @@ def link_seconds_per_byte(mib: int) -> float:
 def measure(mib: int) -> Measured:
     """On every rank at once, as in a step; rank 0's answer counts."""
     link = link_seconds_per_byte(mib)
-    cpu = torch.device("cpu")
     values = torch.randn(mib * (1 << 20) // 4 // 4096, 4096)
     half = values.bfloat16()
-    cast = _median(lambda: (half.copy_(values), values.copy_(half)), cpu) / values.nbytes
+    cast = _median(lambda: (half.copy_(values), values.copy_(half))) / values.nbytes
     pairs = [codec_of(form, values) for form in FORMATS]
-    encode = tuple(_median(e, cpu) / values.nbytes for e, _ in pairs)
-    decode = tuple(_median(d, cpu) / values.nbytes for _, d in pairs)
+    encode = tuple(_median(e) / values.nbytes for e, _ in pairs)
+    decode = tuple(_median(d) / values.nbytes for _, d in pairs)
     return Measured(link, cast, encode, decode)
 
 
-def _median(work: Work, device: torch.device) -> float:
+def _median(work: Work) -> float:
     dist.barrier()
-    return statistics.median([seconds(work, device) for _ in range(6)][1:])
+    return statistics.median([seconds(work) for _ in range(6)][1:])
 
 
 def gains(found: Measured, world_size: int, number: int) -> tuple[float, float]:
@@ -102,20 +100,18 @@ def main() -> None:
     print(f"link {8e-9 / found.link:.2f} Gbit/s each way; {options.mib} MiB of fp32, one thread")
     for form, encode, decode in zip(FORMATS, found.encode, found.decode, strict=True):
         print(f"{form}: encodes {1e-9 / encode:.1f} GB/s, decodes {1e-9 / decode:.1f} GB/s")
-    print("\n| ranks |" + "".join(f" {f}: vs fp32 | vs bf16 |" for f in FORMATS))
-    print("|---" * (1 + 2 * len(FORMATS)) + "|")
-    for world_size in WORLDS:
-        cells = [gains(found, world_size, number) for number in range(len(FORMATS))]
-        row = "".join(
-            f" {fp32:.2f}x {_says(fp32)} | {bf16:.2f}x {_says(bf16)} |" for fp32, bf16 in cells
-        )
-        print(f"| {world_size} |{row}")
+    heads = ["ranks", *(f"{form} vs {dtype}" for form in FORMATS for dtype in ("fp32", "bf16"))]
+    rows = (
+        [str(ranks), *(_says(gain) for n in range(len(FORMATS)) for gain in gains(found, ranks, n))]
+        for ranks in WORLDS
+    )
+    print("", *table(heads, rows), sep="\n")
 
 
 def _says(gain: float) -> str:
     if 1 / MARGIN < gain < MARGIN:
-        return "even"
-    return "yes" if gain > 1 else "no"
+        return f"{gain:.2f}x even"
+    return f"{gain:.2f}x {'yes' if gain > 1 else 'no'}"
 
 
 if __name__ == "__main__":

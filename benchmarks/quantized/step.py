@@ -18,18 +18,25 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
 
+from benchmarks.harness import (
+    in_turns,
+    language_model,
+    loss_of,
+    paired,
+    run_ranks,
+    seconds,
+    sharded,
+    table,
+)
 from benchmarks.quantized.network import shaped_link
-from benchmarks.ranks import run_ranks
 from benchmarks.result import ROOT
 from polyshard import MixedPrecisionPolicy, fully_shard, stats
-from polyshard_demo.model import LanguageModel, ModelSettings
 from polyshard_quantized import ErrorFeedback, Int4Block, Int8Block, QuantizedComm
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -38,63 +45,53 @@ Samples = dict[str, Any]
 
 
 def keywords_for(variant: str) -> dict[str, Any]:
-    if variant == "bf16":
-        return {"mp_policy": BF16}
-    if variant == "int8 weights":
-        return {"plugins": [QuantizedComm()]}
-    if variant == "int8":
-        return {"plugins": [QuantizedComm(gradients=Int8Block())]}
-    if variant == "int8, int4 gradients":
-        feedback = ErrorFeedback()
-        return {"plugins": [QuantizedComm(gradients=Int4Block(), error_feedback=feedback)]}
-    return {}
+    feedback = ErrorFeedback() if variant == "int8, int4 gradients" else None
+    plugins: dict[str, Callable[[], QuantizedComm]] = {
+        "int8 weights": QuantizedComm,
+        "int8": lambda: QuantizedComm(gradients=Int8Block()),
+        "int8, int4 gradients": lambda: QuantizedComm(
+            gradients=Int4Block(), error_feedback=feedback
+        ),
+    }
+    if variant in plugins:
+        return {"plugins": [plugins[variant]()]}
+    return {"mp_policy": BF16} if variant == "bf16" else {}
 
 
 class Trainee:
     """One variant of the model with its optimizer."""
 
     def __init__(self, variant: str, options: dict[str, int]) -> None:
-        torch.manual_seed(0)
-        width, layers = options["width"], options["layers"]
-        settings = ModelSettings(width=width, layers=layers, heads=8, hidden=4 * width)
-        self.model: nn.Module = LanguageModel(settings)
-        keywords = keywords_for(variant)
-        blocks: Any = self.model.blocks
-        for block in blocks:
-            fully_shard(block, **keywords)
-        fully_shard(self.model, **keywords)
+        width, tokens = options["width"], options["tokens"]
+        model = language_model(width, options["layers"], tokens, 4 * width)
+        self.model = sharded(model, model.blocks, fully_shard, **keywords_for(variant))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         generator = torch.Generator().manual_seed(dist.get_rank())
-        self.tokens = torch.randint(0, 256, (1, options["tokens"] + 1), generator=generator)
+        self.tokens = torch.randint(0, 256, (1, tokens + 1), generator=generator)
 
-    def step(self) -> float:
-        """Seconds of one training step."""
-        dist.barrier()
-        begin = time.perf_counter()
-        logits = self.model(self.tokens[:, :-1])
-        loss = F.cross_entropy(logits.float().flatten(0, 1), self.tokens[:, 1:].flatten())
-        loss.backward()
+    def step(self) -> None:
+        loss_of(self.model, self.tokens).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return time.perf_counter() - begin
+
+    def turn(self, number: int) -> tuple[float, float, int]:
+        """Seconds, processor seconds and bytes sent."""
+        dist.barrier()
+        before = stats(self.model).bytes_sent if number else 0
+        worked = time.process_time()
+        spent = seconds(self.step)
+        return spent, time.process_time() - worked, stats(self.model).bytes_sent - before
 
 
 def measure(options: dict[str, int]) -> Samples:
     """Seconds and processor seconds of every turn by variant, and bytes of a step."""
     trainees = {variant: Trainee(variant, options) for variant in VARIANTS}
-    found: Samples = {variant: [] for variant in VARIANTS}
-    busy: Samples = {variant: [] for variant in VARIANTS}
-    sent = {}
-    for turn in range(options["turns"] + 1):
-        for variant, trainee in trainees.items():
-            before = stats(trainee.model).bytes_sent if turn else 0
-            worked = time.process_time()
-            spent = trainee.step()
-            if turn:
-                busy[variant].append(time.process_time() - worked)
-                found[variant].append(spent)
-                sent[variant] = stats(trainee.model).bytes_sent - before
-    return {"seconds": found, "busy": busy, "bytes": sent}
+    found = in_turns({name: each.turn for name, each in trainees.items()}, options["turns"])
+    return {
+        "seconds": {name: [turn[0] for turn in turns] for name, turns in found.items()},
+        "busy": {name: [turn[1] for turn in turns] for name, turns in found.items()},
+        "bytes": {name: turns[-1][2] for name, turns in found.items()},
+    }
 
 
 def measure_joined(rank: int, address: str, options: dict[str, int]) -> None:
@@ -150,14 +147,13 @@ def main() -> None:
         over_link(given.link, options) if given.link else run_ranks(given.ranks, measure, options)
     )
     print(f"torch {torch.__version__}, {given.link or 'loopback'}, {options}")
-    print("| communication | ms, median | x fp32 | CPU ms of rank 0 | MiB sent by a rank |")
-    print("|---|---|---|---|---|")
-    base = found["seconds"]["fp32"]
+    base, rows = found["seconds"]["fp32"], []
     for variant, samples in found["seconds"].items():
-        ratio = statistics.median(a / b for a, b in zip(samples, base, strict=True))
-        sent = found["bytes"][variant] / (1 << 20)
-        times = [statistics.median(s) * 1e3 for s in (samples, found["busy"][variant])]
-        print(f"| {variant} | {times[0]:.0f} | {ratio:.2f} | {times[1]:.0f} | {sent:.1f} |")
+        times = [f"{1e3 * statistics.median(s):.0f}" for s in (samples, found["busy"][variant])]
+        sent = f"{found['bytes'][variant] / (1 << 20):.1f}"
+        rows.append([variant, times[0], f"{paired(samples, base):.2f}", times[1], sent])
+    heads = ("communication", "ms, median", "x fp32", "CPU ms of rank 0", "MiB sent by a rank")
+    print(*table(heads, rows), sep="\n")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-from benchmarks.report.table import table
+from benchmarks.harness import table
 from benchmarks.result import Result
 from benchmarks.step.rows import (
     BEST_STEP,
@@ -85,33 +86,31 @@ _BEST_HEAD = (
 
 def _best_row(row: Row, found: dict[str, Any]) -> tuple[str, ...]:
     ratios, seconds, resident = found["ratios"], found["median_seconds"], found["resident_bytes"]
-    bars = {bar.quantity: bar.at_most for bar in row.bars}
     names = ("polyshard best", "torch best", KEPT, *OTHERS)
 
-    def cell(quantity: str) -> str:
-        if quantity not in ratios:
-            return ""
-        text = f"{ratios[quantity]:.2f}"
-        return f"**{text}**" if ratios[quantity] > bars.get(quantity, float("inf")) else text
-
+    cell = partial(_cell, row, ratios)
     times = [f"{1e3 * seconds[n]['step']:.1f}" if n in seconds else "" for n in names]
     peaks = [f"{resident[n]['peak'] / 2**20:.0f}" if n in resident else "" for n in names]
-    bar = f"{bars[BEST_STEP]:.2f}" if BEST_STEP in bars else ""
-    ratio = (cell(BEST_STEP), bar)
+    ratio = (cell(BEST_STEP), _bar(row, BEST_STEP))
     return f"`{row.name}`", *times[:2], *ratio, *times[2:], *peaks, cell(FLAT_MEMORY)
+
+
+def _cell(row: Row, ratios: dict[str, float], quantity: str) -> str:
+    """A ratio, in bold where it misses its bar."""
+    if quantity not in ratios:
+        return ""
+    missed = any(b.quantity == quantity and ratios[quantity] > b.at_most for b in row.bars)
+    return f"**{ratios[quantity]:.2f}**" if missed else f"{ratios[quantity]:.2f}"
+
+
+def _bar(row: Row, quantity: str) -> str:
+    return "".join(f"{bar.at_most:.2f}" for bar in row.bars if bar.quantity == quantity)
 
 
 def _step_row(row: Row, found: dict[str, Any]) -> tuple[str, ...]:
     case, ratios = found["case"], found["ratios"]
     medians = {name: 1e3 * phases["step"] for name, phases in found["median_seconds"].items()}
-    bars = {bar.quantity: bar.at_most for bar in row.bars}
-
-    def cell(quantity: str) -> str:
-        if quantity not in ratios:
-            return ""
-        text = f"{ratios[quantity]:.2f}"
-        return f"**{text}**" if ratios[quantity] > bars.get(quantity, float("inf")) else text
-
+    cell = partial(_cell, row, ratios)
     return (
         f"`{row.name}`",
         f"{case['width']}, {case['tokens']}, {case['ranks']}, {case['dtype']}",
@@ -119,7 +118,7 @@ def _step_row(row: Row, found: dict[str, Any]) -> tuple[str, ...]:
         f"{medians['torch']:.1f}",
         cell(STEP),
         f"{ratios[f'{STEP}, paired']:.2f}",
-        f"{bars[STEP]:.2f}" if STEP in bars else "",
+        _bar(row, STEP),
         cell(FLOOR),
         cell(MEMORY),
         _losses(row, found),

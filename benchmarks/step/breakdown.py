@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import polyshard
-from benchmarks.ranks import run_ranks
+from benchmarks.harness import run_ranks, show
 from benchmarks.step.case import Case
 from benchmarks.step.engines import Sharded, batches
 from benchmarks.step.rows import MAIN_ROWS, row
@@ -57,13 +57,6 @@ def _medians(samples: list[dict[str, Parts]]) -> dict[str, Parts]:
 def measure(case: Case) -> dict[str, Any]:
     """A row taken apart: seconds a step by engine, group and part."""
     return {"case": asdict(case), **run_ranks(case.ranks, profile_engines, case)}
-
-
-def show(found: dict[str, Any]) -> None:
-    for engine, groups in found["groups"].items():
-        print(f"{engine:24}" + "".join(f"{part:>10}" for part in COLUMNS))
-        for group, parts in groups.items():
-            print(f"  {group:22}" + "".join(f"{1e3 * parts[part]:>10.2f}" for part in COLUMNS))
 
 
 def main() -> None:

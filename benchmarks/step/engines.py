@@ -2,25 +2,30 @@
 
 polyshard, torch's FSDP2 and the floor step AdamW with ``foreach``. ``polyshard best`` and ``torch
 best`` are the first two with their best optimizer setting: fused, and flat in polyshard where no
-plugin steps the optimizer. DDP and FSDP1 (see others.py) are fused too.
+plugin steps the optimizer. DDP and FSDP1 (as polyshard compare makes them) are fused too.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.harness import language_model, loss_of, sharded
 from benchmarks.step.case import Case
 from benchmarks.step.floor import Floor
 from benchmarks.step.modes import Setup, data_rank, set_up
-from benchmarks.step.others import WRAPPERS
-from polyshard_demo.model import LanguageModel, ModelSettings
+from benchmarks.step.rows import OTHERS
+from polyshard_compare.engines.building import BUILDERS
+from polyshard_compare.engines.built import Built, Place, Unit
+from polyshard_compare.engines.spec import Spec
+from polyshard_compare.job.job import Job
+from polyshard_demo.model import LanguageModel
 
 PHASES = ("forward", "backward", "optimizer", "step")
 LEARNING_RATE = 1e-3
@@ -36,15 +41,8 @@ def param_dtype(case: Case) -> torch.dtype | None:
 
 def build_model(case: Case) -> LanguageModel:
     """The same values on every rank and for every engine."""
-    torch.manual_seed(0)
-    settings = ModelSettings(
-        width=case.width,
-        layers=case.layers,
-        heads=max(case.width // 64, 1),
-        hidden=case.width * 11 // 4 // 32 * 32,
-        sequence=case.tokens,
-    )
-    return LanguageModel(settings)
+    hidden = case.width * 11 // 4 // 32 * 32
+    return language_model(case.width, case.layers, case.tokens, hidden)
 
 
 class Sharded:
@@ -60,9 +58,7 @@ class Sharded:
         if compute := param_dtype(case):
             keywords["mp_policy"] = policy(param_dtype=compute, reduce_dtype=torch.float32)
         self.micro_batches = case.micro_batches
-        for block in self.model.blocks:
-            fully_shard(block, **keywords)
-        fully_shard(self.model, **keywords)
+        sharded(self.model, self.model.blocks, fully_shard, **keywords)
         self.optimizer = _optimizer(self.model, setup, engine, is_best=is_best)
 
     def step(self, batch: Tensor) -> tuple[float, dict[str, float]]:
@@ -88,12 +84,13 @@ def _optimizer(
 
 
 class Wrapped:
-    """A model wrapped by DDP or FSDP1."""
+    """A model wrapped by DDP or FSDP1, as `polyshard compare` does it."""
 
     def __init__(self, case: Case, engine: str) -> None:
         plain = build_model(case)
-        self.model = WRAPPERS[engine](plain, type(plain.blocks[0]), param_dtype(case))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
+        spec = Spec(name=engine, kind=engine, bf16=case.dtype == "bfloat16")
+        made = compared(spec, plain, [(block,) for block in plain.blocks], fused=True)
+        self.model, self.optimizer = made.model, made.optimizer
 
     def step(self, batch: Tensor) -> tuple[float, dict[str, float]]:
         return _last_part(self.model, self.optimizer, batch, time.perf_counter())
@@ -122,19 +119,27 @@ class Unsharded:
         return loss.item(), _phases(begin, forward, backward, end)
 
 
+def compared(spec: Spec, model: nn.Module, units: Iterable[Unit], **setting: bool) -> Built:
+    """``model`` as `polyshard compare` shards it, with AdamW; on the ranks."""
+
+    def unused(*_: Any) -> Any:
+        """Batches and losses are the benchmark's own."""
+
+    def adamw(made: nn.Module) -> torch.optim.Optimizer:
+        kind: Any = setting
+        return torch.optim.AdamW(made.parameters(), lr=LEARNING_RATE, **kind)
+
+    place = Place(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    return BUILDERS[spec.kind](spec, Job(model, unused, unused, adamw), units, place)
+
+
 def build(engine: str, case: Case) -> Sharded | Unsharded | Wrapped:
     """``polyshard``, ``torch``, ``floor``, the first two with :data:`BEST`, ``ddp``, ``fsdp1``."""
-    if engine in WRAPPERS:
+    if engine in OTHERS:
         return Wrapped(case, engine)
     if engine.startswith(KEPT):
         return Sharded(replace(case, mode="keep"), engine.replace(KEPT, "polyshard"))
     return Unsharded(case) if engine == "floor" else Sharded(case, engine)
-
-
-def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    """Next-byte cross entropy of ``batch`` (``[1, tokens + 1]``)."""
-    logits = model(batch[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
 def batches(case: Case, count: int | None = None) -> list[Tensor]:

@@ -24,7 +24,16 @@ class _Transfer:
 
     def gather(self) -> None:
         """Every shard to every peer, in place; the own one by copy."""
-        self._move(self.shards, [r.chunk(self.group.size()) for r in self.regions])
+        rank, size = self.group.rank(), self.group.size()
+        chunks = [r.chunk(size) for r in self.regions]
+        works = []
+        for step in range(1, size):
+            source, target = (rank - step) % size, (rank + step) % size
+            works += [self.group.recv([c[source]], source, 1) for c in chunks]
+            works += [self.group.send([s], target, 1) for s in self.shards]
+        torch._foreach_copy_([c[rank] for c in chunks], self.shards)
+        for work in works:
+            work.wait()
 
     def reduce(self) -> None:
         """Every region's chunks to their owners, summed there."""
@@ -46,17 +55,6 @@ class _Transfer:
         for term in (own, *arrivals[1:]):
             torch._foreach_add_(self.shards, term)
         torch._foreach_mul_(self.shards, 1 / size)
-
-    def _move(self, shards: list[Tensor], chunks: list[tuple[Tensor, ...]]) -> None:
-        rank, size = self.group.rank(), self.group.size()
-        works = []
-        for step in range(1, size):
-            source, target = (rank - step) % size, (rank + step) % size
-            works += [self.group.recv([c[source]], source, 1) for c in chunks]
-            works += [self.group.send([s], target, 1) for s in shards]
-        torch._foreach_copy_([c[rank] for c in chunks], shards)
-        for work in works:
-            work.wait()
 
 
 class Floor:

@@ -12,6 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
 
+from polyshard_compare.engines.plugins import make_stack
+from polyshard_compare.engines.spec import Spec
+
 
 def _unchanged(optimizer: Optimizer) -> Optimizer:
     return optimizer
@@ -37,6 +40,9 @@ def data_rank(mode: str) -> int:
 
 def set_up(engine: str, mode: str, model: nn.Module) -> Setup:
     """Prepare ``model`` for ``mode`` on ``engine`` (``polyshard`` or ``torch``); on the ranks."""
+    if engine == "polyshard" and mode in STACKS:
+        stack = make_stack(STACKS[mode])
+        return Setup({"plugins": stack.plugins}, stack.wrap if stack.wraps else _unchanged)
     plugins = {"polyshard": _PLUGINS, "torch": _TORCH}[engine]
     if mode in plugins:
         return plugins[mode](model)
@@ -66,24 +72,16 @@ def _mesh(outer: str, inner: str) -> DeviceMesh:
 # --- polyshard's plugins --------------------------------------------------------------------------
 
 
-def _quantized(_: nn.Module) -> Setup:
-    from polyshard_quantized import Int8Block, QuantizedComm
-
-    return Setup({"plugins": [QuantizedComm(gradients=Int8Block())]})
-
-
-def _offload_optimizer(_: nn.Module) -> Setup:
-    from polyshard_offload import Offload
-
-    offload = Offload(optimizer="host")
-    return Setup({"plugins": [offload]}, offload.wrap)
-
-
-def _offload_params(_: nn.Module) -> Setup:
-    from polyshard_offload import Offload
-
-    offload = Offload(params="host")
-    return Setup({"plugins": [offload]}, offload.wrap)
+STACKS = {
+    "quantized": Spec(name="polyshard+int8", kind="polyshard", formats=("int8", "int8")),
+    "offload-optimizer": Spec(
+        name="polyshard+offload-optimizer", kind="polyshard", offload=(("optimizer", "host"),)
+    ),
+    "offload-params": Spec(
+        name="polyshard+offload-params", kind="polyshard", offload=(("params", "host"),)
+    ),
+}
+"""As polyshard compare makes them."""
 
 
 def _tensor_parallel(model: nn.Module) -> Setup:
@@ -96,9 +94,6 @@ def _tensor_parallel(model: nn.Module) -> Setup:
 
 
 _PLUGINS: dict[str, Callable[[nn.Module], Setup]] = {
-    "quantized": _quantized,
-    "offload-optimizer": _offload_optimizer,
-    "offload-params": _offload_params,
     "tensor-parallel": _tensor_parallel,
 }
 

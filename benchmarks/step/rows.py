@@ -60,9 +60,7 @@ class Row:
 
     def quick(self) -> Row:
         """The same code in seconds; figures of it mean nothing."""
-        width, layers = min(self.case.width, 128), min(self.case.layers, 2)
-        case = replace(self.case, width=width, layers=layers, steps=3, warmup=1)
-        return replace(self, case=case, memory=False, bars=())
+        return replace(self, case=self.case.quick(), memory=False, bars=())
 
 
 def _bars(step: float, *, memory_reason: str = "") -> tuple[Bar, ...]:

@@ -9,18 +9,17 @@ of its own (memory cannot be told apart otherwise), so their step times are not 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.ranks import run_ranks
+from benchmarks.harness import command, run_ranks
 from benchmarks.step.case import Case
 from benchmarks.step.engines import batches, build
-from benchmarks.step.memory import resident_bytes
 from benchmarks.step.rows import STEADY_ROW, row
+from polyshard_compare.training.memory import resident
 
 STEPS = 200
 PERCENTILES = (50, 95, 99)
@@ -30,12 +29,13 @@ Samples = dict[str, list[float]]
 def run_steps(case: Case, engine: str) -> Samples:
     """Resident bytes after, and seconds of, every step on rank 0."""
     built = build(engine, case)
-    resident, seconds = [], []
+    held: list[float] = []
+    seconds: list[float] = []
     for batch in batches(case, case.steps):
         dist.barrier()
         seconds.append(built.step(batch)[1]["step"])
-        resident.append(float(resident_bytes()))
-    return {"resident_bytes": resident, "seconds": seconds}
+        held.append(float(resident("VmRSS:")))
+    return {"resident_bytes": held, "seconds": seconds}
 
 
 def summarize(samples: Samples) -> dict[str, float]:
@@ -54,10 +54,9 @@ def summarize(samples: Samples) -> dict[str, float]:
     return found
 
 
-def measure(case: Case, steps: int = STEPS) -> dict[str, Any]:
-    long = replace(case, steps=steps)
+def measure(long: Case) -> dict[str, Any]:
     samples = {
-        name: run_ranks(case.ranks, run_steps, long, name) for name in ("polyshard", "torch")
+        name: run_ranks(long.ranks, run_steps, long, name) for name in ("polyshard", "torch")
     }
     summary = {name: summarize(found) for name, found in samples.items()}
     ratios = {
@@ -68,22 +67,5 @@ def measure(case: Case, steps: int = STEPS) -> dict[str, Any]:
     return {"case": asdict(long), "samples": samples, "summary": summary, "ratios": ratios}
 
 
-def show(found: dict[str, Any]) -> None:
-    for engine, values in found["summary"].items():
-        times = ", ".join(f"p{p} {1e3 * values[f'p{p}_seconds']:.1f} ms" for p in PERCENTILES)
-        print(
-            f"{engine:10} grows {values['growth_kib_per_step']:+.1f} KiB a step, largest spike "
-            f"{values['spike_kib']:.0f} KiB of {values['median_resident_kib']:.0f}; {times}"
-        )
-    print(", ".join(f"{name} {ratio:.2f}" for name, ratio in found["ratios"].items()))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=STEPS)
-    options = parser.parse_args()
-    show(measure(row(STEADY_ROW).case, options.steps))
-
-
 if __name__ == "__main__":
-    main()
+    command(measure, replace(row(STEADY_ROW).case, steps=STEPS), __doc__)

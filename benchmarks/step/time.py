@@ -11,20 +11,18 @@ Losses of polyshard and torch are compared step by step.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from dataclasses import asdict, fields
-from pathlib import Path
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.ranks import run_ranks
-from benchmarks.result import save
-from benchmarks.step.case import MODES, Case
+from benchmarks.harness import command, in_turns, paired, run_ranks
+from benchmarks.step.case import Case
 from benchmarks.step.engines import BEST, KEPT, PHASES, batches, build
-from benchmarks.step.memory import peak_resident_bytes, resident_bytes
+from polyshard_compare.training.memory import resident
 
 MEMORY_STEPS = 4
 OUR_BEST, THEIR_BEST, OUR_KEPT = f"polyshard{BEST}", f"torch{BEST}", f"{KEPT}{BEST}"
@@ -42,18 +40,17 @@ Seconds = dict[str, list[dict[str, float]]]
 
 def time_engines(case: Case, names: list[str]) -> dict[str, Any]:
     """Take turns, starting with another engine each time."""
-    engines = {name: build(name, case) for name in names}
-    seconds: Seconds = {name: [] for name in names}
-    losses: dict[str, list[float]] = {name: [] for name in names}
-    for index, batch in enumerate(batches(case)):
-        turn = index % len(names)
-        for name in names[turn:] + names[:turn]:
-            dist.barrier()
-            loss, phases = engines[name].step(batch)
-            losses[name].append(loss)
-            if index >= case.warmup:
-                seconds[name].append(phases)
-    return {"seconds": seconds, "losses": losses}
+    engines, every = {name: build(name, case) for name in names}, batches(case)
+
+    def turn(name: str, index: int) -> tuple[float, dict[str, float]]:
+        dist.barrier()
+        return engines[name].step(every[index])
+
+    found = in_turns({name: partial(turn, name) for name in names}, len(every), warmup=0)
+    return {
+        "seconds": {n: [t[1] for t in turns[case.warmup :]] for n, turns in found.items()},
+        "losses": {n: [t[0] for t in turns] for n, turns in found.items()},
+    }
 
 
 def measure_memory(case: Case, name: str) -> dict[str, int]:
@@ -63,11 +60,11 @@ def measure_memory(case: Case, name: str) -> dict[str, int]:
     training's.
     """
     torch.ones(8, 8).mm(torch.ones(8, 8))
-    before = resident_bytes()
+    before = resident("VmRSS:")
     engine = build(name, case)
     for batch in batches(case, MEMORY_STEPS):
         engine.step(batch)
-    return {"peak": peak_resident_bytes(), "before": before}
+    return {"peak": resident("VmHWM:"), "before": before}
 
 
 def ratios_of(seconds: Seconds, memory: dict[str, dict[str, int]]) -> dict[str, float]:
@@ -79,9 +76,8 @@ def ratios_of(seconds: Seconds, memory: dict[str, dict[str, int]]) -> dict[str, 
         for phase in PHASES:
             ratio = _median(seconds, ours, phase) / _median(seconds, other, phase)
             ratios[f"{phase} / {name}"] = ratio
-        pairs = zip(seconds[ours], seconds[other], strict=True)
-        paired = statistics.median(a["step"] / b["step"] for a, b in pairs)
-        ratios[f"step / {name}, paired"] = paired
+        own, theirs = ([turn["step"] for turn in seconds[one]] for one in (ours, other))
+        ratios[f"step / {name}, paired"] = paired(own, theirs)
     for ours, other, name in PAIRS:
         if not {ours, other} <= memory.keys():
             continue
@@ -113,10 +109,19 @@ def time_cases(cases: list[Case]) -> list[dict[str, Any]]:
     return [time_engines(case, engines_of(case)) for case in cases]
 
 
-def measure(case: Case, *, memory: bool, floor: bool = True) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Timing(Case):
+    """A case, and whether peaks of memory and the floor are measured too."""
+
+    memory: bool = True
+    floor: bool = True
+
+
+def measure(timing: Timing) -> dict[str, Any]:
     """Medians, ratios, peaks, and whether losses agree; every engine in fresh processes."""
-    timed = run_ranks(case.ranks, time_engines, case, engines_of(case, floor=floor))
-    names = [n for n in engines_of(case, floor=False) if memory]
+    case = Case(**{field.name: getattr(timing, field.name) for field in fields(Case)})
+    timed = run_ranks(case.ranks, time_engines, case, engines_of(case, floor=timing.floor))
+    names = [n for n in engines_of(case, floor=False) if timing.memory]
     peaks = {name: run_ranks(case.ranks, measure_memory, case, name) for name in names}
     return summarize(case, timed, peaks)
 
@@ -140,39 +145,5 @@ def summarize(
     }
 
 
-def show(result: dict[str, Any]) -> None:
-    print(" ".join(f"{k}={v}" for k, v in result["case"].items()))
-    print(f"{'':16}" + "".join(f"{phase:>12}" for phase in PHASES) + f"{'peak MiB':>12}")
-    for name, medians in result["median_seconds"].items():
-        cells = "".join(f"{1e3 * medians[phase]:>9.1f} ms" for phase in PHASES)
-        bytes_ = result["resident_bytes"].get(name)
-        print(f"{name:16}{cells}" + (f"{bytes_['peak'] / 2**20:>12.0f}" if bytes_ else ""))
-    for name, ratio in result["ratios"].items():
-        print(f"{name:32} {ratio:.3f}")
-    difference = result["losses_largest_relative_difference"]
-    print(f"losses equal torch's: {result['losses_equal']} (largest difference {difference:.1e})")
-
-
-def parse() -> tuple[Case, argparse.Namespace]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for field, default in asdict(Case()).items():
-        choices = MODES if field == "mode" else None
-        parser.add_argument(f"--{field}", type=type(default), default=default, choices=choices)
-    parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument("--no-memory", action="store_true", help="skip the runs for peak memory")
-    parser.add_argument("--no-floor", action="store_true", help="skip the floor")
-    options = parser.parse_args()
-    values = {field.name: getattr(options, field.name) for field in fields(Case)}
-    return Case(**values), options
-
-
-def main() -> None:
-    case, options = parse()
-    result = measure(case, memory=not options.no_memory, floor=not options.no_floor)
-    show(result)
-    if options.json:
-        save(result, options.json)
-
-
 if __name__ == "__main__":
-    main()
+    command(measure, Timing(), __doc__)

@@ -19,6 +19,7 @@ from polyshard_compare.report.document import Comparison
 from polyshard_compare.report.runs import Run
 from polyshard_compare.report.summary import summarize
 from polyshard_compare.settings import DeviceName, Settings
+from polyshard_compare.turns import rotated
 
 __all__ = ["compare"]
 
@@ -68,8 +69,7 @@ def _run(settings: Settings, crews: list[Crew], runs: dict[str, Run], say: Tell)
         _build(settings, crew, runs)
     for index in range(settings.all_steps):
         say(f"step {index + 1} of {settings.all_steps}")
-        turn = index % len(crews)
-        for crew in crews[turn:] + crews[:turn]:
+        for crew in rotated(crews, index):
             _asked(crew, runs[crew.spec.name], partial(_step, index))
     for crew in crews:
         _asked(crew, runs[crew.spec.name], _end)

@@ -1,8 +1,8 @@
-"""Which library shards the model: polyshard, torch, or none, behind one small protocol."""
+"""Which library shards the model: polyshard, torch, or none, behind one small class."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -11,11 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from polyshard.clipping import clip_grad_norm_
 from polyshard_demo.model import LanguageModel
 from polyshard_demo.plugins import make_offload, quantizing_plugin, tensor_parallel_plugin
-from polyshard_demo.settings import Settings
+from polyshard_demo.settings import EngineName, Settings
 
 __all__ = ["Engine", "Wire", "choose_engine"]
 
 MIB = 1 << 20
+LIBRARIES = {"polyshard": "polyshard", "torch": "torch.distributed.fsdp"}
+"""Both have ``fully_shard`` and ``MixedPrecisionPolicy``, and take the same calls."""
 
 
 class Wire(NamedTuple):
@@ -25,46 +27,88 @@ class Wire(NamedTuple):
     received: int
 
 
-class Engine(Protocol):
-    """What the training loop needs from a sharding library."""
+@dataclass(frozen=True)
+class Engine:
+    """What the training loop needs from a library: it shards, shows a plan and counts bytes.
+
+    ``single`` is the whole model in one process, with which sharded runs are compared.
+    """
+
+    name: EngineName
+    device: torch.device
+    mesh: DeviceMesh | None = None
+    bf16: bool = False
+    plugins: tuple[object, ...] = ()
+    offload: Any = None
+    tensor_parallel: Any = None
 
     def shard(self, model: LanguageModel) -> LanguageModel:
         """Shard the model in place, block by block and then the rest; return it."""
-        ...
+        if self.mesh is None:
+            return model.to(self.device)
+        library = import_module(LIBRARIES[self.name])
+        keywords: dict[str, Any] = {"mesh": self.mesh}
+        if self.tensor_parallel is not None:
+            self.tensor_parallel.apply(model)
+        if self.name == "polyshard":
+            more = (self.offload, self.tensor_parallel)
+            keywords["plugins"] = (*self.plugins, *(one for one in more if one is not None))
+        if self.bf16:
+            keywords["mp_policy"] = library.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for block in model.blocks:
+            library.fully_shard(block, **keywords)
+        library.fully_shard(model, **keywords)
+        return model
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer, with its state where the library is to keep it."""
-        ...
+        """The optimizer, with its state where a plugin is to keep it."""
+        return optimizer if self.offload is None else self.offload.wrap(optimizer)
 
-    def sync_gradients(self, model: nn.Module, enabled: bool) -> None:
+    def sync_gradients(self, model: Any, enabled: bool) -> None:
         """Whether the next backward reduces gradients over the ranks."""
-        ...
+        if self.mesh is not None:
+            model.set_requires_gradient_sync(enabled)
 
     def plan(self, model: nn.Module) -> str:
         """What each collective will carry, for people."""
-        ...
+        if self.mesh is None:
+            size = sum(parameter.nbytes for parameter in model.parameters())
+            return f"not sharded: {size / MIB:,.1f} MiB of parameters in one process"
+        if self.name == "torch":
+            return _torch_plan(model, self.mesh.shape[-1], 2 if self.bf16 else 4)
+        from polyshard import describe
+
+        return str(describe(model))
 
     def wire(self, model: nn.Module) -> Wire | None:
         """Bytes on the wire so far, or None if the library does not count them."""
-        ...
+        if self.name != "polyshard":
+            return Wire(0, 0) if self.mesh is None else None
+        from polyshard import stats
+
+        counted = stats(model)
+        return Wire(counted.bytes_sent, counted.bytes_received)
 
 
 def choose_engine(settings: Settings, device: torch.device, *more: object) -> Engine:
     """The engine the settings name, with ``more`` plugins; only its own library is imported."""
     if settings.engine == "single":
-        return SingleEngine(device)
+        return Engine("single", device)
     axes = ("replicas", "dp")[-len(settings.data_mesh) :]
     shape = (*settings.data_mesh, settings.tp)
     whole = init_device_mesh(device.type, shape, mesh_dim_names=(*axes, "tp"))
-    mesh = whole[axes]
-    if settings.engine == "torch":
-        return TorchEngine(mesh, settings.bf16)
     plugins: list[object] = [*settings.plugins, *more]
     if settings.quantize:
         plugins.append(quantizing_plugin(settings.quantize))
-    offload = make_offload(settings.offload)
-    prepared = tensor_parallel_plugin(whole["tp"]) if settings.tp > 1 else None
-    return PolyshardEngine(mesh, settings.bf16, tuple(plugins), offload, prepared)
+    return Engine(
+        settings.engine,
+        device,
+        whole[axes],
+        settings.bf16,
+        tuple(plugins),
+        make_offload(settings.offload),
+        tensor_parallel_plugin(whole["tp"]) if settings.tp > 1 else None,
+    )
 
 
 def clip_gradients(model: nn.Module, largest: float) -> float:
@@ -73,110 +117,6 @@ def clip_gradients(model: nn.Module, largest: float) -> float:
     It takes gradients on any mesh, so every engine shares this one.
     """
     return float(clip_grad_norm_(model.parameters(), largest))
-
-
-@dataclass(frozen=True)
-class SingleEngine:
-    """The whole model in one process: the reference the sharded runs are compared with."""
-
-    device: torch.device
-
-    def shard(self, model: LanguageModel) -> LanguageModel:
-        return model.to(self.device)
-
-    def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return optimizer
-
-    def sync_gradients(self, model: nn.Module, enabled: bool) -> None:
-        pass
-
-    def plan(self, model: nn.Module) -> str:
-        size = sum(parameter.nbytes for parameter in model.parameters())
-        return f"not sharded: {size / MIB:,.1f} MiB of parameters in one process"
-
-    def wire(self, model: nn.Module) -> Wire | None:
-        return Wire(0, 0)
-
-
-@dataclass(frozen=True)
-class TorchEngine:
-    """``torch.distributed.fsdp.fully_shard``."""
-
-    mesh: DeviceMesh
-    bf16: bool
-
-    def shard(self, model: LanguageModel) -> LanguageModel:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        keywords: dict[str, Any] = {"mesh": self.mesh}
-        if self.bf16:
-            keywords["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        return _shard_bottom_up(model, lambda unit: fully_shard(unit, **keywords))
-
-    def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return optimizer
-
-    def sync_gradients(self, model: nn.Module, enabled: bool) -> None:
-        _set_gradient_sync(model, enabled)
-
-    def plan(self, model: nn.Module) -> str:
-        return _torch_plan(model, self.mesh.shape[-1], 2 if self.bf16 else 4)
-
-    def wire(self, model: nn.Module) -> Wire | None:
-        return None
-
-
-@dataclass(frozen=True)
-class PolyshardEngine:
-    """``polyshard.fully_shard``: the same calls, plus plugins, a plan and counted bytes."""
-
-    mesh: DeviceMesh
-    bf16: bool
-    plugins: tuple[object, ...] = field(default=())
-    offload: Any = None
-    tensor_parallel: Any = None
-
-    def shard(self, model: LanguageModel) -> LanguageModel:
-        from polyshard import MixedPrecisionPolicy, fully_shard
-
-        plugins = self.plugins if self.offload is None else (*self.plugins, self.offload)
-        if self.tensor_parallel is not None:
-            self.tensor_parallel.apply(model)
-            plugins = (*plugins, self.tensor_parallel)
-        keywords: dict[str, Any] = {"mesh": self.mesh, "plugins": plugins}
-        if self.bf16:
-            keywords["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        return _shard_bottom_up(model, lambda unit: fully_shard(unit, **keywords))
-
-    def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return optimizer if self.offload is None else self.offload.wrap(optimizer)
-
-    def sync_gradients(self, model: nn.Module, enabled: bool) -> None:
-        _set_gradient_sync(model, enabled)
-
-    def plan(self, model: nn.Module) -> str:
-        from polyshard import describe
-
-        return str(describe(model))
-
-    def wire(self, model: nn.Module) -> Wire | None:
-        from polyshard import stats
-
-        counted = stats(model)
-        return Wire(counted.bytes_sent, counted.bytes_received)
-
-
-def _shard_bottom_up(model: LanguageModel, shard: Callable[[nn.Module], object]) -> LanguageModel:
-    for block in model.blocks:
-        shard(block)
-    shard(model)
-    return model
-
-
-def _set_gradient_sync(model: nn.Module, enabled: bool) -> None:
-    """Both libraries spell it alike on the class they give the root."""
-    setter: Callable[[bool], None] = getattr(model, "set_requires_gradient_sync")  # noqa: B009
-    setter(enabled)
 
 
 def _torch_plan(model: nn.Module, world_size: int, element_size: int) -> str:

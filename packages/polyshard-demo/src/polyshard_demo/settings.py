@@ -17,6 +17,12 @@ PresetName = Literal["tiny", "small", "medium"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 
+LEAST = {
+    **dict.fromkeys(("ranks", "tp", "steps", "batch", "sequence", "accumulate"), 1),
+    **dict.fromkeys(("eval_batches", "log_every"), 1),
+    **dict.fromkeys(("checkpoint_every", "eval_every", "seed", "shard_ranks"), 0),
+    **dict.fromkeys(("timeout", "reproducible"), 0),
+}
 DATA, MODEL = "Text and batches", "Model and engine"
 TRAINING, OUTPUT = "Training", "Output and resuming"
 
@@ -182,26 +188,10 @@ class Settings:
     auto: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "tp", "steps", "batch", "sequence", "accumulate", "eval_batches"):
-            _check_at_least(name, getattr(self, name), 1)
-        for name in (
-            "checkpoint_every",
-            "eval_every",
-            "seed",
-            "shard_ranks",
-            "timeout",
-            "reproducible",
-        ):
-            _check_at_least(name, getattr(self, name), 0)
-        _check_at_least("log_every", self.log_every, 1)
-        for name in ("lr", "clip"):
-            if not getattr(self, name) > 0:
-                raise DemoError(f"--{name} must be above 0, got {getattr(self, name)}")
-        if not 0 <= self.dropout < 1:
-            raise DemoError(f"--dropout must be at least 0 and below 1, got {self.dropout}")
-        _check_choice("engine", self.engine, get_args(EngineName))
-        _check_choice("preset", self.preset, get_args(PresetName))
-        _check_choice("device", self.device, get_args(DeviceName))
+        self._check_ranges()
+        for name in ("plugins", "quantize", "offload", "trace", "reproducible"):
+            if getattr(self, name) and self.engine != "polyshard":
+                raise DemoError(f"--{name} needs --engine polyshard, got --engine {self.engine}")
         check_tp(self.ranks, self.tp, self.engine)
         self._check_shards()
         if self.reproducible:
@@ -209,6 +199,21 @@ class Settings:
         else:
             self._check_batch()
         self._check_engine()
+
+    def _check_ranges(self) -> None:
+        for name, least in LEAST.items():
+            if getattr(self, name) < least:
+                option = name.replace("_", "-")
+                raise DemoError(f"--{option} must be at least {least}, got {getattr(self, name)}")
+        for name in ("lr", "clip"):
+            if not getattr(self, name) > 0:
+                raise DemoError(f"--{name} must be above 0, got {getattr(self, name)}")
+        if not 0 <= self.dropout < 1:
+            raise DemoError(f"--dropout must be at least 0 and below 1, got {self.dropout}")
+        for name, kind in (("engine", EngineName), ("preset", PresetName), ("device", DeviceName)):
+            if getattr(self, name) not in get_args(kind):
+                known = ", ".join(get_args(kind))
+                raise DemoError(f"--{name} must be one of {known}; got {getattr(self, name)!r}")
 
     @property
     def data_ranks(self) -> int:
@@ -241,8 +246,6 @@ class Settings:
             )
 
     def _check_reproducible(self) -> None:
-        if self.engine != "polyshard":
-            raise DemoError(f"--reproducible needs --engine polyshard, got --engine {self.engine}")
         if self.quantize:
             raise DemoError(
                 f"--reproducible with --quantize {self.quantize}: quantized blocks end where "
@@ -257,24 +260,14 @@ class Settings:
             )
 
     def _check_engine(self) -> None:
-        if self.plugins and self.engine != "polyshard":
-            raise DemoError(f"--plugins needs --engine polyshard, got --engine {self.engine}")
         if self.quantize:
             check_quantize(self.quantize)
-            if self.engine != "polyshard":
-                raise DemoError(f"--quantize needs --engine polyshard, got --engine {self.engine}")
-        if self.offload and self.engine != "polyshard":
-            raise DemoError(f"--offload needs --engine polyshard, got --engine {self.engine}")
         if self.record is not None and not self.reproducible:
             raise DemoError(
                 f"--record {self.record} needs --reproducible: other runs differ from each other "
                 "anyway"
             )
         if self.trace is not None:
-            if self.engine != "polyshard":
-                raise DemoError(
-                    f"--trace {self.trace} needs --engine polyshard, got --engine {self.engine}"
-                )
             package_of("--trace")
         if self.engine == "single" and self.ranks > 1:
             raise DemoError(f"--engine single does not shard; use --ranks 1, not {self.ranks}")
@@ -283,13 +276,8 @@ class Settings:
 
     def to_plain(self) -> dict[str, Any]:
         """The settings as JSON-ready data (paths become strings, tuples become lists)."""
-        plain = asdict(self)
-        paths = {name: value for name, value in plain.items() if isinstance(value, Path)}
-        return (
-            plain
-            | {name: str(value) for name, value in paths.items()}
-            | {"plugins": list(self.plugins)}
-        )
+        plain = asdict(self) | {"plugins": list(self.plugins)}
+        return {k: str(value) if isinstance(value, Path) else value for k, value in plain.items()}
 
     def check_continues(self, saved: Mapping[str, Any], source: Path) -> None:
         """Refuse to go on from a run whose model or data differ from these settings.
@@ -311,13 +299,3 @@ class Settings:
                 + "\n  ".join(wrong)
                 + "\npass the saved values, or start a new run without --resume"
             )
-
-
-def _check_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise DemoError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise DemoError(f"--{name} must be one of {', '.join(choices)}; got {value!r}")

@@ -25,6 +25,7 @@ from polyshard_compare.report.document import (
 from polyshard_compare.report.runs import Run
 from polyshard_compare.settings import Settings
 from polyshard_compare.training.session import Sample
+from polyshard_compare.turns import paired
 
 __all__ = ["summarize"]
 
@@ -73,10 +74,8 @@ def _result(settings: Settings, run: Run, reference: Run | None) -> Result:
 def _timing(settings: Settings, run: Run, reference: Run) -> Timing:
     own, others = (_seconds(settings, one) for one in (run, reference))
     median = statistics.median(own)
-    paired = None
-    if not settings.sequential:
-        paired = statistics.median(a / b for a, b in zip(own, others, strict=True))
-    return Timing(median, own, median / statistics.median(others), paired)
+    ratio = None if settings.sequential else paired(own, others)
+    return Timing(median, own, median / statistics.median(others), ratio)
 
 
 def _seconds(settings: Settings, run: Run) -> tuple[float, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Memory", "Meter"]
+__all__ = ["Memory", "Meter", "resident"]
 
 STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
@@ -41,7 +41,7 @@ class Meter:
     def __init__(self, device: torch.device) -> None:
         """What is held now is not the model's."""
         self._device = device
-        self._start = 0 if self._on_device else _resident("VmRSS:")
+        self._start = 0 if self._on_device else resident("VmRSS:")
         self._with_build = True
 
     def begin_steps(self) -> None:
@@ -62,7 +62,7 @@ class Meter:
         if self._on_device:
             peak = torch.accelerator.max_memory_allocated(self._device)
         else:
-            peak = _resident("VmHWM:")
+            peak = resident("VmHWM:")
         return Memory(max(0, peak - self._start), self._start, self._with_build)
 
     @property
@@ -70,7 +70,7 @@ class Meter:
         return self._device.type != "cpu"
 
 
-def _resident(line: str) -> int:
+def resident(line: str) -> int:
     """Bytes of ``VmRSS:`` or ``VmHWM:``; of the most ever where there is no such line."""
     if STATUS.exists():
         for found in STATUS.read_text("ascii", "replace").splitlines():

@@ -1,7 +1,7 @@
 """Muon steps over shards, in three ways: on owners, on every rank, and on owners after a detour.
 
-    python -m benchmarks.matrix.step --width 1024 --layers 4 --ranks 4
-    python -m benchmarks.matrix.step --width 1024 --layers 4 --ranks 4 --blocks 8
+    python -m benchmarks.matrix --width 1024 --layers 4 --ranks 4
+    python -m benchmarks.matrix --width 1024 --layers 4 --ranks 4 --blocks 8
 
 - *owner*: polyshard-matrix; gradients land whole on their owners, updates return by rows in bf16.
 - *every rank*: ``full_tensor`` of every gradient's momentum on all ranks, each computing all.
@@ -18,11 +18,10 @@ that leave a rank, on average, for gradients and updates; parameters are gathere
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import Any, cast
 
 import torch
@@ -33,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 import polyshard
-from benchmarks.ranks import run_ranks
+from benchmarks.harness import Found, command, in_turns, run_ranks, sharded
 from polyshard_matrix import MatrixOptimizer
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
@@ -65,11 +64,11 @@ class Case:
 def build(case: Case, plugins: list[Any]) -> nn.Sequential:
     torch.manual_seed(0)
     layers = [nn.Linear(case.width, case.width, bias=False) for _ in range(case.layers)]
-    model = nn.Sequential(*layers)
     mesh = init_device_mesh("cpu", (case.ranks,))
-    for layer in layers:
-        polyshard.fully_shard(layer, mesh=mesh, plugins=plugins)
-    polyshard.fully_shard(model, mesh=mesh, plugins=plugins)
+    keywords: dict[str, Any] = {"mesh": mesh, "plugins": plugins}
+    model: nn.Sequential = sharded(
+        nn.Sequential(*layers), layers, polyshard.fully_shard, **keywords
+    )
     return model
 
 
@@ -83,7 +82,6 @@ class Owner:
         )
         self.model = build(case, [plugin])
         self._muon = plugin.optimizer(self.model)
-        self.update_bytes = 0
 
     def step(self) -> None:
         self._muon.step()
@@ -190,18 +188,9 @@ BARS = {
         "bytes: owner / detour": 0.70,
     },
 }
-"""By ranks. See :func:`least` for what the last can be."""
-
-
-def least(ranks: int) -> float:
-    """Bytes against the detour's, if updates returned for nothing.
-
-    Of ``N`` elements a rank sends ``4N(W-1)/W`` bytes of gradients in every way, in fp32, and the
-    detour sends ``8N(W-1)/W²`` beside. So no way is below ``W/(W+2)``: 0.50 on 2 ranks, 0.60 on 3,
-    0.67 on 4, 0.71 on 5. With updates in bf16 the owner's way is at ``(2W+1)/(2W+4)``: 0.625, 0.70,
-    0.75, 0.79.
-    """
-    return ranks / (ranks + 2)
+"""By ranks. Of ``N`` elements a rank sends ``4N(W-1)/W`` bytes of gradients in every way, in fp32,
+and the detour sends ``8N(W-1)/W²`` beside. So no way is below ``W/(W+2)`` of the detour: 0.50 on 2
+ranks, 0.67 on 4. With updates in bf16 the owner's way is at ``(2W+1)/(2W+4)``: 0.625, 0.75."""
 
 
 WAYS: dict[str, Callable[[Case], Any]] = {
@@ -209,50 +198,50 @@ WAYS: dict[str, Callable[[Case], Any]] = {
 }  # fmt: skip
 
 
-def time_ways(case: Case) -> dict[str, Any]:
+def time_ways(case: Case) -> Found:
     """Seconds by way, and the weights that came out of each."""
     left_out = {"owner, early"} if case.in_rows else set()  # nothing of it begins early
     ways = {name: make(case) for name, make in WAYS.items() if name not in left_out}
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    names = list(ways)
-    for turn in range(case.warmup + case.steps):
-        generator = torch.Generator().manual_seed(turn * 64 + dist.get_rank())
-        batch = torch.randn(case.tokens, case.width, generator=generator)
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            way = ways[name]
-            way.model.zero_grad()
-            dist.barrier()
-            begin = time.perf_counter()
-            way.model(batch).square().mean().backward()
-            dist.barrier()
-            between = time.perf_counter()
-            way.step()
-            dist.barrier()
-            end = time.perf_counter()
-            if turn >= case.warmup:
-                seconds[name].append((end - between, end - begin))
+    turns = {name: _turn(way, case) for name, way in ways.items()}
+    seconds = in_turns(turns, case.steps, case.warmup)
     weights = {n: [p.detach().full_tensor() for p in w.model.parameters()] for n, w in ways.items()}
-    sent = {n: polyshard.stats(w.model).bytes_sent for n, w in ways.items()}
     return {
         "seconds": seconds,
         "differences": {n: _largest(w, weights["every rank"]) for n, w in weights.items()},
         "bytes": {n: w.bytes_of_step(case) for n, w in ways.items()},
-        "engine_bytes": sent,
+        "engine_bytes": {n: polyshard.stats(w.model).bytes_sent for n, w in ways.items()},
     }
+
+
+def _turn(way: Any, case: Case) -> Callable[[int], tuple[float, float]]:
+    """Seconds of the Muon step, and of the whole one."""
+
+    def turn(number: int) -> tuple[float, float]:
+        generator = torch.Generator().manual_seed(number * 64 + dist.get_rank())
+        batch = torch.randn(case.tokens, case.width, generator=generator)
+        way.model.zero_grad()
+        dist.barrier()
+        begin = time.perf_counter()
+        way.model(batch).square().mean().backward()
+        dist.barrier()
+        between = time.perf_counter()
+        way.step()
+        dist.barrier()
+        end = time.perf_counter()
+        return end - between, end - begin
+
+    return turn
 
 
 def _largest(found: list[Tensor], expected: list[Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: Case) -> Found:
     """Medians and the ratios the bars are about."""
     found = run_ranks(case.ranks, time_ways, case)
     medians = {
-        name: {
-            "muon": statistics.median(step for step, _ in turns),
-            "step": statistics.median(whole for _, whole in turns),
-        }
+        name: {"muon": median(t[0] for t in turns), "step": median(t[1] for t in turns)}
         for name, turns in found["seconds"].items()
     }
     sent = found["bytes"]
@@ -267,28 +256,5 @@ def measure(case: Case) -> dict[str, Any]:
     return {"case": asdict(case), "median_seconds": medians, "ratios": ratios, **found}
 
 
-def show(found: dict[str, Any]) -> None:
-    print(" ".join(f"{k}={v}" for k, v in found["case"].items()))
-    for name, medians in found["median_seconds"].items():
-        print(
-            f"{name:14}{1e3 * medians['muon']:>10.1f} ms Muon{1e3 * medians['step']:>10.1f} ms step"
-            f"{found['bytes'][name] / 2**20:>10.2f} MiB a rank"
-            f"   weights differ by {found['differences'][name]:.1e}"
-        )
-    bars = BARS.get(found["case"]["ranks"], {})
-    for name, ratio in found["ratios"].items():
-        note = f"   bar {bars[name]:.2f}" if name in bars else ""
-        if name == "bytes: owner / detour":
-            note += f", with updates for nothing {least(found['case']['ranks']):.3f}"
-        print(f"{name:34} {ratio:.3f}{note}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for field in fields(Case):
-        parser.add_argument(f"--{field.name}", type=int, default=field.default)
-    show(measure(Case(**vars(parser.parse_args()))))
-
-
 if __name__ == "__main__":
-    main()
+    command(measure, Case(), __doc__)

@@ -1,6 +1,6 @@
 """Both engines without one of their waits, events or keep-alives, on the simulated device.
 
-    python -m benchmarks.sim.mutants [--engines polyshard FSDP2] [--only WORD] [--json OUT]
+    python -m benchmarks.mutants [--engines polyshard FSDP2] [--only WORD] [--json OUT]
 
 A mutant is exposed when a short training ends in other numbers, or fails, in one of the device's
 modes. What no training exposes is in the table with the reason, where it is known.
@@ -26,12 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.sim.scenarios import LIBRARIES, SCENARIOS
+from benchmarks.scenarios import LIBRARIES, SCENARIOS
 from polyshard.testing import RankError
 from polyshard.testing.streams.mutants import Mutant, mutants
 from polyshard_sim.testing import MODES, Ranks
 
-RESULTS = Path(__file__).parents[1] / "results" / "sim_mutants.json"
+RESULTS = Path(__file__).parent / "results" / "simulated" / "mutants.json"
 HANG_SECONDS = 10.0
 _CORE = (
     "memory.streams", "transport.collective", "transport.collective_owners", "transport.custom",

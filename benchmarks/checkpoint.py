@@ -1,0 +1,143 @@
+"""How long training stands still for a save that goes on beside it.
+
+    python -m benchmarks.checkpoint
+
+On each turn the same ranks copy their shards of weights and moments into memory that is there
+already (the least any such save can cost), then start an asynchronous save of polyshard's, then one
+of ``torch.distributed.checkpoint``, collecting the state included; each save has ended before the
+next begins, and its own time is noted. DCP runs as it does by default, and with a ``DefaultStager``
+that keeps its memory from save to save.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import polyshard
+from benchmarks.harness import Found, command, in_turns, median_of, run_ranks, sharded, shards
+from polyshard.checkpoint import Checkpoints, TrainingState
+
+MEMCPY, OURS, DCP, DCP_KEPT = "memcpy", "polyshard", "dcp", "dcp, memory kept"
+Timed = tuple[float, float]
+"""Seconds that training stood still, and until the save was complete."""
+Begin = Callable[[int], Callable[[], object]]
+"""Begins a save; what it returns waits for the end."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured."""
+
+    ranks: int = 2
+    width: int = 2048
+    layers: int = 8
+    turns: int = 7
+
+    def quick(self) -> Case:
+        return replace(self, width=64, layers=2, turns=1)
+
+
+def measure(case: Case) -> Found:
+    """Medians in seconds, the slowest rank's of every turn; rank 0's view of all."""
+    found: Found = run_ranks(case.ranks, _measure, case)
+    return found
+
+
+def _measure(case: Case) -> Found:
+    torch.manual_seed(0)
+    layers = [nn.Linear(case.width, case.width) for _ in range(case.layers)]
+    model = sharded(nn.Sequential(*layers), layers, polyshard.fully_shard)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, case.width)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    names = [tempfile.mkdtemp(prefix="polyshard-bench-")]
+    dist.broadcast_object_list(names)
+    folder = Path(names[0])
+    try:
+        with Checkpoints(folder / "ours", keep=1) as checkpoints:
+            begins = _begins(model, optimizer, checkpoints, folder)
+            found = in_turns({name: _timed(each) for name, each in begins.items()}, case.turns)
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder)
+    stalls, ends = ({n: [t[i] for t in turns] for n, turns in found.items()} for i in (0, 1))
+    medians = median_of(stalls)
+    return {
+        "ranks": case.ranks,
+        "shard_bytes": sum(tensor.nbytes for tensor in shards(model, optimizer)),
+        "stall_seconds": medians,
+        "complete_seconds": median_of(ends),
+        "stall_over_memcpy": {name: medians[name] / medians[MEMCPY] for name in medians},
+    }
+
+
+def _begins(
+    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoints: Checkpoints, folder: Path
+) -> dict[str, Begin]:
+    own = shards(model, optimizer)
+    copies = [torch.empty_like(shard).zero_() for shard in own]
+    group = dist.new_group(backend="gloo")
+    kept = DefaultStager(
+        StagingOptions(
+            use_pinned_memory=False,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+    )
+
+    def memcpy(_: int) -> Callable[[], object]:
+        for copy, shard in zip(copies, own, strict=True):
+            copy.copy_(shard)
+        return lambda: None
+
+    def ours(turn: int) -> Callable[[], object]:
+        return checkpoints.save_async(turn, TrainingState(model, [optimizer], random=False)).wait
+
+    def theirs(stager: DefaultStager | None) -> Callable[[], object]:
+        weights, moments = get_state_dict(model, optimizer)
+        state = {"model": weights, "optimizer": moments}
+        saving: Any = dcp.async_save(
+            state, checkpoint_id=folder / "dcp", process_group=group, async_stager=stager
+        )
+        wait: Callable[[], object] = getattr(saving, "upload_completion", saving).result
+        return wait
+
+    return {
+        MEMCPY: memcpy,
+        OURS: ours,
+        DCP: lambda _: theirs(None),
+        DCP_KEPT: lambda _: theirs(kept),
+    }
+
+
+def _timed(begin_save: Begin) -> Callable[[int], Timed]:
+    def turn(number: int) -> Timed:
+        begin = time.perf_counter()
+        wait = begin_save(number)
+        stall = time.perf_counter() - begin
+        wait()
+        spent = torch.tensor((stall, time.perf_counter() - begin))
+        dist.all_reduce(spent, dist.ReduceOp.MAX)
+        return float(spent[0]), float(spent[1])
+
+    return turn
+
+
+if __name__ == "__main__":
+    command(measure, Case(), __doc__)

@@ -1,1 +1,0 @@
-"""What saving a run costs the run."""

@@ -1,1 +1,0 @@
-"""Whole-matrix optimizers: time and bytes of a Muon step, each way to make it."""

@@ -1,1 +1,0 @@
-"""What polyshard-offload costs, and what a disk gives."""

@@ -1,0 +1,108 @@
+"""Optimizer steps alone: flat against FSDP2's, on the same sharded parameters, taking turns.
+
+    python -m benchmarks.optimizer
+
+One process, gloo, one thread. *Host* is 1,000 parameters of 64 elements in 40 groups, where
+arithmetic is nothing; *large* is 16 matrices of 1024 x 1024 in as many groups. Gradients are those
+of one backward, and stay. Reported are medians and their ratios; AdamW in every setting torch has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.optim import AdamW
+
+import polyshard
+from benchmarks.harness import Found, command, in_turns, median_of, run_ranks, seconds, sharded
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+BARS = {
+    "host, flat fused / FSDP2's best": 0.05,
+    "large, flat fused / FSDP2 default": 0.35,
+    "large, flat fused / FSDP2 fused": 1.05,
+}
+Size = tuple[int, int, int]
+"""Units, parameters of each, and elements of a parameter on a rank."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured."""
+
+    host: Size = (40, 25, 64)
+    large: Size = (16, 1, 1 << 20)
+    steps: int = 15
+
+    def quick(self) -> Case:
+        return Case((4, 5, 64), (2, 1, 1 << 10), 2)
+
+
+class Layer(nn.Module):
+    """Uses every parameter."""
+
+    def __init__(self, parameters: int, numel: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(numel) for _ in range(parameters))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = x + weight.square().sum()
+        return x
+
+
+def _trained(size: Size, engine: str, setting: str) -> tuple[nn.Module, AdamW]:
+    """A sharded model with gradients, and its optimizer. ``engine`` is ``flat`` or ``FSDP2``."""
+    torch.manual_seed(0)
+    layers = [Layer(*size[1:]) for _ in range(size[0])]
+    fully_shard: Any = polyshard.fully_shard if engine == "flat" else torch_fully_shard
+    model = sharded(nn.Sequential(*layers), layers, fully_shard)
+    optimizer = AdamW(model.parameters(), **SETTINGS[setting])
+    if engine == "flat":
+        polyshard.flat(optimizer)
+    model(torch.zeros(())).backward()
+    return model, optimizer
+
+
+def _time(size: Size, steps: int) -> dict[str, float]:
+    """Median seconds of a step, by engine and setting; weights have to be the same bits."""
+    made = {f"{e} {s}": _trained(size, e, s) for e in ("flat", "FSDP2") for s in SETTINGS}
+    ways = {name: lambda _, step=each.step: seconds(step) for name, (_, each) in made.items()}
+    found = in_turns(ways, steps, warmup=3)
+    for setting in SETTINGS:
+        pair = (made[f"{e} {setting}"][0].parameters() for e in ("flat", "FSDP2"))
+        for one, other in zip(*pair, strict=True):
+            assert torch.equal(one.to_local(), other.to_local()), setting
+    return median_of(found)
+
+
+def measure(case: Case) -> Found:
+    """Medians and ratios."""
+    sizes = {"host": case.host, "large": case.large}
+    found = {name: run_ranks(1, _time, size, case.steps) for name, size in sizes.items()}
+    host, large = found["host"], found["large"]
+    ratios = (
+        host["flat fused"] / min(host[f"FSDP2 {setting}"] for setting in SETTINGS),
+        large["flat fused"] / large["FSDP2 default"],
+        large["flat fused"] / large["FSDP2 fused"],
+    )
+    return {
+        "seconds": found,
+        "ratios": dict(zip(BARS, ratios, strict=True)),
+        "flat / FSDP2, same setting": {
+            name: {s: of[f"flat {s}"] / of[f"FSDP2 {s}"] for s in SETTINGS}
+            for name, of in found.items()
+        },
+    }
+
+
+if __name__ == "__main__":
+    command(measure, Case(), __doc__)

@@ -1,1 +1,0 @@
-"""What bits that do not depend on the number of ranks cost."""

@@ -1,1 +1,0 @@
-"""Device memory, launches and host waits of both engines on the simulated accelerator."""

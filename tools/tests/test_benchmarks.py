@@ -1,0 +1,162 @@
+"""The page of benchmarks is what results say; arithmetic, and the script for accelerators."""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness import run_alone, run_ranks
+from benchmarks.host.cost import fit
+from benchmarks.optimizer import BARS as STEP_BARS
+from benchmarks.report.headline import PICTURE, headline
+from benchmarks.report.page import PAGE, page
+from benchmarks.result import RESULTS, About, Result, read, read_all
+from benchmarks.step.case import Case
+from benchmarks.step.rows import FLOOR, MAIN_ROWS, MEMORY, ROWS, STEADY_ROW, STEP, Bar, Row, row
+from benchmarks.step.spans import Span, parts_by_group
+from benchmarks.step.time import ratios_of
+from polyshard.testing import RankError
+
+ROOT = Path(__file__).parents[2]
+ABOUT = About("a machine", {"torch": "2"}, "abc", "nox -s bench", "2026-01-01")
+
+
+def lines(name: str, kind: str, found: dict[str, Any], about: About = ABOUT) -> list[str]:
+    return page({name: Result(name, kind, about, found)}).splitlines()
+
+
+def found(ratio: float, *, equal: bool = True) -> dict[str, Any]:
+    return {
+        "case": {"width": 1024, "tokens": 16, "ranks": 2, "dtype": "float32"},
+        "median_seconds": {"polyshard": {"step": ratio}, "torch": {"step": 1.0}},
+        "ratios": {STEP: ratio, f"{STEP}, paired": ratio, FLOOR: 1.0, MEMORY: 0.9},
+        "losses_equal": equal,
+        "losses_largest_relative_difference": 0.0 if equal else 1e-7,
+    }
+
+
+def test_the_committed_page_and_picture_are_made_from_the_committed_results() -> None:
+    results = read_all(RESULTS)
+    assert PAGE.read_text("utf-8") == page(results), "python -m benchmarks.report.page"
+    assert PICTURE.read_text("utf-8") == headline(results), "python -m benchmarks.report.headline"
+    names = [each.name for each in ROWS]
+    assert len(set(names)) == len(names)
+    assert {*MAIN_ROWS, STEADY_ROW} <= set(names)
+
+
+def test_a_missed_bar_is_marked_and_its_reason_told(tmp_path: Path) -> None:
+    missed = lines("wide-2", "step-time", found(0.5, equal=False))
+    cells = next(line for line in missed if line.startswith("| `wide-2`")).split(" | ")
+    assert cells[4] == "**0.50**"
+    assert "- `wide-2`, step / torch 0.50, bar 0.40: No reason is recorded yet." in missed
+    assert "- `wide-2`, losses: within 1e-07, meant to be bitwise." in missed
+    memory = next(line for line in missed if line.startswith("- `wide-2`, peak memory"))
+    assert "The peak is the optimizer's" in memory
+    assert "None." in lines("narrow-4", "step-time", found(0.5))
+    quick = "\n".join(lines("wide-2", "step-time", found(3.0), replace(ABOUT, quick=True)))
+    assert "held to no bar: `wide-2`." in quick
+    assert "**3.00**" not in quick
+    with pytest.raises(ValueError, match="does not measure"):
+        Row(name="x", case=Case(), bars=(Bar(MEMORY, 0.75),))
+    result = Result("wide-2", "step-time", ABOUT, found(0.5))
+    result.write(tmp_path)
+    assert read(tmp_path / "wide-2.json") == result
+
+
+def test_optimizer_steps_and_guards_are_held_to_their_bars() -> None:
+    steps = {
+        "seconds": {"host": {"flat fused": 0.001, "FSDP2 fused": 0.02}},
+        "flat / FSDP2, same setting": {"host": {"fused": 0.06}},
+        "ratios": dict.fromkeys(STEP_BARS, 0.06),
+    }
+    told = lines("optimizer-step", "optimizer", steps)
+    assert "| host | fused | 1.00 | 20.00 | 0.060 |" in told
+    assert "- host, flat fused / FSDP2's best: **0.060**, bar 0.05" in told
+    added = {"NonFinite": 0.02, "Corruption, every=1": 0.03, "Corruption, every=32": 0.001}
+    cost = {"step_seconds": {"no guard": 0.5}, "added_to_a_step": added}
+    told = lines("guards", "guards", {**cost, "ranks": 2, "tokens": 512, "watched_bytes": 1 << 20})
+    assert "| `NonFinite` | **2.00%** |" in told
+    assert "| `Corruption, every=1` | 3.00% |" in told
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"mode": "sideways"}, {"dtype": "int8"}, {"mode": "hsdp", "ranks": 2}, {"steps": 0}]
+)
+def test_a_case_that_cannot_run_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"mode|dtype|at least"):
+        replace(Case(), **wrong)
+    assert row("hsdp").quick().case.mode == "hsdp"
+
+
+def test_ratios_are_of_medians_and_of_pairs() -> None:
+    def turns(*steps: float) -> list[dict[str, float]]:
+        return [dict.fromkeys(("forward", "backward", "optimizer", "step"), s) for s in steps]
+
+    seconds = {"polyshard": turns(1, 2, 9), "torch": turns(4, 4, 3)}
+    peaks = {"polyshard": {"peak": 30, "before": 10}, "torch": {"peak": 50, "before": 10}}
+    ratios = ratios_of(seconds, peaks)
+    assert ratios["step / torch"] == ratios["step / torch, paired"] == 0.5
+    assert (ratios["peak memory / torch"], ratios["peak above start / torch"]) == (0.6, 0.5)
+
+
+def test_a_range_is_taken_apart_and_no_time_is_counted_twice() -> None:
+    copy = Span("aten::_foreach_copy_", 10, 30, on_worker=False)
+    launch = Span("c10d::send", 30, 35, on_worker=False)
+    gather = Span("FSDP::all_gather (blocks.0)", 0, 100, on_worker=False, children=[copy, launch])
+    outer = Span("FSDP::pre_forward (blocks.0)", 0, 120, on_worker=False, children=[gather])
+    sends = [Span("gloo:send", a, b, on_worker=True) for a, b in ((31, 50), (40, 90))]
+    parts = parts_by_group([outer, gather, copy, launch, *sends])["blocks.0"]
+    expected = {"wait": 75, "copy": 20, "launch": 5, "other": 0, "hook": 20, "transfer": 59}
+    assert {name: round(1e6 * seconds) for name, seconds in parts.items()} == expected
+    for name in ("polyshard.wait (root)", "FSDP::all_gather", "FSDP::x ()"):
+        assert Span(name, 0, 1, on_worker=False).label_and_group[1] == "(root)"
+
+
+def test_the_fit_finds_a_line_among_rows_of_equal_ranks_and_groups() -> None:
+    def one(groups: int, parameters: int) -> dict[str, Any]:
+        times = {"polyshard": 100.0 + 7.0 * parameters, "torch": 200.0 + 14.0 * parameters}
+        sizes = {"ranks": 64, "groups": groups, "parameters": parameters}
+        return {**sizes, "microseconds_per_group": times}
+
+    line = fit([one(40, 1), one(40, 8), one(40, 50), one(10, 8)])["torch"]
+    assert line["microseconds_per_parameter"] == pytest.approx(14.0)
+    assert line["microseconds_per_group"] == pytest.approx(200.0)
+    assert line["largest_residual"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_ranks_are_fresh_processes_whose_failures_are_told() -> None:
+    assert run_ranks(2, dist.get_world_size) == 2
+    assert run_ranks(2, dist.get_rank) == 0
+    assert run_ranks(1, torch.get_num_threads) == run_alone(torch.get_num_threads) == 1
+    assert run_alone(os.getpid) != os.getpid()
+    assert run_alone(dist.is_initialized) is False
+    with pytest.raises(RankError, match=r"(?s)rank 0.*ZeroDivisionError"):
+        run_ranks(2, operator.truediv, 1, 0)
+
+
+def test_the_script_for_accelerators_runs_on_the_cpu_when_tiny(tmp_path: Path) -> None:
+    pytest.importorskip("polyshard_quantized")
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "benchmarks.gpu"]
+    tiny = [*command, "--tiny", "--json", str(out)]
+    done = subprocess.run(tiny, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    tables = json.loads(out.read_text())["tables"]
+    step = tables["Step, bf16 compute, fp32 reduction"]
+    assert [each["engine"] for each in step] == ["polyshard", "torch", "ratio"]
+    assert all(each["step ms"] > 0 and each["launches"] is None for each in step)
+    assert (len(tables["Host transfers"]), len(tables["Codecs"])) == (2, 7)
+    if not torch.cuda.is_available():
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert "sees no CUDA device" in done.stderr

@@ -1,0 +1,172 @@
+"""Pages are what their tables and classes generate, and the tables are whole."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+import make_combination_docs
+import make_fault_docs
+import make_gallery_docs
+import make_hook_docs
+import make_house
+import make_migration_docs
+import make_version_docs
+import subsets
+from benchmarks.result import read
+from composition_table import (
+    CELLS,
+    DTYPES,
+    FEATURES,
+    FSDP_TP,
+    HSDP,
+    NEUTRAL,
+    PLUGINS,
+    REFUSALS,
+    STACKS,
+)
+from fault_table import BAR_SECONDS, FAULT_CELLS, FAULTS, SAMPLE, TIMEOUT_SECONDS
+from polyshard import transport
+from polyshard_migrate.terms.catalog import GUIDES
+from polyshard_migrate.terms.term import Verdict
+from try_version import RESULTS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        make_combination_docs,
+        make_fault_docs,
+        make_hook_docs,
+        make_house,
+        make_migration_docs,
+        make_version_docs,
+    ],
+    ids=lambda tool: tool.__name__,
+)
+def test_pages_are_current(tool: object) -> None:
+    files: Mapping[Path, str] = vars(tool)["files"]()
+    for path, text in files.items():
+        assert path.read_text("utf-8") == text, f"run python {inspect.getsourcefile(tool)}"  # type: ignore[arg-type]
+
+
+def test_gallery_pages_are_current_and_show_whole_modules() -> None:
+    assert make_gallery_docs.problems() == []
+    for name, path in make_gallery_docs.modules().items():
+        assert path.read_text("utf-8") in make_gallery_docs.page(name)
+
+
+def test_gallery_modules_are_entry_points_have_tests_and_import_public_names() -> None:
+    folder = ROOT / "examples" / "plugins"
+    project = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["project"]
+    points = project["entry-points"]["polyshard.plugins"].values()
+    modules = make_gallery_docs.modules()
+    front = make_gallery_docs.MODULES.name
+    assert {point.partition(":")[0] for point in points} == {f"{front}.{name}" for name in modules}
+    public = {"polyshard", "polyshard.seams", "polyshard.transport", "polyshard.testing"}
+    for name, path in modules.items():
+        assert (folder / "tests" / f"test_{name}.py").is_file()
+        imported = re.findall(r"^ *(?:from|import) (polyshard[\w.]*)", path.read_text(), re.M)
+        assert set(imported) <= public, name
+
+
+def test_the_table_of_combinations_is_whole() -> None:
+    folders = {path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml")}
+    assert folders == {f"polyshard-{name}" for name in (*PLUGINS, *NEUTRAL)}
+    assert {f"polyshard-{name}" for name in NEUTRAL} == subsets.NEUTRAL
+    assert len(STACKS) == len(set(STACKS)) == 2 ** len(PLUGINS)
+    found = {(cell.stack, cell.dtype, cell.feature) for cell in CELLS}
+    assert found == set(product(STACKS, DTYPES, FEATURES))
+    assert len({cell.id for cell in CELLS}) == len(CELLS)
+    for stack in STACKS:
+        meshes = {cell.layout for cell in CELLS if cell.stack == stack}
+        assert (FSDP_TP if "tensor-parallel" in stack else HSDP) in meshes
+        assert any(layout.replicas > 1 for layout in meshes)
+        assert "tensor-parallel" in stack or all(layout.tensor == 1 for layout in meshes)
+
+
+def test_refusals_are_named_once_and_say_something() -> None:
+    assert len({refusal.id for refusal in REFUSALS}) == len(REFUSALS)
+    for refusal in REFUSALS:
+        assert refusal.error.endswith("Error")
+        assert len(refusal.words) > 5
+        assert set(refusal.stack) | set(refusal.absent) <= {*PLUGINS, *NEUTRAL}
+
+
+def test_every_fault_has_figures_below_the_bar() -> None:
+    seconds = read(make_fault_docs.FIGURES).found["seconds"]
+    cells = {cell.id: cell for cell in FAULT_CELLS}
+    assert set(seconds) == set(cells)
+    assert len(cells) == len(FAULT_CELLS)
+    for name, found in seconds.items():
+        cell = cells[name]
+        assert len(found) == cell.layout.ranks
+        gone = () if cell.fault.struck else cell.struck
+        assert [rank for rank, each in enumerate(found) if each is None] == list(gone)
+        assert all(each < BAR_SECONDS for each in found if each is not None)
+    assert {cell.stack for cell in FAULT_CELLS} == set(STACKS)
+    assert set(SAMPLE) <= {fault.id for fault in FAULTS}
+    assert BAR_SECONDS * 5 <= TIMEOUT_SECONDS
+
+
+def test_every_room_is_on_a_floor_and_imports_go_down() -> None:
+    house = make_house.floors()
+    level = {room.name: row for row, rooms in enumerate(house) for room in rooms}
+    files = {path.stem for path in make_house.SOURCE.glob("*.py")} - {"__init__"}
+    folders = {path.parent.name for path in make_house.SOURCE.glob("*/__init__.py")}
+    assert set(level) == files | folders
+    for room in (room for rooms in house for room in rooms):
+        for target in make_house.imports(room):
+            assert level[target] > level[room.name], f"{room.name} imports {target}"
+    text = make_house.PAGE.read_text("utf-8").partition("## Where do I go")[2]
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "`" in line]
+    assert len(rows) >= 12  # changes that have a place
+
+
+def test_every_public_name_of_transports_is_on_its_page() -> None:
+    text = make_hook_docs.transport_page()
+    for name in transport.__all__:
+        kind = getattr(transport, name)
+        assert (f"\n## {name}\n" if inspect.isclass(kind) else f"`{name}(") in text, name
+    assert "as the base says" not in text.partition("## WrappedTransport")[0]
+
+
+def test_every_term_of_migration_has_a_row_of_four_cells() -> None:
+    assert set(make_migration_docs.WORDS) == set(Verdict)
+    rows = [line for line in make_migration_docs.page().splitlines() if line.startswith("| `")]
+    assert len(rows) == sum(len(table.terms) for guide in GUIDES for table in guide.tables)
+    assert all(row.count(" | ") == 3 for row in rows), "a cell holds a bar"
+
+
+def test_the_page_of_versions_has_those_that_are_supported() -> None:
+    source = (ROOT / "packages/polyshard/src/polyshard/_torch/versions.py").read_text("utf-8")
+    (ends,) = re.findall(r"^OLDEST, NEWEST = \((\d+), (\d+)\), \((\d+), (\d+)\)$", source, re.M)
+    torches = make_version_docs.TORCHES
+    assert (torches[0].split("."), torches[-1].split(".")) == (list(ends[:2]), list(ends[2:]))
+    noxfile = (ROOT / "noxfile.py").read_text("utf-8")
+    (named,) = re.findall(r"^TORCHES = \((.*)\)$", noxfile, re.M)
+    assert tuple(re.findall(r'"(\d+\.\d+)\.', named)) == torches
+    (pythons,) = re.findall(r"^PYTHONS = \((.*)\)$", noxfile, re.M)
+    assert tuple(re.findall(r'"([\d.]+)"', pythons)) == make_version_docs.PYTHONS
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/reference/support.md"])
+def test_documents_name_versions_that_were_tried(name: str) -> None:
+    said = re.search(r"Tested with torch .*?\.\s", (ROOT / name).read_text("utf-8"), re.S)
+    assert said is not None
+    tried = {
+        ".".join(one["torch"].split(".")[:2])
+        for one in json.loads(RESULTS.read_text("utf-8"))
+        if any("passed" in text for text in one["conformance"].values())
+        and not any(text.startswith("failed") for text in one["conformance"].values())
+    }
+    assert {"2.13", "2.15"} <= set(re.findall(r"2\.\d+", said[0])) <= tried
