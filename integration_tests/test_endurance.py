@@ -13,9 +13,9 @@ def test_all_ranks_raise_when_one_does() -> None:
     assert max(max(each.seconds) for each in found) < BAR_SECONDS
 
 
-@pytest.mark.parametrize("steps", [80, pytest.param(400, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("steps", [150, pytest.param(400, marks=pytest.mark.thorough)])
 def test_nothing_grows_with_steps_saves_and_failures(steps: int) -> None:
-    length = soak.Length(steps=steps, save_every=20, fail_every=4, sample_every=8)
+    length = soak.Length(steps=steps, save_every=25, fail_every=4, sample_every=10)
     for each in soak.measure(2, length):
         grown = soak.growth(each)
         assert grown["descriptors"] <= 0

@@ -53,7 +53,7 @@ NOT_ON_SIM: dict[str, dict[str, tuple[str, ...]]] = {
     },
     CHECKED: {
         "packages/polyshard/tests": (
-            "exchange/test_landing.py::test_ranks_with_other_gradients_are_told",
+            "exchange/test_landing.py::test_ranks_with_other_gradients_are_told_before_anything_is_sent",
             "exchange/test_presence.py::test_a_unit_that_one_backward_skips",
         ),
     },
