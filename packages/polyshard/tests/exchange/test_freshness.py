@@ -7,7 +7,7 @@ was made of the shards outlives a forward. The oracle is the same model in one p
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -423,3 +423,143 @@ def test_turns_vouch_for_what_was_made_in_them() -> None:
     assert not turn.vouches(1)
     turn.in_backward = True
     assert turn.vouches(1)
+
+
+# Micro-batches ---------------------------------------------------------------------------------
+
+
+def announce_by_last(module: Any, is_last: bool) -> None:
+    module.set_is_last_backward(is_last)
+
+
+def announce_by_sync(module: Any, is_last: bool) -> None:
+    module.set_requires_gradient_sync(is_last)
+
+
+def announce_nothing(module: Any, is_last: bool) -> None:
+    del module, is_last
+
+
+ANNOUNCE = {"last": announce_by_last, "sync": announce_by_sync, "": announce_nothing}
+KEPT = Keeper(train, keeps_after_backward=True)
+FREED = Keeper(train)
+
+
+def micro_batch(model: Model, number: int) -> tuple[Tensor, int]:
+    """The output of a forward with its backward, and how many groups it compared on this rank."""
+    looks: list[NativeGather] = []
+
+    def look(gather: NativeGather, fetch: Callable[[], None]) -> Tensor:
+        looks.append(gather)
+        return differs_of(gather, fetch)
+
+    differs_of = NativeGather.differs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NativeGather, "differs", look)
+        out = model.module(ROWS.roll(number))
+        out.square().sum().backward()
+    return out.detach(), len(looks)
+
+
+@pytest.mark.parametrize("how", ANNOUNCE)
+@ranks(2)
+def test_announced_micro_batches_compare_nothing(rank: int, size: int, how: str) -> None:
+    """And give the bits of a model that gathers for each of them."""
+    models = [sharded(keeper, size) for keeper in (KEPT, FREED)]
+    optimizers = [torch.optim.AdamW(m.parameters, lr=0.1, foreach=True) for m in models]
+    for step in range(3):
+        for number in range(4):
+            results = []
+            for model in models:
+                ANNOUNCE[how](model.module, number == 3)
+                results.append(micro_batch(model, number))
+            assert torch.equal(results[0][0], results[1][0])
+            assert results[1][1] == 0
+            has_stepped = step > 0 and number == 0
+            is_compared = has_stepped or (number > 0 and not how)
+            assert results[0][1] == (3 if is_compared else 0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, wanted in zip(models[0].parameters, models[1].parameters, strict=True):
+        assert torch.equal(
+            local_parts(Model(None, [ours], size))[0], local_parts(Model(None, [wanted], size))[0]
+        )
+
+
+STEPPED: dict[str, Callable[[Model], None]] = {
+    "foreach": step_with(torch.optim.AdamW, foreach=True),
+    "fused": step_with(torch.optim.AdamW, fused=True),
+    "one by one": step_with(torch.optim.SGD, foreach=False),
+    "one parameter": lambda model: step_with(torch.optim.SGD)(
+        replace(model, parameters=model.parameters[-1:])
+    ),
+    "loaded": load,
+}
+
+
+@pytest.mark.parametrize("how", ["last", "sync"])
+@ranks(4)
+def test_steps_between_announced_micro_batches_are_seen(rank: int, size: int, how: str) -> None:
+    """By the last rank as well, which has a row of the embedding and no other."""
+    model, module = sharded(KEPT, size), make()
+    plain = Model(module, list(module.parameters()), size)
+    for writing, write in STEPPED.items():
+        ANNOUNCE[how](model.module, False)
+        for each in (model, plain):
+            for _ in range(2):
+                train(each)
+            write(each)
+        for _ in range(2):
+            torch.testing.assert_close(train(model), train(plain), msg=told(f"after {writing}"))
+
+
+@ranks(2)
+def test_other_optimizers_and_ends_of_iterations(rank: int, size: int) -> None:
+    """What is compared after which event, in a model whose last backward was announced."""
+    model, other = sharded(KEPT, size), nn.Linear(2, 2)
+    elsewhere = torch.optim.SGD(other.parameters(), lr=0.1)
+
+    def compares_after(event: Callable[[], object]) -> bool:
+        announce_by_last(model.module, False)
+        micro_batch(model, 0)
+        event()
+        return micro_batch(model, 1)[1] > 0
+
+    def write_by_hand() -> None:
+        scale(model)
+
+    def end() -> None:
+        announce_by_last(model.module, True)
+        train(model)
+        announce_by_last(model.module, False)
+
+    def gather_by_hand() -> None:
+        model.module.reset_iter_state()
+        for module in (model.module, *model.module.layers):
+            module.unshard()
+
+    micro_batch(model, 0)
+    assert not compares_after(lambda: None)
+    assert not compares_after(elsewhere.step if rank == 0 else list)
+    assert not compares_after(write_by_hand)  # documented
+    assert compares_after(end)
+    assert compares_after(gather_by_hand)
+    assert compares_after(step_of(model))
+
+
+def step_of(model: Model) -> Callable[[], None]:
+    return lambda: step_with(torch.optim.SGD)(model)
+
+
+@ranks(2)
+def test_manual_finalization_ends_what_was_announced(rank: int, size: int) -> None:
+    model = sharded(KEPT, size)
+    model.module.set_manual_backward_finalization(True)
+    for _ in range(2):
+        micro_batch(model, 0)
+        assert micro_batch(model, 1)[1] == 0
+        model.module.finalize_backward()
+        assert micro_batch(model, 2)[1] == 3
+        model.module.finalize_backward()
+        step_of(model)()

@@ -22,6 +22,7 @@ from polyshard.engine.breaking import BackwardGuard, backward_broke, forward_bro
 from polyshard.engine.finalization import Finalization, Reduction
 from polyshard.engine.prefetch import Prefetcher
 from polyshard.engine.reductions import Reductions
+from polyshard.engine.steps import count_steps
 from polyshard.engine.watching import UnitWatch, end_backward, tell_broken, tell_step_end
 from polyshard.exchange.freshness import Turn
 from polyshard.group.group import ParameterGroup
@@ -173,6 +174,7 @@ class RootContext:
         self.reached = ""
         """The unit that a backward reached last, by name."""
         self.prefetcher: Prefetcher[Unit] = Prefetcher()
+        self._counts_steps = False
 
     def wait_for_optimizer(self, device: torch.device) -> None:
         """Order the current stream behind the event the user recorded after the optimizer."""
@@ -190,6 +192,9 @@ class RootContext:
         self.alarm = current_alarm()
         self.alarm.begin_turn()
         self.turn.begin(self.alarm.epoch)
+        if not (self._counts_steps or all(g.reshard_after_backward for g in self._groups())):
+            count_steps(self.turn, self._groups())
+            self._counts_steps = True
         if self.pool is not None:
             self.pool.recall()
 
@@ -200,8 +205,10 @@ class RootContext:
             return
         units = self.units if unit.is_root else (unit,)
         kept = [g for u in units for g in u.groups if g.state is State.UNSHARDED]
-        if kept:
-            free_outdated(kept)
+        for group in kept:
+            if group.promised_at_step == self.turn.steps:
+                group.vouch()
+        free_outdated(group for group in kept if group.promised_at_step != self.turn.steps)
 
     def end_forward(self) -> None:
         """The outermost forward has ended."""
@@ -282,7 +289,15 @@ class RootContext:
         self.reductions.finish_sums()
         if self._is_last:
             self.end_iteration()
+        else:
+            self._promise(is_last=False)
         self.settle()
+
+    def _promise(self, *, is_last: bool) -> None:
+        """Whether micro-batches of the iteration follow. See [Note: kept parameters]."""
+        for group in self._groups():
+            follow = self._counts_steps and not (is_last and group.reduces)
+            group.promised_at_step = group.made_at_step if follow else None
 
     def end_iteration(self) -> None:
         """The last backward has ended: gradients are in place, and nothing of it is kept."""
@@ -291,6 +306,7 @@ class RootContext:
         self.prefetcher.order.end_step()
         for unit in self.units:
             unit.end_step()
+        self._promise(is_last=True)
         self.finalization.end_iteration()
         self._lend_pages()
         tell_step_end(self._groups())
@@ -340,6 +356,8 @@ class RootContext:
         tell_broken(self._groups())
 
     def _backward_broke(self, error: Exception | None, caller: FrameType | None) -> None:
+        for group in self._groups():
+            group.promised_at_step = None
         backward_broke(self.alarm, self.reached, error, caller)
 
     def _groups(self) -> Iterator[ParameterGroup]:

@@ -41,6 +41,8 @@ class Turn:
         self.count = 0
         """The number since ranks last began anew, alike on all: transfers are told apart by it."""
         self.epoch = 0
+        self.steps = 0
+        """How often optimizers of the root's parameters have stepped, as far as anybody counts."""
         self.in_forward = False
         self.in_backward = False
 

@@ -95,7 +95,9 @@ class ParameterGroup:
         self._runtime: Runtime | None = None
         self._path: Filling | None = None
         self._pending: Pending | None = None
-        self._made, self._stale, self._is_outdated = 0, True, False
+        self._made, self.made_at_step = 0, 0
+        self.promised_at_step: int | None = None  # see [Note: kept parameters]
+        self._stale, self._is_outdated = True, False
         self.keeps_memory = False
 
     def shard(self) -> None:
@@ -140,7 +142,7 @@ class ParameterGroup:
 
         What does not fit together yet waits for the next use. See [Note: changing hands].
         """
-        self._stale = True
+        self._stale, self.promised_at_step = True, None
         if self.shards.try_adopt_replaced():
             self._is_outdated = True
 
@@ -207,7 +209,8 @@ class ParameterGroup:
             self.meter.starting("gather")
             self._pending = self._path.start(self.meter.fetching(self.shards))
         self.state = State.GATHERING  # only now: a start that raised leaves the group sharded
-        self._made = self.turn.number
+        self.promised_at_step = None
+        self.vouch()
         self.meter.gather_started(self._path.sent_bytes, self._path.received_bytes)
 
     def _stays_unsharded(self) -> bool:
@@ -242,7 +245,7 @@ class ParameterGroup:
 
     def vouch(self) -> None:
         """Take the unsharded parameters for current: they equal the shards on all ranks."""
-        self._made = self.turn.number
+        self._made, self.made_at_step = self.turn.number, self.turn.steps
 
     def wait(self) -> None:
         """Finish the gather and register the unsharded parameters."""

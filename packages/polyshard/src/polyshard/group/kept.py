@@ -7,49 +7,32 @@ out of date (see [Note: turns] of the freshness). Every rank compares its own pa
 gather together they decide together: one all-reduce of a byte a group, in each process group that
 has any, and a group that differs on one rank is gathered anew on all. A forward that finds
 everything sharded does nothing of this. On an accelerator the answer is waited for.
+
+Between micro-batches nothing is compared. A backward that is not the last of its iteration, or that
+reduces nothing, *promises* that the shards of what it leaves unsharded hold still until an
+optimizer steps. Ranks have to agree on that without a word, so calls of ``step()`` are counted,
+which are the same on all: values and version counters differ where a rank has no rows. What is
+written by hand meanwhile shows in the first forward that nothing was promised to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from polyshard.alarm.failures import FailureReport
-from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport.sums import all_reduce
 
-
-class KeptGroup(Protocol):
-    """A group whose parameters are unsharded, made of shards that may have changed since."""
-
-    roles: MeshRoles
-    device: torch.device
-
-    @property
-    def name(self) -> str:
-        """As plans and errors call the group."""
-        ...
-
-    def differs(self) -> Tensor:
-        """Whether this rank's shard is not what is unsharded (a 0-dim bool)."""
-        ...
-
-    def vouch(self) -> None:
-        """Take the unsharded parameters for current: they equal the shards on all ranks."""
-        ...
-
-    def reshard(self) -> None:
-        """Free the unsharded parameters."""
-        ...
+if TYPE_CHECKING:
+    from polyshard.group.group import ParameterGroup
 
 
-def free_outdated(groups: Iterable[KeptGroup]) -> None:
+def free_outdated(groups: Iterable[ParameterGroup]) -> None:
     """Reshard those of ``groups``, all unsharded, whose shards changed on any rank."""
-    together: dict[tuple[int, ...], list[KeptGroup]] = {}
+    together: dict[tuple[int, ...], list[ParameterGroup]] = {}
     for group in groups:
         together.setdefault(group.roles.shard_ranks, []).append(group)
     for members in together.values():
@@ -60,7 +43,7 @@ def free_outdated(groups: Iterable[KeptGroup]) -> None:
                 group.vouch()
 
 
-def _outdated(groups: list[KeptGroup]) -> list[bool]:
+def _outdated(groups: list[ParameterGroup]) -> list[bool]:
     """Of groups that share their shard axis: which ones differ on any of its ranks."""
     roles, names = groups[0].roles, ", ".join(group.name for group in groups)
     with FailureReport(names):

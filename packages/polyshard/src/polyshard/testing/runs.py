@@ -33,7 +33,7 @@ def train_with(rank: int, size: int, factory: Factory | None) -> list[float]:
     losses = []
     for _ in range(STEPS):
         x = _drawn(generator)
-        loss = F.cross_entropy(model(x), torch.arange(8) % 7)
+        loss = F.cross_entropy(model(x), _targets())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -51,7 +51,7 @@ def release_with(rank: int, size: int, factory: Factory) -> tuple[set[str], list
     fully_shard(model, plugins=plugins_of(factory))
     resident = []
     for _ in range(STEPS):
-        model(torch.ones(4, 96)).sum().backward()
+        model(_ones()).sum().backward()
         model.zero_grad()
         with open("/proc/self/statm", encoding="ascii") as statm:
             resident.append(int(statm.read().split()[1]))
@@ -68,7 +68,7 @@ def describe_with(rank: int, size: int, factory: Factory) -> tuple[str, int, int
     model = SmallModel()
     fully_shard(model, plugins=plugins_of(factory))
     plan = describe(model)
-    model(torch.ones(4, 96)).sum().backward()
+    model(_ones()).sum().backward()
     return str(plan), plan.step_bytes, stats(model).bytes_sent
 
 
@@ -85,7 +85,7 @@ def reload_with(rank: int, size: int, factory: Factory) -> bool:
         models.append(model)
     models[1].load_state_dict(models[0].state_dict())
     with torch.no_grad():
-        first, second = (m(torch.ones(4, 96)) for m in models)
+        first, second = (m(_ones()) for m in models)
     return torch.equal(first, second)
 
 
@@ -99,7 +99,7 @@ def resume_with(rank: int, size: int, factory: Factory) -> str | None:
     del size
 
     def step(model: nn.Module) -> None:
-        model(torch.full((4, 96), 1.0 + rank)).square().sum().backward()
+        model((1.0 + rank) * _ones()).square().sum().backward()
         model.zero_grad()
 
     first, second = (fully_shard(SmallModel(), plugins=plugins_of(factory)) for _ in range(2))
@@ -144,10 +144,10 @@ def close_with(rank: int, size: int, factory: Factory) -> bool:
     plugins = plugins_of(factory)
     closed, other = (fully_shard(SmallModel(), plugins=plugins) for _ in range(2))
     for model in (closed, other):
-        model(torch.ones(4, 96)).sum().backward()
-    expected = other(torch.ones(4, 96)).detach()
+        model(_ones()).sum().backward()
+    expected = other(_ones()).detach()
     close(closed)
-    return torch.equal(other(torch.ones(4, 96)).detach(), expected)
+    return torch.equal(other(_ones()).detach(), expected)
 
 
 def saved_with(rank: int, size: int, factory: Factory | None) -> tuple[Tensors, Tensors]:
@@ -163,7 +163,7 @@ def saved_with(rank: int, size: int, factory: Factory | None) -> tuple[Tensors, 
     generator = torch.Generator("cpu").manual_seed(rank)
     for _ in range(2):
         x = _drawn(generator)
-        F.cross_entropy(model(x), torch.arange(8) % 7).backward()
+        F.cross_entropy(model(x), _targets()).backward()
         optimizer.step()
         optimizer.zero_grad()
     options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -180,3 +180,13 @@ def _drawn(generator: torch.Generator) -> Tensor:
 def full(value: Tensor) -> Tensor:
     """The whole of a tensor, which may be sharded, in memory of its own on the host."""
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().clone()
+
+
+def _ones() -> Tensor:
+    """An input (``[4, 96]``) on the device that the ranks run on."""
+    return torch.ones(4, 96, device=torch.get_default_device())
+
+
+def _targets() -> Tensor:
+    """Classes of a drawn input (``[8]``)."""
+    return torch.arange(8, device=torch.get_default_device()) % 7
