@@ -18,7 +18,7 @@ from workspace import CORE, ENTRY_POINT_GROUP, Distribution, distributions
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-MAX_LINES = 400
+MAX_LINES = 800
 # Roots of private machines; spelt without slashes so that this file passes its own check.
 PRIVATE_ROOTS = ("work", "farm")
 PRIVATE_PATH = re.compile(rf"(?<![\w.])/(?:{'|'.join(PRIVATE_ROOTS)})/")

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from polyshard._torch.private import local_tensor
+from polyshard._torch.record_stream import owns_memory
 from polyshard.errors import GradientMismatchError, UnsupportedError
 from polyshard.exchange.accumulation import Slot, part_of
 from polyshard.exchange.flight import Averaging, Decoding, InFlight
@@ -375,6 +376,7 @@ class Reducer:
         accumulate_into: list[Tensor] = []
         accumulate_from: list[Tensor] = []
         parts = self._totals.parts_of(total)
+        owns_memory(total)
         for index in present:
             sharded, slot = self._shards.parameters[index], self._slots[index]
             if sharded.parameter.grad is None:

@@ -18,12 +18,14 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from polyshard._torch.private import storage_holders
+from polyshard._torch.record_stream import owns_memory
 
 
 def own_storage(part: Tensor) -> Tensor:
     """``part`` (contiguous) at the start of a storage of its own. See [Note: own storage]."""
     if part.is_meta or not part.numel():
         return torch.empty(part.shape, dtype=part.dtype, device=part.device)
+    owns_memory(part)
     raw = part.view(-1).view(torch.uint8)  # DLPack does not know every dtype
     storage = from_dlpack(to_dlpack(raw)).untyped_storage()
     alone = torch.empty(0, dtype=part.dtype, device=part.device)
@@ -31,7 +33,10 @@ def own_storage(part: Tensor) -> Tensor:
 
 
 def own_storage_of_gradient(part: Tensor) -> Tensor:
-    """As :func:`own_storage`, quicker, and with a version counter that begins at 0."""
+    """As :func:`own_storage`, quicker, and with a version counter that begins at 0.
+
+    The caller names the owner of the memory once for all parts (``owns_memory``).
+    """
     if not part.numel():
         return torch.empty(part.shape, dtype=part.dtype, device=part.device)
     alone = from_dlpack(to_dlpack(part))
