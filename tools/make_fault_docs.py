@@ -59,6 +59,18 @@ HEALTHY = (
         "the store keeps those of the last 16; each mended gloo group keeps two idle threads",
         "packages/polyshard/tests/rollback/test_waiting.py::test_failures_do_not_fill_the_store",
     ),
+    (
+        "a `save_async` that failed, was waited for and handled",
+        "its error is raised once; the next `save()` writes",
+        "packages/polyshard/tests/checkpoint/test_async.py::"
+        "test_a_failed_save_that_was_handled_is_over",
+    ),
+    (
+        "a model dropped with a gather in flight, before its peers begin to gather it",
+        "nothing: the next model trains",
+        "packages/polyshard/tests/transport/test_transport.py::"
+        "test_a_model_dropped_while_it_gathers_disturbs_no_other",
+    ),
 )
 """What stops no rank, what ranks make of it, and the test."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ import polyshard
 from polyshard._torch.private import default_store
 from polyshard.alarm.current import current_alarm
 from polyshard.alarm.peers import tell_again
-from polyshard.errors import AttemptError
+from polyshard.errors import AttemptError, PeerError
 from polyshard.rollback import verdict
 from polyshard.testing import World, ranks
 from polyshard.testing.world import RankError
@@ -144,6 +146,22 @@ def test_a_rank_may_fail_again_while_others_still_go_back(rank: int, size: int) 
     for _ in range(3):
         failure(job.attempted(also=[slow]), body, "rank 1: ValueError: at once")
     assert time.monotonic() - begin < PATIENT_SECONDS
+    job.train(1)
+
+
+@ranks(2)
+def test_groups_that_cannot_be_mended_end_the_attempt_on_all(rank: int, size: int) -> None:
+    """The rank that cannot mend them tells the others in the vote, and none waits for it."""
+    job = Job(rank)
+    job.train(1)
+    before, begin = whole(job.model), time.monotonic()
+    rollback = importlib.import_module("polyshard.rollback.attempt")  # the name is the function's
+    refused = mock.Mock(side_effect=PeerError("rank 2 did not come to mend group 7"))
+    with mock.patch.object(rollback, "mend_groups", refused if rank else mock.Mock()):
+        error = failure(job.attempted(), raising(ValueError("first")), "rank 1: PeerError: rank 2")
+    assert error.ranks == (1,)
+    assert time.monotonic() - begin < PATIENT_SECONDS
+    assert_equal(whole(job.model), before)
     job.train(1)
 
 
