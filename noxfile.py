@@ -31,7 +31,7 @@ nox.options.sessions = [*GATE, *nightly_parts(changed_paths()), "tests"]
 ROOT = Path(__file__).parent
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 TORCH = os.environ.get("POLYSHARD_TORCH", "torch==2.13.0")
-# What `versions` tries; the ends are those of polyshard._torch.versions (tools/tests).
+# What `versions` tries; the ends are those of polyshard._torch.newer (tools/tests).
 TORCHES = ("2.11.*", "2.12.*", "2.13.0", "2.14.*", "2.15.*")
 PYTHONS = ("3.11", "3.12", "3.13")
 PARTIAL = {name: plugins for name, plugins in SUBSETS.items() if plugins != PLUGINS}

@@ -35,9 +35,9 @@ RESULTS = Path(__file__).parent / "results" / "simulated" / "mutants.json"
 HANG_SECONDS = 10.0
 _CORE = (
     "memory.streams", "transport.collective", "transport.collective_owners", "transport.custom",
-    "transport.wrapped", "exchange.payload", "exchange.flight", "exchange.reduction",
-    "exchange.replicas", "exchange.gather", "exchange.block", "group.group", "engine.unit",
-    "engine.hooks", "engine.prefetch", "engine.ending", "module.communication", "module.handles",
+    "transport.wrapped", "exchange.flight", "exchange.reduction",
+    "exchange.replicas", "exchange.gather", "group.group", "engine.unit",
+    "engine.hooks", "engine.prefetch", "engine.ending", "module.communication", "module.sharded",
 )  # fmt: skip
 _OFFLOAD = (
     "shards.host_storage", "shards.disk_storage", "shards.gradients", "shards.storage",

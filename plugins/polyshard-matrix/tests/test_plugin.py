@@ -20,7 +20,7 @@ from polyshard import fully_shard
 from polyshard.errors import PluginError, UnsupportedError
 from polyshard.seams import BoundReduceCodec, GroupInfo, ReduceCodec
 from polyshard.testing import PluginConformance, ranks
-from polyshard.testing.kit import Factory
+from polyshard.testing.runs import Factory
 from polyshard_matrix import MatrixError, MatrixOptimizer, hidden_matrices
 from polyshard_matrix.choosing import Balance, Cut
 

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from polyshard.testing import PluginConformance
-from polyshard.testing.kit import Factory
+from polyshard.testing.runs import Factory
 from polyshard_quantized import (
     ErrorFeedback,
     Exclusions,

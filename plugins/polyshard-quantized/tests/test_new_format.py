@@ -16,7 +16,7 @@ from typing_extensions import override
 from polyshard import describe, stats
 from polyshard.errors import SettingError
 from polyshard.testing import PluginConformance, World
-from polyshard.testing.kit import Factory
+from polyshard.testing.runs import Factory
 from polyshard_quantized import (
     BlockFormat,
     Exclusions,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from polyshard.testing import PluginConformance
-from polyshard.testing.kit import Factory
+from polyshard.testing.runs import Factory
 from polyshard_tensor_parallel import TensorParallel
 
 

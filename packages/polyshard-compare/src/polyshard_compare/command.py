@@ -25,7 +25,7 @@ ENGINES = ",".join(DEFAULT_ENGINES)
 PRINTED = Path("-")
 
 
-def compare(  # noqa: PLR0913 (typer: an option is a parameter)
+def compare(
     job: options.Job = Settings.job,
     *,
     engines: options.Engines = ENGINES,

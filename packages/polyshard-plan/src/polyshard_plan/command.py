@@ -34,7 +34,7 @@ MOST_ON_CPU = 8
 """Ranks that share a CPU, however few cores it has: more are taken to be on other hosts."""
 
 
-def plan(  # noqa: PLR0913 (typer: an option is a parameter)
+def plan(
     model: options.Model = "demo",
     *,
     mesh: options.Mesh = "dp=8",

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from polyshard import MixedPrecisionPolicy, fully_shard, stats
 from polyshard.exchange import replicas
-from polyshard.transport import sums
+from polyshard.transport import base
 from polyshard_plan import Document, PlanError, Settings, describe, parse_mesh
 from polyshard_plan.dry_run.units import units_of
 from polyshard_plan.request.plugins import make_plugins
@@ -47,7 +47,7 @@ class Collectives(TorchDispatchMode):
 def counted_replicas() -> Iterator[list[int]]:
     """Bytes that each sum over replicas is given."""
     found: list[int] = []
-    all_reduce, all_gather = sums.all_reduce, sums.all_gather
+    all_reduce, all_gather = base.all_reduce, base.all_gather
 
     def reduced(values: Tensor, *rest: Any) -> None:
         found.append(values.nbytes)

@@ -10,10 +10,9 @@ from typing import Any, TypeVar, cast, overload
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from polyshard._torch.composable import register_sharded
-from polyshard._torch.engine_state import EngineState, show_to_torch
+from polyshard._torch.engine_state import EngineState, register_sharded, show_to_torch
+from polyshard._torch.newer import warn_if_untested
 from polyshard._torch.private import tag_managed_module
-from polyshard._torch.versions import warn_if_untested
 from polyshard.agreement.meeting import reporting
 from polyshard.composition.stack import PluginStack, build_stack
 from polyshard.engine.collect import (
@@ -29,8 +28,7 @@ from polyshard.engine.root import group_names, unit_of
 from polyshard.engine.state_dict import StateDictHooks
 from polyshard.engine.unit import Unit
 from polyshard.errors import AlreadyShardedError, SettingError
-from polyshard.group.group import ParameterGroup
-from polyshard.group.setup import GroupSetup
+from polyshard.group.group import GroupSetup, ParameterGroup
 from polyshard.module import FSDPModule, mix_in
 from polyshard.params.parameter import Source
 from polyshard.plugins.discovery import with_policy
@@ -72,7 +70,7 @@ def fully_shard(
 ) -> list[M]: ...
 
 
-def fully_shard(  # noqa: PLR0913  (torch's keywords, and one more)
+def fully_shard(
     module: M | list[M],
     *,
     mesh: DeviceMesh | None = None,

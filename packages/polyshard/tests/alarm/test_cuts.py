@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from polyshard.alarm.alarm import Alarm
 from polyshard.alarm.board import Board
-from polyshard.alarm.cuts import NOTHING_BROKEN, Cuts
-from polyshard.alarm.epochs import KEPT
+from polyshard.alarm.cuts import KEPT, NOTHING_BROKEN, Cuts
 from polyshard.alarm.reports import Cause, Report
 
 LATE_SECONDS = 0.3

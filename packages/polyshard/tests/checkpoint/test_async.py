@@ -13,7 +13,7 @@ from toy_models import build
 from toy_runs import Job, assert_equal, whole
 
 from polyshard.checkpoint import Checkpoints, Progress, TrainingState
-from polyshard.checkpoint.staging import Staging
+from polyshard.checkpoint.checkpoints import Staging
 from polyshard.errors import CheckpointError
 from polyshard.testing import ranks
 

@@ -20,7 +20,7 @@ from toy_units import Tree, states
 
 from polyshard import MixedPrecisionPolicy, describe, fully_shard
 from polyshard.errors import PeerError
-from polyshard.group.state import State
+from polyshard.group.group import State
 from polyshard.testing import World, ranks
 from polyshard.testing.world import RankError
 

@@ -10,7 +10,7 @@ from toy_units import Tree, states
 
 from polyshard import fully_shard
 from polyshard.engine.root import units_below
-from polyshard.group.state import State
+from polyshard.group.group import State
 from polyshard.testing import ranks
 
 

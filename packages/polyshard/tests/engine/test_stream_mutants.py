@@ -14,24 +14,24 @@ MODULES = (
     "polyshard.transport.collective",
     "polyshard.transport.custom",
     "polyshard.transport.wrapped",
-    "polyshard.exchange.payload",
+    "polyshard.exchange.gather",
     "polyshard.exchange.flight",
     "polyshard.exchange.reduction",
     "polyshard.exchange.replicas",
-    "polyshard.exchange.gather",
-    "polyshard.exchange.block",
     "polyshard.group.group",
     "polyshard.engine.unit",
     "polyshard.engine.hooks",
     "polyshard.engine.prefetch",
     "polyshard.engine.ending",
     "polyshard.module.communication",
-    "polyshard.module.handles",
+    "polyshard.module.sharded",
 )
 
 FOR_GLOO = "a message of gloo: transport/test_gloo_waits.py leaves this out"
 FOR_LANDINGS = "no step here has gradients that land whole: exchange/test_landing.py has"
 FOR_HOST_MEMORY = "host memory is a plugin's: its own test leaves this out (polyshard-offload)"
+COUNTS = "weakref.finalize(turn, register_optimizer_step_post_hook(after_step).remove)"
+FOR_COUNTS = "no memory: the hook that counts steps of optimizers goes with the root"
 ELSEWHERE = {
     ("InFlight.end", "self.pending.wait()"): FOR_GLOO,
     ("InFlight.end", "self.told.works.wait()"): FOR_GLOO,
@@ -41,6 +41,7 @@ ELSEWHERE = {
     ("Lane.drain", "_outlast(self._held)"): FOR_HOST_MEMORY,
     ("_outlast", "held[-1][0].synchronize()"): FOR_HOST_MEMORY,
     ("Reducer._put", "self._shards.storage.settle()"): FOR_HOST_MEMORY,
+    ("count_steps", COUNTS): FOR_COUNTS,
     ("ParameterGroup.wait", "self.settle()"): FOR_HOST_MEMORY,
     ("ParameterGroup.settle", "self.shards.storage.settle()"): FOR_HOST_MEMORY,
     ("RootContext.end_forward", "self.settle()"): FOR_HOST_MEMORY,

@@ -23,7 +23,7 @@ from polyshard import FSDPModule, fully_shard, register_fsdp_forward_method, sha
 from polyshard.engine.root import units_below
 from polyshard.engine.unit import Unit
 from polyshard.errors import DeepcopyError, LifecycleError, UnsupportedError
-from polyshard.group.state import State
+from polyshard.group.group import State
 from polyshard.testing import ranks
 
 

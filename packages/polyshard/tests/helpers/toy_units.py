@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from polyshard.engine.root import units_below
-from polyshard.group.state import State
+from polyshard.group.group import State
 
 
 def states(model: nn.Module) -> set[State]:

@@ -17,7 +17,7 @@ from toy_lifetimes import Lasting
 from toy_runs import assert_equal
 
 import polyshard
-from polyshard.checkpoint.random_state import RandomState
+from polyshard.checkpoint.state import RandomState
 from polyshard.errors import AttemptError, LifecycleError, SettingError
 from polyshard.testing import ranks
 

@@ -6,7 +6,7 @@ import pytest
 from toy_codecs import Codecs
 
 from polyshard.testing import PluginConformance
-from polyshard.testing.kit import Factory
+from polyshard.testing.runs import Factory
 
 
 class TestCodecs(PluginConformance):

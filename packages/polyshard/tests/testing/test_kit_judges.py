@@ -24,7 +24,7 @@ from samples.verdict import Right, Samples, Wrong
 from polyshard.composition.stack import build_stack
 from polyshard.errors import PolyshardError
 from polyshard.testing import PluginConformance, World
-from polyshard.testing.kit import plugins_of
+from polyshard.testing.runs import plugins_of
 
 SEAMS: dict[str, Samples] = {
     module.__name__.rpartition(".")[2]: module.SAMPLES

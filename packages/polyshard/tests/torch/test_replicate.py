@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from toy_models import Model, build, full, loss_of, tokens_for
 
 from polyshard import FSDPModule, describe, fully_shard
-from polyshard._torch.composable import is_replicated, register_sharded
+from polyshard._torch.engine_state import is_replicated, register_sharded
 from polyshard.testing import ranks
 
 try:

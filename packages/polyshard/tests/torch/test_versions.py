@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from torch import nn
 
 import polyshard
-from polyshard._torch import versions
+from polyshard._torch import newer
 from polyshard.errors import UntestedVersionWarning
 from polyshard.testing import ranks
 
@@ -23,9 +23,9 @@ ROOT = Path(__file__).parents[4]
 @pytest.fixture
 def afresh() -> Iterator[None]:
     """As in a process that has sharded nothing yet."""
-    versions.warn_if_untested.cache_clear()
+    newer.warn_if_untested.cache_clear()
     yield
-    versions.warn_if_untested.cache_clear()
+    newer.warn_if_untested.cache_clear()
 
 
 @pytest.mark.usefixtures("afresh")
@@ -34,8 +34,8 @@ def test_newer_versions_are_said_once(monkeypatch: pytest.MonkeyPatch, version: 
     monkeypatch.setattr(torch, "__version__", version)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        versions.warn_if_untested()
-        versions.warn_if_untested()
+        newer.warn_if_untested()
+        newer.warn_if_untested()
     (warning,) = said
     assert warning.category is UntestedVersionWarning
     assert f"tested with torch 2.11 to 2.15; this is {version}." in str(warning.message)
@@ -47,20 +47,20 @@ def test_tested_versions_are_not(monkeypatch: pytest.MonkeyPatch, version: str) 
     monkeypatch.setattr(torch, "__version__", version)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        versions.warn_if_untested()
+        newer.warn_if_untested()
 
 
 @ranks(2)
 def test_sharding_says_it_where_it_was_called(rank: int, size: int) -> None:
-    versions.warn_if_untested.cache_clear()
-    newest, versions.NEWEST = versions.NEWEST, (2, 0)
+    newer.warn_if_untested.cache_clear()
+    newest, newer.NEWEST = newer.NEWEST, (2, 0)
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             model = polyshard.fully_shard(nn.Linear(4, 4))
             polyshard.fully_shard(nn.Linear(4, 4))
     finally:
-        versions.NEWEST = newest
+        newer.NEWEST = newest
     found = [(warning.category, warning.filename) for warning in said]
     assert found == [(UntestedVersionWarning, __file__)]
     model(torch.ones(1, 4)).sum().backward()
@@ -69,7 +69,7 @@ def test_sharding_says_it_where_it_was_called(rank: int, size: int) -> None:
 
 def test_no_distribution_caps_torch() -> None:
     """And all ask for the oldest version that is tested."""
-    oldest = ".".join(map(str, versions.OLDEST))
+    oldest = ".".join(map(str, newer.OLDEST))
     found = 0
     for file in ROOT.glob("p*/*/pyproject.toml"):
         for text in tomllib.loads(file.read_text("utf-8"))["project"]["dependencies"]:

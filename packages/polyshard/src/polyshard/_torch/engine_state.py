@@ -20,10 +20,22 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from torch import nn
-from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.fsdp import fully_shard
 
 from polyshard.errors import UnsupportedError
+
+__all__ = ["is_replicated", "register_sharded"]
+
+
+def register_sharded(module: nn.Module) -> None:
+    """Say that ``fully_shard`` was applied: ``replicate`` leaves the module and its own alone."""
+    module.__dict__.setdefault(REGISTRY_KEY, {}).setdefault("fully_shard", RegistryItem())
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether ``replicate`` was applied: what is below has its gradients averaged by it."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, ())
 
 
 class _AbsentError(UnsupportedError, AttributeError):

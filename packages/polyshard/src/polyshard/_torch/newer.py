@@ -5,6 +5,8 @@ Nothing here is read from documentation, which ``python -OO`` strips.
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -12,6 +14,33 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import debug
+
+from polyshard.errors import UntestedVersionWarning
+
+OLDEST, NEWEST = (2, 11), (2, 15)
+"""The first two numbers of the versions; ``docs/reference/versions.md`` says what was run."""
+
+
+def tested_range() -> str:
+    """Both ends, as users write them."""
+    return " to ".join(".".join(map(str, version)) for version in (OLDEST, NEWEST))
+
+
+@cache
+def warn_if_untested() -> None:
+    """Say once in a process that the installed torch is newer than any that is tested.
+
+    There is no upper bound to what may be installed: most of a new version works, and what does not
+    is better met with this line above it.
+    """
+    if release() > NEWEST:
+        warnings.warn(
+            f"polyshard is tested with torch {tested_range()}; this is {torch.__version__}. "
+            "Compare a few losses with FSDP2's before a long run, or install a tested version.",
+            UntestedVersionWarning,
+            stacklevel=3,
+        )
+
 
 _name_from = distributed_c10d._hash_ranks_to_str
 

@@ -15,10 +15,32 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch._C._dynamo import eval_frame
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def transforms_run() -> bool:
+    """Whether the caller runs inside a transform of ``torch.func``."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, which handles plain tensors even where a transform runs."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch._C._are_functorch_transforms_active():
+            return function(*args, **kwargs)
+        with torch._C._DisableFuncTorch():
+            return function(*args, **kwargs)
+
+    return call
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 

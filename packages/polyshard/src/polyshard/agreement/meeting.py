@@ -22,21 +22,40 @@ a meeting takes a few requests a rank. Should that rank be gone, they look for t
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 from polyshard._torch.private import store_timeout_seconds
-from polyshard.agreement.differences import difference
 from polyshard.alarm.board import Board, open_board, said_of
 from polyshard.alarm.current import current_alarm
 from polyshard.alarm.peers import gathering
 from polyshard.alarm.register import REQUESTS_PER_SECOND
 from polyshard.alarm.reports import Cause
 from polyshard.errors import PeerError, PlanMismatchError
+
+SHOWN_LINES = 20
+
+
+def difference(texts: Mapping[tuple[int, ...], str]) -> str:
+    """What to say about different ``texts``, by the ranks that hold them."""
+    first, *others = sorted(texts)
+    report = ["ranks planned different things; nothing was communicated yet."]
+    for ranks in others:
+        before, after = texts[first].splitlines(), texts[ranks].splitlines()
+        diff = list(difflib.unified_diff(before, after, lineterm="", n=0))[2:]  # without file names
+        changed = [line for line in diff if line[:1] in "+-"]
+        report.append(f"rank {first[0]} (-) against ranks {list(ranks)} (+):")
+        report.extend(changed[:SHOWN_LINES])
+        if len(changed) > SHOWN_LINES:
+            report.append(f"... and {len(changed) - SHOWN_LINES} more lines")
+    report.append("Pass the same model, mesh, policies and plugins on every rank.")
+    return "\n".join(report)
+
 
 POLL_SECONDS = 0.01
 """How soon a rank that waits asks again, at first: it does less often the longer it waits."""

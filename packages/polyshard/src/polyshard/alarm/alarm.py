@@ -31,8 +31,7 @@ import torch.distributed as dist
 from polyshard._torch.gloo import begun_collectives, own_client
 from polyshard.alarm.board import Board, look, said_of
 from polyshard.alarm.courier import ANSWER_SECONDS, Courier, UnansweredError
-from polyshard.alarm.cuts import NOTHING_BROKEN, Broken, Cuts
-from polyshard.alarm.epochs import Epochs
+from polyshard.alarm.cuts import NOTHING_BROKEN, Broken, Cuts, Epochs
 from polyshard.alarm.register import REQUESTS_PER_SECOND, Register
 from polyshard.alarm.reports import NOBODY, Cause, Report, unexplained
 from polyshard.errors import (

@@ -14,6 +14,10 @@ begun a collective, and before it needed the result, leaves messages behind that
 for those of the next collective: gloo ends their processes for it. So ranks that go on to an epoch
 compare how many collectives each has begun in every group, and one that finds another number than
 the first to come says that this group is broken.
+
+[Note: kept epochs]
+Only the reports of the last :data:`KEPT` epochs stay. A rank that was away for longer (stopped,
+say) would take one that was forgotten for free; so the number of the last one to end stays as well.
 """
 
 from __future__ import annotations
@@ -24,7 +28,52 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from polyshard.alarm.board import look
-from polyshard.alarm.epochs import KEPT
+
+KEPT = 16
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """Those of one alarm."""
+
+    prefix: str
+    """Of its keys in the store."""
+
+    def report(self, epoch: int) -> str:
+        """Where the report that ended ``epoch`` stands."""
+        return f"{self.prefix}/ended/{epoch}"
+
+    def detail(self, epoch: int) -> str:
+        """Where its rank adds the exception."""
+        return f"{self.prefix}/detail/{epoch}"
+
+    def come(self, epoch: int) -> str:
+        """Where is counted how many ranks have gone on to ``epoch``."""
+        return f"{self.prefix}/come/{epoch}"
+
+    def end(self, store: dist.Store, epoch: int, text: str) -> str:
+        """End ``epoch`` with a report; the one that stands, which may be another's."""
+        standing: bytes = store.compare_set(self.report(epoch), "", text)
+        if epoch > self._last(store):
+            store.set(self._key, str(epoch))
+        old = epoch - KEPT
+        for key in (self.report(old), self.detail(old), self.come(old)):
+            store.delete_key(key)
+        return standing.decode()
+
+    def first_free(self, store: dist.Store, number: int) -> int:
+        """The first epoch from ``number`` on that nobody has ended."""
+        free = max(number, self._last(store) - KEPT + 1)
+        while store.check([self.report(free)]):
+            free += 1
+        return free
+
+    @property
+    def _key(self) -> str:
+        return f"{self.prefix}/last"
+
+    def _last(self, store: dist.Store) -> int:
+        return int(look(store, self._key) or -1)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from polyshard._torch.newer import release
-from polyshard._torch.versions import NEWEST, OLDEST, tested_range
+from polyshard._torch.newer import NEWEST, OLDEST, release, tested_range
 
 OPEN_FILES = 1024
 """A rank needs a socket for every peer of every process group, beside the files of the job."""

@@ -12,11 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from polyshard.composition.claims import contributions_of
-from polyshard.composition.hooks import Hooks, ParameterHooks
+from polyshard.composition.hooks import Hooks, ParameterHooks, Teardown
 from polyshard.composition.manager import Implementation, Manager, Member, tracing
 from polyshard.composition.ordering import check_relations, order
 from polyshard.composition.roles import Contributions, PluginLines
-from polyshard.composition.teardown import Teardown
 from polyshard.composition.transforms import Onion, name_of
 from polyshard.errors import ConflictError, PluginError
 from polyshard.plugins.builtin import EnginePlugin

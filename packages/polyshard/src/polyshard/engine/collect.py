@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from polyshard._torch.composable import is_replicated
+from polyshard._torch.engine_state import is_replicated
 from polyshard._torch.newer import told_by_spmd_types
 from polyshard._torch.private import has_fsdp_protocol, local_tensor
 from polyshard.composition.stack import PluginStack

@@ -28,8 +28,7 @@ from typing_extensions import override
 
 from polyshard._torch.gloo import await_values
 from polyshard._torch.private import in_backward
-from polyshard._torch.transforms import outside_transforms, transforms_run
-from polyshard._torch.untraced import untraced
+from polyshard._torch.untraced import outside_transforms, transforms_run, untraced
 from polyshard.engine.root import initialize_root
 from polyshard.engine.trees import cast_floating, map_tensors, tensors
 from polyshard.engine.unit import Phase, Unit

@@ -10,8 +10,7 @@ from torch import nn
 
 from polyshard.agreement.meeting import reporting
 from polyshard.engine.plans import audiences, compare_plans
-from polyshard.engine.unit import Unit
-from polyshard.engine.watching import UnitWatch
+from polyshard.engine.unit import Unit, UnitWatch
 from polyshard.errors import LifecycleError, SettingError
 from polyshard.group.group import ParameterGroup
 from polyshard.params.parameter import Registration

@@ -6,32 +6,113 @@ Hooks call these (see :mod:`polyshard.engine.hooks`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
 from types import FrameType
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from polyshard._torch.newer import resets_sharded_gradients
 from polyshard._torch.private import queue_backward_callback
-from polyshard._torch.transforms import outside_transforms
+from polyshard._torch.untraced import outside_transforms, untraced
 from polyshard.alarm.alarm import Alarm
 from polyshard.alarm.current import current_alarm
 from polyshard.engine.breaking import BackwardGuard, backward_broke, forward_broke, given_up
 from polyshard.engine.finalization import Finalization, Reduction
 from polyshard.engine.prefetch import Prefetcher
 from polyshard.engine.reductions import Reductions
-from polyshard.engine.steps import count_steps
-from polyshard.engine.watching import UnitWatch, end_backward, tell_broken, tell_step_end
 from polyshard.exchange.freshness import Turn
-from polyshard.group.group import ParameterGroup
-from polyshard.group.kept import free_outdated
-from polyshard.group.state import State
+from polyshard.group.group import ParameterGroup, State, free_outdated
 from polyshard.memory.pages import PagePool, pages_can_move
 from polyshard.memory.streams import Lanes, streams_of
 from polyshard.policies import MixedPrecisionPolicy
+from polyshard.seams import StepObserver
 from polyshard.sharding.mesh import MeshRoles
+
+
+class UnitWatch:
+    """Pairs the begins and ends of one unit's computation for those who watch it."""
+
+    def __init__(self, observers: tuple[StepObserver, ...]) -> None:
+        """Nothing computes."""
+        self._observers = observers
+        self._forwards = 0
+        self._in_backward = False
+
+    @classmethod
+    def of(cls, groups: Iterable[ParameterGroup]) -> UnitWatch | None:
+        """For those who watch any of ``groups``, each once; ``None`` if nobody does."""
+        found = {id(o): o for group in groups for o in group.meter.step_observers}
+        return cls(tuple(found.values())) if found else None
+
+    def begin_forward(self, unit: str) -> None:
+        """A module runs."""
+        self._forwards += 1
+        for observer in self._observers:
+            observer.on_forward(unit)
+
+    def end_forward(self, unit: str) -> None:
+        """It has ended; nothing to tell where that was told already."""
+        if self._forwards:
+            self._forwards -= 1
+            for observer in self._observers:
+                observer.on_forward_end(unit)
+
+    def begin_backward(self, unit: str) -> None:
+        """Its backward computes."""
+        self._in_backward = True
+        for observer in self._observers:
+            observer.on_backward(unit)
+
+    def end_backward(self, unit: str) -> None:
+        """It has ended, if it was on."""
+        if self._in_backward:
+            self._in_backward = False
+            for observer in self._observers:
+                observer.on_backward_end(unit)
+
+
+def end_backward(watch: UnitWatch | None, unit: str) -> None:
+    """What ``unit`` computed in backward is there, for those who watch."""
+    if watch is not None:
+        watch.end_backward(unit)
+
+
+def tell_step_end(groups: Iterable[ParameterGroup]) -> None:
+    """Tell every observer once, however many groups it watches."""
+    found = {id(o): o for group in groups for o in group.meter.observers}
+    for observer in found.values():
+        observer.on_step_end()
+
+
+def tell_broken(groups: Iterable[ParameterGroup]) -> None:
+    """Tell every observer that asks once that the step was broken off."""
+    found = {id(o): o for group in groups for o in group.meter.step_observers}
+    for observer in found.values():
+        observer.on_broken()
+
+
+def count_steps(turn: Turn, groups: Iterable[ParameterGroup]) -> None:
+    """Have ``turn`` count every step of an optimizer that has any parameter of ``groups``."""
+    counted, known = weakref.ref(turn), weakref.WeakSet(groups)
+
+    @untraced
+    def after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        del args, kwargs
+        turn = counted()
+        if turn is not None and _steps_any(optimizer, known):
+            turn.steps += 1
+
+    weakref.finalize(turn, register_optimizer_step_post_hook(after_step).remove)
+
+
+def _steps_any(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -> bool:
+    stepped = {id(p) for settings in optimizer.param_groups for p in settings["params"]}
+    return any(id(p.parameter) in stepped for g in groups for p in g.shards.parameters)
 
 
 class Phase(Enum):

@@ -2,6 +2,12 @@
 
 Everything that depends only on the plan (views, routes, copy lists) is made once; a gather is
 ``start``, a wait, and ``finish``.
+
+[Note: blocks]
+With ``reshard_after_forward=k`` the ranks of the shard axis form blocks of ``k`` consecutive ones,
+and between forward and backward each block holds the parameters once. What a rank keeps is a slice
+of the unsharded buffer itself, padding included: one contiguous copy, and in backward one transfer
+of one piece straight back, whatever the parameters look like. The optimizer never sees it.
 """
 
 from __future__ import annotations
@@ -14,9 +20,9 @@ import torch
 from torch import Tensor
 
 from polyshard.exchange.freshness import Freshness, Turn, differs
-from polyshard.exchange.payload import payload_writer
-from polyshard.exchange.pieces import extents_of, home_pairs
+from polyshard.exchange.packing import extents_of, home_pairs
 from polyshard.memory.buffers import Buffer
+from polyshard.memory.streams import launched
 from polyshard.params.sharded import local_view
 from polyshard.params.unsharded import Unsharded
 from polyshard.plugins.validation import fitting, wordless
@@ -29,6 +35,104 @@ from polyshard.transport.base import (
     ReduceRoute,
     Transport,
 )
+
+
+class PayloadWriter(Protocol):
+    """Fills the payload of one group."""
+
+    def write(self) -> None:
+        """Encode the shard."""
+        ...
+
+
+class NearWriter:
+    """The shard is read where the payload is sent from."""
+
+    def __init__(self, codec: BoundGatherCodec, shard: Tensor, payload: Tensor) -> None:
+        """``shard`` is ``[shard_numel]``, ``payload`` ``[payload_bytes]`` ``uint8``."""
+        self._codec: Any = codec  # its answer is looked at, though it should have none
+        self._shard = shard
+        self._payload = payload
+
+    def write(self) -> None:
+        """Encode straight into the payload."""
+        wordless(self._codec.encode(self._shard, self._payload), self._codec, "encode")
+
+
+class CrossingWriter:
+    """The shard stays on the host: what moves to the accelerator is the payload."""
+
+    def __init__(self, codec: BoundGatherCodec, shard: Tensor, payload: Tensor) -> None:
+        """Page-locked memory for one payload, so that its copy runs beside other work."""
+        self._codec: Any = codec
+        self._shard = shard
+        self._payload = payload
+        self._encoded = torch.empty(
+            payload.numel(), dtype=torch.uint8, pin_memory=True, device="cpu"
+        )
+        self._copied: Callable[[], None] | None = None
+
+    def write(self) -> None:
+        """Encode on the host, after the last copy has read what was encoded before; copy."""
+        if self._copied is not None:
+            self._copied()
+        wordless(self._codec.encode(self._shard, self._encoded), self._codec, "encode")
+        self._payload.copy_(self._encoded, non_blocking=True)
+        self._copied = launched(self._payload.device)
+
+
+def payload_writer(codec: BoundGatherCodec, shard: Tensor, payload: Tensor) -> PayloadWriter:
+    """A writer for tensors on these devices."""
+    if shard.device.type == payload.device.type:
+        return NearWriter(codec, shard, payload)
+    return CrossingWriter(codec, shard, payload)
+
+
+class Block:
+    """One rank's slice of a group's unsharded buffer. See [Note: blocks]."""
+
+    def __init__(self, held: Buffer, unsharded: Tensor, transport: Transport, tag: int) -> None:
+        """Bind the transfer; both buffers must be acquired.
+
+        Args:
+            held: ``[numel / k]``, where the slice rests.
+            unsharded: the whole unsharded buffer, ``[numel]``.
+            transport: among the ranks of the block.
+            tag: of the group.
+        """
+        size = transport.size
+        numel = unsharded.numel() // size
+        self._held = held
+        self._slice = unsharded.view(size, numel)[transport.rank]
+        piece = GatherPiece(
+            held.tensor, unsharded.view(size, numel), Extents(numel, (numel,) * size)
+        )
+        self._route = transport.gather_route([piece], tag)
+        self.sent_bytes = self._route.sent_bytes
+        self.received_bytes = self._route.received_bytes
+        held.release()
+        self.holds = False
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy the slice out, before the unsharded buffer is released."""
+        self._held.acquire()
+        self._held.tensor.copy_(self._slice)
+        self.holds = True
+
+    def start(self, fetch: Callable[[], None]) -> Pending:
+        """Begin to gather the unsharded buffer from the block; no shard is read."""
+        del fetch
+        return self._route.start()
+
+    def finish(self) -> None:
+        """The parameters are complete: the slice has done its work."""
+        self.drop()
+
+    def drop(self) -> None:
+        """Give the slice up."""
+        self._held.release()
+        self.holds = False
 
 
 class Filling(Protocol):

@@ -26,21 +26,22 @@ from torch.distributed.tensor import DTensor
 from polyshard._torch.private import local_tensor
 from polyshard._torch.record_stream import owns_memory
 from polyshard.errors import GradientMismatchError, UnsupportedError
-from polyshard.exchange.accumulation import Slot, part_of
+from polyshard.exchange.accumulation import Accumulation, Slot, part_of
 from polyshard.exchange.flight import Averaging, Decoding, InFlight
-from polyshard.exchange.landing import Landing, check_hook
-from polyshard.exchange.packing import Packing
-from polyshard.exchange.pieces import extents_of
+from polyshard.exchange.gather import Line
+from polyshard.exchange.landing import Landing, Placing, check_hook
+from polyshard.exchange.packing import Packing, extents_of
 from polyshard.exchange.presence import Difference, Presence, Told
-from polyshard.exchange.reduce_parts import ReduceParts
-from polyshard.exchange.replicas import Replicas
-from polyshard.exchange.watch import placing_in
+from polyshard.exchange.replicas import Replicas, Watch, placing_in
 from polyshard.memory.buffers import Recycled
 from polyshard.memory.own_storage import own_storage_of_gradient
+from polyshard.memory.pages import PagePool
+from polyshard.memory.streams import Lanes
 from polyshard.params.sharded import Shards
 from polyshard.plugins.validation import wordless
 from polyshard.seams import BoundReduceCodec, ShardStorage, overrides
-from polyshard.transport.base import DONE, Pending, ReduceRoute, outlives_wait
+from polyshard.sharding.mesh import MeshRoles
+from polyshard.transport.base import DONE, Pending, ReduceRoute, Turns, outlives_wait
 
 ReduceHook = Callable[[Tensor], None]
 _HOOKS = "_post_accumulate_grad_hooks"
@@ -64,16 +65,41 @@ class Reducer:
         self,
         shards: Shards,
         dtype: torch.dtype,
-        parts: ReduceParts,
         codec: BoundReduceCodec | None,
+        *,
+        roles: MeshRoles,
+        line: Line,
+        waiting: Accumulation,
+        check_placed: Callable[[Tensor, object], None],
+        placing: Placing,
+        lanes: Lanes,
+        turns: Turns,
+        landing: Landing | None = None,
+        pool: PagePool | None = None,
+        watch: Watch | None = None,
     ) -> None:
-        """Bind routes; ``dtype`` is the reduce dtype."""
-        roles, line = parts.roles, parts.line
-        self._check_placed: Callable[[Tensor, object], None] | None = parts.check_placed
-        self._waiting = parts.waiting
-        self._replicas = Replicas(roles, parts.lanes, parts.watch)
-        self._place_gradient = placing_in(shards.storage, parts.watch)
-        self._packing = Packing(shards.layout, roles.shard_rank, parts.pool)
+        """Bind routes.
+
+        Args:
+            shards: of the group's parameters.
+            dtype: gradients are added up in it.
+            codec: of gradients, if a plugin has one.
+            roles: of the mesh's axes.
+            line: to the other ranks.
+            waiting: gradients of backwards before, and of those that are not the last.
+            check_placed: looks at what the storage makes of the first gradient.
+            placing: gives sharded gradients their dtypes.
+            lanes: streams of transfers.
+            turns: by which ranks tell transfers apart.
+            landing: of gradients that land whole on an owner, if any do.
+            pool: of pages on the CPU.
+            watch: is told more than what is counted.
+        """
+        self._check_placed: Callable[[Tensor, object], None] | None = check_placed
+        self._waiting = waiting
+        self._replicas = Replicas(roles, lanes, watch)
+        self._place_gradient = placing_in(shards.storage, watch)
+        self._packing = Packing(shards.layout, roles.shard_rank, pool)
         self._shards = shards
         self._layout = shards.layout
         self._dtype = dtype
@@ -84,13 +110,13 @@ class Reducer:
         self._answers = overrides(self._route.answer, ReduceRoute.answer)
         # See [Note: reduction].
         self._storage_looks = overrides(shards.storage.place_gradient, ShardStorage.place_gradient)
-        self._presence = Presence.of(roles, line.tag, len(self._layout.parameters), parts.turns)
-        self._totals = Recycled(parts.pool)
-        self._placing = parts.placing
-        self._landing = parts.landing
-        if self._storage_looks and not parts.placing.is_plain:
+        self._presence = Presence.of(roles, line.tag, len(self._layout.parameters), turns)
+        self._totals = Recycled(pool)
+        self._placing = placing
+        self._landing = landing
+        if self._storage_looks and not placing.is_plain:
             raise UnsupportedError(
-                f"gradients of {self._names()} are to be {parts.placing} (grad_dtype), and their "
+                f"gradients of {self._names()} are to be {placing} (grad_dtype), and their "
                 f"storage takes those of the original dtype {shards.dtype} only. Leave grad_dtype "
                 "as it is, or keep these parameters on the device."
             )

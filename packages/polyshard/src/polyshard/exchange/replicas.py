@@ -11,20 +11,45 @@ that gives its memory up as soon as it was waited for (see ``Pending``).
 from __future__ import annotations
 
 import time
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from polyshard.exchange.accumulation import Sums
 from polyshard.exchange.flight import InFlight
-from polyshard.exchange.watch import Watch
 from polyshard.memory.streams import Lanes, Passage, streams_of
 from polyshard.plugins.validation import wordless
-from polyshard.seams import BoundReplicaCodec
+from polyshard.seams import BoundReplicaCodec, ShardStorage, overrides
 from polyshard.sharding.mesh import MeshRoles
-from polyshard.transport.base import outlives_wait
-from polyshard.transport.sums import all_gather, all_reduce
+from polyshard.transport.base import all_gather, all_reduce, outlives_wait
+
+
+class Watch(Protocol):
+    """Hears of staging and of sums over replicas; times are the host's, in seconds."""
+
+    def staged(self, direction: str, num_bytes: int, seconds: float) -> None:
+        """A shard came from where it rests (``fetch``), or a gradient went there (``place``)."""
+        ...
+
+    def replicas_summed(self, payload_bytes: int, seconds: float) -> None:
+        """Gradients were summed over replicas."""
+        ...
+
+
+def placing_in(storage: ShardStorage, watch: Watch | None) -> Callable[[Tensor], Tensor]:
+    """The storage's ``place_gradient``, timed where somebody asks and there is something to do."""
+    if watch is None or not overrides(storage.place_gradient, ShardStorage.place_gradient):
+        return storage.place_gradient
+
+    def place(gradient: Tensor) -> Tensor:
+        begin = time.perf_counter()
+        placed = storage.place_gradient(gradient)
+        watch.staged("place", gradient.nbytes, time.perf_counter() - begin)
+        return placed
+
+    return place
 
 
 class Replicas:

@@ -3,49 +3,146 @@
 A group is SHARDED (only the shard buffer has memory), GATHERING (a transfer fills the unsharded
 buffer) or UNSHARDED (the modules hold the unsharded parameters). Every transition may be asked for
 at any time; one that has happened already is a no-op.
+
+[Note: kept parameters]
+A root told not to free its parameters after backward, blocks that stay gathered in evaluation, or
+somebody's own ``unshard()``: whatever is found unsharded when an outermost forward starts may be
+out of date (see [Note: turns] of the freshness). Every rank compares its own part, and since ranks
+gather together they decide together: one all-reduce of a byte a group, in each process group that
+has any, and a group that differs on one rank is gathered anew on all. A forward that finds
+everything sharded does nothing of this. On an accelerator the answer is waited for.
+
+Between micro-batches nothing is compared. A backward that is not the last of its iteration, or that
+reduces nothing, *promises* that the shards of what it leaves unsharded hold still until an
+optimizer steps. Ranks have to agree on that without a word, so calls of ``step()`` are counted,
+which are the same on all: values and version counters differ where a rank has no rows. What is
+written by hand meanwhile shows in the first forward that nothing was promised to.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from polyshard._torch.private import in_backward, profiler_span
-from polyshard._torch.transforms import outside_transforms
+from polyshard._torch.untraced import outside_transforms
 from polyshard.alarm.failures import FailureReport
 from polyshard.composition.answers import Binding
 from polyshard.composition.claims import check_constraints
+from polyshard.composition.stack import PluginStack
 from polyshard.errors import LifecycleError, warn
 from polyshard.exchange.flight import InFlight
 from polyshard.exchange.freshness import Turn
 from polyshard.exchange.gather import Filling
 from polyshard.exchange.reduction import ReduceSettings
 from polyshard.exchange.tensor_protocol import refuse_block, refuse_claims, uses_protocol
-from polyshard.group.dtypes import Dtypes, GradientDtypes, resolve_dtypes
+from polyshard.group.dtypes import Dtypes, GradientDtypes, policy_notices, resolve_dtypes
 from polyshard.group.gradients import Gradients
-from polyshard.group.kept import free_outdated
-from polyshard.group.notices import policy_notices
-from polyshard.group.parts import Parts
-from polyshard.group.place import Place
-from polyshard.group.runtime import Runtime, build_runtime
-from polyshard.group.setup import GroupSetup
-from polyshard.group.state import State
+from polyshard.group.runtime import Parts, Runtime, build_runtime
 from polyshard.group.traffic import GroupName, Meter
 from polyshard.memory.pages import PagePool
 from polyshard.memory.streams import Lanes
 from polyshard.params.parameter import Source, Told
 from polyshard.params.protocol_shards import ProtocolShards
 from polyshard.params.sharded import Shards
-from polyshard.seams import GroupIdentity, GroupInfo
+from polyshard.policies import MixedPrecisionPolicy
+from polyshard.seams import GroupIdentity, GroupInfo, ParamInfo
 from polyshard.sharding.layout import plan_layout
-from polyshard.transport.base import Pending, Transport
+from polyshard.sharding.mesh import MeshRoles
+from polyshard.transport.base import Pending, Transport, all_reduce
 from polyshard.transport.custom import CustomComms, CustomTransport
+
+
+class State(Enum):
+    """Which form of its parameters a group holds."""
+
+    SHARDED = auto()
+    GATHERING = auto()
+    UNSHARDED = auto()
+
+
+@dataclass(frozen=True)
+class GroupSetup:
+    """What a group is made from, apart from its parameters and its name."""
+
+    roles: MeshRoles
+    policy: MixedPrecisionPolicy
+    stack: PluginStack
+    reshard_after_forward: bool
+    block_size: int | None = None
+    """Ranks that together keep the parameters between forward and backward, if not all free."""
+
+    def info(
+        self, name: str, parameters: Sequence[ParamInfo], dtypes: Dtypes, identity: GroupIdentity
+    ) -> GroupInfo:
+        """The group as plugins see it."""
+        return GroupInfo(
+            name=name,
+            parameters=tuple(parameters),
+            mesh=self.roles.mesh,
+            rank=self.roles.shard_rank,
+            world_size=self.roles.shard_size,
+            device=self.roles.device,
+            orig_dtype=dtypes.orig,
+            param_dtype=dtypes.param,
+            reduce_dtype=dtypes.reduce,
+            identity=identity,
+        )
+
+
+class Place:
+    """Where a rank is: at which group, in which forward or backward; ``str()`` says it."""
+
+    def __init__(self, group: ParameterGroup) -> None:
+        """``group`` may be renamed, and get another turn; it is not kept alive."""
+        self._group = weakref.ref(group)
+
+    @override
+    def __str__(self) -> str:
+        group = self._group()
+        if group is None:
+            return "a group that is gone"
+        turn = group.turn
+        number = f"forward {turn.count}"
+        if turn.in_backward:
+            number = f"the backward of {number}"
+        elif not turn.in_forward:
+            number = f"no forward, after {number}"
+        return f"group '{group.name}' in {number}"
+
+
+def free_outdated(groups: Iterable[ParameterGroup]) -> None:
+    """Reshard those of ``groups``, all unsharded, whose shards changed on any rank."""
+    together: dict[tuple[int, ...], list[ParameterGroup]] = {}
+    for group in groups:
+        together.setdefault(group.roles.shard_ranks, []).append(group)
+    for members in together.values():
+        for group, is_outdated in zip(members, _outdated(members), strict=True):
+            if is_outdated:
+                group.reshard()
+            else:
+                group.vouch()
+
+
+def _outdated(groups: list[ParameterGroup]) -> list[bool]:
+    """Of groups that share their shard axis: which ones differ on any of its ranks."""
+    roles, names = groups[0].roles, ", ".join(group.name for group in groups)
+    with FailureReport(names):
+        flags = torch.stack([group.differs().to(group.device) for group in groups])
+        flags = flags.to(torch.uint8)
+        if roles.shard_size > 1:
+            all_reduce(flags, roles.shard_group, dist.ReduceOp.MAX)
+        return [bool(flag) for flag in flags.tolist()]
 
 
 class ParameterGroup:

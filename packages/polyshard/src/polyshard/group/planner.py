@@ -9,8 +9,8 @@ from torch import Tensor
 
 from polyshard.composition.roles import GATHER_CODEC
 from polyshard.exchange.tensor_protocol import ProtocolGather
+from polyshard.group.dtypes import all_notices
 from polyshard.group.group import ParameterGroup
-from polyshard.group.notices import all_notices
 from polyshard.group.plan import GroupPlan, Payloads, Roles, Sharded
 from polyshard.group.runtime import Runtime
 from polyshard.group.transfers import summary, ways_of

@@ -12,11 +12,16 @@ from torch import nn
 
 from polyshard._torch.newer import set_grad_dtype
 from polyshard.composition.answers import Binding
-from polyshard.exchange.block import Block
-from polyshard.exchange.gather import CodecGather, GatherPath, Line, NativeGather
-from polyshard.exchange.placing import Placing
-from polyshard.exchange.reduce_parts import ReduceParts
+from polyshard.composition.roles import REDUCE_CODEC, STORAGE, Contributions
+from polyshard.composition.transforms import Onion
+from polyshard.errors import UnsupportedError
+from polyshard.exchange.accumulation import Accumulation
+from polyshard.exchange.freshness import Turn
+from polyshard.exchange.gather import Block, CodecGather, GatherPath, Line, NativeGather
+from polyshard.exchange.landing import Landing, Placing
+from polyshard.exchange.owned import Axes, Owned
 from polyshard.exchange.reduction import Reducer
+from polyshard.exchange.replicas import Watch
 from polyshard.exchange.tensor_protocol import (
     ProtocolGather,
     ProtocolParts,
@@ -24,12 +29,102 @@ from polyshard.exchange.tensor_protocol import (
     refuse_claims,
 )
 from polyshard.group.dtypes import Dtypes, GradientDtypes
-from polyshard.group.owners import landing_of
-from polyshard.group.parts import Parts
 from polyshard.memory.buffers import Buffer, new_buffer
+from polyshard.memory.pages import PagePool
+from polyshard.memory.streams import Lanes
 from polyshard.params.parameter import Registry, Told
 from polyshard.params.protocol_shards import ProtocolShards
+from polyshard.params.sharded import Shards
 from polyshard.params.unsharded import Unsharded
+from polyshard.policies import MixedPrecisionPolicy
+from polyshard.seams import BoundReduceCodec, GroupInfo, ShardStorage, overrides
+from polyshard.sharding.mesh import MeshRoles
+from polyshard.transport import Transport
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a runtime is built from, all settled by the plan."""
+
+    info: GroupInfo
+    shards: Shards
+    roles: MeshRoles
+    policy: MixedPrecisionPolicy
+    contributions: Contributions
+    transport: Transport
+    onion: Onion
+    pool: PagePool | None
+    block_size: int | None
+    waiting: Accumulation
+    """Gradients of backwards before this runtime was made."""
+    turn: Turn
+    dtypes: Dtypes
+    gradients: GradientDtypes
+    keeps_memory: bool
+    """Whether unsharded memory, once there, stays at its addresses."""
+    lanes: Lanes
+    watch: Watch | None = None
+    """Who asks for more than what is counted, if anybody does."""
+
+
+def landing_of(
+    parts: Parts, line: Line, binding: Binding, placing: Placing, codec: BoundReduceCodec | None
+) -> Landing | None:
+    """What brings gradients of the group to their owners; ``None`` where they land on shards.
+
+    What owners of those may gather them with is shown to the plugin all the same.
+
+    Raises:
+        UnsupportedError: where another part of the group needs them in rows.
+    """
+    binding.show(parts.info, [p.parameter for p in parts.shards.parameters])
+    layout = parts.shards.layout
+    if not layout.with_owner:
+        return None
+    _check(parts, binding, codec)
+    dtype = parts.dtypes.reduce
+    axes = Axes.of(parts.roles, line, dtype)
+    owned = {
+        i: Owned(i, layout.owners[i] or 0, parts.shards.parameters[i], layout.parameters[i], axes)
+        for i in layout.with_owner
+    }
+    landing = None
+    if layout.lands:
+        landing = Landing(owned, parts.waiting, placing, dtype, parts.pool)
+        landing.tells = parts.contributions.landing.landed
+    binding.hold(parts.info, tuple(owned.values()))
+    return landing
+
+
+def _check(parts: Parts, binding: Binding, codec: BoundReduceCodec | None) -> None:
+    shards, contributions = parts.shards, parts.contributions
+    layout, world = shards.layout, parts.roles.shard_size
+    infos = {i: shards.parameters[i].info for i in layout.with_owner}
+    kept = [p.fqn for i, p in infos.items() if layout.parameters[i].dim is None and world > 1]
+    changed = {i: p.fqn for i, p in infos.items() if p.part_shape is None}
+    divided = [p.fqn for p in infos.values() if p.part_shape != p.shape]
+    problem = ""
+    if kept:
+        problem = f"every rank holds {kept} whole"
+    elif changed:
+        layers = parts.onion.layers_of(shards.parameters[next(iter(changed))].extensions)
+        names = list(changed.values())
+        problem = f"plugins {', '.join(layers)} change {names} before they are sharded"
+    elif divided and not contributions.landing.takes_parts:
+        problem = f"other axes of their meshes divide {divided}, and it takes whole matrices alone"
+    elif codec is not None and layout.lands:
+        plugin = contributions.plugin_of(contributions[REDUCE_CODEC])
+        problem = f"{plugin} encodes the gradients of all ranks in rows"
+    elif overrides(shards.storage.place_gradient, ShardStorage.place_gradient):
+        plugin = contributions.plugin_of(contributions[STORAGE])
+        problem = f"{plugin} moves gradients to where shards rest, in rows"
+    if problem:
+        plugin = contributions.plugin_of(contributions.landing)
+        chosen = [p.fqn for p in infos.values()]
+        raise UnsupportedError(
+            f"{plugin}: gradients of {chosen} of group '{binding.group}' are to land whole on "
+            f"owners, but {problem}. Leave these parameters out of one of the two."
+        )
 
 
 @dataclass
@@ -82,19 +177,17 @@ def build_runtime(parts: Parts, last: Runtime | None) -> Runtime:
     reducer = Reducer(
         parts.shards,
         dtypes.reduce,
-        ReduceParts(
-            parts.roles,
-            line,
-            parts.waiting,
-            check,
-            placing,
-            parts.lanes,
-            parts.turn,
-            landing_of(parts, line, binding, placing, reduce_codec),
-            parts.pool,
-            parts.watch,
-        ),
         reduce_codec,
+        roles=parts.roles,
+        line=line,
+        waiting=parts.waiting,
+        check_placed=check,
+        placing=placing,
+        lanes=parts.lanes,
+        turns=parts.turn,
+        landing=landing_of(parts, line, binding, placing, reduce_codec),
+        pool=parts.pool,
+        watch=parts.watch,
     )
     owners = (p.owners for p in parts.shards.parameters)
     registry = Registry(zip(owners, leaves, strict=True))

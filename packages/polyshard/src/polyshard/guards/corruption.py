@@ -12,12 +12,13 @@ change: their window stays open.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -29,9 +30,52 @@ from polyshard.guards.names import (
     names_of,
     parameters_of,
 )
-from polyshard.guards.peers import Peers, this_rank
-from polyshard.guards.replicas import differing
+from polyshard.guards.peers import Peers, axes_of, gathered, ranks_in_words, this_rank
 from polyshard.guards.watch import WEIGHTS, Look, Seen, Watched, watched_of
+
+KINDS = ("weights", "optimizer state")
+
+
+def replicated_over(parameters: Sequence[Tensor]) -> dict[dist.ProcessGroup, list[int]]:
+    """For each process group, which parameters its ranks hold alike."""
+    found: dict[dist.ProcessGroup, list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        for mesh, axis in axes_of(parameter):
+            assert isinstance(parameter, DTensor)
+            if parameter.placements[axis].is_replicate():
+                found.setdefault(mesh.get_group(axis), []).append(index)
+    return found
+
+
+def differing(
+    look: Look, parameters: Sequence[Tensor], names: Sequence[str], device: torch.device
+) -> Iterator[str]:
+    """What replicas do not hold alike, in words; the same on all ranks of a process group."""
+    shared = replicated_over(parameters)
+    if not shared:
+        return
+    numbers = look.summaries(len(parameters))
+    for group, indices in shared.items():
+        own = torch.stack([n.to(device) for index in indices for n in numbers[index]])
+        extremes = torch.cat([own, ~own])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        largest, smallest = extremes[: own.numel()], ~extremes[own.numel() :]
+        wrong = (largest != smallest).nonzero().flatten().tolist()
+        if not wrong:
+            continue
+        every = gathered([int(own[place]) for place in wrong], group)
+        for row, place in enumerate(wrong):
+            index, kind = divmod(place, len(KINDS))
+            yield _told(names[indices[index]], KINDS[kind], [each[row] for each in every], group)
+
+
+def _told(name: str, kind: str, numbers: list[int], group: dist.ProcessGroup) -> str:
+    """Which ranks hold which of several values: the fewest are most likely the wrong ones."""
+    ranks = dist.get_process_group_ranks(group)
+    kinds = [[r for r, n in zip(ranks, numbers, strict=True) if n == k] for k in {*numbers}]
+    sides = " and ".join(ranks_in_words(side) for side in sorted(kinds, key=lambda k: (len(k), k)))
+    return f"replicas of '{name}' ({kind}): {sides} differ"
+
 
 EVERY = 32
 

@@ -1,7 +1,13 @@
 """The methods a sharded module gains."""
 
-from polyshard.module.handles import GradientReductionHandle, UnshardHandle
-from polyshard.module.sharded import FSDPModule, mix_in, refuse_deepcopy, share_comm_ctx
+from polyshard.module.sharded import (
+    FSDPModule,
+    GradientReductionHandle,
+    UnshardHandle,
+    mix_in,
+    refuse_deepcopy,
+    share_comm_ctx,
+)
 
 __all__ = [
     "FSDPModule",

@@ -9,19 +9,58 @@ from typing import Any, Literal, NoReturn, overload
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from typing_extensions import override
 
 from polyshard._torch.engine_state import shown_to_torch
+from polyshard._torch.newer import TorchGradientReductionHandle
 from polyshard.engine.ending import finalize, start_to_finalize
+from polyshard.engine.finalization import Reduction
 from polyshard.engine.opaque import calling, enroll
 from polyshard.engine.plans import compare_early
-from polyshard.engine.unit import Unit
+from polyshard.engine.unit import RootContext, Unit
 from polyshard.errors import DeepcopyError, LifecycleError
 from polyshard.module.access import units_of
 from polyshard.module.communication import CommunicationSettings
-from polyshard.module.handles import GradientReductionHandle, UnshardHandle
 from polyshard.module.schedule import ScheduleSettings
 from polyshard.transport.mending import mend_groups
+
+
+class UnshardHandle(TorchUnshardHandle):
+    """Waits for an asynchronous :meth:`FSDPModule.unshard`."""
+
+    def __init__(self, unit: Unit) -> None:
+        """For ``unit``, whose gather has started."""
+        self._unit: Unit | None = unit
+
+    @override
+    def wait(self) -> None:
+        """Have the unsharded parameters registered when this returns. May be called again."""
+        if self._unit is not None:
+            self._unit.wait()
+            self._unit = None
+
+
+class GradientReductionHandle(TorchGradientReductionHandle):
+    """Waits for an asynchronous :meth:`FSDPModule.finalize_backward`."""
+
+    def __init__(
+        self, context: RootContext | None = None, reduction: Reduction | None = None
+    ) -> None:
+        """For ``reduction`` of the root with ``context``; without, there is nothing to wait for."""
+        self._context = context
+        self._reduction = reduction
+
+    @override
+    def wait(self) -> None:
+        """Have the sharded gradients in place when this returns. May be called again.
+
+        Raises:
+            LifecycleError: when ``reset_iter_state()`` dropped what it waits for.
+        """
+        if self._context is not None and self._reduction is not None:
+            self._context.wait_for_reduction(self._reduction)
+            self._context = self._reduction = None
 
 
 class FSDPModule(ScheduleSettings, CommunicationSettings):

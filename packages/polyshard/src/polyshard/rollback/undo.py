@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from polyshard._torch.private import root_mesh
-from polyshard.checkpoint.random_state import RandomState
+from polyshard.checkpoint.state import RandomState
 from polyshard.engine.keeping import load_plugin_state_dict, plugin_state_dict
 from polyshard.engine.root import groups_of, units_below
 from polyshard.engine.unit import RootContext

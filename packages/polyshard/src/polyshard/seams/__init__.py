@@ -22,11 +22,17 @@ from polyshard.seams.codecs import (
     GatherCodec,
     ReduceCodec,
 )
-from polyshard.seams.collectives import CollectivesBackend
-from polyshard.seams.info import GroupIdentity, GroupInfo, ParamInfo
+from polyshard.seams.info import (
+    CollectivesBackend,
+    GroupIdentity,
+    GroupInfo,
+    ParameterTransform,
+    ParamInfo,
+    ShardingConstraint,
+    StateDictAdapter,
+)
 from polyshard.seams.landing import GradientLanding, OwnedParameter, Rows
 from polyshard.seams.observer import Observer, StepObserver
-from polyshard.seams.parameters import ParameterTransform, ShardingConstraint, StateDictAdapter
 from polyshard.seams.storage import ShardStorage, StorageFactory
 from polyshard.sharding.layout import GroupLayout, ParameterLayout
 from polyshard.stepping.elementwise import check_takeable

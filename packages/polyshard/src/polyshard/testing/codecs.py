@@ -12,7 +12,7 @@ from polyshard.composition.stack import PluginStack
 from polyshard.group.dtypes import Dtypes
 from polyshard.seams import GatherCodec, ReduceCodec
 from polyshard.testing.cases import MIXED, Case, case, cases, chunk_rows, real_mask, strided_rows
-from polyshard.testing.kit import Kit
+from polyshard.testing.runs import Kit
 
 
 class CodecConformance(Kit):

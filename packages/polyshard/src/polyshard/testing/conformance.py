@@ -34,10 +34,12 @@ from polyshard.plugins.validation import fitting, problems_of
 from polyshard.seams import Named, ShardStorage
 from polyshard.testing.cases import case, cases
 from polyshard.testing.codecs import CodecConformance
-from polyshard.testing.kit import ROUNDING, Factory, plugins_of
 from polyshard.testing.runs import (
+    ROUNDING,
+    Factory,
     close_with,
     describe_with,
+    plugins_of,
     release_with,
     reload_with,
     resume_with,

@@ -6,7 +6,7 @@ answer differently: division is rounded to nearest, rounding to whole numbers is
 :data:`_HALF_WAY`), and e4m3 is made of bits, as not every GPU converts it.
 """
 
-# ruff: noqa: PLR0913, PLR0917 - a kernel is given pointers, sizes and strides one by one
+# ruff: noqa: PLR0917 - a kernel is given pointers, sizes and strides one by one
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def _of_module(module: str) -> Iterator[Mutant]:
         for place, inner in enumerate(ast.walk(node)):
             for kind, change in _changes(inner):
                 mutated = copy.deepcopy(tree)
-                twin = next(n for f, n in _functions(mutated) if f == function)
+                twin = next(n for _, n in _functions(mutated) if n.lineno == node.lineno)
                 change(list(ast.walk(twin))[place])
                 ast.fix_missing_locations(mutated)
                 text = ast.unparse(inner).splitlines()[0]
