@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -124,6 +125,36 @@ def test_bad_meshes(rank: int, size: int) -> None:
         call(part)
     else:
         refused(MeshError, rf"rank {rank} of 4 is not part of", call, part)
+
+
+def trained_in_two_lives(rank: int, size: int) -> None:
+    """The second mesh equals the first, by which torch would find groups that are gone."""
+    kind = torch.get_default_device().type
+    for groups_before in (3, 0):  # so that the second life has no group of that name
+        for _ in range(groups_before):
+            dist.new_group(list(range(size)))
+        mesh = init_device_mesh(kind, (2, size // 2), mesh_dim_names=("replica", "shard"))
+        model: Any = fully_shard(nn.Linear(4, 4), mesh=mesh)
+        model(torch.ones(2, 4)).sum().backward()
+        wanted = torch.full((4, 4), 2.0)
+        assert torch.equal(model.weight.grad.full_tensor(), wanted)
+        options = StateDictOptions(full_state_dict=True)
+        found = get_model_state_dict(model, options=options)
+        assert rank or set(found) == {"weight", "bias"}
+        store = dist.distributed_c10d._get_default_store()
+        dist.barrier()
+        dist.destroy_process_group()
+        if groups_before:
+            store = dist.PrefixStore("again", store)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+def test_process_groups_may_be_destroyed_and_made_anew() -> None:
+    world = World(4)
+    try:
+        world.run(trained_in_two_lives)
+    finally:
+        world.close()
 
 
 def mesh_of_a_dead_group(rank: int, size: int) -> None:

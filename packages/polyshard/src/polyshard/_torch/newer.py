@@ -6,6 +6,7 @@ Nothing here is read from documentation, which ``python -OO`` strips.
 from __future__ import annotations
 
 import warnings
+import weakref
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.distributed.tensor import debug
+from torch.distributed.tensor import _redistribute, debug
 
 from polyshard.errors import UntestedVersionWarning
 
@@ -190,6 +191,27 @@ def forget_shardings() -> None:
 
     See [Note: equal meshes] in ``clipping.py``.
     """
-    clear = getattr(debug, "_clear_sharding_prop_cache", None)
-    if clear is not None:
-        clear()
+    remembered = getattr(_redistribute, "_gen_transform_infos", None)
+    for clear in (
+        getattr(debug, "_clear_sharding_prop_cache", None),
+        getattr(remembered, "cache_clear", None),
+    ):
+        if clear is not None:  # not with every torch
+            clear()
+
+
+def forget_destroyed_groups() -> None:
+    """Forget shardings once for each default process group.
+
+    torch finds what it remembers by meshes, and a mesh made after ``destroy_process_group`` equals
+    the one before: operations would look for process groups that are gone.
+    """
+    world = dist.group.WORLD
+    if world is not None and world not in _worlds():
+        forget_shardings()
+        _worlds().add(world)
+
+
+@cache
+def _worlds() -> weakref.WeakSet[dist.ProcessGroup]:
+    return weakref.WeakSet()

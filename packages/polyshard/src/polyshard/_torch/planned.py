@@ -16,6 +16,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from polyshard._torch.newer import forget_shardings
+
 PREFIX = "fake-"
 
 Planned = Literal["gloo", "nccl"]
@@ -49,19 +51,4 @@ def planned_ranks(ranks: int, backend: Planned, rank: int = 0) -> Iterator[None]
         yield
     finally:
         dist.destroy_process_group()
-        _forget_meshes()
-
-
-def _forget_meshes() -> None:
-    """Have ``DTensor`` work out anew what it does on meshes equal to those that are gone.
-
-    It remembers answers by meshes, which are equal for equal ranks: answers name process groups and
-    the rows of the rank that this process was.
-    """
-    from torch.distributed.tensor import _redistribute, debug
-
-    debug._clear_sharding_prop_cache()
-    remembered = getattr(_redistribute, "_gen_transform_infos", None)
-    clear = getattr(remembered, "cache_clear", None)
-    if clear is not None:  # not with every torch
-        clear()
+        forget_shardings()  # else equal meshes would have answers of groups that never were

@@ -12,7 +12,7 @@ from typing_extensions import override
 from polyshard.errors import SettingError
 from polyshard.group.dtypes import has_no_buffers
 from polyshard.memory.streams import streams_of
-from polyshard.module.access import Access
+from polyshard.module.schedule import Access
 from polyshard.transport.custom import AllGather, ReduceScatter
 
 

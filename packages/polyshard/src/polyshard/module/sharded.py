@@ -20,9 +20,8 @@ from polyshard.engine.opaque import calling, enroll
 from polyshard.engine.plans import compare_early
 from polyshard.engine.unit import RootContext, Unit
 from polyshard.errors import DeepcopyError, LifecycleError
-from polyshard.module.access import units_of
 from polyshard.module.communication import CommunicationSettings
-from polyshard.module.schedule import ScheduleSettings
+from polyshard.module.schedule import ScheduleSettings, units_of
 from polyshard.transport.mending import mend_groups
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from polyshard._torch.newer import forget_destroyed_groups
 from polyshard._torch.private import join_meshes
 from polyshard.errors import MeshError, UnnamedMeshError
 from polyshard.policies import DataParallelMeshDims
@@ -206,6 +207,7 @@ def _check_membership(mesh: DeviceMesh) -> None:
             f"the process group that {mesh} was built on is gone. Call "
             "torch.distributed.init_process_group() and build the mesh anew."
         )
+    forget_destroyed_groups()
     rank, world = dist.get_rank(), dist.get_world_size()
     highest = int(mesh.mesh.max())
     if highest >= world:
