@@ -3,7 +3,7 @@
 Usage: python tools/addresses.py [--check]     (--check: only say whether all are current)
 
 That place is `[tool.polyshard]` of the root pyproject.toml. Before the address of the repository is
-known, the only one that is true follows from the name: the page of a distribution on the index.
+known, distributions name none.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from workspace import CORE, Distribution, distributions
+from workspace import Distribution, distributions
 
 ROOT = Path(__file__).parents[1]
 TABLE = re.compile(r"^\[project\.urls\]\n(?:.+\n)*\n", re.MULTILINE)
@@ -28,27 +28,28 @@ def repository(root: Path) -> str:
 
 def urls(root: Path) -> dict[str, str]:
     """What every distribution says, the same for all."""
-    found = {"Homepage": f"https://pypi.org/project/{CORE}/"}
-    if home := repository(root):
-        found |= {
-            "Source": home,
-            "Documentation": f"{home}/blob/main/docs/index.md",
-            "Changelog": f"{home}/blob/main/CHANGELOG.md",
-            "Issues": f"{home}/issues",
-        }
-    return found
+    home = repository(root)
+    if not home:
+        return {}
+    return {
+        "Homepage": home,
+        "Documentation": f"{home}/blob/main/docs/index.md",
+        "Changelog": f"{home}/blob/main/CHANGELOG.md",
+        "Issues": f"{home}/issues",
+    }
 
 
 def with_urls(text: str, addresses: dict[str, str]) -> str:
     """``text`` of a pyproject.toml with the table of ``addresses``."""
     lines = "".join(f'{name} = "{address}"\n' for name, address in addresses.items())
-    return TABLE.sub("", text).replace(BEFORE, f"[project.urls]\n{lines}\n{BEFORE}", 1)
+    table = f"[project.urls]\n{lines}\n" if lines else ""
+    return TABLE.sub("", text).replace(BEFORE, table + BEFORE, 1)
 
 
 def outdated(root: Path) -> list[Distribution]:
     """The distributions that say something else."""
     wanted = urls(root)
-    return [dist for dist in distributions(root) if dist.project.get("urls") != wanted]
+    return [dist for dist in distributions(root) if dist.project.get("urls", {}) != wanted]
 
 
 def main(arguments: list[str]) -> int:

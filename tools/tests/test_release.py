@@ -110,6 +110,8 @@ def test_every_distribution_says_the_same_addresses(root: Path) -> None:
     change(root, "pyproject.toml", HOME, "https://example.org/moved")
     moved = addresses.with_urls(text, addresses.urls(root))
     assert moved == text.replace(HOME, "https://example.org/moved")
+    change(root, "pyproject.toml", "https://example.org/moved/", "")
+    assert addresses.with_urls(text, addresses.urls(root)) == PROJECT
     assert addresses.outdated(ROOT) == []
 
 

@@ -96,6 +96,8 @@ def test_a_search_as_json_is_documented() -> None:
     ("arguments", "expected"),
     [
         (["nothing.like.this"], "Did you mean nothing.like:this?"),
+        (["./nodir"], "there is no such directory. Give one that save_pretrained() wrote"),
+        ([str(Path(__file__).parent / "paeg")], "page? Give one that save_pretrained() wrote"),
         (["plan_model:uneven"], "Did you mean plan_models?"),
         (["plan_models:unevn"], "did you mean plan_models:uneven?"),
         (["plan_models:raising"], "RuntimeError: the factory's own trouble"),

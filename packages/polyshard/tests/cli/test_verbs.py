@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -70,4 +72,16 @@ def test_a_broken_verb_says_so_and_the_others_work(verb: str, reason: str) -> No
     assert code == 1
     assert reason in text
     assert run("greet")[0] == 0
-    assert "Cannot be loaded" in run("--help")[1]
+
+
+def test_help_lists_verbs_and_imports_none() -> None:
+    """Not torch either, which takes seconds."""
+    code, text = run("--help")
+    assert code == 0
+    assert all(name in text for name in ("doctor", "plugins", "greet", "several", "gone"))
+    script = "import sys; from polyshard.cli.main import main; main()"
+    ends = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {script}"
+    done = subprocess.run(
+        [sys.executable, "-c", ends, "--help"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.endswith("False\n")

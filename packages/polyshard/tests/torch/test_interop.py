@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,7 +22,7 @@ from toy_models import Model, assert_same_parameters, build, full, loss_of, shar
 from toy_refusals import raises_in_step
 
 from polyshard import fully_shard
-from polyshard.errors import LifecycleError
+from polyshard.errors import LifecycleError, ModuleError
 from polyshard.testing import ranks
 
 SMALL = {"width": 24, "hidden": 30, "layers": 2}
@@ -241,3 +242,22 @@ def test_meta_parameters_are_named_and_can_be_filled(rank: int, size: int) -> No
     model.load_state_dict(reference.state_dict())
     batches = [tokens_for(s, rank) for s in range(2)]
     assert train(model, batches).losses == train(reference, batches).losses
+
+
+@ranks(2)
+def test_functional_call_with_full_parameters_is_refused(rank: int, size: int) -> None:
+    model: Any = shard(build(**SMALL), fully_shard)
+    whole = {name: full(value) for name, value in model.named_parameters()}
+    arguments = (model, whole, (tokens_for(0, rank),))
+    with raises_in_step(ModuleError, "not a DTensor.*Load sharded values"):
+        torch.func.functional_call(*arguments)
+    loss_of(model, tokens_for(0, rank)).backward()
+
+
+@ranks(2)
+def test_torchs_memory_tracker_is_refused(rank: int, size: int) -> None:
+    """It patches torch's own engine; torch.cuda.memory works with any."""
+    model: Any = shard(build(**SMALL), fully_shard)
+    tracker = FSDPMemTracker(model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(AttributeError, match="sharded by polyshard, not by torch"), tracker:
+        model(tokens_for(0, rank))

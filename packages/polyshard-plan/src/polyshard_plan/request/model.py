@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +55,11 @@ def load_model(settings: Settings) -> Loaded:
         loaded = _transformers(name, settings)
     elif ":" in name:
         loaded = Loaded(name, lambda: _called(name), _tokens, LONGEST)
+    elif "/" in name or name.startswith("."):
+        raise PlanError(
+            f"MODEL {name!r}: there is no such directory.{_near(Path(name))} Give one that "
+            "save_pretrained() wrote; 'demo' always works"
+        )
     else:
         raise PlanError(
             f"MODEL {name!r} is neither a directory with a config.json, nor the name of a config "
@@ -133,6 +139,13 @@ def _masked(batch: int, sequence: int) -> dict[str, Tensor]:
     shape = (batch, 1, sequence, sequence)
     mask = torch.zeros(shape, dtype=torch.bool, device="meta")
     return {"input_ids": _tokens(batch, sequence), "attention_mask": mask}
+
+
+def _near(path: Path) -> str:
+    """The directory beside it with the nearest name, if any is near."""
+    beside = {p.name: p for p in path.parent.glob("*") if p.is_dir()}
+    close = difflib.get_close_matches(path.name, beside, n=1)
+    return f" Did you mean {beside[close[0]]}?" if close else ""
 
 
 def _hint(name: str) -> str:

@@ -18,19 +18,15 @@ def app() -> typer.Typer:
     """The command with all its verbs: core's own, and those of installed distributions."""
     import typer
 
-    from polyshard.cli import plugins
-    from polyshard.cli.doctor import doctor
-    from polyshard.cli.verbs import add_verbs
+    from polyshard.cli.verbs import Verbs
 
     commands = typer.Typer(
+        cls=Verbs,
         help="Composable fully-sharded training for PyTorch.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    commands.add_typer(plugins.app(), name="plugins")
-    commands.command()(doctor)
-    add_verbs(commands)
     commands.callback()(_keep_subcommands)
     return commands
 

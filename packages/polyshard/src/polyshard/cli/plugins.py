@@ -125,43 +125,41 @@ def reports() -> list[Report]:
     return [examine(loaded, everyone) for loaded in everyone]
 
 
-def app() -> typer.Typer:
-    """The subcommands of ``polyshard plugins``."""
-    commands = typer.Typer(help="Installed plugins.", no_args_is_help=True)
-
-    @commands.command("list")
-    def show(
-        *, as_json: bool = typer.Option(False, "--json", help="For programs: one JSON list.")
-    ) -> None:
-        """List installed plugins. Being listed activates nothing."""
-        found = reports()
-        if as_json:
-            typer.echo(json.dumps([asdict(r) for r in found], indent=2))
-            return
-        if not found:
-            typer.echo("no plugins are installed (entry points 'polyshard.plugins')")
-        for report in found:
-            state = "has problems, see doctor" if report.problems else ", ".join(report.hooks)
-            typer.echo(f"{report.name}  {report.distribution}  {state}")
-
-    @commands.command("doctor")
-    def doctor() -> None:
-        """Check every installed plugin; exit with 1 if anything is wrong."""
-        found = reports()
-        for report in found:
-            for problem in report.problems:
-                typer.echo(f"✘ {report.name} ({report.distribution}): {problem}")
-            if not report.problems:
-                typer.echo(f"✔ {report.name} ({report.distribution})")
-        api = ".".join(map(str, HOOK_API))
-        typer.echo(f"polyshard {__version__}, hook API {api}, torch {_torch_version()}")
-        if any(report.problems for report in found):
-            raise typer.Exit(1)
-
-    commands.command("new")(new)
-    return commands
+app = typer.Typer(help="Installed plugins.", no_args_is_help=True)
 
 
+@app.command("list")
+def show(
+    *, as_json: bool = typer.Option(False, "--json", help="For programs: one JSON list.")
+) -> None:
+    """List installed plugins. Being listed activates nothing."""
+    found = reports()
+    if as_json:
+        typer.echo(json.dumps([asdict(r) for r in found], indent=2))
+        return
+    if not found:
+        typer.echo("no plugins are installed (entry points 'polyshard.plugins')")
+    for report in found:
+        state = "has problems, see doctor" if report.problems else ", ".join(report.hooks)
+        typer.echo(f"{report.name}  {report.distribution}  {state}")
+
+
+@app.command("doctor")
+def doctor() -> None:
+    """Check every installed plugin; exit with 1 if anything is wrong."""
+    found = reports()
+    for report in found:
+        for problem in report.problems:
+            typer.echo(f"✘ {report.name} ({report.distribution}): {problem}")
+        if not report.problems:
+            typer.echo(f"✔ {report.name} ({report.distribution})")
+    api = ".".join(map(str, HOOK_API))
+    typer.echo(f"polyshard {__version__}, hook API {api}, torch {_torch_version()}")
+    if any(report.problems for report in found):
+        raise typer.Exit(1)
+
+
+@app.command()
 def new(
     name: Annotated[
         str | None, typer.Argument(help="What users pass to plugins=[...], in snake case.")
