@@ -14,13 +14,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import tarfile
 import tempfile
 import tomllib
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
+from zipfile import ZipFile
 
 import griffe
 from griffe import BreakageKind
@@ -72,11 +72,11 @@ class Api:
     def at(cls, root: Path, revision: str) -> Api:
         """Read the files that a tag or a commit holds."""
         archive = subprocess.run(
-            ["git", "archive", revision], cwd=root, capture_output=True, check=True
+            ["git", "archive", "--format=zip", revision], cwd=root, capture_output=True, check=True
         ).stdout
         with tempfile.TemporaryDirectory() as folder:
-            with tarfile.open(fileobj=BytesIO(archive)) as files:
-                files.extractall(folder, filter="data")
+            with ZipFile(BytesIO(archive)) as files:
+                files.extractall(folder)
             return cls.of(Path(folder))
 
 
