@@ -18,7 +18,7 @@ settings.load_profile("shared-cores")
 # Each distribution's helpers, under names of their own; ranks take this path along.
 sys.path[:0] = map(str, sorted(Path(__file__).parent.glob("p*/*/tests/helpers")))
 
-pytest_plugins = ["polyshard.testing.fixtures", "pytester", "headless"]
+pytest_plugins = ["polyshard_testing.fixtures", "pytester", "headless"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

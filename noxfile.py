@@ -41,7 +41,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 WORKERS = int(os.environ.get("POLYSHARD_WORKERS", "3"))
 
 # What of a package is installed beyond what it needs itself.
-WITH_EXTRAS = {"polyshard": "new,testing", "polyshard-plan": "html"}
+WITH_EXTRAS = {"polyshard-cli": "new", "polyshard-plan": "html"}
 
 
 # [Note: one environment with torch]
@@ -164,8 +164,8 @@ def use_dist(session: nox.Session, dist: Path) -> None:
         session.run(sys.executable, "-m", "virtualenv", "--quiet", "env", external=True)
         python = str(Path(empty, "env/bin/python"))
         pip = (python, "-m", "pip")
-        wheels = [str(wheel) for wheel in sorted(dist.glob("polyshard_*.whl"))]
-        wheels += [f"{wheel}[new]" for wheel in dist.glob("polyshard-*.whl")]
+        wheels = [str(wheel) for wheel in sorted(dist.glob("*.whl"))]
+        wheels = [w + "[new]" if "polyshard_cli-" in w else w for w in wheels]
         session.run(*pip, "install", TORCH, *wheels, *mypy, external=True, silent=True)
         session.run(*pip, "check", external=True)
         session.run(python, "-I", str(ROOT / "tools/smoke.py"), external=True, env=ONE_THREAD)
@@ -228,7 +228,7 @@ def template(session: nox.Session) -> None:
         # One of each seam, under another name: imported from where it was rendered.
         sources = os.pathsep.join(map(str, sorted(Path(folder).glob("seams/*/src"))))
         with session.chdir(f"{folder}/seams"):
-            kit = ("-p", "polyshard.testing.fixtures", "--import-mode=importlib")
+            kit = ("-p", "polyshard_testing.fixtures", "--import-mode=importlib")
             env = {**ONE_THREAD, "PYTHONPATH": sources}
             session.run(python, "-m", "pytest", *kit, "--rootdir=.", external=True, env=env)
 
@@ -365,7 +365,7 @@ TUNING = [f"--editable=plugins/polyshard-{name}" for name in TUNED_WITH]
 def clients(session: nox.Session) -> None:
     """Run other libraries' training loops, and tune their models; they take about 1 GB."""
     groups = nox.project.dependency_groups(PYPROJECT, "test", "type", "clients")
-    ours = ("packages/polyshard[testing]", "packages/polyshard-plan", "packages/polyshard-demo")
+    ours = [f"packages/polyshard{name}" for name in ("", "-cli", "-testing", "-plan", "-demo")]
     wanted = [f"--editable={path}" for path in (*ours, *INTEGRATIONS)]
     session.install(TORCH, *wanted, *TUNING, *groups)
     for path in INTEGRATIONS:
@@ -380,7 +380,8 @@ def clients(session: nox.Session) -> None:
 def launch(session: nox.Session) -> None:
     """Run one training under every launcher that is here, as root on hosts made of namespaces."""
     groups = nox.project.dependency_groups(PYPROJECT, "test", "type", "launch")
-    session.install(TORCH, "--editable=packages/polyshard[testing]", *groups)
+    ours = ("--editable=packages/polyshard", "--editable=packages/polyshard-testing")
+    session.install(TORCH, *ours, *groups)
     folder = "examples/launch"
     for files in (Path(folder).glob("*.py"), Path(folder, "tests").rglob("*.py")):
         session.run("mypy", "--ignore-missing-imports", *map(str, files))

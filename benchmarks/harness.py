@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from benchmarks.result import save
-from polyshard.testing.world import World
 from polyshard_compare.turns import in_turns, median_of, paired
 from polyshard_demo.model import LanguageModel, ModelSettings
+from polyshard_testing.world import World
 
 __all__ = ["in_turns", "median_of", "paired"]
 

@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.scenarios import LIBRARIES, SCENARIOS
-from polyshard.testing import RankError
-from polyshard.testing.streams.mutants import Mutant, mutants
 from polyshard_sim.testing import MODES, Ranks
+from polyshard_testing import RankError
+from polyshard_testing.streams.mutants import Mutant, mutants
 
 RESULTS = Path(__file__).parent / "results" / "simulated" / "mutants.json"
 HANG_SECONDS = 10.0

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.harness import show, table
 from benchmarks.result import save
-from polyshard.testing import World
+from polyshard_testing import World
 
 BLOCKS, WIDTH, HIDDEN, TOKENS, STEPS = 6, 512, 2048, 32, 3
 ENGINES = ("polyshard", "FSDP2")

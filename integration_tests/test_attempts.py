@@ -10,7 +10,7 @@ from test_composition import is_chosen
 import polyshard
 from composition_table import CELLS, Cell
 from polyshard.errors import AttemptError
-from polyshard.testing import World
+from polyshard_testing import World
 
 STEPS = 2
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from training import EVALUATION, Outcome
 
 from composition_table import CELLS, NEUTRAL, PLUGINS, REFUSALS, Agreement, Cell, Refusal, stack_id
-from polyshard.testing import World
+from polyshard_testing import World
 
 APART = set(NEUTRAL)
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from polyshard import fully_shard
-from polyshard.testing import ranks
 from polyshard_demo.model import LanguageModel, ModelSettings
+from polyshard_testing import ranks
 
 pytest.importorskip("polyshard_matrix")
 pytest.importorskip("polyshard_quantized")

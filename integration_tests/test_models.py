@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyshard.testing import World
+from polyshard_testing import World
 
 STACK = ("quantized", "tensor_parallel")
 STEPS = 3

@@ -14,8 +14,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from polyshard.checkpoint import Checkpoints, TrainingState
-from polyshard.testing import World
 from polyshard_demo.model import LanguageModel, ModelSettings
+from polyshard_testing import World
 
 pytest.importorskip("polyshard_matrix")
 pytest.importorskip("polyshard_reproducible")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from simulated import CASES, OTHERS, compare
 
-from polyshard.testing import World
+from polyshard_testing import World
 
 NEEDS = {
     "int8": "polyshard_quantized",

@@ -16,7 +16,10 @@ ROOT = Path(__file__).parents[1]
 NIGHTLY = {
     "site": ("docs/", "tools/build_site.py"),
     "pages": ("docs/_", "packages/polyshard-plan/src/polyshard_plan/page/", "tools/headless"),
-    "template": ("packages/polyshard/src/polyshard/cli/template/", "examples/third-party-plugin/"),
+    "template": (
+        "packages/polyshard-cli/src/polyshard_cli/template/",
+        "examples/third-party-plugin/",
+    ),
     "gallery": ("examples/plugins/", "docs/gallery/"),
 }
 

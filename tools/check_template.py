@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TEMPLATE = ROOT / "packages" / "polyshard" / "src" / "polyshard" / "cli" / "template"
+TEMPLATE = ROOT / "packages" / "polyshard-cli" / "src" / "polyshard_cli" / "template"
 EXAMPLE = ROOT / "examples" / "third-party-plugin"
 ODD_NAME = "quokka_7"
 LEFTOVER = re.compile(

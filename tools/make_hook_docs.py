@@ -77,7 +77,7 @@ the number of ranks on the shard axis; a *chunk* is one rank's part of a paramet
 size on all ranks. `layout.parameters` are in the order of `group.parameters`, each with `name`,
 `shape`, `dim`, `chunk_numel` (elements of a chunk), `shard_offset` (its first element in the shard)
 and `local_shape(rank)`. Offsets are aligned: chunks do not touch. In the unit tests of
-`polyshard.testing` there are no processes, and `mesh` is `None`.
+`polyshard_testing` there are no processes, and `mesh` is `None`.
 
 Those that plugins write are base classes: inherit, write what has no default, and override of the
 rest what you need. They are importable from `polyshard`, those about transports from

@@ -35,7 +35,7 @@ SUBSETS |= {stack_of((name,)): [name] for name in PLUGINS if name in NEUTRAL}
 SUBSETS["all"] = PLUGINS
 
 # Of the tests of core and of a plugin, those to which it matters what else is installed.
-ROOMS = ("cli", "composition", "plugins")
+ROOMS = ("composition", "plugins")
 CONFORMANCE = ("test_plugin.py", "test_conformance.py")
 # Of the combinations, what has cells of its own for each subset.
 CELLS = ("test_composition.py", "test_attempts.py", "test_faults.py", "test_models.py")
@@ -50,6 +50,7 @@ def alone(plugins: list[str], whole: bool = False) -> list[str]:
     if not plugins:
         core = ROOT / "packages" / "polyshard" / "tests"
         files = [*map(core.joinpath, ROOMS), *sorted(core.glob("test_*.py"))]
+        files.append(ROOT / "packages" / "polyshard-cli" / "tests")
         paths += [f"packages/{name}/tests" for name in PACKAGES] if whole else _relative(files)
     for name in plugins if len(plugins) == 1 else []:
         tests = ROOT / "plugins" / name / "tests"

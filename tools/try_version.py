@@ -78,7 +78,7 @@ def conformance_files(plugins: list[str]) -> list[str]:
     ``test_plugin.py`` run, or where there is none all of its tests.
     """
     if not plugins:
-        return ["packages/polyshard/tests/testing/test_conformance.py"]
+        return ["packages/polyshard-testing/tests/test_conformance.py"]
     found = []
     for plugin in plugins:
         files = sorted((ROOT / "plugins" / plugin / "tests").rglob("test_*.py"))
@@ -151,8 +151,9 @@ def try_everything(options: argparse.Namespace) -> Iterator[Record]:
         "commit": subprocess.check_output(commit, cwd=ROOT, text=True).strip(),
     }
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["dependency-groups"]
-    core = f"{wheel('polyshard', options.dist)}[cli,new,testing]"
-    needs = (f"torch=={options.torch}", core, *groups["test"], *groups["type"])
+    command = f"{wheel('polyshard-cli', options.dist)}[new]"
+    core = (wheel("polyshard", options.dist), wheel("polyshard-testing", options.dist), command)
+    needs = (f"torch=={options.torch}", *core, *groups["test"], *groups["type"])
     said = run("-m", "pip", "install", *needs)
     if not is_fine(said):
         yield record | {"install": said}

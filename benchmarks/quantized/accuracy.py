@@ -25,7 +25,7 @@ ROWS = ("", "int8,native", "int8", "e4m3", "native,int4", "int8,int4", "int4,nat
 def held_out(quantize: str, seed: int, options: argparse.Namespace) -> float:
     """Train once; the held-out loss at the end, in nats per byte."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", "from polyshard.cli.main import main; main()", "train"]
+        command = [sys.executable, "-c", "from polyshard_cli.main import main; main()", "train"]
         command += ["--out", folder, "--batch", "8", "--sequence", "64", "--lr", str(options.lr)]
         command += ["--preset", options.preset, "--steps", str(options.steps)]
         command += ["--seed", str(seed), "--eval-every", "0", "--checkpoint-every", "0"]

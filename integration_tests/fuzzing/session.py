@@ -12,8 +12,8 @@ from fuzzing.case import Case
 from fuzzing.known import known
 from fuzzing.refusals import is_expected
 from fuzzing.run import Outcome
-from polyshard.testing import World
-from polyshard.testing.world import RankError
+from polyshard_testing import World
+from polyshard_testing.world import RankError
 
 RANKS = 4
 SECONDS = 20.0

@@ -25,7 +25,7 @@ from benchmarks.step.case import Case
 from benchmarks.step.rows import FLOOR, MAIN_ROWS, MEMORY, ROWS, STEADY_ROW, STEP, Bar, Row, row
 from benchmarks.step.spans import Span, parts_by_group
 from benchmarks.step.time import ratios_of
-from polyshard.testing import RankError
+from polyshard_testing import RankError
 
 ROOT = Path(__file__).parents[2]
 ABOUT = About("a machine", {"torch": "2"}, "abc", "nox -s bench", "2026-01-01")

@@ -1,4 +1,4 @@
-"""Core's wheel, built as a release builds it, and used from where it was unpacked."""
+"""The command's wheel, built as a release builds it, and used from where it was unpacked."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("hatchling")
 ROOT = Path(__file__).parents[2]
-CORE = ROOT / "packages" / "polyshard"
-TEMPLATE = Path("polyshard", "cli", "template")
+COMMAND = ROOT / "packages" / "polyshard-cli"
+TEMPLATE = Path("polyshard_cli", "template")
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder to import from that holds the wheel's files and nothing of the checkout."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(command, cwd=CORE, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, cwd=COMMAND, check=True, capture_output=True, timeout=120)
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "site")
@@ -29,7 +29,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_template_travels_whole(site: Path) -> None:
     """Hatch leaves out what git ignores, so a pattern there could empty it."""
-    checkout = CORE / "src" / TEMPLATE
+    checkout = COMMAND / "src" / TEMPLATE
     kept = {path.relative_to(checkout): path for path in checkout.rglob("*") if path.is_file()}
     assert len(kept) > 20
     for relative, path in kept.items():

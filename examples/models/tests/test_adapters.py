@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from polyshard import describe
-from polyshard.testing import World
+from polyshard_testing import World
 
 peft: Any = pytest.importorskip("peft")
 adapters: Any = importlib.import_module("adapters")  # which imports peft

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from polyshard.testing import RankError, World
+from polyshard_testing import RankError, World
 
 STEPS = 5
 Whole = dict[str, Tensor]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from polyshard.testing import World
+from polyshard_testing import World
 
 STEPS = 3
 SMALL = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4}

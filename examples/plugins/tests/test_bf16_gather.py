@@ -8,8 +8,8 @@ from gallery_training import whole as full
 from torch import nn
 
 from polyshard import FSDPModule, MixedPrecisionPolicy, describe, fully_shard, stats
-from polyshard.testing import PluginConformance, ranks
 from polyshard_gallery.bf16_gather import Bf16Gather
+from polyshard_testing import PluginConformance, ranks
 
 
 class TestConformance(PluginConformance):

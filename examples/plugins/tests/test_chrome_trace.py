@@ -9,8 +9,8 @@ import pytest
 from torch import nn, ones
 
 from polyshard import fully_shard, stats
-from polyshard.testing import PluginConformance, ranks
 from polyshard_gallery.chrome_trace import ChromeTrace
+from polyshard_testing import PluginConformance, ranks
 
 
 def tracing() -> ChromeTrace:

@@ -8,8 +8,8 @@ from gallery_training import Reductions, mean_gradient, train, whole
 from torch import nn
 
 from polyshard import describe, fully_shard
-from polyshard.testing import PluginConformance, ranks
 from polyshard_gallery.low_rank import LowRankGradients
+from polyshard_testing import PluginConformance, ranks
 
 
 def wide() -> LowRankGradients:

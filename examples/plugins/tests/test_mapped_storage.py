@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from polyshard import fully_shard
-from polyshard.testing import PluginConformance, ranks
 from polyshard_gallery.mapped_storage import MappedStorage
+from polyshard_testing import PluginConformance, ranks
 
 
 class TestConformance(PluginConformance):

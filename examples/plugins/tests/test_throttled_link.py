@@ -7,8 +7,8 @@ import pytest
 from torch import nn, ones
 
 from polyshard import describe, fully_shard, stats
-from polyshard.testing import PluginConformance, ranks
 from polyshard_gallery.throttled_link import ThrottledLink
+from polyshard_testing import PluginConformance, ranks
 
 
 class TestConformance(PluginConformance):

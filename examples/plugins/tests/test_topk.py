@@ -8,8 +8,8 @@ from gallery_training import Reductions, mean_gradient, train, whole
 from torch import Tensor, nn
 
 from polyshard import fully_shard
-from polyshard.testing import PluginConformance, ranks
 from polyshard_gallery.topk import TopKGradients
+from polyshard_testing import PluginConformance, ranks
 
 
 def everything() -> TopKGradients:

@@ -4,7 +4,7 @@ import pytest
 from torch import nn, ones
 
 from polyshard import fully_shard, stats
-from polyshard.testing import PluginConformance, ranks
+from polyshard_testing import PluginConformance, ranks
 from polyshard_byte_counter import ByteCounter
 
 

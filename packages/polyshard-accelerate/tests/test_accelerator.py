@@ -34,8 +34,8 @@ from polyshard.errors import (
     SettingError,
     UnsupportedError,
 )
-from polyshard.testing import World, ranks
 from polyshard_accelerate import PolyshardAccelerator, Sharding
+from polyshard_testing import World, ranks
 
 
 def made(rank: int, size: int, sharding: Sharding | None = None, **given: Any) -> Any:

@@ -23,8 +23,8 @@ from transformers import (
 
 import polyshard
 from polyshard.errors import UnsupportedError
-from polyshard.testing import World, ranks
 from polyshard_accelerate import PolyshardTrainer, Sharding
+from polyshard_testing import World, ranks
 
 STEPS = 4
 ROWS = 2  # of a batch, on each rank

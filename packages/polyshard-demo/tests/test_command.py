@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from polyshard.cli import main as cli
+from polyshard_cli import main as cli
 from polyshard_demo.settings import Settings
 
 

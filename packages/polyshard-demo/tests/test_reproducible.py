@@ -14,8 +14,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from polyshard.cli import main as cli
 from polyshard.errors import SettingError
+from polyshard_cli import main as cli
 from polyshard_demo import plugins
 from polyshard_demo.errors import DemoError
 from polyshard_demo.launch import run_local_ranks

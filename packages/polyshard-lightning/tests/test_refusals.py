@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 
 import polyshard
 from polyshard.errors import MeshError, ModuleError, SettingError, UnsupportedError
-from polyshard.testing import ranks
 from polyshard_lightning import PolyshardStrategy
 from polyshard_lightning.precision import clipping
+from polyshard_testing import ranks
 
 
 class TorchSharded(Odd):

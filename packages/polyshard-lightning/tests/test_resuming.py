@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_runs import Odd, alone, assert_equal, batch, batches, trainer, whole
 
 from polyshard.errors import CheckpointError, UnsupportedError
-from polyshard.testing import World, ranks
 from polyshard_lightning import PolyshardStrategy
+from polyshard_testing import World, ranks
 
 
 class ByStep(Odd):

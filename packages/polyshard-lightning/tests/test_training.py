@@ -13,8 +13,8 @@ from lightning_runs import Odd, alone, assert_equal, batch, batches, trainer, wh
 from torch.distributed.tensor import DTensor
 
 import polyshard
-from polyshard.testing import ranks
 from polyshard_lightning import PolyshardStrategy
+from polyshard_testing import ranks
 
 
 @ranks(2, 3)

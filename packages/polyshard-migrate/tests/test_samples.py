@@ -10,8 +10,8 @@ import torch
 from migrate_runs import migrated
 from torch import nn
 
-from polyshard.testing import World
 from polyshard_migrate import migrate_files
+from polyshard_testing import World
 
 SAMPLES = Path(__file__).parent / "samples"
 SCRIPTS = sorted(path.stem for path in SAMPLES.glob("*_script.py"))

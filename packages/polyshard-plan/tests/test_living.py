@@ -8,10 +8,10 @@ from importlib.util import find_spec
 import pytest
 from plan_runs import described, of_the_default_mesh, refusal, settings_of
 
-from polyshard.testing.world import World
 from polyshard_plan import Document, draft, parse_mesh
 from polyshard_plan.estimate.memory import Phase
 from polyshard_plan.estimate.traffic import Transfer
+from polyshard_testing.world import World
 
 
 def resting(document: Document) -> Phase:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from trace_runs import events_of, spans, traced
 
-from polyshard.testing import World
+from polyshard_testing import World
 from polyshard_trace import merge, summarize
 
 AHEAD_NS = (0, 5_000_000_000_123, -700_000_000)

@@ -26,7 +26,7 @@ from polyshard.errors import (
     SettingError,
     UnsupportedError,
 )
-from polyshard.testing import World, ranks
+from polyshard_testing import World, ranks
 
 
 @ranks(2)

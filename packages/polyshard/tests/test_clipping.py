@@ -19,7 +19,7 @@ from toy_models import build, full, loss_of, shard, tokens_for
 
 from polyshard import ShardPlacement, clip_grad_norm_, fully_shard, grad_norm
 from polyshard.errors import NonFiniteError, SettingError
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 MESHES = {"fsdp": (4,), "hsdp": (2, 2), "replicas": (4, 1), "shards": (1, 4)}
 

@@ -12,7 +12,7 @@ from toy_models import full
 from typing_extensions import override
 
 from polyshard import MixedPrecisionPolicy, fully_shard
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 POLICIES = {
     "none": MixedPrecisionPolicy(),

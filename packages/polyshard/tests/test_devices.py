@@ -11,7 +11,7 @@ from toy_models import build, full, loss_of, shard, tokens_for
 
 import polyshard
 from polyshard import fully_shard
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 ROOT = Path(__file__).parents[3]
 FACTORIES = {

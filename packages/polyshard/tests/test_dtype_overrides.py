@@ -15,7 +15,7 @@ from toy_refusals import refused
 
 from polyshard import MixedPrecisionPolicy, describe, fully_shard
 from polyshard.errors import PlanMismatchError, SettingError
-from polyshard.testing import World, ranks
+from polyshard_testing import World, ranks
 
 BF16 = torch.bfloat16
 Override = Callable[[nn.Parameter], Any]

@@ -19,7 +19,7 @@ from polyshard import Contract, Plugin, fully_shard, hookimpl
 from polyshard.composition.stack import build_stack
 from polyshard.errors import ConflictError
 from polyshard.fsdp1 import as_fsdp_extensions, from_fsdp_extensions, set_extensions, wrapping_with
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 
 class Transposed(FSDPExtensions):

@@ -19,7 +19,7 @@ from polyshard.errors import SettingError, UnsupportedError
 from polyshard.plugins.builtin import DeviceStorage
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 TORCH_FOLLOWS = release() >= (2, 15)

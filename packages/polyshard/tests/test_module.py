@@ -15,7 +15,7 @@ from toy_models import assert_same_parameters, build, full, loss_of, shard, toke
 import polyshard
 from polyshard import fully_shard
 from polyshard.errors import IneffectiveSettingWarning, LifecycleError
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 
 @ranks(2)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from toy_models import assert_same_parameters, build, full, loss_of, shard, tokens_for, train
 
 from polyshard import MixedPrecisionPolicy, describe, fully_shard
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 BF16 = torch.bfloat16
 POLICIES = {

@@ -14,7 +14,7 @@ import polyshard
 from polyshard import SameValues, describe, fully_shard
 from polyshard.errors import PlanMismatchError
 from polyshard.same_values import digest_of
-from polyshard.testing import World, ranks
+from polyshard_testing import World, ranks
 
 SMALL = {"width": 8, "hidden": 10, "layers": 2}
 

@@ -24,7 +24,7 @@ from polyshard import MixedPrecisionPolicy, Plugin, describe, fully_shard, hooki
 from polyshard.composition.manager import Manager
 from polyshard.errors import ConflictError, PlanMismatchError, PluginError
 from polyshard.seams import ParamInfo
-from polyshard.testing import World, ranks
+from polyshard_testing import World, ranks
 
 
 def batches(rank: int) -> list[torch.Tensor]:

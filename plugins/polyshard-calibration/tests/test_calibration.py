@@ -20,13 +20,13 @@ from polyshard.group.transfers import readable, ways_of
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import ParameterShape, plan_layout
 from polyshard.sharding.mesh import MeshRoles
-from polyshard.testing import World, ranks
 from polyshard.transport import Transport
 from polyshard.transport.collective import CollectiveTransport
 from polyshard.transport.gloo import GlooTransport
 from polyshard_calibration import Calibration
 from polyshard_calibration.plugin import apply
 from polyshard_calibration.threshold import BreakEven, Timing
+from polyshard_testing import World, ranks
 
 KIB = 1 << 10
 SMALL = {"width": 24, "hidden": 30, "layers": 2}

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from polyshard.checkpoint import Checkpoints, TrainingState
-from polyshard.testing import World, ranks
+from polyshard_testing import World, ranks
 
 PLUGINS = {"muon": (muon, torch.optim.Muon), "shampoo": (shampoo, Shampoo)}
 

@@ -18,9 +18,9 @@ import polyshard
 from polyshard.checkpoint import Checkpoints, TrainingState
 from polyshard.errors import IneffectiveSettingWarning, UnsupportedError
 from polyshard.seams import GradientLanding, GroupInfo
-from polyshard.testing import World, ranks
 from polyshard_matrix import MatrixOptimizer
 from polyshard_matrix.parts import Parts
+from polyshard_testing import World, ranks
 
 pytest.importorskip("polyshard_tensor_parallel", reason="needs polyshard-tensor-parallel")
 from divided_models import Divided, DividedRun, heads, reference

@@ -19,10 +19,10 @@ import polyshard
 from polyshard import fully_shard
 from polyshard.errors import PluginError, UnsupportedError
 from polyshard.seams import BoundReduceCodec, GroupInfo, ReduceCodec
-from polyshard.testing import PluginConformance, ranks
-from polyshard.testing.runs import Factory
 from polyshard_matrix import MatrixError, MatrixOptimizer, hidden_matrices
 from polyshard_matrix.choosing import Balance, Cut
+from polyshard_testing import PluginConformance, ranks
+from polyshard_testing.runs import Factory
 
 
 def nothing(name: str, shape: tuple[int, ...]) -> bool:

@@ -19,9 +19,9 @@ from polyshard import clip_grad_norm_, fully_shard
 from polyshard.errors import AttemptError, NonFiniteError, SkippedStepWarning, UnsupportedError
 from polyshard.guards import NonFinite
 from polyshard.seams import local_of
-from polyshard.testing import ranks
-from polyshard.testing.streams import recorded
 from polyshard_matrix import MatrixError
+from polyshard_testing import ranks
+from polyshard_testing.streams import recorded
 
 SLOW = {"lr": 0.002}
 """Where sums in another order differ in their last bits, which bf16 makes more of, by the rate."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from polyshard.testing import World
+from polyshard_testing import World
 
 
 class SpareWorld(World):

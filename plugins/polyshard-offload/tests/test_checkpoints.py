@@ -17,8 +17,8 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from toy_models import loss_of
 
-from polyshard.testing import World, ranks
-from polyshard.testing.world import RankError
+from polyshard_testing import World, ranks
+from polyshard_testing.world import RankError
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("polyshard_demo")
-from polyshard.cli.main import app
+from polyshard_cli.main import app
 
 OPTIONS = ["train", "--preset", "tiny", "--ranks", "2", "--no-page"]
 

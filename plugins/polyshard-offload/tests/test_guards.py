@@ -11,8 +11,8 @@ from toy_models import loss_of
 
 from polyshard.errors import CorruptionError, SkippedStepWarning, UnsupportedError
 from polyshard.guards import Corruption, NonFinite
-from polyshard.testing import ranks
 from polyshard_offload import Offload
+from polyshard_testing import ranks
 
 RECIPE = Recipe(steps=4, clip=0.1)
 

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from polyshard import fully_shard
-from polyshard.testing import World
 from polyshard_demo.model import (
     VOCABULARY,
     Block,
@@ -31,6 +30,7 @@ from polyshard_demo.model import (
     Projection,
 )
 from polyshard_offload import DiskSettings, Offload
+from polyshard_testing import World
 
 MIB = 1 << 20
 STEPS = 3

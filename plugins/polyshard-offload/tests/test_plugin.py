@@ -18,8 +18,8 @@ from toy_models import loss_of
 
 from polyshard import CPUOffloadPolicy, describe, fully_shard
 from polyshard.errors import IneffectiveSettingWarning, PluginError, SettingError
-from polyshard.testing import PluginConformance, World, ranks
 from polyshard_offload import DiskSettings, Offload, cpu_offload
+from polyshard_testing import PluginConformance, World, ranks
 
 
 class TestHost(PluginConformance):

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from polyshard import fully_shard
-from polyshard.testing import World
 from polyshard_offload import DiskSettings, Memory, Offload
+from polyshard_testing import World
 
 MIB = 1 << 20
 

@@ -12,8 +12,8 @@ from offload_toys import SMALL, TIERS, Recipe, same_as_without, values, wrapped
 from torch import Tensor, nn
 
 from polyshard import fully_shard
-from polyshard.testing import World
 from polyshard_offload import DiskSettings, Offload
+from polyshard_testing import World
 
 
 def make(tiers: tuple[str, str, str], path: str, **settings: object) -> Offload:

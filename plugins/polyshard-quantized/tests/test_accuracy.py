@@ -11,8 +11,8 @@ import torch
 from quantized_models import VOCABULARY, build, shard
 from torch import Tensor
 
-from polyshard.testing import World
 from polyshard_quantized import Int8Block, QuantizedComm
+from polyshard_testing import World
 
 STEPS, SEEDS = 60, 3
 

@@ -13,8 +13,8 @@ from toy_attempts import failure, raising
 from toy_models import loss_of
 
 import polyshard
-from polyshard.testing import ranks
 from polyshard_quantized import ErrorFeedback, Exclusions, Int4Block, QuantizedComm
+from polyshard_testing import ranks
 
 
 @ranks(2)

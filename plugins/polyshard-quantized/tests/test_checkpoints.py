@@ -13,8 +13,8 @@ from toy_models import loss_of
 
 from polyshard import describe, load_plugin_state_dict, plugin_state_dict
 from polyshard.errors import SettingError
-from polyshard.testing import World, ranks
 from polyshard_quantized import ErrorFeedback, Int4Block, QuantizedComm
+from polyshard_testing import World, ranks
 
 
 def _compensated() -> tuple[QuantizedComm, Any]:

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from toy_models import loss_of
 
 from polyshard import MixedPrecisionPolicy, describe, fully_shard, stats
-from polyshard.testing import World, ranks
 from polyshard_quantized import Int8Block, QuantizedComm, round_trip
+from polyshard_testing import World, ranks
 
 
 def in_blocks(rank: int, size: int, block_size: int) -> None:

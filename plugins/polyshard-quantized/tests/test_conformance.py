@@ -6,8 +6,6 @@ from functools import partial
 
 import pytest
 
-from polyshard.testing import PluginConformance
-from polyshard.testing.runs import Factory
 from polyshard_quantized import (
     ErrorFeedback,
     Exclusions,
@@ -16,6 +14,8 @@ from polyshard_quantized import (
     Int8Block,
     QuantizedComm,
 )
+from polyshard_testing import PluginConformance
+from polyshard_testing.runs import Factory
 
 EVERYTHING = Exclusions(min_ndim=0, min_numel=0)
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from polyshard import fully_shard
 from polyshard.errors import SettingError
-from polyshard.testing import ranks
 from polyshard_quantized import ErrorFeedback, Exclusions, Int4Block, QuantizedComm
+from polyshard_testing import ranks
 
 
 class Branches(nn.Module):

@@ -15,8 +15,6 @@ from typing_extensions import override
 
 from polyshard import describe, stats
 from polyshard.errors import SettingError
-from polyshard.testing import PluginConformance, World
-from polyshard.testing.runs import Factory
 from polyshard_quantized import (
     BlockFormat,
     Exclusions,
@@ -28,6 +26,8 @@ from polyshard_quantized import (
 from polyshard_quantized.formats import registry
 from polyshard_quantized.formats.base import Coder
 from polyshard_quantized.workspace import Workspace
+from polyshard_testing import PluginConformance, World
+from polyshard_testing.runs import Factory
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from toy_models import loss_of
 
 from polyshard import describe, stats
-from polyshard.testing import World, ranks
 from polyshard_quantized import ErrorFeedback, Float8Block, Int4Block, Int8Block, QuantizedComm
+from polyshard_testing import World, ranks
 
 pytest.importorskip("polyshard_offload", reason="needs polyshard-offload")
 from polyshard_offload import DiskSettings, Offload

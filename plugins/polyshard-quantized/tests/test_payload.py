@@ -11,8 +11,8 @@ from quantized_models import build, shard, tokens_for
 from torch import nn
 from toy_models import loss_of
 
-from polyshard.testing import ranks
 from polyshard_quantized import Exclusions, Int8Block, QuantizedComm
+from polyshard_testing import ranks
 
 Parameters = list[nn.Parameter]
 """As an optimizer got them: a root that stays gathered shows others."""

@@ -14,8 +14,8 @@ from toy_models import loss_of
 from wire import counted
 
 from polyshard import describe, stats
-from polyshard.testing import ranks
 from polyshard_quantized import Exclusions, Int8Block, QuantizedComm, round_trip
+from polyshard_testing import ranks
 
 
 @ranks(2, 3)

@@ -16,9 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from wire import counted
 
 from polyshard import clip_grad_norm_, describe, fully_shard, stats
-from polyshard.testing import World, ranks
 from polyshard_demo.model import LanguageModel, ModelSettings
 from polyshard_quantized import Exclusions, Int4Block, Int8Block, QuantizedComm, round_trip
+from polyshard_testing import World, ranks
 
 pytest.importorskip("polyshard_tensor_parallel", reason="needs polyshard-tensor-parallel")
 from polyshard_tensor_parallel import Plan, TensorParallel, demo_plan

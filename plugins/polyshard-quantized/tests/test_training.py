@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 from toy_models import loss_of
 
 from polyshard import MixedPrecisionPolicy, Plugin, fully_shard, hookimpl
-from polyshard.testing import World, ranks
 from polyshard_quantized import (
     BlockFormat,
     Exclusions,
@@ -35,6 +34,7 @@ from polyshard_quantized import (
     QuantizedComm,
     round_trip,
 )
+from polyshard_testing import World, ranks
 
 FORMS: dict[str, BlockFormat] = {"int8": Int8Block(), "e4m3": Float8Block(), "int4": Int4Block()}
 

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from typer.testing import CliRunner
 
 import polyshard
-from polyshard.testing import World
 from polyshard_reproducible import Recorder, compare
 from polyshard_reproducible.command import bisect
 from polyshard_reproducible.picture import cells
 from polyshard_reproducible.records import PHASES
+from polyshard_testing import World
 
 SLOTS = 4
 STEPS = 19

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polyshard.testing import ranks
 from polyshard_reproducible.digests import MASK, digest
 from polyshard_reproducible.parts import Cut, Part, part_of
+from polyshard_testing import ranks
 
 DTYPES = [
     torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64, torch.int32,

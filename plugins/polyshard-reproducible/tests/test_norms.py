@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from polyshard._torch.private import strided_shard
 from polyshard.errors import NonFiniteError
 from polyshard.sharding.layout import chunk_bounds
-from polyshard.testing import World
 from polyshard_reproducible import ReproducibleError, clip_grad_norm_, grad_norm
+from polyshard_testing import World
 
 SHAPES = ((37, 20), (5,), (), (1, 6), (0, 4), (3, 3, 7), (2000,))
 

@@ -31,10 +31,10 @@ from polyshard.errors import ConflictError, PeerError
 from polyshard.plugins.contract import hookimpl
 from polyshard.seams import BoundReduceCodec, GroupInfo, ReduceCodec
 from polyshard.sharding.layout import GroupLayout
-from polyshard.testing import ranks
 from polyshard_reproducible import Reproducible, ReproducibleError, check_optimizer
 from polyshard_reproducible.checks import check_device
 from polyshard_reproducible.tree import TreeSum
+from polyshard_testing import ranks
 
 FOUND_OR_TOLD = (ReproducibleError, PeerError)
 """In a step, a rank may be told of a mistake of all ranks before it finds it itself."""

@@ -14,10 +14,10 @@ from reproducible_runs import Run, loss_of, samples
 from torch import Tensor, nn
 
 from polyshard import fully_shard
-from polyshard.testing import ranks
 from polyshard_reproducible import Recorder, Reproducible, ReproducibleError, compare
 from polyshard_reproducible.comparing import Difference
 from polyshard_reproducible.records import PHASES, read_run
+from polyshard_testing import ranks
 
 
 def record(folder: str | Path, steps: range = range(2), change: Any = None, **given: Any) -> Run:

@@ -16,8 +16,8 @@ import torch
 from fault_jobs import agent, final_state, losses, wait_for
 from reproducible_demo import OPTIONS, SYLLABLES, demo
 
-from polyshard.testing import World
 from polyshard_reproducible import compare
+from polyshard_testing import World
 
 # torch says that it loads without ranks, which is meant.
 pytestmark = [

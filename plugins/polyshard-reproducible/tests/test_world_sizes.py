@@ -28,10 +28,10 @@ import polyshard
 from polyshard.checkpoint import Checkpoints, TrainingState
 from polyshard.errors import NonFiniteError, SkippedStepWarning
 from polyshard.guards import NonFinite
-from polyshard.testing import World
 from polyshard.transport.gloo import GlooReduce
 from polyshard_reproducible import SlotSampler
 from polyshard_reproducible.randomness import seed_of
+from polyshard_testing import World
 
 STEPS = 4
 SHAPES: dict[int, list[tuple[int, ...]]] = {2: [(2,), (2, 1)], 4: [(4,), (2, 2)]}

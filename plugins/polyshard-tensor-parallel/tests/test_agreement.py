@@ -26,9 +26,9 @@ from tp_models import Mlp, meshes, mlp, mlp_plan, problems_of
 from polyshard import Plugin, fully_shard, hookimpl
 from polyshard.errors import PlanMismatchError, PolyshardError, SettingError
 from polyshard.seams import GroupInfo
-from polyshard.testing import World, ranks
 from polyshard_tensor_parallel import Heads, Plan, TensorParallel
 from polyshard_tensor_parallel.plans.checking import check
+from polyshard_testing import World, ranks
 
 OTHER_PLAN: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": ColwiseParallel()}
 WRONG_PLAN: dict[str, ParallelStyle] = {"upp": ColwiseParallel(), "down": RowwiseParallel()}

@@ -21,8 +21,8 @@ from tp_models import loss_of, meshes, mlp, mlp_plan, shard_blocks, tiny, tokens
 from polyshard import fully_shard
 from polyshard.checkpoint import Checkpoints, TrainingState
 from polyshard.safetensors import load_safetensors, save_safetensors
-from polyshard.testing import World, ranks
 from polyshard_tensor_parallel import TensorParallel, demo_plan
+from polyshard_testing import World, ranks
 
 LAYOUTS = {"2 x 2": (2, 2), "4 x 1": (4, 0), "1 x 4": (1, 4)}
 """Data-parallel and tensor-parallel ranks; 0 leaves the plugin out."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from polyshard.testing import PluginConformance
-from polyshard.testing.runs import Factory
 from polyshard_tensor_parallel import TensorParallel
+from polyshard_testing import PluginConformance
+from polyshard_testing.runs import Factory
 
 
 class TestTensorParallel(PluginConformance):

@@ -15,8 +15,8 @@ from toy_optimizers import EVERY, Make, runs_of
 from tp_models import loss_of, meshes, mlp, mlp_plan, shard_blocks, tiny, tokens_for
 
 from polyshard import MixedPrecisionPolicy, clip_grad_norm_, flat, fully_shard
-from polyshard.testing import ranks
 from polyshard_tensor_parallel import TensorParallel, demo_plan
+from polyshard_testing import ranks
 
 LAYOUTS = {"fsdp2 x tp2": (2, 2, 0), "hsdp2x1 x tp2": (1, 2, 2), "fsdp1 x tp4": (1, 4, 0)}
 Event = Callable[[int, "Trained"], None]

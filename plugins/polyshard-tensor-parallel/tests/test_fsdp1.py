@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from tp_models import mean_over, meshes, mlp, mlp_plan, train
 
 from polyshard.fsdp1 import as_fsdp_extensions, wrapping_with
-from polyshard.testing import World, ranks
 from polyshard_tensor_parallel import TensorParallel
+from polyshard_testing import World, ranks
 
 WIDTH = 8
 

@@ -11,9 +11,9 @@ from tp_models import Curve, mean_over, meshes, train
 
 from polyshard import fully_shard
 from polyshard.errors import SettingError
-from polyshard.testing import World
 from polyshard_tensor_parallel import TensorParallel, llama_plan
 from polyshard_tensor_parallel.plans.checking import check
+from polyshard_testing import World
 
 transformers: Any = pytest.importorskip("transformers")
 

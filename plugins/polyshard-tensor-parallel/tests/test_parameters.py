@@ -34,10 +34,10 @@ from polyshard import MixedPrecisionPolicy, fully_shard
 from polyshard.errors import MeshError, UnsupportedError
 from polyshard.seams import ParamInfo
 from polyshard.sharding.layout import chunk_bounds
-from polyshard.testing import ranks
 from polyshard_tensor_parallel import TensorParallel
 from polyshard_tensor_parallel.forms.chunks import data_placement, whole_of
 from polyshard_tensor_parallel.forms.strides import chunk_length, is_expressible
+from polyshard_testing import ranks
 
 
 def info(tensor: DTensor, mesh: Any, dim: int | None = 0, **kwargs: Any) -> ParamInfo:

@@ -21,10 +21,10 @@ from tp_models import Mlp, meshes, mlp, mlp_plan, problems_of, tiny, tokens_for
 
 from polyshard import fully_shard
 from polyshard.errors import LifecycleError, MeshError, SettingError
-from polyshard.testing import World, ranks
 from polyshard_tensor_parallel import Heads, Plan, TensorParallel, demo_plan
 from polyshard_tensor_parallel.plans.checking import check
 from polyshard_tensor_parallel.plans.matching import matches
+from polyshard_testing import World, ranks
 
 
 def names(*given: str) -> dict[str, nn.Module]:

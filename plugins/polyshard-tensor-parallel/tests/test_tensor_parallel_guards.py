@@ -10,8 +10,8 @@ from tp_models import loss_of, meshes, shard_blocks, tiny, tokens_for
 
 from polyshard.errors import CorruptionError, NonFiniteError
 from polyshard.guards import Corruption, NonFinite
-from polyshard.testing import ranks
 from polyshard_tensor_parallel import TensorParallel, demo_plan
+from polyshard_testing import ranks
 
 
 @pytest.mark.parametrize("sequence", [False, True])

@@ -27,8 +27,8 @@ from tp_models import (
 )
 
 from polyshard import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
-from polyshard.testing import World, ranks
 from polyshard_tensor_parallel import TensorParallel, demo_plan
+from polyshard_testing import World, ranks
 
 LAYOUTS = {"fsdp2 x tp2": (2, 2, 0), "hsdp2x1 x tp2": (1, 2, 2), "fsdp1 x tp4": (1, 4, 0)}
 

@@ -27,8 +27,8 @@ from tp_models import Mlp, meshes, mlp, problems_of
 
 from polyshard import clip_grad_norm_, describe, fully_shard
 from polyshard.errors import UnsupportedError
-from polyshard.testing import World, ranks
 from polyshard_tensor_parallel import TensorParallel
+from polyshard_testing import World, ranks
 
 
 class Words(nn.Module):

@@ -9,8 +9,8 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from polyshard.cli.output import console_for_tables, told_in_one_message
 from polyshard.files import replace_file
+from polyshard_cli.output import console_for_tables, told_in_one_message
 from polyshard_compare import comparing, options
 from polyshard_compare.errors import CompareError
 from polyshard_compare.report.document import Comparison

@@ -6,8 +6,8 @@ import pytest
 import torch
 from compare_memory import peak_after
 
-from polyshard.testing.world import World
 from polyshard_compare.training.memory import CLEAR
+from polyshard_testing.world import World
 
 MIB = 1 << 20
 

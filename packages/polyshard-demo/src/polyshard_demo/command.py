@@ -7,7 +7,7 @@ from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Annotated, Any
 
-from polyshard.cli.output import told_in_one_message
+from polyshard_cli.output import told_in_one_message
 from polyshard_demo.errors import DemoError, RankError
 from polyshard_demo.launch import launch
 from polyshard_demo.plugins import make_offload

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from polyshard.cli.output import console_for_tables, told_in_one_message
+from polyshard_cli.output import console_for_tables, told_in_one_message
 from polyshard_migrate.errors import MigrateError
 from polyshard_migrate.migration import migrate_files, write_files
 from polyshard_migrate.report.table import WIDTH, show

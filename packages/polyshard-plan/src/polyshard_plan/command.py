@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import typer
 
-from polyshard.cli.output import console_for_tables, told_in_one_message
+from polyshard_cli.output import console_for_tables, told_in_one_message
 from polyshard_plan.drafting import draft
 from polyshard_plan.errors import PlanError
 from polyshard_plan.estimate.machines import save_machine

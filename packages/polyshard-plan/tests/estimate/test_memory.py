@@ -12,8 +12,8 @@ from plan_runs import measured_peak
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from polyshard.testing.world import World
 from polyshard_plan import Settings, draft, parse_mesh
+from polyshard_testing.world import World
 
 SMALL = Settings(
     model="plan_models:small",

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 import pytest
 from plan_runs import sent_in_a_step, settings_of
 
-from polyshard.testing.world import World
 from polyshard_plan import Document, draft
+from polyshard_testing.world import World
 
 
 def predicted(document: Document) -> dict[str, int]:

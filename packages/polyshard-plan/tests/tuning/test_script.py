@@ -13,10 +13,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from polyshard import describe, stats
-from polyshard.testing.world import World
 from polyshard_plan import Settings, draft, parse_mesh
 from polyshard_plan.drafting import subject_of
 from polyshard_plan.tuning.script import script_of
+from polyshard_testing.world import World
 
 SEQUENCE = 16
 

@@ -23,9 +23,9 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
-from polyshard.testing import World
 from polyshard_sim.building import extension
 from polyshard_sim.enabling import Mode, enable
+from polyshard_testing import World
 
 __all__ = ["MODES", "Mode", "Ranks", "run", "sim"]
 
@@ -104,7 +104,7 @@ def run(
         What each rank returned, by rank; not tensors on ``sim``.
 
     Raises:
-        polyshard.testing.RankError: when any rank raised or hung.
+        polyshard_testing.RankError: when any rank raised or hung.
     """
     ranks = Ranks(world_size, **settings)
     try:

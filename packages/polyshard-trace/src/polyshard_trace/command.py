@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from polyshard.cli.output import console_for_tables, told_in_one_message
+from polyshard_cli.output import console_for_tables, told_in_one_message
 from polyshard_trace.errors import TraceError
 from polyshard_trace.reading.merging import merge
 from polyshard_trace.reading.summary import summarize

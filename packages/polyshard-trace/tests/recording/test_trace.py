@@ -19,7 +19,7 @@ from toy_storage import Resting
 from trace_runs import WIDTH, events_of, model_of, overlaps, spans, traced, train
 
 from polyshard import describe, stats
-from polyshard.testing import PluginConformance, ranks
+from polyshard_testing import PluginConformance, ranks
 from polyshard_trace import Trace, TraceError
 
 

@@ -23,7 +23,7 @@ from polyshard import MixedPrecisionPolicy, fully_shard, hookimpl
 from polyshard.alarm.failures import FailureReport
 from polyshard.errors import PeerError, PlanMismatchError, SettingError
 from polyshard.sharding.layout import GroupLayout
-from polyshard.testing import World, ranks
+from polyshard_testing import World, ranks
 
 
 @ranks(2)

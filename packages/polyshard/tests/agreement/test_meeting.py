@@ -22,7 +22,7 @@ from polyshard.agreement import meeting
 from polyshard.agreement.meeting import meet, report_failure, start_again
 from polyshard.alarm.board import Board
 from polyshard.errors import PlanMismatchError, SettingError
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 SECONDS = 10.0
 

@@ -15,7 +15,7 @@ from toy_codecs import Codecs
 from polyshard import Observer, fully_shard, hookimpl
 from polyshard.alarm.current import current_alarm
 from polyshard.errors import ControlFlowError, PeerError
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 WIDTH = 8
 PATIENT_SECONDS = 10.0

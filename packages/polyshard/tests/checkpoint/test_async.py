@@ -15,7 +15,7 @@ from toy_runs import Job, assert_equal, whole
 from polyshard.checkpoint import Checkpoints, Progress, TrainingState
 from polyshard.checkpoint.checkpoints import Staging
 from polyshard.errors import CheckpointError
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

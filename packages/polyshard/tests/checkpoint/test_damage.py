@@ -23,7 +23,7 @@ from toy_runs import Job, assert_equal, whole
 from polyshard.checkpoint import Checkpoints, TrainingState, manifest
 from polyshard.checkpoint.manifest import NAME, FileSum, Manifest, file_sum
 from polyshard.errors import CheckpointError, IneffectiveSettingWarning, SettingError
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

@@ -17,7 +17,7 @@ from toy_runs import assert_equal, whole
 from polyshard import fully_shard
 from polyshard.checkpoint import Checkpoints, TrainingState
 from polyshard.errors import CheckpointError
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

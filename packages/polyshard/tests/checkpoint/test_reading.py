@@ -21,7 +21,7 @@ from toy_pickles import Call, make
 from polyshard import fully_shard
 from polyshard.checkpoint import CheckpointPlanner, CheckpointReader
 from polyshard.errors import CheckpointError
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

@@ -14,7 +14,7 @@ from toy_models import build
 from toy_runs import Job, assert_equal, whole
 
 from polyshard.checkpoint import Checkpoints, Restored, TrainingState
-from polyshard.testing import World, ranks
+from polyshard_testing import World, ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

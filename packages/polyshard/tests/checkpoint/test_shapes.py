@@ -19,7 +19,7 @@ from polyshard import fully_shard
 from polyshard.checkpoint import Checkpoints, TrainingState
 from polyshard.checkpoint.manifest import Manifest
 from polyshard.safetensors import load_safetensors, save_safetensors
-from polyshard.testing import World, ranks
+from polyshard_testing import World, ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

@@ -21,8 +21,8 @@ from toy_runs import Job, assert_equal, whole
 from polyshard.checkpoint import Checkpoints, checkpoints_in
 from polyshard.checkpoint.manifest import Manifest
 from polyshard.errors import CheckpointError, PeerError
-from polyshard.testing import World, ranks
-from polyshard.testing.world import RankError
+from polyshard_testing import World, ranks
+from polyshard_testing.world import RankError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),

@@ -21,7 +21,7 @@ from polyshard import MixedPrecisionPolicy, Plugin, describe, fully_shard, hooki
 from polyshard.errors import PlanMismatchError, PluginError
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 
 def plugin_of(hook: str, part: object) -> Plugin:

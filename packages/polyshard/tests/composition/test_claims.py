@@ -17,7 +17,7 @@ from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.composition.stack import build_stack
 from polyshard.errors import ConflictError, PluginError
 from polyshard.seams import GroupInfo
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 ROLES = {
     "polyshard_shard_storage": "the shard storage",

@@ -19,7 +19,7 @@ from polyshard.composition.stack import build_stack
 from polyshard.errors import PlanMismatchError
 from polyshard.plugins import hookspecs
 from polyshard.plugins.validation import hook_arguments
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 
 @dataclass(frozen=True, eq=False)

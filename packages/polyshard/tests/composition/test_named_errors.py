@@ -14,7 +14,7 @@ from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.errors import PlanMismatchError, PluginError
 from polyshard.plugins.builtin import DefaultBackend
 from polyshard.seams import GroupInfo, ShardingConstraint
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 
 class BrokenGather(GatherFactory):

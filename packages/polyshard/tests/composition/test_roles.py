@@ -18,7 +18,7 @@ from polyshard.plugins import hookspecs
 from polyshard.plugins.contract import hookspec
 from polyshard.plugins.validation import hook_arguments
 from polyshard.seams import GroupInfo, Named
-from polyshard.testing import World
+from polyshard_testing import World
 
 
 class Landing(Named):

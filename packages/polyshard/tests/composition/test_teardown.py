@@ -20,7 +20,7 @@ from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.composition.stack import build_stack
 from polyshard.errors import LifecycleError, SettingError
 from polyshard.seams import GroupInfo
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 
 def sharded(*plugins: object) -> Any:

@@ -30,8 +30,8 @@ from polyshard.errors import ConflictError, PlanMismatchError, PluginError
 from polyshard.seams import BoundGatherCodec, GroupInfo, ShardStorage
 from polyshard.sharding.layout import GroupLayout
 from polyshard.sharding.mesh import MeshRoles
-from polyshard.testing import ranks
 from polyshard.transport import Transport
+from polyshard_testing import ranks
 
 
 class Outer(CollectivesBackend):

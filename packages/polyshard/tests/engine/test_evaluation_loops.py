@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from polyshard import fully_shard
-from polyshard.testing import World
+from polyshard_testing import World
 
 
 def grows(rank: int, size: int, with_grad: bool) -> None:

@@ -27,7 +27,7 @@ from polyshard import (
 from polyshard.plugins.builtin import DeviceStorage
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 TORCH_HAS_IT = hasattr(torch_fsdp.FSDPModule, "finalize_backward")
 POLICIES = {

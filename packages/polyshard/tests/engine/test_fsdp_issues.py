@@ -21,8 +21,8 @@ from toy_units import Tree, states
 from polyshard import MixedPrecisionPolicy, describe, fully_shard
 from polyshard.errors import PeerError
 from polyshard.group.group import State
-from polyshard.testing import World, ranks
-from polyshard.testing.world import RankError
+from polyshard_testing import World, ranks
+from polyshard_testing.world import RankError
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 SMALL = {"width": 24, "hidden": 30, "layers": 3}

@@ -11,7 +11,7 @@ from toy_units import Tree, states
 from polyshard import fully_shard
 from polyshard.engine.root import units_below
 from polyshard.group.group import State
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 
 @ranks(2)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from toy_models import assert_same_parameters, build, loss_of, shard, tokens_for
 
 from polyshard import MixedPrecisionPolicy, fully_shard
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 pytestmark = pytest.mark.gpu
 

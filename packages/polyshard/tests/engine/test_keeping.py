@@ -15,7 +15,7 @@ from toy_lifetimes import Lasting
 
 from polyshard import fully_shard, load_plugin_state_dict, plugin_state_dict
 from polyshard.errors import CheckpointError
-from polyshard.testing import World, ranks
+from polyshard_testing import World, ranks
 
 
 def build(*plugins: object) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from toy_models import assert_same_parameters, build, loss_of, reset_together, shard, tokens_for
 
 from polyshard import MixedPrecisionPolicy, fully_shard
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 WIDE = {"width": 320, "hidden": 1000, "layers": 2}
 """Some groups above and some below the size from which memory is mapped (1 MiB)."""

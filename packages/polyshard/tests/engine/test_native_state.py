@@ -33,7 +33,7 @@ from polyshard.errors import (
     SettingError,
 )
 from polyshard.seams import GroupInfo, ParamInfo
-from polyshard.testing import World, ranks
+from polyshard_testing import World, ranks
 
 SIZES = {"width": 12, "hidden": 27, "layers": 2}
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

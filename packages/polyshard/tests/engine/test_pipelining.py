@@ -27,7 +27,7 @@ from toy_observers import Watching
 import polyshard
 from polyshard import MixedPrecisionPolicy
 from polyshard.engine.root import groups_of
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 PIPELINE = 2
 WIDTH = 6

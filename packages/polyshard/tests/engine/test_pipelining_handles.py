@@ -22,7 +22,7 @@ from toy_observers import Watching
 
 import polyshard
 from polyshard.engine.root import groups_of
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 WIDTH = 6
 STEPS = 3

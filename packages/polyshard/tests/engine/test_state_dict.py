@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from toy_models import Model, assert_same_parameters, build, full, loss_of, shard, tokens_for, train
 
 from polyshard import fully_shard
-from polyshard.testing import World, ranks
+from polyshard_testing import World, ranks
 
 
 @ranks(2)

@@ -16,7 +16,7 @@ from toy_storage import Away, AwayFactory
 from polyshard import Plugin, describe, fully_shard, hookimpl, stats
 from polyshard.engine.root import groups_of, unit_of
 from polyshard.seams import GroupInfo, StepObserver
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 
 class Asking(Plugin, StepObserver):

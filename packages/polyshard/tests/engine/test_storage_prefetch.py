@@ -11,7 +11,7 @@ from toy_models import chain, run_chain
 from toy_storage import EagerPlugin
 
 from polyshard import fully_shard
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 
 @ranks(2)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from toy_steps import STEPS, races_of
 
-from polyshard.testing.streams.mutants import Mutant, Survival, mutants
+from polyshard_testing.streams.mutants import Mutant, Survival, mutants
 
 MODULES = (
     "polyshard.memory.streams",

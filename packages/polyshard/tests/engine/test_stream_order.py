@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from toy_steps import BF16, STEPS, backward, races_of, sharded, small_transfers, step
 
-from polyshard.testing.streams import Recorder, recorded
 from polyshard.transport.collective import CollectiveReduce, CollectiveTransport
+from polyshard_testing.streams import Recorder, recorded
 
 
 @pytest.mark.parametrize("run", STEPS, ids=lambda run: run.__name__)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from toy_models import assert_same_parameters, build, loss_of, shard, tokens_for, train
 
 from polyshard import MixedPrecisionPolicy, describe, fully_shard, stats
-from polyshard.testing import World, ranks
+from polyshard_testing import World, ranks
 
 STEPS = 4
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

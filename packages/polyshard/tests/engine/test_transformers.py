@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from toy_models import full
 
 from polyshard import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 transformers: Any = pytest.importorskip("transformers")
 STEPS = 3

@@ -24,7 +24,7 @@ from polyshard.engine.root import units_below
 from polyshard.engine.unit import Unit
 from polyshard.errors import DeepcopyError, LifecycleError, UnsupportedError
 from polyshard.group.group import State
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 
 def units(model: nn.Module) -> list[Unit]:

@@ -14,7 +14,7 @@ from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.plugins.builtin import DeviceStorage, DeviceStorageFactory
 from polyshard.seams import GroupInfo, Observer
 from polyshard.sharding.layout import GroupLayout
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 
 @ranks(1)

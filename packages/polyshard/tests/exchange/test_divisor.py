@@ -13,7 +13,7 @@ from polyshard import Plugin, fully_shard
 from polyshard.plugins.contract import hookimpl
 from polyshard.seams import BoundReduceCodec, GroupInfo, ReduceCodec
 from polyshard.sharding.layout import GroupLayout
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 
 class Twenties(BoundReduceCodec):

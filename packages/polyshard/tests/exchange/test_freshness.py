@@ -24,7 +24,7 @@ from polyshard.exchange import freshness
 from polyshard.exchange.freshness import Freshness, Turn, differs, imprint
 from polyshard.exchange.gather import NativeGather
 from polyshard.seams import GroupInfo
-from polyshard.testing import World, ranks
+from polyshard_testing import World, ranks
 
 
 class Coding(Plugin):

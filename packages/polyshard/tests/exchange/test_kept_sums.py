@@ -15,8 +15,8 @@ from polyshard import MixedPrecisionPolicy, Plugin, describe, fully_shard
 from polyshard.plugins.contract import hookimpl
 from polyshard.seams import BoundReduceCodec, GroupInfo, ReduceCodec
 from polyshard.sharding.layout import GroupLayout
-from polyshard.testing import ranks
 from polyshard.transport.gloo import GlooReduce
+from polyshard_testing import ranks
 
 
 class Pairs(BoundReduceCodec):

@@ -20,7 +20,7 @@ import polyshard
 from polyshard import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 from polyshard.errors import GradientMismatchError, LifecycleError, PluginError, UnsupportedError
 from polyshard.seams import GroupInfo, OwnedParameter
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 
 def build() -> nn.Sequential:

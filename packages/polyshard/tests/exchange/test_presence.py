@@ -16,7 +16,7 @@ from toy_models import full
 import polyshard
 from polyshard import fully_shard
 from polyshard.errors import GradientMismatchError
-from polyshard.testing import World, ranks
+from polyshard_testing import World, ranks
 
 MOMENT = 5.0
 """Seconds; far below the 30 of the tests' time-out."""

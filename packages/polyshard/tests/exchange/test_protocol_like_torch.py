@@ -18,7 +18,7 @@ from toy_tensors import Asking, Careless, Coded, OldForm, Wrapped
 
 from polyshard import MixedPrecisionPolicy, describe, fully_shard
 from polyshard.errors import UnsupportedError
-from polyshard.testing import World, ranks
+from polyshard_testing import World, ranks
 
 ENGINES: tuple[Any, Any] = (torch_fully_shard, fully_shard)
 

@@ -15,7 +15,7 @@ from toy_tensors import Coded, OldForm
 
 from polyshard import fully_shard
 from polyshard.errors import ModuleError
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 

@@ -17,7 +17,7 @@ from toy_tensors import Coded, Moody, Nibbles, OldForm, Wrapped
 from polyshard import describe, fully_shard, stats
 from polyshard.engine.root import unit_of
 from polyshard.errors import ConflictError, ModuleError, PluginError, UnsupportedError
-from polyshard.testing import World, ranks
+from polyshard_testing import World, ranks
 
 
 def wrap(model: nn.Module, kind: type[Wrapped], trainable: bool = True) -> nn.Module:

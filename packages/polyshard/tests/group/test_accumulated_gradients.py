@@ -15,7 +15,7 @@ from toy_models import build, full, loss_of, shard, tokens_for
 
 import polyshard
 from polyshard import MixedPrecisionPolicy, fully_shard
-from polyshard.testing import World, ranks
+from polyshard_testing import World, ranks
 
 SMALL = {"width": 24, "hidden": 30, "layers": 2}
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)

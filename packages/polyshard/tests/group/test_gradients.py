@@ -21,7 +21,7 @@ from polyshard.exchange.accumulation import blanks
 from polyshard.plugins.builtin import DeviceStorage
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 SHAPES = {"fsdp": (4,), "hsdp": (2, 2), "replicas": (4, 1)}
 

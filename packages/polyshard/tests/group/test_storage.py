@@ -14,7 +14,7 @@ from polyshard import Plugin, fully_shard, hookimpl
 from polyshard.plugins.builtin import DeviceStorage
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 
 class Watched(DeviceStorage):

@@ -28,7 +28,7 @@ from polyshard import MixedPrecisionPolicy, fully_shard
 from polyshard.errors import CorruptionError, SettingError, UnsupportedError
 from polyshard.guards import Corruption, NonFinite
 from polyshard.guards.watch import watched_of
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 SMALL = {"width": 24, "hidden": 30, "layers": 2}
 

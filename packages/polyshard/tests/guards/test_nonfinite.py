@@ -23,7 +23,7 @@ from toy_models import build, full, loss_of, shard, tokens_for
 from polyshard import fully_shard
 from polyshard.errors import NonFiniteError, SettingError, SkippedStepWarning, UnsupportedError
 from polyshard.guards import NonFinite
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 SMALL = {"width": 24, "hidden": 30, "layers": 2}
 MESHES = {"fsdp": (4,), "hsdp": (2, 2), "replicas": (4, 1)}

@@ -21,7 +21,6 @@ from polyshard import MixedPrecisionPolicy, Plugin, fully_shard, hookimpl, share
 from polyshard.exchange.gather import CrossingWriter
 from polyshard.seams import CollectivesBackend
 from polyshard.sharding.mesh import MeshRoles
-from polyshard.testing.streams import Recorder, recorded
 from polyshard.transport import (
     Extents,
     GatherPiece,
@@ -31,6 +30,7 @@ from polyshard.transport import (
     choose_transport,
 )
 from polyshard.transport.collective import CollectiveTransport, gather_single, reduce_single
+from polyshard_testing.streams import Recorder, recorded
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 WIDTH = 6

@@ -12,7 +12,7 @@ from polyshard import fully_shard
 from polyshard.engine.root import groups_of
 from polyshard.memory.buffers import MappedBuffer
 from polyshard.memory.pages import EXTENT_BYTES, PageRange, pages_can_move
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 WIDTH = 1024
 LAYERS = 4

@@ -16,7 +16,7 @@ from toy_refusals import raises_in_step
 
 from polyshard import fully_shard
 from polyshard.errors import ModuleError
-from polyshard.testing import World, ranks
+from polyshard_testing import World, ranks
 
 ENGINES = ("torch", "polyshard")
 SMALL = {"width": 24, "hidden": 30, "layers": 2}

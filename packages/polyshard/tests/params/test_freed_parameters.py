@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from polyshard import fully_shard
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 WIDTHS = (32, 768)
 """Of square matrices: below and above what is kept in memory that moves."""

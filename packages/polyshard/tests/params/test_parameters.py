@@ -16,7 +16,7 @@ from toy_models import full
 from polyshard import MixedPrecisionPolicy, describe, fully_shard
 from polyshard.engine.root import unit_of
 from polyshard.errors import IneffectiveSettingWarning, ModuleError
-from polyshard.testing import World, ranks
+from polyshard_testing import World, ranks
 
 STEPS = 3
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from toy_models import build, full, loss_of, shard, tokens_for
 
 from polyshard import fully_shard
-from polyshard.testing import World, ranks
+from polyshard_testing import World, ranks
 
 
 class Odd(nn.Module):

@@ -17,8 +17,8 @@ from polyshard import CodecGroup, GatherCodecPlugin, ReduceCodecPlugin, describe
 from polyshard.errors import ConflictError, PluginError
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
-from polyshard.testing import ranks
-from polyshard.testing.cases import case
+from polyshard_testing import ranks
+from polyshard_testing.cases import case
 
 
 @dataclass(frozen=True, eq=False)

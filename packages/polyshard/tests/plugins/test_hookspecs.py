@@ -33,7 +33,7 @@ from polyshard.plugins.builtin import (
 )
 from polyshard.plugins.validation import hook_arguments
 from polyshard.seams import ParamInfo
-from polyshard.testing import World
+from polyshard_testing import World
 
 
 def test_every_hook_has_its_test() -> None:

@@ -12,13 +12,13 @@ from toy_entry_points import only
 from typer.testing import CliRunner
 
 from polyshard import Contract, Plugin, hookimpl
-from polyshard.cli.main import app
 from polyshard.composition.ordering import check_relations, circle_of, order
 from polyshard.composition.stack import build_stack
 from polyshard.errors import ConflictError, PluginError
 from polyshard.plugins import discovery
 from polyshard.plugins.discovery import load_plugin
 from polyshard.plugins.validation import problems_of
+from polyshard_cli.main import app
 
 OBS = Contract("obs", version="2.1", provides=frozenset({"observing"}))
 

@@ -19,8 +19,8 @@ from polyshard.plugins.builtin import DeviceStorage, DeviceStorageFactory
 from polyshard.plugins.validation import misfit
 from polyshard.seams import GroupInfo, ParamInfo, overrides
 from polyshard.sharding.layout import GroupLayout
-from polyshard.testing import World
 from polyshard.transport import GatherRoute, ReduceRoute, Transport
+from polyshard_testing import World
 
 BASES = [
     *("BoundGatherCodec", "BoundReduceCodec", "BoundReplicaCodec", "CollectivesBackend"),

@@ -19,7 +19,7 @@ from toy_runs import assert_equal
 import polyshard
 from polyshard.checkpoint.state import RandomState
 from polyshard.errors import AttemptError, LifecycleError, SettingError
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 
 class Normed(nn.Module):

@@ -25,8 +25,8 @@ from polyshard.alarm.current import current_alarm
 from polyshard.alarm.peers import tell_again
 from polyshard.errors import AttemptError, PeerError
 from polyshard.rollback import verdict
-from polyshard.testing import World, ranks
-from polyshard.testing.world import RankError
+from polyshard_testing import World, ranks
+from polyshard_testing.world import RankError
 
 PATIENT_SECONDS = 10.0
 """Far below the time-out of the process group (30 s), far above what it takes on a busy machine."""

@@ -19,8 +19,8 @@ from toy_runs import assert_equal, whole
 
 import polyshard
 from polyshard._torch.private import default_store
-from polyshard.testing import World
-from polyshard.testing.world import RankError
+from polyshard_testing import World
+from polyshard_testing.world import RankError
 
 PATIENT_SECONDS = 12.0
 """Far below the time-out of the process group (30 s), far above what it takes on a busy machine."""

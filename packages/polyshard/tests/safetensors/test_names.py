@@ -14,7 +14,7 @@ from toy_runs import assert_equal, whole
 from polyshard import fully_shard
 from polyshard.errors import CheckpointError, SettingError
 from polyshard.safetensors import load_safetensors, save_safetensors
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 safetensors: Any = pytest.importorskip("safetensors.torch")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

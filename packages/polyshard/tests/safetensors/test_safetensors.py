@@ -20,7 +20,7 @@ from polyshard.checkpoint import Checkpoints, TrainingState
 from polyshard.errors import CheckpointError, SettingError
 from polyshard.safetensors import load_safetensors, save_safetensors
 from polyshard.safetensors.header import DTYPES, make_header, read_header
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 safetensors: Any = pytest.importorskip("safetensors.torch")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

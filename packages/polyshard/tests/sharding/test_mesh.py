@@ -25,7 +25,7 @@ from polyshard import (
     stats,
 )
 from polyshard.engine.root import units_below
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 STEPS = 3
 Kwargs = Callable[[int], dict[str, Any]]

@@ -20,7 +20,7 @@ from polyshard.fsdp1 import from_fsdp_extensions
 from polyshard.sharding.mesh import resolve_mesh
 from polyshard.sharding.placement import Placed
 from polyshard.sharding.rows import placements_of_rows
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 
 class Mlp(nn.Module):

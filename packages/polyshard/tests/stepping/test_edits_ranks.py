@@ -20,7 +20,7 @@ from toy_models import loss_of, reset_together, tokens_for
 from toy_optimizers import EVERY, runs_of
 
 import polyshard
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),

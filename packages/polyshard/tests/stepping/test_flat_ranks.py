@@ -24,7 +24,7 @@ from toy_optimizers import EVERY, runs_of, same_bits
 
 from polyshard import MixedPrecisionPolicy, attach_optimizer, clip_grad_norm_, flat, fully_shard
 from polyshard.checkpoint import Checkpoints, TrainingState
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),

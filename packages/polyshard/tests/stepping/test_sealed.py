@@ -14,7 +14,7 @@ from toy_flat import Trained, assert_same, local_part
 from toy_optimizers import EVERY, Shelf
 
 from polyshard import flat
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 Hold = Callable[[Any, Any], Any]
 Change = Callable[[Any], None]

@@ -16,7 +16,7 @@ from toy_models import full
 
 from polyshard import flat, fully_shard
 from polyshard.errors import UnsupportedError
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 STEPS = 3
 RIGHT, REFUSED, WRONG = "right", "refused", "silently wrong"

@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyshard import fully_shard, stats
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 
 class Transfers(TorchDispatchMode):

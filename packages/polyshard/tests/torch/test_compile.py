@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from toy_models import Model, build, loss_of, shard, tokens_for
 
 from polyshard import MixedPrecisionPolicy, fully_shard
-from polyshard.testing import World, ranks
+from polyshard_testing import World, ranks
 
 STEPS = 4
 FULL: dict[str, Any] = {"fullgraph": True}

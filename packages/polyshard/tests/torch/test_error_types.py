@@ -24,7 +24,7 @@ from toy_tensors import Wrapped
 import polyshard
 from polyshard import fully_shard
 from polyshard.errors import PolyshardError
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 Engine = Callable[..., Any]
 

@@ -13,7 +13,7 @@ from torch.distributed import fsdp
 from torch.func import functional_call, grad, jvp, vjp, vmap
 
 from polyshard import fully_shard
-from polyshard.testing import World, ranks
+from polyshard_testing import World, ranks
 
 WIDTH = 8
 POINT = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)

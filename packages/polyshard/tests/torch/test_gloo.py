@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from polyshard._torch.gloo import connect_gloo, cut_gloo, forget_gloo, own_client, timeout_of
 from polyshard._torch.private import default_store
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 
 def connected(name: str, rank: int, size: int) -> dist.ProcessGroup:

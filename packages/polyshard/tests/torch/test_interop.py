@@ -23,7 +23,7 @@ from toy_refusals import raises_in_step
 
 from polyshard import fully_shard
 from polyshard.errors import LifecycleError, ModuleError
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 SMALL = {"width": 24, "hidden": 30, "layers": 2}
 

@@ -21,8 +21,8 @@ from polyshard import MixedPrecisionPolicy, fully_shard
 from polyshard._torch import newer
 from polyshard.checkpoint import CheckpointReader
 from polyshard.errors import UnsupportedError
-from polyshard.testing import World, ranks
 from polyshard.transport import backend_for, choose_transport
+from polyshard_testing import World, ranks
 
 CPU = torch.device("cpu")
 

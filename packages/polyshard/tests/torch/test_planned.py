@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from polyshard import describe, fully_shard
 from polyshard._torch.planned import planned_ranks, stands_for
 from polyshard.group.plan import GroupPlan
-from polyshard.testing.world import World
+from polyshard_testing.world import World
 
 
 def planned_bytes(rank: int, mesh_device: str = "meta") -> list[tuple[int, int]]:

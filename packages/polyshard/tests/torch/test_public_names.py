@@ -12,7 +12,7 @@ from torch import nn
 
 import polyshard
 from polyshard import FSDPModule, fully_shard
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 OURS_MORE = {"fully_shard": {"plugins"}}
 """Parameters that polyshard adds to a function of torch's."""

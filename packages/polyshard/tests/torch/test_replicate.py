@@ -14,7 +14,7 @@ from toy_models import Model, build, full, loss_of, tokens_for
 
 from polyshard import FSDPModule, describe, fully_shard
 from polyshard._torch.engine_state import is_replicated, register_sharded
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 try:
     from torch.distributed._composable.replicate_with_fsdp import replicate as fsdp_replicate

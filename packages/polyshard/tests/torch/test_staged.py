@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from polyshard._torch.staged import checkpoint_name, plan_for_all, with_local
 from polyshard.checkpoint.survivors import missing_of
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 
 @ranks(2)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import SGD, Adam
 
 from polyshard._torch import optimizers
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 
 def test_plain_steps_run_no_hooks() -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from polyshard._torch import newer, private
 from polyshard.errors import MeshError
-from polyshard.testing import World, ranks
+from polyshard_testing import World, ranks
 
 
 @ranks(2)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from polyshard._torch import recording
-from polyshard.testing.streams import recorded
+from polyshard_testing.streams import recorded
 
 
 def test_storages_are_told_apart_and_operations_seen() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 import polyshard
 from polyshard._torch import newer
 from polyshard.errors import UntestedVersionWarning
-from polyshard.testing import ranks
+from polyshard_testing import ranks
 
 ROOT = Path(__file__).parents[4]
 

@@ -13,7 +13,7 @@ from toy_codecs import Codecs
 
 from polyshard import MixedPrecisionPolicy, fully_shard
 from polyshard.errors import GradientMismatchError
-from polyshard.testing.streams.mutants import Mutant, Survival, mutants
+from polyshard_testing.streams.mutants import Mutant, Survival, mutants
 
 WIDTH = 6
 

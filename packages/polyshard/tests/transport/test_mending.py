@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from polyshard import fully_shard
 from polyshard._torch.gloo import backend_on_cpu
 from polyshard.errors import PeerError
-from polyshard.testing import World, ranks
+from polyshard_testing import World, ranks
 
 WIDTH = 8
 PATIENT_SECONDS = 10.0

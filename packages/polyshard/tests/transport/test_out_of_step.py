@@ -13,7 +13,7 @@ from toy_attempts import failure, raising
 
 import polyshard
 from polyshard.errors import OutOfStepError, PeerError
-from polyshard.testing import World
+from polyshard_testing import World
 
 
 class Counting(dist.ProcessGroup):

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 from polyshard.errors import UnsupportedError
-from polyshard.testing import ranks
 from polyshard.transport.base import OwnerRoute, Pending, Transport
 from polyshard.transport.collective import CollectiveTransport
 from polyshard.transport.gloo import GlooTransport
 from polyshard.transport.local import LocalTransport
 from polyshard.transport.wrapped import WrappedTransport
+from polyshard_testing import ranks
 
 
 class Counting(WrappedTransport):

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from polyshard import fully_shard
-from polyshard.testing import World, ranks
 from polyshard.transport.base import Extents, GatherPiece, Transport
 from polyshard.transport.collective import CollectiveTransport
 from polyshard.transport.gloo import GlooTransport
 from polyshard.transport.local import LocalTransport
+from polyshard_testing import World, ranks
 
 KINDS = ["gloo", "collective"]
 SIZES = (10, 0, 3, 1)

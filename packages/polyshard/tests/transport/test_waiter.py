@@ -13,10 +13,10 @@ import torch.distributed as dist
 from polyshard.alarm.current import current_alarm
 from polyshard.alarm.reports import Cause, Report
 from polyshard.errors import ConnectionLostError
-from polyshard.testing import ranks
 from polyshard.transport.waiter import Job, Waiter
 from polyshard.transport.wire import wire_of
 from polyshard.transport.works import Message, Works
+from polyshard_testing import ranks
 
 PATIENT_SECONDS = 10.0
 """Far below the time-out of the process group (30 s)."""

@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from polyshard.alarm.alarm import Alarm
-from polyshard.testing import ranks
 from polyshard.transport.wire import REMEMBERED, Wire
+from polyshard_testing import ranks
 
 TAGS = 7
 

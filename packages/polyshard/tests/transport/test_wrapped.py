@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from polyshard import CollectivesBackend, Plugin, fully_shard, hookimpl, stats
 from polyshard.seams import overrides
-from polyshard.testing import World
 from polyshard.transport import (
     Extents,
     MeshRoles,
@@ -23,6 +22,7 @@ from polyshard.transport import (
 )
 from polyshard.transport.base import DONE
 from polyshard.transport.local import LocalTransport
+from polyshard_testing import World
 
 
 class Counting(WrappedTransport):

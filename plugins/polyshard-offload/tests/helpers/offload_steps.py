@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from polyshard import fully_shard
-from polyshard.testing.streams import Recorder, recorded
 from polyshard_offload import DiskSettings, Offload
 from polyshard_offload.tiers.host_memory import Slab
 from polyshard_offload.tiers.swap_file import SwapFile
+from polyshard_testing.streams import Recorder, recorded
 
 WIDTH = 6
 

@@ -23,8 +23,8 @@ from toy_models import loss_of
 import polyshard
 from polyshard.errors import AttemptError
 from polyshard.stepping.twins import Twins
-from polyshard.testing import ranks
 from polyshard_offload import DiskSettings, Offload, OffloadError
+from polyshard_testing import ranks
 
 RECIPE = Recipe(steps=4, schedule=False)
 KINDS: dict[str, dict[str, Any]] = {

@@ -23,8 +23,8 @@ from offload_toys import (
 from torch import Tensor, nn
 from toy_models import loss_of
 
-from polyshard.testing import World
 from polyshard_offload import DiskSettings, Offload, OffloadError
+from polyshard_testing import World
 
 TIERS: dict[str, dict[str, Any]] = {
     "host": {"optimizer": "host"},

@@ -19,8 +19,8 @@ from toy_models import full, loss_of
 from polyshard import flat, fully_shard
 from polyshard.errors import UnsupportedError
 from polyshard.stepping.twins import Twins
-from polyshard.testing import ranks
 from polyshard_offload import DiskSettings, Offload, OffloadError
+from polyshard_testing import ranks
 
 Make = Callable[[Any], Optimizer]
 Tiers = tuple[str, str, str]

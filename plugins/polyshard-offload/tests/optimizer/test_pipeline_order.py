@@ -9,9 +9,9 @@ import torch
 from offload_steps import Threads
 from torch import Tensor
 
-from polyshard.testing.streams import recorded
 from polyshard_offload.optimizer.pipeline import Job, Pipeline
 from polyshard_offload.tiers.state_store import Extent
+from polyshard_testing.streams import recorded
 
 WIDTH, CHUNKS = 8, 5
 

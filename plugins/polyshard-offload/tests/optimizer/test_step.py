@@ -28,9 +28,9 @@ from toy_models import loss_of
 
 from polyshard import fully_shard
 from polyshard.errors import PeerError
-from polyshard.testing import World, ranks
 from polyshard_offload import CorruptedError, DiskSettings, Offload, OffloadError, StorageError
 from polyshard_offload.tiers.block_io import Calls
+from polyshard_testing import World, ranks
 
 
 def parameters(count: int = 3) -> list[nn.Parameter]:

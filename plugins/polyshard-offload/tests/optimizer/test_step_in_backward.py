@@ -25,8 +25,8 @@ from toy_refusals import raises_in_step
 
 from polyshard import clip_grad_norm_, fully_shard
 from polyshard.errors import SettingError
-from polyshard.testing import World, ranks
 from polyshard_offload import DiskSettings, Offload, OffloadError
+from polyshard_testing import World, ranks
 
 TIERS = [
     ("device", "host"),

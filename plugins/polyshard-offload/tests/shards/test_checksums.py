@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from polyshard import fully_shard
-from polyshard.testing import World
 from polyshard_offload import CorruptedError, DiskSettings, Offload
 from polyshard_offload.tiers.block_io import Calls
+from polyshard_testing import World
 
 
 def made(path: str, *, checksums: bool = True, calls: Calls | None = None) -> tuple[Any, Any, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from offload_steps import STEPS, races_of
 
-from polyshard.testing.streams.mutants import Mutant, Survival, mutants
+from polyshard_testing.streams.mutants import Mutant, Survival, mutants
 
 
 @pytest.mark.parametrize("run", STEPS, ids=lambda run: run.__name__)

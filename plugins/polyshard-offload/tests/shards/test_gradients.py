@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from toy_models import loss_of
 
 from polyshard import clip_grad_norm_, fully_shard
-from polyshard.testing import ranks
 from polyshard_offload import DiskSettings, Offload, OffloadError
+from polyshard_testing import ranks
 
 FAR = [("host", "host"), ("host", "disk"), ("disk", "host"), ("disk", "disk")]
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from polyshard import describe, fully_shard
-from polyshard.testing import ranks
 from polyshard_offload import CorruptedError, DiskSettings, Offload
 from polyshard_offload.tiers import private_window
 from polyshard_offload.tiers.private_window import PrivateWindow, writes_show
+from polyshard_testing import ranks
 
 Write = Callable[[Any, list[nn.Parameter], int], None]
 

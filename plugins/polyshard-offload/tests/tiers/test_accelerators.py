@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from polyshard import fully_shard
-from polyshard.testing import ranks
 from polyshard_offload import DiskSettings, Offload, StorageError
 from polyshard_offload.tiers.swap_file import SwapFile
+from polyshard_testing import ranks
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

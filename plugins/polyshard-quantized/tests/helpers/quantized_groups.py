@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from polyshard.seams import GroupInfo, ParamInfo
 from polyshard.sharding.layout import GroupLayout, ParameterShape, plan_layout
-from polyshard.testing.cases import chunk_rows, local_part
+from polyshard_testing.cases import chunk_rows, local_part
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

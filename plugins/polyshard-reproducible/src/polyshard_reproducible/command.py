@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from polyshard.cli.output import told_in_one_message
+from polyshard_cli.output import told_in_one_message
 from polyshard_reproducible.comparing import Comparison, Difference, compare
 from polyshard_reproducible.errors import RecordsError
 from polyshard_reproducible.picture import draw

@@ -1,0 +1,46 @@
+"""pytest fixtures; enable with ``pytest_plugins = ["polyshard_testing.fixtures"]``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from polyshard_testing.world import World
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Ranks are replaced between tests, see :meth:`World.rest`."""
+    for value in getattr(item, "funcargs", {}).values():
+        if isinstance(value, World):
+            value.rest()
+
+
+def _world(size: int, config: pytest.Config) -> Iterator[World]:
+    world = World(size, device=config.getoption("--device", "cpu"))
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="session")
+def world1(pytestconfig: pytest.Config) -> Iterator[World]:
+    """One rank."""
+    yield from _world(1, pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def world2(pytestconfig: pytest.Config) -> Iterator[World]:
+    """Two gloo ranks."""
+    yield from _world(2, pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def world3(pytestconfig: pytest.Config) -> Iterator[World]:
+    """Three gloo ranks: nothing divides evenly."""
+    yield from _world(3, pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def world4(pytestconfig: pytest.Config) -> Iterator[World]:
+    """Four gloo ranks."""
+    yield from _world(4, pytestconfig)

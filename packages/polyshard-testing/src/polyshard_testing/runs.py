@@ -1,0 +1,258 @@
+"""What ranks run with a plugin and without, so that a test can compare."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+from polyshard.composition.roles import ROLES, Contributions
+from polyshard.composition.stack import PluginStack, build_stack
+from polyshard_testing.cases import Case, SmallModel
+
+Factory = Callable[[], object]
+ROUNDING = 1e-5
+"""What the order of a sum changes, for a matrix that lies another way, say."""
+
+
+def plugins_of(factory: Factory) -> list[object]:
+    """What ``factory`` makes: the plugin to be judged, and after it those that it needs beside it.
+
+    One that goes around another's part is judged with something to go around.
+    """
+    made = factory()
+    return list(made) if isinstance(made, list | tuple) else [made]
+
+
+class Kit:
+    """Fixtures and comparisons. Override :meth:`factory`."""
+
+    tolerance: float = 0.0
+    """Error a lossy codec admits, relative to the largest value of a parameter."""
+    loss_tolerance: float | None = None
+    """How far losses may be off, relative and absolute; by default twice :attr:`tolerance`."""
+
+    @property
+    def closeness(self) -> float:
+        """How far the losses of a plugin that is not exact may be off."""
+        if self.loss_tolerance is not None:
+            return self.loss_tolerance
+        return max(2 * self.tolerance, ROUNDING)
+
+    def is_exact(self, factory: Factory) -> bool:
+        """Whether training with the plugin has to give every bit of training without."""
+        return self.tolerance == 0.0 and not build_stack(plugins_of(factory)).onion
+
+    @pytest.fixture
+    def factory(self) -> Factory:
+        """A module-level callable that makes the plugin."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must override the fixture 'factory' and return a callable "
+            "that makes the plugin"
+        )
+
+    @pytest.fixture
+    def stack(self, factory: Factory) -> PluginStack:
+        """The plugin alone."""
+        return build_stack(plugins_of(factory))
+
+    def contributions(self, stack: PluginStack, at: Case) -> Contributions:
+        """What the plugin adds to a standard group."""
+        return stack.contributions(at.info)
+
+    def skip_unless_claimed(self, part: Any, what: str) -> None:
+        """Skip where the engine's own part answered."""
+        if part is None or type(part) in {role.engine for role in ROLES}:
+            pytest.skip(f"the plugin takes no {what}")
+
+    def assert_close(self, found: Tensor, expected: Tensor) -> None:
+        """Equal within :attr:`tolerance` of the largest expected value."""
+        assert found.shape == expected.shape
+        if expected.numel():
+            error = (found - expected).abs().max()
+            assert bool(error <= self.tolerance * expected.abs().max()), float(error)
+
+
+STEPS = 4
+Tensors = dict[str, Tensor]
+
+
+def train_with(rank: int, size: int, factory: Factory | None) -> list[float]:
+    """Losses of a few steps on two gloo ranks, with the plugin or without."""
+    from polyshard import fully_shard
+
+    del size
+    torch.manual_seed(0)
+    model = SmallModel()
+    plugins = [] if factory is None else plugins_of(factory)
+    fully_shard(model.first, plugins=plugins)
+    fully_shard(model, plugins=plugins)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator("cpu").manual_seed(rank)
+    losses = []
+    for _ in range(STEPS):
+        x = _drawn(generator)
+        loss = F.cross_entropy(model(x), _targets())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(cast("float", loss.item()))
+    return losses
+
+
+def release_with(rank: int, size: int, factory: Factory) -> tuple[set[str], list[int]]:
+    """States of all groups after each of some steps, and resident pages."""
+    from polyshard import fully_shard
+    from polyshard.engine.root import unit_of
+
+    del rank, size
+    model = SmallModel()
+    fully_shard(model, plugins=plugins_of(factory))
+    resident = []
+    for _ in range(STEPS):
+        model(_ones()).sum().backward()
+        model.zero_grad()
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            resident.append(int(statm.read().split()[1]))
+    unit = unit_of(model)
+    assert unit is not None
+    return {group.state.name for group in unit.groups}, resident
+
+
+def describe_with(rank: int, size: int, factory: Factory) -> tuple[str, int, int]:
+    """The printed plan, and the bytes of a step as predicted and as sent."""
+    from polyshard import describe, fully_shard, stats
+
+    del rank, size
+    model = SmallModel()
+    fully_shard(model, plugins=plugins_of(factory))
+    plan = describe(model)
+    model(_ones()).sum().backward()
+    return str(plan), plan.step_bytes, stats(model).bytes_sent
+
+
+def reload_with(rank: int, size: int, factory: Factory) -> bool:
+    """Whether a model that loads another one's state dict gives the same outputs."""
+    from polyshard import fully_shard
+
+    del rank, size
+    models = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = SmallModel()
+        fully_shard(model, plugins=plugins_of(factory))
+        models.append(model)
+    models[1].load_state_dict(models[0].state_dict())
+    with torch.no_grad():
+        first, second = (m(_ones()) for m in models)
+    return torch.equal(first, second)
+
+
+def resume_with(rank: int, size: int, factory: Factory) -> str | None:
+    """What is wrong with the state that the plugin keeps in checkpoints; empty if nothing is.
+
+    ``None`` where it keeps none.
+    """
+    from polyshard import fully_shard, load_plugin_state_dict, plugin_state_dict
+
+    del size
+
+    def step(model: nn.Module) -> None:
+        model((1.0 + rank) * _ones()).square().sum().backward()
+        model.zero_grad()
+
+    first, second = (fully_shard(SmallModel(), plugins=plugins_of(factory)) for _ in range(2))
+    fresh = copy.deepcopy(plugin_state_dict(second))
+    for _ in range(2):
+        step(first)
+    state = plugin_state_dict(first)
+    if not state:
+        return None
+    if _shapes(fresh) != _shapes(state):
+        return f"before the first step it has another form: {_shapes(fresh)}, not {_shapes(state)}"
+    saved = copy.deepcopy(state)
+    load_plugin_state_dict(second, state)
+    if not _equal(plugin_state_dict(second), saved):
+        return "what is saved after loading is not what was loaded"
+    step(second)
+    if not _equal(plugin_state_dict(first), saved):
+        return "what was loaded goes on to change with the model that it was loaded from"
+    return ""
+
+
+def _shapes(state: object) -> object:
+    """The form of a state: keys, and shapes of tensors."""
+    if isinstance(state, dict):
+        return {key: _shapes(value) for key, value in state.items()}
+    return tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
+
+
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
+def close_with(rank: int, size: int, factory: Factory) -> bool:
+    """Whether a plugin serves another model as well when one of two was closed."""
+    from polyshard import close, fully_shard
+
+    del rank, size
+    plugins = plugins_of(factory)
+    closed, other = (fully_shard(SmallModel(), plugins=plugins) for _ in range(2))
+    for model in (closed, other):
+        model(_ones()).sum().backward()
+    expected = other(_ones()).detach()
+    close(closed)
+    return torch.equal(other(_ones()).detach(), expected)
+
+
+def saved_with(rank: int, size: int, factory: Factory | None) -> tuple[Tensors, Tensors]:
+    """Full tensors of a model before its first step, and of its optimizer after two."""
+    from polyshard import fully_shard
+
+    del size
+    torch.manual_seed(0)
+    model = SmallModel()
+    fully_shard(model, plugins=[] if factory is None else plugins_of(factory))
+    parameters = {name: full(value) for name, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator("cpu").manual_seed(rank)
+    for _ in range(2):
+        x = _drawn(generator)
+        F.cross_entropy(model(x), _targets()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state: dict[str, object] = dict(get_optimizer_state_dict(model, optimizer, options=options))
+    return parameters, {n: full(v) for n, v in state.items() if isinstance(v, Tensor)}
+
+
+def _drawn(generator: torch.Generator) -> Tensor:
+    """On the CPU, so that numbers do not depend on where ranks compute."""
+    drawn = torch.randn(8, 96, generator=generator, device="cpu")
+    return drawn.to(torch.get_default_device())
+
+
+def full(value: Tensor) -> Tensor:
+    """The whole of a tensor, which may be sharded, in memory of its own on the host."""
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().clone()
+
+
+def _ones() -> Tensor:
+    """An input (``[4, 96]``) on the device that the ranks run on."""
+    return torch.ones(4, 96, device=torch.get_default_device())
+
+
+def _targets() -> Tensor:
+    """Classes of a drawn input (``[8]``)."""
+    return torch.arange(8, device=torch.get_default_device()) % 7

@@ -1,0 +1,47 @@
+"""``@ranks``: one function is the test and what every rank runs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from polyshard_testing import ranks
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_runs_on_every_size_with_what_is_parametrized(rank: int, size: int, factor: float) -> None:
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
+    total = torch.tensor([rank * factor])
+    dist.all_reduce(total)
+    assert total.item() == factor * size * (size - 1) / 2
+
+
+def test_a_failing_rank_fails_the_test_and_a_slow_one_too(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import time
+        from polyshard_testing import ranks
+
+        @ranks(2)
+        def test_one_fails(rank, size):
+            assert rank == 0, "rank one is wrong"
+
+        @ranks(2, timeout=3.0)
+        def test_one_is_slow(rank, size):
+            time.sleep(60 * rank)
+        """
+    )
+    result = pytester.runpytest("-p", "polyshard_testing.fixtures")
+    result.assert_outcomes(failed=2)
+    text = result.stdout.str()
+    assert "rank one is wrong" in text
+    assert re.search(r"ranks \[1\] did not answer within \d+ s", text)
+
+
+def test_a_function_without_rank_and_size_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"needs a function of \(rank, size, \.\.\.\)"):
+        ranks(2)(lambda size, rank: None)
