@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import os
 import pickle
@@ -65,6 +66,29 @@ def test_metadata_runs_nothing(tmp_path: Path, kind: str) -> None:
     with suppress(BaseException):
         dcp.load({"weight": torch.zeros(6)}, checkpoint_id=folder, no_dist=True)
     assert victim.exists(), "torch's own reader would have run it"
+
+
+class EarlyPickler(pickle.Pickler):
+    """As Python 3.11.0 to 3.11.3 writes members of enumerations."""
+
+    def reducer_override(self, obj: object) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
+
+
+def test_members_of_enumerations_are_found_by_attribute(tmp_path: Path) -> None:
+    folder, written = saved(tmp_path), io.BytesIO()
+    EarlyPickler(written).dump(pickle.loads((folder / ".metadata").read_bytes()))
+    assert b"getattr" in written.getvalue()
+    (folder / ".metadata").write_bytes(written.getvalue())
+    assert load(folder, {"weight": torch.zeros(6)})["weight"].tolist() == list(range(6))
+
+
+def test_other_attributes_are_not_taken(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    content = Metadata({}, planner_data=Call(getattr, Metadata, "__init__"), storage_data={})
+    (folder / ".metadata").write_bytes(pickle.dumps(content))
+    with pytest.raises(CheckpointError, match="no member of an enumeration"):
+        CheckpointReader(folder)
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", pickle.dumps(3), pickle.dumps(Metadata({}))])

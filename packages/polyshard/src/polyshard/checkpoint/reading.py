@@ -13,6 +13,7 @@ names it, before it is called.
 
 from __future__ import annotations
 
+import enum
 import io
 import os
 import pathlib
@@ -47,7 +48,17 @@ class _MetadataUnpickler(pickle.Unpickler):
             return vars(torch)[name]
         if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
             return pathlib.PurePath  # where the checkpoint was once written to
+        if (module, name) == ("builtins", "getattr"):
+            return _member  # Python 3.11.0 to 3.11.3 (Debian 12) pickles members of enumerations so
         raise CheckpointError(f"it names {module}.{name}, which no checkpoint of tensors needs")
+
+
+def _member(kind: object, name: object) -> enum.Enum:
+    """What ``getattr`` is let do: find a member of an enumeration."""
+    if isinstance(kind, enum.EnumType) and isinstance(name, str) and name in kind.__members__:
+        found: enum.Enum = kind.__members__[name]
+        return found
+    raise CheckpointError(f"it asks {kind!r} for {name!r}, which is no member of an enumeration")
 
 
 class CheckpointReader(FileSystemReader):
