@@ -365,7 +365,10 @@ TUNING = [f"--editable=plugins/polyshard-{name}" for name in TUNED_WITH]
 def clients(session: nox.Session) -> None:
     """Run other libraries' training loops, and tune their models; they take about 1 GB."""
     groups = nox.project.dependency_groups(PYPROJECT, "test", "type", "clients")
-    ours = [f"packages/polyshard{name}" for name in ("", "-cli", "-testing", "-plan", "-demo")]
+    ours = [
+        f"packages/polyshard{name}"
+        for name in ("", "-checkpoint", "-cli", "-testing", "-plan", "-demo")
+    ]
     wanted = [f"--editable={path}" for path in (*ours, *INTEGRATIONS)]
     session.install(TORCH, *wanted, *TUNING, *groups)
     for path in INTEGRATIONS:
@@ -380,7 +383,7 @@ def clients(session: nox.Session) -> None:
 def launch(session: nox.Session) -> None:
     """Run one training under every launcher that is here, as root on hosts made of namespaces."""
     groups = nox.project.dependency_groups(PYPROJECT, "test", "type", "launch")
-    ours = ("--editable=packages/polyshard", "--editable=packages/polyshard-testing")
+    ours = [f"--editable=packages/polyshard{name}" for name in ("", "-checkpoint", "-testing")]
     session.install(TORCH, *ours, *groups)
     folder = "examples/launch"
     for files in (Path(folder).glob("*.py"), Path(folder, "tests").rglob("*.py")):

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import polyshard
 from benchmarks.harness import Found, command, in_turns, median_of, run_ranks, sharded, shards
-from polyshard.checkpoint import Checkpoints, TrainingState
+from polyshard_checkpoint import Checkpoints, TrainingState
 
 MEMCPY, OURS, DCP, DCP_KEPT = "memcpy", "polyshard", "dcp", "dcp, memory kept"
 Timed = tuple[float, float]

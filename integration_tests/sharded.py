@@ -15,7 +15,7 @@ from training import EVALUATION, Outcome, train
 
 from composition_table import Cell, Layout
 from polyshard import MixedPrecisionPolicy, clip_grad_norm_, describe, fully_shard, stats
-from polyshard.checkpoint import Checkpoints, TrainingState
+from polyshard_checkpoint import Checkpoints, TrainingState
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

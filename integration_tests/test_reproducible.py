@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from polyshard.checkpoint import Checkpoints, TrainingState
+from polyshard_checkpoint import Checkpoints, TrainingState
 from polyshard_demo.model import LanguageModel, ModelSettings
 from polyshard_testing import World
 

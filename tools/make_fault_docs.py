@@ -62,7 +62,7 @@ HEALTHY = (
     (
         "a `save_async` that failed, was waited for and handled",
         "its error is raised once; the next `save()` writes",
-        "packages/polyshard/tests/checkpoint/test_async.py::"
+        "packages/polyshard-checkpoint/tests/checkpoint/test_async.py::"
         "test_a_failed_save_that_was_handled_is_over",
     ),
     (

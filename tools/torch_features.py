@@ -59,6 +59,6 @@ FEATURES = tuple(
         ("`dist.all_gather_single`, `reduce_scatter_single`", (2, 13),
          "calls them by their older names", _has_single_collectives),
         ("checkpoints with six facts of a tensor", (2, 15),
-         "`polyshard.checkpoint` reads them with every version", _has_six_properties),
+         "`polyshard_checkpoint` reads them with every version", _has_six_properties),
     )
 )  # fmt: skip

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from polyshard import fully_shard
-from polyshard.checkpoint import Checkpoints, TrainingState
+from polyshard_checkpoint import Checkpoints, TrainingState
 
 ROWS = 12  # of a step's batch, on all ranks together
 WIDTH, CLASSES = 33, 7

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaForCausalLM
 
-from polyshard.safetensors import load_safetensors, save_safetensors
+from polyshard_checkpoint.safetensors import load_safetensors, save_safetensors
 
 LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM"}
 LR = 1e-2

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from polyshard import fully_shard
-from polyshard.safetensors import load_safetensors, save_safetensors
+from polyshard_checkpoint.safetensors import load_safetensors, save_safetensors
 from polyshard_tensor_parallel import TensorParallel, llama_plan
 
 

@@ -24,7 +24,7 @@ PRELOADED = [
     "torch.distributed.tensor.parallel",
     "torch._dynamo",
     "polyshard",
-    "polyshard.checkpoint",
+    "polyshard_checkpoint",
     "polyshard_demo.model",
     "polyshard_offload",
     "polyshard_quantized",

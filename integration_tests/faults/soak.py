@@ -16,8 +16,8 @@ from sharded import digest, whole
 from fault_table import TIMEOUT_SECONDS
 from faults.model import Injection, Purpose, Training
 from faults.processes import Ranks
-from polyshard.checkpoint import Checkpoints, TrainingState
 from polyshard.errors import PeerError
+from polyshard_checkpoint import Checkpoints, TrainingState
 
 PLACES = ("forward", "backward", "codec", "observer")
 """Where no rank can have ended the step before another fails in it."""

@@ -21,8 +21,8 @@ import polyshard
 from composition_table import Cell
 from faults.plugin import Faulty, FaultyCodec, OwnCodec, Strike
 from faults.processes import Uncaught
-from polyshard.checkpoint import Checkpoints
 from polyshard.transport.works import Works
+from polyshard_checkpoint import Checkpoints
 
 BEFORE, AFTER = 2, 2
 """Steps before the one that is lost, and after it (the first repeats it)."""

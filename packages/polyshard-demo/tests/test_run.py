@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 from toy_pickles import Call, make
 
-from polyshard.checkpoint.manifest import FileSum, Manifest, file_sum
+from polyshard_checkpoint.manifest import FileSum, Manifest, file_sum
 from polyshard_demo.checkpoint import find_source, folder_of, write_run
 from polyshard_demo.errors import DemoError, RankError
 from polyshard_demo.launch import launch, run_local_ranks, threads_per_rank

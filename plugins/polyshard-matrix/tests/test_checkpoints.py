@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from polyshard.checkpoint import Checkpoints, TrainingState
+from polyshard_checkpoint import Checkpoints, TrainingState
 from polyshard_testing import World, ranks
 
 PLUGINS = {"muon": (muon, torch.optim.Muon), "shampoo": (shampoo, Shampoo)}

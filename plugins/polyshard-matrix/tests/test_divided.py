@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import polyshard
-from polyshard.checkpoint import Checkpoints, TrainingState
 from polyshard.errors import IneffectiveSettingWarning, UnsupportedError
 from polyshard.seams import GradientLanding, GroupInfo
+from polyshard_checkpoint import Checkpoints, TrainingState
 from polyshard_matrix import MatrixOptimizer
 from polyshard_matrix.parts import Parts
 from polyshard_testing import World, ranks

@@ -25,10 +25,10 @@ from reproducible_runs import (
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import polyshard
-from polyshard.checkpoint import Checkpoints, TrainingState
 from polyshard.errors import NonFiniteError, SkippedStepWarning
 from polyshard.guards import NonFinite
 from polyshard.transport.gloo import GlooReduce
+from polyshard_checkpoint import Checkpoints, TrainingState
 from polyshard_reproducible import SlotSampler
 from polyshard_reproducible.randomness import seed_of
 from polyshard_testing import World

@@ -19,8 +19,8 @@ from toy_models import full
 from tp_models import loss_of, meshes, mlp, mlp_plan, shard_blocks, tiny, tokens_for
 
 from polyshard import fully_shard
-from polyshard.checkpoint import Checkpoints, TrainingState
-from polyshard.safetensors import load_safetensors, save_safetensors
+from polyshard_checkpoint import Checkpoints, TrainingState
+from polyshard_checkpoint.safetensors import load_safetensors, save_safetensors
 from polyshard_tensor_parallel import TensorParallel, demo_plan
 from polyshard_testing import World, ranks
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from polyshard.checkpoint import checkpoints_in
+from polyshard_checkpoint import checkpoints_in
 
 FOLDER = Path(__file__).parents[2]
 SCRIPT = FOLDER / "train.py"

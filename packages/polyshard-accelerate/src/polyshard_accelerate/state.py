@@ -1,4 +1,4 @@
-"""Models and their optimizers in folders of :class:`polyshard.checkpoint.Checkpoints`."""
+"""Models and their optimizers in folders of :class:`polyshard_checkpoint.Checkpoints`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from polyshard.checkpoint import Checkpoints, TrainingState
 from polyshard.errors import CheckpointError
 from polyshard.seams import Stateful
 from polyshard_accelerate.sharding import reshard
+from polyshard_checkpoint import Checkpoints, TrainingState
 
 __all__ = ["load", "load_one", "plain", "save", "save_one"]
 

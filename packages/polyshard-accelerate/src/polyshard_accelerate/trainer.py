@@ -13,10 +13,10 @@ from typing_extensions import override
 
 from polyshard import FSDPModule
 from polyshard.errors import UnsupportedError
-from polyshard.safetensors import load_safetensors
 from polyshard_accelerate import state
 from polyshard_accelerate.accelerator import PolyshardAccelerator
 from polyshard_accelerate.sharding import Sharding, reshard
+from polyshard_checkpoint.safetensors import load_safetensors
 
 __all__ = ["PolyshardTrainer"]
 

@@ -1,7 +1,7 @@
 """Where a run keeps its checkpoints, and what it has to know before it goes on from one.
 
 On disk: ``<run>/run.json`` says what the run trains, as plain data, and ``<run>/checkpoints/``
-holds what :class:`polyshard.checkpoint.Checkpoints` writes. The tensors are sharded by whoever
+holds what :class:`polyshard_checkpoint.Checkpoints` writes. The tensors are sharded by whoever
 loads them, so any world size and engine can go on from them.
 """
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polyshard.checkpoint import checkpoints_in
 from polyshard.files import replace_file
+from polyshard_checkpoint import checkpoints_in
 from polyshard_demo.errors import DemoError
 from polyshard_demo.settings import Settings
 from polyshard_demo.text import Corpus

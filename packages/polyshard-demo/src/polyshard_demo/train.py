@@ -12,9 +12,9 @@ from rich.console import Console
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from polyshard.checkpoint import Checkpoints, Restored, TrainingState
 from polyshard.errors import CheckpointError
 from polyshard.guards import Corruption, NonFinite
+from polyshard_checkpoint import Checkpoints, Restored, TrainingState
 from polyshard_demo.checkpoint import (
     Source,
     find_source,

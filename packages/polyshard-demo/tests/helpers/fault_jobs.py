@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from polyshard.checkpoint import checkpoints_in
+from polyshard_checkpoint import checkpoints_in
 
 # Why the store of agents is not shared with ranks is said in docs/how-to/several-hosts.md.
 ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

@@ -1,4 +1,4 @@
-"""Checkpoints of Lightning as folders of :class:`polyshard.checkpoint.Checkpoints`.
+"""Checkpoints of Lightning as folders of :class:`polyshard_checkpoint.Checkpoints`.
 
 A folder has the weights and the state of optimizers under their names, each rank its own shards,
 and what else Lightning saves (loops, callbacks, schedulers, hyperparameters) as one rank has it.
@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from polyshard.checkpoint import Checkpoints, TrainingState
 from polyshard.errors import CheckpointError
+from polyshard_checkpoint import Checkpoints, TrainingState
 
 __all__ = ["Rest", "load", "save"]
 

@@ -124,5 +124,5 @@ def _refuse_meta(module: nn.Module) -> None:
         raise ModuleError(
             f"PolyshardStrategy: {len(names)} parameters are on the meta device, '{names[0]}' for "
             "one. Shard them in configure_model, then call to_empty() and give them values there, "
-            "by polyshard.safetensors.load_safetensors for example."
+            "by polyshard_checkpoint.safetensors.load_safetensors for example."
         )

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from polyshard import FSDPModule, MixedPrecisionPolicy
-from polyshard.checkpoint.together import Ranks
 from polyshard.errors import LifecycleError, MeshError, PeerError, UnsupportedError
+from polyshard_checkpoint.together import Ranks
 from polyshard_lightning import file, folder
 from polyshard_lightning.precision import clipping
 from polyshard_lightning.sharding import Sharding, watch_steps

@@ -12,7 +12,7 @@ from toy_lifetimes import Lasting
 from toy_models import Model, build, full, loss_of, shard
 
 import polyshard
-from polyshard.checkpoint import TrainingState
+from polyshard_checkpoint import TrainingState
 
 
 class Samples:

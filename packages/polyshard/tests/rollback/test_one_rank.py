@@ -17,8 +17,8 @@ from toy_lifetimes import Lasting
 from toy_runs import assert_equal
 
 import polyshard
-from polyshard.checkpoint.state import RandomState
 from polyshard.errors import AttemptError, LifecycleError, SettingError
+from polyshard.rollback.random_state import RandomState
 from polyshard_testing import ranks
 
 

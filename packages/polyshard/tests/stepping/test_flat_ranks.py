@@ -23,7 +23,7 @@ from toy_models import build, full, loss_of, shard, tokens_for
 from toy_optimizers import EVERY, runs_of, same_bits
 
 from polyshard import MixedPrecisionPolicy, attach_optimizer, clip_grad_norm_, flat, fully_shard
-from polyshard.checkpoint import Checkpoints, TrainingState
+from polyshard_checkpoint import Checkpoints, TrainingState
 from polyshard_testing import ranks
 
 pytestmark = [

@@ -19,9 +19,9 @@ from toy_models import full
 
 from polyshard import MixedPrecisionPolicy, fully_shard
 from polyshard._torch import newer
-from polyshard.checkpoint import CheckpointReader
 from polyshard.errors import UnsupportedError
 from polyshard.transport import backend_for, choose_transport
+from polyshard_checkpoint import CheckpointReader
 from polyshard_testing import World, ranks
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from polyshard._torch.staged import checkpoint_name, plan_for_all, with_local
-from polyshard.checkpoint.survivors import missing_of
+from polyshard_checkpoint.survivors import missing_of
 from polyshard_testing import ranks
 
 

@@ -19,8 +19,8 @@ from torch.futures import Future
 from typing_extensions import override
 
 from polyshard.errors import CheckpointError
-from polyshard.safetensors.blocks import BLOCK_BYTES, Block, memory_of, places, split
-from polyshard.safetensors.header import Stored, read_header
+from polyshard_checkpoint.safetensors.blocks import BLOCK_BYTES, Block, memory_of, places, split
+from polyshard_checkpoint.safetensors.header import Stored, read_header
 
 SUFFIX = ".safetensors"
 

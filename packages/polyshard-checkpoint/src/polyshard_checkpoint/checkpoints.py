@@ -28,17 +28,17 @@ from torch.distributed.tensor import DTensor
 from polyshard._torch.gloo import cut_groups
 from polyshard._torch.private import local_tensor
 from polyshard._torch.staged import with_local
-from polyshard.checkpoint.folder import Folder
-from polyshard.checkpoint.manifest import FileSum, Manifest
-from polyshard.checkpoint.packing import Entries
-from polyshard.checkpoint.reading import CheckpointPlanner, CheckpointReader, files_in
-from polyshard.checkpoint.state import TrainingState
-from polyshard.checkpoint.survivors import Survivors
-from polyshard.checkpoint.together import Ranks, attempt
-from polyshard.checkpoint.writing import Progress, SummedWriter
 from polyshard.engine.root import units_below
 from polyshard.engine.trees import tensors
 from polyshard.errors import CheckpointError, SettingError, warn
+from polyshard_checkpoint.folder import Folder
+from polyshard_checkpoint.manifest import FileSum, Manifest
+from polyshard_checkpoint.packing import Entries
+from polyshard_checkpoint.reading import CheckpointPlanner, CheckpointReader, files_in
+from polyshard_checkpoint.state import TrainingState
+from polyshard_checkpoint.survivors import Survivors
+from polyshard_checkpoint.together import Ranks, attempt
+from polyshard_checkpoint.writing import Progress, SummedWriter
 
 _Path = tuple[object, ...]
 

@@ -19,9 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from polyshard.checkpoint.manifest import Manifest
 from polyshard.errors import CheckpointError
 from polyshard.files import sync_folder
+from polyshard_checkpoint.manifest import Manifest
 
 UNFINISHED = ".unfinished-"
 PARTIAL = "partial-"

@@ -10,26 +10,28 @@ means nothing to another number.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
-from polyshard.checkpoint.optimizers import (
+from polyshard.engine.keeping import load_plugin_state_dict, plugin_state_dict
+from polyshard.errors import CheckpointError, SettingError
+from polyshard.module import FSDPModule
+from polyshard.rollback.random_state import RandomState
+from polyshard.seams import Stateful
+from polyshard_checkpoint.optimizers import (
     OPTIMIZER,
     load_optimizers,
     optimizers_state,
     parameter_names,
     room_for_optimizers,
 )
-from polyshard.checkpoint.packing import (
+from polyshard_checkpoint.packing import (
     Entries,
     check_plain,
     is_packed,
@@ -37,45 +39,6 @@ from polyshard.checkpoint.packing import (
     room_for,
     unpack,
 )
-from polyshard.engine.keeping import load_plugin_state_dict, plugin_state_dict
-from polyshard.errors import CheckpointError, SettingError
-from polyshard.module import FSDPModule
-from polyshard.seams import Stateful
-
-
-class RandomState:
-    """Python's, numpy's, torch's own and the accelerator's current generator, as a state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where each of them is."""
-        version, words, gauss = random.getstate()
-        kind, key, position, has_gauss, cached = np.random.get_state(legacy=True)
-        return {
-            "python": (version, words, gauss),
-            "numpy": (str(kind), [int(k) for k in key], int(position), int(has_gauss), cached),
-            "torch": torch.get_rng_state(),
-            "device": _device_state(),
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there; an accelerator's is left alone where there was none, or is none."""
-        random.setstate(state_dict["python"])
-        np.random.set_state(state_dict["numpy"])
-        torch.set_rng_state(state_dict["torch"].cpu())
-        if state_dict["device"] is not None and torch.accelerator.is_available():
-            _device_module().set_rng_state(state_dict["device"].cpu())
-
-
-def _device_module() -> Any:
-    return torch.get_device_module(torch.accelerator.current_accelerator())
-
-
-def _device_state() -> torch.Tensor | None:
-    if not torch.accelerator.is_available():
-        return None
-    state: torch.Tensor = _device_module().get_rng_state()
-    return state
-
 
 MODEL = "model"
 PLUGINS, RANDOM = "plugins", "random"

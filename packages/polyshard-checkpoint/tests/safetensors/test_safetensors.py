@@ -16,10 +16,10 @@ from toy_models import build, full, shard
 from toy_runs import assert_equal, whole
 
 from polyshard import fully_shard
-from polyshard.checkpoint import Checkpoints, TrainingState
 from polyshard.errors import CheckpointError, SettingError
-from polyshard.safetensors import load_safetensors, save_safetensors
-from polyshard.safetensors.header import DTYPES, make_header, read_header
+from polyshard_checkpoint import Checkpoints, TrainingState
+from polyshard_checkpoint.safetensors import load_safetensors, save_safetensors
+from polyshard_checkpoint.safetensors.header import DTYPES, make_header, read_header
 from polyshard_testing import ranks
 
 safetensors: Any = pytest.importorskip("safetensors.torch")

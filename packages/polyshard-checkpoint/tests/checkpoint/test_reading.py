@@ -20,8 +20,8 @@ from toy_models import assert_same_parameters, build, shard
 from toy_pickles import Call, make
 
 from polyshard import fully_shard
-from polyshard.checkpoint import CheckpointPlanner, CheckpointReader
 from polyshard.errors import CheckpointError
+from polyshard_checkpoint import CheckpointPlanner, CheckpointReader
 from polyshard_testing import ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyshard.safetensors.blocks import Block, memory_of, places, runs, split
-from polyshard.safetensors.header import Stored
+from polyshard_checkpoint.safetensors.blocks import Block, memory_of, places, runs, split
+from polyshard_checkpoint.safetensors.header import Stored
 
 
 @st.composite

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from typing_extensions import override
 
-from polyshard.checkpoint.manifest import FileSum
+from polyshard_checkpoint.manifest import FileSum
 
 
 @dataclass(frozen=True)

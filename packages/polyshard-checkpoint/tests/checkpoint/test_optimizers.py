@@ -15,8 +15,8 @@ from toy_models import build, full, loss_of, shard, tokens_for
 from toy_runs import assert_equal, whole
 
 from polyshard import fully_shard
-from polyshard.checkpoint import Checkpoints, TrainingState
 from polyshard.errors import CheckpointError
+from polyshard_checkpoint import Checkpoints, TrainingState
 from polyshard_testing import ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -16,9 +16,9 @@ from torch.optim import lr_scheduler as lrs
 from toy_runs import assert_equal, whole
 
 from polyshard import fully_shard
-from polyshard.checkpoint import Checkpoints, TrainingState
-from polyshard.checkpoint.manifest import Manifest
-from polyshard.safetensors import load_safetensors, save_safetensors
+from polyshard_checkpoint import Checkpoints, TrainingState
+from polyshard_checkpoint.manifest import Manifest
+from polyshard_checkpoint.safetensors import load_safetensors, save_safetensors
 from polyshard_testing import World, ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

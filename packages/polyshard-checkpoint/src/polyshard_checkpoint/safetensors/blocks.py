@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyshard.safetensors.header import Stored
+from polyshard_checkpoint.safetensors.header import Stored
 
 BLOCK_BYTES = 16 << 20
 """The most that is between a tensor and its file at one time."""

@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.tensor import DTensor
 
 from polyshard._torch.staged import checkpoint_name
-from polyshard.checkpoint.together import Ranks
 from polyshard.errors import CheckpointError, SettingError
-from polyshard.safetensors.reading import SafetensorsReader
-from polyshard.safetensors.writing import SafetensorsWriter
+from polyshard_checkpoint.safetensors.reading import SafetensorsReader
+from polyshard_checkpoint.safetensors.writing import SafetensorsWriter
+from polyshard_checkpoint.together import Ranks
 
 
 def give_memory(model: nn.Module, filled: Collection[str]) -> None:

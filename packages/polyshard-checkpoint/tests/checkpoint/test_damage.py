@@ -20,9 +20,9 @@ from toy_models import build
 from toy_pickles import Call, make
 from toy_runs import Job, assert_equal, whole
 
-from polyshard.checkpoint import Checkpoints, TrainingState, manifest
-from polyshard.checkpoint.manifest import NAME, FileSum, Manifest, file_sum
 from polyshard.errors import CheckpointError, IneffectiveSettingWarning, SettingError
+from polyshard_checkpoint import Checkpoints, TrainingState, manifest
+from polyshard_checkpoint.manifest import NAME, FileSum, Manifest, file_sum
 from polyshard_testing import ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from toy_runs import assert_equal
 
-from polyshard.checkpoint.packing import is_packed, pack, room_for, unpack
 from polyshard.errors import CheckpointError
+from polyshard_checkpoint.packing import is_packed, pack, room_for, unpack
 
 leaves = (
     st.none()

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from toy_models import build
 from toy_runs import Job, assert_equal, whole
 
-from polyshard.checkpoint import Checkpoints, Restored, TrainingState
+from polyshard_checkpoint import Checkpoints, Restored, TrainingState
 from polyshard_testing import World, ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -34,9 +34,9 @@ from typing_extensions import override
 from polyshard._torch.private import default_store, store_timeout_seconds
 from polyshard._torch.staged import plan_for_all
 from polyshard.alarm.peers import Roll
-from polyshard.checkpoint.together import Ranks
 from polyshard.errors import CheckpointError
 from polyshard.files import replace_file
+from polyshard_checkpoint.together import Ranks
 
 T = TypeVar("T")
 PRIVATE = 0o700

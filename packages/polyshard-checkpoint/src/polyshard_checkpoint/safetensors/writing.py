@@ -20,8 +20,8 @@ from typing_extensions import override
 
 from polyshard.errors import CheckpointError
 from polyshard.files import replace_file, sync_folder
-from polyshard.safetensors.blocks import BLOCK_BYTES, Block, memory_of, places, split
-from polyshard.safetensors.header import Stored, make_header, read_header
+from polyshard_checkpoint.safetensors.blocks import BLOCK_BYTES, Block, memory_of, places, split
+from polyshard_checkpoint.safetensors.header import Stored, make_header, read_header
 
 Described = tuple[torch.dtype, torch.Size]
 

@@ -12,7 +12,7 @@ import torch
 from toy_models import build
 from toy_runs import assert_equal, whole
 
-from polyshard.checkpoint import Checkpoints, TrainingState
+from polyshard_checkpoint import Checkpoints, TrainingState
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from toy_models import build, full
 from toy_runs import Job, assert_equal, whole
 
-from polyshard.checkpoint import Checkpoints, checkpoints_in
-from polyshard.checkpoint.manifest import Manifest
 from polyshard.errors import CheckpointError, PeerError
+from polyshard_checkpoint import Checkpoints, checkpoints_in
+from polyshard_checkpoint.manifest import Manifest
 from polyshard_testing import World, ranks
 from polyshard_testing.world import RankError
 
@@ -138,7 +138,7 @@ def test_what_is_missing_is_said_and_refused(world: World, tmp_path: Path) -> No
 
 
 def _state() -> Any:
-    from polyshard.checkpoint import TrainingState
+    from polyshard_checkpoint import TrainingState
 
     return TrainingState(build(5, width=20, hidden=30, layers=2))
 

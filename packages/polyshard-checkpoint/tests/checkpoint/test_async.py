@@ -12,9 +12,9 @@ import torch
 from toy_models import build
 from toy_runs import Job, assert_equal, whole
 
-from polyshard.checkpoint import Checkpoints, Progress, TrainingState
-from polyshard.checkpoint.checkpoints import Staging
 from polyshard.errors import CheckpointError
+from polyshard_checkpoint import Checkpoints, Progress, TrainingState
+from polyshard_checkpoint.checkpoints import Staging
 from polyshard_testing import ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

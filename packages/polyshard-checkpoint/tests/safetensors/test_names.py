@@ -13,7 +13,7 @@ from toy_runs import assert_equal, whole
 
 from polyshard import fully_shard
 from polyshard.errors import CheckpointError, SettingError
-from polyshard.safetensors import load_safetensors, save_safetensors
+from polyshard_checkpoint.safetensors import load_safetensors, save_safetensors
 from polyshard_testing import ranks
 
 safetensors: Any = pytest.importorskip("safetensors.torch")

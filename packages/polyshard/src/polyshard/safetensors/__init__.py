@@ -1,7 +1,0 @@
-"""Weights as safetensors, one model for all: what Hugging Face's libraries read and write."""
-
-from polyshard.safetensors.model import load_safetensors, save_safetensors
-from polyshard.safetensors.reading import SafetensorsReader
-from polyshard.safetensors.writing import SafetensorsWriter
-
-__all__ = ["SafetensorsReader", "SafetensorsWriter", "load_safetensors", "save_safetensors"]
