@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from polyshard.alarm import watch
 from polyshard.alarm.alarm import Alarm
 from polyshard.alarm.board import Board
 from polyshard.alarm.positions import Position
@@ -170,3 +172,43 @@ def test_a_group_that_is_being_destroyed_does_not_end_the_watch(
         alarm.courier.close(SECONDS)
     assert is_rung(alarm)
     assert not caplog.records
+
+
+def test_frames_of_a_thread_that_runs_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process may end when frame objects are made for frames that another thread is running."""
+    asked: list[int] = []
+    frames = sys._current_frames
+
+    def asked_for() -> dict[int, Any]:
+        asked.append(1)
+        return dict(frames())
+
+    monkeypatch.setattr(watch, "COLLECTIVES", frozenset({__file__}))
+    monkeypatch.setattr(sys, "_current_frames", asked_for)
+    thread = watch._Thread()
+    found: list[object] = []
+
+    def look() -> None:
+        for _ in range(4):
+            found.append(thread.elsewhere((0, 1)))
+            time.sleep(0.05)
+
+    def compute(group: object = None) -> None:
+        del group
+        looks = threading.Thread(target=look)
+        looks.start()
+        while looks.is_alive():
+            sum(range(1000))
+
+    def wait(group: object = None) -> None:
+        looks = threading.Thread(target=look)
+        looks.start()
+        looks.join()
+        assert group is None
+
+    compute()
+    assert found == [None] * 4
+    assert not asked
+    assert thread.is_in_torch()
+    wait()
+    assert found[-1] == watch._Elsewhere((0, 1))

@@ -12,15 +12,27 @@ waits there, it looks at processes of its own host, which takes no request. The 
 the last resort, only by a rank that has not raised :data:`ELSEWHERE_SECONDS` after the
 report and still stands in ``torch.distributed``. ``reset_iter_state()`` mends them (see
 [Note: mending] of ``transport/mending.py``).
+
+[Note: looking at a thread]
+``sys._current_frames()`` makes frame objects for frames that another thread is running, and the
+process may end with a segmentation fault when that thread goes on (seen with Python 3.11.7 and
+torch 2.13, in an optimizer's step). So where a thread stands is read from what ``faulthandler``
+writes: it makes no objects, and no other thread runs Python meanwhile. The frame itself, which has
+the process group, is asked for only while the thread stands still in a collective: it has used no
+processor time since the last tick.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import math
+import os
 import sys
+import tempfile
 import threading
 import time
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -58,7 +70,7 @@ class Watch:
         self._alarm = alarm
         self._board = alarm.board
         self._ended = threading.Event()
-        self._main = threading.get_ident()
+        self._main = _Thread()
         self._thread = threading.Thread(target=self._run, name="polyshard-watch", daemon=True)
         self._wait = _Wait()
         self._lost: tuple[int, float] | None = None
@@ -98,9 +110,9 @@ class Watch:
             self._wait = self._wait.at(None, now)
             self._look_elsewhere(now)
             return
-        if is_silent and _is_in_torch(self._main):
+        if is_silent and self._main.is_in_torch():
             self._suspect_store()
-        waiting = alarm.waiting or _elsewhere(self._main, self._board.ranks)
+        waiting = alarm.waiting or self._main.elsewhere(self._board.ranks)
         before, self._wait = self._wait, self._wait.at(waiting, now)
         if waiting is None or now - self._wait.since < PATIENCE_SECONDS:
             if before.beats[0]:
@@ -198,7 +210,7 @@ class Watch:
             return
         if self._lost is None or self._lost[0] != alarm.epoch:
             self._lost = (alarm.epoch, now)
-        is_stuck = now - self._lost[1] > ELSEWHERE_SECONDS and _is_in_torch(self._main)
+        is_stuck = now - self._lost[1] > ELSEWHERE_SECONDS and self._main.is_in_torch()
         if is_stuck:
             alarm.cut_elsewhere(self._lost[0], cut_groups)
 
@@ -240,27 +252,57 @@ class _Elsewhere:
         """See there: others cannot know."""
 
 
-def _elsewhere(thread: int, every: tuple[int, ...]) -> _Elsewhere | None:
-    """What ``thread`` waits for in torch; without a ``group`` at hand, nobody is looked at."""
-    frame = _frame_in_torch(thread)
-    if frame is None or "group" not in frame.f_code.co_varnames:
+class _Thread:
+    """The thread that made it, seen from another. See [Note: looking at a thread]."""
+
+    def __init__(self) -> None:
+        self._ident = threading.get_ident()
+        self._clock = time.pthread_getcpuclockid(self._ident)
+        self._used = -1.0
+        self._file, name = tempfile.mkstemp()
+        os.unlink(name)
+        weakref.finalize(self, os.close, self._file)
+
+    def elsewhere(self, every: tuple[int, ...]) -> _Elsewhere | None:
+        """What it waits for in torch; without a ``group`` at hand, nobody is looked at."""
+        if not (self._is_still() and self.is_in_torch()):
+            return None
+        frame = self._frame_in_torch()
+        if frame is None or "group" not in frame.f_code.co_varnames:
+            return None
+        group = frame.f_locals.get("group")
+        if isinstance(group, dist.ProcessGroup):
+            with suppress(ValueError, KeyError):  # being destroyed, or not of this process
+                return _Elsewhere(tuple(dist.get_process_group_ranks(group)))
+        return _Elsewhere(every) if group is None else None
+
+    def is_in_torch(self) -> bool:
+        """Whether it stands in a collective of torch's: not in what ``DTensor`` computes."""
+        return any(file in COLLECTIVES for file in self._files())
+
+    def _is_still(self) -> bool:
+        """Whether it has used no processor time since this was last asked."""
+        try:
+            used = time.clock_gettime(self._clock)
+        except OSError:  # it has ended
+            return False
+        before, self._used = self._used, used
+        return used == before
+
+    def _files(self) -> list[str]:
+        """Those of its innermost frames."""
+        os.ftruncate(self._file, 0)
+        os.lseek(self._file, 0, os.SEEK_SET)
+        faulthandler.dump_traceback(self._file, all_threads=True)
+        text = os.pread(self._file, os.fstat(self._file).st_size, 0).decode(errors="replace")
+        _, _, own = text.partition(f"hread 0x{self._ident:016x} ")
+        own = own.partition("hread 0x")[0]
+        return [line.split('"')[1] for line in own.splitlines()[1 : FRAMES + 1] if '"' in line]
+
+    def _frame_in_torch(self) -> FrameType | None:
+        frame = sys._current_frames().get(self._ident)
+        for _ in range(FRAMES):
+            if frame is None or frame.f_code.co_filename in COLLECTIVES:
+                return frame
+            frame = frame.f_back
         return None
-    group = frame.f_locals.get("group")
-    if isinstance(group, dist.ProcessGroup):
-        with suppress(ValueError, KeyError):  # being destroyed, or not of this process
-            return _Elsewhere(tuple(dist.get_process_group_ranks(group)))
-    return _Elsewhere(every) if group is None else None
-
-
-def _is_in_torch(thread: int) -> bool:
-    """Whether ``thread`` stands in a collective of torch's: not in what ``DTensor`` computes."""
-    return _frame_in_torch(thread) is not None
-
-
-def _frame_in_torch(thread: int) -> FrameType | None:
-    frame = sys._current_frames().get(thread)
-    for _ in range(FRAMES):
-        if frame is None or frame.f_code.co_filename in COLLECTIVES:
-            return frame
-        frame = frame.f_back
-    return None
