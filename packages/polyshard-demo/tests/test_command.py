@@ -60,13 +60,6 @@ def test_options_reach_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "give it as --out" in text
 
 
-def test_missing_packages_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)
-    missing = r"typer, rich missing; pip install 'polyshard\[cli\]'"
-    with pytest.raises(SystemExit, match=missing):
-        cli.main()
-
-
 def test_missing_matplotlib_is_found_before_training(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -30,7 +30,7 @@ def test_a_failing_rank_fails_the_test_and_a_slow_one_too(pytester: pytest.Pytes
         def test_one_fails(rank, size):
             assert rank == 0, "rank one is wrong"
 
-        @ranks(2, timeout=3.0)
+        @ranks(2, timeout=8.0)
         def test_one_is_slow(rank, size):
             time.sleep(60 * rank)
         """

@@ -71,13 +71,14 @@ struct GroupState {
   std::atomic<bool> failed{false};
   std::chrono::milliseconds timeout{};
 
-  bool fail(const std::string& why) {
+  // What fails releases the streams that wait for it, so the host's error has to be there before.
+  void fail(const std::string& why, bool is_reported) {
     std::lock_guard<std::mutex> lock(mutex);
-    if (failed) return false;
+    if (failed) return;
+    if (is_reported) report_error(std::make_exception_ptr(c10::DistBackendError(why, nullptr)));
     failure = why;
     failed = true;
     gloo.release();  // its threads may be held by ranks that never come: it cannot be destroyed
-    return true;
   }
   void check() {
     std::lock_guard<std::mutex> lock(mutex);
@@ -170,8 +171,7 @@ class Watchdog {
     const auto seconds = std::chrono::duration<double>(collective.group->timeout).count();
     const std::string why = c10::str("simccl: ", collective.name, " did not end within ", seconds,
                                      " s: not all ranks have joined it. The group is aborted");
-    if (collective.group->fail(why))
-      report_error(std::make_exception_ptr(c10::DistBackendError(why, nullptr)));
+    collective.group->fail(why, true);
     return true;
   }
 
@@ -260,7 +260,7 @@ class Group final : public c10d::Backend {
   const std::string getBackendName() const override { return "simccl"; }
   bool supportsCoalescing() const override { return true; }
   void setTimeout(std::chrono::milliseconds timeout) override { state_->timeout = timeout; }
-  void abort() override { state_->fail("simccl: the process group was aborted"); }
+  void abort() override { state_->fail("simccl: the process group was aborted", false); }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
   c10d::ErrorType getError() override {
