@@ -38,7 +38,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put slow files first; skip ``gpu`` tests without an accelerator, and what samples leave out."""
+    """Put slow files first; skip ``gpu`` tests without an accelerator, and what is sampled out."""
     slow = {item.path for item in _marked(items, "slow")}
     items.sort(key=lambda item: item.path not in slow)  # workers take files in this order
     if not config.getoption("--thorough"):
