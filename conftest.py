@@ -38,7 +38,9 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip ``gpu`` tests where there is no accelerator, and what samples leave out unless asked."""
+    """Put slow files first; skip ``gpu`` tests without an accelerator, and what is sampled out."""
+    slow = {item.path for item in _marked(items, "slow")}
+    items.sort(key=lambda item: item.path not in slow)  # workers take files in this order
     if not config.getoption("--thorough"):
         _skip(_marked(items, "thorough") + _out_of_sample(items), "takes long; run with --thorough")
     if config.getoption("--device") == "sim":

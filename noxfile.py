@@ -302,9 +302,11 @@ def run_tests(
     env = {**ONE_THREAD}
     if hidden:
         env |= {"POLYSHARD_HIDDEN": ",".join(hidden), "PYTHONPATH": str(ROOT / "tools" / "hidden")}
-    options = (f"--numprocesses={WORKERS}", "--dist=loadfile", f"--junitxml=build/junit/{name}.xml")
-    marks = ("-m", "not browser")
-    session.run(python, "-m", "pytest", *marks, *options, *paths, *session.posargs, env=env)
+    # In the order of conftest.py, slow files first: xdist's own begins with those of many tests,
+    # so that the longest, which hold one test each, would run last, beside nothing.
+    workers = (f"--numprocesses={WORKERS}", "--dist=loadfile", "--no-loadscope-reorder")
+    options = ("-m", "not browser", *workers, f"--junitxml=build/junit/{name}.xml")
+    session.run(python, "-m", "pytest", *options, *paths, *session.posargs, env=env)
 
 
 @nox.session(venv_backend="none", default=False)

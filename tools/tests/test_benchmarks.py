@@ -134,14 +134,22 @@ def test_the_fit_finds_a_line_among_rows_of_equal_ranks_and_groups() -> None:
     assert line["largest_residual"] == pytest.approx(0.0, abs=1e-9)
 
 
+def what_a_rank_is() -> tuple[int, int, int, int]:
+    return dist.get_world_size(), dist.get_rank(), torch.get_num_threads(), os.getpid()
+
+
+def what_a_process_alone_is() -> tuple[bool, int, int]:
+    return dist.is_initialized(), torch.get_num_threads(), os.getpid()
+
+
 def test_ranks_are_fresh_processes_whose_failures_are_told() -> None:
-    assert run_ranks(2, dist.get_world_size) == 2
-    assert run_ranks(2, dist.get_rank) == 0
-    assert run_ranks(1, torch.get_num_threads) == run_alone(torch.get_num_threads) == 1
-    assert run_alone(os.getpid) != os.getpid()
-    assert run_alone(dist.is_initialized) is False
+    size, rank, threads, process = run_ranks(2, what_a_rank_is)
+    assert (size, rank, threads) == (2, 0, 1)
+    has_group, threads, alone = run_alone(what_a_process_alone_is)
+    assert (has_group, threads) == (False, 1)
+    assert len({process, alone, os.getpid()}) == 3
     with pytest.raises(RankError, match=r"(?s)rank 0.*ZeroDivisionError"):
-        run_ranks(2, operator.truediv, 1, 0)
+        run_ranks(1, operator.truediv, 1, 0)
 
 
 def test_the_script_for_accelerators_runs_on_the_cpu_when_tiny(tmp_path: Path) -> None:
