@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from typing_extensions import override
 from polyshard import Plugin, hookimpl
 from polyshard.plugins.builtin import DeviceStorage
 from polyshard.seams import BoundGatherCodec, GatherCodec, GroupInfo
+from polyshard.seams.storage import StorageFactory
 from polyshard.sharding.layout import GroupLayout
 
 
@@ -110,15 +110,55 @@ class StagedStorage(DeviceStorage):
 
     @override
     def rest(self, shard: Tensor) -> Tensor:
-        self._resting = shard.cpu() if shard.device.type != "cpu" else shard.clone()
         self._near = shard
-        return super().rest(shard)
+        resting = shard.cpu() if shard.device.type != "cpu" else shard
+        return super().rest(resting)
+
+    @override
+    def view(self) -> Tensor:
+        return self._near
 
     @override
     def fetch(self) -> None:
-        if self._near.device.type == "cpu":
+        resting = super().view()
+        if self._near is resting:
             return
-        staging = self._pool.take(self._near)[: self._near.numel()]
-        staging.copy_(self._near)  # as a storage would from its file: the host waits
-        self._near.copy_(staging, non_blocking=True)
+        staging = self._pool.take(resting)
+        staging[: resting.numel()].copy_(resting)
+        self._near.copy_(staging[: resting.numel()], non_blocking=True)
         self._pool.give_back(staging)
+
+    @override
+    def place_gradient(self, gradient: Tensor) -> Tensor:
+        return gradient.to(super().view().device)
+
+
+class StagedFactory(StorageFactory):
+    name = "staged"
+
+    def __init__(self, waits: bool) -> None:
+        self._pool = PinnedPool(waits)
+        self.settings = f"waits={waits}"
+
+    @override
+    def create(self, group: GroupInfo, layout: GroupLayout) -> StagedStorage:
+        return StagedStorage(self._pool)
+
+
+class Patient(Plugin):
+    """A storage that waits before it rewrites pinned memory."""
+
+    name, waits = "patient", True
+
+    def __init__(self) -> None:
+        self._factory = StagedFactory(self.waits)
+
+    @hookimpl
+    def polyshard_shard_storage(self, group: GroupInfo) -> StagedFactory:
+        return self._factory
+
+
+class Hasty(Patient):
+    """A storage that frees pinned memory while a copy reads it."""
+
+    name, waits = "hasty", False
