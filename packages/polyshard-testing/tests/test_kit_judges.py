@@ -69,6 +69,8 @@ def test_right_plugins_pass(seam: str, sample: Right, world2: World) -> None:
     kit = kit_for(sample)
     ran = 0
     for name in (n for n in dir(kit) if n.startswith("test_")):
+        if name == "test_order_on_a_device":  # polyshard-sim's tests judge it, with samples there
+            continue
         for call in calls_of(kit, name, world2, sample):
             try:
                 call()

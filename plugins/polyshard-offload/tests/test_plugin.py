@@ -23,6 +23,8 @@ from polyshard_testing import PluginConformance, World, ranks
 
 
 class TestHost(PluginConformance):
+    host_waits = 2  # once a step for each of the optimizer's groups, which step on the host
+
     @pytest.fixture
     def factory(self) -> Callable[[], object]:
         return cpu_offload
@@ -33,6 +35,8 @@ def on_disk() -> Offload:
 
 
 class TestDisk(PluginConformance):
+    host_waits = 16  # files are read and written by the host: it waits for copies from the device
+
     @pytest.fixture
     def factory(self) -> Callable[[], object]:
         return on_disk

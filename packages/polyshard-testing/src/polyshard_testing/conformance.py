@@ -262,6 +262,15 @@ class PluginConformance(CodecConformance):
         for problem in found:
             assert not problem, problem
 
+    def test_order_on_a_device(self, factory: Factory) -> None:
+        """On polyshard-sim, however streams take turns: the same losses, no further host waits."""
+        sim = pytest.importorskip("polyshard_sim.conformance")
+        if missing := sim.missing_tools():
+            pytest.skip(f"polyshard-sim cannot be compiled here: {missing}")
+        for found in sim.judge(factory):
+            assert found.is_close(0.0 if self.is_exact(factory) else self.closeness), found
+            assert found.host_waits <= self.host_waits, found
+
     def test_one_of_two_models_is_closed(self, factory: Factory, world2: World) -> None:
         """A plugin that lets go of one model goes on to serve another."""
         assert all(world2.run(close_with, factory))

@@ -38,6 +38,8 @@ class Kit:
     """Error a lossy codec admits, relative to the largest value of a parameter."""
     loss_tolerance: float | None = None
     """How far losses may be off, relative and absolute; by default twice :attr:`tolerance`."""
+    host_waits: int = 0
+    """Times a step that the plugin may have the host wait for a device."""
 
     @property
     def closeness(self) -> float:
