@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
@@ -59,14 +59,14 @@ class OldFSDP(Engine):
         policy = ModuleWrapPolicy({nn.Linear})
         units = None if hasattr(model, "tied") else policy
         cpu = torch.device("cpu")
-        return FSDP1(model, auto_wrap_policy=units, use_orig_params=True, device_id=cpu)
+        return Fsdp1(model, auto_wrap_policy=units, use_orig_params=True, device_id=cpu)
 
     def parameters(self, model: Any) -> dict[str, Tensor]:
-        with FSDP1.summon_full_params(model):
+        with Fsdp1.summon_full_params(model):
             return {_bare(n): p.detach().clone() for n, p in model.named_parameters()}
 
     def gradients(self, model: Any) -> dict[str, Tensor]:
-        with FSDP1.summon_full_params(model, with_grads=True):
+        with Fsdp1.summon_full_params(model, with_grads=True):
             found = {_bare(n): p.grad for n, p in model.named_parameters()}
             return {n: g.clone() for n, g in found.items() if g is not None}
 
