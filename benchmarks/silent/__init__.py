@@ -1,0 +1,1 @@
+"""Which engine catches which silent error of sharded training: ``python -m benchmarks.silent``."""
