@@ -10,12 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.silent.engines import Engine, whole
 
 
 class DifferentError(Exception):
     """The engine's numbers are not the oracle's."""
+
+
+class NotApplicableError(Exception):
+    """The engine has nothing that the case is about."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +36,13 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
-def case(title: str, source: str) -> Callable[[Callable[[Engine], None]], Callable[[Engine], None]]:
+def case(
+    title: str, source: str, *, ranks: int = 2
+) -> Callable[[Callable[[Engine], None]], Callable[[Engine], None]]:
     """Adds a function to the table under its own name."""
 
     def add(run: Callable[[Engine], None]) -> Callable[[Engine], None]:
-        CASES[run.__name__] = Case(title, source, run)
+        CASES[run.__name__] = Case(title, source, run, ranks)
         return run
 
     return add
@@ -52,7 +59,8 @@ class Tied(nn.Module):
         self.last.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).tanh())
+        result: Tensor = self.last(self.first(x).tanh())
+        return result
 
 
 def mlp(width: int = 8) -> nn.Sequential:
@@ -76,13 +84,15 @@ def loss(model: Any, x: Tensor) -> Tensor:
     return result
 
 
-def same(got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> None:
+def same(
+    got: dict[str, Tensor], want: dict[str, Tensor], what: str, *, allowed: float = 1e-5
+) -> None:
     """The largest difference, in numbers."""
     for name, value in want.items():
         if name not in got:
             raise DifferentError(f"{what} of {name} is missing")
         off = (got[name] - value).abs().max().item()
-        if not off <= 1e-5:
+        if not off <= allowed:
             largest = value.abs().max().item()
             raise DifferentError(
                 f"{what} of {name} is off by {off:.3g} (largest value {largest:.3g})"
@@ -125,7 +135,7 @@ def empty_shard(engine: Engine) -> None:
     train(engine, mlp(1), 1)
 
 
-@case("Tied weight after an optimizer built with a duplicate", "pytorch#176257")
+@case("Misuse: optimizer that holds a parameter twice", "pytorch#176257")
 def parameter_twice(engine: Engine) -> None:
     model = engine.shard(Tied())
     weights = [model.parameters(), [next(iter(model.parameters()))]]
@@ -133,7 +143,7 @@ def parameter_twice(engine: Engine) -> None:
     raise DifferentError("an optimizer took one parameter in two groups")
 
 
-@case("Optimizer built before sharding", "accelerate#2665")
+@case("Misuse: optimizer built before sharding", "accelerate#2665")
 def optimizer_before(engine: Engine) -> None:
     plain = mlp()
     model = copy.deepcopy(plain)
@@ -147,7 +157,7 @@ def optimizer_before(engine: Engine) -> None:
 
 
 def _norm(model: nn.Module) -> Tensor:
-    return torch.stack([g.norm() for g in grads(model).values()]).norm()
+    return torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads(model).values()]))
 
 
 @case("Norm that the engine's clipping returns, logged", "pytorch#170862")
@@ -236,7 +246,8 @@ def skipped_layer(engine: Engine) -> None:
             self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.a(x) if dist.get_rank() else self.b(self.a(x))
+            result: Tensor = self.a(x) if dist.get_rank() else self.b(self.a(x))
+            return result
 
     model = engine.shard(Skips())
     loss(model, mine()).backward()
@@ -271,7 +282,7 @@ def thawed(engine: Engine) -> None:
     same(engine.gradients(model), grads(plain), "gradient")
 
 
-@case("State of another optimizer loaded", "arXiv 2506.10426")
+@case("Misuse: state of another optimizer loaded", "arXiv 2506.10426")
 def other_state(engine: Engine) -> None:
     model = engine.shard(mlp())
     sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -295,3 +306,113 @@ def optimizer_state(engine: Engine) -> None:
             or whole(p).shape != whole(adam.state[p]["exp_avg"]).shape
         ):
             raise DifferentError("a state has another type or shape than its parameter")
+
+
+def check_gradients(engine: Engine, model: Any, plain: nn.Module) -> None:
+    """Those of one backward each, beside one process with the global batch."""
+    loss(model, mine()).backward()
+    loss(plain, everyone()).backward()
+    same(engine.gradients(model), grads(plain), "gradient")
+
+
+def only_fully_shard(engine: Engine) -> None:
+    if not engine.has_fully_shard:
+        raise NotApplicableError
+
+
+@case("Shard axis of one rank beside replicas", "verl#7493, pytorch#154888")
+def size_one_axis(engine: Engine) -> None:
+    plain = mlp()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    check_gradients(engine, engine.shard(copy.deepcopy(plain), mesh=mesh), plain)
+
+
+@case("Mean over replicas and shards", "Arctic-Platform#55", ranks=4)
+def mean_over_both(engine: Engine) -> None:
+    plain = mlp()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    check_gradients(engine, engine.shard(copy.deepcopy(plain), mesh=mesh), plain)
+
+
+@case("Replicas summed by the last micro-batch alone, compiled", "torchtitan#4505")
+def replicas_compiled(engine: Engine) -> None:
+    only_fully_shard(engine)
+    plain = mlp()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = engine.shard(copy.deepcopy(plain), mesh=mesh)
+    compiled = torch.compile(model, backend="aot_eager")
+    for is_last in (False, True):
+        model.set_requires_all_reduce(is_last)
+        loss(compiled, mine()).backward()
+    (2 * loss(plain, everyone())).backward()
+    same(engine.gradients(model), grads(plain), "gradient")
+
+
+@case("Tied weight after meta and to_empty", "accelerate#3154")
+def tied_from_meta(engine: Engine) -> None:
+    only_fully_shard(engine)
+    with torch.device("meta"):
+        model = engine.shard(Tied(8))
+    model.to_empty(device="cpu")
+    if model.first.weight is not model.last.weight:
+        raise DifferentError("first.weight and last.weight are two parameters")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.125)
+    plain = Tied(8)
+    for parameter in plain.parameters():
+        nn.init.constant_(parameter, 0.125)
+    check_gradients(engine, model, plain)
+
+
+@case("Muon on rows of matrices", "Megatron-LM#5961")
+def muon(engine: Engine) -> None:
+    plain = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False))
+    model = engine.shard(copy.deepcopy(plain))
+    ours = torch.optim.Muon(model.parameters(), 0.1)
+    loss(model, mine()).backward()
+    ours.step()
+    loss(plain, everyone()).backward()
+    torch.optim.Muon(plain.parameters(), 0.1).step()
+    same(engine.parameters(model), values(plain), "value", allowed=1.5e-2)  # computed in bfloat16
+
+
+@case("Clipping by torch.nn.utils", "RLinf#1542")
+def clipping_of_torch(engine: Engine) -> None:
+    plain = mlp()
+    model = engine.shard(copy.deepcopy(plain))
+    loss(model, mine()).backward()
+    loss(plain, everyone()).backward()
+    for each in (model, plain):
+        nn.utils.clip_grad_norm_(each.parameters(), 0.01)
+    same(engine.gradients(model), grads(plain), "gradient")
+
+
+@case("Layers made and sharded one after another", "pytorch#176225")
+def one_after_another(engine: Engine) -> None:
+    only_fully_shard(engine)
+    layers, plain = [], []
+    for _ in range(12):  # what was sharded is freed, and others come to its address
+        layer = nn.Linear(8, 8)
+        plain.append(copy.deepcopy(layer))
+        layers.append(engine.fully_shard(layer))  # type: ignore[attr-defined]
+    whole_model = engine.fully_shard(nn.Sequential(*layers))  # type: ignore[attr-defined]
+    if len({id(p) for p in whole_model.parameters()}) != 24:
+        raise DifferentError("layers share parameters")
+    check_gradients(engine, whole_model, nn.Sequential(*plain))
+
+
+@case("Parameters kept gathered, and a step between", "set_reshard_after_backward of FSDP2")
+def kept_gathered(engine: Engine) -> None:
+    only_fully_shard(engine)
+    plain = mlp()
+    model = engine.shard(copy.deepcopy(plain))
+    model.set_reshard_after_backward(False)
+    ours, theirs = (torch.optim.SGD(each.parameters(), 0.5) for each in (model, plain))
+    for _ in range(2):
+        for each, optimizer, x in ((model, ours, mine()), (plain, theirs, everyone())):
+            optimizer.zero_grad()
+            loss(each, x).backward()
+            optimizer.step()
+    with torch.no_grad():
+        close(loss(model, everyone()), loss(plain, everyone()), "loss")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
@@ -28,6 +29,7 @@ class Engine:
     """An engine without units of its own: DDP. The others override what differs."""
 
     name: str = "DDP"
+    has_fully_shard: bool = False
 
     def shard(self, model: nn.Module, **options: Any) -> Any:
         del options
@@ -55,11 +57,15 @@ class OldFSDP(Engine):
     name: str = "FSDP1"
 
     def shard(self, model: nn.Module, **options: Any) -> Any:
-        del options
-        policy = ModuleWrapPolicy({nn.Linear})
-        units = None if hasattr(model, "tied") else policy
-        cpu = torch.device("cpu")
-        return Fsdp1(model, auto_wrap_policy=units, use_orig_params=True, device_id=cpu)
+        mesh = options.get("mesh")
+        return Fsdp1(
+            model,
+            auto_wrap_policy=None if hasattr(model, "tied") else ModuleWrapPolicy({nn.Linear}),
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+            device_mesh=mesh,
+            sharding_strategy=None if mesh is None else ShardingStrategy.HYBRID_SHARD,
+        )
 
     def parameters(self, model: Any) -> dict[str, Tensor]:
         with Fsdp1.summon_full_params(model):
@@ -83,6 +89,7 @@ class Sharded(Engine):
     """FSDP2 and what has its interface: a unit for each child, and the root."""
 
     name: str = "FSDP2"
+    has_fully_shard: bool = True
     fully_shard: Callable[..., Any] = fsdp2
 
     def shard(self, model: nn.Module, **options: Any) -> Any:

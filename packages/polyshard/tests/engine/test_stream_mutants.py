@@ -30,8 +30,7 @@ MODULES = (
 FOR_GLOO = "a message of gloo: transport/test_gloo_waits.py leaves this out"
 FOR_LANDINGS = "no step here has gradients that land whole: exchange/test_landing.py has"
 FOR_HOST_MEMORY = "host memory is a plugin's: its own test leaves this out (polyshard-offload)"
-COUNTS = "weakref.finalize(turn, register_optimizer_step_post_hook(after_step).remove)"
-FOR_COUNTS = "no memory: the hook that counts steps of optimizers goes with the root"
+FOR_FINALIZATION = "no step here ends by hand: engine/test_finalization.py has gradients that do"
 ELSEWHERE = {
     ("InFlight.end", "self.pending.wait()"): FOR_GLOO,
     ("InFlight.end", "self.told.works.wait()"): FOR_GLOO,
@@ -41,7 +40,7 @@ ELSEWHERE = {
     ("Lane.drain", "_outlast(self._held)"): FOR_HOST_MEMORY,
     ("_outlast", "held[-1][0].synchronize()"): FOR_HOST_MEMORY,
     ("Reducer._put", "self._shards.storage.settle()"): FOR_HOST_MEMORY,
-    ("count_steps", COUNTS): FOR_COUNTS,
+    ("FSDPModule.finalize_backward", "finalize(unit)"): FOR_FINALIZATION,
     ("ParameterGroup.wait", "self.settle()"): FOR_HOST_MEMORY,
     ("ParameterGroup.settle", "self.shards.storage.settle()"): FOR_HOST_MEMORY,
     ("RootContext.end_forward", "self.settle()"): FOR_HOST_MEMORY,

@@ -6,23 +6,21 @@ Hooks call these (see :mod:`polyshard.engine.hooks`).
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
 from types import FrameType
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from polyshard._torch.newer import resets_sharded_gradients
 from polyshard._torch.private import queue_backward_callback
-from polyshard._torch.untraced import outside_transforms, untraced
+from polyshard._torch.untraced import outside_transforms
 from polyshard.alarm.alarm import Alarm
 from polyshard.alarm.current import current_alarm
 from polyshard.engine.breaking import BackwardGuard, backward_broke, forward_broke, given_up
 from polyshard.engine.finalization import Finalization, Reduction
+from polyshard.engine.optimizers import watch_steps
 from polyshard.engine.prefetch import Prefetcher
 from polyshard.engine.reductions import Reductions
 from polyshard.exchange.freshness import Turn
@@ -94,25 +92,6 @@ def tell_broken(groups: Iterable[ParameterGroup]) -> None:
     found = {id(o): o for group in groups for o in group.meter.step_observers}
     for observer in found.values():
         observer.on_broken()
-
-
-def count_steps(turn: Turn, groups: Iterable[ParameterGroup]) -> None:
-    """Have ``turn`` count every step of an optimizer that has any parameter of ``groups``."""
-    counted, known = weakref.ref(turn), weakref.WeakSet(groups)
-
-    @untraced
-    def after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-        del args, kwargs
-        turn = counted()
-        if turn is not None and _steps_any(optimizer, known):
-            turn.steps += 1
-
-    weakref.finalize(turn, register_optimizer_step_post_hook(after_step).remove)
-
-
-def _steps_any(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -> bool:
-    stepped = {id(p) for settings in optimizer.param_groups for p in settings["params"]}
-    return any(id(p.parameter) in stepped for g in groups for p in g.shards.parameters)
 
 
 class Phase(Enum):
@@ -255,7 +234,7 @@ class RootContext:
         self.reached = ""
         """The unit that a backward reached last, by name."""
         self.prefetcher: Prefetcher[Unit] = Prefetcher()
-        self._counts_steps = False
+        self._watches_steps = False
 
     def wait_for_optimizer(self, device: torch.device) -> None:
         """Order the current stream behind the event the user recorded after the optimizer."""
@@ -273,11 +252,15 @@ class RootContext:
         self.alarm = current_alarm()
         self.alarm.begin_turn()
         self.turn.begin(self.alarm.epoch)
-        if not (self._counts_steps or all(g.reshard_after_backward for g in self._groups())):
-            count_steps(self.turn, self._groups())
-            self._counts_steps = True
+        if not all(g.reshard_after_backward for g in self._groups()):
+            self._watch_steps()
         if self.pool is not None:
             self.pool.recall()
+
+    def _watch_steps(self) -> None:
+        if not self._watches_steps:
+            watch_steps(self.turn, self._groups())
+            self._watches_steps = True
 
     @outside_transforms
     def refresh(self, unit: Unit) -> None:
@@ -319,6 +302,7 @@ class RootContext:
         """Reduce and free, or accumulate."""
         if not group.reduces:
             self.finalization.pending[group] = None
+            self._watch_steps()
             group.accumulate()
             if group.reshard_after_backward:
                 group.reshard()
@@ -377,7 +361,7 @@ class RootContext:
     def _promise(self, *, is_last: bool) -> None:
         """Whether micro-batches of the iteration follow. See [Note: kept parameters]."""
         for group in self._groups():
-            follow = self._counts_steps and not (is_last and group.reduces)
+            follow = self._watches_steps and not (is_last and group.reduces)
             group.promised_at_step = group.made_at_step if follow else None
 
     def end_iteration(self) -> None:

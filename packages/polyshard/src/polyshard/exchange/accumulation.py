@@ -82,6 +82,10 @@ class Accumulation:
     owned: dict[int, Tensor | None] = field(default_factory=dict)
     """Partial sums of what lands whole, by parameter index; ``None`` where others make the sum."""
 
+    def __bool__(self) -> bool:
+        """Whether anything waits."""
+        return bool(self.unsharded or self.held or self.awaits_replicas)
+
     @property
     def awaits_replicas(self) -> bool:
         """Whether there are sums that lack those of other replicas."""

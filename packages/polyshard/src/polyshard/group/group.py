@@ -31,7 +31,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from polyshard._torch.private import in_backward, profiler_span
@@ -205,7 +205,13 @@ class ParameterGroup:
             rest = partial(Binding(self.contributions, self.name).rested, self._storage)
             self.shards = Shards(self._sources, self._layout, self.roles, self._storage, rest)
         self.gradients = Gradients(self.shards, self.setup.stack.onion, self.reduce_settings)
+        self._originals = [weakref.ref(source.parameter) for source in self._sources]
         self._sources = ()  # the full parameters may go now
+
+    def take_originals(self) -> list[weakref.ref[nn.Parameter]]:
+        """What was sharded, parameter by parameter, if it is still alive; forgotten here."""
+        originals, self._originals = self._originals, []
+        return originals
 
     # --- plan ---------------------------------------------------------------------------------
 
