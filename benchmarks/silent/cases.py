@@ -157,7 +157,8 @@ def optimizer_before(engine: Engine) -> None:
 
 
 def _norm(model: nn.Module) -> Tensor:
-    return torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads(model).values()]))
+    norm: Tensor = torch.cat([g.flatten() for g in grads(model).values()]).norm()
+    return norm
 
 
 @case("Norm that the engine's clipping returns, logged", "pytorch#170862")
