@@ -50,7 +50,7 @@ class SideStreamCodec(BoundGatherCodec):
 
 
 class SideStreams(GatherCodec):
-    name = "side-stream"
+    name, settings = "side-stream", ""
 
     def __init__(self, waits: bool) -> None:
         self._waits = waits
@@ -134,7 +134,7 @@ class StagedStorage(DeviceStorage):
 
 
 class StagedFactory(StorageFactory):
-    name = "staged"
+    name, settings = "staged", ""
 
     def __init__(self, waits: bool) -> None:
         self._pool = PinnedPool(waits)

@@ -1,0 +1,136 @@
+"""How much code a tensor passes: calls and files of one unit's forward and backward, and lines.
+
+``python -m benchmarks.host.calls`` counts the Python functions of core that run for one more unit
+of a model (a model's, less those of a model with a unit fewer): on two gloo ranks, and on
+collectives of torch's fake process group, which stand for a device's. ``--list`` names them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import polyshard
+from benchmarks.harness import run_alone, run_ranks
+
+CORE = Path(polyshard.__file__).parent
+Calls = Counter[tuple[str, str]]
+"""By file and function."""
+WIDTH = 64
+
+
+class Block(nn.Module):
+    """A unit of so many parameters."""
+
+    def __init__(self, parameters: int) -> None:
+        super().__init__()
+        weights = (nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH) for _ in range(parameters))
+        self.weights = nn.ParameterList(weights)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = x @ weight
+        return x
+
+
+def calls_of(run: Callable[[], object]) -> Calls:
+    """What ``run`` calls of core, in threads that it starts too."""
+    found: Calls = Counter()
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        del argument
+        if event == "call" and frame.f_code.co_filename.startswith(str(CORE)):
+            file = frame.f_code.co_filename.removeprefix(f"{CORE}/")
+            found[file, frame.f_code.co_qualname] += 1
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return found
+
+
+def step(units: int, parameters: int) -> tuple[Calls, Calls]:
+    """Calls of a step's forward and backward, when everything is made."""
+    model = nn.Sequential(*(Block(parameters) for _ in range(units)))
+    for module in (*model, model):
+        polyshard.fully_shard(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(4, WIDTH)
+    for _ in range(3):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    losses: list[Tensor] = []
+    forward = calls_of(lambda: losses.append(model(x).sum()))
+    return forward, calls_of(losses[0].backward)
+
+
+def one_unit(parameters: int) -> tuple[Calls, Calls]:
+    """What one unit more adds to each."""
+    (few_forward, few_backward), (forward, backward) = step(3, parameters), step(4, parameters)
+    return forward - few_forward, backward - few_backward
+
+
+def on_collectives(parameters: int) -> tuple[Calls, Calls]:
+    """The same in a process group that moves nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    return one_unit(parameters)
+
+
+def size_of_core() -> dict[str, int]:
+    """Lines, files, functions and classes of core."""
+    sources = [path.read_text() for path in sorted(CORE.rglob("*.py"))]
+    nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    return {
+        "lines": sum(source.count("\n") for source in sources),
+        "files": len(sources),
+        "functions": sum(isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)) for n in nodes),
+        "classes": len(classes),
+        "dataclasses": sum("dataclass" in map(_name, c.decorator_list) for c in classes),
+        "protocols": sum("Protocol" in map(_name, c.bases) for c in classes),
+    }
+
+
+def _name(node: ast.expr) -> str:
+    while isinstance(node, (ast.Call, ast.Subscript)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return ast.unparse(node)
+
+
+def main() -> None:
+    """Print the counts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--list", action="store_true", help="name every function")
+    listed = parser.parse_args().list
+    print("core:", ", ".join(f"{count} {what}" for what, count in size_of_core().items()))
+    rows = [("gloo", 1), ("collectives", 1), ("collectives", 4), ("collectives", 8)]
+    for way, parameters in rows:
+        gloo = way == "gloo"
+        both = run_ranks(2, one_unit, 1) if gloo else run_alone(on_collectives, parameters)
+        for phase, found in zip(("forward", "backward"), both, strict=True):
+            files = len({file for file, _ in found})
+            print(f"{way}, {parameters} parameters, {phase}: {found.total()} calls, {files} files")
+            for (file, function), count in sorted(found.items()) if listed else ():
+                print(f"    {count} {file} {function}")
+
+
+if __name__ == "__main__":
+    main()
