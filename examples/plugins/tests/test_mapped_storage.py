@@ -15,6 +15,8 @@ from polyshard_testing import PluginConformance, ranks
 
 
 class TestConformance(PluginConformance):
+    host_waits = 8  # the host reads and writes the files
+
     @pytest.fixture
     def factory(self) -> Callable[[], object]:
         return MappedStorage

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from polyshard import BoundReduceCodec, Plugin, ReduceCodec, hookimpl
+from polyshard import CodecGroup, ReduceCodecPlugin
 from polyshard.seams import GroupInfo, GroupLayout
 
 
@@ -15,64 +16,77 @@ class Factors:
 
     def __init__(self, group: GroupInfo, rows: int, columns: int, rank: int) -> None:
         self._rank, self._sizes = rank, [rank * rows, rank * columns]
-        self._basis = torch.eye(columns, rank, device=group.device)  # steps turn it
-        self._error = torch.zeros(group.world_size, rows, columns, device=group.device)
+        basis = torch.eye(columns, rank, device=group.device)  # steps turn it
+        self.basis = basis.expand(group.world_size, columns, rank)
+        self.error = torch.zeros(group.world_size, rows, columns, device=group.device)
 
     def encode(self, chunk: Tensor, sent: Tensor) -> None:
         """One step of the power method from the last basis; what it misses is kept."""
-        wanted = chunk.float().reshape(self._error.shape) + self._error
-        left = torch.linalg.qr(wanted @ self._basis).Q
-        self._basis = wanted.mT @ left
-        sent.copy_(torch.cat([left.flatten(1), self._basis.flatten(1)], dim=1))
-        self._error = wanted - self.decode(sent.float())  # as it arrives, rounded
+        wanted = chunk.float().reshape(self.error.shape) + self.error
+        left = torch.linalg.qr(wanted @ self.basis).Q
+        self.basis = wanted.mT @ left
+        sent.copy_(torch.cat([left.flatten(1), self.basis.flatten(1)], dim=1))
+        self.error = wanted - self.decode(sent.float())  # as it arrives, rounded
 
     def decode(self, sent: Tensor) -> Tensor:
         left, right = (p.unflatten(1, (-1, self._rank)) for p in sent.split(self._sizes, dim=1))
         return torch.bmm(left, right.mT)
 
 
-class BoundLowRank(BoundReduceCodec):
-    """Matrices as factors where that is less; the others whole."""
+class Matrices:
+    """Those of one group: as factors where that is less, the others whole."""
 
     def __init__(self, group: GroupInfo, layout: GroupLayout, rank: int) -> None:
-        self._dtype, self._factors, self._sizes = group.reduce_dtype, list[Factors | None](), []
+        self.factors, self.sizes = list[Factors | None](), list[int]()
+        self.present = frozenset[int]()
         for placed in layout.parameters:
             rows = placed.chunk_shape[0] if len(placed.shape) > 1 else 1
             columns = placed.chunk_numel // max(rows, 1)
             thin, whole = rank * (rows + columns), placed.chunk_numel
-            self._factors.append(Factors(group, rows, columns, rank) if thin < whole else None)
-            self._sizes.append(min(thin, whole))
-        self.payload_bytes = sum(self._sizes) * self._dtype.itemsize
+            self.factors.append(Factors(group, rows, columns, rank) if thin < whole else None)
+            self.sizes.append(min(thin, whole))
 
-    def begin(self, present: frozenset[int]) -> None:
-        self._present = present
+    def state_dict(self) -> dict[str, Any]:
+        kept = {i: f for i, f in enumerate(self.factors) if f}
+        return {str(i): {"basis": f.basis, "error": f.error} for i, f in kept.items()}
 
-    def encode(self, chunks: Sequence[Tensor], payloads: Tensor) -> None:
-        parts = payloads.view(self._dtype).split(self._sizes, dim=1)
-        for index, (factors, sent) in enumerate(zip(self._factors, parts, strict=True)):
-            if factors and index in self._present:
-                factors.encode(chunks[index], sent)
-            else:  # a matrix without a gradient: what is kept of it waits
-                sent.copy_(sent.new_zeros(()) if factors else chunks[index])
-
-    def decode_sum(self, payloads: Tensor, outs: Sequence[Tensor]) -> None:
-        parts = payloads.view(self._dtype).float().split(self._sizes, dim=1)
-        for factors, part, out in zip(self._factors, parts, outs, strict=True):
-            out.copy_((factors.decode(part) if factors else part).sum(0).flatten())
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for index, saved in state_dict.items():
+            factors = self.factors[int(index)]
+            assert factors is not None, "saved for matrices of other shapes"
+            factors.basis, factors.error = saved["basis"].clone(), saved["error"].clone()
 
 
 @dataclass(frozen=True, eq=False)
-class LowRankGradients(Plugin, ReduceCodec):
+class LowRankGradients(ReduceCodecPlugin):
     """Gradient matrices travel as ``rank`` columns and ``rank`` rows."""
 
     name = "low_rank_gradients"
     rank: int = 4
 
-    @hookimpl
-    def polyshard_reduce_codec(self) -> ReduceCodec:
-        return self
-
-    def bind(self, group: GroupInfo, layout: GroupLayout) -> BoundLowRank | None:
+    def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"low_rank_gradients: rank must be at least 1, got {self.rank}")
-        return BoundLowRank(group, layout, self.rank) if group.world_size > 1 else None
+
+    def new_state(self, group: GroupInfo, layout: GroupLayout) -> Matrices:
+        return Matrices(group, layout, self.rank)
+
+    def payload_bytes(self, group: GroupInfo, layout: GroupLayout) -> int | None:
+        sizes = Matrices(group, layout, self.rank).sizes
+        return None if group.world_size == 1 else sum(sizes) * group.reduce_dtype.itemsize
+
+    def begin(self, present: frozenset[int], at: CodecGroup) -> None:
+        at.state.present = present
+
+    def encode(self, chunks: Sequence[Tensor], payloads: Tensor, at: CodecGroup) -> None:
+        parts = payloads.view(at.group.reduce_dtype).split(at.state.sizes, dim=1)
+        for index, (factors, sent) in enumerate(zip(at.state.factors, parts, strict=True)):
+            if factors and index in at.state.present:
+                factors.encode(chunks[index], sent)
+            else:  # a matrix without a gradient: what is kept of it waits
+                sent.copy_(sent.new_zeros(()) if factors else chunks[index])
+
+    def decode_sum(self, payloads: Tensor, outs: Sequence[Tensor], at: CodecGroup) -> None:
+        parts = payloads.view(at.group.reduce_dtype).float().split(at.state.sizes, dim=1)
+        for factors, part, out in zip(at.state.factors, parts, outs, strict=True):
+            out.copy_((factors.decode(part) if factors else part).sum(0).flatten())

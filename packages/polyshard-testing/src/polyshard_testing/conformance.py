@@ -39,10 +39,12 @@ from polyshard_testing.runs import (
     Factory,
     close_with,
     describe_with,
+    gathered_with,
     plugins_of,
     release_with,
     reload_with,
     resume_with,
+    resumed_with,
     saved_with,
     train_with,
 )
@@ -208,13 +210,31 @@ class PluginConformance(CodecConformance):
 
         A lossy one may be off by ``loss_tolerance``.
         """
-        found = world2.run(train_with, factory)[0]
-        expected = world2.run(train_with, None)[0]
+        self.check_losses(factory, world2, backwards=1)
+
+    def test_two_backwards_before_a_step(self, factory: Factory, world2: World) -> None:
+        """Gradients of both count: what holds the first is not written over by the second."""
+        self.check_losses(factory, world2, backwards=2)
+
+    def check_losses(self, factory: Factory, world2: World, *, backwards: int) -> None:
+        """Whether losses are those of training without the plugin."""
+        found = world2.run(train_with, factory, backwards)[0]
+        expected = world2.run(train_with, None, backwards)[0]
         if self.is_exact(factory):
             assert found == expected
         else:
             closeness = self.closeness
             torch.testing.assert_close(found, expected, rtol=closeness, atol=closeness)
+
+    def test_ranks_compute_with_the_same_values(self, factory: Factory, world2: World) -> None:
+        """Every rank gathers the same bits: a part of its own is rounded like everybody's."""
+        first, second = world2.run(gathered_with, factory)
+        assert first == second
+
+    def test_a_resumed_run_is_the_uninterrupted_one(self, factory: Factory, world2: World) -> None:
+        """To the last bit, with what checkpoints hold of model, optimizer and plugin."""
+        for uninterrupted, resumed in world2.run(resumed_with, factory):
+            assert resumed == uninterrupted, "the plugin keeps something that it does not save"
 
     def test_checkpoints_are_native(self, factory: Factory, world2: World) -> None:
         """What is saved with the plugin is what would be saved without: names, layout, values.

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from polyshard.composition.roles import ROLES, Contributions
@@ -86,27 +92,83 @@ STEPS = 4
 Tensors = dict[str, Tensor]
 
 
-def train_with(rank: int, size: int, factory: Factory | None) -> list[float]:
+def train_with(rank: int, size: int, factory: Factory | None, backwards: int = 1) -> list[float]:
     """Losses of a few steps on two gloo ranks, with the plugin or without."""
-    from polyshard import fully_shard
+    del size
+    run = _Run(factory)
+    generator = torch.Generator("cpu").manual_seed(rank)
+    return [run.step([_drawn(generator) for _ in range(backwards)]) for _ in range(STEPS)]
+
+
+class _Run:
+    """A model with the plugin, or without, and its optimizer."""
+
+    def __init__(self, factory: Factory | None) -> None:
+        from polyshard import fully_shard
+
+        torch.manual_seed(0)
+        self.model = SmallModel()
+        plugins = [] if factory is None else plugins_of(factory)
+        fully_shard(self.model.first, plugins=plugins)
+        fully_shard(self.model, plugins=plugins)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def step(self, batches: Sequence[Tensor]) -> float:
+        """One step of the optimizer after a backward for each batch; the last one's loss."""
+        for x in batches:
+            loss = F.cross_entropy(self.model(x), _targets())
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return cast("float", loss.item())
+
+
+def resumed_with(rank: int, size: int, factory: Factory) -> tuple[list[float], list[float]]:
+    """Losses of a run's last steps, and of one that goes on from what was saved before them."""
+    from polyshard import load_plugin_state_dict, plugin_state_dict
 
     del size
-    torch.manual_seed(0)
-    model = SmallModel()
-    plugins = [] if factory is None else plugins_of(factory)
-    fully_shard(model.first, plugins=plugins)
-    fully_shard(model, plugins=plugins)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator("cpu").manual_seed(rank)
-    losses = []
-    for _ in range(STEPS):
-        x = _drawn(generator)
-        loss = F.cross_entropy(model(x), _targets())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(cast("float", loss.item()))
-    return losses
+    batches = [_drawn(generator) for _ in range(STEPS)]
+    first, second = _Run(factory), _Run(factory)
+    for x in batches[:2]:
+        first.step([x])
+    # Copies: what is saved is written to a file before training goes on.
+    saved = copy.deepcopy(get_state_dict(first.model, first.optimizer))
+    kept = copy.deepcopy(plugin_state_dict(first.model))
+    uninterrupted = [first.step([x]) for x in batches[2:]]
+    model_state, optimizer_state = saved
+    set_state_dict(
+        second.model,
+        second.optimizer,
+        model_state_dict=model_state,
+        optim_state_dict=optimizer_state,
+    )
+    load_plugin_state_dict(second.model, kept)
+    return uninterrupted, [second.step([x]) for x in batches[2:]]
+
+
+def gathered_with(rank: int, size: int, factory: Factory) -> list[dict[str, int]]:
+    """Checksums of the unsharded parameters that this rank computes with, before two steps."""
+    del size
+    run = _Run(factory)
+    generator = torch.Generator("cpu").manual_seed(rank)
+    seen: dict[str, int] = {}
+
+    def note(module: nn.Module, args: object) -> None:
+        del args
+        for name, value in module.named_parameters(recurse=False):
+            local = value.to_local() if isinstance(value, DTensor) else value
+            bits = local.detach().cpu().double().contiguous().numpy().tobytes()
+            seen[f"{type(module).__name__}.{name}"] = zlib.crc32(bits)
+
+    for module in run.model.modules():
+        module.register_forward_pre_hook(note)  # behind the hook that gathers
+    found = []
+    for _ in range(2):
+        run.step([_drawn(generator)])
+        found.append(dict(seen))
+    return found
 
 
 def release_with(rank: int, size: int, factory: Factory) -> tuple[set[str], list[int]]:

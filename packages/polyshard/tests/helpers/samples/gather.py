@@ -181,6 +181,20 @@ class _Shared(Cast):
         super().decode(payloads, regions)
 
 
+class _OwnExact(Half):
+    """Leaves a rank's own chunk as it is, while its peers get it rounded."""
+
+    def encode(self, shard: Tensor, payload: Tensor) -> None:
+        super().encode(shard, payload)
+        self.own = self.values(shard).clone()
+
+    def decode(self, payloads: Tensor, regions: Sequence[Tensor]) -> None:
+        super().decode(payloads, regions)
+        rank = self.group.rank
+        for region, part in zip(regions, self.parts(self.own.view(1, -1)), strict=True):
+            region[rank].copy_(part[0])
+
+
 SAMPLES = Samples(
     right=[
         Right(Exact),
@@ -201,6 +215,11 @@ SAMPLES = Samples(
         ),
         Wrong(
             variant(Exact, "Noisy", bound=_Noisy), "test_gather_is_deterministic", tolerance=1e-3
+        ),
+        Wrong(
+            variant(Exact, "OwnExact", bound=_OwnExact),
+            "test_ranks_compute_with_the_same_values",
+            tolerance=2.0**-8,
         ),
         Wrong(variant(Exact, "Shared", bound=_Shared), "test_gathers_of_two_groups_do_not_mix"),
     ],

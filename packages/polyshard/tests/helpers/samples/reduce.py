@@ -185,7 +185,6 @@ SAMPLES = Samples(
     right=[
         Right(Exact),
         Right(Lossy, tolerance=2.0**-8),
-        Right(variant(Exact, "Feedback", bound=TopHalf), tolerance=1.0, loss_tolerance=0.2),
         Right(variant(Exact, "Begun", bound=Told)),
         Right(NotNarrow, tolerance=2.0**-8),
         Right(variant(Exact, "NoneBound", bound=None)),
@@ -198,6 +197,11 @@ SAMPLES = Samples(
         Wrong(variant(Exact, "WrongDtype", bound=Half), "test_reduce_sums_over_ranks"),
         Wrong(variant(Exact, "Spending", bound=_Spending), "test_reduce_sums_over_ranks"),
         Wrong(variant(Exact, "Misdirected", bound=_Misdirected), "test_reduce_sums_over_ranks"),
+        Wrong(
+            variant(Exact, "Feedback", bound=TopHalf),  # which no checkpoint holds
+            "test_a_resumed_run_is_the_uninterrupted_one",
+            tolerance=1.0,
+        ),
         Wrong(variant(Exact, "Shared", bound=_Shared), "test_reductions_of_two_groups_do_not_mix"),
     ],
 )

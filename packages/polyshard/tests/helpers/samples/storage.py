@@ -127,6 +127,17 @@ class _Halving(Apart):
         return gradient / 2
 
 
+class _OneGradient(Apart):
+    """Places every gradient in the same memory."""
+
+    placed: Tensor | None = None
+
+    def place_gradient(self, gradient: Tensor) -> Tensor:
+        if self.placed is None:
+            self.placed = torch.empty_like(gradient)
+        return self.placed.copy_(gradient)
+
+
 class _Narrow(Apart):
     """Shows the shard in another dtype."""
 
@@ -162,6 +173,9 @@ SAMPLES = Samples(
         Wrong(variant(Moving, "Halving", made=_Halving), "test_storage_life_cycle"),
         Wrong(variant(Moving, "Narrow", made=_Narrow), "test_storage_life_cycle"),
         Wrong(variant(Moving, "Shared", made=_Shared), "test_storages_of_two_groups_do_not_mix"),
+        Wrong(
+            variant(Moving, "OneGradient", made=_OneGradient), "test_two_backwards_before_a_step"
+        ),
         Wrong(SomeRanks, "test_answers_are_the_same_on_every_rank"),
     ],
 )
