@@ -19,7 +19,7 @@ from benchmarks.silent.cases import CASES, Case, DifferentError, NotApplicableEr
 from benchmarks.silent.engines import ENGINES, NOT_RUN, Engine
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "silent.json"
+RESULTS = ROOT / "benchmarks" / "results" / "silent" / "table.json"
 PAGE = ROOT / "docs" / "reference" / "silent-errors.md"
 SECONDS = 40.0
 NOTHING_OF_THE_KIND = "-"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from careless_plugins import Hasty, Ordered, Patient, Unordered
 
+from polyshard_sim.conformance import Judge
 from polyshard_testing import PluginConformance
 from polyshard_testing.runs import Factory
 
@@ -14,16 +15,16 @@ class Judged(PluginConformance):
 
 
 @pytest.mark.parametrize("factory", [Ordered, Patient])
-def test_right_plugins_pass(factory: Factory) -> None:
-    Judged().test_order_on_a_device(factory)
+def test_right_plugins_pass(factory: Factory, device_judge: Judge) -> None:
+    Judged().test_order_on_a_device(factory, device_judge)
 
 
 @pytest.mark.parametrize("factory", [Unordered, Hasty])
-def test_careless_plugins_are_caught(factory: Factory) -> None:
+def test_careless_plugins_are_caught(factory: Factory, device_judge: Judge) -> None:
     with pytest.raises(AssertionError, match=r"Verdict\(mode="):
-        Judged().test_order_on_a_device(factory)
+        Judged().test_order_on_a_device(factory, device_judge)
 
 
-def test_host_waits_are_counted() -> None:
+def test_host_waits_are_counted(device_judge: Judge) -> None:
     with pytest.raises(AssertionError, match="host_waits"):
-        PluginConformance().test_order_on_a_device(Patient)
+        PluginConformance().test_order_on_a_device(Patient, device_judge)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from polyshard_sim.testing import MODES, Ranks
 from polyshard_testing.cases import SmallModel
 from polyshard_testing.runs import Factory, plugins_of
 
-__all__ = ["Verdict", "judge", "missing_tools"]
+__all__ = ["Judge", "Verdict", "missing_tools"]
 
 STEPS = 4
 
@@ -39,22 +40,30 @@ class Verdict:
         )
 
 
-def judge(factory: Factory) -> list[Verdict]:
-    """Train on two ranks in each mode of the device, with the plugin of ``factory`` and without.
+class Judge:
+    """Two ranks in each mode of the device, kept from plugin to plugin.
 
     The device is strict: memory is overwritten, in the order of its own stream, when it is freed.
     """
-    return [_judged(mode, factory) for mode in MODES]
 
+    def __init__(self) -> None:
+        """Ranks start with the first plugin."""
+        self._ranks = {mode: Ranks(2, mode=mode, strict=True) for mode in MODES}
+        self._expected: dict[Mode, tuple[list[float], int]] = {}
 
-def _judged(mode: Mode, factory: Factory) -> Verdict:
-    ranks = Ranks(2, mode=mode, strict=True)
-    try:
-        expected, before = ranks.run(train, None)[0]
-        losses, waits = ranks.run(train, factory)[0]
-    finally:
-        ranks.close()
-    return Verdict(mode, expected, losses, max(0, waits - before))
+    def verdicts(self, factory: Factory) -> Iterator[Verdict]:
+        """Train in each mode, with the plugin of ``factory`` and without."""
+        for mode, ranks in self._ranks.items():
+            if mode not in self._expected:
+                self._expected[mode] = ranks.run(train, None)[0]
+            expected, before = self._expected[mode]
+            losses, waits = ranks.run(train, factory)[0]
+            yield Verdict(mode, expected, losses, max(0, waits - before))
+
+    def close(self) -> None:
+        """End the ranks."""
+        for ranks in self._ranks.values():
+            ranks.close()
 
 
 def train(rank: int, size: int, factory: Factory | None) -> tuple[list[float], int]:
@@ -68,10 +77,10 @@ def train(rank: int, size: int, factory: Factory | None) -> tuple[list[float], i
         fully_shard(part, plugins=plugins)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator("cpu").manual_seed(rank)
-    targets = (torch.arange(8) % 7).to("sim")
+    targets = (torch.arange(8, device="cpu") % 7).to("sim")
     losses: list[Tensor] = []
     for _ in range(STEPS):
-        x = torch.randn(8, 96, generator=generator).to("sim")
+        x = torch.randn(8, 96, generator=generator, device="cpu").to("sim")
         reset_counters()
         loss = F.cross_entropy(model(x), targets)
         loss.backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -44,3 +45,14 @@ def world3(pytestconfig: pytest.Config) -> Iterator[World]:
 def world4(pytestconfig: pytest.Config) -> Iterator[World]:
     """Four gloo ranks."""
     yield from _world(4, pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def device_judge() -> Iterator[Any]:
+    """Judges plugins on polyshard-sim; its ranks stay for the session."""
+    sim = pytest.importorskip("polyshard_sim.conformance")
+    if missing := sim.missing_tools():
+        pytest.skip(f"polyshard-sim cannot be compiled here: {missing}")
+    judge = sim.Judge()
+    yield judge
+    judge.close()
