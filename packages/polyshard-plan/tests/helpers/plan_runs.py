@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from polyshard import MixedPrecisionPolicy, fully_shard, stats
-from polyshard.exchange import replicas
+from polyshard.program import replicas
 from polyshard.transport import base
 from polyshard_plan import Document, PlanError, Settings, describe, parse_mesh
 from polyshard_plan.dry_run.units import units_of

@@ -14,10 +14,9 @@ MODULES = (
     "polyshard.transport.collective",
     "polyshard.transport.custom",
     "polyshard.transport.wrapped",
-    "polyshard.exchange.gather",
-    "polyshard.exchange.flight",
-    "polyshard.exchange.reduction",
-    "polyshard.exchange.replicas",
+    "polyshard.program.executor",
+    "polyshard.program.unshard",
+    "polyshard.program.reduce",
     "polyshard.group.group",
     "polyshard.engine.unit",
     "polyshard.engine.hooks",
@@ -28,18 +27,17 @@ MODULES = (
 )
 
 FOR_GLOO = "a message of gloo: transport/test_gloo_waits.py leaves this out"
-FOR_LANDINGS = "no step here has gradients that land whole: exchange/test_landing.py has"
+FOR_LANDINGS = "no step here has gradients that land whole: program/test_landing.py has"
 FOR_HOST_MEMORY = "host memory is a plugin's: its own test leaves this out (polyshard-offload)"
 FOR_FINALIZATION = "no step here ends by hand: engine/test_finalization.py has gradients that do"
 ELSEWHERE = {
-    ("InFlight.end", "self.pending.wait()"): FOR_GLOO,
-    ("InFlight.end", "self.told.works.wait()"): FOR_GLOO,
-    ("InFlight.end", "self.landing.wait()"): FOR_LANDINGS,
+    ("Reducer._tell", "frame.said.works.wait()"): FOR_GLOO,
+    ("Reducer._land", "frame.landing.wait()"): FOR_LANDINGS,
     ("Reducer._play_out", "pending.wait()"): FOR_GLOO,
     ("Lane.__init__", "weakref.finalize(self, _outlast, self._held)"): FOR_HOST_MEMORY,
     ("Lane.drain", "_outlast(self._held)"): FOR_HOST_MEMORY,
     ("_outlast", "held[-1][0].synchronize()"): FOR_HOST_MEMORY,
-    ("Reducer._put", "self._shards.storage.settle()"): FOR_HOST_MEMORY,
+    ("Reducer._put", "self._storage.settle()"): FOR_HOST_MEMORY,
     ("FSDPModule.finalize_backward", "finalize(unit)"): FOR_FINALIZATION,
     ("ParameterGroup.wait", "self.settle()"): FOR_HOST_MEMORY,
     ("ParameterGroup.settle", "self.shards.storage.settle()"): FOR_HOST_MEMORY,

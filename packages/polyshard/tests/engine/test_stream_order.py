@@ -110,13 +110,13 @@ def test_sharded_gradients_give_their_memory_back() -> None:
 def test_a_cast_gradient_is_in_flight_once() -> None:
     """In the dtype that travels; what autograd wrote is free as soon as it was cast."""
     written: list[weakref.ref[torch.UntypedStorage]] = []
-    start = CollectiveReduce.start
+    prepare = CollectiveReduce.prepare
 
-    def watched(route: CollectiveReduce, sources: Any, outs: Any) -> Any:
+    def watched(route: CollectiveReduce, sources: Any) -> Any:
         written.extend(weakref.ref(s.untyped_storage()) for s in sources if s is not None)
-        return start(route, sources, outs)
+        return prepare(route, sources)
 
-    with recorded(2), small_transfers(), mock.patch.object(CollectiveReduce, "start", watched):
+    with recorded(2), small_transfers(), mock.patch.object(CollectiveReduce, "prepare", watched):
         model = sharded(mp_policy=BF16)
         model.set_is_last_backward(False)  # the last reduction stays in flight
         backward(model)

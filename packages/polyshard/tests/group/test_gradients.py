@@ -17,7 +17,7 @@ from toy_models import full, reset_together
 from typing_extensions import override
 
 from polyshard import MixedPrecisionPolicy, Plugin, fully_shard, hookimpl
-from polyshard.exchange.accumulation import blanks
+from polyshard.program.accumulation import blanks
 from polyshard.plugins.builtin import DeviceStorage
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout

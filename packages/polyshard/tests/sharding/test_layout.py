@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyshard.exchange.packing import Packing
+from polyshard.program.packing import Packing
 from polyshard.sharding.layout import (
     ALIGNMENT_BYTES,
     GroupLayout,

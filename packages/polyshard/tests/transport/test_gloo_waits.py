@@ -96,21 +96,18 @@ PROGRAMS = (trained, cast, coded, failed_in_backward, told_of_others, by_hand)
 MODULES = (
     "polyshard.transport.gloo",
     "polyshard.transport.works",
-    "polyshard.exchange.presence",
-    "polyshard.exchange.flight",
-    "polyshard.exchange.reduction",
-    "polyshard.exchange.gather",
+    "polyshard.program.presence",
+    "polyshard.program.reduce",
+    "polyshard.program.unshard",
 )
 WHOLE = {"all_reduce_over", "all_gather_over"}
 """Calls that return when all has arrived: what they send belongs to nobody else meanwhile."""
-LANDING = "self.landing.wait()"
-"""No program here has gradients that land whole: exchange/test_landing.py has."""
-SENT = "sent.wait()"
-"""Sums over replicas that follow on a lane of their own: only where the device has streams."""
+LANDING = "frame.landing.wait()"
+"""No program here has gradients that land whole: program/test_landing.py has."""
 MUTANTS = [
     m
     for m in mutants(MODULES)
-    if m.text.endswith(".wait()") and m.text not in (LANDING, SENT) and m.function not in WHOLE
+    if m.text.endswith(".wait()") and m.text != LANDING and m.function not in WHOLE
 ]
 
 

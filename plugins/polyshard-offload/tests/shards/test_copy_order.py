@@ -26,7 +26,7 @@ OWN = (
 )
 CORE = (
     "polyshard.memory.streams",
-    "polyshard.exchange.reduction",
+    "polyshard.program.reduce",
     "polyshard.group.group",
     "polyshard.engine.unit",
 )

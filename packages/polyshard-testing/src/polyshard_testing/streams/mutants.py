@@ -131,7 +131,7 @@ def _enter_unordered(call: ast.Call) -> None:
     """The lane's stream without what ``enter`` waits for."""
     assert isinstance(call.func, ast.Attribute)
     lane = call.func.value
-    stream = ast.Attribute(lane, "_stream", ast.Load())
+    stream = ast.Attribute(lane, "stream", ast.Load())
     streams = ast.Attribute(lane, "_streams", ast.Load())
     call.func, call.args = ast.Attribute(streams, "on", ast.Load()), [stream]
 

@@ -77,6 +77,7 @@ __all__ = [
     "local_tensor",
     "metadata_classes",
     "preserve_version",
+    "profiler_runs",
     "profiler_span",
     "queue_backward_callback",
     "root_mesh",
@@ -383,9 +384,13 @@ def has_fsdp_protocol(tensor: Tensor) -> bool:
     return any(hasattr(tensor, f"fsdp_{name}") for name in (*names, more))
 
 
+profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Whether ``torch.profiler`` records; no Python function, since every part of a step asks."""
+
+
 def profiler_span(phase: str, name: str) -> AbstractContextManager[Any]:
     """A labelled range for ``torch.profiler``; nothing at all while no profiler runs."""
-    if not torch._C._autograd._profiler_enabled():
+    if not profiler_runs():
         return _NO_SPAN
     return torch.profiler.record_function(f"{phase} {name}")
 

@@ -17,7 +17,7 @@ from polyshard.composition.stack import PluginStack
 from polyshard.composition.transforms import Extensions, is_transformed
 from polyshard.engine.root import unit_of
 from polyshard.errors import ModuleError, PluginError, SettingError, UnsupportedError
-from polyshard.exchange.tensor_protocol import check_protocol
+from polyshard.program.tensor_protocol import check_protocol
 from polyshard.params.parameter import Form, Owner, Source
 from polyshard.plugins.discovery import for_dtensors
 from polyshard.policies import MixedPrecisionPolicy, policy_for

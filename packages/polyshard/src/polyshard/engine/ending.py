@@ -80,7 +80,7 @@ def _check_replicas(group: ParameterGroup, context: RootContext) -> None:
             "let backwards end by themselves."
         )
     is_reduced = group in context.finalization.pending and group.reduces
-    if is_reduced and group.roles.is_replicated and not group.reduce_settings.all_reduce:
+    if is_reduced and group.roles.is_replicated and not group.all_reduces:
         raise LifecycleError(
             f"{_CALL} was called while group '{group.name}' does not sum over replicas. Call "
             "set_requires_all_reduce(True) before."

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from polyshard._torch.untraced import untraced
 from polyshard.errors import LifecycleError, warn
-from polyshard.exchange.freshness import Turn
+from polyshard.program.freshness import Turn
 from polyshard.group.group import ParameterGroup
 
 

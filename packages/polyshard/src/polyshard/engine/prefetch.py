@@ -19,7 +19,6 @@ from collections.abc import Hashable, Iterable
 from typing import Generic, Protocol, TypeVar
 
 from polyshard.engine.order import StepOrder
-from polyshard.exchange.gather import CodecGather
 from polyshard.group.group import ParameterGroup
 
 
@@ -109,10 +108,10 @@ class Prefetcher(Generic[G]):
 
 def _is_read(group: ParameterGroup) -> bool:
     """Whether a gather now would read the shard."""
-    runtime = group.prepare()
-    if runtime.block is not None and runtime.block.holds:
+    generation = group.prepare()
+    if generation.block is not None and generation.block.holds:
         return False
-    return not (isinstance(runtime.path, CodecGather) and runtime.path.resends())
+    return not generation.gather.resends()
 
 
 def _units_wanted(unit: Gathered) -> int:

@@ -9,13 +9,11 @@ storage moves gradients off the device, which it should do meanwhile.
 from __future__ import annotations
 
 from collections import deque
-from contextlib import suppress
 
 from torch import Tensor
 
-from polyshard.exchange.flight import InFlight
+from polyshard.program.executor import Frame, abandon
 from polyshard.group.group import ParameterGroup
-from polyshard.seams import ShardStorage, overrides
 
 
 class Reductions:
@@ -24,8 +22,8 @@ class Reductions:
     def __init__(self) -> None:
         self.most = 1
         """How many may hold what they send."""
-        self._sending: deque[tuple[ParameterGroup, InFlight]] = deque()
-        self._summing: deque[tuple[ParameterGroup, InFlight]] = deque()
+        self._sending: deque[tuple[ParameterGroup, Frame]] = deque()
+        self._summing: deque[tuple[ParameterGroup, Frame]] = deque()
         self._may_hold: dict[ParameterGroup, None] = {}
 
     def __bool__(self) -> bool:
@@ -34,18 +32,16 @@ class Reductions:
     def start(self, group: ParameterGroup, gradients: dict[int, Tensor], *, is_last: bool) -> None:
         """Start to reduce, after earlier reductions have made room."""
         while len(self._sending) >= self.most:
-            oldest, flight = self._sending.popleft()
-            if not _is_moved(oldest) and flight.let_go():
-                self._summing.append((oldest, flight))
+            oldest, frame = self._sending.popleft()
+            if oldest.free_sent(frame):
+                self._summing.append((oldest, frame))
             else:
-                self._finish(oldest, flight)
-        flight = group.start_reduction(gradients)
-        flight.is_last = is_last
-        self._sending.append((group, flight))
+                self._finish(oldest, frame)
+        self._sending.append((group, group.start_reduction(gradients, is_last=is_last)))
 
     def lack_replicas(self, group: ParameterGroup) -> bool:
         """Whether some of ``group`` will end in sums that lack those of other replicas."""
-        return any(g is group and not f.sums_replicas for g, f in self._sending)
+        return any(g is group and not frame.key.all_reduces for g, frame in self._sending)
 
     def finish_sums(self) -> None:
         """A backward has ended: put in place what replicas were still summing."""
@@ -58,9 +54,9 @@ class Reductions:
         while self._sending:
             self._finish(*self._sending.popleft())
 
-    def _finish(self, group: ParameterGroup, flight: InFlight) -> None:
-        group.finish_reduction(flight)
-        if not flight.is_last:
+    def _finish(self, group: ParameterGroup, frame: Frame) -> None:
+        group.finish_reduction(frame)
+        if not frame.key.is_last:
             self._may_hold[group] = None
 
     def place_held(self) -> None:
@@ -79,13 +75,8 @@ class Reductions:
 
     def drop(self) -> None:
         """End all of them, and forget what came of them."""
-        for _, flight in (*self._summing, *self._sending):
-            with suppress(RuntimeError):  # whose peers may be gone
-                flight.end()
+        for _, frame in (*self._summing, *self._sending):
+            abandon(frame)
         self._summing.clear()
         self._sending.clear()
         self._may_hold.clear()
-
-
-def _is_moved(group: ParameterGroup) -> bool:
-    return overrides(group.shards.storage.place_gradient, ShardStorage.place_gradient)

@@ -23,7 +23,7 @@ from polyshard.engine.finalization import Finalization, Reduction
 from polyshard.engine.optimizers import watch_steps
 from polyshard.engine.prefetch import Prefetcher
 from polyshard.engine.reductions import Reductions
-from polyshard.exchange.freshness import Turn
+from polyshard.program.freshness import Turn
 from polyshard.group.group import ParameterGroup, State, free_outdated
 from polyshard.memory.pages import PagePool, pages_can_move
 from polyshard.memory.streams import Lanes, streams_of

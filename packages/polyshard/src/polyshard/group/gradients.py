@@ -17,47 +17,44 @@ from polyshard._torch.newer import rounds_before_adding
 from polyshard._torch.private import storage_holders
 from polyshard.composition.transforms import Onion
 from polyshard.errors import PluginError, SettingError
-from polyshard.exchange.accumulation import Accumulation
-from polyshard.exchange.flight import InFlight
-from polyshard.exchange.reduction import ReduceSettings
-from polyshard.group.runtime import Runtime
+from polyshard.program.accumulation import Accumulation
+from polyshard.group.generation import Generation
 from polyshard.params.sharded import Shards
 
 
 class Gradients:
     """Unsharded gradients of one group, from the leaves to the reducer.
 
-    The runtime is passed in, because a conversion of the parameters makes a new one, and then
+    The generation is passed in, because a conversion of the parameters makes a new one, and then
     :meth:`carry` moves what was accumulated.
     """
 
-    def __init__(self, shards: Shards, onion: Onion, settings: ReduceSettings) -> None:
+    def __init__(self, shards: Shards, onion: Onion) -> None:
         """``onion`` flattens gradients as it did the parameters."""
         self._shards = shards
         self._onion = onion
-        self._settings = settings
         self.waiting = Accumulation()
         self._has_unreduced = False
         self._flattens = [any(e is not None for e in p.extensions) for p in shards.parameters]
 
-    def accumulate(self, runtime: Runtime) -> None:
+    def accumulate(self, generation: Generation) -> None:
         """Keep this backward's gradients unsharded, in the reduce dtype, for a later reduction."""
         self._has_unreduced = True
-        self._add(self._given_up(runtime), runtime.gradients.kept)
+        self._add(self._given_up(generation), generation.gradients.kept)
 
-    def lend(self, runtime: Runtime) -> None:
+    def lend(self, generation: Generation) -> None:
         """Have the backward that begins add to what waits, which is the group's own memory.
 
         Without a second gradient beside each sum; where autograd adds in another dtype, not.
         """
         waiting = self.waiting.unsharded
         for index in list(waiting):
-            leaf = runtime.leaves[index]
+            leaf = generation.leaves[index]
             same = leaf.requires_grad and leaf.dtype is waiting[index].dtype
             if same and leaf.grad is None and not self._flattens[index]:
                 leaf.grad = waiting.pop(index)
 
-    def carry(self, before: Runtime, after: Runtime) -> None:
+    def carry(self, before: Generation, after: Generation) -> None:
         """Take what was accumulated along, in the dtypes that hold from now on."""
         device, dtypes = after.buffer.tensor.device, after.dtypes
         self.waiting.convert(device, after.gradients.kept, dtypes.reduce, dtypes.orig)
@@ -65,55 +62,59 @@ class Gradients:
             left = {i: g.to(device) for i, g in self._given_up(before).items()}
             self._add(left, after.gradients.kept)
 
-    def take(self, runtime: Runtime) -> dict[int, Tensor]:
-        """Unsharded gradients by parameter index; the leaves give them up."""
-        taken = self._given_up(runtime)
+    def take(self, generation: Generation, *, with_zeros: bool) -> dict[int, Tensor]:
+        """Unsharded gradients by parameter index; the leaves give them up.
+
+        ``with_zeros``: for every trainable parameter, zeros where backward left none.
+        """
+        taken = self._given_up(generation)
         waiting = self.waiting.unsharded
         if waiting:
-            self._add(taken, runtime.gradients.kept)
+            self._add(taken, generation.gradients.kept)
             taken = dict(waiting)
             waiting.clear()
-        if self._settings.reduce_unused:
-            self._add_zeros(taken, runtime)
+        if with_zeros:
+            self._add_zeros(taken, generation)
         return taken
 
-    def are_expected(self, runtime: Runtime) -> bool:
+    def are_expected(self, generation: Generation, *, all_reduces: bool) -> bool:
         """Whether a reduction follows though there are none here.
 
         Other ranks may have some, and partial sums may wait for it.
         """
-        if runtime.reducer.expects_nothing:
+        if generation.reducer.expects_nothing(all_reduces=all_reduces):
             return False
         may_come = any(p.parameter.requires_grad for p in self._shards.parameters)
         return self.waiting.awaits_replicas or may_come
 
-    def _given_up(self, runtime: Runtime) -> dict[int, Tensor]:
+    def _given_up(self, generation: Generation) -> dict[int, Tensor]:
         """Take the gradients that autograd wrote to the leaves in this backward."""
         given: dict[int, Tensor] = {}
-        for index, leaf in enumerate(runtime.leaves):
+        for index, leaf in enumerate(generation.leaves):
             gradient = leaf.grad
             if gradient is not None:
                 leaf.grad = None
-                given[index] = self._flattened(index, gradient)
+                is_flat = not self._flattens[index]
+                given[index] = gradient if is_flat else self._flattened(index, gradient)
         return given
 
-    def _add_zeros(self, taken: dict[int, Tensor], runtime: Runtime) -> None:
+    def _add_zeros(self, taken: dict[int, Tensor], generation: Generation) -> None:
         """Add zeros for trainable parameters that have no gradient.
 
         Raises:
             SettingError: on every rank, where ranks could not know of which dtype.
         """
-        if runtime.gradients.is_told:
-            self._check_zeros(runtime)
-        device = runtime.buffer.tensor.device
-        for index, leaf in enumerate(runtime.leaves):
+        if generation.gradients.is_told:
+            self._check_zeros(generation)
+        device = generation.buffer.tensor.device
+        for index, leaf in enumerate(generation.leaves):
             if leaf.requires_grad and index not in taken:
                 placed = self._shards.layout.parameters[index]
-                taken[index] = torch.zeros(placed.shape, dtype=runtime.dtypes.param, device=device)
+                taken[index] = torch.zeros(placed.shape, dtype=generation.dtypes.param, device=device)
 
-    def _check_zeros(self, runtime: Runtime) -> None:
-        trainable = [i for i, leaf in enumerate(runtime.leaves) if leaf.requires_grad]
-        unsettled = runtime.gradients.open_among(trainable)
+    def _check_zeros(self, generation: Generation) -> None:
+        trainable = [i for i, leaf in enumerate(generation.leaves) if leaf.requires_grad]
+        unsettled = generation.gradients.open_among(trainable)
         if unsettled:
             raise SettingError(
                 f"set_reduce_scatter_unused_params needs zeros for {self._names(unsettled)}, whose "
@@ -122,8 +123,6 @@ class Gradients:
             )
 
     def _flattened(self, index: int, gradient: Tensor) -> Tensor:
-        if not self._flattens[index]:
-            return gradient
         parameter = self._shards.parameters[index]
         with torch.no_grad():
             flat = self._onion.flatten(gradient, parameter.info)[0]
@@ -153,34 +152,37 @@ class Gradients:
             with torch.no_grad():
                 torch._foreach_add_(sums, terms)
 
-    def wire_dtype(self, runtime: Runtime) -> torch.dtype:
+    def wire_dtype(self, generation: Generation) -> torch.dtype:
         """The dtype gradients travel in, from settings alone. See [Note: reduction]."""
-        dtypes = runtime.dtypes
-        told = runtime.gradients.is_told  # then gradients may be wider than compute
+        dtypes = generation.dtypes
+        told = generation.gradients.is_told  # then gradients may be wider than compute
         if self._has_unreduced or told or dtypes.param.itemsize > dtypes.reduce.itemsize:
             return dtypes.reduce
         same = dtypes.param.itemsize == dtypes.reduce.itemsize
         return dtypes.reduce if same else dtypes.param
 
-    def start(self, runtime: Runtime, gradients: dict[int, Tensor]) -> tuple[InFlight, int]:
-        """Begin to reduce what :meth:`take` returned; also the bytes that leave this rank."""
-        wire = self.wire_dtype(runtime)
-        self._check_open(runtime, gradients)
-        self._has_unreduced = False
-        return runtime.reducer.start(gradients, wire)
+    def reducing(self, generation: Generation, gradients: dict[int, Tensor]) -> torch.dtype:
+        """The dtype that what :meth:`take` returned travels in, as it is reduced now.
 
-    def _check_open(self, runtime: Runtime, gradients: dict[int, Tensor]) -> None:
+        Raises:
+            SettingError: see :meth:`_check_open`.
+        """
+        wire = self.wire_dtype(generation)
+        if generation.gradients.is_told:
+            self._check_open(generation, gradients)
+        self._has_unreduced = False
+        return wire
+
+    def _check_open(self, generation: Generation, gradients: dict[int, Tensor]) -> None:
         """Refuse to round gradients of which nobody said that they may be rounded.
 
         Raises:
             SettingError: naming the parameters.
         """
-        if not runtime.gradients.is_told:
-            return
-        reduce = runtime.dtypes.reduce
+        reduce = generation.dtypes.reduce
         wider = [
             index
-            for index in runtime.gradients.open_among(list(gradients))
+            for index in generation.gradients.open_among(list(gradients))
             if torch.promote_types(gradients[index].dtype, reduce) is not reduce
         ]
         if wider:
@@ -202,9 +204,9 @@ class Gradients:
 
         return put_back
 
-    def discard(self, runtime: Runtime) -> None:
+    def discard(self, generation: Generation) -> None:
         """Forget everything a failed step left behind."""
-        self._given_up(runtime)
+        self._given_up(generation)
         self._has_unreduced = False
         self.waiting.clear()
 

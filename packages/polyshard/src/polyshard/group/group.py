@@ -24,7 +24,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
@@ -34,21 +33,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from polyshard._torch.private import in_backward, profiler_span
+from polyshard._torch.private import in_backward
 from polyshard._torch.untraced import outside_transforms
 from polyshard.alarm.failures import FailureReport
 from polyshard.composition.answers import Binding
 from polyshard.composition.claims import check_constraints
 from polyshard.composition.stack import PluginStack
 from polyshard.errors import LifecycleError, warn
-from polyshard.exchange.flight import InFlight
-from polyshard.exchange.freshness import Turn
-from polyshard.exchange.gather import Filling
-from polyshard.exchange.reduction import ReduceSettings
-from polyshard.exchange.tensor_protocol import refuse_block, refuse_claims, uses_protocol
+from polyshard.program.executor import Frame, abandon, run
+from polyshard.program.freshness import Turn
+from polyshard.program.ops import Program
+from polyshard.program.reduce import ReduceSettings
+from polyshard.program.tensor_protocol import refuse_block, refuse_claims, uses_protocol
 from polyshard.group.dtypes import Dtypes, GradientDtypes, policy_notices, resolve_dtypes
 from polyshard.group.gradients import Gradients
-from polyshard.group.runtime import Parts, Runtime, build_runtime
+from polyshard.group.generation import Generation, Parts, build_generation
 from polyshard.group.traffic import GroupName, Meter
 from polyshard.memory.pages import PagePool
 from polyshard.memory.streams import Lanes
@@ -59,7 +58,7 @@ from polyshard.policies import MixedPrecisionPolicy
 from polyshard.seams import GroupIdentity, GroupInfo, ParamInfo
 from polyshard.sharding.layout import plan_layout
 from polyshard.sharding.mesh import MeshRoles
-from polyshard.transport.base import Pending, Transport, all_reduce
+from polyshard.transport.base import Transport, all_reduce
 from polyshard.transport.custom import CustomComms, CustomTransport
 
 
@@ -158,8 +157,9 @@ class ParameterGroup:
         self.roles = setup.roles
         self.state, self.identity = State.SHARDED, GroupIdentity()
         self.reduces = self.reshard_after_backward = self.unshard_in_backward = True
+        self.all_reduces = True
         self.pool: PagePool | None = None
-        self.turn, self.lanes, self.reduce_settings = Turn(), Lanes(), ReduceSettings()
+        self.turn, self.lanes, self._reduce_settings = Turn(), Lanes(), ReduceSettings()
         self.block_size, self.device = setup.block_size, setup.roles.device
         told = [Told.by(s.parameter) for s in sources]
         dtypes, _ = resolve_dtypes(setup.policy, sources[0].value.dtype, told)
@@ -189,9 +189,8 @@ class ParameterGroup:
         self._storage = binding.storage(info, layout)
         self.shards: Shards
         self.gradients: Gradients
-        self._runtime: Runtime | None = None
-        self._path: Filling | None = None
-        self._pending: Pending | None = None
+        self._generation: Generation | None = None
+        self._gathering: Frame | None = None
         self._made, self.made_at_step = 0, 0
         self.promised_at_step: int | None = None  # see [Note: kept parameters]
         self._stale, self._is_outdated = True, False
@@ -204,7 +203,7 @@ class ParameterGroup:
         else:
             rest = partial(Binding(self.contributions, self.name).rested, self._storage)
             self.shards = Shards(self._sources, self._layout, self.roles, self._storage, rest)
-        self.gradients = Gradients(self.shards, self.setup.stack.onion, self.reduce_settings)
+        self.gradients = Gradients(self.shards, self.setup.stack.onion)
         self._originals = [weakref.ref(source.parameter) for source in self._sources]
         self._sources = ()  # the full parameters may go now
 
@@ -249,27 +248,27 @@ class ParameterGroup:
         if self.shards.try_adopt_replaced():
             self._is_outdated = True
 
-    def prepare(self) -> Runtime:
+    def prepare(self) -> Generation:
         """Everything the step needs, made on first use and after a conversion."""
-        runtime = self._runtime
-        if runtime is None or self._stale or self.shards.is_vacant:
+        generation = self._generation
+        if generation is None or self._stale or self.shards.is_vacant:
             return self._prepare_anew()
-        return runtime
+        return generation
 
     @outside_transforms
     @torch.inference_mode(mode=False)
-    def _prepare_anew(self) -> Runtime:
+    def _prepare_anew(self) -> Generation:
         """All that is made here outlives the forward, which may run in inference mode or a jvp."""
         if self._teardown.is_done:
             raise LifecycleError(f"group '{self.name}' was closed; shard its model anew.")
         if self.shards.adopt_replaced():
             self._is_outdated = True
-        if self._is_outdated or self._runtime is None:
-            self._runtime = self._build()
+        if self._is_outdated or self._generation is None:
+            self._generation = self._build()
         self._is_outdated = self._stale = False
-        return self._runtime
+        return self._generation
 
-    def _build(self) -> Runtime:
+    def _build(self) -> Generation:
         for parameter in self.shards.parameters:
             parameter.hear()
         dtypes, gradients = self._dtypes()
@@ -288,33 +287,47 @@ class ParameterGroup:
             dtypes=dtypes,
             gradients=gradients,
             keeps_memory=self.keeps_memory,
-            lanes=self.lanes,
-            watch=self.meter.watch,
+            meter=self.meter,
         )
-        last = self._runtime
-        runtime = build_runtime(parts, last)
-        runtime.reducer.settings = self.reduce_settings
+        last = self._generation
+        generation = build_generation(parts, last)
         if last is not None:
-            self.gradients.carry(last, runtime)
-        return runtime
+            self.gradients.carry(last, generation)
+        return generation
 
     def unshard(self) -> None:
         """Begin to gather, unless gathered or on the way; see [Note: kept parameters]."""
-        if self.state is State.SHARDED and not in_backward() and self.shards.have_moved():
+        is_sharded = self.state is State.SHARDED
+        if is_sharded and not in_backward() and self.shards.have_moved():
             self._stale = True
-        runtime = self.prepare()
-        if self._stays_unsharded():
+        generation = self._generation
+        if generation is None or self._stale or self.shards.is_vacant:
+            generation = self._prepare_anew()
+        if not is_sharded and self._stays_unsharded():
             return
-        self.shards.check_materialized()
-        with self._failures, profiler_span("polyshard.unshard", self.name):
-            runtime.buffer.acquire()
-            self._path = self._choose_path(runtime)
-            self.meter.starting("gather")
-            self._pending = self._path.start(self.meter.fetching(self.shards))
+        if self.shards.is_vacant:
+            self.shards.check_materialized()
+        program, meter, turn = generation.unshard, self.meter, self.turn
+        if generation.block is not None and generation.block.holds:
+            program = self._program_of_block(generation)
+        if meter.step_observers:
+            meter.starting("gather")
+        frame = Frame(program, self.lanes, self.device)
+        run(frame, program.cut, self._failures, "polyshard.unshard")
+        self._gathering = frame
         self.state = State.GATHERING  # only now: a start that raised leaves the group sharded
         self.promised_at_step = None
-        self.vouch()
-        self.meter.gather_started(self._path.sent_bytes, self._path.received_bytes)
+        self._made, self.made_at_step = turn.number, turn.steps  # as vouch() does
+        meter.gather_started(program.moved)
+
+    def _program_of_block(self, generation: Generation) -> Program:
+        """Gather from the block if it holds parameters of this turn, else from all shards."""
+        assert generation.block is not None
+        assert generation.unshard_from_block is not None
+        if self.turn.vouches(self._made):
+            return generation.unshard_from_block
+        generation.block.drop()
+        return generation.unshard
 
     def _stays_unsharded(self) -> bool:
         """Whether nothing is to be gathered; what another turn left is looked at first."""
@@ -330,19 +343,9 @@ class ParameterGroup:
         """Whether nothing is gathered or on the way."""
         return self.state is State.SHARDED
 
-    def _choose_path(self, runtime: Runtime) -> Filling:
-        """Gather from the block if it holds parameters of this turn, else from all shards."""
-        block = runtime.block
-        if block is None or not block.holds:
-            return runtime.path
-        if not self.turn.vouches(self._made):
-            block.drop()
-            return runtime.path
-        return block
-
     def differs(self) -> Tensor:
         """Whether this rank's shard is not what is unsharded (a 0-dim bool)."""
-        found = self.prepare().path.differs(self.shards.fetch)
+        found = self.prepare().gather.differs(self.shards.fetch)
         self.shards.release()
         return found
 
@@ -354,28 +357,29 @@ class ParameterGroup:
         """Finish the gather and register the unsharded parameters."""
         if self.state is not State.GATHERING:
             return
-        runtime = self.prepare()
-        assert self._pending is not None
-        assert self._path is not None
+        frame, generation, turn = self._gathering, self.prepare(), self.turn
+        assert frame is not None
         begin = time.perf_counter()
-        with self._failures, profiler_span("polyshard.wait", self.name):
-            self._pending.wait()
-            self._path.finish()
-        self._pending = None
-        if self._path is runtime.path:
-            self.shards.release()
-        if not (self.turn.in_forward or self.turn.in_backward):
-            self.settle()  # asked for by hand: whoever did may change the shard next
-        self.sync_requires_grad(runtime)
-        runtime.registry.register()
+        run(frame, len(frame.program.ops), self._failures, "polyshard.wait")
+        self._gathering = None
+        if not (turn.in_forward or turn.in_backward):
+            self.settle()  # asked for by hand: the caller may change the shard next
+        self.sync_requires_grad(generation)
         self.state = State.UNSHARDED
         self.meter.gathered(time.perf_counter() - begin)
 
-    def sync_requires_grad(self, runtime: Runtime) -> None:
+    def sync_requires_grad(self, generation: Generation) -> None:
         """Have leaves follow the sharded parameters, on which users freeze and unfreeze."""
-        if runtime.follow([p.parameter.requires_grad for p in self.shards.parameters]):
+        changed = False
+        for leaf, sharded in zip(generation.leaves, self.shards.parameters, strict=True):
+            wanted = sharded.parameter.requires_grad
+            if leaf.requires_grad is not wanted:
+                leaf.requires_grad_(wanted)
+                changed = True
+        if changed:
             binding = Binding(self.contributions, self.name)
-            runtime.reducer.rebind(binding.reduce_codec(self.info(), self.shards.layout))
+            generation.reducer.rebind(binding.reduce_codec(self.info(), self.shards.layout))
+            generation.reductions.clear()
 
     def reshard(self, *, until_backward: bool = False) -> None:
         """Free the unsharded parameters and register the sharded ones.
@@ -385,26 +389,23 @@ class ParameterGroup:
         """
         if self.state is State.GATHERING:
             self.wait()
-        if self.state is State.SHARDED or self._runtime is None:
+        generation = self._generation
+        if self.state is State.SHARDED or generation is None:
             return
-        block = self._runtime.block
-        with profiler_span("polyshard.reshard", self.name):
-            if until_backward and block is not None:
-                block.keep()
-            self.shards.registry.register()
-            self._let_go(self._runtime)
-        self.state = State.SHARDED
-        self.meter.resharded()
-
-    def _let_go(self, runtime: Runtime) -> None:
+        if until_backward and generation.block is not None:
+            generation.block.keep()
+        self.shards.registry.register()
         if not self.keeps_memory:
-            runtime.buffer.release()
+            generation.buffer.release()
+        self.state = State.SHARDED
+        if self.meter.observers:
+            self.meter.resharded()
 
     def keep_memory(self, keep: bool) -> None:
         """Whether unsharded memory stays where it is when the parameters are freed."""
         self.keeps_memory = keep
-        if self._runtime is not None and self.is_sharded:
-            self._let_go(self._runtime)
+        if self._generation is not None and self.is_sharded and not keep:
+            self._generation.buffer.release()
 
     def end_block(self) -> None:
         """Have no block keep the parameters between forward and backward from now on."""
@@ -430,41 +431,83 @@ class ParameterGroup:
 
     def drop_block(self) -> None:
         """Free what the block kept for a backward that is over."""
-        if self._runtime is not None and self._runtime.block is not None:
-            self._runtime.block.drop()
+        if self._generation is not None and self._generation.block is not None:
+            self._generation.block.drop()
 
     # --- gradients ----------------------------------------------------------------------------
 
+    @property
+    def reduce_settings(self) -> ReduceSettings:
+        """What users set of reductions; programs are made anew when it changes."""
+        return self._reduce_settings
+
+    @reduce_settings.setter
+    def reduce_settings(self, settings: ReduceSettings) -> None:
+        self._reduce_settings = settings
+        if self._generation is not None:
+            self._generation.reductions.clear()
+
     def accumulate(self) -> None:
         """Keep this backward's gradients unsharded for a later reduction."""
-        if self._runtime is not None:
-            self.gradients.accumulate(self._runtime)
+        if self._generation is not None:
+            self.gradients.accumulate(self._generation)
 
     def take_gradients(self) -> dict[int, Tensor]:
         """Unsharded gradients by parameter index; the leaves give them up."""
-        return {} if self._runtime is None else self.gradients.take(self._runtime)
+        if self._generation is None:
+            return {}
+        with_zeros = self._reduce_settings.reduce_unused
+        return self.gradients.take(self._generation, with_zeros=with_zeros)
 
     def expects_gradients(self) -> bool:
         """Whether a backward that brought no gradients ends in a reduction nevertheless."""
-        return self._runtime is not None and self.gradients.are_expected(self._runtime)
+        if self._generation is None:
+            return False
+        return self.gradients.are_expected(self._generation, all_reduces=self.all_reduces)
 
-    def start_reduction(self, gradients: dict[int, Tensor]) -> InFlight:
+    def start_reduction(self, gradients: dict[int, Tensor], *, is_last: bool) -> Frame:
         """Begin to reduce what :meth:`take_gradients` returned."""
-        runtime = self.prepare()
-        with self._failures, profiler_span("polyshard.reduce", self.name):
-            self.meter.starting("reduce")
-            flight, sent_bytes = self.gradients.start(runtime, gradients)
-        if gradients:
-            self.meter.reduction_started(sent_bytes)
-        return flight
+        generation, meter = self.prepare(), self.meter
+        if meter.step_observers:
+            meter.starting("reduce")
+        try:
+            wire = self.gradients.reducing(generation, gradients)
+            frame = generation.reducer.frame(
+                gradients,
+                wire,
+                self._reduce_settings,
+                self.lanes,
+                generation.reductions,
+                is_last=is_last,
+                all_reduces=self.all_reduces,
+            )
+        except Exception as error:
+            self._failures.explain(error)
+            raise
+        run(frame, frame.program.cut, self._failures, "polyshard.reduce")
+        if frame.table.present:
+            meter.reduction_started(frame.table.sent_bytes[frame.key])
+        return frame
 
-    def finish_reduction(self, flight: InFlight) -> None:
-        """Wait for a reduction and put the sharded gradients in place."""
-        runtime = self.prepare()
+    def free_sent(self, frame: Frame) -> bool:
+        """Free what a reduction sent; whether the rest of it goes on, to be finished later."""
+        program = frame.program
+        if not program.early:
+            return False
+        run(frame, program.cut + program.early, self._failures, "polyshard.reduced")
+        return True
+
+    def finish_reduction(self, frame: Frame) -> None:
+        """Wait for a reduction and put the sharded gradients in place.
+
+        Raises:
+            GradientMismatchError: on every rank, where they have gradients of other parameters.
+        """
+        self.prepare()
         begin = time.perf_counter()
-        with self._failures, profiler_span("polyshard.reduced", self.name), torch.no_grad():
-            is_placed = runtime.reducer.finish(flight)
-        if is_placed or flight.total is not None:  # else nothing but words went around
+        with torch.no_grad():
+            run(frame, len(frame.program.ops), self._failures, "polyshard.reduced")
+        if frame.has_placed or frame.key.has_rows:  # else only messages went around
             self.meter.reduced(time.perf_counter() - begin)
 
     def place_held(self) -> None:
@@ -476,28 +519,23 @@ class ParameterGroup:
 
     def discard(self) -> None:
         """Forget everything a failed step left behind; end sharded."""
-        if self._runtime is not None:
-            self.gradients.discard(self._runtime)
+        if self._generation is not None:
+            self.gradients.discard(self._generation)
         self.abandon()
 
     def abandon(self) -> None:
         """End sharded, whatever is under way."""
-        self._abandon_gather()
+        frame, self._gathering = self._gathering, None
+        if frame is not None:  # peers may be gone, and nothing waits for it any more
+            abandon(frame)
+            if self._generation is not None and not self.keeps_memory:
+                self._generation.buffer.release()
+            self.state = State.SHARDED
         self.reshard()
         self.drop_block()
 
     def close(self) -> None:
         """Have plugins let go of what they made for it. It can be used no more."""
         self.discard()
-        self._runtime, self._stale = None, True
+        self._generation, self._stale = None, True
         self._teardown.run()
-
-    def _abandon_gather(self) -> None:
-        """End a gather nobody waits for any more, whether or not its peers are still there."""
-        pending, self._pending = self._pending, None
-        if pending is None or self._runtime is None:
-            return
-        with suppress(RuntimeError):  # a peer that is gone sends nothing into freed memory either
-            pending.wait()
-        self._let_go(self._runtime)
-        self.state = State.SHARDED

@@ -4,47 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from polyshard.composition.roles import GATHER_CODEC
-from polyshard.exchange.tensor_protocol import ProtocolGather
+from polyshard.program.tensor_protocol import ProtocolGather
 from polyshard.group.dtypes import all_notices
 from polyshard.group.group import ParameterGroup
 from polyshard.group.plan import GroupPlan, Payloads, Roles, Sharded
-from polyshard.group.runtime import Runtime
+from polyshard.program.ops import Program
+from polyshard.program.unshard import Gather
 from polyshard.group.transfers import summary, ways_of
 from polyshard.seams import Named
 
 
 def plan_of(group: ParameterGroup) -> GroupPlan:
-    """What ranks compare and ``describe()`` shows: what the runtime of ``group`` carries out."""
+    """What ranks compare and ``describe()`` shows: what the programs of ``group`` carry out."""
     if group.is_sharded and group.shards.speaks_anew():  # no hook tells of that
         group.adopt_replaced()
-    runtime = group.prepare()
-    group.sync_requires_grad(runtime)
+    generation = group.prepare()
+    group.sync_requires_grad(generation)
+    gather, reducer = generation.gather, generation.reducer
+    reduction = reduction_of(group)
     contributions, shards, transport = group.contributions, group.shards, group.transport
-    gather_codec = _gather_codec(group, runtime)
-    ways = ways_of(shards.layout, transport, has_codec=runtime.path.payload_bytes is not None)
+    gather_codec = _gather_codec(group, gather)
+    ways = ways_of(shards.layout, transport, has_codec=gather.payload_bytes is not None)
     return GroupPlan(
         name=group.name,
         parameters=tuple(p.current_info for p in shards.parameters),
         layout=shards.layout,
         mesh=group.roles.describe(),
-        dtypes=runtime.dtypes,
+        dtypes=generation.dtypes,
         roles=_roles(group, gather_codec),
         reshard_after_forward=group.block_size or group.setup.reshard_after_forward,
-        gather_bytes=runtime.path.sent_bytes,
-        regather_bytes=(runtime.block or runtime.path).sent_bytes,
-        reduce_bytes=runtime.reducer.predicted_bytes(
-            _trainable(group, runtime), group.gradients.wire_dtype(runtime)
-        ),
+        gather_bytes=generation.unshard.moved.sent,
+        regather_bytes=(generation.unshard_from_block or generation.unshard).moved.sent,
+        reduce_bytes=reduction.moved.sent,
         ways=ways,
         transfers=summary(ways, transport),
         sharded=tuple(_sharded(group, index) for index in range(len(shards.parameters))),
-        payloads=Payloads(runtime.path.payload_bytes, *runtime.reducer.payload_bytes),
+        payloads=Payloads(gather.payload_bytes, *reducer.payload_bytes),
         notices=all_notices(group.setup.policy, shards.dtype, contributions),
-        kept_bytes=runtime.reducer.kept_bytes,
+        kept_bytes=reducer.kept_bytes,
     )
 
 
@@ -74,21 +72,20 @@ def _sharded(group: ParameterGroup, index: int) -> Sharded:
     return Sharded(str(tuple(parameter.spec.placements)), flat_shape, layers, told)
 
 
-def _trainable(group: ParameterGroup, runtime: Runtime) -> dict[int, Tensor]:
-    """Stand-ins for the gradients that a backward will leave, by parameter index."""
-    shards = group.shards
-    return {
-        index: torch.empty(placed.shape, dtype=runtime.dtypes.param, device="meta")
-        for index, (sharded, placed) in enumerate(
-            zip(shards.parameters, shards.layout.parameters, strict=True)
-        )
+def reduction_of(group: ParameterGroup) -> Program:
+    """The reduction of all trainable parameters, at the end of an iteration."""
+    generation = group.prepare()
+    trainable = [
+        index
+        for index, sharded in enumerate(group.shards.parameters)
         if sharded.parameter.requires_grad
-    }
+    ]
+    return generation.reducer.planned(trainable, group.gradients.wire_dtype(generation))
 
 
-def _gather_codec(group: ParameterGroup, runtime: Runtime) -> str:
-    if isinstance(runtime.path, ProtocolGather):
-        return f"tensor class ({runtime.path.payload_bytes} bytes)"
+def _gather_codec(group: ParameterGroup, gather: Gather) -> str:
+    if isinstance(gather, ProtocolGather):
+        return f"tensor class ({gather.payload_bytes} bytes)"
     return _nested(group.contributions.layers[GATHER_CODEC])
 
 

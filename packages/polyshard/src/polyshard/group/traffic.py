@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from polyshard.params.sharded import Shards
 from polyshard.plugins.builtin import DeviceStorage
+from polyshard.program.ops import Traffic as Moved
 from polyshard.seams import Observer, StepObserver, overrides
 
 
@@ -46,13 +47,13 @@ class Meter:
         self.step_observers = tuple(o for o in observers if isinstance(o, StepObserver))
         self.traffic = Traffic()
 
-    def gather_started(self, sent_bytes: int, received_bytes: int) -> None:
+    def gather_started(self, moved: Moved) -> None:
         """Count an all-gather that has started."""
         self.traffic.gathers += 1
-        self.traffic.sent_bytes += sent_bytes
-        self.traffic.received_bytes += received_bytes
+        self.traffic.sent_bytes += moved.sent
+        self.traffic.received_bytes += moved.received
         for observer in self.observers:
-            observer.on_unshard(self._name.text, sent_bytes)
+            observer.on_unshard(self._name.text, moved.sent)
 
     def gathered(self, wait_seconds: float) -> None:
         """Count the wait for unsharded parameters, which are ready."""

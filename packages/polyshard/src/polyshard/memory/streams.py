@@ -118,8 +118,6 @@ class Passage:
     It holds that memory as long as it is held itself: whoever waited lets go of it.
     """
 
-    outlives_wait = True
-
     def __init__(self, streams: Streams, end: Event, keep: object) -> None:
         self._streams = streams
         self._end = end
@@ -142,8 +140,6 @@ def _go_behind(stream: Any, end: Event) -> None:
 class Arrived:
     """Work that has ended already."""
 
-    outlives_wait = True
-
     def wait(self) -> None:
         """Nothing to do."""
 
@@ -157,7 +153,7 @@ class Lane:
     def __init__(self, streams: Streams | None, priority: int) -> None:
         """A new stream; nothing at all without ``streams``."""
         self._streams = streams
-        self._stream: Any = None if streams is None else streams.new(priority)
+        self.stream: Any = None if streams is None else streams.new(priority)
         self._held: deque[tuple[Event, object]] = deque()
         if streams is not None:
             weakref.finalize(self, _outlast, self._held).atexit = False
@@ -166,8 +162,8 @@ class Lane:
         """Run the block on the lane, behind all that the current stream was given so far."""
         if self._streams is None:
             return nullcontext()
-        self._stream.wait_stream(self._streams.current())
-        return self._streams.on(self._stream)
+        self.stream.wait_stream(self._streams.current())
+        return self._streams.on(self.stream)
 
     def leave(self, keep: object) -> Passage | Arrived:
         """End what was given to the lane, which uses the memory ``keep``.
@@ -181,7 +177,7 @@ class Lane:
     def _end(self) -> Event:
         assert self._streams is not None
         end = self._streams.new_event()
-        end.record(self._stream)
+        end.record(self.stream)
         return end
 
     def hold(self, memory: object) -> None:
@@ -204,27 +200,24 @@ def _outlast(held: deque[tuple[Event, object]]) -> None:
         held.clear()
 
 
+PRIORITIES = {"gather": HIGH_PRIORITY, "reduce": HIGH_PRIORITY}
+"""Of lanes by kind. Sums over replicas have none: other links carry them than what runs beside."""
+
+
 class Lanes:
     """The lanes of one root: a kind of traffic has one on each device, made when first used."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, torch.device], Lane] = {}
 
-    def gathers(self, device: torch.device) -> Lane:
-        """For all-gathers of parameters."""
-        return self.lane("gathers", device, HIGH_PRIORITY)
-
-    def reductions(self, device: torch.device) -> Lane:
-        """For reductions over the shard axis."""
-        return self.lane("reductions", device, HIGH_PRIORITY)
-
-    def replicas(self, device: torch.device) -> Lane:
-        """For sums over replicas, which other links carry than what runs beside them."""
-        return self.lane("replicas", device, NO_PRIORITY)
-
-    def lane(self, kind: str, device: torch.device, priority: int) -> Lane:
+    def lane(self, kind: str, device: torch.device, priority: int | None = None) -> Lane:
         """The lane for ``kind``, with ``priority`` if it is made now."""
         lane = self._made.get((kind, device))
         if lane is None:
-            lane = self._made[kind, device] = Lane(streams_of(device), priority)
+            number = PRIORITIES.get(kind, NO_PRIORITY) if priority is None else priority
+            lane = self._made[kind, device] = Lane(streams_of(device), number)
         return lane
+
+    def stream_of(self, kind: str, streams: Streams) -> Any:
+        """The stream of the lane for ``kind`` on the device of ``streams``."""
+        return self.lane(kind, streams.device).stream

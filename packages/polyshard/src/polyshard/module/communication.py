@@ -41,7 +41,8 @@ class CommunicationSettings(Access):
                 "hook runs where its all-reduce does. Leave stream out."
             )
         for group in self._groups(recurse=False):
-            group.reduce_settings.hook = hook if stream is None else _on_stream(hook, stream)
+            wanted = hook if stream is None else _on_stream(hook, stream)
+            group.reduce_settings = replace(group.reduce_settings, hook=wanted)
 
     @override
     def set_post_optim_event(self, event: torch.Event) -> None:

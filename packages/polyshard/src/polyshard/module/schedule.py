@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
@@ -90,7 +91,7 @@ class ScheduleSettings(Access):
         """
         for group in self._groups(recurse):
             group.reduces = requires_gradient_sync
-            group.reduce_settings.all_reduce = requires_gradient_sync
+            group.all_reduces = requires_gradient_sync
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -99,20 +100,20 @@ class ScheduleSettings(Access):
         The settings of each unit below are restored on the way out, exceptions included.
         """
         groups = self._groups(recurse=True)
-        before = [(group.reduces, group.reduce_settings.all_reduce) for group in groups]
+        before = [(group.reduces, group.all_reduces) for group in groups]
         self.set_requires_gradient_sync(requires_gradient_sync=False)
         try:
             yield
         finally:
             for group, (reduces, all_reduces) in zip(groups, before, strict=True):
                 group.reduces = reduces
-                group.reduce_settings.all_reduce = all_reduces
+                group.all_reduces = all_reduces
 
     @override
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces over replicas; without, partial sums add up sharded."""
         for group in self._groups(recurse):
-            group.reduce_settings.all_reduce = requires_all_reduce
+            group.all_reduces = requires_all_reduce
 
     @override
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -142,13 +143,14 @@ class ScheduleSettings(Access):
     ) -> None:
         """Whether parameters without a gradient take part in the reduction with zeros."""
         for group in self._groups(recurse):
-            group.reduce_settings.reduce_unused = reduce_scatter_unused_params
+            settings = group.reduce_settings
+            group.reduce_settings = replace(settings, reduce_unused=reduce_scatter_unused_params)
 
     @override
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide gradient sums by ``factor`` instead of the number of data-parallel ranks."""
         for group in self._groups(recurse=False):
-            group.reduce_settings.divide_factor = factor
+            group.reduce_settings = replace(group.reduce_settings, divide_factor=factor)
 
     @override
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:

@@ -171,7 +171,7 @@ class GroupLayout:
         """Indices of parameters that travel packed in reductions, too."""
         return tuple(i for i in self.staged if i not in self.owned)
 
-    @property
+    @cached_property
     def reduced_numel(self) -> int:
         """Elements of one rank's packed chunks in a reduction."""
         return self.reduced_stop - self.staged_offset

@@ -100,20 +100,11 @@ NO_TURNS: Turns = _NoTurns()
 
 
 class Pending(Protocol):
-    """A transfer in flight.
-
-    One whose ``outlives_wait`` is true keeps the memory it uses as long as the object is held, not
-    only until :meth:`wait`. The sum over replicas then follows it on a lane of its own.
-    """
+    """A transfer in flight. The engine keeps the memory it uses until it was waited for."""
 
     def wait(self) -> None:
         """Return when its results may be used on the current stream. Call exactly once."""
         ...
-
-
-def outlives_wait(pending: Pending) -> bool:
-    """Whether ``pending`` keeps the memory it uses as long as it is held."""
-    return bool(getattr(pending, "outlives_wait", False))
 
 
 class GatherRoute(ABC):
@@ -123,6 +114,9 @@ class GatherRoute(ABC):
     """Bytes that leave this rank with each :meth:`start`: what ``describe()`` predicts."""
     received_bytes: int
     """Bytes that arrive."""
+    on_stream: bool = False
+    """Whether :meth:`start` gives its work to the stream that is current, where the device has
+    streams, and takes no memory: the engine calls it on a lane then, and orders what follows."""
 
     @abstractmethod
     def start(self) -> Pending:
@@ -131,6 +125,15 @@ class GatherRoute(ABC):
 
 class ReduceRoute(ABC):
     """A reduce-scatter bound to a layout; gradients differ from step to step."""
+
+    on_stream: bool = False
+    """As that of a gather's route."""
+    is_awaited: bool = True
+    """Whether its transfers need :meth:`Pending.wait`, beside the order of streams."""
+
+    def prepare(self, sources: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """What :meth:`start` is to be given in place of ``sources``: memory is taken here."""
+        return sources
 
     @abstractmethod
     def start(self, sources: Sequence[Tensor | None], outs: Sequence[Tensor]) -> Pending:
@@ -218,6 +221,9 @@ class Transport(ABC):
 
     coalesces: bool = False
     """Whether the transfers of a group are one launch."""
+
+    exchanges_on_stream: bool = False
+    """As ``on_stream`` of a route, for :meth:`exchange`."""
 
     @abstractmethod
     def gather_route(self, pieces: Sequence[GatherPiece], tag: int) -> GatherRoute:

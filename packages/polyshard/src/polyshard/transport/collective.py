@@ -1,7 +1,7 @@
 """Collectives of ``torch.distributed``, one per piece: NCCL's path, and any other backend's.
 
-Transfers run on lanes (see [Note: lanes] of the streams). On the CPU a collective has finished when
-it returns.
+They go to the stream that is current, which the engine chooses (see [Note: waits] of the programs).
+On the CPU a collective has finished when it returns.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from polyshard._torch.planned import stands_for
 from polyshard._torch.private import coalescing, shared_group
 from polyshard.memory.streams import Lane, Lanes
 from polyshard.transport.base import (
+    DONE,
     Extents,
     GatherPiece,
     GatherRoute,
@@ -41,6 +42,8 @@ reduce_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scat
 class CollectiveGather(GatherRoute):
     """One ``all_gather_into_tensor`` per piece, coalesced where the backend can."""
 
+    on_stream = True
+
     def __init__(
         self, pieces: Sequence[GatherPiece], transport: CollectiveTransport, tag: int
     ) -> None:
@@ -61,18 +64,20 @@ class CollectiveGather(GatherRoute):
 
     @override
     def start(self) -> Pending:
-        lane = self._transport.gather_lane
-        with lane.enter():
-            if self._casts:
-                torch._foreach_copy_(self._cast_targets, self._cast_sources)
-            with self._transport.together(self._transport.group):
-                for region, source in self._transfers:
-                    gather_single(region, source, group=self._transport.group)
-        return lane.leave((self._transfers, self._cast_sources))
+        group = self._transport.group
+        if self._casts:
+            torch._foreach_copy_(self._cast_targets, self._cast_sources)
+        with self._transport.together(group):
+            for region, source in self._transfers:
+                gather_single(region, source, group=group)
+        return DONE
 
 
 class CollectiveReduce(ReduceRoute):
     """One ``reduce_scatter_tensor`` per piece; only uneven pieces are padded first."""
+
+    on_stream = True
+    is_awaited = False
 
     def __init__(
         self, extents: Sequence[Extents], dtype: torch.dtype, transport: CollectiveTransport
@@ -91,20 +96,21 @@ class CollectiveReduce(ReduceRoute):
         return (self._transport.group.size() - 1) * sum(chunks) * self._dtype.itemsize
 
     @override
+    def prepare(self, sources: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Cast and pad."""
+        return [
+            None if source is None else self._padded(source, extents)
+            for source, extents in zip(sources, self._extents, strict=True)
+        ]
+
+    @override
     def start(self, sources: Sequence[Tensor | None], outs: Sequence[Tensor]) -> Pending:
-        transport = self._transport
-        lane = transport.reduce_lane
-        inputs: list[Tensor] = []
-        targets: list[Tensor] = []
-        # Casts and padding are memory, which is taken on the current stream: see [Note: lanes].
-        for source, out, extents in zip(sources, outs, self._extents, strict=True):
-            if source is not None and extents.chunk_numel:
-                inputs.append(self._padded(source, extents))
-                targets.append(out)
-        with lane.enter(), transport.together(transport.reduce_group):
-            for target, padded in zip(targets, inputs, strict=True):
-                reduce_single(target, padded, group=transport.reduce_group)
-        return lane.leave((inputs, targets))
+        group = self._transport.reduce_group
+        with self._transport.together(group):
+            for source, out, extents in zip(sources, outs, self._extents, strict=True):
+                if source is not None and extents.chunk_numel:
+                    reduce_single(out, source, group=group)
+        return DONE
 
     def _padded(self, source: Tensor, extents: Extents) -> Tensor:
         full = extents.chunk_numel * len(extents.numels)
@@ -120,6 +126,7 @@ class CollectiveTransport(Transport):
 
     staging_bytes = STAGING_BYTES
     can_coalesce = True
+    exchanges_on_stream = True
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """``device`` is where the tensors live."""
@@ -135,14 +142,9 @@ class CollectiveTransport(Transport):
         self._lanes = Lanes()
 
     @property
-    def gather_lane(self) -> Lane:
-        """Where gathers run."""
-        return self._lanes.gathers(self._device)
-
-    @property
     def reduce_lane(self) -> Lane:
         """Where reductions run."""
-        return self._lanes.reductions(self._device)
+        return self._lanes.lane("reduce", self._device)
 
     @override
     def use_lanes(self, lanes: Lanes) -> None:
@@ -186,7 +188,5 @@ class CollectiveTransport(Transport):
 
     @override
     def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
-        lane = self.reduce_lane  # payloads of gradients: gathers do not queue behind them
-        with lane.enter():
-            dist.all_to_all_single(received, payloads, group=self.reduce_group)
-        return lane.leave((payloads, received))
+        dist.all_to_all_single(received, payloads, group=self.reduce_group)
+        return DONE

@@ -97,8 +97,6 @@ class CustomComms:
 class _Arriving:
     """A collective in flight, and the copies to make when it has ended."""
 
-    outlives_wait = True
-
     def __init__(
         self, work: dist.Work | None, targets: list[Tensor], sources: list[Tensor], sent: Tensor
     ) -> None:
@@ -238,6 +236,12 @@ class CustomTransport(Transport):
         if self._comms.reduce_scatter is None:
             return self._base.reduce_route(extents, dtype, tag)
         return CustomReduce(extents, dtype, self._comms.reduce_scatter, self._group)
+
+    @property
+    @override
+    def exchanges_on_stream(self) -> bool:  # type: ignore[override]
+        """As the transport's own, which exchanges."""
+        return self._base.exchanges_on_stream
 
     @override
     def block(self, size: int) -> Transport:

@@ -28,6 +28,7 @@ Started = Callable[[Pending, int], Pending]
 class _Gather(GatherRoute):
     def __init__(self, inner: GatherRoute, started: Started) -> None:
         self._start, self._started = inner.start, started
+        self.on_stream = inner.on_stream
         self.sent_bytes, self.received_bytes = inner.sent_bytes, inner.received_bytes
 
     @override
@@ -38,6 +39,7 @@ class _Gather(GatherRoute):
 class _Reduce(ReduceRoute):
     def __init__(self, inner: ReduceRoute, started: Started) -> None:
         self._inner, self._started = inner, started
+        self.on_stream = inner.on_stream
         # The engine asks whether a route overrides it: this one does where the inner one does.
         self.answer = inner.answer  # type: ignore[method-assign]
 
@@ -45,6 +47,10 @@ class _Reduce(ReduceRoute):
     def in_tree(self) -> ReduceRoute | None:
         inner = self._inner.in_tree()
         return None if inner is None else _Reduce(inner, self._started)
+
+    @override
+    def prepare(self, sources: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        return self._inner.prepare(sources)
 
     @override
     def start(self, sources: Sequence[Tensor | None], outs: Sequence[Tensor]) -> Pending:
@@ -101,6 +107,7 @@ class WrappedTransport(Transport):
 
     def _wrap(self, inner: Transport) -> Self:
         self.inner, self.rank, self.size = inner, inner.rank, inner.size
+        self.exchanges_on_stream = inner.exchanges_on_stream
         return self
 
     def started(self, pending: Pending, sent_bytes: int) -> Pending:

@@ -101,6 +101,8 @@ class Presence:
         self._tag = zlib.crc32(f"presence {tag} {roles.ranks}".encode()) >> 1
         self._count = count
         self._words = -(-count // WORD_BITS)
+        self.control_bytes = len(self.peers) * 2 * self._words * 8
+        """Bytes of the messages that leave this rank."""
         self._said: tuple[list[int], Tensor] = ([], torch.empty(0, device="cpu"))
 
     @classmethod

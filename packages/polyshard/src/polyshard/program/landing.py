@@ -11,16 +11,15 @@ Ranks hear of each other's gradients before anything is sent, so that there is n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from polyshard.errors import UnsupportedError
-from polyshard.exchange.accumulation import Accumulation
-from polyshard.exchange.flight import Averaging
-from polyshard.exchange.owned import Owned
+from polyshard.program.accumulation import Accumulation
+from polyshard.program.owned import Owned
 from polyshard.memory.buffers import Recycled
 from polyshard.memory.pages import PagePool
 from polyshard.transport.base import DONE, Pending
@@ -34,6 +33,12 @@ class Placing:
         self._dtypes = tuple(dtypes)
         self._kinds = tuple(dict.fromkeys(self._dtypes))
         self.is_plain = self._kinds == (orig,)
+        self.is_single = len(self._kinds) == 1
+        """Whether all gradients have one dtype."""
+
+    def keeps(self, dtype: torch.dtype) -> bool:
+        """Whether :meth:`cast` leaves a sum of ``dtype`` as it is."""
+        return not self.is_single or (self._kinds[0] or dtype) == dtype
 
     def dtype_of(self, index: int) -> torch.dtype | None:
         """Of one parameter's gradient."""
@@ -92,29 +97,25 @@ class Landing:
         self.tells: Callable[[Owned], None] | None = None
         """Called with each parameter whose gradient is in place after the last backward."""
 
-    def start(self, sources: dict[int, Tensor]) -> tuple[Descent, int]:
-        """Take what has an owner out of ``sources``, and send it; also the bytes that leave."""
-        descent, sent = Descent(), 0
-        for index, owned in self.owned.items():
-            source = sources.pop(index, None)
-            if source is None:
-                continue
+    def start(self, sources: dict[int, Tensor]) -> Descent:
+        """Send gradients to their owners."""
+        descent = Descent()
+        for index, source in sources.items():
+            owned = self.owned[index]
             flat, out = source.view(-1), None
             if owned.sums_shards():
                 out = self._memory[index].take(flat.numel(), self._dtype, flat.device)
-            else:
-                sent += flat.nbytes
             pending = owned.reduce(flat, out) if flat.numel() else DONE
             descent.arriving[index] = (out, pending)
-        return descent, sent
+        return descent
 
-    def sent_bytes(self, sources: dict[int, Tensor]) -> int:
-        """Bytes that :meth:`start` would send."""
-        mine = {i for i, owned in self.owned.items() if owned.sums_shards()}
-        return sum(sources[i].nbytes for i in self.owned if i in sources and i not in mine)
+    def sent_bytes(self, present: Collection[int], wire: torch.dtype) -> int:
+        """Bytes that leave this rank with gradients of these parameters."""
+        sent = [o.numel for i, o in self.owned.items() if i in present and not o.sums_shards()]
+        return sum(sent) * wire.itemsize
 
     def finish(
-        self, descent: Descent | None, averaging: Averaging, *, sums_replicas: bool
+        self, descent: Descent | None, divisor: float, *, sums_replicas: bool
     ) -> list[Owned]:
         """Wait, and put what landed in place; the parameters that got a gradient."""
         found: dict[int, Tensor | None] = {}
@@ -132,14 +133,14 @@ class Landing:
         if not sums_replicas:
             partial.update({i: None if t is None else t.clone() for i, t in found.items()})
             return []
-        return [self._put(self.owned[i], total, averaging) for i, total in found.items()]
+        return [self._put(self.owned[i], total, divisor) for i, total in found.items()]
 
-    def _put(self, owned: Owned, total: Tensor | None, averaging: Averaging) -> Owned:
+    def _put(self, owned: Owned, total: Tensor | None, divisor: float) -> Owned:
         dtype = self._placing.dtype_of(owned.index) or self._dtype
         whole = owned.over_replicas(total)
         if whole is not None:
-            if averaging.after != 1.0:
-                whole.div_(averaging.after)
+            if divisor != 1.0:
+                whole.div_(divisor)
             whole = whole.to(dtype)
         owned.put(whole, dtype)
         return owned

@@ -15,7 +15,7 @@ from typing_extensions import override
 from polyshard._torch.private import dtensor_spec, local_tensor, wrap_local
 from polyshard._torch.whole_rows import WholeRows
 from polyshard.errors import LifecycleError
-from polyshard.exchange.gather import Line
+from polyshard.program.unshard import ShardAxis
 from polyshard.params.parameter import ShardedParameter
 from polyshard.seams import OwnedParameter, ParamInfo, Rows
 from polyshard.sharding.layout import ParameterLayout
@@ -47,7 +47,7 @@ class Axes:
     """This rank's position on every axis of the mesh."""
 
     @classmethod
-    def of(cls, roles: MeshRoles, line: Line, dtype: torch.dtype) -> Axes:
+    def of(cls, roles: MeshRoles, line: ShardAxis, dtype: torch.dtype) -> Axes:
         """Routes over the mesh of ``roles``, with sums in ``dtype``."""
         mesh = roles.mesh
         here = tuple(mesh.get_local_rank(a) for a in range(mesh.ndim))

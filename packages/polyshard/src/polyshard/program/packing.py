@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from polyshard._torch.private import chunk_cat
-from polyshard.exchange.accumulation import blanks
+from polyshard.program.accumulation import blanks
 from polyshard.memory.buffers import Buffer, new_buffer
 from polyshard.memory.pages import PagePool
 from polyshard.sharding.layout import GroupLayout, ParameterLayout
@@ -89,7 +89,12 @@ class Packing:
         self._filled = [
             (p.shard_offset, p.shard_offset + p.local_numel(rank)) for p in layout.parameters
         ]
-        self._last_blanks: tuple[tuple[bool | int, ...] | None, list[tuple[int, int]]] = (None, [])
+        self._out_spans = [
+            (p.shard_offset, p.shard_offset + p.chunk_numel)
+            for p in (layout.parameters[i] for i in layout.direct)
+        ]
+        if layout.staged:
+            self._out_spans.append((layout.staged_offset, layout.reduced_stop))
 
     # What travels -----------------------------------------------------------------------------
 
@@ -98,15 +103,24 @@ class Packing:
     ) -> tuple[list[Tensor | None], Buffer | None]:
         """What goes on the wire: direct gradients as they are, staged ones packed in a buffer."""
         layout = self._layout
-        staged = {i: sources[i] for i in layout.reduced if i in sources}
-        scratch: Buffer | None = None
-        packed: Tensor | None = None
-        if staged:
-            nbytes = layout.world_size * layout.reduced_numel * dtype.itemsize
-            scratch = self.take_scratch(nbytes, next(iter(staged.values())).device)
-            packed = scratch.tensor.view(dtype)
-            self._pack(staged, packed.view(layout.world_size, layout.reduced_numel))
-        return self._listed(sources, packed), scratch
+        pieces: list[Tensor | None] = []
+        for index in layout.direct:
+            source = sources.get(index)
+            pieces.append(None if source is None else source.view(-1))
+        if not layout.staged:
+            return pieces, None
+        staged = {}
+        for index in layout.reduced:
+            if index in sources:
+                staged[index] = sources[index]
+        if not staged:
+            return [*pieces, None], None
+        world, numel = layout.world_size, layout.reduced_numel
+        device = next(iter(staged.values())).device
+        scratch = self.take_scratch(world * numel * dtype.itemsize, device)
+        packed = scratch.tensor.view(dtype)
+        self._pack(staged, packed.view(world, numel))
+        return [*pieces, packed], scratch
 
     def takes_part(self, present: Callable[[int], bool]) -> list[bool]:
         """Which pieces travel when there are gradients of these parameters."""
@@ -114,18 +128,20 @@ class Packing:
         direct = [present(i) for i in layout.direct]
         return [*direct, any(map(present, layout.reduced))] if layout.staged else direct
 
-    def stand_ins(self, sources: Mapping[int, Tensor], dtype: torch.dtype) -> list[Tensor | None]:
-        """Pieces of the same sizes on the meta device."""
-        packed: Tensor | None = None
-        if any(i in sources for i in self._layout.reduced):
-            numel = self._layout.world_size * self._layout.reduced_numel
-            packed = torch.empty(numel, dtype=dtype, device="meta")
-        return self._listed(sources, packed)
-
-    def _listed(self, sources: Mapping[int, Tensor], packed: Tensor | None) -> list[Tensor | None]:
+    def stand_ins(self, present: Collection[int], dtype: torch.dtype) -> list[Tensor | None]:
+        """Pieces of the sizes that gradients of these parameters have, on the meta device."""
         layout = self._layout
-        direct = [sources[i].view(-1) if i in sources else None for i in layout.direct]
-        return [*direct, packed] if layout.staged else direct
+        pieces: list[Tensor | None] = [
+            torch.empty(layout.parameters[i].numel, dtype=dtype, device="meta")
+            if i in present
+            else None
+            for i in layout.direct
+        ]
+        if layout.staged:
+            numel = layout.world_size * layout.reduced_numel
+            is_sent = any(i in present for i in layout.reduced)
+            pieces.append(torch.empty(numel, dtype=dtype, device="meta") if is_sent else None)
+        return pieces
 
     def _pack(self, staged: Mapping[int, Tensor], packed: Tensor) -> None:
         """Copy gradients into ``packed`` (``[W, reduced_numel]``); what nobody fills is zero."""
@@ -185,14 +201,7 @@ class Packing:
 
     def piece_outs(self, total: Tensor) -> list[Tensor]:
         """Where the sum of each piece belongs in ``total`` (``[shard_numel]``)."""
-        layout = self._layout
-        outs = [
-            total[p.shard_offset : p.shard_offset + p.chunk_numel]
-            for p in (layout.parameters[i] for i in layout.direct)
-        ]
-        if layout.staged:
-            outs.append(total[layout.staged_offset : layout.reduced_stop])
-        return outs
+        return [total[start:stop] for start, stop in self._out_spans]
 
     def chunk_outs(self, total: Tensor) -> list[Tensor]:
         """Where the sum of each parameter's chunks belongs."""
@@ -200,17 +209,13 @@ class Packing:
             total[p.shard_offset : p.shard_offset + p.chunk_numel] for p in self._layout.parameters
         ]
 
-    def clear_blanks(self, total: Tensor, present: Sequence[int], *, packs: bool) -> None:
-        """Write zeros wherever sums of these parameters leave ``total`` as it was.
+    def blanks(self, present: Sequence[int], *, packs: bool) -> list[tuple[int, int]]:
+        """Half-open ranges of ``[0, shard_numel)`` that sums of these parameters leave as it was.
 
         ``packs`` says that staged ones arrive as one piece, with zeros between them.
         """
-        if self._last_blanks[0] != (key := (packs, *present)):
-            layout = self._layout
-            filled = [self._filled[i] for i in present]
-            if packs and any(i in layout.reduced for i in present):
-                filled.append((layout.staged_offset, layout.reduced_stop))
-            self._last_blanks = (key, blanks(layout.shard_numel, filled))
-        empty = [total[start:stop] for start, stop in self._last_blanks[1]]
-        if empty:
-            torch._foreach_zero_(empty)
+        layout = self._layout
+        filled = [self._filled[i] for i in present]
+        if packs and any(i in layout.reduced for i in present):
+            filled.append((layout.staged_offset, layout.reduced_stop))
+        return blanks(layout.shard_numel, filled)

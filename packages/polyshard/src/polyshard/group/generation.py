@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
@@ -12,26 +12,33 @@ from torch import nn
 
 from polyshard._torch.newer import set_grad_dtype
 from polyshard.composition.answers import Binding
-from polyshard.composition.roles import REDUCE_CODEC, STORAGE, Contributions
+from polyshard.composition.roles import GATHER_CODEC, REDUCE_CODEC, STORAGE, Contributions
 from polyshard.composition.transforms import Onion
 from polyshard.errors import UnsupportedError
-from polyshard.exchange.accumulation import Accumulation
-from polyshard.exchange.freshness import Turn
-from polyshard.exchange.gather import Block, CodecGather, GatherPath, Line, NativeGather
-from polyshard.exchange.landing import Landing, Placing
-from polyshard.exchange.owned import Axes, Owned
-from polyshard.exchange.reduction import Reducer
-from polyshard.exchange.replicas import Watch
-from polyshard.exchange.tensor_protocol import (
+from polyshard.program.accumulation import Accumulation
+from polyshard.program.freshness import Turn
+from polyshard.program.unshard import (
+    Block,
+    CodecGather,
+    Gather,
+    NativeGather,
+    ShardAxis,
+    unshard_program,
+)
+from polyshard.program.ops import Program
+from polyshard.program.landing import Landing, Placing
+from polyshard.program.owned import Axes, Owned
+from polyshard.program.reduce import Key, Reducer
+from polyshard.program.tensor_protocol import (
     ProtocolGather,
     ProtocolParts,
     refuse_block,
     refuse_claims,
 )
 from polyshard.group.dtypes import Dtypes, GradientDtypes
+from polyshard.group.traffic import Meter
 from polyshard.memory.buffers import Buffer, new_buffer
 from polyshard.memory.pages import PagePool
-from polyshard.memory.streams import Lanes
 from polyshard.params.parameter import Registry, Told
 from polyshard.params.protocol_shards import ProtocolShards
 from polyshard.params.sharded import Shards
@@ -44,7 +51,7 @@ from polyshard.transport import Transport
 
 @dataclass(frozen=True)
 class Parts:
-    """What a runtime is built from, all settled by the plan."""
+    """What a generation is built from, all settled by the plan."""
 
     info: GroupInfo
     shards: Shards
@@ -56,19 +63,17 @@ class Parts:
     pool: PagePool | None
     block_size: int | None
     waiting: Accumulation
-    """Gradients of backwards before this runtime was made."""
+    """Gradients of backwards before this generation was made."""
     turn: Turn
     dtypes: Dtypes
     gradients: GradientDtypes
     keeps_memory: bool
     """Whether unsharded memory, once there, stays at its addresses."""
-    lanes: Lanes
-    watch: Watch | None = None
-    """Who asks for more than what is counted, if anybody does."""
+    meter: Meter
 
 
 def landing_of(
-    parts: Parts, line: Line, binding: Binding, placing: Placing, codec: BoundReduceCodec | None
+    parts: Parts, axis: ShardAxis, binding: Binding, placing: Placing, codec: BoundReduceCodec | None
 ) -> Landing | None:
     """What brings gradients of the group to their owners; ``None`` where they land on shards.
 
@@ -83,7 +88,7 @@ def landing_of(
         return None
     _check(parts, binding, codec)
     dtype = parts.dtypes.reduce
-    axes = Axes.of(parts.roles, line, dtype)
+    axes = Axes.of(parts.roles, axis, dtype)
     owned = {
         i: Owned(i, layout.owners[i] or 0, parts.shards.parameters[i], layout.parameters[i], axes)
         for i in layout.with_owner
@@ -128,12 +133,14 @@ def _check(parts: Parts, binding: Binding, codec: BoundReduceCodec | None) -> No
 
 
 @dataclass
-class Runtime:
-    """Unsharded memory and leaves, the path that fills them, and the reducer of gradients."""
+class Generation:
+    """What is bound to a group's memory, and the programs over it, until parameters change hands."""
 
     buffer: Buffer
     leaves: list[nn.Parameter]
-    path: GatherPath
+    gather: Gather
+    """The way from all shards."""
+    unshard: Program
     reducer: Reducer
     registry: Registry
     dtypes: Dtypes
@@ -141,58 +148,63 @@ class Runtime:
     unsharded: Unsharded | None
     """What owns buffer and leaves, unless a tensor class does."""
     block: Block | None = None
-
-    def follow(self, trains: Sequence[bool]) -> bool:
-        """Have leaves ask for gradients or not; whether any had to change."""
-        changed = False
-        for leaf, wanted in zip(self.leaves, trains, strict=True):
-            if leaf.requires_grad is not wanted:
-                leaf.requires_grad_(wanted)
-                changed = True
-        return changed
+    unshard_from_block: Program | None = None
+    reductions: dict[Key, Program] = field(default_factory=dict)
+    """Programs of the reducer under the settings of the group. Not held by the reducer itself,
+    which they refer to: memory is to go with the last reference."""
 
 
-def build_runtime(parts: Parts, last: Runtime | None) -> Runtime:
+def build_generation(parts: Parts, last: Generation | None) -> Generation:
     """Bind every transfer of a group to memory. Leaves the unsharded side freed, if it may be.
 
     Args:
         parts: what it is built from.
         last: what served until now; memory and leaves go on where they suit.
     """
-    dtypes = parts.dtypes
+    dtypes, contributions, shards = parts.dtypes, parts.contributions, parts.shards
     # Ranks agree on names, so they agree on tags without a word.
     tag = zlib.crc32(f"{parts.roles.describe()} {parts.info.name}".encode()) >> 2
-    line = Line(parts.transport, tag, parts.roles.shard_rank)
-    binding = Binding(parts.contributions, parts.info.name)
-    unsharded, path = _unsharded_side(parts, line, binding, last)
-    side: Unsharded | ProtocolGather = unsharded or cast("ProtocolGather", path)
+    axis = ShardAxis(parts.transport, tag, parts.roles.shard_rank)
+    binding = Binding(contributions, parts.info.name)
+    unsharded, gather = _unsharded_side(parts, axis, binding, last)
+    side: Unsharded | ProtocolGather = unsharded or cast("ProtocolGather", gather)
     buffer, leaves = side.buffer, side.leaves
     _tell_leaves(parts, leaves)
+    registry = Registry(zip((p.owners for p in shards.parameters), leaves, strict=True))
     block = None if parts.block_size is None else _block(parts, parts.block_size, buffer, tag)
     if not parts.keeps_memory:
         buffer.release()
-    reduce_codec = binding.reduce_codec(parts.info, parts.shards.layout)
-    check = partial(binding.check_placed, parts.shards.storage)
+    reduce_codec = binding.reduce_codec(parts.info, shards.layout)
     placing = Placing(parts.gradients.placed, dtypes.orig)
     reducer = Reducer(
-        parts.shards,
+        shards,
         dtypes.reduce,
         reduce_codec,
         roles=parts.roles,
-        line=line,
+        axis=axis,
         waiting=parts.waiting,
-        check_placed=check,
+        check_placed=partial(binding.check_placed, shards.storage),
         placing=placing,
-        lanes=parts.lanes,
         turns=parts.turn,
-        landing=landing_of(parts, line, binding, placing, reduce_codec),
+        codec_plugin=contributions.plugin_of(contributions[REDUCE_CODEC]),
+        storage_plugin=contributions.plugin_of(contributions[STORAGE]),
+        landing=landing_of(parts, axis, binding, placing, reduce_codec),
         pool=parts.pool,
-        watch=parts.watch,
+        watch=parts.meter.watch,
     )
-    owners = (p.owners for p in parts.shards.parameters)
-    registry = Registry(zip(owners, leaves, strict=True))
-    return Runtime(
-        buffer, leaves, path, reducer, registry, dtypes, parts.gradients, unsharded, block
+    fetch = parts.meter.fetching(shards)
+    return Generation(
+        buffer,
+        leaves,
+        gather,
+        unshard_program(gather, buffer, shards, registry, fetch),
+        reducer,
+        registry,
+        dtypes,
+        parts.gradients,
+        unsharded,
+        block,
+        block and unshard_program(block, buffer, shards, registry, fetch),
     )
 
 
@@ -213,27 +225,28 @@ def _block(parts: Parts, size: int, buffer: Buffer, tag: int) -> Block:
 
 
 def _unsharded_side(
-    parts: Parts, line: Line, binding: Binding, last: Runtime | None
-) -> tuple[Unsharded | None, GatherPath]:
-    shards = parts.shards
+    parts: Parts, axis: ShardAxis, binding: Binding, last: Generation | None
+) -> tuple[Unsharded | None, Gather]:
+    shards, contributions = parts.shards, parts.contributions
     if shards.speaking:  # the plan was made before anybody knew
-        refuse_claims(parts.contributions, parts.info)
+        refuse_claims(contributions, parts.info)
         refuse_block(parts.block_size, parts.info)
     if shards.speaking or isinstance(shards, ProtocolShards):
         param = parts.dtypes.param
         given = ProtocolParts(parts.roles.shard_mesh, parts.policy, param, parts.onion)
-        return None, ProtocolGather(shards, given, line, parts.info.device)
+        return None, ProtocolGather(shards, given, axis, parts.info.device)
     codec = binding.gather_codec(parts.info, shards.layout)
     shards.storage.serve_codec(codec is not None)
     crosses, device = codec is not None, parts.info.device
     binding.check_view(shards.storage, shards.buffer, device, may_cross=crosses)
     unsharded = _memory(parts, last, is_decoded=codec is not None)
     if codec is None:
-        return unsharded, NativeGather(unsharded, line)
-    return unsharded, CodecGather(codec, unsharded, line, parts.turn)
+        return unsharded, NativeGather(unsharded, axis)
+    plugin = contributions.plugin_of(contributions[GATHER_CODEC])
+    return unsharded, CodecGather(codec, unsharded, axis, parts.turn, plugin)
 
 
-def _memory(parts: Parts, last: Runtime | None, *, is_decoded: bool) -> Unsharded:
+def _memory(parts: Parts, last: Generation | None, *, is_decoded: bool) -> Unsharded:
     old = None if last is None else last.unsharded
     if old is not None and old.serves(parts.dtypes.param, parts.pool, is_decoded):
         old.follow()

@@ -20,9 +20,9 @@ from toy_storage import EagerPlugin
 from toy_tensors import OldForm
 
 from polyshard import MixedPrecisionPolicy, Plugin, fully_shard, hookimpl
-from polyshard.exchange import freshness
-from polyshard.exchange.freshness import Freshness, Turn, differs, imprint
-from polyshard.exchange.gather import NativeGather
+from polyshard.program import freshness
+from polyshard.program.freshness import Freshness, Turn, differs, imprint
+from polyshard.program.unshard import NativeGather
 from polyshard.seams import GroupInfo
 from polyshard_testing import World, ranks
 

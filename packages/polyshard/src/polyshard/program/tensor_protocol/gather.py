@@ -8,19 +8,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from polyshard._torch.private import preserve_version
 from polyshard.errors import (
     PluginError,
 )
-from polyshard.exchange.freshness import differs
-from polyshard.exchange.gather import Line
-from polyshard.exchange.tensor_protocol.checks import PRE, check_protocol
-from polyshard.exchange.tensor_protocol.sides import ProtocolParts, Silent, Spoken
+from polyshard.program.freshness import differs
+from polyshard.program.executor import Frame
+from polyshard.program.ops import Memory, Op
+from polyshard.program.tensor_protocol.checks import PRE, check_protocol
+from polyshard.program.tensor_protocol.sides import ProtocolParts, Silent, Spoken
 from polyshard.params.protocol_shards import ProtocolShards
 from polyshard.params.sharded import Shards
+from polyshard.program.unshard import Gather, ShardAxis, fetching
 from polyshard.sharding.layout import align
-from polyshard.transport.base import Extents, GatherPiece, Pending
+from polyshard.transport.base import Extents, GatherPiece
 
 
 @dataclass
@@ -151,11 +154,13 @@ class ProtocolBuffer:
             storage.resize_(0)
 
 
-class ProtocolGather:
+class ProtocolGather(Gather):
     """Gathers what the tensor classes hand out, as one payload of bytes per rank."""
 
+    sources, targets = (Memory.PAYLOAD,), (Memory.PAYLOADS,)
+
     def __init__(
-        self, shards: Shards, parts: ProtocolParts, line: Line, device: torch.device
+        self, shards: Shards, parts: ProtocolParts, axis: ShardAxis, device: torch.device
     ) -> None:
         """Find out sizes, make the leaves, bind the transfer."""
         world = shards.layout.world_size
@@ -175,18 +180,24 @@ class ProtocolGather:
         self._payload = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._received = torch.zeros(world, nbytes, dtype=torch.uint8, device=device)
         extents = Extents(nbytes, (nbytes,) * world)
-        piece = GatherPiece(self._payload, self._received, extents)
-        self._route = line.gather_route([piece])
-        self.sent_bytes = self._route.sent_bytes
-        self.received_bytes = self._route.received_bytes
+        self.route = axis.gather_route([GatherPiece(self._payload, self._received, extents)])
+
+    @override
+    def scratch(self) -> None:
+        return None
+
+    @override
+    def before(self, fetch: Callable[[], None] | None) -> list[Op]:
+        reads = (Memory.SHARD, Memory.PAYLOADS)
+        ask = Op("ask", self._ask, reads=reads, writes=(Memory.PAYLOAD,))
+        return [ask] if fetch is None else [fetching(fetch), ask]
 
     @torch.no_grad()
-    def start(self, fetch: Callable[[], None]) -> Pending:
-        """Ask every parameter what to send, and send it."""
-        fetch()
+    def _ask(self, frame: Frame) -> None:
+        """Ask every parameter what to send."""
+        del frame
         for part, tensor in self._outgoing():
             part.copy_(tensor)
-        return self._route.start()
 
     def _outgoing(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Parts of the payload, and the bytes that belong there now."""
@@ -195,13 +206,19 @@ class ProtocolGather:
                 part = self._payload[wire.offset : wire.offset + wire.nbytes]
                 yield part, tensor.contiguous().view(-1).view(torch.uint8)
 
+    @override
     @torch.no_grad()
     def differs(self, fetch: Callable[[], None]) -> Tensor:
         """Ask again what to send, and compare it with what was sent."""
         fetch()
         return differs(self._outgoing())
 
-    def finish(self) -> None:
+    @override
+    def after(self) -> list[Op]:
+        return [Op("post", self._post, reads=(Memory.PAYLOADS,), writes=(Memory.UNSHARDED,))]
+
+    def _post(self, frame: Frame) -> None:
         """Give every parameter what arrived for it."""
+        del frame
         for member in self._members:
             member.finish(self._received)

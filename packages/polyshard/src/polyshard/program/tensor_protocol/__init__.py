@@ -14,14 +14,14 @@ Since torch 2.15 a class may say that what arrived is not needed once it was giv
 Source of the protocol: ``torch.distributed.fsdp``, ``fully_shard`` (torch 2.11 to 2.15).
 """
 
-from polyshard.exchange.tensor_protocol.checks import (
+from polyshard.program.tensor_protocol.checks import (
     check_protocol,
     refuse_block,
     refuse_claims,
     uses_protocol,
 )
-from polyshard.exchange.tensor_protocol.gather import ProtocolGather
-from polyshard.exchange.tensor_protocol.sides import ProtocolParts
+from polyshard.program.tensor_protocol.gather import ProtocolGather
+from polyshard.program.tensor_protocol.sides import ProtocolParts
 
 __all__ = [
     "ProtocolGather",

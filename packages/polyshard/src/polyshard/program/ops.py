@@ -1,0 +1,221 @@
+"""Programs: what one parameter group does in one phase, as operations over memory.
+
+[Note: programs]
+A program has two parts. ``issue`` starts work and returns to its caller; ``complete`` joins that
+work and hands the result over. Forward code, prefetch and handles run between the two. A program is
+compiled once from what the plan settled, so an operation asks for no setting and no feature: what a
+group does not use is not in its program. What differs between runs is in the *frame* of a run; an
+operation holds no state of a run, because two runs of one group may be in flight.
+
+[Note: waits]
+Operations run on *lanes*: the compute lane is the stream that is current when a part runs, the
+others are streams of their own. An operation waits for the last writer of what it reads, and for
+the last writer and all readers of what it writes, where those ran on another lane. What an earlier
+wait implies is left out. Memory that outlives a run counts as written by the compute lane before
+the run begins. Waits are derived here, when a program is compiled: a step records events and waits
+for them, and where a device has no streams it does neither.
+
+Two things come from outside and are not derived: which stream is current, and the order in which
+programs are issued, which is the order of collectives on a communicator. The host follows no
+stream: it waits in transports without streams and where a storage settles, nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    from polyshard.program.executor import Frame
+
+ENTRY = -1
+"""The place before the first operation, on the compute lane."""
+
+
+class Lane(Enum):
+    """Where an operation runs. See [Note: waits]."""
+
+    COMPUTE = "compute"
+    GATHER = "gather"
+    REDUCE = "reduce"
+    REPLICA = "replica"
+
+
+class Memory(Enum):
+    """What operations of a group read and write."""
+
+    SHARD = "shard"
+    UNSHARDED = "unsharded"
+    STAGING = "staging"
+    """Rows of parameters that travel packed, before they are copied home."""
+    SLICE = "block slice"
+    """What a rank of a block keeps between forward and backward."""
+    PAYLOAD = "payload"
+    PAYLOADS = "payloads"
+    GRADIENTS = "gradients"
+    """What autograd wrote: read, never written."""
+    PACKED = "packed gradients"
+    TOTAL = "total"
+    """The sum over the shard axis, then over replicas."""
+    PARTIAL = "partial sum"
+    """A sum that waits for replicas."""
+    HELD = "held gradients"
+    """Reduced, and kept on the device until the last backward of an iteration."""
+    GRAD = "sharded gradients"
+
+
+class Traffic(NamedTuple):
+    """Bytes of one run on this rank: what the plan shows, and messages between engines apart."""
+
+    sent: int = 0
+    received: int = 0
+    replicas: int = 0
+    """What stands for a sum over replicas, once."""
+    control: int = 0
+
+    @override
+    def __add__(self, other: object) -> Traffic:
+        """Both together."""
+        assert isinstance(other, Traffic)
+        return Traffic(*map(sum, zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation of a program."""
+
+    name: str
+    run: Callable[[Frame], object]
+    """``True`` ends the run early."""
+    lane: Lane = Lane.COMPUTE
+    reads: tuple[Memory, ...] = ()
+    writes: tuple[Memory, ...] = ()
+    undo: Callable[[Frame], object] | None = None
+    """Called when a run is abandoned after this operation started."""
+    traffic: Callable[[frozenset[int]], Traffic] | None = None
+    """Bytes of a run, for the parameters whose gradients are present."""
+    plugin: str = "polyshard"
+    """Whose code it calls."""
+    waits: tuple[int, ...] = ()
+    """Places of operations on other lanes that end before this one; filled in by compiling."""
+    marks: bool = False
+    """Whether an operation of another lane waits for the end of this one."""
+
+    @override
+    def __str__(self) -> str:
+        """One line for people, and for ranks to compare."""
+        lane = "" if self.lane is Lane.COMPUTE else f" on {self.lane.value}"
+        by = "" if self.plugin == "polyshard" else f" by {self.plugin}"
+        return f"{self.name}{by}{lane}{_listed(' reads', self.reads)}{_listed(' writes', self.writes)}"
+
+
+def _listed(what: str, memory: Sequence[Memory]) -> str:
+    return f"{what} {', '.join(m.value for m in memory)};" if memory else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What one group does in one phase. See [Note: programs]."""
+
+    name: str
+    ops: tuple[Op, ...]
+    """``issue`` and ``complete``, one after the other."""
+    cut: int
+    """How many operations :attr:`issue` has."""
+    early: int = 0
+    """How many operations of :attr:`complete` may run ahead of the rest, to free what was sent."""
+    lanes: tuple[Lane, ...] = field(default=())
+    """Those beside the compute lane, each once."""
+    marks_entry: bool = False
+    """Whether an operation waits for what the compute lane was given before the run."""
+    moved: Traffic = Traffic()
+    """Bytes of a run with the parameters that the program was made for."""
+
+    @property
+    def issue(self) -> tuple[Op, ...]:
+        """What starts the work."""
+        return self.ops[: self.cut]
+
+    @property
+    def complete(self) -> tuple[Op, ...]:
+        """What joins it."""
+        return self.ops[self.cut :]
+
+    def traffic(self, present: frozenset[int]) -> Traffic:
+        """Bytes of one run, for the parameters whose gradients are present."""
+        return _traffic(self.ops, present)
+
+    @override
+    def __str__(self) -> str:
+        """A line for each operation; a rule between the parts."""
+        lines = [f"  {op}" for op in self.ops]
+        lines.insert(self.cut, "  --")
+        return "\n".join([f"{self.name}:", *lines])
+
+
+def _traffic(ops: Iterable[Op], present: frozenset[int]) -> Traffic:
+    total = Traffic()
+    for op in ops:
+        if op.traffic is not None:
+            total += op.traffic(present)
+    return total
+
+
+def compiled(
+    name: str,
+    issue: Iterable[Op],
+    complete: Iterable[Op] = (),
+    present: frozenset[int] = frozenset(),
+    *,
+    early: int = 0,
+) -> Program:
+    """A program whose operations wait for each other. See [Note: waits]."""
+    first = tuple(issue)
+    ops = with_waits((*first, *complete))
+    lanes = dict.fromkeys(op.lane for op in ops if op.lane is not Lane.COMPUTE)
+    marks_entry = any(ENTRY in op.waits for op in ops)
+    moved = _traffic(ops, present)
+    return Program(name, ops, len(first), early, tuple(lanes), marks_entry, moved)
+
+
+def with_waits(ops: Sequence[Op]) -> tuple[Op, ...]:
+    """``ops`` with the waits that their memory asks for."""
+    found, marked = [], set()
+    written: dict[Memory, int] = {}
+    read: dict[Memory, list[int]] = {}
+    known: dict[Lane, dict[Lane, int]] = {Lane.COMPUTE: {Lane.COMPUTE: ENTRY}}
+    """By lane: the last place of every lane that its next operation comes after."""
+    after: dict[int, dict[Lane, int]] = {ENTRY: {Lane.COMPUTE: ENTRY}}
+    for place, op in enumerate(ops):
+        needed = {written.get(memory, ENTRY) for memory in (*op.reads, *op.writes)}
+        for memory in op.writes:
+            needed.update(read.get(memory, ()))
+        clock, waits = dict(known.get(op.lane, {})), []
+        for earlier in sorted(needed, reverse=True):  # later ones imply earlier ones
+            lane = Lane.COMPUTE if earlier == ENTRY else ops[earlier].lane
+            if lane is op.lane or clock.get(lane, ENTRY - 1) >= earlier:
+                continue
+            waits.append(earlier)
+            for other, seen in after[earlier].items():
+                clock[other] = max(clock.get(other, ENTRY - 1), seen)
+        clock[op.lane] = place
+        known[op.lane] = after[place] = clock
+        for memory in op.writes:
+            written[memory], read[memory] = place, []
+        for memory in op.reads:
+            read.setdefault(memory, []).append(place)
+        marked.update(waits)
+        found.append(replace(op, waits=tuple(waits)))
+    _check_joined(ops, known[Lane.COMPUTE])
+    return tuple(replace(op, marks=place in marked) for place, op in enumerate(found))
+
+
+def _check_joined(ops: Sequence[Op], known: dict[Lane, int]) -> None:
+    """Every lane's last operation ends before the run does: memory goes back afterwards."""
+    last = {op.lane: place for place, op in enumerate(ops)}
+    for lane, place in last.items():
+        assert known.get(lane, ENTRY - 1) >= place, f"{ops[place].name} is never joined"
