@@ -17,8 +17,8 @@ from toy_models import full, reset_together
 from typing_extensions import override
 
 from polyshard import MixedPrecisionPolicy, Plugin, fully_shard, hookimpl
-from polyshard.program.accumulation import blanks
 from polyshard.plugins.builtin import DeviceStorage
+from polyshard.program.accumulation import blanks
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
 from polyshard_testing import ranks

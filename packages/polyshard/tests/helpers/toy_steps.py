@@ -22,8 +22,6 @@ from polyshard.program.unshard import CrossingWriter
 from polyshard.seams import CollectivesBackend
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import (
-    Extents,
-    GatherPiece,
     Pending,
     Transport,
     WrappedTransport,
@@ -193,6 +191,32 @@ def by_hand(recorder: Recorder) -> None:
     step(model, 1)
 
 
+def two_streams(recorder: Recorder) -> None:
+    """Issued on one stream, completed and freed on another."""
+    model, module = sharded(mp_policy=BF16), recorder.module
+    step(model, 1)
+    for layer in model:
+        side = module.Stream()
+        side.wait_stream(module.current_stream())
+        with module.stream(side):
+            handle = layer.unshard(async_op=True)
+        handle.wait()
+        nn.functional.linear(inputs().bfloat16(), layer.weight)
+        layer.reshard()
+        module.current_stream().wait_stream(side)
+    backward(model)
+    side = module.Stream()
+    side.wait_stream(module.current_stream())
+    model.set_is_last_backward(False)
+    with module.stream(side):
+        backward(model)  # the last reduction stays in flight
+    module.current_stream().wait_stream(side)
+    for parameter in model.parameters():
+        parameter.grad.to_local().mul_(2)
+    model.set_is_last_backward(True)
+    backward(model)
+
+
 class Pair(nn.Module):
     """Two modules of one unit, which is freed between them."""
 
@@ -212,20 +236,6 @@ def freed_between(recorder: Recorder) -> None:
     fully_shard([model.first, model.second], mesh=mesh)
     fully_shard(model, mesh=mesh)
     step(model, 1)
-
-
-def regions_go_first(recorder: Recorder) -> None:
-    """Nobody but the transfer holds what it uses; then nobody waits for it."""
-    mesh = init_device_mesh(torch.get_default_device().type, (2,))
-    transport = CollectiveTransport(mesh.get_group(), torch.device("cpu"))
-    piece = GatherPiece(torch.ones(4), torch.empty(2, 4), Extents(4, (4, 4)))
-    started = transport.gather_route([piece], 0).start()
-    del piece
-    del started
-    payloads, received = torch.ones(2, 4), torch.empty(2, 4)
-    exchanged = transport.exchange(payloads, received)
-    del payloads, received
-    del exchanged
 
 
 def together(recorder: Recorder) -> None:
@@ -388,7 +398,7 @@ def crossing(recorder: Recorder) -> None:
 STEPS: tuple[Callable[[Recorder], None], ...] = (
     packed, direct, cast, coalesced, kept_until_backward, blocks, several_reductions,
     separate_reductions, explicit_prefetch, accumulated, replicated, replicas_alone,
-    replicas_accumulated, hooked, evaluated, by_hand, regions_go_first, freed_between, together,
+    replicas_accumulated, hooked, evaluated, by_hand, two_streams, freed_between, together,
     optimizer_on_a_stream, codecs, wrapped, given_up, customized, dropped_in_a_gather,
     dropped_in_a_reduction, reset, crossing,
 )  # fmt: skip

@@ -17,10 +17,10 @@ from polyshard.composition.stack import PluginStack
 from polyshard.composition.transforms import Extensions, is_transformed
 from polyshard.engine.root import unit_of
 from polyshard.errors import ModuleError, PluginError, SettingError, UnsupportedError
-from polyshard.program.tensor_protocol import check_protocol
 from polyshard.params.parameter import Form, Owner, Source
 from polyshard.plugins.discovery import for_dtensors
 from polyshard.policies import MixedPrecisionPolicy, policy_for
+from polyshard.program.tensor_protocol import check_protocol
 from polyshard.seams import ParamInfo
 from polyshard.sharding.layout import chunk_bounds
 from polyshard.sharding.mesh import MeshRoles

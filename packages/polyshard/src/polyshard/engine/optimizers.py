@@ -24,8 +24,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from polyshard._torch.untraced import untraced
 from polyshard.errors import LifecycleError, warn
-from polyshard.program.freshness import Turn
 from polyshard.group.group import ParameterGroup
+from polyshard.program.freshness import Turn
 
 
 def watch_steps(turn: Turn, groups: Iterable[ParameterGroup]) -> None:

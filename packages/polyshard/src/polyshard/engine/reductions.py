@@ -12,8 +12,8 @@ from collections import deque
 
 from torch import Tensor
 
-from polyshard.program.executor import Frame, abandon
 from polyshard.group.group import ParameterGroup
+from polyshard.program.executor import Frame, abandon
 
 
 class Reductions:

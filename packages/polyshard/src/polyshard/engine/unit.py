@@ -23,11 +23,11 @@ from polyshard.engine.finalization import Finalization, Reduction
 from polyshard.engine.optimizers import watch_steps
 from polyshard.engine.prefetch import Prefetcher
 from polyshard.engine.reductions import Reductions
-from polyshard.program.freshness import Turn
 from polyshard.group.group import ParameterGroup, State, free_outdated
 from polyshard.memory.pages import PagePool, pages_can_move
 from polyshard.memory.streams import Lanes, streams_of
 from polyshard.policies import MixedPrecisionPolicy
+from polyshard.program.freshness import Turn
 from polyshard.seams import StepObserver
 from polyshard.sharding.mesh import MeshRoles
 

@@ -15,26 +15,6 @@ from polyshard.composition.answers import Binding
 from polyshard.composition.roles import GATHER_CODEC, REDUCE_CODEC, STORAGE, Contributions
 from polyshard.composition.transforms import Onion
 from polyshard.errors import UnsupportedError
-from polyshard.program.accumulation import Accumulation
-from polyshard.program.freshness import Turn
-from polyshard.program.unshard import (
-    Block,
-    CodecGather,
-    Gather,
-    NativeGather,
-    ShardAxis,
-    unshard_program,
-)
-from polyshard.program.ops import Program
-from polyshard.program.landing import Landing, Placing
-from polyshard.program.owned import Axes, Owned
-from polyshard.program.reduce import Key, Reducer
-from polyshard.program.tensor_protocol import (
-    ProtocolGather,
-    ProtocolParts,
-    refuse_block,
-    refuse_claims,
-)
 from polyshard.group.dtypes import Dtypes, GradientDtypes
 from polyshard.group.traffic import Meter
 from polyshard.memory.buffers import Buffer, new_buffer
@@ -44,6 +24,26 @@ from polyshard.params.protocol_shards import ProtocolShards
 from polyshard.params.sharded import Shards
 from polyshard.params.unsharded import Unsharded
 from polyshard.policies import MixedPrecisionPolicy
+from polyshard.program.accumulation import Accumulation
+from polyshard.program.freshness import Turn
+from polyshard.program.landing import Landing, Placing
+from polyshard.program.ops import Program
+from polyshard.program.owned import Axes, Owned
+from polyshard.program.reduce import Key, Reducer
+from polyshard.program.tensor_protocol import (
+    ProtocolGather,
+    ProtocolParts,
+    refuse_block,
+    refuse_claims,
+)
+from polyshard.program.unshard import (
+    Block,
+    CodecGather,
+    Gather,
+    NativeGather,
+    ShardAxis,
+    unshard_program,
+)
 from polyshard.seams import BoundReduceCodec, GroupInfo, ShardStorage, overrides
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import Transport
@@ -73,7 +73,11 @@ class Parts:
 
 
 def landing_of(
-    parts: Parts, axis: ShardAxis, binding: Binding, placing: Placing, codec: BoundReduceCodec | None
+    parts: Parts,
+    axis: ShardAxis,
+    binding: Binding,
+    placing: Placing,
+    codec: BoundReduceCodec | None,
 ) -> Landing | None:
     """What brings gradients of the group to their owners; ``None`` where they land on shards.
 
@@ -134,7 +138,7 @@ def _check(parts: Parts, binding: Binding, codec: BoundReduceCodec | None) -> No
 
 @dataclass
 class Generation:
-    """What is bound to a group's memory, and the programs over it, until parameters change hands."""
+    """What is bound to a group's memory, and its programs, until parameters change hands."""
 
     buffer: Buffer
     leaves: list[nn.Parameter]
@@ -204,7 +208,7 @@ def build_generation(parts: Parts, last: Generation | None) -> Generation:
         parts.gradients,
         unsharded,
         block,
-        block and unshard_program(block, buffer, shards, registry, fetch),
+        None if block is None else unshard_program(block, buffer, shards, registry, fetch),
     )
 
 

@@ -17,9 +17,9 @@ from polyshard._torch.newer import rounds_before_adding
 from polyshard._torch.private import storage_holders
 from polyshard.composition.transforms import Onion
 from polyshard.errors import PluginError, SettingError
-from polyshard.program.accumulation import Accumulation
 from polyshard.group.generation import Generation
 from polyshard.params.sharded import Shards
+from polyshard.program.accumulation import Accumulation
 
 
 class Gradients:
@@ -110,7 +110,9 @@ class Gradients:
         for index, leaf in enumerate(generation.leaves):
             if leaf.requires_grad and index not in taken:
                 placed = self._shards.layout.parameters[index]
-                taken[index] = torch.zeros(placed.shape, dtype=generation.dtypes.param, device=device)
+                taken[index] = torch.zeros(
+                    placed.shape, dtype=generation.dtypes.param, device=device
+                )
 
     def _check_zeros(self, generation: Generation) -> None:
         trainable = [i for i, leaf in enumerate(generation.leaves) if leaf.requires_grad]

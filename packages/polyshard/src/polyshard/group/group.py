@@ -27,6 +27,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,14 +41,9 @@ from polyshard.composition.answers import Binding
 from polyshard.composition.claims import check_constraints
 from polyshard.composition.stack import PluginStack
 from polyshard.errors import LifecycleError, warn
-from polyshard.program.executor import Frame, abandon, run
-from polyshard.program.freshness import Turn
-from polyshard.program.ops import Program
-from polyshard.program.reduce import ReduceSettings
-from polyshard.program.tensor_protocol import refuse_block, refuse_claims, uses_protocol
 from polyshard.group.dtypes import Dtypes, GradientDtypes, policy_notices, resolve_dtypes
-from polyshard.group.gradients import Gradients
 from polyshard.group.generation import Generation, Parts, build_generation
+from polyshard.group.gradients import Gradients
 from polyshard.group.traffic import GroupName, Meter
 from polyshard.memory.pages import PagePool
 from polyshard.memory.streams import Lanes
@@ -55,6 +51,11 @@ from polyshard.params.parameter import Source, Told
 from polyshard.params.protocol_shards import ProtocolShards
 from polyshard.params.sharded import Shards
 from polyshard.policies import MixedPrecisionPolicy
+from polyshard.program.executor import Frame, abandon, return_home, run
+from polyshard.program.freshness import Turn
+from polyshard.program.ops import Program
+from polyshard.program.reduce import ReduceSettings
+from polyshard.program.tensor_protocol import refuse_block, refuse_claims, uses_protocol
 from polyshard.seams import GroupIdentity, GroupInfo, ParamInfo
 from polyshard.sharding.layout import plan_layout
 from polyshard.sharding.mesh import MeshRoles
@@ -191,6 +192,8 @@ class ParameterGroup:
         self.gradients: Gradients
         self._generation: Generation | None = None
         self._gathering: Frame | None = None
+        self._home: Any = None
+        """The stream that the unsharded parameters' memory was taken on, on a device."""
         self._made, self.made_at_step = 0, 0
         self.promised_at_step: int | None = None  # see [Note: kept parameters]
         self._stale, self._is_outdated = True, False
@@ -361,7 +364,7 @@ class ParameterGroup:
         assert frame is not None
         begin = time.perf_counter()
         run(frame, len(frame.program.ops), self._failures, "polyshard.wait")
-        self._gathering = None
+        self._gathering, self._home = None, frame.home
         if not (turn.in_forward or turn.in_backward):
             self.settle()  # asked for by hand: the caller may change the shard next
         self.sync_requires_grad(generation)
@@ -395,6 +398,8 @@ class ParameterGroup:
         if until_backward and generation.block is not None:
             generation.block.keep()
         self.shards.registry.register()
+        if self._home is not None:
+            return_home(self._home, self.device)
         if not self.keeps_memory:
             generation.buffer.release()
         self.state = State.SHARDED

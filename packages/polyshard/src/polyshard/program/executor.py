@@ -30,8 +30,9 @@ class Frame:
     """One run of a program in flight: how far it is, and what differs between runs."""
 
     __slots__ = (
-        "at", "events", "gradients", "has_placed", "home", "is_over", "key", "landing", "lanes", "packed",
-        "partial", "pending", "pieces", "present", "program", "said", "streams", "table", "total",
+        "at", "events", "gradients", "has_placed", "home", "is_over", "key", "landing", "lanes",
+        "packed", "partial", "pending", "pieces", "present", "program", "said", "streams", "table",
+        "total",
     )  # fmt: skip
 
     def __init__(self, program: Program, lanes: Lanes, device: torch.device) -> None:
@@ -60,7 +61,8 @@ class Frame:
         self.said: Any = None
         self.pieces: Any = None
         self.packed: Any = None
-        self.total: Tensor | None = None
+        self.total: Any = None
+        """The sum (``[shard_numel]``), once there is memory for it."""
         self.partial: Tensor | None = None
         self.landing: Any = None
         self.has_placed = False
@@ -73,7 +75,7 @@ class Frame:
 
     def join(self) -> None:
         """Order the home stream behind every lane of the run."""
-        if self.home is not None:
+        if self.streams is not None and self.home is not None:
             for lane in self.program.lanes:
                 self.home.wait_stream(self.lanes.stream_of(lane.value, self.streams))
 
@@ -112,38 +114,49 @@ def run(frame: Frame, stop: int, report: FailureReport, label: str) -> None:
 
 
 def _run(frame: Frame, stop: int) -> None:
-    """As :func:`run`, on lanes where the device has streams."""
-    streams, program = frame.streams, frame.program
-    current = None if streams is None else streams.current()
+    """As :func:`run`, on lanes where the device has streams.
+
+    The compute lane of a run is its home, so that memory comes from and goes to one stream: a part
+    that is run while another stream is current begins behind that one, which goes on behind it.
+    """
+    streams = frame.streams
     if streams is None:
-        pass
-    elif frame.home is None:
+        for place in range(frame.at, stop):
+            frame.at = place + 1
+            if frame.program.ops[place].run(frame):
+                frame.is_over = True
+                return
+        return
+    current = streams.current()
+    if frame.home is None:
         frame.home = current
-        if program.marks_entry:
+        if frame.program.marks_entry:
             frame.events[ENTRY] = streams.mark()
-    elif current != frame.home:
-        current.wait_stream(frame.home)
+    if current == frame.home:
+        _run_on_lanes(frame, stop)
+        return
+    frame.home.wait_stream(current)
+    with streams.on(frame.home):
+        _run_on_lanes(frame, stop)
+    current.wait_stream(frame.home)
+
+
+def _run_on_lanes(frame: Frame, stop: int) -> None:
+    """Run operations while the home stream is current."""
     for place in range(frame.at, stop):
-        op = program.ops[place]
         frame.at = place + 1
-        if streams is None:
-            is_over = op.run(frame)
-        else:
-            is_over = _run_on_lane(frame, place, current)
-        if is_over:
+        if _run_on_lane(frame, place):
             frame.join()
             frame.is_over = True
-            break
-    if streams is not None and current != frame.home:
-        frame.home.wait_stream(current)
+            return
 
 
-def _run_on_lane(frame: Frame, place: int, current: Any) -> object:
+def _run_on_lane(frame: Frame, place: int) -> object:
     """One operation, behind those of other lanes that it waits for."""
     streams, op = frame.streams, frame.program.ops[place]
     assert streams is not None
     on_compute = op.lane is Lane.COMPUTE
-    stream = current if on_compute else frame.lanes.stream_of(op.lane.value, streams)
+    stream = frame.home if on_compute else frame.lanes.stream_of(op.lane.value, streams)
     for earlier in op.waits:
         stream.wait_event(frame.events[earlier])
     if on_compute:
@@ -155,6 +168,14 @@ def _run_on_lane(frame: Frame, place: int, current: Any) -> object:
         event = frame.events[place] = streams.new_event()
         event.record(stream)
     return is_over
+
+
+def return_home(home: Any, device: torch.device) -> None:
+    """Order ``home``, where memory was taken, behind the current stream, which used it last."""
+    streams = streams_of(device)
+    current = None if streams is None else streams.current()
+    if current != home:
+        home.wait_stream(current)
 
 
 def abandon(frame: Frame) -> None:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from polyshard.errors import UnsupportedError
-from polyshard.program.accumulation import Accumulation
-from polyshard.program.owned import Owned
 from polyshard.memory.buffers import Recycled
 from polyshard.memory.pages import PagePool
+from polyshard.program.accumulation import Accumulation
+from polyshard.program.owned import Owned
 from polyshard.transport.base import DONE, Pending
 
 

@@ -23,7 +23,7 @@ stream: it waits in transports without streams and where a storage settles, nowh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -84,6 +84,9 @@ class Traffic(NamedTuple):
         return Traffic(*map(sum, zip(self, other, strict=True)))
 
 
+NO_TRAFFIC = Traffic()
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """One operation of a program."""
@@ -110,7 +113,8 @@ class Op:
         """One line for people, and for ranks to compare."""
         lane = "" if self.lane is Lane.COMPUTE else f" on {self.lane.value}"
         by = "" if self.plugin == "polyshard" else f" by {self.plugin}"
-        return f"{self.name}{by}{lane}{_listed(' reads', self.reads)}{_listed(' writes', self.writes)}"
+        uses = f"{_listed(' reads', self.reads)}{_listed(' writes', self.writes)}"
+        return f"{self.name}{by}{lane}{uses}"
 
 
 def _listed(what: str, memory: Sequence[Memory]) -> str:
@@ -128,11 +132,11 @@ class Program:
     """How many operations :attr:`issue` has."""
     early: int = 0
     """How many operations of :attr:`complete` may run ahead of the rest, to free what was sent."""
-    lanes: tuple[Lane, ...] = field(default=())
+    lanes: tuple[Lane, ...] = ()
     """Those beside the compute lane, each once."""
     marks_entry: bool = False
     """Whether an operation waits for what the compute lane was given before the run."""
-    moved: Traffic = Traffic()
+    moved: Traffic = NO_TRAFFIC
     """Bytes of a run with the parameters that the program was made for."""
 
     @property
@@ -158,7 +162,7 @@ class Program:
 
 
 def _traffic(ops: Iterable[Op], present: frozenset[int]) -> Traffic:
-    total = Traffic()
+    total = NO_TRAFFIC
     for op in ops:
         if op.traffic is not None:
             total += op.traffic(present)

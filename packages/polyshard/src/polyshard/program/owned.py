@@ -15,8 +15,8 @@ from typing_extensions import override
 from polyshard._torch.private import dtensor_spec, local_tensor, wrap_local
 from polyshard._torch.whole_rows import WholeRows
 from polyshard.errors import LifecycleError
-from polyshard.program.unshard import ShardAxis
 from polyshard.params.parameter import ShardedParameter
+from polyshard.program.unshard import ShardAxis
 from polyshard.seams import OwnedParameter, ParamInfo, Rows
 from polyshard.sharding.layout import ParameterLayout
 from polyshard.sharding.mesh import MeshRoles

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from polyshard._torch.private import chunk_cat
-from polyshard.program.accumulation import blanks
 from polyshard.memory.buffers import Buffer, new_buffer
 from polyshard.memory.pages import PagePool
+from polyshard.program.accumulation import blanks
 from polyshard.sharding.layout import GroupLayout, ParameterLayout
 from polyshard.transport.base import Extents
 

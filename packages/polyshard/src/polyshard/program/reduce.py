@@ -24,6 +24,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -417,9 +418,7 @@ class Reducer:
         if self._codec is not None:
             self._keep(self._codec, parts)
 
-    def _send_rows(
-        self, averaging: Averaging, key: Key, parts: _Parts, *, is_seen: bool
-    ) -> None:
+    def _send_rows(self, averaging: Averaging, key: Key, parts: _Parts, *, is_seen: bool) -> None:
         """Each piece from where it is."""
         wire, packing, route, codec = key.wire, self._packing, self._sums, self._codec
 
@@ -433,7 +432,6 @@ class Reducer:
             frame.pieces = route.prepare(pieces)
 
         def scatter(frame: Frame) -> None:
-            assert frame.total is not None
             frame.pending = route.start(frame.pieces, packing.piece_outs(frame.total))
 
         def sent(present: frozenset[int]) -> Traffic:
@@ -481,7 +479,6 @@ class Reducer:
             frame.pending = transport.exchange(*frame.packed.tensor.view(shape))
 
         def decode(frame: Frame) -> None:
-            assert frame.total is not None
             received, outs = frame.packed.tensor.view(shape)[1], packing.chunk_outs(frame.total)
             wordless(asked.decode_sum(received, outs), codec, "decode_sum")
             self._give_back(frame)
@@ -505,7 +502,6 @@ class Reducer:
         """The codec may keep the sum of one backward for itself."""
 
         def keep(frame: Frame) -> bool:
-            assert frame.total is not None
             frame.total = codec.keep(frame.total)
             return frame.total is None
 
@@ -551,7 +547,6 @@ class Reducer:
         partial = self._waiting.partial
 
         def hold(frame: Frame) -> bool:
-            assert frame.total is not None
             partial.add(frame.total, frame.present)
             return True
 
@@ -590,7 +585,6 @@ class Reducer:
 
     def _sum(self, frame: Frame) -> None:
         """Sum ``total`` over replicas in place, on the current stream."""
-        assert frame.total is not None
         codec = None if self._codec is None else self._codec.replicas
         groups, total, begin = self._roles.replicate_groups, frame.total, time.perf_counter()
         if codec is None or len(groups) != 1:
@@ -644,56 +638,44 @@ class Reducer:
         self, averaging: Averaging, key: Key, settings: ReduceSettings, complete: list[Op]
     ) -> None:
         """From a sum to sharded gradients."""
-        held, total = self._waiting.held, (Memory.TOTAL,)
-
-        def scale(frame: Frame) -> None:
-            assert frame.total is not None
-            frame.total.div_(averaging.after)
-
-        def call_hook(frame: Frame) -> None:
-            assert settings.hook is not None
-            assert frame.total is not None
-            settings.hook(frame.total)
-
-        def cast_sum(frame: Frame) -> None:
-            assert frame.total is not None
-            frame.total = self._placing.cast(frame.total)
-
-        def hold(frame: Frame) -> bool:
-            assert frame.total is not None
-            held.add(frame.total, frame.present)
-            return True
-
-        def take(frame: Frame) -> None:
-            if held:
-                assert frame.total is not None
-                held.add(frame.total, frame.present)
-                frame.total, frame.present = held.take()
-
-        def place(frame: Frame) -> None:
-            assert frame.total is not None
-            frame.total = self._placed(frame.total)
-
-        def store(frame: Frame) -> None:
-            assert frame.total is not None
-            frame.has_placed = True
-            self._store(frame.total, frame.present)
-
+        total, held = (Memory.TOTAL,), (Memory.HELD,)
         if averaging.after != 1.0:
+            scale = partial(_scale, averaging.after)
             complete.append(Op("scale", scale, reads=total, writes=total))
         if settings.hook is not None:
-            complete.append(Op("hook", call_hook, reads=total, writes=total, plugin="user"))
+            call = partial(_call, settings.hook)
+            complete.append(Op("hook", call, reads=total, writes=total, plugin="user"))
         if not self._placing.keeps(self._dtype):
-            complete.append(Op("cast", cast_sum, reads=total, writes=total))
+            complete.append(Op("cast", self._cast, reads=total, writes=total))
+        if self._storage.holds_gradients and not key.is_last:
+            complete.append(Op("hold", self._hold, reads=total, writes=held))
+            return
         if self._storage.holds_gradients:
-            if not key.is_last:
-                complete.append(Op("hold", hold, reads=total, writes=(Memory.HELD,)))
-                return
-            complete.append(Op("take held", take, reads=(Memory.HELD,), writes=total))
+            complete.append(Op("take held", self._take_held, reads=held, writes=total))
         if self._is_moved:
             by = self._storage_plugin
-            complete.append(Op("place", place, reads=total, writes=total, plugin=by))
-        complete.append(Op("store", store, reads=total, writes=(Memory.GRAD,)))
+            complete.append(Op("place", self._move, reads=total, writes=total, plugin=by))
+        complete.append(Op("store", self._store_sum, reads=total, writes=(Memory.GRAD,)))
+
+    def _cast(self, frame: Frame) -> None:
+        frame.total = self._placing.cast(frame.total)
+
+    def _hold(self, frame: Frame) -> bool:
+        self._waiting.held.add(frame.total, frame.present)
+        return True
+
+    def _take_held(self, frame: Frame) -> None:
+        held = self._waiting.held
+        if held:
+            held.add(frame.total, frame.present)
+            frame.total, frame.present = held.take()
+
+    def _move(self, frame: Frame) -> None:
+        frame.total = self._placed(frame.total)
+
+    def _store_sum(self, frame: Frame) -> None:
+        frame.has_placed = True
+        self._store(frame.total, frame.present)
 
     def place_held(self) -> bool:
         """Put in place what was held and no reduction of the last backward took along, if any."""
@@ -719,9 +701,9 @@ class Reducer:
         """Set or add to ``.grad`` of the sharded parameters, then run their hooks."""
         hooked: list[Tensor] = []
         for index in present:
-            parameter = self._shards.parameters[index].parameter
-            if getattr(parameter, _HOOKS, None):
-                hooked.append(parameter)
+            held = self._shards.parameters[index].parameter
+            if getattr(held, _HOOKS, None):
+                hooked.append(held)
         if self._placing.is_single:
             self._put(total, present, is_seen=bool(hooked))
         else:
@@ -753,6 +735,14 @@ class Reducer:
             self._totals.drop()  # gradients live elsewhere: this would be a second copy of them
         else:
             self._totals.keep_only_if_used_by(total)
+
+
+def _scale(divisor: float, frame: Frame) -> None:
+    frame.total.div_(divisor)
+
+
+def _call(hook: ReduceHook, frame: Frame) -> None:
+    hook(frame.total)
 
 
 def run_hooks(parameter: Tensor) -> None:

@@ -319,7 +319,12 @@ class CodecGather(Gather):
     sources, targets = (Memory.PAYLOAD,), (Memory.PAYLOADS,)
 
     def __init__(
-        self, codec: BoundGatherCodec, unsharded: Unsharded, axis: ShardAxis, turn: Turn, plugin: str
+        self,
+        codec: BoundGatherCodec,
+        unsharded: Unsharded,
+        axis: ShardAxis,
+        turn: Turn,
+        plugin: str,
     ) -> None:
         """Bind payloads and rows; the unsharded buffer must be acquired."""
         layout = unsharded.layout
@@ -459,4 +464,3 @@ class Block(Gather):
     @override
     def differs(self, fetch: Callable[[], None]) -> Tensor:
         raise AssertionError("what a block holds is compared with the shards' own gather")
-

@@ -14,13 +14,13 @@ from polyshard._torch.private import preserve_version
 from polyshard.errors import (
     PluginError,
 )
-from polyshard.program.freshness import differs
+from polyshard.params.protocol_shards import ProtocolShards
+from polyshard.params.sharded import Shards
 from polyshard.program.executor import Frame
+from polyshard.program.freshness import differs
 from polyshard.program.ops import Memory, Op
 from polyshard.program.tensor_protocol.checks import PRE, check_protocol
 from polyshard.program.tensor_protocol.sides import ProtocolParts, Silent, Spoken
-from polyshard.params.protocol_shards import ProtocolShards
-from polyshard.params.sharded import Shards
 from polyshard.program.unshard import Gather, ShardAxis, fetching
 from polyshard.sharding.layout import align
 from polyshard.transport.base import Extents, GatherPiece

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from polyshard.composition.transforms import Onion
-from polyshard.program.tensor_protocol.checks import POST, PRE, releases_outputs
 from polyshard.params.protocol_shards import ProtocolShards
 from polyshard.params.sharded import Shards
 from polyshard.policies import MixedPrecisionPolicy
+from polyshard.program.tensor_protocol.checks import POST, PRE, releases_outputs
 
 
 @dataclass(frozen=True)
