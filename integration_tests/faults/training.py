@@ -21,7 +21,7 @@ import polyshard
 from composition_table import Cell
 from faults.plugin import Faulty, FaultyCodec, OwnCodec, Strike
 from faults.processes import Uncaught
-from polyshard.transport.works import Works
+from polyshard.transport.gloo.messages import Works
 from polyshard_checkpoint import Checkpoints
 
 BEFORE, AFTER = 2, 2

@@ -123,10 +123,11 @@ def problems_of(program: Program, size: int = 2) -> list[str]:
     try:
         with (
             mock.patch("polyshard.transport.backend_for", return_value="gloo"),
-            mock.patch("polyshard.program.presence.backend_for", return_value="gloo"),
             mock.patch("polyshard.alarm.board.default_store", return_value=None),
             mock.patch.object(GlooTransport, "staging_bytes", 4),
-            mock.patch("polyshard.transport.works.Thread"),  # dropped messages stay under way
+            mock.patch(
+                "polyshard.transport.gloo.messages.Thread"
+            ),  # dropped messages stay under way
         ):
             program(mail)
     finally:

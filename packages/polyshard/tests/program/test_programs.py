@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from toy_steps import STEPS, WORLD
 
 from polyshard.program import executor, ops
-from polyshard.program.executor import Frame
+from polyshard.program.executor import Frame, LaneFrame
 from polyshard.program.ops import ENTRY, Lane, Memory, Op, with_waits
 from polyshard_testing.streams import Recorder, recorded
 
@@ -196,7 +196,7 @@ def _watched(recorder: Recorder, undeclared: set[tuple[str, str]]) -> Iterator[N
             uses[id(frame)].append((op, used))
         use(used)
 
-    def run(frame: Frame, place: int) -> object:
+    def run(frame: LaneFrame, place: int) -> object:
         here.append((frame, frame.program.ops[place]))
         kept.append(frame)  # so that ids are not used again
         try:

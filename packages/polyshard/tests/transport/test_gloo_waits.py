@@ -94,9 +94,9 @@ def by_hand(mail: Mail) -> None:
 
 PROGRAMS = (trained, cast, coded, failed_in_backward, told_of_others, by_hand)
 MODULES = (
-    "polyshard.transport.gloo",
-    "polyshard.transport.works",
-    "polyshard.program.presence",
+    "polyshard.transport.gloo.point_to_point",
+    "polyshard.transport.gloo.messages",
+    "polyshard.transport.gloo.presence",
     "polyshard.program.reduce",
     "polyshard.program.unshard",
 )

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from polyshard.alarm.current import current_alarm
 from polyshard.alarm.reports import Cause, Report
 from polyshard.errors import ConnectionLostError
-from polyshard.transport.waiter import Job, Waiter
-from polyshard.transport.wire import wire_of
-from polyshard.transport.works import Message, Works
+from polyshard.transport.gloo.messages import Message, Works
+from polyshard.transport.gloo.wire import Job, Waiter, wire_of
 from polyshard_testing import ranks
 
 PATIENT_SECONDS = 10.0
@@ -84,8 +83,8 @@ def test_messages_half_way_through(rank: int, size: int) -> None:
         mine, theirs = torch.ones(ELEMENTS, dtype=torch.uint8), torch.empty(ELEMENTS).byte()
         works = Works(wire, 2 * turn)
         with suppress(ConnectionLostError):  # the other one may have cut already
-            works.receive([Message([theirs], 1 - rank)])
-            works.send([Message([mine], 1 - rank)])
+            works.post("recv", [Message([theirs], 1 - rank)])
+            works.post("send", [Message([mine], 1 - rank)])
         if rank == 0:
             time.sleep(0.002 * turn)
             alarm.ring(Report(0, Cause.RAISED, "rank 0 failed"))

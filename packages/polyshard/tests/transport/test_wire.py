@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from polyshard.alarm.alarm import Alarm
-from polyshard.transport.wire import REMEMBERED, Wire
+from polyshard.transport.gloo.wire import REMEMBERED, Wire
 from polyshard_testing import ranks
 
 TAGS = 7

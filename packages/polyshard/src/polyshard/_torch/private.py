@@ -235,7 +235,10 @@ def _is_refused(access: Callable[[], object]) -> bool:
 def storages_are_held(storages: Iterable[torch.UntypedStorage]) -> bool:
     """Whether other tensors hold one of them than one each, which the caller knows of."""
     count = torch._C._storage_Use_Count
-    return any(count(storage._cdata) > 2 for storage in storages)
+    for storage in storages:  # noqa: SIM110  (a generator would be called for each of them)
+        if count(storage._cdata) > 2:
+            return True
+    return False
 
 
 Watched = tuple[Mapping[str, object], str, nn.Parameter, Tensor, int]

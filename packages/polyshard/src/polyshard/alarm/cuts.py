@@ -2,8 +2,8 @@
 
 [Note: who has cut]
 A process group that one rank has cut is broken for all of its ranks, and works again only when all
-of them connect anew (:mod:`polyshard.transport.mending`). So whoever cuts says so before, and takes
-that back when it has been mended. Others may read the list once nobody can cut any more: a rank
+of them connect anew (:mod:`polyshard.transport.gloo.mending`). So a rank that cuts says so before,
+and takes that back when it has been mended. Others may read the list once nobody can cut any more: a rank
 cuts only until it goes on to the next epoch. Those who recover wait until all have come to theirs
 (ranks that were told again of one failure leave several behind). A rank that is busy elsewhere for
 long is not waited for. What it cuts later stands in the list at the next failure.

@@ -244,10 +244,11 @@ class UnitHooks:
 
     @outside_transforms
     def _enter_backward(self) -> None:
-        unit = self._unit
-        unit.context.queue_end_of_backward()
-        if not (unit.is_root and unit.context.reached):
-            unit.context.reached = unit.name
+        unit, context = self._unit, self._unit.context
+        if not context.turn.in_backward:
+            context.queue_end_of_backward()
+        if not (unit.is_root and context.reached):
+            context.reached = unit.name
         if unit.phase is Phase.PRE_BACKWARD:
             return
         unit.phase = Phase.PRE_BACKWARD
@@ -255,8 +256,8 @@ class UnitHooks:
             if group.unshard_in_backward:
                 group.unshard()
         self._prefetch_backward()
-        unit.wait()
         for group in unit.groups:
+            group.wait()
             if group.gradients.waiting.unsharded:
                 group.gradients.lend(group.prepare())
         if unit.watch is not None:

@@ -33,7 +33,8 @@ class Reductions:
         """Start to reduce, after earlier reductions have made room."""
         while len(self._sending) >= self.most:
             oldest, frame = self._sending.popleft()
-            if oldest.free_sent(frame):
+            if frame.program.early:
+                oldest.free_sent(frame)
                 self._summing.append((oldest, frame))
             else:
                 self._finish(oldest, frame)

@@ -172,7 +172,8 @@ class Unit:
     @outside_transforms
     def post_backward(self) -> None:
         """Reduce and free, or accumulate. Harmless for a unit that took no part."""
-        end_backward(self.watch, self.name)
+        if self.watch is not None:
+            self.watch.end_backward(self.name)
         self.phase = Phase.POST_BACKWARD
         for group in reversed(self.groups):
             self.context.post_backward(group)
@@ -193,9 +194,11 @@ class Unit:
         A gather still under way would read shards that the optimizer is about to change.
         """
         for group in self.groups:
-            if group.reshard_after_backward or group.state is State.GATHERING:
+            is_freed = group.reshard_after_backward or group.state is State.GATHERING
+            if is_freed and group.state is not State.SHARDED:
                 group.reshard()
-            group.drop_block()
+            if group.block_size is not None:
+                group.drop_block()
 
     def leave_broken(self) -> None:
         """The forward was broken off; end sharded."""
@@ -252,7 +255,7 @@ class RootContext:
         self.alarm = current_alarm()
         self.alarm.begin_turn()
         self.turn.begin(self.alarm.epoch)
-        if not all(g.reshard_after_backward for g in self._groups()):
+        if not self._watches_steps and not all(g.reshard_after_backward for g in self._groups()):
             self._watch_steps()
         if self.pool is not None:
             self.pool.recall()
@@ -289,8 +292,10 @@ class RootContext:
 
         It may read gradients and write shards from now on, and follows no stream.
         """
-        for group in self._groups():
-            group.settle()
+        for unit in self.units:
+            for group in unit.groups:
+                if group.settles:
+                    group.settle()
 
     def _lend_pages(self) -> None:
         if self.pool is not None:
@@ -324,9 +329,8 @@ class RootContext:
     @property
     def _is_last(self) -> bool:
         """Whether no backward of this iteration will follow."""
-        if self.finalization.is_manual:
-            return self.finalization.is_ending
-        return self.is_last_backward
+        finalization = self.finalization
+        return finalization.is_ending if finalization.is_manual else self.is_last_backward
 
     # End of backward --------------------------------------------------------------------------
 
@@ -360,9 +364,10 @@ class RootContext:
 
     def _promise(self, *, is_last: bool) -> None:
         """Whether micro-batches of the iteration follow. See [Note: kept parameters]."""
-        for group in self._groups():
-            follow = self._watches_steps and not (is_last and group.reduces)
-            group.promised_at_step = group.made_at_step if follow else None
+        for unit in self.units:
+            for group in unit.groups:
+                follow = self._watches_steps and not (is_last and group.reduces)
+                group.promised_at_step = group.made_at_step if follow else None
 
     def end_iteration(self) -> None:
         """The last backward has ended: gradients are in place, and nothing of it is kept."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
@@ -51,15 +51,16 @@ from polyshard.params.parameter import Source, Told
 from polyshard.params.protocol_shards import ProtocolShards
 from polyshard.params.sharded import Shards
 from polyshard.policies import MixedPrecisionPolicy
-from polyshard.program.executor import Frame, abandon, return_home, run
+from polyshard.program.executor import Frame, abandon, new_frame, return_home, run
 from polyshard.program.freshness import Turn
 from polyshard.program.ops import Program
 from polyshard.program.reduce import ReduceSettings
 from polyshard.program.tensor_protocol import refuse_block, refuse_claims, uses_protocol
-from polyshard.seams import GroupIdentity, GroupInfo, ParamInfo
+from polyshard.seams import GroupIdentity, GroupInfo, ParamInfo, ShardStorage, overrides
 from polyshard.sharding.layout import plan_layout
 from polyshard.sharding.mesh import MeshRoles
-from polyshard.transport.base import Transport, all_reduce
+from polyshard.transport import all_reduce
+from polyshard.transport.base import Transport
 from polyshard.transport.custom import CustomComms, CustomTransport
 
 
@@ -157,8 +158,8 @@ class ParameterGroup:
         self._name = GroupName(name)
         self.roles = setup.roles
         self.state, self.identity = State.SHARDED, GroupIdentity()
-        self.reduces = self.reshard_after_backward = self.unshard_in_backward = True
-        self.all_reduces = True
+        self.reduces = self.all_reduces = True
+        self.reshard_after_backward = self.unshard_in_backward = True
         self.pool: PagePool | None = None
         self.turn, self.lanes, self._reduce_settings = Turn(), Lanes(), ReduceSettings()
         self.block_size, self.device = setup.block_size, setup.roles.device
@@ -188,16 +189,16 @@ class ParameterGroup:
         self._failures = FailureReport(self._name, Place(self))
         self._sources, self._layout = sources, layout
         self._storage = binding.storage(info, layout)
+        self.settles = overrides(self._storage.settle, ShardStorage.settle)
+        """Whether its storage copies beside the computation, so that the host has to wait."""
         self.shards: Shards
         self.gradients: Gradients
         self._generation: Generation | None = None
         self._gathering: Frame | None = None
-        self._home: Any = None
-        """The stream that the unsharded parameters' memory was taken on, on a device."""
+        self._home: Any = None  # the stream that the unsharded memory was taken on, on a device
         self._made, self.made_at_step = 0, 0
         self.promised_at_step: int | None = None  # see [Note: kept parameters]
-        self._stale, self._is_outdated = True, False
-        self.keeps_memory = False
+        self._stale, self._is_outdated, self.keeps_memory = True, False, False
 
     def shard(self) -> None:
         """Cut the parameters and register their sharded forms; called once, when all plans hold."""
@@ -303,25 +304,30 @@ class ParameterGroup:
         is_sharded = self.state is State.SHARDED
         if is_sharded and not in_backward() and self.shards.have_moved():
             self._stale = True
-        generation = self._generation
+        generation, turn = self._generation, self.turn
         if generation is None or self._stale or self.shards.is_vacant:
             generation = self._prepare_anew()
-        if not is_sharded and self._stays_unsharded():
+        if not is_sharded and (turn.in_backward or self._stays_unsharded()):
             return
         if self.shards.is_vacant:
             self.shards.check_materialized()
-        program, meter, turn = generation.unshard, self.meter, self.turn
+        program, meter = generation.unshard, self.meter
         if generation.block is not None and generation.block.holds:
             program = self._program_of_block(generation)
         if meter.step_observers:
             meter.starting("gather")
-        frame = Frame(program, self.lanes, self.device)
+        frame = new_frame(program, self.lanes, self.device)
         run(frame, program.cut, self._failures, "polyshard.unshard")
         self._gathering = frame
         self.state = State.GATHERING  # only now: a start that raised leaves the group sharded
         self.promised_at_step = None
         self._made, self.made_at_step = turn.number, turn.steps  # as vouch() does
-        meter.gather_started(program.moved)
+        traffic, moved = meter.traffic, program.moved
+        traffic.gathers += 1
+        traffic.sent_bytes += moved.sent
+        traffic.received_bytes += moved.received
+        if meter.observers:
+            meter.gather_started(moved.sent)
 
     def _program_of_block(self, generation: Generation) -> Program:
         """Gather from the block if it holds parameters of this turn, else from all shards."""
@@ -360,16 +366,17 @@ class ParameterGroup:
         """Finish the gather and register the unsharded parameters."""
         if self.state is not State.GATHERING:
             return
-        frame, generation, turn = self._gathering, self.prepare(), self.turn
+        frame, generation, turn = self._gathering, self._generation, self.turn
         assert frame is not None
+        assert generation is not None
         begin = time.perf_counter()
         run(frame, len(frame.program.ops), self._failures, "polyshard.wait")
         self._gathering, self._home = None, frame.home
-        if not (turn.in_forward or turn.in_backward):
+        if self.settles and not (turn.in_forward or turn.in_backward):
             self.settle()  # asked for by hand: the caller may change the shard next
         self.sync_requires_grad(generation)
         self.state = State.UNSHARDED
-        self.meter.gathered(time.perf_counter() - begin)
+        self._waited(begin, self.meter.gathered)
 
     def sync_requires_grad(self, generation: Generation) -> None:
         """Have leaves follow the sharded parameters, on which users freeze and unfreeze."""
@@ -491,16 +498,18 @@ class ParameterGroup:
             raise
         run(frame, frame.program.cut, self._failures, "polyshard.reduce")
         if frame.table.present:
-            meter.reduction_started(frame.table.sent_bytes[frame.key])
+            sent_bytes, traffic = frame.table.sent_bytes[frame.key], meter.traffic
+            traffic.reductions += 1
+            traffic.sent_bytes += sent_bytes
+            traffic.received_bytes += sent_bytes  # as many come back
+            if meter.observers:
+                meter.reduction_started(sent_bytes)
         return frame
 
-    def free_sent(self, frame: Frame) -> bool:
-        """Free what a reduction sent; whether the rest of it goes on, to be finished later."""
+    def free_sent(self, frame: Frame) -> None:
+        """Free what a reduction sent, while the rest of it goes on, to be finished later."""
         program = frame.program
-        if not program.early:
-            return False
         run(frame, program.cut + program.early, self._failures, "polyshard.reduced")
-        return True
 
     def finish_reduction(self, frame: Frame) -> None:
         """Wait for a reduction and put the sharded gradients in place.
@@ -508,12 +517,18 @@ class ParameterGroup:
         Raises:
             GradientMismatchError: on every rank, where they have gradients of other parameters.
         """
-        self.prepare()
         begin = time.perf_counter()
         with torch.no_grad():
             run(frame, len(frame.program.ops), self._failures, "polyshard.reduced")
         if frame.has_placed or frame.key.has_rows:  # else only messages went around
-            self.meter.reduced(time.perf_counter() - begin)
+            self._waited(begin, self.meter.reduced)
+
+    def _waited(self, begin: float, tell: Callable[[float], None]) -> None:
+        """Count the host's wait since ``begin``."""
+        seconds = time.perf_counter() - begin
+        self.meter.traffic.wait_seconds += seconds
+        if self.meter.observers:
+            tell(seconds)
 
     def place_held(self) -> None:
         """Put gradients in place that wait for a last backward which did not reach this group."""

@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from polyshard.params.sharded import Shards
 from polyshard.plugins.builtin import DeviceStorage
-from polyshard.program.ops import Traffic as Moved
 from polyshard.seams import Observer, StepObserver, overrides
 
 
@@ -47,17 +46,13 @@ class Meter:
         self.step_observers = tuple(o for o in observers if isinstance(o, StepObserver))
         self.traffic = Traffic()
 
-    def gather_started(self, moved: Moved) -> None:
-        """Count an all-gather that has started."""
-        self.traffic.gathers += 1
-        self.traffic.sent_bytes += moved.sent
-        self.traffic.received_bytes += moved.received
+    def gather_started(self, sent_bytes: int) -> None:
+        """Tell of an all-gather that has started."""
         for observer in self.observers:
-            observer.on_unshard(self._name.text, moved.sent)
+            observer.on_unshard(self._name.text, sent_bytes)
 
     def gathered(self, wait_seconds: float) -> None:
-        """Count the wait for unsharded parameters, which are ready."""
-        self.traffic.wait_seconds += wait_seconds
+        """Tell of the wait for unsharded parameters, which are ready."""
         for observer in self.observers:
             observer.on_unsharded(self._name.text, wait_seconds)
 
@@ -67,16 +62,12 @@ class Meter:
             observer.on_reshard(self._name.text)
 
     def reduction_started(self, sent_bytes: int) -> None:
-        """Count a reduction that has started; as many bytes come back as go out."""
-        self.traffic.reductions += 1
-        self.traffic.sent_bytes += sent_bytes
-        self.traffic.received_bytes += sent_bytes
+        """Tell of a reduction that has started."""
         for observer in self.observers:
             observer.on_reduce(self._name.text, sent_bytes)
 
     def reduced(self, wait_seconds: float) -> None:
-        """Count the wait for a reduction, which has ended."""
-        self.traffic.wait_seconds += wait_seconds
+        """Tell of the wait for a reduction, which has ended."""
         for observer in self.observers:
             observer.on_reduced(self._name.text, wait_seconds)
 

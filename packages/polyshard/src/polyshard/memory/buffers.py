@@ -60,18 +60,24 @@ class Buffer(Protocol):
 class HeapBuffer:
     """A buffer that allocates and frees through the device's allocator."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Reserve nothing yet; the storage starts at its full size so that views can be built."""
+    def __init__(
+        self, numel: int, dtype: torch.dtype, device: torch.device, *, is_shown: bool = True
+    ) -> None:
+        """Reserve nothing yet; the storage starts at its full size so that views can be built.
+
+        ``is_shown``: whether others than its owner may hold views of it.
+        """
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._storage = self.tensor.untyped_storage()
         self.nbytes = self._storage.nbytes()
-        self._gate = StorageGate(self._storage)
+        self._gate = StorageGate(self._storage) if is_shown else None
         self._acquired = True
 
     def acquire(self) -> None:
         """Allocate."""
         if not self._acquired:
-            self._gate.open()
+            if self._gate is not None:
+                self._gate.open()
             self._storage.resize_(self.nbytes)
             self._acquired = True
 
@@ -79,7 +85,8 @@ class HeapBuffer:
         """Free."""
         if self._acquired:
             self._storage.resize_(0)
-            self._gate.close()
+            if self._gate is not None:
+                self._gate.close()
             self._acquired = False
 
 
@@ -130,13 +137,22 @@ MAPPED_BYTES = 1 << 20
 
 
 def new_buffer(
-    numel: int, dtype: torch.dtype, device: torch.device, pool: PagePool | None
+    numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    pool: PagePool | None,
+    *,
+    is_shown: bool = True,
 ) -> Buffer:
-    """The kind of buffer that suits ``device``."""
+    """The kind of buffer that suits ``device``.
+
+    ``is_shown``: whether others than its owner may hold views of it, which are to raise whenever
+    the memory is gone.
+    """
     large = numel * dtype.itemsize >= MAPPED_BYTES
     if device.type == "cpu" and pool is not None and large and gates_work():
         return MappedBuffer(numel, dtype, pool)
-    return HeapBuffer(numel, dtype, device)
+    return HeapBuffer(numel, dtype, device, is_shown=is_shown)
 
 
 class Recycled:
@@ -153,6 +169,7 @@ class Recycled:
     def __init__(self, pool: PagePool | None = None) -> None:
         self._pool = pool
         self._memory: Tensor | None = None
+        self._kind: object = None
         self._address = 0
         self._mapped: MappedBuffer | None = None
         self._is_resting = False
@@ -165,8 +182,10 @@ class Recycled:
             self.drop()
             return torch.empty(numel, dtype=dtype, device=device)
         memory = self._memory
-        if memory is None or not self._fits(memory, numel, dtype, device):
+        kind = (numel, dtype, device)
+        if memory is None or kind != self._kind or not (self._is_resting or self._is_free(memory)):
             memory = self._renew(numel, dtype, device)
+            self._kind = kind
         elif self._is_resting:
             assert self._mapped is not None
             self._mapped.acquire()
@@ -187,7 +206,7 @@ class Recycled:
     def rest(self) -> None:
         """Let others have the pages meanwhile, if nobody holds what was handed out."""
         memory, mapped = self._memory, self._mapped
-        if mapped is None or memory is None or self._is_resting or self._is_held(memory):
+        if mapped is None or memory is None or self._is_resting or not self._is_free(memory):
             return
         mapped.release()
         self._is_resting = True
@@ -216,18 +235,10 @@ class Recycled:
     def _forget_parts(self) -> None:
         self._parts, self._storages = {}, (0, [])
 
-    def _storages_of_parts(self) -> list[torch.UntypedStorage]:
-        """Made once: each is an object to be looked at in every step."""
-        if self._storages[0] != len(self._parts):
+    def _is_free(self, memory: Tensor) -> bool:
+        """Whether nothing but this holds ``memory`` or parts of it."""
+        if self._storages[0] != len(self._parts):  # made once: they are asked in every step
             made = [part.untyped_storage() for part in self._parts.values() if part.numel()]
             self._storages = (len(self._parts), made)
-        return self._storages[1]
-
-    def _fits(self, memory: Tensor, numel: int, dtype: torch.dtype, device: torch.device) -> bool:
-        if not (memory.numel() == numel and memory.dtype == dtype and memory.device == device):
-            return False
-        return self._is_resting or not self._is_held(memory)
-
-    def _is_held(self, memory: Tensor) -> bool:
-        parts = self._storages_of_parts()
-        return storage_holders(memory) != 1 + len(parts) or storages_are_held(parts)
+        parts = self._storages[1]
+        return storage_holders(memory) == 1 + len(parts) and not storages_are_held(parts)

@@ -22,7 +22,7 @@ from polyshard.engine.unit import RootContext, Unit
 from polyshard.errors import DeepcopyError, LifecycleError
 from polyshard.module.communication import CommunicationSettings
 from polyshard.module.schedule import ScheduleSettings, units_of
-from polyshard.transport.mending import mend_groups
+from polyshard.transport.gloo.mending import mend_groups
 
 
 class UnshardHandle(TorchUnshardHandle):

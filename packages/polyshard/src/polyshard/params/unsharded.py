@@ -130,7 +130,11 @@ class Unsharded:
         return self._shards.versions()
 
     def scratch(self, numel: int, dtype: torch.dtype | None = None) -> Buffer:
-        """An acquired buffer beside the parameters, from the same pool."""
-        buffer = new_buffer(numel, dtype or self.dtype, self._device, self._pool)
+        """An acquired buffer beside the parameters, from the same pool.
+
+        Of their dtype it is the engine's alone; of another one (bytes) plugins see it.
+        """
+        wanted, is_shown = dtype or self.dtype, dtype is not None
+        buffer = new_buffer(numel, wanted, self._device, self._pool, is_shown=is_shown)
         buffer.acquire()
         return buffer

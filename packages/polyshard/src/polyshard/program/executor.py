@@ -14,8 +14,10 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from polyshard._torch.private import profiler_runs, profiler_span
-from polyshard.memory.streams import Event, Lanes, streams_of
+from polyshard.memory.streams import Event, Lanes, Streams, streams_of
 from polyshard.program.ops import ENTRY, Lane, Program
 
 if TYPE_CHECKING:
@@ -30,27 +32,18 @@ class Frame:
     """One run of a program in flight: how far it is, and what differs between runs."""
 
     __slots__ = (
-        "at", "events", "gradients", "has_placed", "home", "is_over", "key", "landing", "lanes",
-        "packed", "partial", "pending", "pieces", "present", "program", "said", "streams", "table",
-        "total",
+        "at", "gradients", "has_placed", "home", "is_over", "key", "landing", "packed", "partial",
+        "pending", "pieces", "present", "program", "said", "table", "total",
     )  # fmt: skip
 
-    def __init__(self, program: Program, lanes: Lanes, device: torch.device) -> None:
-        """Nothing has run yet.
-
-        Args:
-            program: what runs.
-            lanes: those of the root.
-            device: where its memory is.
-        """
+    def __init__(self, program: Program) -> None:
+        """Nothing has run yet."""
         self.program = program
-        self.lanes = lanes
-        self.streams = streams_of(device)
         self.at = 0
         """How many operations have started."""
         self.is_over = False
         self.home: Any = None
-        self.events: dict[int, Event] = {}
+        """The stream of its compute lane, on a device that has some."""
         self.pending: Pending | None = None
         """The transfer to be waited for."""
         self.gradients: dict[int, Tensor]
@@ -68,16 +61,38 @@ class Frame:
         self.has_placed = False
         """Whether sharded gradients were put in place."""
 
+    def join(self) -> None:
+        """Order the home stream behind every lane of the run."""
+
+
+class LaneFrame(Frame):
+    """A run on a device with streams. See [Note: lifetime]."""
+
+    __slots__ = ("events", "lanes", "streams")
+
+    def __init__(self, program: Program, lanes: Lanes, streams: Streams) -> None:
+        """``lanes`` are those of the root."""
+        super().__init__(program)
+        self.lanes = lanes
+        self.streams = streams
+        self.events: dict[int, Event] = {}
+
     def __del__(self) -> None:
-        """A run that nobody completed. See [Note: lifetime]."""
+        """A run that was dropped before its end."""
         if not (self.home is None or self.is_over or sys.is_finalizing()):
             self.join()
 
+    @override
     def join(self) -> None:
-        """Order the home stream behind every lane of the run."""
-        if self.streams is not None and self.home is not None:
+        if self.home is not None:
             for lane in self.program.lanes:
                 self.home.wait_stream(self.lanes.stream_of(lane.value, self.streams))
+
+
+def new_frame(program: Program, lanes: Lanes, device: torch.device) -> Frame:
+    """A run of ``program`` that has not begun, with memory on ``device``."""
+    streams = streams_of(device)
+    return Frame(program) if streams is None else LaneFrame(program, lanes, streams)
 
 
 def run(frame: Frame, stop: int, report: FailureReport, label: str) -> None:
@@ -97,7 +112,7 @@ def run(frame: Frame, stop: int, report: FailureReport, label: str) -> None:
         if profiler_runs():
             with profiler_span(label, str(report)):
                 _run(frame, stop)
-        elif frame.streams is None:
+        elif not isinstance(frame, LaneFrame):
             operations = frame.program.ops
             for place in range(frame.at, stop):
                 frame.at = place + 1
@@ -119,14 +134,14 @@ def _run(frame: Frame, stop: int) -> None:
     The compute lane of a run is its home, so that memory comes from and goes to one stream: a part
     that is run while another stream is current begins behind that one, which goes on behind it.
     """
-    streams = frame.streams
-    if streams is None:
+    if not isinstance(frame, LaneFrame):
         for place in range(frame.at, stop):
             frame.at = place + 1
             if frame.program.ops[place].run(frame):
                 frame.is_over = True
                 return
         return
+    streams = frame.streams
     current = streams.current()
     if frame.home is None:
         frame.home = current
@@ -141,7 +156,7 @@ def _run(frame: Frame, stop: int) -> None:
     current.wait_stream(frame.home)
 
 
-def _run_on_lanes(frame: Frame, stop: int) -> None:
+def _run_on_lanes(frame: LaneFrame, stop: int) -> None:
     """Run operations while the home stream is current."""
     for place in range(frame.at, stop):
         frame.at = place + 1
@@ -151,10 +166,9 @@ def _run_on_lanes(frame: Frame, stop: int) -> None:
             return
 
 
-def _run_on_lane(frame: Frame, place: int) -> object:
+def _run_on_lane(frame: LaneFrame, place: int) -> object:
     """One operation, behind those of other lanes that it waits for."""
     streams, op = frame.streams, frame.program.ops[place]
-    assert streams is not None
     on_compute = op.lane is Lane.COMPUTE
     stream = frame.home if on_compute else frame.lanes.stream_of(op.lane.value, streams)
     for earlier in op.waits:

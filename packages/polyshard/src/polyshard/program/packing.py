@@ -184,11 +184,14 @@ class Packing:
             target.copy_(part)
         return rows
 
-    def take_scratch(self, nbytes: int, device: torch.device) -> Buffer:
-        """Bytes for payloads or packed gradients, on pages that unsharded buffers gave up."""
+    def take_scratch(self, nbytes: int, device: torch.device, *, is_shown: bool = False) -> Buffer:
+        """Bytes for payloads or packed gradients, on pages that unsharded buffers gave up.
+
+        ``is_shown``: to plugins, which could keep views of them.
+        """
         scratch, self._scratch = self._scratch, None  # a second reduction in flight makes its own
         if scratch is None or scratch.nbytes != nbytes:
-            scratch = new_buffer(nbytes, torch.uint8, device, self._pool)
+            scratch = new_buffer(nbytes, torch.uint8, device, self._pool, is_shown=is_shown)
         scratch.acquire()
         return scratch
 
@@ -201,7 +204,10 @@ class Packing:
 
     def piece_outs(self, total: Tensor) -> list[Tensor]:
         """Where the sum of each piece belongs in ``total`` (``[shard_numel]``)."""
-        return [total[start:stop] for start, stop in self._out_spans]
+        outs = []
+        for start, stop in self._out_spans:  # a loop, as everything that runs in every step
+            outs.append(total[start:stop])
+        return outs
 
     def chunk_outs(self, total: Tensor) -> list[Tensor]:
         """Where the sum of each parameter's chunks belongs."""

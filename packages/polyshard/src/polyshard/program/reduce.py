@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -42,15 +42,16 @@ from polyshard.memory.streams import Lanes
 from polyshard.params.sharded import Shards
 from polyshard.plugins.validation import wordless
 from polyshard.program.accumulation import Accumulation, Slot, part_of
-from polyshard.program.executor import Frame
+from polyshard.program.executor import Frame, new_frame
 from polyshard.program.landing import Landing, Placing, check_hook
 from polyshard.program.ops import Lane, Memory, Op, Program, Traffic, compiled
 from polyshard.program.packing import Packing, extents_of
-from polyshard.program.presence import Difference, Presence
 from polyshard.program.unshard import ShardAxis, join
 from polyshard.seams import BoundReduceCodec, ShardStorage, overrides
 from polyshard.sharding.mesh import MeshRoles
-from polyshard.transport.base import ReduceRoute, Turns, all_gather, all_reduce
+from polyshard.transport import all_gather, all_reduce, presence_of
+from polyshard.transport.base import ReduceRoute, Turns
+from polyshard.transport.gloo.presence import Difference, Presence
 
 ReduceHook = Callable[[Tensor], None]
 _HOOKS = "_post_accumulate_grad_hooks"
@@ -203,7 +204,7 @@ class Reducer:
         self._answers = overrides(self._route.answer, ReduceRoute.answer)
         # See [Note: reduction].
         self._is_moved = overrides(self._storage.place_gradient, ShardStorage.place_gradient)
-        self._presence = Presence.of(roles, axis.tag, len(self._layout.parameters), turns)
+        self._presence = presence_of(roles, axis.tag, len(self._layout.parameters), turns)
         self._totals = Recycled(pool)
         self._placing = placing
         self._landing = landing
@@ -278,7 +279,7 @@ class Reducer:
             program = programs[key] = self.program(key, settings)
         if key not in table.sent_bytes:
             table.sent_bytes[key] = program.traffic(present).sent
-        frame = Frame(program, lanes, self._roles.device)
+        frame = new_frame(program, lanes, self._roles.device)
         frame.gradients, frame.table, frame.present = gradients, table, table.rows
         frame.key = key
         return frame
@@ -347,7 +348,16 @@ class Reducer:
 
         def hear(frame: Frame) -> None:
             said, frame.said = frame.said, None
-            self._hear(frame, said, key.wire)
+            try:
+                difference = said.hear()
+            except RuntimeError as error:
+                error.add_note(
+                    f"while this rank waited for others to reduce gradients of {self._names()}: a "
+                    "rank that failed before, or whose backward does not reach them, never comes"
+                )
+                raise
+            if difference is not None:
+                self._refuse(frame, difference, key.wire)
 
         traffic = Traffic(control=presence.control_bytes)
         parts.issue.append(Op("tell", tell, undo=unsay, traffic=lambda _: traffic))
@@ -362,22 +372,12 @@ class Reducer:
         """
         return self._landing is None and (self._coder is not None or self._answers)
 
-    def _hear(self, frame: Frame, said: Any, wire: torch.dtype) -> None:
-        """Wait for what others said.
+    def _refuse(self, frame: Frame, difference: Difference, wire: torch.dtype) -> NoReturn:
+        """End a reduction of gradients that cannot be summed.
 
         Raises:
-            GradientMismatchError: on every rank, where gradients cannot be summed.
+            GradientMismatchError: on every rank.
         """
-        try:
-            difference = said.hear()
-        except RuntimeError as error:
-            error.add_note(
-                f"while this rank waited for others to reduce gradients of {self._names()}: a rank "
-                "that failed before, or whose backward does not reach them, never comes"
-            )
-            raise
-        if difference is None:
-            return
         if self._may_start_before_hearing:
             self._play_out(frame, difference, wire)
         raise GradientMismatchError(difference.describe(self._names()))
@@ -421,6 +421,7 @@ class Reducer:
     def _send_rows(self, averaging: Averaging, key: Key, parts: _Parts, *, is_seen: bool) -> None:
         """Each piece from where it is."""
         wire, packing, route, codec = key.wire, self._packing, self._sums, self._codec
+        prepare = route.prepare if overrides(route.prepare, ReduceRoute.prepare) else None
 
         def pack(frame: Frame) -> None:
             sources = averaging.sources_of(frame.gradients, wire)
@@ -429,7 +430,7 @@ class Reducer:
             if codec is not None:
                 codec.begin(frozenset(sources))
             pieces, frame.packed = packing.pieces(sources, wire)
-            frame.pieces = route.prepare(pieces)
+            frame.pieces = pieces if prepare is None else prepare(pieces)
 
         def scatter(frame: Frame) -> None:
             frame.pending = route.start(frame.pieces, packing.piece_outs(frame.total))
@@ -470,7 +471,7 @@ class Reducer:
             frame.gradients = {}
             total = frame.total = self._new_total(frame, is_seen=is_seen)
             codec.begin(frozenset(sources))
-            frame.packed = packing.take_scratch(math.prod(shape), total.device)
+            frame.packed = packing.take_scratch(math.prod(shape), total.device, is_shown=True)
             chunks = packing.chunks(sources, total)
             payloads = frame.packed.tensor.view(shape)[0]
             wordless(asked.encode(chunks, payloads), codec, "encode")
@@ -655,7 +656,7 @@ class Reducer:
         if self._is_moved:
             by = self._storage_plugin
             complete.append(Op("place", self._move, reads=total, writes=total, plugin=by))
-        complete.append(Op("store", self._store_sum, reads=total, writes=(Memory.GRAD,)))
+        complete.append(Op("store", self._store, reads=total, writes=(Memory.GRAD,)))
 
     def _cast(self, frame: Frame) -> None:
         frame.total = self._placing.cast(frame.total)
@@ -673,17 +674,13 @@ class Reducer:
     def _move(self, frame: Frame) -> None:
         frame.total = self._placed(frame.total)
 
-    def _store_sum(self, frame: Frame) -> None:
-        frame.has_placed = True
-        self._store(frame.total, frame.present)
-
     def place_held(self) -> bool:
         """Put in place what was held and no reduction of the last backward took along, if any."""
         held = self._waiting.held
         if not held:
             return False
         total, present = held.take()
-        self._store(self._placed(total), present)
+        self._put_all(self._placed(total), present)
         return True
 
     def _placed(self, gradient: Tensor) -> Tensor:
@@ -697,7 +694,11 @@ class Reducer:
             self._check_placed = None
         return placed
 
-    def _store(self, total: Tensor, present: Sequence[int]) -> None:
+    def _store(self, frame: Frame) -> None:
+        frame.has_placed = True
+        self._put_all(frame.total, frame.present)
+
+    def _put_all(self, total: Tensor, present: Sequence[int]) -> None:
         """Set or add to ``.grad`` of the sharded parameters, then run their hooks."""
         hooked: list[Tensor] = []
         for index in present:

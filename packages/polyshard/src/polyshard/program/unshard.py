@@ -177,17 +177,13 @@ class _Copies:
     """Copies made together, in one call."""
 
     def __init__(self) -> None:
-        self._targets: list[Tensor] = []
-        self._sources: list[Tensor] = []
+        self.targets: list[Tensor] = []
+        self.sources: list[Tensor] = []
 
     def add(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         for target, source in pairs:
-            self._targets.append(target)
-            self._sources.append(source)
-
-    def run(self) -> None:
-        if self._targets:
-            torch._foreach_copy_(self._targets, self._sources)
+            self.targets.append(target)
+            self.sources.append(source)
 
 
 class NativeGather(Gather):
@@ -237,7 +233,8 @@ class NativeGather(Gather):
         """Copy staged parameters home."""
         del frame
         assert self._staging is not None
-        self._copies.run()
+        if self._copies.targets:
+            torch._foreach_copy_(self._copies.targets, self._copies.sources)
         self._staging.release()
 
     @override
@@ -397,7 +394,8 @@ class CodecGather(Gather):
         """Decode everybody's payload, the own one too."""
         del frame
         wordless(self._codec.decode(self._received, self._rows), self._codec, "decode")
-        self._copies.run()
+        if self._copies.targets:
+            torch._foreach_copy_(self._copies.targets, self._copies.sources)
         self._scratch.release()
 
     @override

@@ -44,7 +44,7 @@ from polyshard.rollback.verdict import (
     Verdict,
 )
 from polyshard.seams import Stateful, Undoable
-from polyshard.transport.mending import mend_groups
+from polyshard.transport.gloo.mending import mend_groups
 
 T = TypeVar("T")
 

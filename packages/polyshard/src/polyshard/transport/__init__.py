@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from polyshard._torch.newer import backend_of
 from polyshard._torch.planned import stands_for
@@ -16,14 +19,15 @@ from polyshard.transport.base import (
     Pending,
     ReduceRoute,
     Transport,
+    Turns,
 )
 from polyshard.transport.collective import CollectiveTransport
 from polyshard.transport.collective_owners import CollectiveOwner
-from polyshard.transport.gloo import GlooTransport
-from polyshard.transport.gloo_owners import GlooOwner
 from polyshard.transport.local import LocalTransport
-from polyshard.transport.wire import wire_of
 from polyshard.transport.wrapped import WrappedTransport
+
+if TYPE_CHECKING:
+    from polyshard.transport.gloo.presence import Presence
 
 __all__ = [
     "Extents",
@@ -35,9 +39,12 @@ __all__ = [
     "ReduceRoute",
     "Transport",
     "WrappedTransport",
+    "all_gather",
+    "all_reduce",
     "backend_for",
     "choose_transport",
     "owner_route_over",
+    "presence_of",
 ]
 
 
@@ -48,6 +55,8 @@ def choose_transport(roles: MeshRoles, device: torch.device) -> Transport:
     """
     if roles.shard_size == 1:
         return LocalTransport()
+    from polyshard.transport.gloo import GlooTransport
+
     group = roles.shard_group
     planned = stands_for(backend_for(group, device))
     if planned == dist.Backend.GLOO:
@@ -62,6 +71,9 @@ def owner_route_over(
 ) -> OwnerRoute:
     """A way for whole tensors among the ranks of ``group``, such as replicas."""
     if device.type == "cpu" and backend_for(group, device) == dist.Backend.GLOO:
+        from polyshard.transport.gloo.owners import GlooOwner
+        from polyshard.transport.gloo.wire import wire_of
+
         return GlooOwner(wire_of(group), group.rank(), group.size(), tag)
     return CollectiveOwner(group, dtype)
 
@@ -69,3 +81,55 @@ def owner_route_over(
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
     """Backend of ``group`` for ``device``: a group may have one per device type."""
     return backend_of(group, device)
+
+
+def presence_of(roles: MeshRoles, tag: int, count: int, turns: Turns) -> Presence | None:
+    """What compares the presence of gradients between ranks.
+
+    ``None`` where there is one rank, and where comparing is not cheap: see [Note: presence].
+    """
+    device = roles.device
+    if device.type != "cpu" or len(roles.ranks) == 1:
+        return None
+    whole = roles.mesh.get_group(0) if roles.mesh.ndim == 1 else dist.group.WORLD
+    if whole is None or backend_for(whole, device) != dist.Backend.GLOO:
+        return None
+    from polyshard.transport.gloo.presence import Presence
+
+    return Presence(roles, whole, tag, count, turns)
+
+
+def all_reduce(
+    values: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> None:
+    """Reduce ``values`` in place, on all ranks of ``group``; they are ready for the stream.
+
+    Raises:
+        ConnectionLostError: when another failure ended it.
+    """
+    if _has_wire(values, group):
+        from polyshard.transport.gloo.messages import all_reduce_over
+        from polyshard.transport.gloo.wire import wire_of
+
+        all_reduce_over(wire_of(group), values, op)
+    else:
+        dist.all_reduce(values, op, group=group)
+
+
+def all_gather(rows: Tensor, row: Tensor, group: dist.ProcessGroup) -> None:
+    """Row ``r`` of ``rows`` (``[W, n]``) becomes the ``row`` (``[n]``) of rank ``r``.
+
+    Raises:
+        ConnectionLostError: when another failure ended it.
+    """
+    if _has_wire(row, group):
+        from polyshard.transport.gloo.messages import all_gather_over
+        from polyshard.transport.gloo.wire import wire_of
+
+        all_gather_over(wire_of(group), rows, row)
+    else:
+        dist.all_gather(list(rows.unbind()), row, group=group)
+
+
+def _has_wire(values: Tensor, group: dist.ProcessGroup) -> bool:
+    return values.device.type == "cpu" and backend_of(group, values.device) == dist.Backend.GLOO

@@ -18,8 +18,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from polyshard.transport.base import DONE, OwnerRoute, Pending
-from polyshard.transport.wire import Wire
-from polyshard.transport.works import Message, Works
+from polyshard.transport.gloo.messages import Message, Works
+from polyshard.transport.gloo.wire import Wire
 
 WINDOW = 3
 """Arrivals asked for at once."""
@@ -52,7 +52,7 @@ class GlooOwner(OwnerRoute):
     def reduce(self, key: int, owner: int, source: Tensor, out: Tensor | None) -> Pending:
         if out is None:
             works = self._begin("reduce", key, source)
-            works.send([Message([source], owner)])
+            works.post("send", [Message([source], owner)])
             return works
         if self._size == 1:
             out.copy_(source)
@@ -67,9 +67,11 @@ class GlooOwner(OwnerRoute):
         del most
         works = self._begin("scatter", key, parts or out)
         if parts is None:
-            works.receive([Message([out], owner)] if out.numel() else [])
+            works.post("recv", [Message([out], owner)] if out.numel() else [])
             return works
-        works.send([Message([parts[r]], r) for r in self._others(owner) if parts[r].numel()])
+        works.post(
+            "send", [Message([parts[r]], r) for r in self._others(owner) if parts[r].numel()]
+        )
         out.copy_(parts[owner])
         return works
 
@@ -80,9 +82,11 @@ class GlooOwner(OwnerRoute):
         del most
         works = self._begin("gather", key, source if parts is None else parts)
         if parts is None:
-            works.send([Message([source], owner)] if source.numel() else [])
+            works.post("send", [Message([source], owner)] if source.numel() else [])
             return works
-        works.receive([Message([parts[r]], r) for r in self._others(owner) if parts[r].numel()])
+        works.post(
+            "recv", [Message([parts[r]], r) for r in self._others(owner) if parts[r].numel()]
+        )
         parts[owner].copy_(source)
         return works
 
@@ -92,9 +96,9 @@ class GlooOwner(OwnerRoute):
             return DONE
         works = self._begin("broadcast", key, value)
         if self._rank == owner:
-            works.send([Message([value], r) for r in self._others(owner)])
+            works.post("send", [Message([value], r) for r in self._others(owner)])
         else:
-            works.receive([Message([value], owner)])
+            works.post("recv", [Message([value], owner)])
         return works
 
     def _others(self, owner: int) -> list[int]:
@@ -121,7 +125,7 @@ class _Sum:
 
     def _ask(self, index: int, memory: Tensor) -> None:
         works = self.start(memory)
-        works.receive([Message([memory], self.peers[index])])
+        works.post("recv", [Message([memory], self.peers[index])])
         self.arrivals.append((works, memory))
 
     def wait(self) -> None:

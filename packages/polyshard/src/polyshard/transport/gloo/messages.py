@@ -12,8 +12,7 @@ from torch import Tensor
 
 from polyshard._torch.gloo import gather_options
 from polyshard.errors import ConnectionLostError
-from polyshard.transport.waiter import Job
-from polyshard.transport.wire import Wire
+from polyshard.transport.gloo.wire import Job, Wire
 
 COLLECTIVE = -1
 """What collectives of a wire have for a tag: they pair by order."""
@@ -49,28 +48,19 @@ class Works:
             job = Job(self._works[self._next :], (self._keep, tuple(self._peers)))
             Thread(target=job.run, name="polyshard-dropped", daemon=True).start()
 
-    def receive(self, messages: Sequence[Message]) -> None:
-        """Post receives.
+    def post(self, what: str, messages: Sequence[Message]) -> None:
+        """Post receives (``"recv"``) or sends (``"send"``).
 
         Raises:
             ConnectionLostError: when the connections were cut.
         """
-        self._post("recv", messages)
-
-    def send(self, messages: Sequence[Message]) -> None:
-        """Post sends.
-
-        Raises:
-            ConnectionLostError: when the connections were cut.
-        """
-        self._post("send", messages)
-
-    def _post(self, what: str, messages: Sequence[Message]) -> None:
-        connections = self._connections = self._wire.open()
-        post, tag = getattr(connections, what), self._tag
+        connections = self._wire.connections
+        self._connections = connections = connections or self._wire.open()
+        post, tag, works = getattr(connections, what), self._tag, self._works
         self._peers.append(messages)
         try:
-            self._works += [post(m.tensors, m.peer, tag) for m in messages]
+            for message in messages:  # a loop: everything here runs in every transfer
+                works.append(post(message.tensors, message.peer, tag))
         except RuntimeError as error:
             raise lost(error, None) from error
 
@@ -83,11 +73,14 @@ class Works:
         Raises:
             ConnectionLostError: when one of them ended before it was complete.
         """
-        wire = self._wire
+        wire, connections = self._wire, self._connections
         job = self._job = Job(self._works[self._next :], (self._keep, tuple(self._peers)))
         wire.alarm.waiting = self
         try:
-            wait_over(wire, self._connections, job)
+            if not wire.waiter.wait(job, lambda: wire.is_over(connections)):
+                raise ConnectionLostError("connections were cut")
+            if job.error is not None:
+                raise job.error
         except RuntimeError as error:
             peer = wire.rank_of(self._peer())
             self._next += job.at + 1

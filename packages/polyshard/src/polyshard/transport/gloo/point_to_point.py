@@ -39,9 +39,9 @@ from polyshard.transport.base import (
     Transport,
     Turns,
 )
-from polyshard.transport.gloo_owners import GlooOwner
-from polyshard.transport.wire import wire_of
-from polyshard.transport.works import Message, Works, exchange_over, in_turn
+from polyshard.transport.gloo.messages import Message, Works, exchange_over, in_turn
+from polyshard.transport.gloo.owners import GlooOwner
+from polyshard.transport.gloo.wire import wire_of
 
 STAGING_BYTES = 64 << 10
 """Measured on loopback: a message costs about as much as copying this many bytes twice."""
@@ -74,10 +74,10 @@ class GlooGather(GatherRoute):
     def start(self) -> Pending:
         """Post receives, then sends; put the own chunk in place while they run."""
         works = self._transport.begin(self._tag)
-        works.receive(self._receives)
+        works.post("recv", self._receives)
         if self._casts:
             torch._foreach_copy_(self._own, self._sources)
-        works.send(self._sends)
+        works.post("send", self._sends)
         if not self._casts:
             torch._foreach_copy_(self._own, self._sources)
         return works
@@ -121,8 +121,10 @@ class GlooReduce(ReduceRoute):
         own: list[Tensor] = []
         targets: list[Tensor] = []
         outgoing: list[Sequence[Tensor]] = []
+        is_whole = True
         for source, out, extents in zip(sources, outs, self._extents, strict=True):
             if source is None:
+                is_whole = False
                 continue
             chunks = source.split(extents.chunk_numel) if extents.chunk_numel else (source,)
             outgoing.append(chunks)
@@ -130,52 +132,42 @@ class GlooReduce(ReduceRoute):
             if real:
                 own.append(chunks[self._rank])
                 targets.append(out if real == extents.chunk_numel else out[:real])
-        arrivals = [self._arrivals(own, targets, i) for i in range(len(self._peers))]
-        tag = self._tag_of([source is not None for source in sources])
-        works = self._post(arrivals, outgoing, self._transport.begin(tag))
+        works = self._transport.begin(self._tag if is_whole else self._tag_of(sources))
+        # The first peer writes into the sum itself, where dtypes allow; what travels has one.
+        into_sum = bool(own) and own[0].dtype == self._dtype
+        arrivals: list[list[Tensor]] = []
+        receives: list[Message] = []
+        sends: list[Message] = []
+        for index, peer in enumerate(self._peers):
+            arriving = targets if into_sum and index == 0 else list(map(torch.empty_like, own))
+            arrivals.append(arriving)
+            for tensor in arriving:
+                receives.append(Message([tensor], peer))
+            for chunks in outgoing:
+                if peer < len(chunks) and chunks[peer].numel():
+                    sends.append(Message([chunks[peer]], peer))
+        works.post("recv", receives)
+        works.post("send", sends)
         return self._sum(works, self._rank, own, targets, arrivals)
 
-    def _arrivals(self, own: list[Tensor], targets: list[Tensor], index: int) -> list[Tensor]:
-        """Where the peer at ``index`` writes: into the sum itself if it comes first."""
-        if index == 0 and all(o.dtype == self._dtype for o in own):
-            return targets
-        return [torch.empty_like(o) for o in own]
-
-    def _tag_of(self, takes_part: Sequence[bool]) -> int:
-        absent = [index for index, present in enumerate(takes_part) if not present]
+    def _tag_of(self, sources: Sequence[object]) -> int:
+        """Of a reduction in which only some pieces, those that are not ``None``, travel."""
+        absent = [index for index, source in enumerate(sources) if source is None]
         if not absent:
             return self._tag
         return (zlib.crc32(f"{self._tag} {absent}".encode()) >> 2) * 2 + 1
 
     @override
     def answer(self, peer: int, takes_part: Sequence[bool], dtype: torch.dtype) -> Pending:
-        works = self._transport.begin(self._tag_of(takes_part))
+        works = self._transport.begin(self._tag_of([part or None for part in takes_part]))
         for extents in (e for e, present in zip(self._extents, takes_part, strict=True) if present):
             mine, theirs = extents.numels[self._rank], extents.numels[peer]
             if mine:
-                works.receive([Message([torch.empty(mine, dtype=dtype, device="cpu")], peer)])
+                works.post("recv", [Message([torch.empty(mine, dtype=dtype, device="cpu")], peer)])
             if theirs:
-                works.send([Message([torch.zeros(theirs, dtype=dtype, device="cpu")], peer)])
-        return works
-
-    def _post(
-        self, arrivals: list[list[Tensor]], outgoing: list[Sequence[Tensor]], works: Works
-    ) -> Works:
-        works.receive(
-            [
-                Message([tensor], peer)
-                for peer, tensors in zip(self._peers, arrivals, strict=True)
-                for tensor in tensors
-            ]
-        )
-        works.send(
-            [
-                Message([chunks[peer]], peer)
-                for peer in self._peers
-                for chunks in outgoing
-                if peer < len(chunks) and chunks[peer].numel()
-            ]
-        )
+                works.post(
+                    "send", [Message([torch.zeros(theirs, dtype=dtype, device="cpu")], peer)]
+                )
         return works
 
 
@@ -193,6 +185,7 @@ class _Sum:
     arrivals: list[list[Tensor]]
 
     def wait(self) -> None:
+        """Wait for all arrivals, and add."""
         self.works.wait()
         if self.targets:
             self.add()

@@ -2,8 +2,8 @@
 
 [Note: mending]
 Meshes, tensors and users hold the process groups of a mesh, so new ones would help nobody. A group
-gets a new backend instead, over a :class:`~polyshard.transport.wire.Wire` of its own among the same
-ranks. All of them come, each of its groups in the order of their names: whoever is in a group with
+gets a new backend instead, over a :class:`~polyshard.transport.gloo.wire.Wire` of its own among the
+same ranks. All of them come, each of its groups in the order of their names: whoever is in a group with
 a rank that cut knows of it (see [Note: who has cut] of ``alarm/cuts.py``). Groups with a rank
 that will not come back stay broken. Groups of other backends cannot get a new one: where their
 ranks are out of step, no rank goes on.
@@ -27,7 +27,7 @@ from polyshard._torch.gloo import (
 from polyshard.alarm.alarm import Alarm
 from polyshard.alarm.cuts import Broken
 from polyshard.errors import ConnectionLostError, OutOfStepError, PeerError
-from polyshard.transport.wire import Wire
+from polyshard.transport.gloo.wire import Wire
 
 
 def mend_groups(alarm: Alarm) -> None:

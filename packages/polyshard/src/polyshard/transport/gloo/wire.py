@@ -9,16 +9,27 @@ is made anew, as soon as all of its ranks have come.
 
 Without a store that ranks share (one process in a test, torch's fake group) there is no alarm, and
 transfers go through the process group itself.
+
+[Note: stranded messages]
+When gloo closes a connection it tells the messages that wait for their turn, and forgets those that
+are half way through it: of which the header was read and the rest was not, or that fill a socket
+which nobody reads. Whoever waits for such a message waits until the time-out, and Python cannot
+end that. So the main thread never waits for a message itself. A thread does, and when connections
+are cut it is left behind with what it waits for: it keeps the memory alive that the message was to
+be written to or read from, and ends with the time-out. The next wait gets a new one.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from threading import Thread
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Lock, Thread
 from typing import NamedTuple, cast
 
 import torch.distributed as dist
@@ -27,7 +38,6 @@ from polyshard._torch.gloo import connect_gloo, cut_gloo, forget_gloo, timeout_o
 from polyshard.alarm.alarm import Alarm
 from polyshard.alarm.current import current_alarm
 from polyshard.errors import ConnectionLostError
-from polyshard.transport.waiter import Waiter
 
 REMEMBERED = 4096
 """Transfers that a rank remembers to have begun, for ranks that wait for it."""
@@ -36,6 +46,71 @@ PATIENCE_SECONDS = 0.3
 POLL_SECONDS = 0.002
 MOST_SECONDS = 0.05
 """How often a rank that waits for connections looks whether all have come."""
+
+
+LOOK_SECONDS = 0.05
+"""How often the main thread looks whether connections were cut."""
+
+
+@dataclass
+class Job:
+    """Works to wait for, one after the other, until one fails."""
+
+    works: Sequence[dist.Work]
+    keep: object
+    """What must live until they are done."""
+    at: int = 0
+    """Of the work that is waited for."""
+    error: RuntimeError | None = None
+    is_left: bool = False
+    """Whether nobody waits for it any more."""
+    done: Lock = field(default_factory=Lock)
+    """Held from when somebody waits until all is done."""
+
+    def run(self) -> None:
+        """In the thread that waits."""
+        try:
+            for self.at, work in enumerate(self.works):  # noqa: B020
+                work.wait()
+        except RuntimeError as error:
+            self.error = error
+        finally:
+            if self.done.locked():
+                self.done.release()
+
+
+class Waiter:
+    """See [Note: stranded messages]."""
+
+    def __init__(self) -> None:
+        """There is no thread yet."""
+        self._jobs: SimpleQueue[Job | None] | None = None
+
+    def wait(self, job: Job, is_cut: Callable[[], bool]) -> bool:
+        """Return when ``job`` is done; ``False`` if it was left behind, because of a cut."""
+        jobs = self._jobs
+        if jobs is None:
+            jobs = self._jobs = SimpleQueue()
+            Thread(target=_work, args=(jobs,), name="polyshard-wait", daemon=True).start()
+            weakref.finalize(self, jobs.put, None).atexit = False
+        job.done.acquire()
+        jobs.put(job)
+        was_cut = False
+        while not job.done.acquire(timeout=LOOK_SECONDS):
+            if was_cut:
+                job.is_left, self._jobs = True, None
+                return False
+            was_cut = is_cut()
+        return True
+
+
+def _work(jobs: SimpleQueue[Job | None]) -> None:
+    """Until a job is left behind, or nobody is there to bring one."""
+    while (job := jobs.get()) is not None:
+        job.run()
+        if job.is_left:
+            return
+        del job  # what it keeps alive is not needed while the next one is waited for
 
 
 class _Begun(NamedTuple):
@@ -71,7 +146,8 @@ class Wire:
         # Not the group itself: it would outlive its destruction here, with its threads and files.
         self._timeout = timeout_of(group)
         self._unwatched = None if alarm.board else group
-        self._connections = self._unwatched
+        self.connections = self._unwatched
+        """What sends and receives, once it is connected."""
         self._cut: dist.ProcessGroup | None = None
         self.waiter = Waiter()
         self._left: list[str] = []
@@ -83,7 +159,7 @@ class Wire:
         Raises:
             ConnectionLostError: when a rank is gone, or another failure ends the wait for it.
         """
-        connections = self._connections
+        connections = self.connections
         return self._connect() if connections is None else connections
 
     def begin(self, tag: int) -> int:
@@ -117,18 +193,18 @@ class Wire:
 
     def cut(self) -> None:
         """End all transfers; the next ones are refused."""
-        connections = self._connections
+        connections = self.connections
         if connections is not None:
             cut_gloo(connections)
             self._cut = connections
 
     def is_over(self, connections: dist.ProcessGroup | None) -> bool:
         """Whether nothing goes over ``connections`` any more, which :meth:`open` returned."""
-        return connections is not self._connections or connections is self._cut
+        return connections is not self.connections or connections is self._cut
 
     def renew(self) -> None:
         """Connect anew at the next use."""
-        self._connections = None
+        self.connections = None
         self._begun.clear()
         self._counts.clear()
         self._total = 0
@@ -158,7 +234,7 @@ class Wire:
                 board.store, f"{name}/gloo", rank, size, timeout, on_shared_device=self._is_named
             )
         )
-        self._connections = made
+        self.connections = made
         self._tidy(board.store, name, rank)
         if self.alarm.report is not None:  # rung while this was made, and cut nothing
             self.cut()
