@@ -39,8 +39,8 @@ NOT_ON_SIM: dict[str, dict[str, tuple[str, ...]]] = {
     },
     GLOO: {
         "packages/polyshard/tests": (
-            "exchange/test_kept_sums.py::test_sums_of_the_transport",
-            "exchange/test_kept_sums.py::test_the_wire_dtype_is_that_of_gradients",
+            "program/test_kept_sums.py::test_sums_of_the_transport",
+            "program/test_kept_sums.py::test_the_wire_dtype_is_that_of_gradients",
             "memory/test_resident.py::test_gradients_use_the_pages_of_freed_parameters",
             "test_module.py::test_custom_collectives_move_the_bytes",
             "torch/test_comm_debug.py",
@@ -55,8 +55,8 @@ NOT_ON_SIM: dict[str, dict[str, tuple[str, ...]]] = {
     },
     CHECKED: {
         "packages/polyshard/tests": (
-            "exchange/test_landing.py::test_ranks_with_other_gradients_are_told_before_anything_is_sent",
-            "exchange/test_presence.py::test_a_unit_that_one_backward_skips",
+            "program/test_landing.py::test_ranks_with_other_gradients_are_told_before_anything_is_sent",
+            "program/test_presence.py::test_a_unit_that_one_backward_skips",
         ),
     },
     KERNELS: {"plugins/polyshard-reproducible/tests": ("",)},
@@ -70,8 +70,8 @@ NOT_ON_SIM: dict[str, dict[str, tuple[str, ...]]] = {
         "packages/polyshard/tests": (
             "engine/test_native_state.py::test_full_values_pass_through_an_adapter",
             "engine/test_pipelining.py::test_trains_as_with_torch_and_as_alone",
-            "exchange/test_codecs.py::test_kept_payloads_follow_every_write",
-            "exchange/test_protocol_like_torch.py::test_meta_init",
+            "program/test_codecs.py::test_kept_payloads_follow_every_write",
+            "program/test_protocol_like_torch.py::test_meta_init",
             "group/test_kept_payloads.py::test_a_codec_may_read_a_shard_where_it_rests",
             "test_complex.py",
             "test_same_values.py::test_parameters_without_values_are_listed",

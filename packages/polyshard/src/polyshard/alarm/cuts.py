@@ -3,21 +3,20 @@
 [Note: who has cut]
 A process group that one rank has cut is broken for all of its ranks, and works again only when all
 of them connect anew (:mod:`polyshard.transport.gloo.mending`). So a rank that cuts says so before,
-and takes that back when it has been mended. Others may read the list once nobody can cut any more: a rank
-cuts only until it goes on to the next epoch. Those who recover wait until all have come to theirs
-(ranks that were told again of one failure leave several behind). A rank that is busy elsewhere for
-long is not waited for. What it cuts later stands in the list at the next failure.
+and takes that back when it has been mended. Others may read the list once nobody can cut any more:
+a rank cuts only until it goes on to the next epoch. Those who recover wait until all have come to
+theirs (ranks that were told again of one failure leave several behind). A rank that is busy
+elsewhere for long is not waited for. What it cuts later stands in the list at the next failure.
 
-[Note: out of step]
-A group that nobody waits in can be broken as well. A rank that was told of a failure after it had
-begun a collective, and before it needed the result, leaves messages behind that others will take
-for those of the next collective: gloo ends their processes for it. So ranks that go on to an epoch
-compare how many collectives each has begun in every group, and one that finds another number than
-the first to come says that this group is broken.
+[Note: out of step] A group that nobody waits in can be broken as well. A rank that was told of a
+failure after it had begun a collective, and before it needed the result, leaves messages behind
+that others will take for those of the next collective: gloo ends their processes for it. So ranks
+that go on to an epoch compare how many collectives each has begun in every group, and one that
+finds another number than the first to come says that this group is broken.
 
-[Note: kept epochs]
-Only the reports of the last :data:`KEPT` epochs stay. A rank that was away for longer (stopped,
-say) would take one that was forgotten for free; so the number of the last one to end stays as well.
+[Note: kept epochs] Only the reports of the last :data:`KEPT` epochs stay. A rank that was away for
+longer (stopped, say) would take one that was forgotten for free; so the number of the last one to
+end stays as well.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 [Note: mending]
 Meshes, tensors and users hold the process groups of a mesh, so new ones would help nobody. A group
 gets a new backend instead, over a :class:`~polyshard.transport.gloo.wire.Wire` of its own among the
-same ranks. All of them come, each of its groups in the order of their names: whoever is in a group with
+same ranks. All of them come, each of its groups in the order of their names: a rank in a group with
 a rank that cut knows of it (see [Note: who has cut] of ``alarm/cuts.py``). Groups with a rank
 that will not come back stay broken. Groups of other backends cannot get a new one: where their
 ranks are out of step, no rank goes on.
