@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from polyshard_testing import late_rank
 from polyshard_testing.world import World
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--late-rank=N``, which :mod:`late_rank` explains."""
+    text = "run tests that expect exceptions with rank N late, so that it hears of others' first"
+    parser.addoption("--late-rank", type=int, metavar="N", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Ranks take the environment along."""
+    rank = config.getoption("--late-rank")
+    if rank is not None:
+        os.environ[late_rank.VARIABLE] = str(rank)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With a late rank, leave out files whose ranks expect no exception."""
+    if config.getoption("--late-rank") is not None:
+        texts = {path: path.read_text("utf-8") for path in {item.path for item in items}}
+        wanted = {path for path, text in texts.items() if "raise" in text and "rank" in text}
+        config.hook.pytest_deselected(items=[i for i in items if i.path not in wanted])
+        items[:] = [item for item in items if item.path in wanted]
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:

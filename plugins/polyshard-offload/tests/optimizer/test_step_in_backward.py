@@ -21,12 +21,11 @@ from offload_toys import (
 )
 from torch import nn
 from toy_models import loss_of
-from toy_refusals import raises_in_step
 
 from polyshard import clip_grad_norm_, fully_shard
 from polyshard.errors import SettingError
 from polyshard_offload import DiskSettings, Offload, OffloadError
-from polyshard_testing import World, ranks
+from polyshard_testing import World, raises_in_step, ranks
 
 TIERS = [
     ("device", "host"),
