@@ -7,14 +7,17 @@ load; here it is chosen. A test that passes with each rank late does not rely on
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 VARIABLE = "POLYSHARD_LATE_RANK"
 """How the option reaches ranks, which are processes of their own."""
-_LATE_SECONDS = 0.4  # the alarm's thread looks for other ranks' failures ten times a second
+_LATE_SECONDS = 0.3  # the alarm's thread looks for other ranks' failures ten times a second
 
 
 def become_late() -> None:
@@ -60,3 +63,27 @@ def become_late() -> None:
 def is_late(rank: int) -> bool:
     """Whether the environment of this process says so of ``rank``."""
     return os.environ.get(VARIABLE) == str(rank)
+
+
+def expects_errors(function: Callable[..., Any]) -> bool:
+    """Whether ``function``, or a function of tests that it names, names ``raises`` and the like."""
+    seen: set[FunctionType] = set()
+
+    def names_it(found: object) -> bool:
+        found = inspect.unwrap(found) if callable(found) else found
+        if not isinstance(found, FunctionType) or found in seen:
+            return False
+        seen.add(found)
+        if not {"tests", "integration_tests"}.intersection(Path(found.__code__.co_filename).parts):
+            return False
+        names = _names(found.__code__)
+        if any(name.startswith(("raises", "refuse")) for name in names):
+            return True
+        return any(names_it(found.__globals__.get(name)) for name in names)
+
+    return names_it(function)
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*map(_names, inner))
