@@ -34,11 +34,16 @@ TORCH = os.environ.get("POLYSHARD_TORCH", "torch==2.13.0")
 # What `versions` tries; the ends are those of polyshard._torch.newer (tools/tests).
 TORCHES = ("2.11.*", "2.12.*", "2.13.0", "2.14.*", "2.15.*")
 PYTHONS = ("3.11", "3.12", "3.13")
+BACKEND = ("hatchling>=1.27",)
 PARTIAL = {name: plugins for name, plugins in SUBSETS.items() if plugins != PLUGINS}
 # Ranks share the cores of one machine; without this each starts a thread for every core.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # Tests with ranks wait for each other for much of their time, so one worker more than cores.
 WORKERS = int(os.environ.get("POLYSHARD_WORKERS", "3"))
+
+# Compiling all of torch and transformers takes three times as long as unpacking them; Python compiles
+# what is imported.
+os.environ.setdefault("PIP_NO_COMPILE", "1")
 
 # What of a package is installed beyond what it needs itself.
 WITH_EXTRAS = {"polyshard-cli": "new", "polyshard-plan": "html"}
@@ -48,8 +53,7 @@ WITH_EXTRAS = {"polyshard-cli": "new", "polyshard-plan": "html"}
 # Installing torch costs most of a session's time and a gigabyte of disk, so every session that
 # needs it shares .nox/dev. What a session must not see is uninstalled first; sessions of this file
 # therefore cannot run in parallel. Only `build` makes a second one, because it must start empty.
-# While no pyproject.toml changes, a session adds and removes only the plugins that differ: pip
-# makes an environment to build each editable distribution in, also one that is there already.
+# While no pyproject.toml changes, a session adds and removes only the plugins that differ.
 def dev_environment(session: nox.Session, plugins: list[str]) -> Path:
     """Make the shared environment hold core and exactly ``plugins``; return its bin folder."""
     home = ROOT / ".nox" / "dev"
@@ -68,7 +72,9 @@ def dev_environment(session: nox.Session, plugins: list[str]) -> Path:
     if wheels:
         if not is_ready:
             session.log("pip is quiet about what follows: 1.4 GB with torch, some minutes")
-        session.run_install(*pip, "install", *wheels, silent=True)
+        # Every distribution has this backend; pip would install it anew to build each.
+        session.run_install(*pip, "install", *BACKEND, "editables", silent=True)
+        session.run_install(*pip, "install", "--no-build-isolation", *wheels, silent=True)
     if not is_ready:
         stamp.write_text(wanted, "utf-8")
     return python.parent
@@ -146,7 +152,7 @@ def build(session: nox.Session) -> None:
 
 def make_dist(session: nox.Session) -> Path:
     """Build every sdist and wheel; the folder they are in."""
-    session.install("build", "packaging", "hatchling>=1.27")
+    session.install("build", "packaging", *BACKEND)
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     for folder in FOLDERS:

@@ -4,21 +4,24 @@ Usage: python tools/check_docs.py [PAGE ...]      (default: every README.md, and
 
 A block that opens with ```python run is run. A block that opens with ```python alone is an error,
 unless the nearest line above it is a comment `<!-- not run: reason -->`. The blocks of one page
-share their names. A page that says `<!-- ranks: 2 -->` is run by torchrun with that many ranks.
+share their names. A page that says `<!-- ranks: 2 -->` is run on that many ranks, as by torchrun.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
-import subprocess
+import runpy
 import sys
 import tempfile
 import textwrap
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +35,8 @@ NOT_RUN = re.compile(r"^<!-- not run: \S.*-->$")
 RANKS = re.compile(r"^<!-- ranks: (\d+) -->$", re.MULTILINE)
 TIMEOUT_SECONDS = 300
 AT_ONCE = 2
+FORKS = multiprocessing.get_context("forkserver")
+PRELOADED = ["torch.distributed.tensor", "torch._dynamo", "polyshard"]
 
 
 @dataclass(frozen=True)
@@ -88,25 +93,67 @@ def run_page(page: Path) -> str | None:
 
 
 def _execute(page: Path, program: Path, ranks: re.Match[str] | None) -> str | None:
-    command = [sys.executable]
-    if ranks:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks[1]}"]
-    try:
-        done = subprocess.run(
-            [*command, str(program)],
-            cwd=program.parent,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+    """Run ``program`` in processes that are forked from one that has imported torch.
+
+    [Note: pages in forks]
+    Starting Python and torch takes longer than most pages do, and torchrun and its ranks do it
+    three times. So ranks get here what torchrun gives them: its variables and its store.
+    """
+    size = int(ranks[1]) if ranks else 0
+    variables = {"OMP_NUM_THREADS": "1", **os.environ}
+    store: Any = None
+    if size:
+        from torch.distributed import TCPStore
+
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
+        variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
+        variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    output = program.with_name(f".{program.stem}.output")
+    processes = []
+    for rank in range(max(size, 1)):
+        own = variables | (dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) if size else {})
+        process = FORKS.Process(target=_be_page, args=(program, own, output))
+        process.start()
+        processes.append(process)
+    status = _wait_for(processes)
+    if status is None:
         return f"{page}: still running after {TIMEOUT_SECONDS} s"
-    if done.returncode:
-        return f"{page}: exit status {done.returncode} (line numbers are the page's)\n{done.stdout}"
+    if status:
+        text = output.read_text("utf-8")
+        return f"{page}: exit status {status} (line numbers are the page's)\n{text}"
     return None
+
+
+def _wait_for(processes: list[Any]) -> int | None:
+    """The first exit status that is not 0, if any; ``None`` after a time-out. None is left."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    left = list(processes)
+    try:
+        while left:
+            ready = wait([process.sentinel for process in left], deadline - time.monotonic())
+            if not ready:
+                return None
+            left = [process for process in left if process.sentinel not in ready]
+            if status := next((p.exitcode for p in processes if p not in left and p.exitcode), 0):
+                return int(status)
+        return 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _be_page(program: Path, variables: dict[str, str], output: Path) -> None:
+    """Run ``program`` as if Python had been started with it."""
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(program.parent)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.argv, sys.path[0] = [str(program)], str(program.parent)
+    runpy.run_path(str(program), run_name="__main__")
 
 
 def default_pages(root: Path) -> list[Path]:
@@ -118,7 +165,8 @@ def default_pages(root: Path) -> list[Path]:
 def main(arguments: list[str]) -> int:
     """Run the pages; 1 if one fails."""
     pages = [Path(argument) for argument in arguments] or default_pages(ROOT)
-    with ThreadPoolExecutor(AT_ONCE) as pool:  # most of a page is starting Python and torch
+    FORKS.set_forkserver_preload(PRELOADED)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         failures = [failure for failure in pool.map(run_page, pages) if failure]
     print("\n".join([*failures, f"docs: {len(pages) - len(failures)} of {len(pages)} pages pass"]))
     return 1 if failures else 0

@@ -11,7 +11,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from toy_models import full
-from toy_refusals import raises_in_step, refused
+from toy_refusals import refused
 
 from polyshard import MixedPrecisionPolicy, Plugin, StorageFactory, describe, fully_shard, hookimpl
 from polyshard._torch.newer import grad_dtype_of, release
@@ -19,7 +19,7 @@ from polyshard.errors import SettingError, UnsupportedError
 from polyshard.plugins.builtin import DeviceStorage
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
-from polyshard_testing import ranks
+from polyshard_testing import raises_in_step, ranks
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 TORCH_FOLLOWS = release() >= (2, 15)

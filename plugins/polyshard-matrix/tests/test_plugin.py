@@ -13,7 +13,6 @@ import torch
 from matrix_models import Model, Run, blocks_of, muon
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from toy_refusals import raises_in_step
 
 import polyshard
 from polyshard import fully_shard
@@ -21,7 +20,7 @@ from polyshard.errors import PluginError, UnsupportedError
 from polyshard.seams import BoundReduceCodec, GroupInfo, ReduceCodec
 from polyshard_matrix import MatrixError, MatrixOptimizer, hidden_matrices
 from polyshard_matrix.choosing import Balance, Cut
-from polyshard_testing import PluginConformance, ranks
+from polyshard_testing import PluginConformance, raises_in_step, ranks
 from polyshard_testing.runs import Factory
 
 

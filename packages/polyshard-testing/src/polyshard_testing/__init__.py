@@ -8,11 +8,15 @@ from polyshard_testing.world import RankError, World
 
 if TYPE_CHECKING:
     from polyshard_testing.conformance import PluginConformance
-    from polyshard_testing.rank_tests import ranks
+    from polyshard_testing.rank_tests import raises_in_step, ranks
 
-__all__ = ["PluginConformance", "RankError", "World", "ranks"]
+__all__ = ["PluginConformance", "RankError", "World", "raises_in_step", "ranks"]
 
-_HOMES = {"PluginConformance": "conformance", "ranks": "rank_tests"}
+_HOMES = {
+    "PluginConformance": "conformance",
+    "raises_in_step": "rank_tests",
+    "ranks": "rank_tests",
+}
 
 if "pytest" in sys.modules:  # not in ranks, which do without its import
     sys.modules["pytest"].register_assert_rewrite("polyshard_testing.conformance")

@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from polyshard_testing import late_rank
 from polyshard_testing.world import World
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--late-rank=N``, which :mod:`late_rank` explains."""
+    text = "run tests that expect exceptions with rank N late, so that it hears of others' first"
+    parser.addoption("--late-rank", type=int, metavar="N", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Ranks take the environment along."""
+    rank = config.getoption("--late-rank")
+    if rank is not None:
+        os.environ[late_rank.VARIABLE] = str(rank)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With a late rank, leave out the tests whose ranks expect no exception."""
+    if config.getoption("--late-rank") is not None:
+        wanted = [item for item in items if _expects_errors_on_ranks(item)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
+        items[:] = wanted
+
+
+def _expects_errors_on_ranks(item: pytest.Item) -> bool:
+    has_ranks = any(name.startswith("world") for name in getattr(item, "fixturenames", ()))
+    return has_ranks and late_rank.expects_errors(getattr(item, "function", None))
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:

@@ -1,13 +1,15 @@
-"""``@ranks(2)``: a test that runs on real ranks, in one function."""
+"""``@ranks(2)``: a test that runs on real ranks, in one function; errors it expects there."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
+from polyshard.errors import PeerError
 
 
 def ranks(*sizes: int, timeout: float = 60.0) -> Callable[[Callable[..., None]], Any]:
@@ -50,3 +52,30 @@ def ranks(*sizes: int, timeout: float = 60.0) -> Callable[[Callable[..., None]],
         return pytest.mark.parametrize("world_size", sizes, ids=ids)(test)
 
     return decorate
+
+
+def raises_in_step(error: type[Exception], match: str) -> pytest.RaisesExc[Exception]:
+    """``pytest.raises`` for an error that every rank meets in a step of its own accord.
+
+    A rank that is slower hears first of a rank that has failed, and rightly raises ``PeerError``,
+    which quotes that rank's error. ``pytest --late-rank=N`` shows where a test needs this.
+
+    Args:
+        error: what a rank raises, or quotes of another.
+        match: a regular expression, found in the message of either.
+    """
+    return pytest.raises(
+        (error, PeerError),
+        match=match,
+        check=lambda raised: isinstance(raised, error) or _quotes(str(raised), error),
+    )
+
+
+def _quotes(text: str, error: type[Exception]) -> bool:
+    return any(f"{kind.__name__}: " in text for kind in _kinds(error))
+
+
+def _kinds(error: type[Exception]) -> Iterator[type[Exception]]:
+    yield error
+    for kind in error.__subclasses__():
+        yield from _kinds(kind)

@@ -32,6 +32,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from polyshard_testing import late_rank
+
 COLLECTIVE_SECONDS = 30.0
 """How long a rank waits for its peers by default."""
 _ANSWER_SECONDS = 5.0  # for a rank to tell that it waited in vain
@@ -270,6 +272,8 @@ def _serve(given: _Rank, environment: dict[str, str], pipe: Connection) -> None:
         world_size=size,
         timeout=timedelta(seconds=given.seconds),
     )
+    if late_rank.is_late(rank):
+        late_rank.become_late()
     pipe.send(_Answer())
     modules: dict[str, ModuleType] = {}
     gc.freeze()  # what was imported is not searched each time

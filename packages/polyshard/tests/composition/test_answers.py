@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from toy_adapters import Negating
 from toy_codecs import BytesGather, BytesReduce, Doubling, TwoHops
-from toy_refusals import raises_in_step
 from toy_storage import Away, SlowBackend
 from toy_transforms import Flattening
 from typing_extensions import override
@@ -21,7 +20,7 @@ from polyshard import MixedPrecisionPolicy, Plugin, describe, fully_shard, hooki
 from polyshard.errors import PlanMismatchError, PluginError
 from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
-from polyshard_testing import ranks
+from polyshard_testing import raises_in_step, ranks
 
 
 def plugin_of(hook: str, part: object) -> Plugin:

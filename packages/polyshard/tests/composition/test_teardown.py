@@ -13,14 +13,13 @@ import torch
 from torch import nn
 from toy_groups import GROUP
 from toy_lifetimes import Failing, Lasting
-from toy_refusals import raises_in_step
 
 import polyshard
 from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.composition.stack import build_stack
 from polyshard.errors import LifecycleError, SettingError
 from polyshard.seams import GroupInfo
-from polyshard_testing import ranks
+from polyshard_testing import raises_in_step, ranks
 
 
 def sharded(*plugins: object) -> Any:

@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from toy_models import Model, assert_same_parameters, build, full, loss_of, shard, tokens_for, train
-from toy_refusals import raises_in_step
 from toy_units import states
 
 from polyshard import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
@@ -24,7 +23,7 @@ from polyshard.engine.root import units_below
 from polyshard.engine.unit import Unit
 from polyshard.errors import DeepcopyError, LifecycleError, UnsupportedError
 from polyshard.group.group import State
-from polyshard_testing import ranks
+from polyshard_testing import raises_in_step, ranks
 
 
 def units(model: nn.Module) -> list[Unit]:

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from toy_models import build, full, loss_of, shard, tokens_for, train
-from toy_refusals import raises_in_step
 
 from polyshard import fully_shard
 from polyshard.errors import ModuleError
-from polyshard_testing import World, ranks
+from polyshard_testing import World, raises_in_step, ranks
 
 ENGINES = ("torch", "polyshard")
 SMALL = {"width": 24, "hidden": 30, "layers": 2}

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from toy_landing import InTurn, Landing
-from toy_refusals import raises_in_step
 from toy_transforms import Flattening
 
 import polyshard
 from polyshard import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 from polyshard.errors import GradientMismatchError, LifecycleError, PluginError, UnsupportedError
 from polyshard.seams import GroupInfo, OwnedParameter
-from polyshard_testing import ranks
+from polyshard_testing import raises_in_step, ranks
 
 
 def build() -> nn.Sequential:

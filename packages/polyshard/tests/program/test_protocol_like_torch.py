@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from toy_models import Model, build, full, loss_of, shard, tokens_for
-from toy_refusals import raises_in_step
 from toy_tensors import Asking, Careless, Coded, OldForm, Wrapped
 
 from polyshard import MixedPrecisionPolicy, describe, fully_shard
 from polyshard.errors import UnsupportedError
-from polyshard_testing import World, ranks
+from polyshard_testing import World, raises_in_step, ranks
 
 ENGINES: tuple[Any, Any] = (torch_fully_shard, fully_shard)
 

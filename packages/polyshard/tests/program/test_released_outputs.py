@@ -10,12 +10,11 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from toy_models import full
-from toy_refusals import raises_in_step
 from toy_tensors import Coded, OldForm
 
 from polyshard import fully_shard
 from polyshard.errors import ModuleError
-from polyshard_testing import ranks
+from polyshard_testing import raises_in_step, ranks
 
 RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from toy_codecs import Codecs
 from toy_models import build, full, loss_of, shard, tokens_for
-from toy_refusals import raises_in_step
 from toy_tensors import Coded, Moody, Nibbles, OldForm, Wrapped
 
 from polyshard import describe, fully_shard, stats
 from polyshard.engine.root import unit_of
 from polyshard.errors import ConflictError, ModuleError, PluginError, UnsupportedError
-from polyshard_testing import World, ranks
+from polyshard_testing import World, raises_in_step, ranks
 
 
 def wrap(model: nn.Module, kind: type[Wrapped], trainable: bool = True) -> nn.Module:

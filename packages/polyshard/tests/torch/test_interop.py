@@ -19,11 +19,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils import parametrize
 from toy_models import Model, assert_same_parameters, build, full, loss_of, shard, tokens_for, train
-from toy_refusals import raises_in_step
 
 from polyshard import fully_shard
 from polyshard.errors import LifecycleError, ModuleError
-from polyshard_testing import ranks
+from polyshard_testing import raises_in_step, ranks
 
 SMALL = {"width": 24, "hidden": 30, "layers": 2}
 

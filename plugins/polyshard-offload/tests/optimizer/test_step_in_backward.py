@@ -21,12 +21,11 @@ from offload_toys import (
 )
 from torch import nn
 from toy_models import loss_of
-from toy_refusals import raises_in_step
 
 from polyshard import clip_grad_norm_, fully_shard
 from polyshard.errors import SettingError
 from polyshard_offload import DiskSettings, Offload, OffloadError
-from polyshard_testing import World, ranks
+from polyshard_testing import World, raises_in_step, ranks
 
 TIERS = [
     ("device", "host"),
@@ -149,7 +148,7 @@ def test_settings_changed_before_the_step_are_refused(rank: int, size: int, tmp_
     path = str(tmp_path)
     _, optimizer = trained(rank, path)
     optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(OffloadError, match=r"'lr' of parameter group 0 was changed from 0\.01"):
+    with raises_in_step(OffloadError, r"'lr' of parameter group 0 was changed from 0\.01"):
         optimizer.step()
 
 
@@ -209,10 +208,11 @@ def test_a_backward_that_raises_needs_a_checkpoint(
         model[1].fails = False
         model.reset_iter_state()
         if offload is not None:
-            with pytest.raises(OffloadError, match="backward raised after the optimizer"):
+            with raises_in_step(OffloadError, "backward raised after the optimizer"):
                 optimizer.step()
             optimizer.zero_grad()
-            with raises_in_step(OffloadError, "from the last checkpoint"):
+            # A rank that heard of the other's refusal above quotes it until the step is given up.
+            with raises_in_step(OffloadError, "from the last checkpoint|stepped some parameters"):
                 backward(1, model)
             model.reset_iter_state()
             model.load_state_dict(weights)
