@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from toy_models import build, full, loss_of, shard, tokens_for
+from toy_models import build, loss_of, shard, tokens_for
 
 import polyshard
 from polyshard import SameValues, describe, fully_shard

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from polyshard_testing import World, ranks
 
 def model_of(seed: int, *widths: int) -> Any:
     torch.manual_seed(seed)
-    return nn.Sequential(*[nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)])
+    return nn.Sequential(*[nn.Linear(a, b) for a, b in pairwise(widths)])
 
 
 def told(model: Any, width: int = 4) -> list[str]:
@@ -171,7 +172,9 @@ def test_experts_that_differ_are_told_to_their_own(rank: int, size: int) -> None
     fully_shard(model, shard_placement_fn=place)
     texts = told(model)
     assert len(texts) == mesh.get_local_rank("expert")
-    assert all("ranks [2, 3] were given different initial values of 1.weight, 1.bias." in t for t in texts)
+    assert all(
+        "ranks [2, 3] were given different initial values of 1.weight, 1.bias." in t for t in texts
+    )
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
@@ -186,12 +189,16 @@ def test_checksums_are_of_bits_in_order(dtype: torch.dtype) -> None:
     assert len(in_hex(checksum(values[:0]))) == len(in_hex(checksum(values[0, 0]))) == 16
 
 
-SIZES = st.sampled_from([1, 7, 8, 9, 8 * BLOCK_WORDS - 1, 8 * BLOCK_WORDS, 8 * BLOCK_WORDS + 9, 70000])
+SIZES = st.sampled_from(
+    [1, 7, 8, 9, 8 * BLOCK_WORDS - 1, 8 * BLOCK_WORDS, 8 * BLOCK_WORDS + 9, 70000]
+)
 
 
 @given(st.data(), SIZES)
 def test_any_changed_byte_changes_it(data: st.DataObject, size: int) -> None:
-    values = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    values = torch.randint(
+        0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size)
+    )
     changed = values.clone()
     at = data.draw(st.integers(0, size - 1))
     changed[at] ^= data.draw(st.integers(1, 255))

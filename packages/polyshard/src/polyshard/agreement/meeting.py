@@ -46,7 +46,7 @@ from polyshard.errors import PeerError, PlanMismatchError
 
 SHOWN_LINES = 20
 COMPARED_NOTES = 8
-"""Of how many kinds of notes a meeting reads the text: each of a thousand ranks may have its own."""
+"""Of how many kinds of notes the text is read; each of a thousand ranks may have its own."""
 NOTED = "noted"
 
 

@@ -38,7 +38,7 @@ words of a block by the same amount does not vanish modulo 2^64."""
 
 @dataclass(frozen=True)
 class InitialValues:
-    """What one parameter was: checksums, 0-dim and int64 on its device. See [Note: initial values]."""
+    """Checksums of one parameter, 0-dim and int64 on its device. See [Note: initial values]."""
 
     parameter: ShardedParameter
     ranks: tuple[int, ...]
