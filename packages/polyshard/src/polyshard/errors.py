@@ -132,7 +132,7 @@ class IneffectiveSettingWarning(UserWarning):
 
 
 class DifferentValuesWarning(UserWarning):
-    """Ranks were given different initial values of parameters, which every rank is told."""
+    """Ranks were given different values of what should be alike; every rank is told."""
 
 
 class UntestedVersionWarning(UserWarning):
