@@ -188,9 +188,9 @@ def page(results: dict[str, Any]) -> str:
     for name, case in CASES.items():
         outputs: dict[str, list[str]] = {}
         for e in engines:
-            if cells[e][name]["output"]:
-                text = f"{cells[e][name]['verdict']}: `{cells[e][name]['output'].replace('`', chr(39))}`"
-                outputs.setdefault(text, []).append(e)
+            kind, output = cells[e][name]["verdict"], cells[e][name]["output"]
+            if output:
+                outputs.setdefault(f"{kind}: `{output.replace('`', chr(39))}`", []).append(e)
         if outputs:
             lines += [f"{case.title}:", ""]
             lines += [f"- {', '.join(names)} {text}" for text, names in outputs.items()]
@@ -200,9 +200,10 @@ def page(results: dict[str, Any]) -> str:
 
 HEAD = """# Silent errors
 
-Each row is a mistake of a library or of its user that some engine has met without an error; the source in
-brackets is where. Each is a short function of `benchmarks/silent/cases.py` with an oracle: one process with the
-global batch, or arithmetic. Ranks of gloo run it with each engine, used as the engine's documentation says.
+Each row is a mistake of a library or of its user that some engine has met without an error; the
+source in brackets is where. Each is a short function of `benchmarks/silent/cases.py` with an
+oracle: one process with the global batch, or arithmetic. Ranks of gloo run it with each engine,
+used as the engine's documentation says.
 
 | | |
 |---|---|
@@ -213,14 +214,15 @@ global batch, or arithmetic. Ranks of gloo run it with each engine, used as the 
 | **silently wrong** | the numbers are wrong, and nothing is said |
 | - | the engine has nothing that the case is about |
 
-No engine can make a case of misuse right, unless it does not need what was left out; there, a refusal or a report is
-what one hopes for. Columns of other libraries say something of the way this benchmark uses them, too: accelerate uses
-FSDP2 on accelerators alone, so here its state is told that the job is one; Lightning is `Fabric` with
-`ModelParallelStrategy`; DeepSpeed is ZeRO-3. Cases that need an interface like FSDP2's (`set_reshard_after_backward`, meta
-devices, `set_requires_all_reduce`) run with polyshard and FSDP2 alone.
+No engine can make a case of misuse right, unless it does not need what was left out; there, a
+refusal or a report is what one hopes for. Columns of other libraries say something of the way
+this benchmark uses them, too: accelerate uses FSDP2 on accelerators alone, so here its state is
+told that the job is one; Lightning is `Fabric` with `ModelParallelStrategy`; DeepSpeed is ZeRO-3.
+Cases that need an interface like FSDP2's (`set_reshard_after_backward`, meta devices,
+`set_requires_all_reduce`) run with polyshard and FSDP2 alone.
 
-To run it: `python -m benchmarks.silent`, with `--engine`, `--case` for parts of it (nothing is written then), and
-`--python ENGINE=PATH` for engines that are installed in another environment.
+To run it: `python -m benchmarks.silent`, with `--engine`, `--case` for parts of it (nothing is
+written then), and `--python ENGINE=PATH` for engines that are installed in another environment.
 """
 
 

@@ -212,14 +212,14 @@ def tied_from_meta(engine: Engine) -> None:
 def size_one_axis(engine: Engine) -> None:
     plain = mlp()
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    check_gradients(engine.prepare(copy.deepcopy(plain), mesh=mesh), plain)
+    check_gradients(engine.prepare(copy.deepcopy(plain), sgd, mesh=mesh), plain)
 
 
 @case("Mean over replicas and shards", "Arctic-Platform#55", ranks=4)
 def mean_over_both(engine: Engine) -> None:
     plain = mlp()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    check_gradients(engine.prepare(copy.deepcopy(plain), mesh=mesh), plain)
+    check_gradients(engine.prepare(copy.deepcopy(plain), sgd, mesh=mesh), plain)
 
 
 @case("Replicas summed by the last micro-batch alone, compiled", "torchtitan#4505")
@@ -227,7 +227,7 @@ def replicas_compiled(engine: Engine) -> None:
     engine.only_units()
     plain = mlp()
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    job = engine.prepare(copy.deepcopy(plain), mesh=mesh)
+    job = engine.prepare(copy.deepcopy(plain), sgd, mesh=mesh)
     compiled = torch.compile(job.model, backend="aot_eager")
     for is_last in (False, True):
         job.model.set_requires_all_reduce(is_last)
@@ -240,7 +240,7 @@ def replicas_compiled(engine: Engine) -> None:
 
 
 class Scaled(nn.Parameter):
-    """Integers with a scale beside them, as bitsandbytes' ``Params4bit`` keeps its ``quant_state``."""
+    """Integers with a scale, as ``Params4bit`` of bitsandbytes keeps its ``quant_state``."""
 
     scale: Tensor | None = None
 
@@ -269,13 +269,13 @@ def quantized_state(engine: Engine) -> None:
         for ours, theirs in zip(for_engine.parameters(), plain.parameters(), strict=True):
             ours.copy_(theirs)
     for_engine[0].weight.scale = plain[0].weight.scale  # type: ignore[union-attr]
-    job = engine.prepare(for_engine)
+    job = engine.prepare(for_engine, sgd)
     with torch.no_grad():
         close(loss(job.model, everyone()), loss(plain, everyone()), "loss")
 
 
 class Halved(torch.Tensor):
-    """A weight that asks to be gathered in bfloat16, by FSDP2's protocol, as torchao's float8 does."""
+    """Asks by FSDP2's protocol to be gathered in bfloat16, as torchao's float8 weights do."""
 
     gathers = 0
 
@@ -332,7 +332,7 @@ def codec_dropped(engine: Engine) -> None:
     plain = mlp()
     for_engine = copy.deepcopy(plain)
     for_engine[0].weight = nn.Parameter(Halved(for_engine[0].weight.detach().clone()))
-    job = engine.prepare(for_engine)
+    job = engine.prepare(for_engine, sgd)
     with torch.no_grad():
         got = float(loss(job.model, mine()))
         plain[0].weight.copy_(plain[0].weight.bfloat16())
@@ -495,7 +495,7 @@ def gradient_scale(engine: Engine) -> None:
 @case("Accumulation without synchronisation", "cosmos-framework#161")
 def accumulation(engine: Engine) -> None:
     plain = mlp()
-    job = engine.prepare(copy.deepcopy(plain))
+    job = engine.prepare(copy.deepcopy(plain), sgd)
     with job.unsynchronised():
         backward(job)
     check_gradients(job, plain, times=2)
@@ -517,7 +517,7 @@ def step_unsynchronised(engine: Engine) -> None:
 def thawed(engine: Engine) -> None:
     plain = mlp()
     plain[0].requires_grad_(False)
-    job = engine.prepare(copy.deepcopy(plain))
+    job = engine.prepare(copy.deepcopy(plain), sgd)
     backward(job)
     for each in (job.model, plain):
         each.zero_grad()
@@ -528,7 +528,7 @@ def thawed(engine: Engine) -> None:
 
 @case("NaN on one rank only", "arXiv 2512.20345")
 def nan_on_one(engine: Engine) -> None:
-    job = engine.prepare(mlp())
+    job = engine.prepare(mlp(), sgd)
     x = mine()
     if dist.get_rank():
         x[0, 0] = float("nan")
@@ -547,7 +547,7 @@ class WithMethod(nn.Sequential):
 @case("Misuse: a method other than the prepared module's forward", "TrainCheck, ddp-out-of-sync")
 def other_method(engine: Engine) -> None:
     plain = mlp()
-    job = engine.prepare(WithMethod(*copy.deepcopy(plain)))
+    job = engine.prepare(WithMethod(*copy.deepcopy(plain)), sgd)
     inner = job.model if hasattr(job.model, "loss") else job.model.module
     job.backward(inner.loss(mine()))
     loss(plain, everyone()).backward()
@@ -560,7 +560,7 @@ def other_method(engine: Engine) -> None:
 @case("Evaluation between two training steps", "pytorch#110139")
 def after_evaluation(engine: Engine) -> None:
     plain = mlp()
-    job = engine.prepare(copy.deepcopy(plain))
+    job = engine.prepare(copy.deepcopy(plain), sgd)
     for _ in range(2):
         with torch.no_grad():
             close(loss(job.model, everyone()), loss(plain, everyone()), "loss")
@@ -631,7 +631,7 @@ def published_late(engine: Engine) -> None:
 def initial_weights(engine: Engine) -> None:
     plain = mlp()
     torch.manual_seed(dist.get_rank())
-    job = engine.prepare(plain if dist.get_rank() == 0 else mlp())
+    job = engine.prepare(plain if dist.get_rank() == 0 else mlp(), sgd)
     with torch.no_grad():
         loss(job.model, mine())
     torch.manual_seed(0)
@@ -649,7 +649,7 @@ def skipped_layer(engine: Engine) -> None:
             result: Tensor = self.a(x) if dist.get_rank() else self.b(self.a(x))
             return result
 
-    job = engine.prepare(Skips())
+    job = engine.prepare(Skips(), sgd)
     backward(job)
     found = job.gradients()
     if not {"a.weight", "b.weight"} <= set(found):
@@ -661,7 +661,7 @@ def check_divided(engine: Engine, dropout: float, seeds: list[int], batches: lis
     mesh, rank = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), dist.get_rank()
     plain = nn.Sequential(Block(dropout))
     plan = {f"0.{name}": style for name, style in PLAN.items()}
-    job = engine.prepare(copy.deepcopy(plain), mesh=mesh, plan=plan)
+    job = engine.prepare(copy.deepcopy(plain), sgd, mesh=mesh, plan=plan)
     torch.manual_seed(seeds[rank])
     backward(job, batches[rank])
     found, wrong = job.gradients(), []

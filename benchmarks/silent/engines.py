@@ -37,7 +37,7 @@ def bare(name: str) -> str:
 
 
 class Job:
-    """A model, prepared for training by DDP, and its optimizer. The others override what differs."""
+    """A model, prepared by DDP, and its optimizer. Other engines override what differs."""
 
     has_units = False
     """Whether the engine shards module by module, with FSDP2's interface."""
@@ -189,10 +189,10 @@ class Accelerate(Fsdp2):
 
     def __init__(self, model: nn.Module, make: Make | None = None, **options: Any) -> None:
         from accelerate import Accelerator, FullyShardedDataParallelPlugin
-        from accelerate.utils import DistributedType, ParallelismConfig
+        from accelerate.utils import DistributedType
 
-        if "plan" in options:
-            raise NotApplicableError  # takes the plan of a model of transformers
+        if options:
+            raise NotApplicableError  # it takes replicas on accelerators alone
         if hasattr(model, "tied"):
             wrapping: dict[str, Any] = {"auto_wrap_policy": "no_wrap"}
         else:
@@ -201,11 +201,7 @@ class Accelerate(Fsdp2):
                 "transformer_cls_names_to_wrap": ["Linear"],
             }
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wrapping)
-        mesh, axes = options.get("mesh"), None
-        if mesh is not None:
-            replicas, shards = mesh.shape
-            axes = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=shards)
-        self.accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=axes)
+        self.accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
         state = self.accelerator.state
         state._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
         if make is None:
@@ -286,7 +282,7 @@ class DeepSpeed(Job):
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         }
-        optimizer = make(model.parameters()) if make else torch.optim.SGD(model.parameters(), 0.5)
+        optimizer = make(model.parameters()) if make else None
         self.model, self.optimizer, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=config
         )

@@ -30,7 +30,9 @@ class Block(nn.Module):
 
 def sharded(dropout: float = 0.0) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    plugin = TensorParallel({"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}, mesh=mesh["tp"])
+    plugin = TensorParallel(
+        {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}, mesh=mesh["tp"]
+    )
     torch.manual_seed(0)
     model = nn.Sequential(Block(dropout), Block(dropout))
     plugin.apply(model)

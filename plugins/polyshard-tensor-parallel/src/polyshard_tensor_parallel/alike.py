@@ -2,8 +2,8 @@
 
 [Note: alike]
 Every rank of a tensor-parallel group computes its part of one result, so all of them need the same
-inputs, and the same masks where dropout acts on what they hold alike. Ranks that are seeded or fed
-as data-parallel ones are fail nowhere: sums over the group mix what belongs to different batches.
+inputs, and the same masks where dropout acts on what they hold alike. If they are seeded or fed as
+data-parallel ranks are, nothing fails: sums over the group mix what belongs to different batches.
 So the first forward in training compares what the outermost module is given, and the state of the
 random numbers if anything drops out. Later ones are not compared: a data loader that takes the
 wrong rank does so from the first batch on.
@@ -63,8 +63,8 @@ def _compare(module: nn.Module, given: Any, ranks: Sequence[int]) -> None:
         f"tensor-parallel ranks {named} begin with different {', '.join(differing)}: each computes "
         "a part of one result, which needs the same on all. Give ranks of a tensor-parallel group "
         "the same batches (take samples by mesh['dp'].get_local_rank()), and the same seed before "
-        "they train (torch.manual_seed(seed + mesh['dp'].get_local_rank())). If it is meant, filter "
-        "polyshard.errors.DifferentValuesWarning.",
+        "they train (torch.manual_seed(seed + mesh['dp'].get_local_rank())). If it is meant, "
+        "filter polyshard.errors.DifferentValuesWarning.",
         DifferentValuesWarning,
         stacklevel=2,
     )
