@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from toy_models import build, full, loss_of, shard, tokens_for
+from toy_models import build, loss_of, shard, tokens_for
 
 import polyshard
 from polyshard import SameValues, describe, fully_shard
 from polyshard.errors import PlanMismatchError
-from polyshard.same_values import digest_of
 from polyshard_testing import World, ranks
 
 SMALL = {"width": 8, "hidden": 10, "layers": 2}
@@ -65,25 +64,3 @@ def test_parameters_without_values_are_listed(rank: int, size: int) -> None:
     assert any("SameValues compares nothing of weight, bias" in n for n in plan.notices)
     model(torch.ones(1, 3)).sum().backward()
     assert model.weight.grad is not None
-
-
-@ranks(2)
-def test_values_are_not_compared_by_default(rank: int, size: int) -> None:
-    """Without the plugin each rank keeps its part of its own values, as with FSDP2."""
-    model: Any = nn.Linear(2, 2, bias=False)
-    with torch.no_grad():
-        model.weight.fill_(float(rank))
-    fully_shard(model)
-    model(torch.ones(1, 2)).sum().backward()
-    assert torch.equal(full(model.weight.detach()), torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool], ids=str
-)
-def test_digests_are_of_bits_in_order(dtype: torch.dtype) -> None:
-    values = torch.tensor([[0, 1, 0], [0, 0, 1]]).to(dtype)
-    assert digest_of(values) == digest_of(values.clone())
-    assert digest_of(values.t()) == digest_of(values.t().contiguous())
-    assert digest_of(values) != digest_of(values.flip(1))
-    assert len(digest_of(values[:0])) == len(digest_of(values[0, 0])) == 16

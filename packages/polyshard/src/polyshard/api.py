@@ -23,6 +23,7 @@ from polyshard.engine.collect import (
     split_by_kind,
 )
 from polyshard.engine.hooks import UnitHooks
+from polyshard.engine.initial_values import initial_values
 from polyshard.engine.plans import audiences
 from polyshard.engine.root import group_names, unit_of
 from polyshard.engine.state_dict import StateDictHooks
@@ -134,6 +135,7 @@ def fully_shard(
         sources = collector.sources(modules)
         _plan_groups(unit, sources, collector.stack)
         _shard(unit, sources)
+        unit.initial_values = initial_values(unit.groups, sources)
     return module
 
 

@@ -131,6 +131,10 @@ class IneffectiveSettingWarning(UserWarning):
     """A setting that changes nothing where it was given; ``describe()`` says so as well."""
 
 
+class DifferentValuesWarning(UserWarning):
+    """Ranks were given different values of what should be alike; every rank is told."""
+
+
 class UntestedVersionWarning(UserWarning):
     """A torch newer than any that polyshard was tested with."""
 

@@ -1,13 +1,11 @@
-"""An opt-in check that all ranks start from the same values."""
+"""A plugin that demands that all ranks start from the same values."""
 
 from __future__ import annotations
 
-import hashlib
-
-import torch
 from torch import Tensor
 
 from polyshard.__about__ import __version__
+from polyshard.engine.initial_values import checksum, in_hex
 from polyshard.errors import warn
 from polyshard.plugins.contract import Plugin, hookimpl
 from polyshard.seams import GroupInfo, Observer, ParamInfo
@@ -29,10 +27,11 @@ class SameValues(Plugin):
     """Refuses to train when ranks brought different values of one parameter.
 
     ``fully_shard`` keeps on each rank its own slice of its own values, and synchronises nothing:
-    ranks that were initialised differently would train a mixture of their models. With this plugin
-    a digest of every full parameter is part of the plan, so that a difference is a
-    ``PlanMismatchError`` on every rank before the first transfer, naming the parameter. It costs
-    one pass over the parameters while they are sharded, and nothing in a step.
+    ranks that were initialised differently would train a mixture of their models. Without this
+    plugin the first forward warns of that on every rank (:class:`DifferentValuesWarning`). With
+    it, a checksum of every full parameter is part of the plan, so that a difference is a
+    ``PlanMismatchError`` on every rank before the first transfer, naming the parameter, whatever
+    is loaded in between.
 
     Buffers are not compared, nor are parameters that are sharded on the meta device: they have no
     values yet, which ``describe()`` says. Local parts of tensor parallelism are compared with those
@@ -44,11 +43,11 @@ class SameValues(Plugin):
 
     @hookimpl
     def polyshard_parameter_facts(self, tensor: Tensor, param: ParamInfo) -> str:
-        """A digest of the values, bit for bit."""
+        """A checksum of the values, bit for bit."""
         del param
-        if tensor.device.type == "meta":
+        if tensor.is_meta:
             return ON_META
-        return f"values {digest_of(tensor)}"
+        return f"values {in_hex(checksum(tensor))}"
 
     @hookimpl
     def polyshard_observer(self, group: GroupInfo) -> Observer | None:
@@ -59,12 +58,3 @@ class SameValues(Plugin):
         observer = _Unchecked(unchecked)
         warn(observer.notices)
         return observer
-
-
-def digest_of(tensor: Tensor) -> str:
-    """Sixteen hex digits; equal for equal bits in equal order."""
-    if hasattr(tensor, "__tensor_flatten__"):  # a subclass around other tensors
-        inner, _ = tensor.__tensor_flatten__()
-        return "+".join(digest_of(getattr(tensor, name)) for name in inner)
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(flat.numpy().data, digest_size=8).hexdigest()

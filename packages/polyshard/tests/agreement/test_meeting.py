@@ -56,10 +56,10 @@ class Table:
     def do(self, rank: int, act: Callable[[], Any]) -> Future[Any]:
         return self.threads[rank].submit(act)
 
-    def comes(self, rank: int, *lines: str) -> Future[Any]:
-        def act() -> None:
+    def comes(self, rank: int, *lines: str, **notes: str) -> Future[Any]:
+        def act() -> dict[str, list[int]]:
             start_again()
-            meet(self.boards[rank], lines)
+            return meet(self.boards[rank], lines, notes=notes)
 
         return self.do(rank, act)
 
@@ -104,6 +104,33 @@ def test_a_difference_is_refused_until_it_is_mended(table: Table) -> None:
     first, second = table.comes(0, "same", "b"), table.comes(1, "same", "b")
     first.result(SECONDS)
     second.result(SECONDS)
+
+
+def test_notes_that_differ_are_told_and_refuse_nothing(table: Table) -> None:
+    for _ in range(2):
+        first, second = table.comes(0, "a", x="1", y="2", z="3"), table.comes(1, "a", x="1", y="5")
+        for coming in (first, second):
+            assert coming.result(SECONDS) == {"y": [0, 1]}
+    first, second = table.comes(0, "a", x="1"), table.comes(1, "a")
+    for coming in (first, second):  # only one of them says anything
+        assert coming.result(SECONDS) == {}
+    first, second = table.comes(0, "a", x="1"), table.comes(1, "b", x="2")
+    for coming in (first, second):
+        refused(coming, r"rank 0 \(-\) against ranks \[1\] \(\+\):\n-a\n\+b")
+
+
+def test_of_many_notes_some_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A difference in what must be equal is refused however many notes there are."""
+    size = meeting.COMPARED_NOTES + 3
+    table = Table(monkeypatch, size)
+    coming = [table.comes(rank, "a", x=str(rank)) for rank in range(size)]
+    first = [c.result(SECONDS) for c in coming]
+    assert first == [{"x": list(range(meeting.COMPARED_NOTES))}] * size
+    coming = [table.comes(rank, "ab"[rank == size - 1], x=str(rank)) for rank in range(size)]
+    for each in coming:
+        refused(each, "ranks planned different things")
+    for thread in table.threads:
+        thread.shutdown()
 
 
 def test_a_failure_is_quoted_within_a_second_and_at_every_attempt(table: Table) -> None:

@@ -246,6 +246,36 @@ def test_ignored_parameters_are_left_alone(rank: int, size: int) -> None:
     assert isinstance(model.a.weight.grad, DTensor)
 
 
+class Scaled(nn.Parameter):
+    """With a scale beside the values, as quantized weights of other libraries have one."""
+
+    scale: Tensor | None = None
+
+
+class ScaledLinear(nn.Module):
+    def __init__(self, kind: type[nn.Parameter]) -> None:
+        super().__init__()
+        self.weight: Any = kind(torch.ones(3, 3), requires_grad=False)
+        self.weight.scale = torch.tensor(0.5)
+        self.bias = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = getattr(self.weight, "scale", None)
+        weight = self.weight if scale is None else self.weight * scale
+        return nn.functional.linear(x, weight, self.bias)
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, Scaled])
+@ranks(2)
+def test_what_a_parameter_keeps_beside_its_values(
+    rank: int, size: int, kind: type[nn.Parameter]
+) -> None:
+    model: Any = fully_shard(ScaledLinear(kind))
+    assert model.weight.scale == 0.5
+    for _ in range(2):
+        assert torch.equal(model(torch.ones(1, 3)), torch.full((1, 3), 1.5))
+
+
 @ranks(2)
 def test_recurrent_modules(rank: int, size: int) -> None:
     """An LSTM keeps its own list of weights and watches attributes."""

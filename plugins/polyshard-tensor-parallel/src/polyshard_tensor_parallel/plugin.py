@@ -20,6 +20,7 @@ from polyshard.errors import LifecycleError, MeshError, SettingError
 from polyshard.seams import ParamInfo
 from polyshard_tensor_parallel.__about__ import __version__
 from polyshard_tensor_parallel._torch_private import root_mesh, waited
+from polyshard_tensor_parallel.alike import Alike
 from polyshard_tensor_parallel.forms import chunks, sharded_tensors, transform
 from polyshard_tensor_parallel.forms.axes import check_apart
 from polyshard_tensor_parallel.plans import application
@@ -35,6 +36,7 @@ class _Applied:
 
     def __init__(self) -> None:
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.alike = Alike()
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,6 +157,8 @@ class TensorParallel(Plugin):
     def polyshard_prepare_model(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Make sure that the plan was applied; apply it if ``module`` is a whole model.
 
+        Its first forward in training compares inputs. See [Note: alike].
+
         Raises:
             LifecycleError: for a part of a model the plan was not applied to.
             MeshError: for a data-parallel mesh that covers the model axis.
@@ -162,8 +166,13 @@ class TensorParallel(Plugin):
         if self.mesh is None:
             return
         check_apart(mesh, self.mesh)
-        if self.plan is None or module in self._applied.modules:
+        if self.plan is None:
             return
+        if module not in self._applied.modules:
+            self._apply_to_whole(module)
+        self._applied.alike.watch(module, sorted(self.mesh.mesh.flatten().tolist()))
+
+    def _apply_to_whole(self, module: nn.Module) -> None:
         try:
             self.apply(module)
         except SettingError as error:

@@ -14,6 +14,9 @@ takes no notice: all were told the same, and those who recover may need longer t
 A rank whose process ended or stands still will not come either ([Note: alarm] of ``alarm.py``):
 that ends the meeting at once.
 
+Ranks come with two digests: of what must be equal, and of notes, which they may hold different ones
+of or none. A difference between notes is no error: every rank is told of it in the same words.
+
 Whatever needs a look at every rank is done by one: of those who wait, the first to come looks for
 reports (one for each number of failures of its own, which decides what it takes notice of), and
 the last to come compares, where digests differ, and says how. The others read its answer, so that
@@ -24,11 +27,14 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import cast
 
 from polyshard._torch.private import store_timeout_seconds
 from polyshard.alarm.board import Board, open_board, said_of
@@ -39,6 +45,9 @@ from polyshard.alarm.reports import Cause
 from polyshard.errors import PeerError, PlanMismatchError
 
 SHOWN_LINES = 20
+COMPARED_NOTES = 8
+"""Of how many kinds of notes the text is read; each of a thousand ranks may have its own."""
+NOTED = "noted"
 
 
 def difference(texts: Mapping[tuple[int, ...], str]) -> str:
@@ -55,6 +64,15 @@ def difference(texts: Mapping[tuple[int, ...], str]) -> str:
             report.append(f"... and {len(changed) - SHOWN_LINES} more lines")
     report.append("Pass the same model, mesh, policies and plugins on every rank.")
     return "\n".join(report)
+
+
+def noted(notes: Mapping[tuple[int, ...], Mapping[str, str]]) -> dict[str, list[int]]:
+    """The names under which ``notes`` differ, each with the first rank of each kind that does."""
+    found: dict[str, dict[str, int]] = {}
+    for ranks in sorted(notes):
+        for name, text in notes[ranks].items():
+            found.setdefault(name, {}).setdefault(text, ranks[0])
+    return {name: list(first.values()) for name, first in found.items() if len(first) > 1}
 
 
 POLL_SECONDS = 0.01
@@ -125,13 +143,18 @@ def agree(
     ranks: Sequence[int],
     lines: Sequence[str],
     occasion: str = "the first forward of their sharded model",
-) -> None:
+    notes: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, list[int]]:
     """Return on every one of ``ranks`` when all have come with the same ``lines``.
 
     Args:
         ranks: the same on each of them, in the same order.
         lines: what must be equal.
         occasion: what they are about to do, for the error about ranks that do not come.
+        notes: texts by name, which may differ, and be there on some ranks only.
+
+    Returns:
+        The names of notes that differ, on every rank alike, each with ranks whose texts differ.
 
     Raises:
         PlanMismatchError: on every one of ``ranks``: when lines differ, a rank failed before, or
@@ -141,23 +164,31 @@ def agree(
     board = open_board(ranks)
     if board is not None and len(ranks) > 1:
         start_again()
-        meet(board, lines, occasion)
+        return meet(board, lines, occasion, notes)
+    return {}
 
 
-def meet(board: Board, lines: Sequence[str], occasion: str = "the meeting") -> None:
+def meet(
+    board: Board,
+    lines: Sequence[str],
+    occasion: str = "the meeting",
+    notes: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, list[int]]:
     """See :func:`agree`."""
     while True:
         meeting = Meeting(board, _concluded(board), occasion)
         is_over = meeting.ended() is not None
-        ended = meeting.attend(_digest(lines))
+        ended = meeting.attend(lines, notes)
         # Given up because, or after, this rank itself had failed: it was told when it did.
         knew = is_over and (meeting.own_failures() > 0 or board.rank in _culprits(ended))
-        verdict = meeting.compare(lines) if ended == MET else ""
+        verdict = meeting.compare(lines, notes) if ended == MET else ""
         board.store.add(board.key(CONCLUDED, board.rank), 1)
+        if verdict.startswith(NOTED):
+            return cast("dict[str, list[int]]", json.loads(verdict.removeprefix(NOTED)))
         if verdict:
             raise _refusal(board, verdict)
         if ended == MET:
-            return
+            return {}
         if ended.startswith(RUNG):
             raise PeerError(ended.partition("\n")[2])
         if not knew:
@@ -174,13 +205,22 @@ def _concluded(board: Board) -> int:
     return int(board.look(board.key(CONCLUDED, board.rank)) or 0)
 
 
-def _digest(lines: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+def _digests(lines: Sequence[str], notes: Mapping[str, str]) -> str:
+    texts = "\n".join(lines), json.dumps(dict(notes))
+    return " ".join(hashlib.sha256(text.encode()).hexdigest() for text in texts)
 
 
 def _culprits(ended: str) -> tuple[int, ...]:
     """Ranks whose own reports ended a meeting: its first line."""
     return tuple(int(rank) for rank in ended.partition("\n")[0].split(",") if rank.isdigit())
+
+
+@dataclass(frozen=True)
+class _Kinds:
+    """Sets of ranks that came with other lines than the rest, or else with other notes."""
+
+    ranks: Sequence[tuple[int, ...]]
+    are_noted: bool
 
 
 @dataclass(frozen=True)
@@ -195,9 +235,10 @@ class Meeting:
     def _here(self) -> Board:
         return self.board.part(self.number)
 
-    def attend(self, digest: str) -> str:
+    def attend(self, lines: Sequence[str], notes: Mapping[str, str]) -> str:
         """Come, wait for the others, and return how the meeting ended."""
         here, store = self._here, self.board.store
+        digest = _digests(lines, notes)
         here.post("digest", digest)
         if store.compare_set(f"{here.prefix}/first", "", digest).decode() != digest:
             store.add(f"{here.prefix}/differing", 1)
@@ -214,43 +255,54 @@ class Meeting:
         """How often this rank reported a failure for this meeting."""
         return self._failures_of(self.board.rank)
 
-    def compare(self, lines: Sequence[str]) -> str:
-        """How the lines that ranks came with differ, in the same words for all; empty if alike."""
+    def compare(self, lines: Sequence[str], notes: Mapping[str, str]) -> str:
+        """How what ranks came with differs, in the same words for all; empty if alike."""
         here = self._here
         if here.look(f"{here.prefix}/differing") is None:
             return ""
         if here.read("last", here.rank):
             kinds = self._kinds()
-            self._publish("leads", ",".join(str(ranks[0]) for ranks in kinds))
-            self._show(kinds, lines)
+            self._publish("leads", ",".join(str(ranks[0]) for ranks in kinds.ranks))
+            self._show(kinds, lines, notes)
             return self._publish("verdict", self._compared(kinds))
         leads = self._awaited("leads")
         if leads is not None and str(here.rank) in leads.split(","):
-            here.post("lines", "\n".join(lines))
+            self._post(lines, notes)
         verdict = None if leads is None else self._awaited("verdict")
         if verdict is None:  # the rank that compares is gone
             kinds = self._kinds()
-            self._show(kinds, lines)
+            self._show(kinds, lines, notes)
             verdict = self._compared(kinds)
         return verdict
 
-    def _kinds(self) -> list[tuple[int, ...]]:
-        """Ranks that came with the same lines, by their digests."""
-        found: dict[str, list[int]] = {}
+    def _kinds(self) -> _Kinds:
+        """Ranks that came with the same lines, by their digests; else those with the same notes."""
+        found: list[dict[str, list[int]]] = [{}, {}]
         for rank in self._here.ranks:
-            found.setdefault(self._here.read("digest", rank) or "", []).append(rank)
-        return [tuple(ranks) for ranks in found.values()]
+            digests = (self._here.read("digest", rank) or " ").split(" ")
+            for kinds, digest in zip(found, digests, strict=True):
+                kinds.setdefault(digest, []).append(rank)
+        lines, notes = ([tuple(ranks) for ranks in kinds.values()] for kinds in found)
+        if len(lines) > 1:
+            return _Kinds(lines, are_noted=False)
+        return _Kinds(notes[:COMPARED_NOTES], are_noted=True)
 
-    def _show(self, kinds: Sequence[tuple[int, ...]], lines: Sequence[str]) -> None:
-        """Show the own lines, if this rank is the first of those who have them."""
-        if any(ranks[0] == self._here.rank for ranks in kinds):
-            self._here.post("lines", "\n".join(lines))
+    def _post(self, lines: Sequence[str], notes: Mapping[str, str]) -> None:
+        self._here.post("lines", "\n".join(lines))
+        self._here.post("notes", json.dumps(dict(notes)))
 
-    def _compared(self, kinds: Sequence[tuple[int, ...]]) -> str:
-        return difference({
-            ranks: self._awaited(f"lines/{ranks[0]}") or f"(rank {ranks[0]} is gone)"
-            for ranks in kinds
-        })  # fmt: skip
+    def _show(self, kinds: _Kinds, lines: Sequence[str], notes: Mapping[str, str]) -> None:
+        """Show what this rank came with, if it is the first of those who have it."""
+        if any(ranks[0] == self._here.rank for ranks in kinds.ranks):
+            self._post(lines, notes)
+
+    def _compared(self, kinds: _Kinds) -> str:
+        what = "notes" if kinds.are_noted else "lines"
+        texts = {ranks: self._awaited(f"{what}/{ranks[0]}") for ranks in kinds.ranks}
+        if not kinds.are_noted:
+            return difference({r: t or f"(rank {r[0]} is gone)" for r, t in texts.items()})
+        differing = noted({ranks: json.loads(text or "{}") for ranks, text in texts.items()})
+        return f"{NOTED}{json.dumps(differing)}"
 
     def _publish(self, name: str, text: str) -> str:
         self.board.store.set(f"{self._here.prefix}/{name}", text)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from polyshard.__about__ import __version__
 from polyshard._torch.private import root_mesh
 from polyshard.agreement.meeting import agree, reporting
+from polyshard.engine.initial_values import notes_of, warn_of_different
 from polyshard.engine.unit import Unit
 from polyshard.group.plan import GroupPlan
 from polyshard.group.planner import plan_of
@@ -50,14 +51,23 @@ def audiences(mesh: DeviceMesh) -> list[tuple[int, ...]]:
 def compare_plans(roles: MeshRoles, units: Sequence[Unit]) -> None:
     """Compare the plans of ``units``, which lie on the mesh of ``roles``. See [Note: digest].
 
+    Warns on every rank of initial values that differ. See [Note: initial values].
+
     Raises:
         PlanMismatchError: on every rank.
     """
     plans = [plan_of(group) for unit in units for group in unit.groups]
     wide = ranks_of(roles, units)
-    agree(roles.ranks, _lines(plans, GroupPlan.lines))
+    notes = notes_of(value for unit in units for value in unit.initial_values)
+    differing = agree(roles.ranks, _lines(plans, GroupPlan.lines), notes=notes.pop(roles.ranks, {}))
     if wide != roles.ranks:
         agree(wide, _lines(plans, GroupPlan.shared_lines))
+    for ranks in notes:  # parameters with meshes of their own
+        if set(ranks) <= set(roles.ranks):
+            differing |= agree(ranks, (), notes=notes[ranks])
+    for unit in units:
+        unit.initial_values = ()
+    warn_of_different(differing)
 
 
 def compare_early(unit: Unit) -> None:

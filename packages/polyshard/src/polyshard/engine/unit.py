@@ -20,6 +20,7 @@ from polyshard.alarm.alarm import Alarm
 from polyshard.alarm.current import current_alarm
 from polyshard.engine.breaking import BackwardGuard, backward_broke, forward_broke, given_up
 from polyshard.engine.finalization import Finalization, Reduction
+from polyshard.engine.initial_values import InitialValues
 from polyshard.engine.optimizers import watch_steps
 from polyshard.engine.prefetch import Prefetcher
 from polyshard.engine.reductions import Reductions
@@ -117,6 +118,7 @@ class Unit:
         self.policy = policy
         self.name = ", ".join(type(module).__name__ for module in modules)
         self.groups: list[ParameterGroup] = []
+        self.initial_values: tuple[InitialValues, ...] = ()  # until ranks have compared them
         self.watch: UnitWatch | None = None
         self.context = RootContext()
         self.phase = Phase.IDLE

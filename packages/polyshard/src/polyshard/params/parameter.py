@@ -150,6 +150,12 @@ class Source:
         return ParameterShape(self.info.fqn, tuple(self.value.shape), self.placed.dim)
 
 
+def _has_plain_state(parameter: nn.Parameter) -> bool:
+    """Whether its attributes are a user's (a scale, say), and not what a tensor is made of."""
+    is_wrapper = hasattr(parameter, "__tensor_flatten__") or isinstance(parameter, DTensor)
+    return nn.Parameter in type(parameter).__mro__ and not is_wrapper
+
+
 class ShardedParameter:
     """The sharded form of one parameter, and what makes more ``DTensor`` s like it."""
 
@@ -164,7 +170,7 @@ class ShardedParameter:
         self.parameter = wrap_parameter(
             local, self.spec, requires_grad=source.parameter.requires_grad
         )
-        if type(source.parameter) is nn.Parameter:  # a subclass keeps its own state there
+        if _has_plain_state(source.parameter):
             self.parameter.__dict__.update(source.parameter.__dict__)
         self._specs = {local.dtype: self.spec}
         self.told = Told.by(source.parameter)
