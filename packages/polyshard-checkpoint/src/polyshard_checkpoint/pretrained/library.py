@@ -250,9 +250,12 @@ def _owner(model: Any, path: str) -> Any:
 def file_groups(tensors: Mapping[str, Traced], most: int | str) -> list[list[str]]:
     """Names that share a file, as Hugging Face's libraries split models."""
     hub = importlib.import_module("huggingface_hub")
-    plain = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors.items()}
-    split = hub.split_torch_state_dict_into_shards(
-        plain, filename_pattern="model{suffix}.safetensors", max_shard_size=most
+    split = hub.split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda tensor: tensor.like.untyped_storage().nbytes(),
+        get_storage_id=lambda tensor: tensor.like.untyped_storage()._cdata,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=most,
     )
     return list(split.filename_to_tensors.values())
 

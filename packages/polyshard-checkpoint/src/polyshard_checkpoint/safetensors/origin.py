@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from polyshard.errors import CheckpointError
@@ -43,16 +44,37 @@ class Piece:
 
 
 class Traced(Tensor):
-    """A tensor without values that knows what it is made of, in pieces that do not overlap."""
+    """A tensor without values that knows what it is made of, in pieces that do not overlap.
+
+    Attributes:
+        pieces: of which it consists; none if it is empty.
+        like: on the meta device, with the strides and the storage that it would have.
+    """
 
     pieces: tuple[Piece, ...]
+    like: Tensor
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Piece]) -> Self:
-        """Of ``shape`` and ``dtype``; an empty tensor has no pieces."""
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        pieces: Sequence[Piece],
+        like: Tensor | None = None,
+    ) -> Self:
+        """Of ``shape`` and ``dtype``; in memory of its own, unless it is ``like`` another."""
+        if like is None:
+            like = torch.empty(tuple(shape), dtype=dtype, device="meta")
         make: Any = Tensor._make_wrapper_subclass
-        made: Self = make(cls, torch.Size(shape), dtype=dtype, device="meta")
-        made.pieces = tuple(pieces)
+        made: Self = make(
+            cls,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device="meta",
+        )
+        made.pieces, made.like = tuple(pieces), like
         return made
 
     @classmethod
@@ -78,7 +100,13 @@ class Traced(Tensor):
                 f"{func} computes with values or picks elements one by one, and only code that "
                 "moves blocks of elements can be followed into files"
             )
-        return _RULES[func](*args, **(kwargs or {}))
+        given = kwargs or {}
+        found = _RULES[func](*args, **given)
+        likes = func(*tree_map_only(Traced, lambda t: t.like, args), **given)
+        if isinstance(found, Traced):
+            return cls(found.shape, found.dtype, found.pieces, likes)
+        both = zip(found, likes, strict=True)
+        return [cls(each.shape, each.dtype, each.pieces, like) for each, like in both]
 
 
 # What can be done to one -------------------------------------------------------------------------
@@ -175,11 +203,6 @@ def _joined(parts: Sequence[Traced], dim: int = 0) -> Traced:
             pieces.append(Piece(_with(p.offsets, dim, p.offsets[dim] + start), p.name, p.view))
         start += part.shape[dim]
     shape = _with(tuple(parts[0].shape), dim, start)
-    if wrong := [p for p in parts if _with(tuple(p.shape), dim, start) != shape]:
-        raise CheckpointError(
-            f"tensors of the shapes {tuple(parts[0].shape)} and {tuple(wrong[0].shape)} are to be "
-            f"put together along dim {dim}"
-        )
     dtype = parts[0].dtype
     for part in parts[1:]:
         dtype = torch.promote_types(dtype, part.dtype)
