@@ -44,6 +44,12 @@ class Converted:
     used: list[Any] | None = None
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The model that ``torch.compile`` was given."""
+    found: nn.Module = getattr(model, "_orig_mod", model)
+    return found
+
+
 def is_transformers(model: nn.Module) -> bool:
     """Whether it is a model of transformers, sharded or not."""
     return _derives(model, "transformers.modeling_utils", "PreTrainedModel")

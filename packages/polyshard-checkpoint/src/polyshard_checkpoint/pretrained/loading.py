@@ -60,6 +60,7 @@ def load_pretrained(
             lacks, and whose shapes differ; nothing is changed then.
         UnsupportedError: when transformers is too old.
     """
+    model = library.uncompiled(model)
     doing = f"Loading '{folder}'"
     with Ranks() as ranks:
         plan = ranks.agreed(doing, lambda: _plan(model, Path(folder), ignore))

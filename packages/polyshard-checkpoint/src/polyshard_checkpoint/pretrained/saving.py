@@ -53,6 +53,7 @@ def save_pretrained(
         SettingError: for other models.
         UnsupportedError: when transformers is too old.
     """
+    model = library.uncompiled(model)
     if not (library.is_peft(model) or library.is_transformers(model)):
         raise SettingError(
             f"save_pretrained saves models of transformers and peft, not {type(model).__name__}. "
