@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from polyshard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from polyshard.errors import ModuleError, SettingError
+from polyshard_checkpoint import load_pretrained
 from polyshard_plan.dry_run.units import units_of
 from polyshard_plan.errors import PlanError
 
@@ -30,6 +32,9 @@ class Sharding:
         mp_policy: what units compute and reduce in; by default that is left to the framework.
         reshard_after_forward: for every unit but the model itself.
         flat: whether optimizers step runs of shards (``polyshard.flat``).
+        pretrained: a folder to fill the model from once it is sharded
+            (``polyshard_checkpoint.load_pretrained``): build it under ``torch.device("meta")``, and
+            no rank ever holds it whole.
     """
 
     plugins: Sequence[object | str] = ()
@@ -38,6 +43,7 @@ class Sharding:
     mp_policy: MixedPrecisionPolicy | None = None
     reshard_after_forward: bool | int | None = None
     flat: bool = False
+    pretrained: str | os.PathLike[str] | None = None
 
     def apply(self, model: nn.Module) -> None:
         """Shard ``model``; one that polyshard has sharded stays as it is.
@@ -45,9 +51,16 @@ class Sharding:
         Raises:
             ModuleError: for a model that torch's engine has sharded, or parts of which are sharded.
             SettingError: when no module is called as in ``units``.
+            CheckpointError: when the folder of ``pretrained`` does not fit.
         """
-        if isinstance(model, FSDPModule):
+        if not isinstance(model, FSDPModule):
+            self._shard(model)
+        elif not any(parameter.is_meta for parameter in model.parameters()):
             return
+        if self.pretrained is not None:
+            load_pretrained(model, self.pretrained)
+
+    def _shard(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
             if isinstance(module, TorchFSDPModule):
                 ours = isinstance(module, FSDPModule)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from polyshard.errors import UnsupportedError
 from polyshard_accelerate import state
 from polyshard_accelerate.accelerator import PolyshardAccelerator
 from polyshard_accelerate.sharding import Sharding, reshard
-from polyshard_checkpoint.safetensors import load_safetensors
+from polyshard_checkpoint import load_pretrained, save_pretrained
 
 __all__ = ["PolyshardTrainer"]
 
@@ -41,8 +43,8 @@ if _missing := [name for name in OVERRIDDEN if not hasattr(Trainer, name)]:
 class PolyshardTrainer(Trainer):
     """Trains a model that it shards; everything else is as with ``Trainer``.
 
-    Checkpoints have ``model.safetensors``, gathered on the first rank, as every ``Trainer`` writes
-    it, and the folder ``polyshard``, from which training is resumed, at any number of ranks.
+    Checkpoints have ``model.safetensors``, as every ``Trainer`` writes it, each rank its own bytes,
+    and the folder ``polyshard``, from which training is resumed, at any number of ranks.
 
     A subclass of another Trainer: ``class Mine(PolyshardTrainer, SFTTrainer)``.
     """
@@ -89,14 +91,34 @@ class PolyshardTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save all weights as ``from_pretrained`` takes them; every rank calls this.
 
-        They are gathered in the host memory of the first rank.
+        Each writes the bytes of its own shards. Models that are neither of transformers nor of peft
+        are gathered in the host memory of the first rank.
         """
         output_dir = output_dir or self.args.output_dir
-        weights = self.accelerator.get_state_dict(self.model)
-        if self.args.should_save:
-            self._save(output_dir, state_dict=weights)
+        model = self._model()
+        if isinstance(model, FSDPModule) and _saves_itself(model):
+            save_pretrained(model, output_dir)
+            self._save_others(output_dir)
+        else:
+            weights = self.accelerator.get_state_dict(self.model)
+            if self.args.should_save:
+                self._save(output_dir, state_dict=weights)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_others(self, output_dir: str) -> None:
+        """What ``Trainer`` saves beside the model: the tokenizer, its own arguments."""
+        if not self.args.should_save:
+            return
+        with tempfile.TemporaryDirectory(dir=output_dir) as folder:
+            model, self.model = self.model, _Saved()
+            try:
+                self._save(folder, state_dict={})
+            finally:
+                self.model = model
+            for path in Path(folder).iterdir():
+                if path.suffix != ".safetensors":
+                    shutil.move(path, Path(output_dir, path.name))
 
     @override
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -124,7 +146,7 @@ class PolyshardTrainer(Trainer):
             return  # with the optimizer
         is_sharded = isinstance(target, FSDPModule)
         if is_sharded:
-            load_safetensors(target, resume_from_checkpoint)
+            load_pretrained(target, resume_from_checkpoint)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, target)
 
@@ -135,7 +157,16 @@ class PolyshardTrainer(Trainer):
         if _is_sharded(best):
             state.load_one(Path(best, FOLDER), self._model(), [])
         else:  # save_only_model
-            load_safetensors(self._model(), best)
+            load_pretrained(self._model(), best)
+
+
+class _Saved(nn.Module):
+    """Stands in for a model that was saved already."""
+
+
+def _saves_itself(model: nn.Module) -> bool:
+    """Whether it is a model of transformers, or of peft."""
+    return callable(getattr(model, "save_pretrained", None))
 
 
 def _is_sharded(checkpoint: str) -> bool:

@@ -2,6 +2,7 @@
 
 from polyshard_checkpoint.checkpoints import Checkpoints, Restored, Saving
 from polyshard_checkpoint.folder import checkpoints_in
+from polyshard_checkpoint.pretrained import load_pretrained, save_pretrained
 from polyshard_checkpoint.reading import CheckpointPlanner, CheckpointReader
 from polyshard_checkpoint.state import TrainingState
 from polyshard_checkpoint.writing import Progress
@@ -15,4 +16,6 @@ __all__ = [
     "Saving",
     "TrainingState",
     "checkpoints_in",
+    "load_pretrained",
+    "save_pretrained",
 ]

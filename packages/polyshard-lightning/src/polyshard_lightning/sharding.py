@@ -9,6 +9,7 @@ optimization backward is a part of ``training_step``, which then is no such meth
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from polyshard import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from polyshard.errors import ModuleError, SettingError
+from polyshard_checkpoint import load_pretrained
 from polyshard_plan.dry_run.units import units_of
 from polyshard_plan.errors import PlanError
 
@@ -39,12 +41,15 @@ class Sharding:
             members of module lists.
         mp_policy: as of ``polyshard.fully_shard``, for every unit.
         reshard_after_forward: the same, for every unit but the module itself.
+        pretrained: a folder to fill the model of transformers within the module from, once it is
+            sharded.
     """
 
     plugins: Sequence[object | str] = ()
     units: Sequence[str] = ()
     mp_policy: MixedPrecisionPolicy | None = None
     reshard_after_forward: bool | int | None = None
+    pretrained: str | os.PathLike[str] | None = None
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Shard ``module`` over ``mesh``; what ``configure_model`` has sharded stays as it is.
@@ -52,12 +57,20 @@ class Sharding:
         Raises:
             ModuleError: for modules that another engine has, and parameters without memory.
             SettingError: when these settings would not reach what is sharded already, or no module
-                is called as in ``units``.
+                is called as in ``units``; when there is not one model for ``pretrained``.
+            CheckpointError: when the folder of ``pretrained`` does not fit.
         """
-        if isinstance(module, FSDPModule):
+        inside = None if self.pretrained is None else _model_within(module)
+        if not isinstance(module, FSDPModule):
+            _refuse_other_engines(module)
+            _refuse_meta(module, inside)
+            self._shard(module, mesh)
+        elif inside is None or not any(p.is_meta for p in inside.parameters()):
             return
-        _refuse_other_engines(module)
-        _refuse_meta(module)
+        if self.pretrained is not None and inside is not None:
+            load_pretrained(inside, self.pretrained)
+
+    def _shard(self, module: nn.Module, mesh: DeviceMesh) -> None:
         keywords: dict[str, Any] = {"mesh": mesh, "plugins": self.plugins}
         if self.mp_policy is not None:
             keywords["mp_policy"] = self.mp_policy
@@ -82,7 +95,11 @@ class Sharding:
         yield from found.values()
 
     def _refuse_settings(self, module: nn.Module) -> None:
-        given = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        given = [
+            field.name
+            for field in fields(self)
+            if field.name != "pretrained" and getattr(self, field.name) != field.default
+        ]
         if given:
             raise SettingError(
                 f"PolyshardStrategy was given {', '.join(given)}, but configure_model of "
@@ -118,11 +135,30 @@ def _refuse_other_engines(module: nn.Module) -> None:
             )
 
 
-def _refuse_meta(module: nn.Module) -> None:
-    names = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+def _model_within(module: nn.Module) -> nn.Module:
+    """The one model of transformers, or of peft, in ``module``."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, one in module.named_modules():
+        is_inside = any(name.startswith(f"{outer}.") for outer, _ in found)
+        if name and not is_inside and callable(getattr(one, "save_pretrained", None)):
+            found.append((name, one))
+    if len(found) != 1:
+        names = ", ".join(name for name, _ in found) or "none"
+        raise SettingError(
+            f"PolyshardStrategy(pretrained=...) fills one model of transformers, and "
+            f"{type(module).__name__} has {names}. Call polyshard_checkpoint.load_pretrained for "
+            "each in on_fit_start."
+        )
+    return found[0][1]
+
+
+def _refuse_meta(module: nn.Module, filled: nn.Module | None) -> None:
+    will_be = set() if filled is None else {id(parameter) for parameter in filled.parameters()}
+    names = [n for n, p in module.named_parameters() if p.is_meta and id(p) not in will_be]
     if names:
         raise ModuleError(
             f"PolyshardStrategy: {len(names)} parameters are on the meta device, '{names[0]}' for "
-            "one. Shard them in configure_model, then call to_empty() and give them values there, "
-            "by polyshard_checkpoint.safetensors.load_safetensors for example."
+            "one. Pass pretrained=, the folder of a model of transformers; or shard them in "
+            "configure_model and give them values there, by "
+            "polyshard_checkpoint.load_pretrained for example."
         )

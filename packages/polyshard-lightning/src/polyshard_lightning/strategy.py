@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -45,6 +46,7 @@ class PolyshardStrategy(ModelParallelStrategy):
         *,
         mp_policy: MixedPrecisionPolicy | None = None,
         reshard_after_forward: bool | int | None = None,
+        pretrained: str | os.PathLike[str] | None = None,
         **lightning: Any,
     ) -> None:
         """Nothing is sharded or communicated yet.
@@ -58,6 +60,9 @@ class PolyshardStrategy(ModelParallelStrategy):
             mp_policy: what polyshard's units compute and reduce in; by default that is left to
                 Lightning's ``precision``.
             reshard_after_forward: as of ``polyshard.fully_shard``, but for the outermost unit.
+            pretrained: a folder to fill the model of transformers, or of peft, within the module
+                from (``polyshard_checkpoint.load_pretrained``), once it is sharded: build it under
+                ``torch.device("meta")``, and no rank ever holds it whole.
             lightning: keywords of Lightning's own ``ModelParallelStrategy``:
                 ``save_distributed_checkpoint`` (``False``: a single file with everything, gathered
                 on the first rank), ``process_group_backend``, ``timeout``.
@@ -74,7 +79,9 @@ class PolyshardStrategy(ModelParallelStrategy):
                 "configure_model."
             )
         super().__init__(**lightning)
-        self._sharding = Sharding(plugins, units, mp_policy, reshard_after_forward)
+        self._sharding = Sharding(
+            plugins, units, mp_policy, reshard_after_forward, pretrained
+        )
         self._mesh_shape = mesh
         self._shard_mesh: DeviceMesh | None = None
 

@@ -43,6 +43,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
+"""By the names of the format, in the order of its own list."""
+Described = tuple[torch.dtype, torch.Size]
+"""Dtype and shape of a tensor."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -121,7 +124,14 @@ def _check_places(stored: Mapping[str, Stored], start: int, size: int) -> None:
         raise ValueError(f"its tensors end at {end:,}, the file at {size:,}")
 
 
-def make_header(tensors: Mapping[str, tuple[torch.dtype, torch.Size]]) -> bytes:
+def in_order(tensors: Mapping[str, Described]) -> dict[str, Described]:
+    """``tensors`` in the order in which the ``safetensors`` package writes them to a file."""
+    ranks = {dtype: rank for rank, dtype in enumerate(DTYPES.values())}
+    known = sorted(tensors.items(), key=lambda one: (-ranks.get(one[1][0], -1), one[0]))
+    return dict(known)
+
+
+def make_header(tensors: Mapping[str, Described]) -> bytes:
     """The head of a file that holds ``tensors``, in that order.
 
     Raises:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from polyshard._torch.staged import checkpoint_name
 from polyshard.errors import CheckpointError, SettingError
+from polyshard_checkpoint.safetensors.origin import Traced
 from polyshard_checkpoint.safetensors.reading import SafetensorsReader
 from polyshard_checkpoint.safetensors.writing import SafetensorsWriter
 from polyshard_checkpoint.together import Ranks
@@ -120,18 +121,13 @@ def save_safetensors(
     doing = f"Saving '{folder}'"
     with Ranks() as ranks:
         called = ranks.agreed(doing, lambda: _called(model, names))
-        for shared in _shared_names(model):
+        for shared in shared_names(model):
             for name in [name for name in shared if name in called][1:]:
                 del called[name]
         _check_called(called, names)
         state = ranks.agreed(doing, lambda: _converted(_tensors(model, called), dtype))
         writer = ranks.agreed(doing, lambda: SafetensorsWriter(folder, file_bytes, stem))
-        try:
-            ranks.agreed(doing, lambda: _save(state, writer, ranks))
-        except BaseException:
-            if ranks.leads:
-                writer.remove_unfinished()
-            raise
+        write_weights(doing, state, writer, ranks)
 
 
 def load_safetensors(
@@ -165,15 +161,19 @@ def load_safetensors(
             raise SettingError("names= leaves no tensor: it gave None for each of the model's.")
         reader = ranks.agreed(doing, lambda: SafetensorsReader(folder))
         ranks.agreed(doing, lambda: _drop_missing(called, model, reader))
+        stored = reader.stored
+        made = {
+            name: Traced.stored(file_name, stored[file_name].shape, stored[file_name].dtype)
+            for name, file_name in called.items()
+        }
         ranks.agreed(doing, lambda: give_memory(model, called))
-        ranks.agreed(doing, lambda: _load(model, called, reader, ranks))
+        ranks.agreed(doing, lambda: read_weights(model, made, reader, ranks))
     return reader.names - set(called.values())
 
 
 def _called(model: nn.Module, names: Names | None) -> dict[str, str]:
     """What the files call each tensor that is in them, by its own name."""
-    own = [name for name, value in _state(model).items() if isinstance(value, Tensor)]
-    every = {name: name if names is None else names(name) for name in own}
+    every = {name: name if names is None else names(name) for name in weights_of(model)}
     return {name: called for name, called in every.items() if called is not None}
 
 
@@ -201,7 +201,7 @@ def _drop_missing(called: dict[str, str], model: nn.Module, reader: SafetensorsR
     missing = sorted(name for name, file_name in called.items() if file_name not in reader.names)
     known = {
         name
-        for shared in _shared_names(model)
+        for shared in shared_names(model)
         if any(called.get(name) in reader.names for name in shared)
         for name in shared
     }
@@ -215,13 +215,15 @@ def _drop_missing(called: dict[str, str], model: nn.Module, reader: SafetensorsR
         del called[name]
 
 
-def _state(model: nn.Module) -> Mapping[str, Any]:
-    return get_model_state_dict(model)
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Tensors of the state dict, by the names that checkpoints have."""
+    state: Mapping[str, Any] = get_model_state_dict(model)
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _tensors(model: nn.Module, called: Mapping[str, str]) -> dict[str, Tensor]:
     """Tensors of the model, by their names in the files."""
-    state = _state(model)
+    state = weights_of(model)
     return {file_name: state[name] for name, file_name in called.items()}
 
 
@@ -231,7 +233,7 @@ def _converted(state: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str,
     return {n: v.to(dtype) if v.is_floating_point() else v for n, v in state.items()}
 
 
-def _shared_names(model: nn.Module) -> list[list[str]]:
+def shared_names(model: nn.Module) -> list[list[str]]:
     """The names, as in state dicts, of each parameter and buffer that has several."""
     found: dict[int, list[str]] = {}
     for named in (model.named_parameters, model.named_buffers):
@@ -240,15 +242,38 @@ def _shared_names(model: nn.Module) -> list[list[str]]:
     return [names for names in found.values() if len(names) > 1]
 
 
-def _save(state: dict[str, Tensor], writer: SafetensorsWriter, ranks: Ranks) -> None:
-    dcp.save(state, storage_writer=writer, process_group=ranks.group, no_dist=ranks.alone)
-
-
-def _load(
-    model: nn.Module, called: Mapping[str, str], reader: SafetensorsReader, ranks: Ranks
+def write_weights(
+    doing: str, state: Mapping[str, Tensor], writer: SafetensorsWriter, ranks: Ranks
 ) -> None:
-    state = _tensors(model, called)
+    """Write ``state``, each rank what it holds; of a save that fails nothing is left.
+
+    Raises:
+        CheckpointError: on every rank alike, when it failed on any.
+    """
+    try:
+        ranks.write(doing, writer, dict(state))
+    except BaseException:
+        if ranks.leads:
+            writer.remove_unfinished()
+        raise
+
+
+def read_weights(
+    model: nn.Module, made: Mapping[str, Traced], reader: SafetensorsReader, ranks: Ranks
+) -> None:
+    """Fill tensors of ``model``, by their names, with what is made of a reader's files."""
+    reader.make(made)
+    every = weights_of(model)
+    state = {name: every[name] for name in made}
     dcp.load(state, storage_reader=reader, process_group=ranks.group, no_dist=ranks.alone)
-    options = dcp.state_dict.StateDictOptions(strict=False)
-    values: dict[str, Any] = {name: state[file_name] for name, file_name in called.items()}
-    set_model_state_dict(model, values, options=options)
+    own = {checkpoint_name(model, name): tensor for name, tensor in _named(model)}
+    values = {n: value for n, value in state.items() if not _is_same(value, own.get(n))}
+    if values:  # what a plugin keeps in another form
+        options = dcp.state_dict.StateDictOptions(strict=False)
+        set_model_state_dict(model, values, options=options)
+
+
+def _is_same(value: object, own: Tensor | None) -> bool:
+    """Whether a value of a state dict is the tensor of the model itself, filled by now."""
+    one, other = (t.to_local() if isinstance(t, DTensor) else t for t in (value, own))
+    return isinstance(one, Tensor) and isinstance(other, Tensor) and one.is_set_to(other.detach())

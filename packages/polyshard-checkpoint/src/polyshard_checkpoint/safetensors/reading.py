@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, ReadItem, StorageReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -19,10 +20,40 @@ from torch.futures import Future
 from typing_extensions import override
 
 from polyshard.errors import CheckpointError
-from polyshard_checkpoint.safetensors.blocks import BLOCK_BYTES, Block, memory_of, places, split
+from polyshard_checkpoint.safetensors.blocks import boxed, fill
 from polyshard_checkpoint.safetensors.header import Stored, read_header
+from polyshard_checkpoint.safetensors.origin import Traced, narrowed
 
 SUFFIX = ".safetensors"
+INDEX = ".safetensors.index.json"
+
+
+def weight_files(place: str | os.PathLike[str], stem: str) -> list[Path]:
+    """The files of one model: those of its index, or the one of that name, or all there are.
+
+    Raises:
+        CheckpointError: when there are none, or the index names some that are not there.
+    """
+    path = Path(place)
+    if path.is_file():
+        return [path]
+    if (index := path / f"{stem}{INDEX}").is_file():
+        try:
+            named = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(
+                f"'{index}' is no index of files: {type(error).__name__}: {error}"
+            ) from error
+        found = [path / name for name in named]
+        outside = [name for name in named if Path(name).name != name]
+        if lost := outside or [file.name for file in found if not file.is_file()]:
+            raise CheckpointError(
+                f"'{index.name}' names files that are not in '{path}': {', '.join(lost)}"
+            )
+        return found
+    if (single := path / f"{stem}{SUFFIX}").is_file():
+        return [single]
+    return sorted(path.glob(f"*{SUFFIX}"))
 
 
 class SafetensorsReader(StorageReader):
@@ -32,15 +63,17 @@ class SafetensorsReader(StorageReader):
     tensors that it fills. Values are converted to the dtype of what they fill.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Look at the headers of all files in ``folder`` at once.
+    def __init__(
+        self, folder: str | os.PathLike[str], files: Sequence[Path] | None = None
+    ) -> None:
+        """Look at the headers at once, of all files in ``folder`` or of those given.
 
         Raises:
             CheckpointError: when there are none, one is no such file, or two hold the same name.
         """
         self._path = Path(folder)
         self._found: dict[str, tuple[Path, Stored]] = {}
-        for path in sorted(self._path.glob(f"*{SUFFIX}")):
+        for path in sorted(self._path.glob(f"*{SUFFIX}")) if files is None else files:
             for name, stored in read_header(path).items():
                 if name in self._found:
                     other = self._found[name][0].name
@@ -48,27 +81,40 @@ class SafetensorsReader(StorageReader):
                 self._found[name] = path, stored
         if not self._found:
             raise CheckpointError(f"there is no tensor in any *{SUFFIX} file of '{self._path}'")
+        self._made = {name: Traced.stored(name, s.shape, s.dtype) for name, s in self.stored.items()}
 
     @property
     def names(self) -> frozenset[str]:
         """Of all tensors."""
         return frozenset(self._found)
 
+    @property
+    def stored(self) -> Mapping[str, Stored]:
+        """What is in the files."""
+        return {name: stored for name, (_, stored) in self._found.items()}
+
+    def make(self, made: Mapping[str, Traced]) -> None:
+        """Have it offer ``made``, tensors of what is in the files, in place of those."""
+        self._made = dict(made)
+
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return Metadata({name: _metadata(stored) for name, (_, stored) in self._found.items()})
+        return Metadata({name: _metadata(made) for name, made in self._made.items()})
 
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with ExitStack() as stack:
             open_files: dict[Path, int] = {}
             for item in plan.items:
-                path, stored = self._found[item.storage_index.fqn]
-                if path not in open_files:
-                    open_files[path] = os.open(path, os.O_RDONLY)
-                    stack.callback(os.close, open_files[path])
                 target = planner.resolve_tensor(item).detach()
-                _fill(target, item, stored, open_files[path])
+                asked = _asked(self._made[item.storage_index.fqn], item)
+                for piece in asked.pieces:
+                    path, stored = self._found[piece.name]
+                    if path not in open_files:
+                        open_files[path] = os.open(path, os.O_RDONLY)
+                        stack.callback(os.close, open_files[path])
+                    part = boxed(target, piece.offsets, tuple(piece.view.shape))
+                    fill(part, piece.view, stored, open_files[path])
                 planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -96,28 +142,13 @@ class SafetensorsReader(StorageReader):
         return Path(checkpoint_id).is_dir()
 
 
-def _metadata(stored: Stored) -> TensorStorageMetadata:
-    chunk = ChunkStorageMetadata(torch.Size([0] * len(stored.shape)), stored.shape)
-    return TensorStorageMetadata(TensorProperties(dtype=stored.dtype), stored.shape, [chunk])
+def _metadata(made: Traced) -> TensorStorageMetadata:
+    chunk = ChunkStorageMetadata(torch.Size([0] * made.ndim), made.shape)
+    return TensorStorageMetadata(TensorProperties(dtype=made.dtype), made.shape, [chunk])
 
 
-def _fill(target: Tensor, item: ReadItem, stored: Stored, file: int) -> None:
-    """Read what ``item`` asks for into ``target``, block by block."""
-    first = tuple(item.storage_offsets)
-    wanted = Block(first, tuple(item.lengths))
-    for block in split(wanted, max(1, BLOCK_BYTES // stored.dtype.itemsize)):
-        content = torch.empty(block.sizes, dtype=stored.dtype, device="cpu")
-        for view, place in places(memory_of(content), block, stored):
-            _read(file, view, place)
-        part = target
-        for dim, (begin, size) in enumerate(zip(block.offsets, block.sizes, strict=True)):
-            part = part.narrow(dim, begin - first[dim], size)
-        part.copy_(content)
-
-
-def _read(file: int, memory: memoryview, place: int) -> None:
-    while memory:
-        count = os.preadv(file, [memory], place)
-        if count == 0:
-            raise CheckpointError("a safetensors file became shorter while it was read")
-        memory, place = memory[count:], place + count
+def _asked(made: Traced, item: ReadItem) -> Traced:
+    """The part of a tensor that ``item`` asks for."""
+    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        made = narrowed(made, dim, start, length)
+    return made

@@ -5,12 +5,12 @@ from __future__ import annotations
 import glob
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner, StorageWriter
 from torch.distributed.checkpoint.planner import WriteItem
@@ -20,10 +20,31 @@ from typing_extensions import override
 
 from polyshard.errors import CheckpointError
 from polyshard.files import replace_file, sync_folder
-from polyshard_checkpoint.safetensors.blocks import BLOCK_BYTES, Block, memory_of, places, split
-from polyshard_checkpoint.safetensors.header import Stored, make_header, read_header
+from polyshard_checkpoint.safetensors.blocks import boxed, put, whole_view
+from polyshard_checkpoint.safetensors.header import (
+    Described,
+    Stored,
+    in_order,
+    make_header,
+    read_header,
+)
+from polyshard_checkpoint.safetensors.origin import Piece, Traced, parts_within
+from polyshard_checkpoint.safetensors.reading import INDEX, SUFFIX
 
-Described = tuple[torch.dtype, torch.Size]
+
+@dataclass(frozen=True)
+class Arrangement:
+    """What files hold, made of tensors that are saved.
+
+    Attributes:
+        files: names of tensors that share a file, in the order of files.
+        tensors: all of them.
+        metadata: for the index, besides the bytes of all tensors.
+    """
+
+    files: Sequence[Sequence[str]]
+    tensors: Mapping[str, Traced]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -43,18 +64,32 @@ class SafetensorsWriter(StorageWriter):
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], file_bytes: int, stem: str = "model"
+        self,
+        folder: str | os.PathLike[str],
+        file_bytes: int,
+        stem: str = "model",
+        *,
+        arrangement: Arrangement | None = None,
     ) -> None:
         """Write files of at most ``file_bytes`` of tensors, or one tensor, each.
 
+        Args:
+            folder: where to; made if it is not there.
+            file_bytes: of tensors in a file at most.
+            stem: what the files are called.
+            arrangement: what they hold, alike on all ranks, and then old files are replaced; by
+                default the tensors that are saved.
+
         Raises:
-            CheckpointError: when ``folder`` holds safetensors files already.
+            CheckpointError: when ``folder`` holds safetensors files already, and there is no
+                arrangement.
         """
         self._folder = Path(folder)
         self._file_bytes = file_bytes
         self._stem = stem
+        self._arrangement = arrangement
         self._layout = _Layout({}, {})
-        if there := sorted(self._folder.glob("*.safetensors")):
+        if arrangement is None and (there := sorted(self._folder.glob(f"*{SUFFIX}"))):
             raise CheckpointError(
                 f"'{self._folder}' holds {there[0].name} already; remove the old files first"
             )
@@ -69,14 +104,18 @@ class SafetensorsWriter(StorageWriter):
     @override
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Lay out the files and make them, for all ranks to write into."""
-        tensors = dict(sorted(item for plan in plans for item in _described(plan)))
+        if self._arrangement is None:
+            tensors = dict(sorted(item for plan in plans for item in _described(plan)))
+            groups: Sequence[Sequence[str]] = list(_groups(tensors, self._file_bytes))
+        else:
+            tensors = {n: (t.dtype, t.shape) for n, t in self._arrangement.tensors.items()}
+            groups = self._arrangement.files
         self._folder.mkdir(parents=True, exist_ok=True)
-        groups = list(_groups(tensors, self._file_bytes))
         files: dict[str, Path] = {}
         stored: dict[str, Stored] = {}
         for index, names in enumerate(groups, 1):
             path = self._folder / f".{self._stem}-{index:05d}-of-{len(groups):05d}.unfinished"
-            _make(path, {name: tensors[name] for name in names})
+            _make(path, in_order({name: tensors[name] for name in names}))
             found = read_header(path)
             stored |= found
             files |= dict.fromkeys(found, path)
@@ -86,18 +125,21 @@ class SafetensorsWriter(StorageWriter):
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         layout: _Layout = plan.storage_data
+        uses = self._uses()
         descriptors: dict[Path, int] = {}
         results = []
         try:
             for item in plan.items:
-                path = layout.files[item.index.fqn]
-                if path not in descriptors:
-                    descriptors[path] = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
                 value = planner.resolve_data(item)
                 assert isinstance(value, Tensor)
-                stored = layout.stored[item.index.fqn]
-                _write(value.detach(), item, stored, descriptors[path])
-                results.append(WriteResult(item.index, value.nbytes, path.name))
+                for name, offsets, part in _parts(item, value.detach(), uses):
+                    path = layout.files[name]
+                    if path not in descriptors:
+                        descriptors[path] = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+                    stored = layout.stored[name]
+                    where = boxed(whole_view(stored), offsets, tuple(part.shape))
+                    put(part, where, stored, descriptors[path])
+                results.append(WriteResult(item.index, value.nbytes, self._stem))
             for descriptor in descriptors.values():
                 os.fsync(descriptor)
         finally:
@@ -107,6 +149,16 @@ class SafetensorsWriter(StorageWriter):
         done.set_result(results)
         return done
 
+    def _uses(self) -> Mapping[str, list[tuple[str, Piece]]] | None:
+        """What is made of each tensor that is saved; ``None``: the one of its name, of all of it."""
+        if self._arrangement is None:
+            return None
+        found: dict[str, list[tuple[str, Piece]]] = {}
+        for name, tensor in self._arrangement.tensors.items():
+            for piece in tensor.pieces:
+                found.setdefault(piece.name, []).append((name, piece))
+        return found
+
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Give the files their names, and say in the index which holds what."""
@@ -114,20 +166,27 @@ class SafetensorsWriter(StorageWriter):
         final = {path: self._final_name(path, len(paths)) for path in paths}
         for path, name in final.items():
             path.rename(self._folder / name)
+        index_path = self._folder / f"{self._stem}{INDEX}"
         if len(paths) > 1:
             weight_map = {name: final[path] for name, path in self._layout.files.items()}
-            total = sum(stored.nbytes for stored in self._layout.stored.values())
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            replace_file(
-                self._folder / f"{self._stem}.safetensors.index.json",
-                json.dumps(index, indent=2).encode(),
-            )
+            about = {"total_size": sum(s.nbytes for s in self._layout.stored.values())}
+            if self._arrangement is not None:
+                about |= self._arrangement.metadata
+            index = {"metadata": about, "weight_map": weight_map}
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            replace_file(index_path, text.encode())
+        else:
+            index_path.unlink(missing_ok=True)
+        for path in self._folder.glob(f"{glob.escape(self._stem)}*{SUFFIX}"):
+            is_old = re.fullmatch(rf"{re.escape(self._stem)}(-\d{{5}}-of-\d{{5}})?", path.stem)
+            if is_old and path.name not in final.values():
+                path.unlink()
         sync_folder(self._folder)
 
     def _final_name(self, path: Path, count: int) -> str:
         if count == 1:
-            return f"{self._stem}.safetensors"
-        return path.name.removeprefix(".").replace(".unfinished", ".safetensors")
+            return f"{self._stem}{SUFFIX}"
+        return path.name.removeprefix(".").replace(".unfinished", SUFFIX)
 
     def remove_unfinished(self) -> None:
         """Take away what a save that failed has left."""
@@ -177,21 +236,15 @@ def _make(path: Path, tensors: Mapping[str, Described]) -> None:
             os.posix_fallocate(file.fileno(), len(header), size)
 
 
-def _write(value: Tensor, item: WriteItem, stored: Stored, file: int) -> None:
-    """Write a rank's part of a tensor, block by block."""
+def _parts(
+    item: WriteItem, value: Tensor, uses: Mapping[str, list[tuple[str, Piece]]] | None
+) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+    """Parts of what a rank saves: the tensor of the files each belongs to, where, and its values."""
     assert item.tensor_data is not None
-    first = tuple(item.tensor_data.chunk.offsets)
-    whole = Block(first, tuple(value.shape))
-    for block in split(whole, max(1, BLOCK_BYTES // stored.dtype.itemsize)):
-        part = value
-        for dim, (begin, size) in enumerate(zip(block.offsets, block.sizes, strict=True)):
-            part = part.narrow(dim, begin - first[dim], size)
-        content = part.cpu().contiguous()
-        for view, place in places(memory_of(content), block, stored):
-            _pwrite(file, view, place)
-
-
-def _pwrite(file: int, memory: memoryview, place: int) -> None:
-    while memory:
-        count = os.pwrite(file, memory, place)
-        memory, place = memory[count:], place + count
+    offsets = tuple(item.tensor_data.chunk.offsets)
+    if uses is None:
+        yield item.index.fqn, offsets, value
+        return
+    for name, piece in uses.get(item.index.fqn, ()):
+        for begin, part in parts_within(piece, item.tensor_data.size, offsets, value):
+            yield name, begin, part
