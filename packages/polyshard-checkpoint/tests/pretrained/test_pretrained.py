@@ -50,7 +50,9 @@ def test_repositories_with_a_second_form_of_the_weights(
     """Mistral's have the same weights under other names beside the files that the index names."""
     wanted = given(tmp_path, max_shard_size="30KB")
     if rank == 0:
-        safetensors.save_file({"tok_embeddings": torch.ones(2)}, tmp_path / "consolidated.safetensors")
+        safetensors.save_file(
+            {"tok_embeddings": torch.ones(2)}, tmp_path / "consolidated.safetensors"
+        )
     torch.distributed.barrier()
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     model = shard(LLAMA.on_meta(tmp_path))
@@ -148,7 +150,9 @@ def test_a_missing_expert_is_named(rank: int, size: int, tmp_path: Path) -> None
     if rank == 0:
         changed(tmp_path, lambda t: t.pop("model.layers.1.block_sparse_moe.experts.3.w2.weight"))
     torch.distributed.barrier()
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.down_proj' is \(4, 24, 36\)"):
+    with pytest.raises(
+        CheckpointError, match=r"layers\.1\.mlp\.experts\.down_proj' is \(4, 24, 36\)"
+    ):
         load_pretrained(shard(MIXTRAL.on_meta(tmp_path)), tmp_path)
 
 
@@ -193,7 +197,9 @@ def test_a_rank_reads_and_holds_its_part(rank: int, size: int, tmp_path: Path) -
     if rank == 0:
         whole = LlamaForCausalLM(config)
         whole.save_pretrained(tmp_path)
-        changed(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+        changed(
+            tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})
+        )
         del whole
     torch.distributed.barrier()
 
@@ -259,7 +265,9 @@ def test_a_base_model_fills_one_with_a_head_and_back(rank: int, size: int, tmp_p
     wanted = given(tmp_path / "whole")
     model: Any = shard(LLAMA.on_meta(tmp_path / "whole").model)
     load_pretrained(model, tmp_path / "whole", ignore=["lm_head.weight"])
-    assert_same(values(model), {n.removeprefix("model."): v for n, v in wanted.items() if n[:2] != "lm"})
+    assert_same(
+        values(model), {n.removeprefix("model."): v for n, v in wanted.items() if n[:2] != "lm"}
+    )
     save_pretrained(model, tmp_path / "base")
     headed: Any = LLAMA.build()
     nn.init.zeros_(headed.model.norm.weight)
@@ -298,7 +306,9 @@ def test_adapters(rank: int, size: int, tmp_path: Path) -> None:
     wanted = given(tmp_path / "base")
 
     def adapted(base: Any, seed: int) -> Any:
-        settings = peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"], modules_to_save=["norm"])
+        settings = peft.LoraConfig(
+            r=3, target_modules=["q_proj", "down_proj"], modules_to_save=["norm"]
+        )
         torch.manual_seed(seed)
         model = peft.get_peft_model(base, settings)
         torch.manual_seed(seed)
@@ -315,7 +325,9 @@ def test_adapters(rank: int, size: int, tmp_path: Path) -> None:
     if rank == 0:
         oracle.save_pretrained(tmp_path / "theirs")
     torch.distributed.barrier()
-    ours, theirs = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in ("ours", "theirs"))
+    ours, theirs = (
+        {p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in ("ours", "theirs")
+    )
     assert ours.keys() == theirs.keys()
     assert ours["adapter_model.safetensors"] == theirs["adapter_model.safetensors"]
     assert json.loads(ours["adapter_config.json"]) == json.loads(theirs["adapter_config.json"])
@@ -323,4 +335,6 @@ def test_adapters(rank: int, size: int, tmp_path: Path) -> None:
     load_pretrained(again, tmp_path / "base")
     load_pretrained(again, tmp_path / "ours")
     assert_same(values(again), values(oracle))
-    assert wanted.keys() < {n.replace("base_model.model.", "").replace(".base_layer", "") for n in values(again)} | {"model.norm.weight"}
+    assert wanted.keys() < {
+        n.replace("base_model.model.", "").replace(".base_layer", "") for n in values(again)
+    } | {"model.norm.weight"}

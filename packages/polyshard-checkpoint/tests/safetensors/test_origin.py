@@ -22,12 +22,12 @@ def value_of(traced: Traced, stored: dict[str, Tensor]) -> Tensor:
     found = torch.full(traced.shape, -1)
     for piece in traced.pieces:
         view = piece.view
-        part = found[
-            tuple(slice(o, o + n) for o, n in zip(piece.offsets, view.shape, strict=True))
-        ]
+        part = found[tuple(slice(o, o + n) for o, n in zip(piece.offsets, view.shape, strict=True))]
         assert (part == -1).all(), "two pieces overlap"
         part.copy_(
-            stored[piece.name].flatten().as_strided(view.shape, view.stride(), view.storage_offset())
+            stored[piece.name]
+            .flatten()
+            .as_strided(view.shape, view.stride(), view.storage_offset())
         )
     assert (found >= 0).all(), "an element comes from nowhere"
     return found
@@ -131,7 +131,9 @@ def test_parts_in_a_box_are_those_elements(
         local = whole.narrow(dim, start, length)
         for piece in made.pieces:
             for begin, part in parts_within(piece, shape, offsets, local):
-                place = found[tuple(slice(o, o + n) for o, n in zip(begin, part.shape, strict=True))]
+                place = found[
+                    tuple(slice(o, o + n) for o, n in zip(begin, part.shape, strict=True))
+                ]
                 assert (place == -1).all(), "written twice"
                 place.copy_(part)
     assert torch.equal(found, real)

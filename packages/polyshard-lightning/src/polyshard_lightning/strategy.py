@@ -79,9 +79,7 @@ class PolyshardStrategy(ModelParallelStrategy):
                 "configure_model."
             )
         super().__init__(**lightning)
-        self._sharding = Sharding(
-            plugins, units, mp_policy, reshard_after_forward, pretrained
-        )
+        self._sharding = Sharding(plugins, units, mp_policy, reshard_after_forward, pretrained)
         self._mesh_shape = mesh
         self._shard_mesh: DeviceMesh | None = None
 

@@ -30,6 +30,8 @@ class Description:
     """
 
     groups: tuple[GroupPlan, ...]
+    shows_programs: bool = False
+    """Whether printing shows what is run, operation by operation."""
 
     @property
     def gather_bytes(self) -> int:
@@ -72,6 +74,8 @@ class Description:
                 f"sums of gradients kept between backwards take up to {readable(self.kept_bytes)}"
             )
         lines.extend(_notes(self.groups))
+        if self.shows_programs:
+            lines.extend(_programs(self.groups))
         return "\n".join(lines)
 
 
@@ -117,18 +121,38 @@ def _notes(groups: tuple[GroupPlan, ...]) -> list[str]:
     ]
 
 
+def _programs(groups: tuple[GroupPlan, ...]) -> Iterator[str]:
+    """The programs of every distinct group, once, with the groups that run them."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for plan in groups:
+        found.setdefault(plan.programs, []).append(plan.name)
+    for programs, names in found.items():
+        yield ""
+        yield f"programs of {', '.join(names)}"
+        yield from programs
+
+
 def _plugins(plan: GroupPlan) -> Iterator[str]:
     return (f"plugin {line}" for line in (*plan.roles.plugins, *plan.roles.watching))
 
 
-def describe(model: nn.Module) -> Description:
+def describe(model: nn.Module, *, programs: bool = False) -> Description:
     """The plan of every group of ``model``: what it holds, what travels, who takes part.
 
     A mistake in a plugin that comes to light here is told to the ranks that will wait for this one.
+
+    Args:
+        model: the outermost sharded module.
+        programs: print what each distinct group runs to gather and to reduce, operation by
+            operation: where (``on gather`` is a stream of its own), what it reads and writes. A
+            line of dashes stands between what starts work and what joins it.
+
+    Raises:
+        SettingError: when nothing of ``model`` is sharded.
     """
     mesh = groups_of(model)[0].roles.mesh
     with reporting(partial(audiences, mesh)):
-        return _described(model)
+        return replace(_described(model), shows_programs=programs)
 
 
 def _described(model: nn.Module) -> Description:

@@ -213,7 +213,9 @@ def compute_buffers(model: Any, lost: Mapping[str, Tensor]) -> list[str]:
     initialization = importlib.import_module("transformers.initialization")
     for tensor in lost.values():
         tensor.fill_(_unlikely(tensor))
-    kept = [t for t in (*model.parameters(), *model.buffers()) if all(t is not b for b in lost.values())]
+    kept = [
+        t for t in (*model.parameters(), *model.buffers()) if all(t is not b for b in lost.values())
+    ]
     try:
         for tensor in kept:
             tensor._is_hf_initialized = True

@@ -148,7 +148,9 @@ def _unfit(
     same = {n for names in shared if any(n in made for n in names) for n in names}
     absent = {n for n, own in aliases.items() if n not in found.made and not same.issuperset(own)}
     fine = library.may_be_missing(model, absent) | {n for n in absent if _is_ignored(n, ignore)}
-    missing = sorted(n for n in absent if n not in fine or _would_have_none(model, weights, aliases[n]))
+    missing = sorted(
+        n for n in absent if n not in fine or _would_have_none(model, weights, aliases[n])
+    )
     unexpected = [name for name in found.unexpected if not _is_ignored(name, ignore)]
     said = [
         f"{len(names)} {what}: {', '.join(names)}"
@@ -181,9 +183,7 @@ def _is_ignored(name: str, patterns: Collection[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _would_have_none(
-    model: nn.Module, weights: Mapping[str, Tensor], names: Iterable[str]
-) -> bool:
+def _would_have_none(model: nn.Module, weights: Mapping[str, Tensor], names: Iterable[str]) -> bool:
     """Whether some of these would be without values: buffers of transformers' are computed."""
     vacant = [name for name in names if weights[name].is_meta]
     if not (vacant and library.is_transformers(model)):

@@ -64,7 +64,8 @@ def save_pretrained(
     with Ranks() as ranks:
         weights = ranks.agreed(doing, lambda: weights_of(model))
         planned = ranks.agreed(
-            doing, lambda: _planned(model, weights, path, dtype, max_shard_size, save_original_format)
+            doing,
+            lambda: _planned(model, weights, path, dtype, max_shard_size, save_original_format),
         )
         ranks.led(doing, lambda: _write_rest(model, path, dtype))
         for where, stem, arrangement in planned:

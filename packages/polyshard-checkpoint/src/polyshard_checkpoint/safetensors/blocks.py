@@ -151,4 +151,3 @@ def boxed(view: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Ten
     for dim, (start, length) in enumerate(zip(offsets, sizes, strict=True)):
         view = view.narrow(dim, start, length)
     return view
-

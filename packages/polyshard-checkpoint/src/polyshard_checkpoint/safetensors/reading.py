@@ -39,7 +39,9 @@ def weight_files(place: str | os.PathLike[str], stem: str) -> list[Path]:
         return [path]
     if (index := path / f"{stem}{INDEX}").is_file():
         try:
-            named = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+            named = sorted(
+                {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+            )
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(
                 f"'{index}' is no index of files: {type(error).__name__}: {error}"
@@ -63,9 +65,7 @@ class SafetensorsReader(StorageReader):
     tensors that it fills. Values are converted to the dtype of what they fill.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike[str], files: Sequence[Path] | None = None
-    ) -> None:
+    def __init__(self, folder: str | os.PathLike[str], files: Sequence[Path] | None = None) -> None:
         """Look at the headers at once, of all files in ``folder`` or of those given.
 
         Raises:
@@ -81,7 +81,9 @@ class SafetensorsReader(StorageReader):
                 self._found[name] = path, stored
         if not self._found:
             raise CheckpointError(f"there is no tensor in any *{SUFFIX} file of '{self._path}'")
-        self._made = {name: Traced.stored(name, s.shape, s.dtype) for name, s in self.stored.items()}
+        self._made = {
+            name: Traced.stored(name, s.shape, s.dtype) for name, s in self.stored.items()
+        }
 
     @property
     def names(self) -> frozenset[str]:

@@ -157,6 +157,12 @@ class Generation:
     """Programs of the reducer under the settings of the group. Not held by the reducer itself,
     which they refer to: memory is to go with the last reference."""
 
+    @property
+    def gathers(self) -> tuple[Program, ...]:
+        """The programs that gather: from all shards, and from a block if there is one."""
+        block = self.unshard_from_block
+        return (self.unshard,) if block is None else (self.unshard, block)
+
 
 def build_generation(parts: Parts, last: Generation | None) -> Generation:
     """Bind every transfer of a group to memory. Leaves the unsharded side freed, if it may be.

@@ -111,6 +111,9 @@ class GroupPlan:
     payloads: Payloads
     notices: tuple[str, ...] = ()
     """Settings that change nothing for this group."""
+    programs: tuple[str, ...] = ()
+    """What is run to gather and to reduce, an operation a line: :func:`polyshard.describe` with
+    ``programs=True`` shows them, and ranks compare them."""
     kept_bytes: int = 0
     """Memory of sums of gradients that a codec keeps between backwards of a step, at most."""
 
@@ -149,7 +152,10 @@ class GroupPlan:
             )
         )
         payloads = f"group {self.name}: payload bytes {self.payloads}"
-        return (*self.shared_lines(), payloads, *layout)
+        programs = tuple(
+            f"group {self.name}: {line}" for text in self.programs for line in text.splitlines()
+        )
+        return (*self.shared_lines(), payloads, *layout, *programs)
 
     def shared_lines(self) -> tuple[str, ...]:
         """What must be equal on all ranks of the model, however other axes cut its parameters."""

@@ -42,6 +42,7 @@ def plan_of(group: ParameterGroup) -> GroupPlan:
         sharded=tuple(_sharded(group, index) for index in range(len(shards.parameters))),
         payloads=Payloads(gather.payload_bytes, *reducer.payload_bytes),
         notices=all_notices(group.setup.policy, shards.dtype, contributions),
+        programs=tuple(map(str, (*generation.gathers, reduction))),
         kept_bytes=reducer.kept_bytes,
     )
 

@@ -157,7 +157,7 @@ def unshard_program(
         shards.has_strays or overrides(storage.fetch, DeviceStorage.fetch)
     )
     is_released = gather.reads_shard and overrides(storage.release, ShardStorage.release)
-    taken = (Memory.UNSHARDED, Memory.STAGING, Memory.PAYLOADS)
+    taken = tuple(dict.fromkeys((Memory.UNSHARDED, *gather.targets)))
     issue = [
         Op("acquire", acquire, writes=taken, undo=release),
         *gather.before(fetch if is_fetched else None),
@@ -167,7 +167,8 @@ def unshard_program(
     if is_released or is_fetched:
         complete.append(Op("release", lambda _: shards.release(), writes=(Memory.SHARD,)))
     complete.append(Op("register", lambda _: registry.register(), reads=(Memory.UNSHARDED,)))
-    return compiled("unshard", issue, complete)
+    name = "unshard" if gather.reads_shard else "unshard from a block"
+    return compiled(name, issue, complete)
 
 
 # Native ---------------------------------------------------------------------------------------
