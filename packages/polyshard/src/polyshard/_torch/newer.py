@@ -5,6 +5,7 @@ Nothing here is read from documentation, which ``python -OO`` strips.
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from functools import cache
@@ -111,8 +112,11 @@ def set_grad_dtype(parameter: Tensor, dtype: torch.dtype | None) -> None:
 def told_by_spmd_types(parameter: Tensor) -> str:
     """What the package ``spmd_types`` was told of a parameter, beyond that ranks hold the same.
 
-    torch 2.15 looks at that where the package is installed.
+    torch 2.15 looks at that where the package is installed. Only a process that imported it can have
+    annotated a parameter.
     """
+    if "spmd_types" not in sys.modules:  # torch would look for the package each time
+        return ""
     is_installed = getattr(dist, "_is_spmd_types_available", None)
     if is_installed is None or not is_installed():
         return ""
