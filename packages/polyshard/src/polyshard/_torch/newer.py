@@ -112,8 +112,8 @@ def set_grad_dtype(parameter: Tensor, dtype: torch.dtype | None) -> None:
 def told_by_spmd_types(parameter: Tensor) -> str:
     """What the package ``spmd_types`` was told of a parameter, beyond that ranks hold the same.
 
-    torch 2.15 looks at that where the package is installed. Only a process that imported it can have
-    annotated a parameter.
+    torch 2.15 looks at that where the package is installed. Only a process that imported it can
+    have annotated a parameter.
     """
     if "spmd_types" not in sys.modules:  # torch would look for the package each time
         return ""

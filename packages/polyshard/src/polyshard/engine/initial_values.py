@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from polyshard._torch.private import local_tensor
+from polyshard._torch.untraced import outside_transforms
 from polyshard.errors import DifferentValuesWarning
 from polyshard.group.group import ParameterGroup
 from polyshard.params.parameter import ShardedParameter, Source
@@ -68,6 +69,7 @@ def initial_values(
     )
 
 
+@outside_transforms
 @torch.no_grad()
 def notes_of(values: Iterable[InitialValues]) -> dict[tuple[int, ...], dict[str, str]]:
     """What ranks compare, by the ranks that do: checksums by the names of parameters."""
