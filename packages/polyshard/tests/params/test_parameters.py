@@ -253,7 +253,7 @@ class Scaled(nn.Parameter):
 
 
 class ScaledLinear(nn.Module):
-    def __init__(self, kind: type[nn.Parameter]) -> None:
+    def __init__(self, kind: Any) -> None:
         super().__init__()
         self.weight: Any = kind(torch.ones(3, 3), requires_grad=False)
         self.weight.scale = torch.tensor(0.5)

@@ -10,13 +10,22 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from toy_codecs import Codecs
 from toy_steps import STEPS, WORLD
 
+from polyshard import Plugin, describe, fully_shard, hookimpl
+from polyshard.errors import PlanMismatchError
+from polyshard.plugins.builtin import DeviceStorage
 from polyshard.program import executor, ops
-from polyshard.program.executor import Frame, LaneFrame
-from polyshard.program.ops import ENTRY, Lane, Memory, Op, with_waits
+from polyshard.program.executor import LaneFrame
+from polyshard.program.ops import ENTRY, Frame, Lane, Memory, Op, with_waits
+from polyshard.seams import GroupInfo
+from polyshard.sharding.layout import GroupLayout
+from polyshard_testing import ranks
 from polyshard_testing.streams import Recorder, recorded
 
 MEMORY = (Memory.SHARD, Memory.UNSHARDED, Memory.TOTAL)
@@ -215,3 +224,46 @@ def _watched(recorder: Recorder, undeclared: set[tuple[str, str]]) -> Iterator[N
 def _declared(one: Op, other: Op) -> bool:
     written = set(one.writes) & {*other.reads, *other.writes}
     return bool(written or set(other.writes) & set(one.reads))
+
+
+# What is shown -------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_describe_shows_what_a_group_uses_and_nothing_else(rank: int, size: int) -> None:
+    plain = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    for layer in plain:
+        fully_shard(layer)
+    text = str(describe(fully_shard(plain), programs=True))
+    assert text.count("unshard:") == text.count("reduce:") == 1, "both groups run the same"
+    assert "programs of 0, 1" in text
+    assert "encode" not in text
+    assert "replicas" not in text
+    coded = str(describe(fully_shard(nn.Linear(6, 6), plugins=[Codecs()]), programs=True))
+    for name in ("encode", "exchange", "decode", "keep"):
+        assert f"\n  {name}" in coded, coded
+    assert "programs of" not in str(describe(plain))
+
+
+@ranks(2)
+def test_ranks_compare_their_programs(rank: int, size: int) -> None:
+    """Storages that differ where no other line of a plan says so."""
+    model: Any = fully_shard(nn.Linear(6, 6), plugins=[Kept(holds=rank == 1)])
+    with pytest.raises(PlanMismatchError, match="take held"):
+        model(torch.ones(1, 6))
+
+
+class Kept(Plugin):
+    name, settings = "kept", ""
+
+    def __init__(self, *, holds: bool) -> None:
+        self._holds = holds
+
+    def create(self, group: GroupInfo, layout: GroupLayout) -> DeviceStorage:
+        storage = DeviceStorage()
+        storage.holds_gradients = self._holds
+        return storage
+
+    @hookimpl
+    def polyshard_shard_storage(self, group: GroupInfo) -> Kept:
+        return self

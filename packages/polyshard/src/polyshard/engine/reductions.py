@@ -13,7 +13,8 @@ from collections import deque
 from torch import Tensor
 
 from polyshard.group.group import ParameterGroup
-from polyshard.program.executor import Frame, abandon
+from polyshard.program.executor import abandon
+from polyshard.program.ops import Frame
 
 
 class Reductions:

@@ -51,9 +51,9 @@ from polyshard.params.parameter import Source, Told
 from polyshard.params.protocol_shards import ProtocolShards
 from polyshard.params.sharded import Shards
 from polyshard.policies import MixedPrecisionPolicy
-from polyshard.program.executor import Frame, abandon, new_frame, return_home, run
+from polyshard.program.executor import abandon, new_frame, return_home, run
 from polyshard.program.freshness import Turn
-from polyshard.program.ops import Program
+from polyshard.program.ops import Frame, Program
 from polyshard.program.reduce import ReduceSettings
 from polyshard.program.tensor_protocol import refuse_block, refuse_claims, uses_protocol
 from polyshard.seams import GroupIdentity, GroupInfo, ParamInfo, ShardStorage, overrides

@@ -1,1 +1,1 @@
-"""What travels between ranks: parameters gathered, gradients reduced."""
+"""What a group runs to gather and to reduce: operations, the executor, and their compilers."""

@@ -18,51 +18,12 @@ from typing_extensions import override
 
 from polyshard._torch.private import profiler_runs, profiler_span
 from polyshard.memory.streams import Event, Lanes, Streams, streams_of
-from polyshard.program.ops import ENTRY, Lane, Program
+from polyshard.program.ops import ENTRY, Frame, Lane, Program
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     from polyshard.alarm.failures import FailureReport
-    from polyshard.transport.base import Pending
-
-
-class Frame:
-    """One run of a program in flight: how far it is, and what differs between runs."""
-
-    __slots__ = (
-        "at", "gradients", "has_placed", "home", "is_over", "key", "landing", "packed", "partial",
-        "pending", "pieces", "present", "program", "said", "table", "total",
-    )  # fmt: skip
-
-    def __init__(self, program: Program) -> None:
-        """Nothing has run yet."""
-        self.program = program
-        self.at = 0
-        """How many operations have started."""
-        self.is_over = False
-        self.home: Any = None
-        """The stream of its compute lane, on a device that has some."""
-        self.pending: Pending | None = None
-        """The transfer to be waited for."""
-        self.gradients: dict[int, Tensor]
-        self.present: list[int]
-        """Parameters with a gradient in what is reduced, by index."""
-        self.key: Any
-        self.table: Any = None
-        self.said: Any = None
-        self.pieces: Any = None
-        self.packed: Any = None
-        self.total: Any = None
-        """The sum (``[shard_numel]``), once there is memory for it."""
-        self.partial: Tensor | None = None
-        self.landing: Any = None
-        self.has_placed = False
-        """Whether sharded gradients were put in place."""
-
-    def join(self) -> None:
-        """Order the home stream behind every lane of the run."""
 
 
 class LaneFrame(Frame):

@@ -25,12 +25,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from typing_extensions import override
 
 if TYPE_CHECKING:
-    from polyshard.program.executor import Frame
+    from torch import Tensor
+
+    from polyshard.transport.base import Pending
 
 ENTRY = -1
 """The place before the first operation, on the compute lane."""
@@ -159,6 +161,43 @@ class Program:
         lines = [f"  {op}" for op in self.ops]
         lines.insert(self.cut, "  --")
         return "\n".join([f"{self.name}:", *lines])
+
+
+class Frame:
+    """One run of a program in flight: how far it is, and what differs between runs."""
+
+    __slots__ = (
+        "at", "gradients", "has_placed", "home", "is_over", "key", "landing", "packed", "partial",
+        "pending", "pieces", "present", "program", "said", "table", "total",
+    )  # fmt: skip
+
+    def __init__(self, program: Program) -> None:
+        """Nothing has run yet."""
+        self.program = program
+        self.at = 0
+        """How many operations have started."""
+        self.is_over = False
+        self.home: Any = None
+        """The stream of its compute lane, on a device that has some."""
+        self.pending: Pending | None = None
+        """The transfer to be waited for."""
+        self.gradients: dict[int, Tensor]
+        self.present: list[int]
+        """Parameters with a gradient in what is reduced, by index."""
+        self.key: Any
+        self.table: Any = None
+        self.said: Any = None
+        self.pieces: Any = None
+        self.packed: Any = None
+        self.total: Any = None
+        """The sum (``[shard_numel]``), once there is memory for it."""
+        self.partial: Tensor | None = None
+        self.landing: Any = None
+        self.has_placed = False
+        """Whether sharded gradients were put in place."""
+
+    def join(self) -> None:
+        """Order the home stream behind every lane of the run."""
 
 
 def _traffic(ops: Iterable[Op], present: frozenset[int]) -> Traffic:

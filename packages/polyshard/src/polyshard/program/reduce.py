@@ -42,9 +42,9 @@ from polyshard.memory.streams import Lanes
 from polyshard.params.sharded import Shards
 from polyshard.plugins.validation import wordless
 from polyshard.program.accumulation import Accumulation, Slot, part_of
-from polyshard.program.executor import Frame, new_frame
+from polyshard.program.executor import new_frame
 from polyshard.program.landing import Landing, Placing, check_hook
-from polyshard.program.ops import Lane, Memory, Op, Program, Traffic, compiled
+from polyshard.program.ops import Frame, Lane, Memory, Op, Program, Traffic, compiled
 from polyshard.program.packing import Packing, extents_of
 from polyshard.program.unshard import ShardAxis, join
 from polyshard.seams import BoundReduceCodec, ShardStorage, overrides

@@ -28,9 +28,8 @@ from polyshard.params.sharded import Shards, local_view
 from polyshard.params.unsharded import Unsharded
 from polyshard.plugins.builtin import DeviceStorage
 from polyshard.plugins.validation import fitting, wordless
-from polyshard.program.executor import Frame
 from polyshard.program.freshness import Freshness, Turn, differs
-from polyshard.program.ops import Lane, Memory, Op, Program, Traffic, compiled
+from polyshard.program.ops import Frame, Lane, Memory, Op, Program, Traffic, compiled
 from polyshard.program.packing import extents_of, home_pairs
 from polyshard.seams import BoundGatherCodec, ShardStorage, overrides
 from polyshard.transport.base import (

@@ -16,9 +16,8 @@ from polyshard.errors import (
 )
 from polyshard.params.protocol_shards import ProtocolShards
 from polyshard.params.sharded import Shards
-from polyshard.program.executor import Frame
 from polyshard.program.freshness import differs
-from polyshard.program.ops import Memory, Op
+from polyshard.program.ops import Frame, Memory, Op
 from polyshard.program.tensor_protocol.checks import PRE, check_protocol
 from polyshard.program.tensor_protocol.sides import ProtocolParts, Silent, Spoken
 from polyshard.program.unshard import Gather, ShardAxis, fetching
