@@ -35,9 +35,9 @@ RESULTS = Path(__file__).parent / "results" / "simulated" / "mutants.json"
 HANG_SECONDS = 10.0
 _CORE = (
     "memory.streams", "transport.collective", "transport.collective_owners", "transport.custom",
-    "transport.wrapped", "exchange.flight", "exchange.reduction",
-    "exchange.replicas", "exchange.gather", "group.group", "engine.unit",
-    "engine.hooks", "engine.prefetch", "engine.ending", "module.communication", "module.sharded",
+    "transport.wrapped", "program.executor", "program.reduce", "program.unshard", "group.group",
+    "engine.unit", "engine.hooks", "engine.prefetch", "engine.ending", "module.communication",
+    "module.sharded",
 )  # fmt: skip
 _OFFLOAD = (
     "shards.host_storage", "shards.disk_storage", "shards.gradients", "shards.storage",
@@ -71,9 +71,8 @@ _RECORDED_COPIES = "no scenario here exposes it; recorded steps do: `test_copy_o
 _NAMED_ALIKE = "orders nothing: only the name is alike"
 _GLOO = "a message of gloo: `test_gloo_waits.py` leaves it out"
 REASONS = {
-    ("InFlight.end", "self.pending.wait()"): _GLOO,
-    ("InFlight.end", "self.told.works.wait()"): _GLOO,
-    ("InFlight.end", "self.landing.wait()"): "no scenario has gradients that land whole",
+    ("Reducer._tell", "frame.said.works.wait()"): _GLOO,
+    ("Reducer._land", "frame.landing.wait()"): "no scenario has gradients that land whole",
     ("Reducer._play_out", "pending.wait()"): _GLOO,
     ("DiskStorage.hold", "super().hold(parameters)"): _NAMED_ALIKE,
     (
