@@ -23,10 +23,10 @@ STRUCK = 1
 class Way(Enum):
     """How ranks go on afterwards."""
 
-    IN_PROCESS = "`reset_iter_state()`, and go on"
-    NEXT_BATCH = "every rank is where it was before: go on, with another batch say"
-    NEW_PLAN = "mend it and call `fully_shard` again"
-    RESTART = "start again from the last checkpoint"
+    IN_PROCESS = "`reset_iter_state()`"
+    NEXT_BATCH = "continue, for example with another batch"
+    NEW_PLAN = "fix it and call `fully_shard` again"
+    RESTART = "restart from the last checkpoint"
 
 
 @dataclass(frozen=True)
