@@ -26,7 +26,7 @@ The second column is what `polyshard migrate` does:
 """
 WORDS = {
     Verdict.MOVED: "the same name, from polyshard or on the same object",
-    Verdict.REWRITTEN: "replaced as in the third column where that is certain, else listed",
+    Verdict.REWRITTEN: "replaced as in the third column where certain, else listed",
     Verdict.DROPPED: "removed: not needed",
     Verdict.TORCH: "unchanged, and works",
     Verdict.HAND: "listed with its line: you choose",
@@ -45,16 +45,13 @@ def _guide(guide: Guide) -> str:
 
 
 def _table(table: Table) -> str:
-    head = (
-        f"\n### {table.title}\n\n| term | done | in polyshard | difference |\n|---|---|---|---|\n"
-    )
-    alike: dict[tuple[str, str, str], list[str]] = {}
+    head = f"\n### {table.title}\n\n| term | done | in polyshard |\n|---|---|---|\n"
+    alike: dict[tuple[str, str], list[str]] = {}
     for term in table.terms:
-        key = (term.verdict.value, term.ours, term.differs)
-        alike.setdefault(key, []).append(f"`{term.theirs}`")
-    return head + "".join(
-        f"| {', '.join(terms)} | {' | '.join(key)} |\n" for key, terms in alike.items()
-    )
+        said = ". ".join(filter(None, (term.ours, term.differs)))
+        alike.setdefault((term.verdict.value, said), []).append(f"`{term.theirs}`")
+    rows = (f"| {', '.join(terms)} | {' | '.join(key)} |\n" for key, terms in alike.items())
+    return head + "".join(rows)
 
 
 def files() -> dict[Path, str]:
