@@ -44,7 +44,7 @@ fault. If a process ended, that holds for new ranks that load the checkpoint.
 
 CI runs {", ".join(f"*{name}*" for name in SAMPLE)} without plugins; `pytest
 integration_tests/test_faults.py --all-faults` runs all. With tensor parallelism, control-flow
-faults strike all ranks that share a batch, the error may name any of them, and a rank in a
+faults strike all ranks that share a batch, and the error may name any of them. A rank in a
 collective of its backward raises gloo's `RuntimeError` with these words as a note.
 
 """
