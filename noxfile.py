@@ -102,13 +102,14 @@ def existing(*paths: str) -> list[str]:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, formatting, which room may import which, and the layout of the repository."""
+    """Check style, prose, imports between rooms, and the layout of the repository."""
     session.install(*nox.project.dependency_groups(PYPROJECT, "lint"))
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("python", "tools/check_layout.py")
     session.run("python", "tools/addresses.py", "--check")
     session.run("python", "tools/check_api.py")
+    session.run("python", "tools/check_prose.py")
     sources = os.pathsep.join(f"{folder}/src" for folder in FOLDERS)
     session.run("lint-imports", env={"PYTHONPATH": sources})  # reads files, imports nothing
 

@@ -23,10 +23,10 @@ STRUCK = 1
 class Way(Enum):
     """How ranks go on afterwards."""
 
-    IN_PROCESS = "`reset_iter_state()`, and go on"
-    NEXT_BATCH = "every rank is where it was before: go on, with another batch say"
-    NEW_PLAN = "mend it and call `fully_shard` again"
-    RESTART = "start again from the last checkpoint"
+    IN_PROCESS = "`reset_iter_state()`"
+    NEXT_BATCH = "continue, for example with another batch"
+    NEW_PLAN = "fix it and call `fully_shard` again"
+    RESTART = "restart from the last checkpoint"
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ FAULTS = (
            "rank 0 is at", "rank 1 is at"),
     _apart("unused", "one rank leaves a layer out",
            "rank 0 is at", "rank 1 is at"),
-    _ended("optimizer", "the optimizer raises, and nobody catches it",
+    _ended("optimizer", "the optimizer raises an uncaught exception",
            "rank 1 failed with an exception that nobody caught", "ArithmeticError: on purpose"),
-    _ended("loop", "the training loop raises, and nobody catches it",
+    _ended("loop", "the training loop raises an uncaught exception",
            "rank 1 failed with an exception that nobody caught", "ArithmeticError: on purpose"),
     _ended("exit", "the process exits a step early",
            "rank 1 has ended", CHECKPOINT),

@@ -45,8 +45,8 @@ def step_time(results: dict[str, Result], assets: str) -> Iterator[str]:
     found = {row.name: results[row.name].found for row in shown}
     yield from table(_STEP_HEAD, (_step_row(row, found[row.name]) for row in shown))
     yield ""
-    yield "Peak resident memory is the whole process's, 200 to 300 MiB of torch included; an engine"
-    yield "runs alone for it. torch's allocator for the CPU keeps no statistics."
+    yield "Peak resident memory is that of the whole process, 200 to 300 MiB of torch included,"
+    yield "measured with one engine alone."
     best = [row for row in shown if BEST_STEP in found[row.name]["ratios"]]
     if best:
         yield from ["", *_BEST, ""]
@@ -55,16 +55,15 @@ def step_time(results: dict[str, Result], assets: str) -> Iterator[str]:
     yield from ["", *notes] if notes else []
     missed = [line for row in shown for line in _missed(row, found[row.name])]
     if any(row.bars for row in shown):
-        yield from ["", "### Bars that are missed", "", *(missed or ["None."])]
+        yield from ["", "### Missed bars", "", *(missed or ["None."])]
     yield f"\n![step time]({assets}/step-time.png)"
 
 
 _BEST = (
     "### With the best optimizer setting of each",
     "",
-    "AdamW fused, and flat in polyshard unless a plugin steps it; the same model and data under",
-    "DDP and FSDP1. *Kept* is polyshard with `reshard_after_forward=False`: weights stay whole",
-    "until backward, as DDP's always are. The table above has `foreach=True` everywhere.",
+    "AdamW fused, and flat in polyshard unless a plugin steps it; also DDP and FSDP1. *Kept* is",
+    "polyshard with `reshard_after_forward=False`. The table above has `foreach=True` everywhere.",
 )
 _BEST_HEAD = (
     "row",

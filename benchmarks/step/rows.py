@@ -70,16 +70,16 @@ def _bars(step: float, *, memory_reason: str = "") -> tuple[Bar, ...]:
 WIDE, NARROW = Case(width=1024, steps=5, warmup=2), Case(width=512, steps=7, warmup=2)
 
 OPTIMIZER_PEAK = (
-    "The peak is the optimizer's, and the same for every engine: parameters, gradients, AdamW's "
-    "state, and the temporaries of a foreach step, which are as large as all parameters."
+    "The peak is the optimizer's, equal for every engine: parameters, gradients, AdamW's state, "
+    "and foreach temporaries as large as all parameters."
 )
 NO_ROOM = (
-    "1,114 MiB are the process, parameters, gradients and AdamW's state. The bar leaves some "
-    "75 MiB above that; one layer's unsharded parameters and gradients are 98."
+    "Process, parameters, gradients and AdamW's state take 1,114 MiB. The bar leaves 75 MiB more; "
+    "one layer's unsharded parameters and gradients take 98."
 )
-MOSTLY_TORCH = "262 of the 642 MiB are the process with torch, the same for every engine."
-FOUR_ON_TWO = "Four ranks share two cores, and so do transfers; the floor is no faster."
-ACTIVATIONS = "Most of it are activations, the same for every engine, and memory glibc keeps."
+MOSTLY_TORCH = "The process with torch takes 262 of the 642 MiB, equal for every engine."
+FOUR_ON_TWO = "Four ranks and their transfers share two cores; the floor is no faster."
+ACTIVATIONS = "Mostly activations, equal for every engine, and memory that glibc keeps."
 
 _MAIN = (
     Row(

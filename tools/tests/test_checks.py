@@ -10,6 +10,7 @@ import pytest
 
 import check_docs
 import check_layout
+import check_prose
 from check_template import TEMPLATE, leftovers, seams
 from headless import DESK, PHONE, OpenPage
 from workspace import ENTRY_POINT_GROUP, distributions
@@ -56,6 +57,38 @@ def test_blocks_of_pages_run_or_say_why_not(tmp_path: Path, text: str, said: str
     page.write_text(text)
     failure = check_docs.run_page(page)
     assert failure is None if said is None else said in (failure or "")
+
+
+BEGINNING = "# Title\n\nThis page is for tests.\n\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (BEGINNING, []),
+        ("# Title\n\n- a list\n\nText.\n", []),
+        ("# Title\n\n## Section\n", ["1: begin with"]),
+        ("Text without a title.\n", ["1: begin with"]),
+        (f"{BEGINNING}Then nobody\nwaits.\n", ["5: 'nobody': write the rank"]),
+        (f"{BEGINNING}| a | b |\n|---|---|\n| c | it was mended |\n", ["7: 'mended': write fix"]),
+        (f"{BEGINNING}`nobody`, [nobody.md](nobody.md)\n", ["5: 'nobody'"]),
+        (f"{BEGINNING}```text\nnobody {'word ' * 40}\n```\n", []),
+        (f"{BEGINNING}{'word ' * 35}.\n", []),
+        (f"{BEGINNING}- {'word ' * 36}.\n", ["5: 36 words in a sentence"]),
+        (f"{BEGINNING}{'word ' * 20}e. {'Word ' * 20}.\n", []),
+        (f"{BEGINNING}{'`a b` ' * 30}.\n", []),
+    ],
+)
+def test_prose_is_judged_and_code_is_not(text: str, said: list[str]) -> None:
+    found = list(check_prose.problems(text))
+    assert len(found) == len(said), found
+    assert all(one.startswith(start) for one, start in zip(found, said, strict=True))
+
+
+def test_exemptions_from_prose_name_pages() -> None:
+    names = [name for name in check_prose.EXEMPT if not name.endswith("*")]
+    assert [name for name in names if not (ROOT / name).is_file()] == []
+    assert len(check_prose.default_pages(ROOT)) > 60
 
 
 @pytest.fixture

@@ -285,9 +285,9 @@ METHODS = Table(
 
 GUIDE = Guide(
     "DeepSpeed",
-    "ZeRO's stages become `fully_shard`. A script is rewritten where its configuration is known "
-    "(a dict in the script, a JSON file it names, or `--deepspeed-config`), asks for nothing that "
-    "is left to the hand, and makes its optimizer itself; else everything is listed. A key that is "
-    "not in this table is listed as unknown.",
+    "ZeRO's stages become `fully_shard`. A script is rewritten if its configuration is known (a "
+    "dict in the script, a JSON file it names, or `--deepspeed-config`) and fully supported, and "
+    "if it builds its own optimizer. Otherwise everything is listed. Keys not in this table are "
+    "listed as unknown.",
     (NAMES, KEYWORDS, KEYS, METHODS),
 )

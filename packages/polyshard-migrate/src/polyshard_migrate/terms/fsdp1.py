@@ -71,9 +71,9 @@ KEYWORDS = Table(
             "sync_module_states",
             REWRITTEN,
             "`plugins=[SameValues()]` where it was `True`",
-            "Rank 0's values are not sent: ranks that differ are refused, by parameter. Initialise "
-            "all alike, or load with `set_model_state_dict` and `broadcast_from_rank0`. Buffers "
-            "are not compared.",
+            "Rank 0's values are not sent: ranks that differ are refused, by parameter. Seed all "
+            "ranks equally, or load with `set_model_state_dict` and `broadcast_from_rank0`. "
+            "Buffers are not compared.",
         ),
         Term("forward_prefetch", DROPPED, "", "Gathers follow the order of the last step."),
         Term("limit_all_gathers", DROPPED, "", "At most two units are gathered at once."),

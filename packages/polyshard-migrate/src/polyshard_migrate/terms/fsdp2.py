@@ -94,7 +94,7 @@ AROUND = Table(
 
 GUIDE = Guide(
     "FSDP2",
-    "Changing the import is the migration: calls stay as they are, and losses are the same to the "
-    "last bit. Parameters shared between units are refused when sharding.",
+    "Change the import: calls stay as they are, and losses are bitwise the same. Parameters shared "
+    "between units are refused when sharding.",
     (NAMES, KEYWORDS, METHODS, AROUND),
 )
