@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from polyshard import MixedPrecisionPolicy, fully_shard, stats
-from polyshard.program import replicas
-from polyshard.transport import base
+from polyshard import MixedPrecisionPolicy, fully_shard, stats, transport
+from polyshard.program import reduce
 from polyshard_plan import Document, PlanError, Settings, describe, parse_mesh
 from polyshard_plan.dry_run.units import units_of
 from polyshard_plan.request.plugins import make_plugins
@@ -47,7 +46,7 @@ class Collectives(TorchDispatchMode):
 def counted_replicas() -> Iterator[list[int]]:
     """Bytes that each sum over replicas is given."""
     found: list[int] = []
-    all_reduce, all_gather = base.all_reduce, base.all_gather
+    all_reduce, all_gather = transport.all_reduce, transport.all_gather
 
     def reduced(values: Tensor, *rest: Any) -> None:
         found.append(values.nbytes)
@@ -58,8 +57,8 @@ def counted_replicas() -> Iterator[list[int]]:
         all_gather(rows, row, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replicas, "all_reduce", reduced)
-        patch.setattr(replicas, "all_gather", gathered)
+        patch.setattr(reduce, "all_reduce", reduced)
+        patch.setattr(reduce, "all_gather", gathered)
         yield found
 
 
