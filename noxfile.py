@@ -43,8 +43,8 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # Tests with ranks wait for each other for much of their time, so one worker more than cores.
 WORKERS = int(os.environ.get("POLYSHARD_WORKERS", "3"))
 
-# Compiling all of torch and transformers takes three times as long as unpacking them; Python compiles
-# what is imported.
+# Compiling all of torch and transformers takes three times as long as unpacking them; Python
+# compiles what is imported.
 os.environ.setdefault("PIP_NO_COMPILE", "1")
 
 # What of a package is installed beyond what it needs itself.
@@ -319,7 +319,7 @@ def run_partial(session: nox.Session, python: str) -> None:
     failed = []
     with ThreadPoolExecutor(WORKERS) as pool:
         for name, done in zip(PARTIAL, pool.map(run, PARTIAL), strict=True):
-            print(f"{name}\n{done.stdout}{done.stderr}", flush=True)
+            session.log(f"{name}\n{done.stdout}{done.stderr}")
             failed += [name] if done.returncode else []
     if failed:
         session.error(f"tests fail with these plugins alone: {', '.join(failed)}")
