@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nox
@@ -41,8 +43,8 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # Tests with ranks wait for each other for much of their time, so one worker more than cores.
 WORKERS = int(os.environ.get("POLYSHARD_WORKERS", "3"))
 
-# Compiling all of torch and transformers takes three times as long as unpacking them; Python compiles
-# what is imported.
+# Compiling all of torch and transformers takes three times as long as unpacking them; Python
+# compiles what is imported.
 os.environ.setdefault("PIP_NO_COMPILE", "1")
 
 # What of a package is installed beyond what it needs itself.
@@ -297,23 +299,60 @@ def tests(session: nox.Session) -> None:
     compiled = "import polyshard_sim.building as b; b.missing_tools() or b.library()"
     session.run(python, "-c", compiled)
     run_tests(session, python, "all", [*everything, f"--stack={stack_of(tuple(COMPOSED))}"])
-    for name, plugins in PARTIAL.items():
-        hidden = [other for other in PLUGINS if other not in plugins]
-        run_tests(session, python, name, alone(plugins), hidden)
+    run_partial(session, python)
+
+
+def run_partial(session: nox.Session, python: str) -> None:
+    """Run the tests of each subset, as many subsets at once as there are workers.
+
+    Each takes one process: workers of its own would import torch and collect for a minute's tests.
+    """
+    if session.posargs:  # which may name a debugger, or anything else for one run at a time
+        for name, plugins in PARTIAL.items():
+            run_tests(session, python, name, alone(plugins), hidden_beside(plugins))
+        return
+
+    def run(name: str) -> subprocess.CompletedProcess[str]:
+        command = [python, "-m", "pytest", *pytest_options(name), *alone(PARTIAL[name])]
+        env = {**os.environ, **ONE_THREAD, **hiding(hidden_beside(PARTIAL[name]))}
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+    failed = []
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for name, done in zip(PARTIAL, pool.map(run, PARTIAL), strict=True):
+            session.log(f"{name}\n{done.stdout}{done.stderr}")
+            failed += [name] if done.returncode else []
+    if failed:
+        session.error(f"tests fail with these plugins alone: {', '.join(failed)}")
+
+
+def hidden_beside(plugins: list[str]) -> list[str]:
+    """The plugins that a subset lacks."""
+    return [other for other in PLUGINS if other not in plugins]
+
+
+def hiding(hidden: list[str]) -> dict[str, str]:
+    """Variables of a process that is not to see the distributions ``hidden``."""
+    if not hidden:
+        return {}
+    return {"POLYSHARD_HIDDEN": ",".join(hidden), "PYTHONPATH": str(ROOT / "tools" / "hidden")}
+
+
+def pytest_options(name: str) -> tuple[str, ...]:
+    """Of every run: its times go to ``build/junit/NAME.xml``."""
+    return ("-m", "not browser", f"--junitxml=build/junit/{name}.xml")
 
 
 def run_tests(
     session: nox.Session, python: str, name: str, paths: list[str], hidden: list[str] | None = None
 ) -> None:
-    """Run pytest on ``paths`` by several workers; its times go to ``build/junit/NAME.xml``."""
-    env = {**ONE_THREAD}
-    if hidden:
-        env |= {"POLYSHARD_HIDDEN": ",".join(hidden), "PYTHONPATH": str(ROOT / "tools" / "hidden")}
+    """Run pytest on ``paths`` by several workers."""
+    env = ONE_THREAD | hiding(hidden or [])
     # In the order of conftest.py, slow files first: xdist's own begins with those of many tests,
     # so that the longest, which hold one test each, would run last, beside nothing.
     workers = (f"--numprocesses={WORKERS}", "--dist=loadfile", "--no-loadscope-reorder")
-    options = ("-m", "not browser", *workers, f"--junitxml=build/junit/{name}.xml")
-    session.run(python, "-m", "pytest", *options, *paths, *session.posargs, env=env)
+    command = (python, "-m", "pytest", *pytest_options(name), *workers, *paths, *session.posargs)
+    session.run(*command, env=env)
 
 
 @nox.session(venv_backend="none", default=False)
@@ -325,6 +364,16 @@ def subsets(session: nox.Session, plugins: list[str]) -> None:
 
 
 @nox.session(venv_backend="none", default=False)
+def late(session: nox.Session) -> None:
+    """Run the tests whose ranks expect exceptions with rank 0 late, then with rank 1 late."""
+    python = str(dev_environment(session, PLUGINS) / "python")
+    folders = [f"{folder}/tests" for folder in FOLDERS]
+    for rank in (0, 1):
+        paths = [*folders, "integration_tests", f"--late-rank={rank}"]
+        run_tests(session, python, f"late-{rank}", paths)
+
+
+@nox.session(venv_backend="none", default=False)
 def nightly(session: nox.Session) -> None:
     """Run what the gate leaves out: [Note: gate and nightly]; takes hours."""
     for name in NIGHTLY:
@@ -332,6 +381,7 @@ def nightly(session: nox.Session) -> None:
     for name in PARTIAL:
         session.notify(f"subsets({name})", ["--thorough"])
     session.notify("fuzz", ["--cases", "2000", "--seed", "1"])
+    session.notify("late")
     session.notify("tests", ["--thorough", "--all-faults", "--all-hosts", "--kills=20"])
 
 

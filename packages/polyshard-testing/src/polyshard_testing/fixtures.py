@@ -34,8 +34,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _expects_errors_on_ranks(item: pytest.Item) -> bool:
-    has_ranks = any(name.startswith("world") for name in getattr(item, "fixturenames", ()))
-    return has_ranks and late_rank.expects_errors(getattr(item, "function", None))
+    if not isinstance(item, pytest.Function):
+        return False
+    has_ranks = any(name.startswith("world") for name in item.fixturenames)
+    return has_ranks and late_rank.expects_errors(item.function)
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
