@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from benchmarks.silent.engines import Engine, Job, NotApplicableError, whole
+from benchmarks.silent.engines import Engine, Job, NotApplicableError, bare, whole
 
 
 class DifferentError(Exception):
@@ -517,12 +517,14 @@ def step_unsynchronised(engine: Engine) -> None:
 def thawed(engine: Engine) -> None:
     plain = mlp()
     plain[0].requires_grad_(False)
-    job = engine.prepare(copy.deepcopy(plain), sgd)
+    job, theirs = engine.prepare(copy.deepcopy(plain), sgd), sgd(plain.parameters())
     backward(job)
-    for each in (job.model, plain):
-        each.zero_grad()
-        for p in each.parameters():
-            p.requires_grad_(True)
+    job.step()
+    loss(plain, everyone()).backward()
+    theirs.step()
+    theirs.zero_grad()
+    for p in (*job.model.parameters(), *plain.parameters()):
+        p.requires_grad_(True)
     check_gradients(job, plain)
 
 
@@ -560,13 +562,16 @@ def other_method(engine: Engine) -> None:
 @case("Evaluation between two training steps", "pytorch#110139")
 def after_evaluation(engine: Engine) -> None:
     plain = mlp()
-    job = engine.prepare(copy.deepcopy(plain), sgd)
-    for _ in range(2):
+    job, theirs = engine.prepare(copy.deepcopy(plain), sgd), sgd(plain.parameters())
+    for _ in range(3):
         with torch.no_grad():
             close(loss(job.model, everyone()), loss(plain, everyone()), "loss")
-        job.model.zero_grad()
-        plain.zero_grad()
-        check_gradients(job, plain)
+        backward(job)
+        job.step()
+        loss(plain, everyone()).backward()
+        theirs.step()
+        theirs.zero_grad()
+    same(job.parameters(), values(plain), "value")
 
 
 @case("Parameters kept gathered, and a step between", "set_reshard_after_backward of FSDP2")
@@ -606,7 +611,7 @@ def published(engine: Engine) -> None:
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
             state = get_model_state_dict(job.model, options=options)
         if dist.get_rank() == 0:
-            peer.load_state_dict({n.replace("_forward_module.", ""): v for n, v in state.items()})
+            peer.load_state_dict({bare(n): v for n, v in state.items()})
             with torch.no_grad():
                 close(loss(peer, everyone()), loss(plain, everyone()), "the peer's loss")
 
@@ -620,7 +625,7 @@ def published_late(engine: Engine) -> None:
         raise NotApplicableError
     state = job.model.state_dict()
     check_steps(job, plain)
-    found = {n.replace("module.", "").replace("_forward_", ""): whole(v) for n, v in state.items()}
+    found = {bare(n): whole(v) for n, v in state.items()}
     same(found, values(plain), "value")
 
 

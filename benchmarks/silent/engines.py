@@ -31,7 +31,7 @@ def whole(value: Tensor) -> Tensor:
 
 def bare(name: str) -> str:
     """A parameter's name without what wrappers put before it."""
-    for wrapper in ("module.", "_fsdp_wrapped_module.", "_forward_module.", "_orig_mod."):
+    for wrapper in ("_fsdp_wrapped_module.", "_forward_module.", "_orig_mod.", "module."):
         name = name.replace(wrapper, "")
     return name
 

@@ -5,7 +5,9 @@ The threads they come from are named by repository and number.
 
 from __future__ import annotations
 
+import copy
 import random
+import warnings
 import weakref
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from toy_models import assert_same_parameters, build, full, loss_of, shard, tokens_for
 from toy_units import Tree, states
@@ -382,3 +385,69 @@ def test_names_that_begin_alike(rank: int, size: int) -> None:
         assert plans[f"blocks.{index}"] == expected
     assert set().union(*plans.values()) == own
     loss_of(model, tokens_for(0, rank)).backward()
+
+
+@pytest.mark.xfail(reason="the optimizer holds gathered parameters, and nothing says so")
+@ranks(2)
+def test_an_optimizer_built_while_parameters_are_gathered(rank: int, size: int) -> None:
+    """pytorch#149205: after a forward without a backward the root holds unsharded parameters."""
+    model: Any = fully_shard(nn.Linear(4, 4, bias=False))
+    model(torch.ones(1, 4))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        before = full(model.weight.detach())
+        optimizer.step()
+    assert caught or not torch.equal(full(model.weight.detach()), before)
+
+
+@pytest.mark.xfail(reason="modules hold gathered parameters until the next forward frees them")
+@ranks(2)
+def test_parameters_after_a_step_are_those_that_were_stepped(rank: int, size: int) -> None:
+    """Weights that are published from ``parameters()`` while a unit is kept gathered."""
+    model: Any = nn.Linear(4, 4, bias=False)
+    before = model.weight.detach().clone()
+    fully_shard(model).set_reshard_after_backward(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    (weight,) = model.parameters()
+    value = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    assert torch.equal(value, before - 0.1)
+
+
+@ranks(2)
+def test_two_forwards_of_a_checkpointed_parent(rank: int, size: int) -> None:
+    """pytorch#187437: activation checkpointing around a unit, and two forwards a backward."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model: Any = copy.deepcopy(plain)
+    with torch.no_grad():
+        for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+            parameter.copy_(other.fill_(0.1))
+    fully_shard(model[0])
+    x = torch.full((2, 4), float(rank + 1), requires_grad=True)
+    outputs = [checkpoint(model, x, use_reentrant=False) for _ in range(2)]
+    (outputs[0] * outputs[1]).sum().backward()
+    for r in range(size):
+        y = plain(torch.full((2, 4), float(r + 1)))
+        ((y * y).sum() / size).backward()
+    assert torch.allclose(full(model[0].weight.grad), plain[0].weight.grad)
+
+
+@ranks(2)
+def test_a_reshard_setting_that_changes_between_steps(rank: int, size: int) -> None:
+    """pytorch#149029: kept for evaluation without gradients, freed for training."""
+    plain = nn.Linear(4, 4, bias=False)
+    nn.init.constant_(plain.weight, 0.1)
+    model: Any = fully_shard(copy.deepcopy(plain))
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, plain)]
+    for step in range(4):
+        model.set_reshard_after_forward(step % 2 == 0)
+        with torch.no_grad():
+            assert torch.allclose(model(torch.ones(1, 4)), plain(torch.ones(1, 4)))
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(torch.ones(1, 4)).square().sum().backward()
+            optimizer.step()
