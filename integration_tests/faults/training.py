@@ -110,7 +110,7 @@ def in_backward(trainee: Struck) -> None:
 def in_transfer(trainee: Struck) -> None:
     """Where the engine sends."""
     patched: Any = Works
-    patched.send = trainee.strike.around("transfer", Works.send)
+    patched.post = trainee.strike.around("transfer", Works.post)
 
 
 def in_optimizer(trainee: Struck) -> None:
