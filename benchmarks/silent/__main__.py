@@ -213,6 +213,7 @@ used as the engine's documentation says.
 | hangs | no rank answers within two minutes |
 | **silently wrong** | the numbers are wrong, and nothing is said |
 | - | the engine has nothing that the case is about |
+| not run | the machine had no time left for it; `--python` and `--engine` run it |
 
 No engine can make a case of misuse right, unless it does not need what was left out; there, a
 refusal or a report is what one hopes for. Columns of other libraries say something of the way
