@@ -120,7 +120,7 @@ def save_safetensors(
     doing = f"Saving '{folder}'"
     with Ranks() as ranks:
         called = ranks.agreed(doing, lambda: _called(model, names))
-        for shared in _shared_names(model):
+        for shared in shared_names(model):
             for name in [name for name in shared if name in called][1:]:
                 del called[name]
         _check_called(called, names)
@@ -201,7 +201,7 @@ def _drop_missing(called: dict[str, str], model: nn.Module, reader: SafetensorsR
     missing = sorted(name for name, file_name in called.items() if file_name not in reader.names)
     known = {
         name
-        for shared in _shared_names(model)
+        for shared in shared_names(model)
         if any(called.get(name) in reader.names for name in shared)
         for name in shared
     }
@@ -231,7 +231,7 @@ def _converted(state: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str,
     return {n: v.to(dtype) if v.is_floating_point() else v for n, v in state.items()}
 
 
-def _shared_names(model: nn.Module) -> list[list[str]]:
+def shared_names(model: nn.Module) -> list[list[str]]:
     """The names, as in state dicts, of each parameter and buffer that has several."""
     found: dict[int, list[str]] = {}
     for named in (model.named_parameters, model.named_buffers):

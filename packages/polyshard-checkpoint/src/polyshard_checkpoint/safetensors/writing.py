@@ -71,12 +71,12 @@ class SafetensorsWriter(StorageWriter):
         """Lay out the files and make them, for all ranks to write into."""
         tensors = dict(sorted(item for plan in plans for item in _described(plan)))
         self._folder.mkdir(parents=True, exist_ok=True)
-        groups = list(_groups(tensors, self._file_bytes))
+        groups = list(file_groups(tensors, self._file_bytes))
         files: dict[str, Path] = {}
         stored: dict[str, Stored] = {}
         for index, names in enumerate(groups, 1):
             path = self._folder / f".{self._stem}-{index:05d}-of-{len(groups):05d}.unfinished"
-            _make(path, {name: tensors[name] for name in names})
+            make_file(path, {name: tensors[name] for name in names})
             found = read_header(path)
             stored |= found
             files |= dict.fromkeys(found, path)
@@ -152,7 +152,7 @@ def _described(plan: SavePlan) -> Iterator[tuple[str, Described]]:
         yield item.index.fqn, (item.tensor_data.properties.dtype, item.tensor_data.size)
 
 
-def _groups(tensors: Mapping[str, Described], most_bytes: int) -> Iterator[list[str]]:
+def file_groups(tensors: Mapping[str, Described], most_bytes: int) -> Iterator[list[str]]:
     """Names that share a file."""
     group: list[str] = []
     held = 0
@@ -166,7 +166,7 @@ def _groups(tensors: Mapping[str, Described], most_bytes: int) -> Iterator[list[
     yield group
 
 
-def _make(path: Path, tensors: Mapping[str, Described]) -> None:
+def make_file(path: Path, tensors: Mapping[str, Described]) -> None:
     """A file with a header and room for the tensors."""
     path.unlink(missing_ok=True)
     header = make_header(tensors)
@@ -188,10 +188,11 @@ def _write(value: Tensor, item: WriteItem, stored: Stored, file: int) -> None:
             part = part.narrow(dim, begin - first[dim], size)
         content = part.cpu().contiguous()
         for view, place in places(memory_of(content), block, stored):
-            _pwrite(file, view, place)
+            write_at(file, view, place)
 
 
-def _pwrite(file: int, memory: memoryview, place: int) -> None:
+def write_at(file: int, memory: memoryview, place: int) -> None:
+    """Write all of ``memory`` from byte ``place`` of an open file on."""
     while memory:
         count = os.pwrite(file, memory, place)
         memory, place = memory[count:], place + count
