@@ -46,7 +46,7 @@ def digest(part: Tensor, offsets: Sequence[int]) -> int:
     """
     total = 0
     for block in split(Block((0,) * part.ndim, tuple(part.shape)), AT_ONCE):
-        piece = part[tuple(slice(o, o + n) for o, n in zip(block.offsets, block.sizes, strict=True))]
+        piece = part[block.slices()]
         starts = [o + b for o, b in zip(offsets, block.offsets, strict=True)]
         total += int(_summed(bits(piece), starts))
     return wrapped(total)

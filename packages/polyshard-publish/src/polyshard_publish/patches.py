@@ -129,9 +129,7 @@ class Patch:
 
     def swap(self, tensor: Tensor) -> Patch:
         """Put the values into a contiguous ``tensor``; the patch that would put back what was there."""
-        room = tensor[
-            tuple(slice(o, o + n) for o, n in zip(self.block.offsets, self.block.sizes, strict=True))
-        ]
+        room = tensor[self.block.slices()]
         values = self.values.to(tensor.device)
         if self.grain >= self.block.elements:
             old = room.flatten().clone()

@@ -169,6 +169,26 @@ class Publisher:
 
         return self._led(ask)
 
+    @torch.no_grad()
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Each of the receiver's tensors, whole, on the host of every rank; collective.
+
+        For engines that want to send whole tensors themselves: one at a time, in the order of
+        :attr:`catalogue`, so all ranks take all of them.
+        """
+        state = state_of(self._model)
+        pieces: dict[str, list[Piece]] = {name: [] for name in self.catalogue}
+        for piece in self._layout.pieces:
+            pieces[piece.name].append(piece)
+        for name, entry in self.catalogue.items():
+            whole = torch.zeros(entry.shape, dtype=entry.torch_dtype)
+            for piece in pieces[name]:
+                whole[piece.block.slices()] = piece.of(state).to(whole.dtype)
+            if not self._ranks.alone and whole.numel():  # the bytes of other ranks' parts are zero
+                memory = whole.flatten().view(torch.uint8)
+                dist.all_reduce(memory, group=self._ranks.group)
+            yield name, whole
+
     def publish(self, version: int) -> Published:
         """Send the model's weights as ``version``, and have them served; collective.
 
@@ -224,6 +244,9 @@ class Publisher:
                     errors[index] = error
                 updates.append(update)
         updates, errors = self._ranks.gathered((updates, errors))[0]
+        if len(errors) == len(self._targets):  # nothing was walked: what is kept is as it was
+            self._base = base
+            _raise(version, self._targets, errors)
         walked, failure = self._attempt(lambda: self._walk(updates, errors, sendings))
         every = self._ranks.gathered(
             (failure, None if walked is None else walked.errors, 0 if walked is None else walked.value_bytes)
@@ -353,9 +376,7 @@ class Publisher:
         dtype = self.catalogue[piece.name].torch_dtype
         values = piece.of(state)
         for box in split(Block((0,) * values.ndim, piece.block.sizes), PIECE_BYTES // dtype.itemsize):
-            part = values[
-                tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-            ]
+            part = values[box.slices()]
             begins = (a + b for a, b in zip(piece.block.offsets, box.offsets, strict=True))
             yield Block(tuple(begins), box.sizes), part.to(dtype).contiguous().view(-1)
 

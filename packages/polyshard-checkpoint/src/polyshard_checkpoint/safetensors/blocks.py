@@ -29,6 +29,10 @@ class Block:
         """How many it has."""
         return math.prod(self.sizes)
 
+    def slices(self) -> tuple[slice, ...]:
+        """What to index a tensor with to get it."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
+
 
 def split(block: Block, most_elements: int) -> Iterator[Block]:
     """Blocks of at most so many elements, in the order of their elements; none if it is empty."""
