@@ -26,7 +26,8 @@ class GoneError(PublishError):
 
 
 KINDS = {
-    kind.__name__: kind for kind in (PublishError, VersionError, CatalogueError, ProofError, GoneError)
+    kind.__name__: kind
+    for kind in (PublishError, VersionError, CatalogueError, ProofError, GoneError)
 }
 """By name, as they travel."""
 
@@ -38,3 +39,12 @@ def as_publish_error(error: BaseException) -> PublishError:
     made = PublishError(f"{type(error).__name__}: {error}")
     made.__cause__ = error
     return made
+
+
+def as_gone(error: BaseException) -> PublishError:
+    """``error`` in talking to a receiver."""
+    if isinstance(error, OSError):
+        found: PublishError = GoneError(f"it does not answer ({type(error).__name__}: {error})")
+        found.__cause__ = error
+        return found
+    return as_publish_error(error)

@@ -2,8 +2,8 @@
 
 ``version-000007/`` holds ``model.safetensors`` (or several with an index), whatever ``files`` the
 publisher was told to put beside it, and ``polyshard-version.json`` with the digest of every tensor.
-It gets its name when all of it has reached the disk, and then ``LATEST`` says the name: whoever reads
-that file, or is told by ``notify``, finds a whole version. A version holds all weights: files are
+It gets its name when all of it has reached the disk, and then ``LATEST`` says the name: readers of
+that file, and what ``notify`` calls, find a whole version. A version holds all weights: files are
 never patched.
 """
 
@@ -94,7 +94,9 @@ class _FolderSending(Sending):
         if not rank:
             have = self.have().version
             if have is not None and update.version <= have:
-                raise VersionError(f"version {update.version} is not newer than {have}, the latest.")
+                raise VersionError(
+                    f"version {update.version} is not newer than {have}, the latest."
+                )
             self._make()
         for path in sorted(self._place.glob("*.safetensors")):
             file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
@@ -120,9 +122,7 @@ class _FolderSending(Sending):
         if len(groups) > 1:
             total = sum(shape.numel() * dtype.itemsize for dtype, shape in tensors.values())
             content = {"metadata": {"total_size": total}, "weight_map": index}
-            replace_file(
-                self._place / "model.safetensors.index.json", json.dumps(content).encode()
-            )
+            replace_file(self._place / "model.safetensors.index.json", json.dumps(content).encode())
         for extra in self._target.files:
             shutil.copy(extra, self._place)
 

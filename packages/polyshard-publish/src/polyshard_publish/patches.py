@@ -102,12 +102,20 @@ class Patch:
             codes = _tensor(rest[:count], torch.uint8) if count else None
             values = _tensor(rest[count:], dtype)
             found = Patch(
-                str(head["name"]), block, int(head["grain"]), str(head["digits"]), gaps, values, codes
+                str(head["name"]),
+                block,
+                int(head["grain"]),
+                str(head["digits"]),
+                gaps,
+                values,
+                codes,
             )
-            given = values.numel() if codes is None else int((codes == ESCAPE).sum())
-            wanted = found.elements()
-            if given != values.numel() or wanted != (count or given) or min(head["sizes"], default=1) < 1:
-                raise ValueError(f"{given} values and {count} codes for {wanted} elements")
+            escaped = values.numel() if codes is None else int((codes == ESCAPE).sum())
+            given = values.numel() if codes is None else codes.numel()
+            if (given, escaped) != (found.elements(), values.numel()) or given < max(1, count):
+                raise ValueError(f"{given} values for {found.elements()} elements")
+            if len(block.offsets) != len(block.sizes) or min(block.offsets, default=0) < 0:
+                raise ValueError(f"a box at {block.offsets} with sizes {block.sizes}")
             return found
         except (KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
             raise PublishError(f"a patch that cannot be read: {error}") from error
@@ -128,7 +136,7 @@ class Patch:
         return (len(starts) - 1) * self.grain + last
 
     def swap(self, tensor: Tensor) -> Patch:
-        """Put the values into a contiguous ``tensor``; the patch that would put back what was there."""
+        """Put the values into a contiguous ``tensor``; return a patch that undoes it."""
         room = tensor[self.block.slices()]
         values = self.values.to(tensor.device)
         if self.grain >= self.block.elements:

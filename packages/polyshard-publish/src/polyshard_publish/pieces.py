@@ -52,7 +52,7 @@ class Part:
     shape: tuple[int, ...] | None = None
 
 
-Names = Callable[[str], "str | None | Sequence[Part]"]
+Names = Callable[[str], "str | Sequence[Part] | None"]
 """What the receiver calls a tensor of the model, which parts it is split into, or ``None``."""
 Dtypes = Callable[[str], "torch.dtype | None"]
 """The dtype of a floating-point tensor at the receiver, by the receiver's name of it."""
@@ -203,7 +203,9 @@ def layout_of(
         piece
         for source, chunk in held
         for part, taken, placed in parts[source]
-        for piece in _met(source, Block(tuple(chunk.offsets), tuple(chunk.sizes)), part, taken, placed)
+        for piece in _met(
+            source, Block(tuple(chunk.offsets), tuple(chunk.sizes)), part, taken, placed
+        )
     ]
     return Layout(catalogue, tuple(pieces))
 
@@ -264,7 +266,9 @@ def _met(source: str, held: Block, part: Part, taken: Block, placed: Block) -> I
         stop = min(first + count, taken.offsets[dim] + taken.sizes[dim])
         if stop <= start:
             return
-        local.append(start - first if _is_int(part.take, dim) else slice(start - first, stop - first))
+        local.append(
+            start - first if _is_int(part.take, dim) else slice(start - first, stop - first)
+        )
         if not _is_int(part.take, dim):
             begins.append(start - taken.offsets[dim])
             sizes.append(stop - start)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -30,7 +30,7 @@ from polyshard.errors import SettingError
 from polyshard_checkpoint.safetensors.blocks import Block, split
 from polyshard_checkpoint.together import Ranks
 from polyshard_publish.digests import block_digests, digest, summary, wrapped
-from polyshard_publish.errors import PublishError, as_publish_error
+from polyshard_publish.errors import PublishError, as_gone, as_publish_error
 from polyshard_publish.folder import FolderTarget
 from polyshard_publish.patches import Patch, changed_blocks, changed_elements
 from polyshard_publish.pieces import (
@@ -42,7 +42,7 @@ from polyshard_publish.pieces import (
     layout_of,
     state_of,
 )
-from polyshard_publish.targets import Sending, SocketTarget, Target, gone
+from polyshard_publish.targets import Sending, SocketTarget, Target
 from polyshard_publish.wire import Have, Update
 
 T = TypeVar("T")
@@ -51,7 +51,6 @@ PIECE_BYTES = 8 << 20
 GRAIN = 512
 """Elements whose digest is kept together, with ``keep="digests"``."""
 Keep = Literal["digests", "values", "nothing"]
-To = "str | os.PathLike[str] | Target"
 
 
 @dataclass(frozen=True)
@@ -75,21 +74,49 @@ class Published:
     seconds: float
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Walked:
     """What came of one rank's walk through its pieces."""
 
-    errors: dict[int, PublishError]
     digests: Tensor
-    value_bytes: int = 0
+    value_bytes: int
+
+
+class _Link:
+    """This rank's way to one receiver in one publication, which is left alone once it failed."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.error: PublishError | None = None
+        self._sending: Sending | None = None
+
+    @property
+    def sent_bytes(self) -> int:
+        return 0 if self._sending is None else self._sending.sent_bytes
+
+    def ask(self, work: Callable[[Sending], T]) -> T | None:
+        """What ``work`` returns; ``None`` where it fails, and has failed."""
+        if self.error is not None:
+            return None
+        try:
+            if self._sending is None:
+                self._sending = self.target.open()
+            return work(self._sending)
+        except Exception as error:
+            self.error = as_gone(error)
+            return None
+
+    def close(self) -> None:
+        if self._sending is not None:
+            self._sending.close()
 
 
 class Publisher:
     """Sends the weights of a sharded model to receivers, version by version.
 
     Every rank makes one, with the same arguments, and every call is collective over all ranks of
-    the job. Nothing is gathered: a rank needs the memory of a few pieces of 8 MiB, and what ``keep``
-    says.
+    the job. Nothing is gathered: a rank needs the memory of a few pieces of 8 MiB, and of what
+    ``keep`` says.
     """
 
     def __init__(
@@ -124,7 +151,9 @@ class Publisher:
         if keep not in ("digests", "values", "nothing"):
             raise SettingError(f"keep={keep!r}: choose 'digests', 'values' or 'nothing'.")
         self._model, self._keep = model, keep
-        self._targets = tuple(_target(one) for one in (to if isinstance(to, list | tuple) else [to]))
+        self._targets = tuple(
+            _target(one) for one in (to if isinstance(to, list | tuple) else [to])
+        )
         if not self._targets:
             raise SettingError("to=[]: name at least one receiver.")
         self._ranks = Ranks()
@@ -157,17 +186,18 @@ class Publisher:
             PublishError: on every rank, when one is gone.
         """
 
-        def ask() -> dict[str, int | None]:
-            found = {}
-            for target in self._targets:
-                sending = _opened(target)
-                try:
-                    found[target.name] = _asked(target, sending.have).version
-                finally:
-                    sending.close()
-            return found
-
-        return self._led(ask)
+        links = [_Link(target) for target in self._targets]
+        haves = [link.ask(lambda s: s.have()) for link in links if self._ranks.rank == 0]
+        for link in links:
+            link.close()
+        haves, errors = self._ranks.gathered((haves, [link.error for link in links]))[0]
+        for link, error in zip(links, errors, strict=True):
+            link.error = error
+        _raise(None, links)
+        return {
+            link.target.name: None if have is None else have.version
+            for link, have in zip(links, haves, strict=True)
+        }
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -209,120 +239,80 @@ class Publisher:
             that an error names serve what they served before.
         """
         begin = time.perf_counter()
-        sendings: list[Sending | None] = [None] * len(self._targets)
+        links = [_Link(target) for target in self._targets]
         try:
-            return self._publish(version, sendings, begin)
+            found = self._publish(version, links)
         except PublishError:
             raise
         except Exception as error:  # of the process group: a rank that is gone
             raise PublishError(
                 f"version {version}: ranks could not agree ({type(error).__name__}: {error}); "
-                "receivers serve one version whole, this or the last."
+                "each receiver serves one version whole, this or the last."
             ) from error
         finally:
-            for sending in sendings:
-                if sending is not None:
-                    sending.close()
+            for link in links:
+                link.close()
+        return replace(found, seconds=max(self._ranks.gathered(time.perf_counter() - begin)))
 
-    def _publish(
-        self, version: int, sendings: list[Sending | None], begin: float
-    ) -> Published:
-        base, nonce = self._base, os.urandom(12).hex()
+    def _publish(self, version: int, links: list[_Link]) -> Published:
+        base = self._base
+        updates = self._begin(version, base, links)
+        if all(link.error for link in links):  # nothing is walked: what is kept is as it was
+            _raise(version, links)
         self._base = Have(None)  # what is kept is about to be that of another version
-        errors: dict[int, PublishError] = {}
-        updates: list[Update] = []
-        if self._ranks.rank == 0:
-            for index, target in enumerate(self._targets):
-                update = Update(version, None, self._ranks.size, nonce, self.catalogue)
-                try:
-                    sendings[index] = sending = _opened(target)
-                    have = _asked(target, sending.have)
-                    if target.takes_patches and base.version is not None and have == base:
-                        update = replace(update, base=base, catalogue={})
-                    _asked(target, lambda s=sending, u=update: s.begin(u, 0))  # type: ignore[misc]
-                except PublishError as error:
-                    errors[index] = error
-                updates.append(update)
-        updates, errors = self._ranks.gathered((updates, errors))[0]
-        if len(errors) == len(self._targets):  # nothing was walked: what is kept is as it was
-            self._base = base
-            _raise(version, self._targets, errors)
-        walked, failure = self._attempt(lambda: self._walk(updates, errors, sendings))
-        every = self._ranks.gathered(
-            (failure, None if walked is None else walked.errors, 0 if walked is None else walked.value_bytes)
-        )
-        failed = [f"rank {rank}: {error}" for rank, (error, _, _) in enumerate(every) if error]
+        walked, failure = self._attempt(lambda: self._walk(updates, links))
+        every = self._ranks.gathered((failure, [link.error for link in links]))
+        failed = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(every) if error]
         if failed or walked is None:
             raise PublishError(
                 f"version {version} was not published; receivers serve what they served. "
                 f"{'; '.join(failed)}"
             ) from failure
-        for rank, (_, found, _) in enumerate(every):
-            for index, error in (found or {}).items():
-                errors.setdefault(index, _from_rank(rank, error))
+        for index, link in enumerate(links):
+            said = [(rank, errors[index]) for rank, (_, errors) in enumerate(every)]
+            link.error = next((_from_rank(rank, error) for rank, error in said if error), None)
         if not self._ranks.alone:
             dist.all_reduce(walked.digests, group=self._ranks.group)
         digests = dict(zip(sorted(self.catalogue), walked.digests.tolist(), strict=True))
         if self._ranks.rank == 0:
-            errors |= self._commit(digests, {i: s for i, s in enumerate(sendings) if i not in errors})
-        sent = sum(sending.sent_bytes for sending in sendings if sending is not None)
-        told = self._ranks.gathered((errors, sent, time.perf_counter() - begin))
-        self._base = Have(version, summary(digests)) if self._keep != "nothing" else Have(None)
-        _raise(version, self._targets, told[0][0])
-        return Published(
-            version,
-            sum(count for _, count, _ in told),
-            sum(count for _, _, count in every),
-            tuple(count for _, count, _ in told),
-            tuple(
-                target.name
-                for target, update in zip(self._targets, updates, strict=True)
-                if update.base is not None
-            ),
-            max(seconds for _, _, seconds in told),
+            with ThreadPoolExecutor(len(links)) as pool:  # all of them at once
+                list(pool.map(lambda link: link.ask(lambda s: s.commit(digests)), links))
+        told = self._ranks.gathered(
+            (
+                [link.error for link in links],
+                sum(link.sent_bytes for link in links),
+                walked.value_bytes,
+            )
         )
+        if self._keep != "nothing":
+            self._base = Have(version, summary(digests))
+        for link, error in zip(links, told[0][0], strict=True):
+            link.error = error
+        _raise(version, links)
+        rank_bytes = tuple(count for _, count, _ in told)
+        patched = [link.target.name for link, u in zip(links, updates, strict=True) if u.base]
+        value_bytes = sum(count for _, _, count in told)
+        return Published(version, sum(rank_bytes), value_bytes, rank_bytes, tuple(patched), 0.0)
 
-    def _commit(
-        self, digests: dict[str, int], sendings: dict[int, Sending | None]
-    ) -> dict[int, PublishError]:
-        """What receivers answer, all of them asked at once."""
+    def _begin(self, version: int, base: Have, links: list[_Link]) -> list[Update]:
+        """Begin the version at each receiver: rank 0 first, which says what each of them gets."""
+        whole = Update(version, None, self._ranks.size, os.urandom(12).hex(), self.catalogue)
+        updates = [whole for _ in links]
+        if self._ranks.rank == 0:
+            for index, link in enumerate(links):
+                have = link.ask(lambda s: s.have())
+                if link.target.takes_patches and base.version is not None and have == base:
+                    updates[index] = replace(whole, base=base, catalogue={})
+                link.ask(lambda s, u=updates[index]: s.begin(u, 0))  # type: ignore[misc]
+        updates, errors = self._ranks.gathered((updates, [link.error for link in links]))[0]
+        for link, update, error in zip(links, updates, errors, strict=True):
+            link.error = error
+            if self._ranks.rank:
+                link.ask(lambda s, u=update: s.begin(u, self._ranks.rank))  # type: ignore[misc]
+        return updates
 
-        def one(index: int, sending: Sending | None) -> PublishError | None:
-            assert sending is not None
-            try:
-                _asked(self._targets[index], lambda: sending.commit(digests))
-            except PublishError as error:
-                return error
-            return None
-
-        with ThreadPoolExecutor(max(1, len(sendings))) as pool:
-            answers = list(pool.map(one, sendings, sendings.values()))
-        return {i: error for i, error in zip(sendings, answers, strict=True) if error is not None}
-
-    def _walk(
-        self, updates: Sequence[Update], errors: dict[int, PublishError], sendings: list[Sending | None]
-    ) -> _Walked:
+    def _walk(self, updates: Sequence[Update], links: Sequence[_Link]) -> _Walked:
         """Send this rank's parts to all receivers that have not failed."""
-        found: dict[int, PublishError] = {}
-        open_to: dict[int, Sending] = {}
-
-        def at(index: int, work: Callable[[], None]) -> None:
-            try:
-                _asked(self._targets[index], work)
-            except PublishError as error:
-                found[index] = error
-                open_to.pop(index, None)
-
-        def begin(index: int) -> None:
-            sending = sendings[index]
-            if sending is None:
-                sendings[index] = sending = _opened(self._targets[index])
-                sending.begin(updates[index], self._ranks.rank)
-            open_to[index] = sending
-
-        for index in range(len(updates)):
-            if index not in errors:
-                at(index, lambda index=index: begin(index))  # type: ignore[misc]
         places = {name: place for place, name in enumerate(sorted(self.catalogue))}
         totals = [0] * len(places)
         value_bytes = 0
@@ -330,17 +320,17 @@ class Publisher:
         for name, block, values, patch in self._patches(has_base):
             totals[places[name]] += digest(values.view(block.sizes), block.offsets)
             whole: Patch | None = None
-            for index, sending in list(open_to.items()):
+            for update, link in zip(updates, links, strict=True):
                 one = patch
-                if updates[index].base is None:
+                if update.base is None:
                     whole = one = whole or Patch.whole(name, block, values.cpu())
-                if one is not None:
-                    at(index, lambda s=sending, one=one: s.send(one))  # type: ignore[misc]
+                if one is not None and link.error is None:
+                    link.ask(lambda s, one=one: s.send(one))  # type: ignore[misc]
                     value_bytes += one.nbytes
-        for index, sending in list(open_to.items()):
-            at(index, sending.end)
+        for link in links:
+            link.ask(lambda s: s.end())
         digests = torch.tensor([wrapped(total) for total in totals], dtype=torch.int64)
-        return _Walked(found, digests, value_bytes)
+        return _Walked(digests, value_bytes)
 
     @torch.no_grad()
     def _patches(self, has_base: bool) -> Iterator[tuple[str, Block, Tensor, Patch | None]]:
@@ -375,7 +365,9 @@ class Publisher:
         """Boxes of a piece in the receiver's coordinates, and their values in its dtype (flat)."""
         dtype = self.catalogue[piece.name].torch_dtype
         values = piece.of(state)
-        for box in split(Block((0,) * values.ndim, piece.block.sizes), PIECE_BYTES // dtype.itemsize):
+        for box in split(
+            Block((0,) * values.ndim, piece.block.sizes), PIECE_BYTES // dtype.itemsize
+        ):
             part = values[box.slices()]
             begins = (a + b for a, b in zip(piece.block.offsets, box.offsets, strict=True))
             yield Block(tuple(begins), box.sizes), part.to(dtype).contiguous().view(-1)
@@ -385,20 +377,6 @@ class Publisher:
             return work(), None
         except Exception as error:
             return None, as_publish_error(error)
-
-    def _led(self, work: Callable[[], T]) -> T:
-        """The result of ``work`` on rank 0, or what it raised there, on every rank."""
-        found: tuple[T | None, PublishError | None] = (None, None)
-        if self._ranks.rank == 0:
-            try:
-                found = work(), None
-            except PublishError as error:
-                found = None, error
-        value, error = self._ranks.gathered(found)[0]
-        if error is not None:
-            raise error
-        assert value is not None
-        return value
 
 
 def _target(one: Any) -> Target:
@@ -413,35 +391,21 @@ def _target(one: Any) -> Target:
     )
 
 
-def _opened(target: Target) -> Sending:
-    return _asked(target, target.open)
-
-
-def _asked(target: Target, work: Callable[[], T]) -> T:
-    """The answer of a receiver.
-
-    Raises:
-        PublishError: naming it.
-    """
-    try:
-        return work()
-    except Exception as error:
-        raise gone(target, error) from error
-
-
 def _from_rank(rank: int, error: PublishError) -> PublishError:
     return type(error)(f"rank {rank}: {error}")
 
 
-def _raise(version: int, targets: Iterable[Target], errors: dict[int, PublishError]) -> None:
-    """One error for what receivers could not take; of the first one's class if all agree."""
+def _raise(version: int | None, links: Sequence[_Link]) -> None:
+    """One error for what receivers could not take; of their class if all agree."""
+    errors = [link.error for link in links if link.error is not None]
     if not errors:
         return
-    said = [f"{target.name}: {errors[i]}" for i, target in enumerate(targets) if i in errors]
-    kinds = {type(error) for error in errors.values()}
+    kinds = {type(error) for error in errors}
     kind = kinds.pop() if len(kinds) == 1 else PublishError
-    count = len(list(targets)) - len(errors)
-    rest = f" {count} other receivers serve it." if count else ""
-    raise kind(f"version {version} was not taken.{rest} {'; '.join(said)}")
-
-
+    said = "; ".join(f"{link.target.name}: {link.error}" for link in links if link.error)
+    if version is None:
+        raise kind(said)
+    rest = (
+        f" {len(links) - len(errors)} other receivers serve it." if len(errors) < len(links) else ""
+    )
+    raise kind(f"version {version} was not taken.{rest} {said}")

@@ -16,7 +16,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -250,7 +250,9 @@ class Receiver:
             staged = self._of(nonce)
             missing = sorted(set(range(staged.update.ranks)) - staged.ended)
             if missing:
-                raise VersionError(f"version {staged.update.version} lacks what ranks {missing} send.")
+                raise VersionError(
+                    f"version {staged.update.version} lacks what ranks {missing} send."
+                )
             if staged.update.base is None:
                 _check_whole(staged)
             if set(digests) != set(staged.catalogue):
@@ -304,7 +306,9 @@ class Receiver:
     def _of(self, nonce: str) -> _Staged:
         if self._staged is None or self._staged.update.nonce != nonce:
             now = "none is" if self._staged is None else f"{self._staged.update.version} is"
-            raise VersionError(f"that version was withdrawn; {now} on its way, {self._said()} served.")
+            raise VersionError(
+                f"that version was withdrawn; {now} on its way, {self._said()} served."
+            )
         return self._staged
 
 
@@ -326,8 +330,8 @@ def _check_inside(patch: Patch, entry: Entry) -> None:
     fits = len(patch.block.sizes) == len(entry.shape) == len(patch.block.offsets)
     if not fits or any(begin + size > whole for begin, size, whole in box):
         raise CatalogueError(
-            f"'{patch.name}' {list(entry.shape)} has no elements at {patch.block.offsets} with sizes "
-            f"{patch.block.sizes}."
+            f"'{patch.name}' {list(entry.shape)} has no elements at {patch.block.offsets} with "
+            f"sizes {patch.block.sizes}."
         )
 
 
@@ -340,7 +344,8 @@ def _check_whole(staged: _Staged) -> None:
         wanted = int(np.prod(entry.shape, dtype=np.int64))
         if came[name] != wanted:
             raise ProofError(
-                f"version {staged.update.version} has {came[name]:,} of {wanted:,} elements of '{name}'."
+                f"version {staged.update.version} has {came[name]:,} of {wanted:,} elements of "
+                f"'{name}'."
             )
 
 
@@ -380,7 +385,7 @@ class ReceiverServer:
     def address(self) -> str:
         """``host:port``, for a publisher's ``to=``."""
         host, port = self._server.server_address[:2]
-        return f"{str(host)}:{port}"
+        return f"{host!s}:{port}"
 
     def close(self) -> None:
         """Listen no more, and hang up on senders; what is served stays."""
@@ -439,7 +444,9 @@ class _Handler(socketserver.BaseRequestHandler):
             self.server.wires.discard(wire)
             wire.close()
 
-    def _answer(self, kind: Any, head: dict[str, Any], content: memoryview) -> dict[str, Any] | None:
+    def _answer(
+        self, kind: Any, head: dict[str, Any], content: memoryview
+    ) -> dict[str, Any] | None:
         receiver = self.server.receiver
         if kind == "hello":
             if not hmac.compare_digest(str(head.get("token")).encode(), self.server.token.encode()):
@@ -455,10 +462,8 @@ class _Handler(socketserver.BaseRequestHandler):
             receiver.begin(update, rank)
             self._nonce, self._rank = update.nonce, rank
         elif kind == "patch":
-            try:
+            with suppress(VersionError):  # withdrawn; the end says so
                 receiver.stage(self._nonce, head, content)
-            except VersionError:
-                pass  # withdrawn; the end says so
             return None
         elif kind == "end":
             receiver.end(self._nonce, self._rank)

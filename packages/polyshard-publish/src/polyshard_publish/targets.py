@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from polyshard_publish.errors import GoneError, PublishError, as_publish_error
+from polyshard_publish.errors import PublishError
 from polyshard_publish.patches import Patch
 from polyshard_publish.wire import Have, Update, Wire
 
@@ -137,7 +137,9 @@ class _SocketSending(Sending):
     @override
     def send(self, patch: Patch) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._send_all, name="polyshard-publish", daemon=True)
+            self._thread = threading.Thread(
+                target=self._send_all, name="polyshard-publish", daemon=True
+            )
             self._thread.start()
         self._queue.put(patch)
         if self._error is not None:
@@ -181,12 +183,3 @@ class _SocketSending(Sending):
     def close(self) -> None:
         self._wire.close()
         self._drain()
-
-
-def gone(target: Target, error: BaseException) -> PublishError:
-    """``error`` in talking to ``target``, which it names."""
-    if isinstance(error, OSError):
-        found: PublishError = GoneError(f"it does not answer ({type(error).__name__}: {error})")
-        found.__cause__ = error
-        return found
-    return as_publish_error(error)

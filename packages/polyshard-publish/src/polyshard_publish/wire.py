@@ -1,20 +1,17 @@
 """Frames between ranks and receivers: a JSON head, and bytes.
 
 [Note: wire format]
-A frame is ``b"PSW1"``, the bytes of the head (unsigned, 4 bytes, little-endian), those of the content
-(8 bytes), the head, the content. The 1 is the format's version; a receiver that gets another says so
-and hangs up. Each rank has a connection to each receiver, over which one publication goes:
+A frame is ``b"PSW1"``, the bytes of the head (unsigned, 4 bytes, little-endian), those of the
+content (8 bytes), the head, the content. The 1 is the format's version; an end that gets another
+says so and hangs up. Each rank has a connection to each receiver, for one version:
 
-======  =========  ===================================================================  =======
-from    ``kind``   head, and content                                                    answer
-======  =========  ===================================================================  =======
-rank    hello      ``token``                                                            ``version``, ``summary``
-rank    begin      an :class:`Update`                                                   ``{}``
-rank    patch      :meth:`Patch.head <polyshard_publish.patches.Patch.head>`; gaps,     none
-                   codes, values
-rank    end        ``patches``: how many there were                                     ``{}``
-rank 0  commit     digests of all tensors, by sorted name (int64)                       ``{}``
-======  =========  ===================================================================  =======
+- ``hello``, with a ``token``; the answer has the ``version`` and ``summary`` that are served;
+- ``begin``: an :class:`Update` and the ``rank``, rank 0 first;
+- ``patch``: :meth:`Patch.head <polyshard_publish.patches.Patch.head>`, with gaps, codes and values
+  as content; it is not answered;
+- ``end``: answered when all patches of this rank are there;
+- ``commit``, from rank 0: digests of all tensors by sorted name (int64); answered when the version
+  is served.
 
 An answer with ``error`` and ``message`` is an error of that class. Nothing is switched before the
 ``commit``, which comes when all ranks have had their ``end`` answered; whoever hangs up before has
@@ -27,6 +24,7 @@ import json
 import socket
 import struct
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -128,11 +126,13 @@ class Wire:
         magic, text_bytes, content_bytes = _SIZES.unpack(first)
         if magic != MAGIC:
             raise PublishError(
-                f"the other end sends {bytes(magic)!r}, this one understands {MAGIC!r}: they are of "
-                "different versions of polyshard-publish, or it is something else."
+                f"the other end sends {bytes(magic)!r}, this one understands {MAGIC!r}: it is "
+                "another version of polyshard-publish, or something else."
             )
         if text_bytes > MOST_HEAD_BYTES or content_bytes > MOST_CONTENT_BYTES:
-            raise PublishError(f"a frame of {text_bytes:,} and {content_bytes:,} bytes is no frame.")
+            raise PublishError(
+                f"a frame of {text_bytes:,} and {content_bytes:,} bytes is no frame."
+            )
         try:
             head = json.loads(self._exactly(text_bytes) or b"")
         except ValueError as error:
@@ -153,7 +153,9 @@ class Wire:
             have += got
         return found
 
-    def ask(self, kind: str, head: Mapping[str, Any], content: Iterable[Buffer] = ()) -> dict[str, Any]:
+    def ask(
+        self, kind: str, head: Mapping[str, Any], content: Iterable[Buffer] = ()
+    ) -> dict[str, Any]:
         """Send a frame and return the answer.
 
         Raises:
@@ -172,7 +174,5 @@ class Wire:
     def close(self) -> None:
         """Hang up; also wakes a thread that waits here."""
         for end in (lambda: self._socket.shutdown(socket.SHUT_RDWR), self._socket.close):
-            try:
+            with suppress(OSError):  # the other end did so first
                 end()
-            except OSError:  # the other end did so first
-                pass

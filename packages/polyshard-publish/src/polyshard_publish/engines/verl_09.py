@@ -45,7 +45,7 @@ class PolyshardCheckpointEngine(CheckpointEngine):
         self._publisher: Publisher | None = None
 
     def attach(self, model: nn.Module, **settings: Any) -> None:
-        """Say what an actor publishes; ``settings`` are those of :class:`Publisher` besides ``to``."""
+        """Say what an actor publishes; ``settings`` are a :class:`Publisher`'s, besides ``to``."""
         self._model, self._settings = model, settings
 
     @override

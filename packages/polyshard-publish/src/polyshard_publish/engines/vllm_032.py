@@ -1,7 +1,6 @@
 """vLLM 0.32's weight transfer: a source, and engines of our own for both sides.
 
-``register()`` in the process of the trainer and, by vLLM's plugin entry point or an import, in that of
-each worker makes ``WeightTransferConfig(backend="polyshard")`` known. A worker then has a
+``register()`` in the process of the trainer and, by an import, in that of each worker makes ``WeightTransferConfig(backend="polyshard")`` known. A worker then has a
 :class:`~polyshard_publish.Receiver` with a copy of the weights on its host, which is what patches
 change; what has changed is loaded into the model by vLLM's own layerwise reload.
 """
@@ -50,7 +49,7 @@ def register() -> None:
 
 
 class PublisherSource(WeightSource):
-    """For vLLM's own backends (NCCL, IPC): whole tensors, one at a time, under the receiver's names."""
+    """For vLLM's own backends (NCCL, IPC): whole tensors one at a time, in the receiver's form."""
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
