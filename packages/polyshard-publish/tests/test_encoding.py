@@ -140,7 +140,7 @@ def test_patches_make_new_of_old(
     part: float,
     grain: int,
 ) -> None:
-    """Written, read, put into a larger tensor: the box is the new one, the rest as it was, and back.
+    """Written, read, put into a larger tensor: the box is new, the rest as it was; and back.
 
     ``grain`` 0 stands for single elements, others for digests of blocks.
     """

@@ -185,9 +185,10 @@ def test_nothing_is_served_before_the_first_version() -> None:
 
 def test_what_is_served_is_the_model_rounded_once() -> None:
     model = small()
-    with receiving() as (receiver, address), Publisher(
-        model, to=address, dtype=torch.bfloat16, keep="values"
-    ) as publisher:
+    with (
+        receiving() as (receiver, address),
+        Publisher(model, to=address, dtype=torch.bfloat16, keep="values") as publisher,
+    ):
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6)
         for version in range(3):
             published = publisher.publish(version)
@@ -206,9 +207,15 @@ def test_what_is_served_is_the_model_rounded_once() -> None:
 @pytest.mark.parametrize("keep", ["digests", "values"])
 def test_nothing_travels_where_nothing_changed(keep: str) -> None:
     model = small()
-    with receiving() as (receiver, address), Publisher(
-        model, to=address, dtype=torch.bfloat16, keep=keep  # type: ignore[arg-type]
-    ) as publisher:
+    with (
+        receiving() as (receiver, address),
+        Publisher(
+            model,
+            to=address,
+            dtype=torch.bfloat16,
+            keep=keep,  # type: ignore[arg-type]
+        ) as publisher,
+    ):
         publisher.publish(1)
         before = {name: value.clone() for name, value in model.state_dict().items()}
         step(model, torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0))
@@ -231,13 +238,17 @@ def test_another_model_is_refused_and_the_old_weights_stay() -> None:
         Publisher(model, to=address).publish(1)
         before = receiver.have
         for other, dtype, message in [
-            (nn.Linear(3, 3), None, r"'bias' is unknown to the receiver; .* 'blocks.0.bias' is not sent"),
+            (
+                nn.Linear(3, 3),
+                None,
+                r"'bias' is unknown to the receiver; .* 'blocks.0.bias' is not sent",
+            ),
             (small(), torch.bfloat16, r"'blocks.0.bias' is BF16 \[37\], the receiver's F32 \[37\]"),
         ]:
             with pytest.raises(CatalogueError, match=message):
                 Publisher(other, to=address, dtype=dtype).publish(2)
         missing = Publisher(model, to=address, names=lambda n: None if "norm" in n else n)
-        with pytest.raises(CatalogueError, match="'norm.bias' is not sent"):
+        with pytest.raises(CatalogueError, match=r"'norm\.bias' is not sent"):
             missing.publish(2)
         assert receiver.have == before
 
@@ -267,7 +278,7 @@ def test_a_receiver_that_is_gone_is_named_and_others_go_on() -> None:
 
 def test_a_receiver_that_lost_its_weights_gets_all_of_them() -> None:
     model = nn.Linear(3, 2)
-    with receiving() as (receiver, address):
+    with receiving() as (_, address):
         publisher = Publisher(model, to=address, keep="values")
         publisher.publish(1)
         port = int(address.rpartition(":")[2])
@@ -295,7 +306,11 @@ def test_strangers_change_nothing() -> None:
             Publisher(model, to=server.address).publish(1)
         Publisher(model, to=SocketTarget(server.address, token="secret")).publish(1)
         host, _, port = server.address.rpartition(":")
-        for said in (b"GET / HTTP/1.1\r\n\r\n", b"PSW1" + b"\xff" * 12, b"PSW1\2\0\0\0" + b"\0" * 8 + b"[]"):
+        for said in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"PSW1" + b"\xff" * 12,
+            b"PSW1\2\0\0\0" + b"\0" * 8 + b"[]",
+        ):
             with socket.create_connection((host, int(port)), 5) as stranger:
                 stranger.settimeout(5)
                 stranger.sendall(said)

@@ -108,6 +108,7 @@ class Generator:
 
     def __init__(self, port: int = 0) -> None:
         context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed.tensor", "polyshard_publish"])
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, port), daemon=True)
         self.process.start()

@@ -1,8 +1,9 @@
 """vLLM 0.32's weight transfer: a source, and engines of our own for both sides.
 
-``register()`` in the process of the trainer and, by an import, in that of each worker makes ``WeightTransferConfig(backend="polyshard")`` known. A worker then has a
+``register()`` in the process of the trainer and in that of each worker makes
+``WeightTransferConfig(backend="polyshard")`` known. A worker then has a
 :class:`~polyshard_publish.Receiver` with a copy of the weights on its host, which is what patches
-change; what has changed is loaded into the model by vLLM's own layerwise reload.
+change; all of it is loaded into the model by vLLM's own layerwise reload.
 """
 
 from __future__ import annotations
