@@ -2,7 +2,7 @@
 
     python -m benchmarks.publish --ranks 4      (root: each rank has a network namespace of its own)
 
-Every rank, and the receiver, has a link of 1 Gbit/s each way to one bridge, as hosts have. After
+Every rank, and the receiver, has a link of 1 Gbit/s each way, as hosts have. After
 each step of AdamW at a learning rate of 1e-6 the weights go to a bfloat16 receiver in four ways,
 which take turns: ``full_tensor()`` of one parameter after the other, sent by rank 0; a full state
 dict on rank 0, sent by it; all of them by their ranks; what changed by their ranks. All four go
@@ -132,34 +132,33 @@ class Host:
 
 @contextmanager
 def linked(count: int, rate: str) -> Iterator[list[Host]]:
-    """Namespaces on a bridge, each with a link of ``rate`` both ways; removed after."""
-    bridge = f"{PREFIX}b"
+    """Namespaces around one that routes, each with a link of ``rate`` both ways; removed after."""
+    hub = f"{PREFIX}hub"
 
-    def run(*words: str) -> None:
-        subprocess.run(words, check=True, capture_output=True)
+    def at(namespace: str, *words: str) -> None:
+        subprocess.run(("ip", "netns", "exec", namespace, *words), check=True, capture_output=True)
 
-    names = [f"{PREFIX}{i}" for i in range(count)]
-    hosts = [Host(name, f"10.213.8.{i + 1}", f"ps{i}") for i, name in enumerate(names)]
+    hosts = [Host(f"{PREFIX}{i}", f"10.213.{i}.2", f"ps{i}") for i in range(count)]
+    names = [hub, *(host.namespace for host in hosts)]
     shape = ("root", "tbf", "rate", rate, "burst", "512kb", "latency", "50ms")
     try:
-        run("ip", "netns", "add", bridge)
-        run("ip", "netns", "exec", bridge, "ip", "link", "add", "br", "type", "bridge")
-        run("ip", "netns", "exec", bridge, "ip", "link", "set", "br", "up")
+        for name in names:
+            subprocess.run(("ip", "netns", "add", name), check=True, capture_output=True)
+            at(name, "ip", "link", "set", "lo", "up")
+        at(hub, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
         for number, host in enumerate(hosts):
-            run("ip", "netns", "add", host.namespace)
-            there = ("ip", "netns", "exec", host.namespace)
-            hub = ("ip", "netns", "exec", bridge)
-            peer, port = ("peer", "name", f"port{number}", "netns", bridge), f"port{number}"
-            run(*there, "ip", "link", "add", host.interface, "type", "veth", *peer)
-            run(*there, "ip", "addr", "add", f"{host.address}/24", "dev", host.interface)
-            run(*there, "ip", "link", "set", host.interface, "up")
-            run(*there, "ip", "link", "set", "lo", "up")
-            run(*hub, "ip", "link", "set", port, "master", "br", "up")
-            run(*there, "tc", "qdisc", "add", "dev", host.interface, *shape)
-            run(*hub, "tc", "qdisc", "add", "dev", port, *shape)
+            port, gateway = f"port{number}", f"10.213.{number}.1"
+            peer = ("type", "veth", "peer", "name", port, "netns", hub)
+            at(host.namespace, "ip", "link", "add", host.interface, *peer)
+            ends = [(host.namespace, host.interface, host.address), (hub, port, gateway)]
+            for name, interface, address in ends:
+                at(name, "ip", "addr", "add", f"{address}/24", "dev", interface)
+                at(name, "ip", "link", "set", interface, "up")
+                at(name, "tc", "qdisc", "add", "dev", interface, *shape)
+            at(host.namespace, "ip", "route", "add", "default", "via", gateway)
         yield hosts
     finally:
-        for name in (*names, bridge):
+        for name in names:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 

@@ -29,7 +29,7 @@ BATCH = 64
 
 def sharded_mlp(dp: int, tp: int, replicas: int = 0, plugins: Any = ()) -> tuple[Any, Any]:
     """A sharded model, and its plugins."""
-    model: Any = mlp(hidden=14)
+    model: Any = mlp(hidden=20)
     mesh = meshes(dp, tp, replicas)
     stack = list(plugins)
     if tp > 1:
@@ -88,7 +88,7 @@ def test_weights_arrive_whatever_the_plugins(world4: World, stack: str) -> None:
 def log_probabilities(weights: dict[str, Tensor], states: Tensor) -> Tensor:
     """What a policy of these weights thinks of each action; computed in fp32."""
     with torch.device("meta"):
-        policy = Mlp(hidden=14)
+        policy = Mlp(hidden=20)
     wide = {name: value.float() for name, value in weights.items()}
     found: Tensor = functional_call(policy, wide, (states,))
     return F.log_softmax(found[:, :ACTIONS], -1)
@@ -121,7 +121,7 @@ def reinforces(
     """REINFORCE: the action wanted in a state is its number. The mean reward of each step."""
     torch.set_num_threads(1)
     if size == 1 and tp == 1:
-        model: Any = fully_shard(mlp(hidden=14))
+        model: Any = fully_shard(mlp(hidden=20))
     else:
         model, _ = sharded_mlp(size // tp, tp)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
