@@ -6,8 +6,8 @@ Every rank, and the receiver, has a link of 1 Gbit/s each way, as hosts have. Af
 each step of AdamW at a learning rate of 1e-6 the weights go to a bfloat16 receiver in four ways,
 which take turns: ``full_tensor()`` of one parameter after the other, sent by rank 0; a full state
 dict on rank 0, sent by it; all of them by their ranks; what changed by their ranks. All four go
-through the same receiver, which proves every tensor. Bytes are what the ranks' links carried, and
-peak memory is what a rank's resident memory grew by at most.
+through the same receiver, which proves every tensor. Bytes are what the ranks' links carried;
+memory is the most that was resident, and how much that was above what was before.
 
 Without root there are no links, and figures say so.
 """
@@ -94,9 +94,8 @@ def measure(case: Case) -> Found:
         "full_tensor_over": {way: seconds[FULL_TENSOR] / seconds[way] for way in WAYS},
         "rank_0_over": {way: seconds[STATE_DICT] / seconds[way] for way in WAYS},
         "link_bytes": {way: sum(one["bytes"][way] for one in found) for way in WAYS},
-        "peak_bytes": {way: [one["peak"][way] for one in found] for way in WAYS},
-        "peak_bytes_of_rank_0": {way: found[0]["peak"][way] for way in WAYS},
-        "peak_over_mean": {
+        "peak_growth_of_rank_0": {way: found[0]["growth"][way] for way in WAYS},
+        "peak_of_rank_0_over_mean": {
             way: found[0]["peak"][way] / (sum(one["peak"][way] for one in found) / len(found))
             for way in WAYS
         },
@@ -215,6 +214,7 @@ def _rank(
         way(0)
     carried: dict[str, list[float]] = {way: [] for way in WAYS}
     peaks: dict[str, list[float]] = {way: [] for way in WAYS}
+    growth: dict[str, list[float]] = {way: [] for way in WAYS}
     stepped: set[int] = set()
 
     def timed(way: str) -> Callable[[int], float]:
@@ -228,7 +228,8 @@ def _rank(
             begin = time.perf_counter()
             ways[way](number + 1)
             spent = torch.tensor(time.perf_counter() - begin)
-            peaks[way].append(_peak() - held)
+            peaks[way].append(_peak())
+            growth[way].append(max(0, _peak() - held))
             carried[way].append(host.carried() - before)
             dist.all_reduce(spent, dist.ReduceOp.MAX)
             return float(spent)
@@ -242,6 +243,7 @@ def _rank(
             "seconds": median_of(found),
             "bytes": median_of(carried),
             "peak": median_of(peaks),
+            "growth": median_of(growth),
             "model_bytes": model_bytes,
         }
     )

@@ -77,7 +77,7 @@ def memory(rank: int, size: int, folder: str) -> tuple[int, int]:
     with torch.profiler.profile(profile_memory=True) as profile:
         publisher.publish(2)
     held = most = 0
-    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+    for event in profile.profiler.kineto_results.events():
         if event.name() == "[memory]":
             held += event.nbytes()
             most = max(most, held)
@@ -136,7 +136,7 @@ class Wrapping(Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor) -> Any:
-        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
 
     def __init__(self, codes: Tensor) -> None:
         self.codes = codes
@@ -144,11 +144,13 @@ class Wrapping(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["codes"], None
 
-    def dequantize(self) -> Tensor:  # type: ignore[override]
+    def dequantize(self) -> Tensor:
         return self.codes.to(torch.float32) / 8
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:
             return cls(args[0].codes)
         if func is torch.ops.aten.is_pinned.default:

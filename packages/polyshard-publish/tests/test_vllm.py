@@ -33,14 +33,14 @@ def qwen(seed: int) -> Any:
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
         max_position_embeddings=64,
         tie_word_embeddings=bool(seed % 2),
         initializer_range=0.3,
     )
-    return Qwen3ForCausalLM(config).eval()
+    return Qwen3ForCausalLM(config)
 
 
 def expected(model: Any) -> list[int]:
@@ -99,8 +99,6 @@ def test_vllm_generates_what_transformers_does(
     vllm_032.register()
     first, second = qwen(0), qwen(4)
     first.save_pretrained(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     llm = vllm.LLM(
         str(tmp_path),
         skip_tokenizer_init=True,
@@ -109,6 +107,9 @@ def test_vllm_generates_what_transformers_does(
         max_model_len=64,
         weight_transfer_config=WeightTransferConfig(backend="polyshard"),
     )
+
+    with socket.create_server(("127.0.0.1", 0)) as server:  # after vLLM has taken its own
+        port = server.getsockname()[1]
 
     def generated() -> list[int]:
         settings = vllm.SamplingParams(

@@ -33,7 +33,7 @@ from polyshard_publish.errors import PublishError
 
 ESCAPE = 255
 """The code of a difference that needs more than a byte."""
-_DIGITS = {"u1": np.uint8, "u2": np.dtype("<u2")}
+_DIGITS = {"u1": np.dtype("u1"), "u2": np.dtype("<u2")}
 
 
 @dataclass(frozen=True)
@@ -269,4 +269,4 @@ def read_gaps(digits: str, content: bytes) -> np.ndarray[Any, np.dtype[np.int64]
 
 
 def _most(digits: str) -> int:
-    return int(np.iinfo(_DIGITS[digits]).max)
+    return int(256 ** _DIGITS[digits].itemsize - 1)

@@ -109,7 +109,8 @@ class Wire:
         buffers = [memoryview(one).cast("B") for one in content if len(one)]
         length = sum(len(one) for one in buffers)
         first = _SIZES.pack(MAGIC, len(text), length) + text
-        for buffer in (first, *buffers):
+        self._socket.sendall(first)
+        for buffer in buffers:
             self._socket.sendall(buffer)
         self.sent_bytes += len(first) + length
 
@@ -173,6 +174,6 @@ class Wire:
 
     def close(self) -> None:
         """Hang up; also wakes a thread that waits here."""
-        for end in (lambda: self._socket.shutdown(socket.SHUT_RDWR), self._socket.close):
-            with suppress(OSError):  # the other end did so first
-                end()
+        with suppress(OSError):  # the other end did so first
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
