@@ -36,7 +36,7 @@ from polyshard_publish.errors import (
 )
 from polyshard_publish.patches import Patch
 from polyshard_publish.pieces import Catalogue, Entry, differences
-from polyshard_publish.wire import Have, Update, Wire
+from polyshard_publish.wire import MOST_BYTES, Have, Update, Wire
 
 NAMED = 5
 """Tensors that an error names."""
@@ -424,7 +424,7 @@ class _Handler(socketserver.BaseRequestHandler):
 
     @override
     def handle(self) -> None:
-        wire = Wire(self.request)
+        self._wire = wire = Wire(self.request)
         self.server.wires.add(wire)
         self._nonce, self._rank, self._is_known = "", -1, False
         try:
@@ -453,6 +453,7 @@ class _Handler(socketserver.BaseRequestHandler):
                 time.sleep(0.1)
                 raise PublishError("the token is not this receiver's.")
             self._is_known = True
+            self._wire.most_bytes = MOST_BYTES
             have = receiver.have
             return {"version": have.version, "summary": have.summary}
         if not self._is_known:

@@ -33,8 +33,9 @@ from polyshard_publish.pieces import Catalogue, Entry
 
 MAGIC = b"PSW1"
 _SIZES = struct.Struct("<4sIQ")
-MOST_HEAD_BYTES = 1 << 28
-MOST_CONTENT_BYTES = 1 << 30
+STRANGER_BYTES = 1 << 16
+"""What a frame may take before the other end has said its token; answers are smaller."""
+MOST_BYTES = 1 << 30
 Buffer = bytes | bytearray | memoryview
 
 
@@ -98,6 +99,7 @@ class Wire:
         self._socket = connected
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sent_bytes = 0
+        self.most_bytes = STRANGER_BYTES
 
     def send(self, kind: str, head: Mapping[str, Any], content: Iterable[Buffer] = ()) -> None:
         """Send one frame.
@@ -130,7 +132,7 @@ class Wire:
                 f"the other end sends {bytes(magic)!r}, this one understands {MAGIC!r}: it is "
                 "another version of polyshard-publish, or something else."
             )
-        if text_bytes > MOST_HEAD_BYTES or content_bytes > MOST_CONTENT_BYTES:
+        if text_bytes + content_bytes > self.most_bytes:
             raise PublishError(
                 f"a frame of {text_bytes:,} and {content_bytes:,} bytes is no frame."
             )
