@@ -2,12 +2,12 @@
 
     python -m benchmarks.publish --ranks 4      (root: each rank has a network namespace of its own)
 
-Every rank, and the receiver, has a link of 1 Gbit/s each way, as hosts have. After
-each step of AdamW at a learning rate of 1e-6 the weights go to a bfloat16 receiver in four ways,
-which take turns: ``full_tensor()`` of one parameter after the other, sent by rank 0; a full state
-dict on rank 0, sent by it; all of them by their ranks; what changed by their ranks. All four go
-through the same receiver, which proves every tensor. Bytes are what the ranks' links carried;
-memory is the most that was resident, and how much that was above what was before.
+Every rank, and the receiver, has a link of 1 Gbit/s each way, as hosts have. After each step of
+AdamW at a learning rate of 1e-6 the weights go to a bfloat16 receiver in four ways, which take
+turns: ``full_tensor()`` of one parameter after the other, sent by rank 0; a full state dict on rank
+0, sent by it; all of them by their ranks; what changed by their ranks. All four go through the same
+receiver, which proves every tensor. Bytes are what the ranks' links carried. Memory is not measured
+here: what one way frees stays resident, and hides what the next one needs.
 
 Without root there are no links, and figures say so.
 """
@@ -17,7 +17,6 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
-import resource
 import subprocess
 import tempfile
 import time
@@ -94,11 +93,6 @@ def measure(case: Case) -> Found:
         "full_tensor_over": {way: seconds[FULL_TENSOR] / seconds[way] for way in WAYS},
         "rank_0_over": {way: seconds[STATE_DICT] / seconds[way] for way in WAYS},
         "link_bytes": {way: sum(one["bytes"][way] for one in found) for way in WAYS},
-        "peak_growth_of_rank_0": {way: found[0]["growth"][way] for way in WAYS},
-        "peak_of_rank_0_over_mean": {
-            way: found[0]["peak"][way] / (sum(one["peak"][way] for one in found) / len(found))
-            for way in WAYS
-        },
     }
 
 
@@ -213,8 +207,6 @@ def _rank(
     for way in ways.values():
         way(0)
     carried: dict[str, list[float]] = {way: [] for way in WAYS}
-    peaks: dict[str, list[float]] = {way: [] for way in WAYS}
-    growth: dict[str, list[float]] = {way: [] for way in WAYS}
     stepped: set[int] = set()
 
     def timed(way: str) -> Callable[[int], float]:
@@ -224,12 +216,9 @@ def _rank(
                 optimizer.step()
             dist.barrier()
             before = host.carried()
-            held = _reset_peak()
             begin = time.perf_counter()
             ways[way](number + 1)
             spent = torch.tensor(time.perf_counter() - begin)
-            peaks[way].append(_peak())
-            growth[way].append(max(0, _peak() - held))
             carried[way].append(host.carried() - before)
             dist.all_reduce(spent, dist.ReduceOp.MAX)
             return float(spent)
@@ -242,8 +231,6 @@ def _rank(
         {
             "seconds": median_of(found),
             "bytes": median_of(carried),
-            "peak": median_of(peaks),
-            "growth": median_of(growth),
             "model_bytes": model_bytes,
         }
     )
@@ -277,17 +264,6 @@ def _send(
         sending.commit(digests)
         sending.close()
     dist.barrier()
-
-
-def _reset_peak() -> int:
-    """Forget the most that was resident; what is now (bytes)."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def _peak() -> int:
-    status = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) * 1024
 
 
 if __name__ == "__main__":
