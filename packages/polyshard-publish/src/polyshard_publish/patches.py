@@ -19,7 +19,7 @@ element travels as it is. So a change takes two bytes with its gap.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from polyshard_publish.errors import PublishError
 
 ESCAPE = 255
 """The code of a difference that needs more than a byte."""
-_DIGITS = {"u1": np.dtype("u1"), "u2": np.dtype("<u2")}
+_DIGITS: Mapping[str, np.dtype[Any]] = {"u1": np.dtype("u1"), "u2": np.dtype("<u2")}
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ def read_gaps(digits: str, content: bytes) -> np.ndarray[Any, np.dtype[np.int64]
     ends = written != _most(digits)
     if len(ends) and not ends[-1]:
         raise ValueError("the last gap has no end")
-    found = np.cumsum(written)[ends]
+    found: np.ndarray[Any, np.dtype[np.int64]] = np.cumsum(written)[ends]
     if len(found) > 1 and int(np.diff(found).min()) < 1:
         raise ValueError("a position comes twice")
     return found
