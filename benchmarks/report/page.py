@@ -52,6 +52,7 @@ def page(results: dict[str, Result], assets: str = "../assets") -> str:
         ("Host cost", "host-cost", _host_cost),
         ("Optimizer steps", "optimizer", _optimizer),
         ("Checkpoints", "checkpoint", _checkpoint),
+        ("Publishing weights", "publish", _publish),
         ("Guards", "guards", _guards),
         ("Whole matrices", "matrix", _matrix),
         ("The same bits at every world size", "reproducible", _reproducible),
@@ -175,6 +176,25 @@ def _stall(name: str, found: dict[str, Any]) -> str:
     ratio = found["stall_over_memcpy"][name]
     missed = name == "polyshard" and ratio > STALL_BAR
     return f"**{ratio:.2f}**" if missed else f"{ratio:.2f}"
+
+
+def _publish(found: dict[str, Any]) -> Iterator[str]:
+    yield f"A step's weights to a bfloat16 receiver, {found['ranks']} ranks, model of"
+    yield f"{found['model_bytes'] / 2**20:.0f} MiB of fp32, AdamW at 1e-6. Every rank and the"
+    yield f"receiver have a link of their own ({found['link']} each way); MiB are what ranks' links"
+    yield "carried. What a rank holds meanwhile: `test_no_rank_holds_more_than_a_few_pieces`.\n"
+    rows = (
+        (
+            f"`{way}`",
+            f"{1e3 * seconds:.0f}",
+            f"{found['full_tensor_over'][way]:.1f}",
+            f"{found['rank_0_over'][way]:.1f}",
+            f"{found['link_bytes'][way] / 2**20:.1f}",
+        )
+        for way, seconds in found["seconds"].items()
+    )
+    head = ("way", "ms", "`full_tensor` / this", "`rank 0` / this", "MiB")
+    yield from table(head, rows)
 
 
 def _guards(found: dict[str, Any]) -> Iterator[str]:

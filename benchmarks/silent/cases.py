@@ -281,13 +281,13 @@ class Halved(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Halved:
-        made: Halved = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Halved = torch.Tensor._make_wrapper_subclass(
             cls, inner.shape, dtype=inner.dtype, device=inner.device, strides=inner.stride()
         )
         return made
 
     def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
+        self.inner: Any = inner
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["inner"], None
@@ -297,7 +297,9 @@ class Halved(torch.Tensor):
         return Halved(inner["inner"])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         aten = torch.ops.aten
         bare = torch.utils._pytree.tree_map_only(Halved, lambda t: t.inner, (args, kwargs or {}))
         out = func(*bare[0], **bare[1])
@@ -329,7 +331,7 @@ class Halved(torch.Tensor):
 
 @case("Low-precision gather asked for by a tensor's protocol", "torchtitan#3123")
 def codec_dropped(engine: Engine) -> None:
-    plain = mlp()
+    plain: Any = mlp()
     for_engine = copy.deepcopy(plain)
     for_engine[0].weight = nn.Parameter(Halved(for_engine[0].weight.detach().clone()))
     job = engine.prepare(for_engine, sgd)
@@ -402,7 +404,7 @@ def optimizer_state(engine: Engine) -> None:
 @case("Muon on rows of matrices", "Megatron-LM#5961")
 def muon(engine: Engine) -> None:
     def make(parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        return torch.optim.Muon(parameters, 0.1)  # type: ignore[arg-type]
+        return torch.optim.Muon(parameters, 0.1)
 
     plain = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False))
     job = engine.prepare(copy.deepcopy(plain), make)
@@ -606,7 +608,7 @@ def published(engine: Engine) -> None:
         theirs.step()
         theirs.zero_grad()
         if engine.name == "DeepSpeed":  # has its own state dicts
-            state = job.parameters()
+            state: dict[str, Any] = job.parameters()
         else:
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
             state = get_model_state_dict(job.model, options=options)

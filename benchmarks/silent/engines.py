@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -70,9 +70,9 @@ class Job:
         """Clip gradients in the engine's own way and return their norm."""
         return nn.utils.clip_grad_norm_(self.model.parameters(), limit)
 
-    def unsynchronised(self) -> AbstractContextManager[None]:
+    def unsynchronised(self) -> AbstractContextManager[Any]:
         """A block whose backwards accumulate only."""
-        context: AbstractContextManager[None] = self.model.no_sync()
+        context: AbstractContextManager[Any] = self.model.no_sync()
         return context
 
     def parameters(self) -> dict[str, Tensor]:
@@ -119,6 +119,13 @@ class Fsdp1(Job):
         return self.model.clip_grad_norm_(limit)
 
 
+@contextmanager
+def _accumulating(model: Any) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
+
+
 class Fsdp2(Job):
     """FSDP2 and what has its interface: a unit for each child, and the root."""
 
@@ -149,11 +156,8 @@ class Fsdp2(Job):
 
         return fully_shard(module, **options)
 
-    @contextmanager
-    def unsynchronised(self) -> Any:
-        self.model.set_requires_gradient_sync(False)
-        yield
-        self.model.set_requires_gradient_sync(True)
+    def unsynchronised(self) -> AbstractContextManager[Any]:
+        return _accumulating(self.model)
 
 
 class Polyshard(Fsdp2):
@@ -217,8 +221,8 @@ class Accelerate(Fsdp2):
     def clip(self, limit: float) -> Any:
         return self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
 
-    def unsynchronised(self) -> AbstractContextManager[None]:
-        context: AbstractContextManager[None] = self.accelerator.no_sync(self.model)
+    def unsynchronised(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self.accelerator.no_sync(self.model)
         return context
 
 
@@ -262,8 +266,8 @@ class Lightning(Fsdp2):
     def clip(self, limit: float) -> Any:
         return self.fabric.clip_gradients(self.model, self.optimizer, max_norm=limit)
 
-    def unsynchronised(self) -> AbstractContextManager[None]:
-        context: AbstractContextManager[None] = self.fabric.no_backward_sync(self.model)
+    def unsynchronised(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self.fabric.no_backward_sync(self.model)
         return context
 
 
@@ -271,7 +275,7 @@ class DeepSpeed(Job):
     """DeepSpeed with ZeRO-3. Its engine owns backward, step and accumulation."""
 
     def __init__(self, model: nn.Module, make: Make | None = None, **options: Any) -> None:
-        import deepspeed
+        import deepspeed  # type: ignore[import-not-found]
 
         if options:
             raise NotApplicableError
@@ -296,11 +300,13 @@ class DeepSpeed(Job):
     def clip(self, limit: float) -> Any:
         raise NotApplicableError  # in its configuration, when it is made
 
-    def unsynchronised(self) -> AbstractContextManager[None]:
+    def unsynchronised(self) -> AbstractContextManager[Any]:
         raise NotApplicableError  # not with ZeRO-3
 
     def parameters(self) -> dict[str, Tensor]:
-        from deepspeed.utils import safe_get_full_fp32_param
+        from deepspeed.utils import (  # type: ignore[import-not-found]
+            safe_get_full_fp32_param,
+        )
 
         named = self.model.module.named_parameters()
         return {bare(n): safe_get_full_fp32_param(p).clone() for n, p in named}

@@ -106,7 +106,7 @@ class SafetensorsWriter(StorageWriter):
         """Lay out the files and make them, for all ranks to write into."""
         if self._arrangement is None:
             tensors = dict(sorted(item for plan in plans for item in _described(plan)))
-            groups: Sequence[Sequence[str]] = list(_groups(tensors, self._file_bytes))
+            groups: Sequence[Sequence[str]] = list(file_groups(tensors, self._file_bytes))
         else:
             tensors = {n: (t.dtype, t.shape) for n, t in self._arrangement.tensors.items()}
             groups = self._arrangement.files
@@ -115,7 +115,7 @@ class SafetensorsWriter(StorageWriter):
         stored: dict[str, Stored] = {}
         for index, names in enumerate(groups, 1):
             path = self._folder / f".{self._stem}-{index:05d}-of-{len(groups):05d}.unfinished"
-            _make(path, in_order({name: tensors[name] for name in names}))
+            make_file(path, in_order({name: tensors[name] for name in names}))
             found = read_header(path)
             stored |= found
             files |= dict.fromkeys(found, path)
@@ -211,7 +211,7 @@ def _described(plan: SavePlan) -> Iterator[tuple[str, Described]]:
         yield item.index.fqn, (item.tensor_data.properties.dtype, item.tensor_data.size)
 
 
-def _groups(tensors: Mapping[str, Described], most_bytes: int) -> Iterator[list[str]]:
+def file_groups(tensors: Mapping[str, Described], most_bytes: int) -> Iterator[list[str]]:
     """Names that share a file."""
     group: list[str] = []
     held = 0
@@ -225,7 +225,7 @@ def _groups(tensors: Mapping[str, Described], most_bytes: int) -> Iterator[list[
     yield group
 
 
-def _make(path: Path, tensors: Mapping[str, Described]) -> None:
+def make_file(path: Path, tensors: Mapping[str, Described]) -> None:
     """A file with a header and room for the tensors."""
     path.unlink(missing_ok=True)
     header = make_header(tensors)

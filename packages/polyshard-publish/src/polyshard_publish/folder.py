@@ -1,0 +1,239 @@
+"""A folder of versions, each a folder of safetensors files that Hugging Face's libraries load.
+
+``version-000007/`` holds ``model.safetensors`` (or several with an index), whatever ``files`` the
+publisher was told to put beside it, and ``polyshard-version.json`` with the digest of every tensor.
+It gets its name when all of it has reached the disk, and then ``LATEST`` says the name: readers of
+that file, and what ``notify`` calls, find a whole version. A version holds all weights: files are
+never patched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from polyshard.files import replace_file, sync_folder
+from polyshard_checkpoint.safetensors.blocks import memory_of, put
+from polyshard_checkpoint.safetensors.header import Stored, read_header
+from polyshard_checkpoint.safetensors.model import FILE_BYTES
+from polyshard_checkpoint.safetensors.writing import file_groups, make_file
+from polyshard_publish.digests import digest_of, summary
+from polyshard_publish.errors import GoneError, ProofError, PublishError, VersionError
+from polyshard_publish.patches import Patch
+from polyshard_publish.receiver import NAMED, Served
+from polyshard_publish.targets import Sending, Target
+from polyshard_publish.wire import Have, Update
+
+MANIFEST, LATEST = "polyshard-version.json", "LATEST"
+FORMAT = 1
+UNFINISHED = ".unfinished-"
+
+
+@dataclass(frozen=True)
+class FolderTarget(Target):
+    """Versions as files, for whatever loads safetensors; all ranks see the folder.
+
+    Attributes:
+        folder: made if it is not there.
+        keep: how many versions stay; older ones are removed.
+        files: copied into each version: the configuration, the tokenizer.
+        notify: called on rank 0 with the folder of each version and its number.
+        file_bytes: how large a file may be, unless it holds a single tensor.
+    """
+
+    folder: str | os.PathLike[str]
+    keep: int = 2
+    files: Sequence[str | os.PathLike[str]] = ()
+    notify: Callable[[Path, int], None] | None = None
+    file_bytes: int = FILE_BYTES
+
+    takes_patches = False
+
+    @property
+    @override
+    def name(self) -> str:
+        return str(self.folder)
+
+    @override
+    def open(self) -> Sending:
+        return _FolderSending(self)
+
+
+class _FolderSending(Sending):
+    def __init__(self, target: FolderTarget) -> None:
+        self._target = target
+        self._path = Path(target.folder)
+        self._rank = -1
+        self._update: Update | None = None
+        self._place = self._path
+        self._stored: dict[str, tuple[int, Stored]] = {}
+        self._open: list[int] = []
+        self.sent_bytes = 0
+
+    @override
+    def have(self) -> Have:
+        found = latest(self._path)
+        if found is None:
+            return Have(None)
+        said = _manifest(found)
+        return Have(said["version"], summary(said["digests"]))
+
+    @override
+    def begin(self, update: Update, rank: int) -> None:
+        self._update, self._rank = update, rank
+        self._place = self._path / f"{UNFINISHED}{update.nonce}"
+        if not rank:
+            have = self.have().version
+            if have is not None and update.version <= have:
+                raise VersionError(
+                    f"version {update.version} is not newer than {have}, the latest."
+                )
+            self._make()
+        for path in sorted(self._place.glob("*.safetensors")):
+            file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+            self._open.append(file)
+            self._stored |= {name: (file, stored) for name, stored in read_header(path).items()}
+
+    def _make(self) -> None:
+        assert self._update is not None
+        self._path.mkdir(parents=True, exist_ok=True)
+        for left in self._path.glob(f"{UNFINISHED}*"):  # of a trainer that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        self._place.mkdir()
+        tensors = {
+            name: (entry.torch_dtype, torch.Size(entry.shape))
+            for name, entry in sorted(self._update.catalogue.items())
+        }
+        groups = list(file_groups(tensors, self._target.file_bytes))
+        index: dict[str, str] = {}
+        for number, names in enumerate(groups, 1):
+            called = f"model-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else "model"
+            make_file(self._place / f"{called}.safetensors", {n: tensors[n] for n in names})
+            index |= dict.fromkeys(names, f"{called}.safetensors")
+        if len(groups) > 1:
+            total = sum(shape.numel() * dtype.itemsize for dtype, shape in tensors.values())
+            content = {"metadata": {"total_size": total}, "weight_map": index}
+            replace_file(self._place / "model.safetensors.index.json", json.dumps(content).encode())
+        for extra in self._target.files:
+            shutil.copy(extra, self._place)
+
+    @override
+    def send(self, patch: Patch) -> None:
+        file, stored = self._stored[patch.name]
+        whole = torch.empty(stored.shape, device="meta")  # of whose elements the box is a view
+        put(patch.values.view(patch.block.sizes), whole[patch.block.slices()], stored, file)
+        self.sent_bytes += patch.nbytes
+
+    @override
+    def end(self) -> None:
+        for file in self._open:
+            os.fsync(file)
+        self._let_go()
+
+    @override
+    def commit(self, digests: Mapping[str, int]) -> None:
+        assert self._update is not None
+        version, catalogue = self._update.version, self._update.catalogue
+        content = {
+            "format": FORMAT,
+            "version": version,
+            "tensors": {name: asdict(entry) for name, entry in catalogue.items()},
+            "digests": dict(digests),
+        }
+        replace_file(self._place / MANIFEST, json.dumps(content, indent=1).encode())
+        final = self._path / f"version-{version:06d}"
+        if final.exists():
+            raise VersionError(f"'{final}' is there already; it is left as it is.")
+        self._place.rename(final)
+        sync_folder(self._path)
+        replace_file(self._path / LATEST, final.name.encode())
+        for old in sorted(self._path.glob("version-*"))[: -max(1, self._target.keep)]:
+            shutil.rmtree(old, ignore_errors=True)
+        if self._target.notify is not None:
+            self._target.notify(final, version)
+
+    @override
+    def close(self) -> None:
+        self._let_go()
+        if not self._rank:  # what was committed has another name
+            shutil.rmtree(self._place, ignore_errors=True)
+
+    def _let_go(self) -> None:
+        while self._open:
+            os.close(self._open.pop())
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The folder of the newest version that is whole; ``None`` before the first."""
+    path = Path(folder)
+    try:
+        found = path / (path / LATEST).read_text().strip()
+    except FileNotFoundError:
+        return None
+    if found.parent != path or not found.name.startswith("version-"):
+        raise PublishError(f"'{path / LATEST}' names '{found.name}', which is no version.")
+    return found
+
+
+def load_version(folder: str | os.PathLike[str]) -> Served:
+    """The newest version in a folder, with every tensor's digest proven.
+
+    Raises:
+        GoneError: when there is none.
+        ProofError: naming tensors that are not what was published.
+    """
+    for _ in range(3):  # versions are removed, newer ones come
+        found = latest(folder)
+        if found is None:
+            raise GoneError(f"no version was published to '{folder}' yet.")
+        try:
+            return _loaded(found)
+        except FileNotFoundError:
+            continue
+    raise GoneError(f"versions in '{folder}' are removed faster than they are read; raise keep=.")
+
+
+def _loaded(path: Path) -> Served:
+    said = _manifest(path)
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with file.open("rb", buffering=0) as content:
+            for name, stored in read_header(file).items():
+                tensor = torch.empty(stored.shape, dtype=stored.dtype)
+                view, read = memory_of(tensor) if tensor.numel() else memoryview(b""), 0
+                content.seek(stored.begin)
+                while read < len(view):
+                    got = content.readinto(view[read:])
+                    if not got:
+                        break
+                    read += got
+                tensors[name] = tensor
+    digests: dict[str, int] = said["digests"]
+    wrong = sorted(set(digests) ^ set(tensors))
+    wrong += sorted(n for n in set(digests) & set(tensors) if digest_of(tensors[n]) != digests[n])
+    if wrong:
+        raise ProofError(
+            f"'{path}' holds other values than were published in "
+            f"{', '.join(map(repr, wrong[:NAMED]))}{' and others' if len(wrong) > NAMED else ''}."
+        )
+    return Served(said["version"], tensors, frozenset(tensors))
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    content = (path / MANIFEST).read_bytes()
+    try:
+        found: dict[str, Any] = json.loads(content)
+        if found["format"] != FORMAT:
+            raise ValueError(f"format {found['format']}, not {FORMAT}")
+        return {"version": int(found["version"]), "digests": dict(found["digests"])}
+    except (ValueError, TypeError, KeyError) as error:
+        raise PublishError(f"'{path / MANIFEST}' is no manifest of a version: {error}") from error

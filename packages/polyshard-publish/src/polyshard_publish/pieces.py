@@ -1,0 +1,303 @@
+"""Which tensors a receiver gets, and which parts of them each rank holds.
+
+[Note: coordinates]
+Everything on the wire is in the coordinates of the receiver's tensors, which are those of its
+checkpoint: a box of elements (where it begins, how large it is in each dim) of a tensor of a name.
+No receiver knows how the trainer is sharded, so that may change from version to version.
+
+Which boxes a rank holds is what ``torch.distributed.checkpoint`` plans for a save: it knows all
+placements (FSDP, TP × FSDP, uneven and empty shards), gives what several ranks hold (HSDP, buffers)
+to one of them, and balances their bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from polyshard._torch.private import local_tensor
+from polyshard._torch.staged import plan_for_all
+from polyshard.errors import SettingError
+from polyshard_checkpoint.safetensors.header import DTYPES
+from polyshard_checkpoint.safetensors.model import shared_names
+from polyshard_publish.blocks import Block
+from polyshard_publish.errors import CatalogueError, PublishError
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Index = tuple["int | slice", ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a tensor of the model, and where it belongs at the receiver.
+
+    Attributes:
+        name: of the receiver's tensor.
+        take: which part of the model's tensor, as one indexes it: ``(slice(0, 64),)`` its first
+            rows, ``(3,)`` the fourth of stacked experts. All of it by default.
+        place: where in the receiver's tensor, alike; an ``int`` is a dim that the part has not.
+        shape: of the receiver's tensor, where it consists of several parts.
+    """
+
+    name: str
+    take: Index = ()
+    place: Index = ()
+    shape: tuple[int, ...] | None = None
+
+
+Names = Callable[[str], "str | Sequence[Part] | None"]
+"""What the receiver calls a tensor of the model, which parts it is split into, or ``None``."""
+Dtypes = Callable[[str], "torch.dtype | None"]
+"""The dtype of a floating-point tensor at the receiver, by the receiver's name of it."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a receiver: the name of its dtype (as safetensors has it), and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The same as torch's."""
+        return DTYPES[self.dtype]
+
+    @staticmethod
+    def of(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
+        """That of a tensor.
+
+        Raises:
+            CatalogueError: for a dtype that no receiver could hold.
+        """
+        if dtype not in DTYPE_NAMES:
+            raise CatalogueError(f"'{name}' is {dtype}, which cannot be published; give dtype=.")
+        return Entry(DTYPE_NAMES[dtype], tuple(shape))
+
+
+Catalogue = Mapping[str, Entry]
+"""What a receiver has: each tensor's dtype and shape, by name."""
+
+
+def differences(ours: Catalogue, theirs: Catalogue) -> list[str]:
+    """What keeps ``theirs``, a receiver's, from being filled with ``ours``; a sentence a tensor."""
+    found = [f"'{name}' is unknown to the receiver" for name in sorted(set(ours) - set(theirs))]
+    found += [f"'{name}' is not sent" for name in sorted(set(theirs) - set(ours))]
+    for name in sorted(set(ours) & set(theirs)):
+        sent, held = ours[name], theirs[name]
+        if sent != held:
+            found.append(
+                f"'{name}' is {sent.dtype} {list(sent.shape)}, the receiver's {held.dtype} "
+                f"{list(held.shape)}"
+            )
+    return found
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank sends of one tensor.
+
+    Attributes:
+        source: the model's name of it.
+        local: which part of this rank's part of the model's tensor.
+        name: the receiver's name.
+        block: where it belongs there.
+    """
+
+    source: str
+    local: Index
+    name: str
+    block: Block
+
+    def of(self, state: Mapping[str, Any]) -> Tensor:
+        """Its values in a state dict, in their native dtype."""
+        return plain(self.source, state[self.source])[self.local].reshape(self.block.sizes)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What all ranks publish, and what this one sends of it."""
+
+    catalogue: Catalogue
+    pieces: tuple[Piece, ...]
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """The model's tensors under their own names; shards as they are, and none gathered."""
+    with torch.no_grad():
+        state = get_model_state_dict(model)
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def plain(name: str, value: Tensor) -> Tensor:
+    """This rank's part as a plain tensor, of which subclasses (quantized ones) give the values.
+
+    Raises:
+        PublishError: for a subclass that does not say its values.
+    """
+    local = local_tensor(value) if isinstance(value, DTensor) else value
+    local = local.detach()
+    if type(local) in (Tensor, nn.Parameter):
+        return local
+    if hasattr(local, "__tensor_flatten__"):
+        inner = [getattr(local, attribute) for attribute in local.__tensor_flatten__()[0]]
+        if len(inner) == 1 and inner[0].shape == local.shape and inner[0].dtype == local.dtype:
+            return plain(name, inner[0])
+    try:
+        found = local.dequantize()
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        raise PublishError(
+            f"'{name}' is a {type(local).__name__}, which does not dequantize: {error}. Leave it "
+            "out by names=, or give it a dequantize() that returns its values."
+        ) from error
+    return found if type(found) is Tensor else plain(name, found)
+
+
+def layout_of(
+    model: nn.Module,
+    names: Names | None,
+    dtypes: Dtypes,
+    gathered: Callable[[SavePlan], list[SavePlan]],
+    rank: int,
+) -> Layout:
+    """What is published of ``model``; collective by ``gathered``, which asks all ranks.
+
+    Raises:
+        SettingError: when ``names`` gives elements to two parts, or to none, or leaves nothing.
+        CatalogueError: for dtypes that cannot be published.
+    """
+    state = state_of(model)
+    for several in shared_names(model):  # tied tensors are sent once
+        for name in [name for name in several if name in state][1:]:
+            del state[name]
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(state), is_coordinator=True)
+    plans, metadata = plan_for_all(gathered(planner.create_local_plan()))
+    parts: dict[str, list[tuple[Part, Block, Block]]] = {}
+    catalogue: dict[str, Entry] = {}
+    filled: dict[str, list[Block]] = {}
+    for source, described in metadata.state_dict_metadata.items():
+        whole = tuple(getattr(described, "size", ()))
+        dtype = getattr(described, "properties").dtype  # noqa: B009  # of its subclasses, tensors
+        parts[source] = list(_parts(source, whole, names))
+        for part, _, placed in parts[source]:
+            shape = placed.sizes if part.shape is None else part.shape
+            wanted = dtypes(part.name) if dtype.is_floating_point else None
+            entry = Entry.of(part.name, wanted or dtype, shape)
+            if catalogue.setdefault(part.name, entry) != entry:
+                raise SettingError(
+                    f"names= makes '{part.name}' of parts that say {catalogue[part.name]} and "
+                    f"{entry}; all of them give the same shape=."
+                )
+            filled.setdefault(part.name, []).append(placed)
+    _check_filled(catalogue, filled)
+    held = [(item.index.fqn, getattr(item.tensor_data, "chunk")) for item in plans[rank].items]  # noqa: B009
+    pieces = [
+        piece
+        for source, chunk in held
+        for part, taken, placed in parts[source]
+        for piece in _met(
+            source, Block(tuple(chunk.offsets), tuple(chunk.sizes)), part, taken, placed
+        )
+    ]
+    return Layout(catalogue, tuple(pieces))
+
+
+def _parts(
+    source: str, whole: tuple[int, ...], names: Names | None
+) -> Iterator[tuple[Part, Block, Block]]:
+    """Parts that a tensor is split into, with the boxes of source and receiver."""
+    called = source if names is None else names(source)
+    if called is None:
+        return
+    for part in [Part(called)] if isinstance(called, str) else called:
+        taken = _box(part.take, whole, f"names= takes {part.take} of '{source}'")
+        kept = [n for d, n in enumerate(taken.sizes) if not _is_int(part.take, d)]
+        if part.shape is None:
+            if part.place:
+                raise SettingError(f"names= places a part in '{part.name}': give its shape= too.")
+            yield part, taken, Block((0,) * len(kept), tuple(kept))
+            continue
+        placed = _box(part.place, part.shape, f"names= places '{source}' at {part.place}")
+        found = [n for d, n in enumerate(placed.sizes) if not _is_int(part.place, d)]
+        if found != kept:
+            raise SettingError(
+                f"names= places {kept} elements of '{source}' {list(whole)} where '{part.name}' "
+                f"{list(part.shape)} has room for {found}."
+            )
+        yield part, taken, placed
+
+
+def _is_int(index: Index, dim: int) -> bool:
+    return dim < len(index) and isinstance(index[dim], int)
+
+
+def _box(index: Index, shape: tuple[int, ...], doing: str) -> Block:
+    """The box that ``index`` means in a tensor of ``shape``."""
+    if len(index) > len(shape):
+        raise SettingError(f"{doing}, which has {len(shape)} dims.")
+    offsets, lengths = [], []
+    for dim, size in enumerate(shape):
+        one = index[dim] if dim < len(index) else slice(None)
+        if isinstance(one, int):
+            one = slice(one, one + 1)
+        start = 0 if one.start is None else one.start
+        stop = size if one.stop is None else one.stop
+        if one.step not in (None, 1) or not 0 <= start <= stop <= size:
+            raise SettingError(f"{doing}: {one} is no range within a dim of {size}.")
+        offsets.append(start)
+        lengths.append(stop - start)
+    return Block(tuple(offsets), tuple(lengths))
+
+
+def _met(source: str, held: Block, part: Part, taken: Block, placed: Block) -> Iterator[Piece]:
+    """What a rank that holds ``held`` of a tensor sends of a part of it."""
+    local: list[int | slice] = []
+    begins, sizes = [], []
+    for dim, (first, count) in enumerate(zip(held.offsets, held.sizes, strict=True)):
+        start = max(first, taken.offsets[dim])
+        stop = min(first + count, taken.offsets[dim] + taken.sizes[dim])
+        if stop <= start:
+            return
+        local.append(
+            start - first if _is_int(part.take, dim) else slice(start - first, stop - first)
+        )
+        if not _is_int(part.take, dim):
+            begins.append(start - taken.offsets[dim])
+            sizes.append(stop - start)
+    kept = iter(zip(begins, sizes, strict=True))
+    at, lengths = [], []
+    for dim, offset in enumerate(placed.offsets):
+        begin, size = (0, 1) if _is_int(part.place, dim) else next(kept)
+        at.append(offset + begin)
+        lengths.append(size)
+    yield Piece(source, tuple(local), part.name, Block(tuple(at), tuple(lengths)))
+
+
+def _check_filled(catalogue: Catalogue, filled: Mapping[str, Sequence[Block]]) -> None:
+    """Every element of every tensor of a receiver comes from one place."""
+    if not catalogue:
+        raise SettingError("there is nothing to publish: names= gave None for each tensor.")
+    for name, blocks in filled.items():
+        for index, one in enumerate(blocks):
+            if any(_overlap(one, other) for other in blocks[:index]):
+                raise SettingError(f"names= gives elements of '{name}' twice; each has one source.")
+        held = sum(block.elements for block in blocks)
+        wanted = Block((), catalogue[name].shape).elements
+        if held != wanted:
+            raise SettingError(
+                f"names= fills {held:,} of the {wanted:,} elements of '{name}' "
+                f"{list(catalogue[name].shape)}; the rest would never get values."
+            )
+
+
+def _overlap(one: Block, other: Block) -> bool:
+    sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(max(a, b) < min(a + n, b + m) for a, n, b, m in sides)

@@ -1,0 +1,84 @@
+"""Versions as folders of safetensors: whole, loaded by others, damaged ones named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from publish_runs import full, rounded, same_bits, small
+from safetensors.torch import load_file
+from torch import nn
+
+from polyshard_publish import (
+    FolderTarget,
+    GoneError,
+    ProofError,
+    Publisher,
+    PublishError,
+    VersionError,
+    load_version,
+)
+from polyshard_testing import ranks
+
+
+@ranks(2)
+def test_versions_are_folders_that_others_load(rank: int, size: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    told: list[tuple[Path, int]] = []
+    target = FolderTarget(
+        tmp_path / "versions",
+        files=[tmp_path / "config.json"],
+        notify=lambda path, version: told.append((path, version)),
+        file_bytes=4000,
+    )
+    model = small()
+    with Publisher(model, to=target, dtype=torch.bfloat16) as publisher:
+        for version in (1, 2, 3):
+            publisher.publish(version)
+        with pytest.raises(VersionError, match="version 3 is not newer than 3"):
+            publisher.publish(3)
+    wanted = rounded(full(model), torch.bfloat16)
+    del wanted["head.weight"]
+    final = tmp_path / "versions" / "version-000003"
+    assert [v for _, v in told] == ([1, 2, 3] if rank == 0 else [])
+    index = json.loads((final / "model.safetensors.index.json").read_text())["weight_map"]
+    found = {n: t for name in set(index.values()) for n, t in load_file(final / name).items()}
+    for read in (found, load_version(tmp_path / "versions").tensors):
+        assert read.keys() == wanted.keys() == index.keys()
+        assert all(same_bits(read[name], wanted[name]) for name in read)
+    torch.distributed.barrier()
+    kept = sorted(path.name for path in (tmp_path / "versions").iterdir())
+    assert kept == ["LATEST", "version-000002", "version-000003"]
+    assert (final / "config.json").read_text() == "{}"
+
+
+def test_damaged_versions_are_named(tmp_path: Path) -> None:
+    with pytest.raises(GoneError, match="no version was published"):
+        load_version(tmp_path)
+    Publisher(nn.Linear(30, 20), to=tmp_path).publish(1)
+    file = tmp_path / "version-000001" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ProofError, match="other values than were published in 'weight'"):
+        load_version(tmp_path)
+    (tmp_path / "version-000001" / "polyshard-version.json").write_text("[]")
+    with pytest.raises(PublishError, match="is no manifest"):
+        load_version(tmp_path)
+    (tmp_path / "LATEST").write_text("../elsewhere")
+    with pytest.raises(PublishError, match="which is no version"):
+        load_version(tmp_path)
+
+
+def test_what_a_killed_trainer_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".unfinished-dead").mkdir()
+    Publisher(nn.Linear(3, 2), to=tmp_path).publish(1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["LATEST", "version-000001"]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PublishError, match="version 1 was not taken"):
+        Publisher(nn.Linear(3, 2), to=tmp_path / "file" / "folder").publish(1)
