@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("peft", reason="pip install peft")
 pytest.importorskip("transformers", reason="pip install 'polyshard-checkpoint[transformers]'")
 
-import peft
 import torch
 from pretrained_models import ARCHITECTURES, shard, values
 from torch import Tensor
@@ -20,6 +18,7 @@ from transformers import LlamaForCausalLM
 from polyshard_checkpoint import load_pretrained, save_pretrained
 from polyshard_testing import ranks
 
+peft: Any = pytest.importorskip("peft", reason="pip install peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
 LLAMA = ARCHITECTURES["Llama"]
 
