@@ -95,6 +95,7 @@ class PolyshardTrainer(Trainer):
         are gathered in the host memory of the first rank.
         """
         output_dir = output_dir or self.args.output_dir
+        assert output_dir is not None  # TrainingArguments has a default
         model = self._model()
         if isinstance(model, FSDPModule) and _saves_itself(model):
             save_pretrained(model, output_dir)

@@ -173,6 +173,8 @@ class Ranks:
     def _refuse(self, doing: str, said: list[str | None], raised: BaseException | None) -> None:
         every = zip(self.members, said, strict=True)
         failed = [f"rank {rank}: {text}" for rank, text in every if text is not None]
+        if len(failed) > 1 and len(set(said)) == 1:
+            failed = [f"every rank: {said[0]}"]
         if failed:
             raise CheckpointError(f"{doing} failed. {'; '.join(failed)}") from raised
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,8 +82,9 @@ class Architecture:
 
 def _decoder(**others: Any) -> dict[str, Any]:
     return {
-        "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "pad_token_id": 0,
+        "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 36,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 6, "pad_token_id": 0,
         "bos_token_id": 1, "eos_token_id": 2, "attn_implementation": "eager",
         "max_position_embeddings": 32, **others,
     }  # fmt: skip
@@ -155,12 +156,14 @@ ARCHITECTURES = {
 
 
 def shard(model: Any, **keywords: Any) -> Any:
-    """Each member of a module list a unit, the rest one more; ``generate`` gathers that."""
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList):
+    """Members of outermost module lists are units, the rest is one; ``generate`` gathers that."""
+    lists: list[str] = []
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{outer}.") for outer in lists)
+        if isinstance(module, nn.ModuleList) and not is_inside:
+            lists.append(name)
             for member in module:
-                if any(True for _ in member.parameters()):
-                    polyshard.fully_shard(member, **keywords)
+                polyshard.fully_shard(member, **keywords)
     polyshard.fully_shard(model, **keywords)
     if hasattr(model, "generate"):
         polyshard.register_fsdp_forward_method(model, "generate")

@@ -142,7 +142,7 @@ def test_parts_in_a_box_are_those_elements(
 def test_several_tensors_become_one_and_take_the_wider_dtype() -> None:
     parts: Any = [Traced.stored(f"e{i}", (2, 3), torch.bfloat16) for i in range(2)]
     other: Any = Traced.stored("last", (1, 2, 3), torch.float32)
-    made = torch.cat([torch.stack(parts), other])
+    made: Any = torch.cat([torch.stack(parts), other])
     assert (made.shape, made.dtype) == ((3, 2, 3), torch.float32)
     assert [piece.name for piece in made.pieces] == ["e0", "e1", "last"]
     assert repr(made) == "Traced((3, 2, 3), torch.float32, of e0, e1, last)"

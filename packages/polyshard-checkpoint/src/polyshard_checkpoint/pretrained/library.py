@@ -50,6 +50,12 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return found
 
 
+def class_name(model: nn.Module) -> str:
+    """What its class was called before it was sharded."""
+    with original_classes(model):
+        return type(model).__name__
+
+
 def is_transformers(model: nn.Module) -> bool:
     """Whether it is a model of transformers, sharded or not."""
     return _derives(model, "transformers.modeling_utils", "PreTrainedModel")
@@ -193,7 +199,8 @@ def may_be_missing(model: nn.Module, names: set[str]) -> set[str]:
     left = SimpleNamespace(missing_keys=set(names), unexpected_keys=set())
     checked: Any = model
     checked._adjust_missing_and_unexpected_keys(left)
-    return names - left.missing_keys
+    still: set[str] = left.missing_keys
+    return names - still
 
 
 def preferred(model: nn.Module, shared: Sequence[str]) -> list[str]:

@@ -164,9 +164,9 @@ def _unfit(
     ]
     if said:
         raise CheckpointError(
-            f"the files do not fit the {type(model).__name__}. {'; '.join(said)}. Is it the folder "
-            "of this model, and of this config? ignore= takes patterns of names that may differ; "
-            "what the files lack must have values already then."
+            f"the files do not fit this {library.class_name(model)}. {'; '.join(said)}. Is it the "
+            "folder of this model, and of this config? ignore= takes patterns of names that may "
+            "differ; what the files lack must have values already then."
         )
     return made
 
@@ -206,6 +206,6 @@ def _take_memory(plan: _Plan) -> dict[str, Tensor]:
 def _compute(plan: _Plan, lost: Mapping[str, Tensor]) -> None:
     if lost and (left := library.compute_buffers(plan.target, lost)):
         raise CheckpointError(
-            f"{type(plan.target).__name__}._init_weights gives these buffers no values, and no file "
-            f"holds them: {', '.join(left)}. Make them outside of torch.device('meta')."
+            f"{library.class_name(plan.target)}._init_weights gives these buffers no values, and "
+            f"no file holds them: {', '.join(left)}. Make them outside of torch.device('meta')."
         )

@@ -49,7 +49,7 @@ def runs(view: Tensor) -> tuple[int, Iterator[int]]:
         inner -= 1
     outer = list(zip(view.shape[:inner], view.stride()[:inner], strict=True))
     places = itertools.product(*(range(0, size * stride, stride) for size, stride in outer))
-    return length, (view.storage_offset() + sum(place) for place in places)
+    return length, (int(view.storage_offset()) + sum(place) for place in places)
 
 
 def memory_of(content: Tensor) -> memoryview:
@@ -97,7 +97,7 @@ def _read_block(view: Tensor, stored: Stored, file: int) -> Tensor:
                 part.copy_(_read_block(where, stored, file))
             return content
         near = torch.empty(span, dtype=stored.dtype)
-        _read(file, memory_of(near), stored.begin + view.storage_offset() * size)
+        _read(file, memory_of(near), stored.begin + int(view.storage_offset()) * size)
         return near.as_strided(tuple(view.shape), view.stride())
     content = torch.empty(tuple(view.shape), dtype=stored.dtype)
     _each_run(memory_of(content), view, stored, lambda part, place: _read(file, part, place))
@@ -113,7 +113,7 @@ def put(value: Tensor, view: Tensor, stored: Stored, file: int) -> None:
 
 
 def _in_order_of_file(value: Tensor, view: Tensor) -> tuple[Tensor, Tensor]:
-    order = sorted(range(view.ndim), key=lambda dim: -view.stride(dim))
+    order = sorted(range(view.ndim), key=lambda dim: -view.stride()[dim])
     return value.permute(order), view.permute(order)
 
 

@@ -267,7 +267,9 @@ def read_weights(
     state = {name: every[name] for name in made}
     dcp.load(state, storage_reader=reader, process_group=ranks.group, no_dist=ranks.alone)
     own = {checkpoint_name(model, name): tensor for name, tensor in _named(model)}
-    values = {n: value for n, value in state.items() if not _is_same(value, own.get(n))}
+    values: dict[str, Any] = {
+        n: value for n, value in state.items() if not _is_same(value, own.get(n))
+    }
     if values:  # what a plugin keeps in another form
         options = dcp.state_dict.StateDictOptions(strict=False)
         set_model_state_dict(model, values, options=options)

@@ -1,4 +1,4 @@
-"""Which stored elements a tensor is made of, found by having code make it of tensors without values.
+"""Which stored elements a tensor is made of: code makes it of tensors without values.
 
 Files of weights may hold a tensor in other pieces than a model does: experts apart or stacked, gate
 and up projections apart or together, heads in another order. The code that converts one form to the
@@ -85,14 +85,16 @@ class Traced(Tensor):
         return cls(shape, dtype, whole)
 
     @override
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(  # type: ignore[override]
+        self, *, tensor_contents: Any = None
+    ) -> str:
         del tensor_contents
         names = sorted({piece.name for piece in self.pieces})
         return f"Traced({tuple(self.shape)}, {self.dtype}, of {', '.join(names)})"
 
     @classmethod
     @override
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func not in _RULES:
@@ -329,7 +331,7 @@ def parts_within(
             yield from parts_within(part, shape, offsets, local)
         return
     begin, view = list(piece.offsets), piece.view
-    at = _place(view.storage_offset(), shape)
+    at = _place(int(view.storage_offset()), shape)
     for dim, (along, step) in enumerate(steps):
         if step:
             last = offsets[along] + local.shape[along] - 1
@@ -364,7 +366,7 @@ def _steps(view: Tensor, shape: Sequence[int]) -> list[tuple[int, int]] | int:
 
     Where one goes on from row to row, or two along the same dim, its number: it has to be divided.
     """
-    at = _place(view.storage_offset(), shape)
+    at = _place(int(view.storage_offset()), shape)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     found: list[tuple[int, int]] = []
     taken: dict[int, int] = {}

@@ -150,7 +150,7 @@ class SafetensorsWriter(StorageWriter):
         return done
 
     def _uses(self) -> Mapping[str, list[tuple[str, Piece]]] | None:
-        """What is made of each tensor that is saved; ``None``: the one of its name, of all of it."""
+        """What is made of each saved tensor; ``None``: the one of its name, of all of it."""
         if self._arrangement is None:
             return None
         found: dict[str, list[tuple[str, Piece]]] = {}
@@ -239,7 +239,7 @@ def make_file(path: Path, tensors: Mapping[str, Described]) -> None:
 def _parts(
     item: WriteItem, value: Tensor, uses: Mapping[str, list[tuple[str, Piece]]] | None
 ) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
-    """Parts of what a rank saves: the tensor of the files each belongs to, where, and its values."""
+    """Parts of what a rank saves: each one's tensor in the files, its place there, its values."""
     assert item.tensor_data is not None
     offsets = tuple(item.tensor_data.chunk.offsets)
     if uses is None:
