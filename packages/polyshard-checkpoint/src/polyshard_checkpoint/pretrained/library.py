@@ -124,7 +124,7 @@ def _adapter_parts(model: nn.Module) -> set[str]:
     for module in model.modules():
         for name in ("adapter_layer_names", "other_param_names"):
             found |= set(getattr(module, name, ()))
-    return found - {"base_layer"}
+    return found - {"base_layer", "modules_to_save"}  # these have names of the base
 
 
 def converted(model: Any, names: Mapping[str, Any], stored: Mapping[str, Stored]) -> Converted:
