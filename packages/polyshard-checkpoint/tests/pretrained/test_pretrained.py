@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers", reason="pip install 'polyshard-checkpoint[transformers]'")
+pytest.importorskip("transformers", reason="pip install transformers")
 
 import torch
 from pretrained_models import ARCHITECTURES, shard, values
