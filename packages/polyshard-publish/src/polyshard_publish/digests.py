@@ -59,7 +59,8 @@ def digest_of(tensor: Tensor) -> int:
 
 def summary(digests: Mapping[str, int]) -> int:
     """One number for the digests of all tensors, by name."""
-    return digest_of(torch.tensor([digests[name] for name in sorted(digests)], dtype=torch.int64))
+    ordered = [digests[name] for name in sorted(digests)]
+    return digest_of(torch.tensor(ordered, dtype=torch.int64, device="cpu"))
 
 
 def block_digests(flat: Tensor, block: int) -> Tensor:

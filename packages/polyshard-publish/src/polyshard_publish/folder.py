@@ -208,7 +208,7 @@ def _loaded(path: Path) -> Served:
     for file in sorted(path.glob("*.safetensors")):
         with file.open("rb", buffering=0) as content:
             for name, stored in read_header(file).items():
-                tensor = torch.empty(stored.shape, dtype=stored.dtype)
+                tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
                 view, read = memory_of(tensor) if tensor.numel() else memoryview(b""), 0
                 content.seek(stored.begin)
                 while read < len(view):

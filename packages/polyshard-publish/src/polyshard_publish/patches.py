@@ -154,7 +154,9 @@ class Patch:
         """The elements that get values, as indices of the flat tensor (``[elements]`` int64)."""
         within = torch.from_numpy(self.starts())
         if self.grain > 1:
-            within = (within.unsqueeze(1) + torch.arange(self.grain)).flatten()
+            within = (
+                within.unsqueeze(1) + torch.arange(self.grain, device=within.device)
+            ).flatten()
             within = within[within < self.block.elements]
         found, stride, rest = torch.zeros_like(within), 1, within
         for dim in reversed(range(len(shape))):
@@ -236,7 +238,7 @@ def decoded(old: Tensor, codes: Tensor, values: Tensor) -> Tensor:
 
 def _tensor(content: memoryview, dtype: torch.dtype) -> Tensor:
     if not len(content):
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(content, dtype=dtype)
 
 

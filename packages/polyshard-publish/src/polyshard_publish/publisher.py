@@ -211,7 +211,7 @@ class Publisher:
         for piece in self._layout.pieces:
             pieces[piece.name].append(piece)
         for name, entry in self.catalogue.items():
-            whole = torch.zeros(entry.shape, dtype=entry.torch_dtype)
+            whole = torch.zeros(entry.shape, dtype=entry.torch_dtype, device="cpu")
             for piece in pieces[name]:
                 whole[piece.block.slices()] = piece.of(state).to(whole.dtype)
             if not self._ranks.alone and whole.numel():  # the bytes of other ranks' parts are zero
@@ -329,7 +329,9 @@ class Publisher:
                     value_bytes += one.nbytes
         for link in links:
             link.ask(lambda s: s.end())
-        digests = torch.tensor([wrapped(total) for total in totals], dtype=torch.int64)
+        digests = torch.tensor(
+            [wrapped(total) for total in totals], dtype=torch.int64, device="cpu"
+        )
         return _Walked(digests, value_bytes)
 
     @torch.no_grad()

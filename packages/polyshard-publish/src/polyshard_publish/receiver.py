@@ -313,7 +313,9 @@ class Receiver:
 
 
 def _room(catalogue: Catalogue) -> dict[str, Tensor]:
-    return {n: torch.zeros(e.shape, dtype=e.torch_dtype) for n, e in catalogue.items()}
+    return {
+        n: torch.zeros(e.shape, dtype=e.torch_dtype, device="cpu") for n, e in catalogue.items()
+    }
 
 
 def _refuse(version: int, found: list[str]) -> None:

@@ -245,7 +245,7 @@ def _unlikely(tensor: Tensor) -> float | int | bool:
 
 def _is_unlikely(tensor: Tensor) -> Tensor:
     if tensor.dtype == torch.bool:
-        return torch.zeros(1, dtype=torch.bool)  # cannot be told
+        return torch.zeros(1, dtype=torch.bool, device="cpu")  # cannot be told
     return tensor.isnan() if tensor.is_floating_point() else tensor == _unlikely(tensor)
 
 
@@ -295,9 +295,9 @@ def in_files(
     values: dict[int, Tensor] = {}
     for name in state:
         if name in one:
-            stand_ins[name] = values.setdefault(one[name], torch.empty(1))
+            stand_ins[name] = values.setdefault(one[name], torch.empty(1, device="cpu"))
         else:
-            stand_ins[name] = torch.empty(1)
+            stand_ins[name] = torch.empty(1, device="cpu")
     kept = modeling.remove_tied_weights_from_state_dict(stand_ins, model)
     left = {name: state[name] for name in kept}
     if not revert:
@@ -326,6 +326,8 @@ def write_rest(model: Any, folder: str) -> None:
     if is_peft(model):
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         names += [name for name, _ in model.named_buffers(remove_duplicate=False)]
-        model.save_pretrained(folder, state_dict={name: torch.empty(1) for name in names})
+        model.save_pretrained(
+            folder, state_dict={name: torch.empty(1, device="cpu") for name in names}
+        )
     else:
         model.save_pretrained(folder, state_dict={})

@@ -92,14 +92,14 @@ def _read_block(view: Tensor, stored: Stored, file: int) -> Tensor:
     span = 1 + sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True))
     if _is_scattered(view):
         if span * size > BLOCK_BYTES:
-            content = torch.empty(tuple(view.shape), dtype=stored.dtype)
+            content = torch.empty(tuple(view.shape), dtype=stored.dtype, device="cpu")
             for part, where in in_blocks(-(-view.numel() // 2), content, view):
                 part.copy_(_read_block(where, stored, file))
             return content
-        near = torch.empty(span, dtype=stored.dtype)
+        near = torch.empty(span, dtype=stored.dtype, device="cpu")
         _read(file, memory_of(near), stored.begin + int(view.storage_offset()) * size)
         return near.as_strided(tuple(view.shape), view.stride())
-    content = torch.empty(tuple(view.shape), dtype=stored.dtype)
+    content = torch.empty(tuple(view.shape), dtype=stored.dtype, device="cpu")
     _each_run(memory_of(content), view, stored, lambda part, place: _read(file, part, place))
     return content
 

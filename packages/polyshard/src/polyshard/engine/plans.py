@@ -59,7 +59,9 @@ def compare_plans(roles: MeshRoles, units: Sequence[Unit]) -> None:
     plans = [plan_of(group) for unit in units for group in unit.groups]
     wide = ranks_of(roles, units)
     notes = notes_of(value for unit in units for value in unit.initial_values)
-    differing = agree(roles.ranks, _lines(plans, GroupPlan.lines), notes=notes.pop(roles.ranks, {}))
+    programs = [line for plan in plans for line in plan.program_lines()]  # what follows from plans
+    told = [*_lines(plans, GroupPlan.lines), *programs]
+    differing = agree(roles.ranks, told, notes=notes.pop(roles.ranks, {}))
     if wide != roles.ranks:
         agree(wide, _lines(plans, GroupPlan.shared_lines))
     for ranks in notes:  # parameters with meshes of their own

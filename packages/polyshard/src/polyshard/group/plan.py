@@ -152,10 +152,13 @@ class GroupPlan:
             )
         )
         payloads = f"group {self.name}: payload bytes {self.payloads}"
-        programs = tuple(
+        return (*self.shared_lines(), payloads, *layout)
+
+    def program_lines(self) -> tuple[str, ...]:
+        """What is run, which must be equal on all ranks of the data-parallel mesh."""
+        return tuple(
             f"group {self.name}: {line}" for text in self.programs for line in text.splitlines()
         )
-        return (*self.shared_lines(), payloads, *layout, *programs)
 
     def shared_lines(self) -> tuple[str, ...]:
         """What must be equal on all ranks of the model, however other axes cut its parameters."""

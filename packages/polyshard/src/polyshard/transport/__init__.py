@@ -39,12 +39,9 @@ __all__ = [
     "ReduceRoute",
     "Transport",
     "WrappedTransport",
-    "all_gather",
-    "all_reduce",
     "backend_for",
     "choose_transport",
     "owner_route_over",
-    "presence_of",
 ]
 
 
