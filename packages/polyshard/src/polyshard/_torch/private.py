@@ -394,8 +394,8 @@ profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 def profiler_span(phase: str, name: str) -> AbstractContextManager[Any]:
     """A labelled range for ``torch.profiler``; nothing at all while no profiler runs."""
     if not profiler_runs():
-        return _NO_SPAN
+        return NO_SPAN
     return torch.profiler.record_function(f"{phase} {name}")
 
 
-_NO_SPAN: AbstractContextManager[Any] = nullcontext()
+NO_SPAN: AbstractContextManager[Any] = nullcontext()

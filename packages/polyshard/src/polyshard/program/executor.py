@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from polyshard._torch.private import profiler_runs, profiler_span
+from polyshard._torch.private import NO_SPAN, profiler_runs, profiler_span
 from polyshard.memory.streams import Event, Lanes, Streams, streams_of
 from polyshard.program.ops import ENTRY, Frame, Lane, Program
 
@@ -70,18 +70,16 @@ def run(frame: Frame, stop: int, report: FailureReport, label: str) -> None:
     """
     report.begin()
     try:
-        if profiler_runs():
-            with profiler_span(label, str(report)):
-                _run(frame, stop)
-        elif not isinstance(frame, LaneFrame):
-            operations = frame.program.ops
-            for place in range(frame.at, stop):
-                frame.at = place + 1
-                if operations[place].run(frame):
-                    frame.is_over = True
-                    return
-        else:
-            _run(frame, stop)
+        with profiler_span(label, str(report)) if profiler_runs() else NO_SPAN:
+            if isinstance(frame, LaneFrame):
+                _run_from_home(frame, stop)
+            else:
+                operations = frame.program.ops
+                for place in range(frame.at, stop):
+                    frame.at = place + 1
+                    if operations[place].run(frame):
+                        frame.is_over = True
+                        return
     except Exception as error:
         report.explain(error)
         raise
@@ -89,19 +87,12 @@ def run(frame: Frame, stop: int, report: FailureReport, label: str) -> None:
         frame.is_over = True
 
 
-def _run(frame: Frame, stop: int) -> None:
-    """As :func:`run`, on lanes where the device has streams.
+def _run_from_home(frame: LaneFrame, stop: int) -> None:
+    """As :func:`run`, on lanes.
 
     The compute lane of a run is its home, so that memory comes from and goes to one stream: a part
     that is run while another stream is current begins behind that one, which goes on behind it.
     """
-    if not isinstance(frame, LaneFrame):
-        for place in range(frame.at, stop):
-            frame.at = place + 1
-            if frame.program.ops[place].run(frame):
-                frame.is_over = True
-                return
-        return
     streams = frame.streams
     current = streams.current()
     if frame.home is None:

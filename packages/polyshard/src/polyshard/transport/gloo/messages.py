@@ -77,10 +77,7 @@ class Works:
         job = self._job = Job(self._works[self._next :], (self._keep, tuple(self._peers)))
         wire.alarm.waiting = self
         try:
-            if not wire.waiter.wait(job, lambda: wire.is_over(connections)):
-                raise ConnectionLostError("connections were cut")
-            if job.error is not None:
-                raise job.error
+            wait_over(wire, connections, job)
         except RuntimeError as error:
             peer = wire.rank_of(self._peer())
             self._next += job.at + 1
