@@ -43,8 +43,8 @@ def as_publish_error(error: BaseException) -> PublishError:
 
 def as_gone(error: BaseException) -> PublishError:
     """``error`` in talking to a receiver."""
-    if isinstance(error, OSError):
-        found: PublishError = GoneError(f"it does not answer ({type(error).__name__}: {error})")
-        found.__cause__ = error
-        return found
-    return as_publish_error(error)
+    if not isinstance(error, OSError):
+        return as_publish_error(error)
+    made = GoneError(f"it does not answer ({type(error).__name__}: {error})")
+    made.__cause__ = error
+    return made

@@ -12,6 +12,8 @@ to one of them, and balances their bytes.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,14 +123,6 @@ class Piece:
         return plain(self.source, state[self.source])[self.local].reshape(self.block.sizes)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """What all ranks publish, and what this one sends of it."""
-
-    catalogue: Catalogue
-    pieces: tuple[Piece, ...]
-
-
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """The model's tensors under their own names; shards as they are, and none gathered."""
     with torch.no_grad():
@@ -166,8 +160,8 @@ def layout_of(
     dtypes: Dtypes,
     gathered: Callable[[SavePlan], list[SavePlan]],
     rank: int,
-) -> Layout:
-    """What is published of ``model``; collective by ``gathered``, which asks all ranks.
+) -> tuple[Catalogue, list[Piece]]:
+    """What is published of ``model``, and what ``rank`` sends of it; ``gathered`` asks all ranks.
 
     Raises:
         SettingError: when ``names`` gives elements to two parts, or to none, or leaves nothing.
@@ -188,9 +182,8 @@ def layout_of(
         dtype = getattr(described, "properties").dtype  # noqa: B009  # of its subclasses, tensors
         parts[source] = list(_parts(source, whole, names))
         for part, _, placed in parts[source]:
-            shape = placed.sizes if part.shape is None else part.shape
             wanted = dtypes(part.name) if dtype.is_floating_point else None
-            entry = Entry.of(part.name, wanted or dtype, shape)
+            entry = Entry.of(part.name, wanted or dtype, part.shape or placed.sizes)
             if catalogue.setdefault(part.name, entry) != entry:
                 raise SettingError(
                     f"names= makes '{part.name}' of parts that say {catalogue[part.name]} and "
@@ -198,16 +191,14 @@ def layout_of(
                 )
             filled.setdefault(part.name, []).append(placed)
     _check_filled(catalogue, filled)
-    held = [(item.index.fqn, getattr(item.tensor_data, "chunk")) for item in plans[rank].items]  # noqa: B009
-    pieces = [
-        piece
-        for source, chunk in held
-        for part, taken, placed in parts[source]
-        for piece in _met(
-            source, Block(tuple(chunk.offsets), tuple(chunk.sizes)), part, taken, placed
-        )
-    ]
-    return Layout(catalogue, tuple(pieces))
+    pieces = []
+    for item in plans[rank].items:
+        chunk = getattr(item.tensor_data, "chunk")  # noqa: B009
+        held = Block(tuple(chunk.offsets), tuple(chunk.sizes))
+        for part, taken, placed in parts[item.index.fqn]:
+            if (met := _met(held, taken)) is not None:
+                pieces.append(_piece(item.index.fqn, part, met, held, taken, placed))
+    return catalogue, pieces
 
 
 def _parts(
@@ -219,18 +210,18 @@ def _parts(
         return
     for part in [Part(called)] if isinstance(called, str) else called:
         taken = _box(part.take, whole, f"names= takes {part.take} of '{source}'")
-        kept = [n for d, n in enumerate(taken.sizes) if not _is_int(part.take, d)]
+        kept = _kept(part.take, taken.sizes)
         if part.shape is None:
             if part.place:
                 raise SettingError(f"names= places a part in '{part.name}': give its shape= too.")
-            yield part, taken, Block((0,) * len(kept), tuple(kept))
+            yield part, taken, Block((0,) * len(kept), kept)
             continue
         placed = _box(part.place, part.shape, f"names= places '{source}' at {part.place}")
-        found = [n for d, n in enumerate(placed.sizes) if not _is_int(part.place, d)]
-        if found != kept:
+        room = _kept(part.place, placed.sizes)
+        if room != kept:
             raise SettingError(
-                f"names= places {kept} elements of '{source}' {list(whole)} where '{part.name}' "
-                f"{list(part.shape)} has room for {found}."
+                f"names= places {list(kept)} elements of '{source}' {list(whole)} where "
+                f"'{part.name}' {list(part.shape)} has room for {list(room)}."
             )
         yield part, taken, placed
 
@@ -239,46 +230,52 @@ def _is_int(index: Index, dim: int) -> bool:
     return dim < len(index) and isinstance(index[dim], int)
 
 
+def _kept(index: Index, numbers: Sequence[int]) -> tuple[int, ...]:
+    """Those of dims that an ``int`` does not take away."""
+    return tuple(number for dim, number in enumerate(numbers) if not _is_int(index, dim))
+
+
 def _box(index: Index, shape: tuple[int, ...], doing: str) -> Block:
     """The box that ``index`` means in a tensor of ``shape``."""
     if len(index) > len(shape):
         raise SettingError(f"{doing}, which has {len(shape)} dims.")
-    offsets, lengths = [], []
-    for dim, size in enumerate(shape):
-        one = index[dim] if dim < len(index) else slice(None)
-        if isinstance(one, int):
-            one = slice(one, one + 1)
-        start = 0 if one.start is None else one.start
-        stop = size if one.stop is None else one.stop
-        if one.step not in (None, 1) or not 0 <= start <= stop <= size:
-            raise SettingError(f"{doing}: {one} is no range within a dim of {size}.")
+    offsets, lengths, every = [], [], [slice(None)] * len(shape)
+    for one, size in zip((*index, *every[len(index) :]), shape, strict=True):
+        where = slice(one, one + 1) if isinstance(one, int) else one
+        start = 0 if where.start is None else where.start
+        stop = size if where.stop is None else where.stop
+        if where.step not in (None, 1) or not 0 <= start <= stop <= size:
+            raise SettingError(f"{doing}: {where} is no range within a dim of {size}.")
         offsets.append(start)
         lengths.append(stop - start)
     return Block(tuple(offsets), tuple(lengths))
 
 
-def _met(source: str, held: Block, part: Part, taken: Block, placed: Block) -> Iterator[Piece]:
-    """What a rank that holds ``held`` of a tensor sends of a part of it."""
-    local: list[int | slice] = []
-    begins, sizes = [], []
-    for dim, (first, count) in enumerate(zip(held.offsets, held.sizes, strict=True)):
-        start = max(first, taken.offsets[dim])
-        stop = min(first + count, taken.offsets[dim] + taken.sizes[dim])
-        if stop <= start:
-            return
-        local.append(
-            start - first if _is_int(part.take, dim) else slice(start - first, stop - first)
-        )
-        if not _is_int(part.take, dim):
-            begins.append(start - taken.offsets[dim])
-            sizes.append(stop - start)
-    kept = iter(zip(begins, sizes, strict=True))
-    at, lengths = [], []
-    for dim, offset in enumerate(placed.offsets):
-        begin, size = (0, 1) if _is_int(part.place, dim) else next(kept)
-        at.append(offset + begin)
-        lengths.append(size)
-    yield Piece(source, tuple(local), part.name, Block(tuple(at), tuple(lengths)))
+def _piece(source: str, part: Part, met: Block, held: Block, taken: Block, placed: Block) -> Piece:
+    """What a rank that holds ``held`` of a tensor sends of a part of it: the box ``met``."""
+    within = Block(tuple(m - h for m, h in zip(met.offsets, held.offsets, strict=True)), met.sizes)
+    local = [
+        where.start if _is_int(part.take, dim) else where
+        for dim, where in enumerate(within.slices())
+    ]
+    moved = [m - t for m, t in zip(met.offsets, taken.offsets, strict=True)]
+    kept = iter(zip(_kept(part.take, moved), _kept(part.take, met.sizes), strict=True))
+    there = [
+        (0, 1) if _is_int(part.place, dim) else next(kept) for dim in range(len(placed.offsets))
+    ]
+    offsets = tuple(o + begin for o, (begin, _) in zip(placed.offsets, there, strict=True))
+    return Piece(source, tuple(local), part.name, Block(offsets, tuple(n for _, n in there)))
+
+
+def _met(one: Block, other: Block) -> Block | None:
+    """The box that both have in common."""
+    begins = tuple(map(max, one.offsets, other.offsets))
+    ends = [
+        min(a + n, b + m)
+        for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    ]
+    sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+    return Block(begins, sizes) if min(sizes, default=1) > 0 else None
 
 
 def _check_filled(catalogue: Catalogue, filled: Mapping[str, Sequence[Block]]) -> None:
@@ -286,18 +283,12 @@ def _check_filled(catalogue: Catalogue, filled: Mapping[str, Sequence[Block]]) -
     if not catalogue:
         raise SettingError("there is nothing to publish: names= gave None for each tensor.")
     for name, blocks in filled.items():
-        for index, one in enumerate(blocks):
-            if any(_overlap(one, other) for other in blocks[:index]):
-                raise SettingError(f"names= gives elements of '{name}' twice; each has one source.")
+        if any(_met(one, other) for one, other in itertools.combinations(blocks, 2)):
+            raise SettingError(f"names= gives elements of '{name}' twice; each has one source.")
         held = sum(block.elements for block in blocks)
-        wanted = Block((), catalogue[name].shape).elements
+        wanted = math.prod(catalogue[name].shape)
         if held != wanted:
             raise SettingError(
                 f"names= fills {held:,} of the {wanted:,} elements of '{name}' "
                 f"{list(catalogue[name].shape)}; the rest would never get values."
             )
-
-
-def _overlap(one: Block, other: Block) -> bool:
-    sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    return all(max(a, b) < min(a + n, b + m) for a, n, b, m in sides)

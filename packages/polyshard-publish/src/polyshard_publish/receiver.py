@@ -12,10 +12,11 @@ weights in memory alone: it starts empty and gets all weights with the next vers
 from __future__ import annotations
 
 import hmac
+import math
 import socketserver
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,41 +86,29 @@ class Receiver:
         Raises:
             CatalogueError: for tensors that are not contiguous or of a dtype that cannot be sent.
         """
-        strided = sorted(n for n, t in (tensors or {}).items() if not t.is_contiguous())
+        held = dict(tensors or {})
+        strided = sorted(n for n, t in held.items() if not t.is_contiguous())
         if strided:
             raise CatalogueError(f"Receiver(tensors=...): '{strided[0]}' is not contiguous.")
-        self._tensors = None if tensors is None else dict(tensors)
+        self._tensors = None if tensors is None else held
+        self._catalogue = {n: Entry.of(n, t.dtype, t.shape) for n, t in held.items()}
         self._digests: dict[str, int] = {}
         self._served: Served | None = None
         if version is not None:
-            held = self._tensors or {}
             self._digests = {name: digest_of(tensor) for name, tensor in held.items()}
             self._served = Served(version, held, frozenset(held))
-        self._catalogue: Catalogue = {
-            name: Entry.of(name, tensor.dtype, tensor.shape)
-            for name, tensor in (self._tensors or {}).items()
-        }
         self._staged: _Staged | None = None
-        self._lock = threading.RLock()
-        self._free = threading.Condition(self._lock)
+        self._free = threading.Condition(threading.RLock())
         self._readers = 0
         self._is_switching = False
-
-    # Serving ----------------------------------------------------------------------------------
 
     @property
     def have(self) -> Have:
         """The version that is served."""
-        with self._lock:
+        with self._free:
             if self._served is None:
                 return Have(None)
             return Have(self._served.version, summary(self._digests))
-
-    @property
-    def catalogue(self) -> Catalogue:
-        """What there is room for, or is served; empty before the first version."""
-        with self._lock:
-            return self._catalogue
 
     @contextmanager
     def serving(self) -> Iterator[Served]:
@@ -171,17 +160,19 @@ class Receiver:
             VersionError: when it is not a next one of what is served.
             CatalogueError: when it is that of another model.
         """
-        with self._lock:
+        with self._free:
             if rank:
                 self._of(update.nonce)
                 return
             self._check_version(update)
-            if update.base is not None:
-                catalogue = self._catalogue
-            else:
-                catalogue = update.catalogue
-                if self._tensors is not None:
-                    _refuse(update.version, differences(catalogue, self._catalogue))
+            catalogue = self._catalogue if update.base is not None else update.catalogue
+            if self._tensors is not None and (found := differences(catalogue, self._catalogue)):
+                more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
+                raise CatalogueError(
+                    f"version {update.version} is not of the receiver's model: "
+                    f"{'; '.join(found[:NAMED])}{more}. Give the receiver's names= and dtype= to "
+                    "the publisher, or start another receiver."
+                )
             self._staged = _Staged(update, catalogue)
 
     def _check_version(self, update: Update) -> None:
@@ -203,22 +194,26 @@ class Receiver:
 
     def stage(self, nonce: str, head: dict[str, Any], content: memoryview) -> None:
         """Keep a patch aside. What is wrong with it is raised by :meth:`end`."""
-        with self._lock:
+        with self._free:
             staged = self._of(nonce)
-            if staged.error is not None:
-                return
+        if staged.error is not None:
+            return
         try:
             entry = staged.catalogue.get(str(head.get("name")))
             if entry is None:
                 raise CatalogueError(f"'{head.get('name')}' is unknown.")
             patch = Patch.read(head, content, entry.torch_dtype)
-            _check_inside(patch, entry)
+            box = zip(patch.block.offsets, patch.block.sizes, entry.shape, strict=False)
+            is_alike = len(patch.block.sizes) == len(entry.shape)
+            if not is_alike or any(begin + size > whole for begin, size, whole in box):
+                raise CatalogueError(
+                    f"'{patch.name}' {list(entry.shape)} has no elements at "
+                    f"{patch.block.offsets} with sizes {patch.block.sizes}."
+                )
+            staged.patches.append(patch)
         except PublishError as error:
             staged.error = error
             staged.patches.clear()
-            return
-        with self._lock:
-            staged.patches.append(patch)
 
     def end(self, nonce: str, rank: int) -> None:
         """A rank has sent all of its patches.
@@ -227,7 +222,7 @@ class Receiver:
             VersionError: when the version was withdrawn.
             PublishError: what is wrong with a patch.
         """
-        with self._lock:
+        with self._free:
             staged = self._of(nonce)
             if staged.error is not None:
                 raise staged.error
@@ -235,12 +230,16 @@ class Receiver:
 
     def abandon(self, nonce: str) -> None:
         """Forget a version that is not complete."""
-        with self._lock:
+        with self._free:
             if self._staged is not None and self._staged.update.nonce == nonce:
                 self._staged = None
 
-    def commit(self, nonce: str, digests: Mapping[str, int]) -> None:
+    def commit(self, nonce: str, digests: Sequence[int]) -> None:
         """Serve a version, once it is proven to be what the sender has.
+
+        Args:
+            nonce: of the version.
+            digests: of all tensors, by sorted name.
 
         Raises:
             VersionError: when it is not complete, or was withdrawn.
@@ -248,60 +247,53 @@ class Receiver:
         """
         with self._free:
             staged = self._of(nonce)
+            version = staged.update.version
             missing = sorted(set(range(staged.update.ranks)) - staged.ended)
             if missing:
-                raise VersionError(
-                    f"version {staged.update.version} lacks what ranks {missing} send."
-                )
+                raise VersionError(f"version {version} lacks what ranks {missing} send.")
             if staged.update.base is None:
                 _check_whole(staged)
-            if set(digests) != set(staged.catalogue):
-                raise ProofError(f"version {staged.update.version} has digests of other tensors.")
+            if len(digests) != len(staged.catalogue):
+                raise ProofError(f"version {version} has digests of other tensors.")
             self._staged = None  # nobody adds to it now
             self._free.wait_for(lambda: not self._is_switching)
             self._is_switching = True
             try:
                 self._free.wait_for(lambda: not self._readers)
                 self._check_version(staged.update)
-                self._switch(staged, digests)
+                self._switch(staged, dict(zip(sorted(staged.catalogue), digests, strict=True)))
             finally:
                 self._is_switching = False
                 self._free.notify_all()
 
     def _switch(self, staged: _Staged, digests: Mapping[str, int]) -> None:
-        is_new = self._tensors is None
-        tensors = self._tensors if self._tensors is not None else _room(staged.catalogue)
+        tensors = self._tensors
+        if tensors is None:
+            tensors = {
+                name: torch.zeros(entry.shape, dtype=entry.torch_dtype, device="cpu")
+                for name, entry in staged.catalogue.items()
+            }
         changed = frozenset(patch.name for patch in staged.patches)
         back: list[Patch] = []
         try:
             while staged.patches:
                 patch = staged.patches.pop()
                 old = patch.swap(tensors[patch.name])
-                if not is_new:
+                if self._tensors is not None:
                     back.append(old)
             found = {name: digest_of(tensor) for name, tensor in tensors.items()}
             wrong = sorted(name for name in digests if found[name] != digests[name])
             if wrong:
-                more = f" and {len(wrong) - NAMED} others" if len(wrong) > NAMED else ""
                 raise ProofError(
                     f"version {staged.update.version} arrived with other values than it was sent "
-                    f"with in {', '.join(map(repr, wrong[:NAMED]))}{more}; {self._said()} stays."
+                    f"with in {named(wrong)}; {self._said()} stays."
                 )
         except BaseException:
             for patch in reversed(back):
                 patch.swap(tensors[patch.name])
             raise
-        self._tensors, self._catalogue, self._digests = tensors, staged.catalogue, found
+        self._tensors, self._catalogue, self._digests = tensors, dict(staged.catalogue), found
         self._served = Served(staged.update.version, tensors, changed)
-
-    def catalogue_of(self, nonce: str) -> Catalogue:
-        """All tensors of a version that is on its way.
-
-        Raises:
-            VersionError: when it was withdrawn.
-        """
-        with self._lock:
-            return self._of(nonce).catalogue
 
     def _of(self, nonce: str) -> _Staged:
         if self._staged is None or self._staged.update.nonce != nonce:
@@ -312,29 +304,10 @@ class Receiver:
         return self._staged
 
 
-def _room(catalogue: Catalogue) -> dict[str, Tensor]:
-    return {
-        n: torch.zeros(e.shape, dtype=e.torch_dtype, device="cpu") for n, e in catalogue.items()
-    }
-
-
-def _refuse(version: int, found: list[str]) -> None:
-    if found:
-        more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
-        raise CatalogueError(
-            f"version {version} is not of the receiver's model: {'; '.join(found[:NAMED])}{more}. "
-            "Give the receiver's names= and dtype= to the publisher, or start another receiver."
-        )
-
-
-def _check_inside(patch: Patch, entry: Entry) -> None:
-    box = zip(patch.block.offsets, patch.block.sizes, entry.shape, strict=False)
-    fits = len(patch.block.sizes) == len(entry.shape) == len(patch.block.offsets)
-    if not fits or any(begin + size > whole for begin, size, whole in box):
-        raise CatalogueError(
-            f"'{patch.name}' {list(entry.shape)} has no elements at {patch.block.offsets} with "
-            f"sizes {patch.block.sizes}."
-        )
+def named(tensors: Sequence[str]) -> str:
+    """The first of these names, and how many there are besides."""
+    more = f" and {len(tensors) - NAMED} others" if len(tensors) > NAMED else ""
+    return ", ".join(map(repr, tensors[:NAMED])) + more
 
 
 def _check_whole(staged: _Staged) -> None:
@@ -343,7 +316,7 @@ def _check_whole(staged: _Staged) -> None:
     for patch in staged.patches:
         came[patch.name] += patch.elements()
     for name, entry in staged.catalogue.items():
-        wanted = int(np.prod(entry.shape, dtype=np.int64))
+        wanted = math.prod(entry.shape)
         if came[name] != wanted:
             raise ProofError(
                 f"version {staged.update.version} has {came[name]:,} of {wanted:,} elements of "
@@ -393,7 +366,8 @@ class ReceiverServer:
         """Listen no more, and hang up on senders; what is served stays."""
         self._server.shutdown()
         self._server.server_close()
-        self._server.hang_up()
+        for wire in list(self._server.wires):
+            wire.close()
         self._thread.join()
 
     def __enter__(self) -> ReceiverServer:
@@ -414,26 +388,21 @@ class _Threads(socketserver.ThreadingTCPServer):
         self.wires: set[Wire] = set()
         super().__init__(*args)
 
-    def hang_up(self) -> None:
-        for wire in list(self.wires):
-            wire.close()
-
 
 class _Handler(socketserver.BaseRequestHandler):
     """One connection: one rank's part of one version."""
 
     server: _Threads
+    _nonce, _rank, _is_known = "", -1, False
 
     @override
     def handle(self) -> None:
         self._wire = wire = Wire(self.request)
         self.server.wires.add(wire)
-        self._nonce, self._rank, self._is_known = "", -1, False
         try:
             while (frame := wire.receive()) is not None:
-                head, content = frame
                 try:
-                    answer = self._answer(head.pop("kind", None), head, content)
+                    answer = self._answer(*frame)
                 except Exception as error:
                     found = as_publish_error(error)
                     answer = {"error": type(found).__name__, "message": str(found)}
@@ -446,10 +415,8 @@ class _Handler(socketserver.BaseRequestHandler):
             self.server.wires.discard(wire)
             wire.close()
 
-    def _answer(
-        self, kind: Any, head: dict[str, Any], content: memoryview
-    ) -> dict[str, Any] | None:
-        receiver = self.server.receiver
+    def _answer(self, head: dict[str, Any], content: memoryview) -> dict[str, Any] | None:
+        receiver, kind = self.server.receiver, head.pop("kind", None)
         if kind == "hello":
             if not hmac.compare_digest(str(head.get("token")).encode(), self.server.token.encode()):
                 time.sleep(0.1)
@@ -471,9 +438,7 @@ class _Handler(socketserver.BaseRequestHandler):
         elif kind == "end":
             receiver.end(self._nonce, self._rank)
         elif kind == "commit":
-            names = sorted(receiver.catalogue_of(self._nonce))
-            digests = np.frombuffer(content, dtype="<i8").tolist()
-            receiver.commit(self._nonce, dict(zip(names, digests, strict=True)))
+            receiver.commit(self._nonce, np.frombuffer(content, dtype="<i8").tolist())
         else:
             raise PublishError(f"frames of kind {kind!r} are not known; is the sender newer?")
         return {}

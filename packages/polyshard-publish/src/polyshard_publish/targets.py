@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import queue
 import socket
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from typing_extensions import override
@@ -18,12 +16,12 @@ from polyshard_publish.errors import PublishError
 from polyshard_publish.patches import Patch
 from polyshard_publish.wire import Have, Update, Wire
 
-QUEUED = 4
-"""Patches that wait to be sent while the next is computed."""
-
 
 class Sending(ABC):
     """One rank's part of one version to one receiver."""
+
+    sent_bytes = 0
+    """How many bytes have left this rank."""
 
     @abstractmethod
     def have(self) -> Have:
@@ -48,9 +46,6 @@ class Sending(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of it; withdraws a version that was not committed."""
-
-    sent_bytes = 0
-    """How many bytes have left this rank."""
 
 
 class Target(ABC):
@@ -106,11 +101,12 @@ class SocketTarget(Target):
 
 
 class _SocketSending(Sending):
+    """Sends one patch in a thread while the next is computed."""
+
     def __init__(self, target: SocketTarget, wire: Wire) -> None:
         self._target, self._wire = target, wire
-        self._queue: queue.Queue[Patch | None] = queue.Queue(QUEUED)
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._pool = ThreadPoolExecutor(1, "polyshard-publish")
+        self._leaving: Future[None] | None = None
         self._said: Have | None = None
         self._free_at = 0.0
 
@@ -129,49 +125,28 @@ class _SocketSending(Sending):
     @override
     def begin(self, update: Update, rank: int) -> None:
         self.have()
-        head: dict[str, Any] = {**update.head(), "rank": rank}
-        if rank:
-            head["catalogue"] = {}  # rank 0 has said it
-        self._wire.ask("begin", head)
+        said = replace(update, catalogue={}) if rank else update  # rank 0 says it once
+        self._wire.ask("begin", {**asdict(said), "rank": rank})
 
     @override
     def send(self, patch: Patch) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._send_all, name="polyshard-publish", daemon=True
-            )
-            self._thread.start()
-        self._queue.put(patch)
-        if self._error is not None:
-            raise self._error
+        self._wait()
+        self._leaving = self._pool.submit(self._send_now, patch)
 
-    def _send_all(self) -> None:
-        while (patch := self._queue.get()) is not None:
-            if self._error is not None:
-                continue  # the queue must not fill up
-            try:
-                self._wire.send("patch", patch.head(), patch.content())
-                self._hold(patch.nbytes)
-            except Exception as error:
-                self._error = error
-
-    def _hold(self, nbytes: int) -> None:
-        rate = self._target.bytes_per_second
-        if rate is not None:
-            self._free_at = max(self._free_at, time.monotonic()) + nbytes / rate
+    def _send_now(self, patch: Patch) -> None:
+        self._wire.send("patch", patch.head(), patch.content())
+        if (rate := self._target.bytes_per_second) is not None:
+            self._free_at = max(self._free_at, time.monotonic()) + patch.nbytes / rate
             time.sleep(max(0.0, self._free_at - time.monotonic()))
 
-    def _drain(self) -> None:
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
+    def _wait(self) -> None:
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            leaving.result()
 
     @override
     def end(self) -> None:
-        self._drain()
-        if self._error is not None:
-            raise self._error
+        self._wait()
         self._wire.ask("end", {})
 
     @override
@@ -182,4 +157,4 @@ class _SocketSending(Sending):
     @override
     def close(self) -> None:
         self._wire.close()
-        self._drain()
+        self._pool.shutdown()

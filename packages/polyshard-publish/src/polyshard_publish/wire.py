@@ -25,7 +25,7 @@ import socket
 import struct
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from polyshard_publish.errors import KINDS, GoneError, PublishError
@@ -68,10 +68,6 @@ class Update:
     nonce: str
     catalogue: Catalogue
 
-    def head(self) -> dict[str, Any]:
-        """As JSON can say it."""
-        return asdict(self)
-
     @staticmethod
     def read(head: Mapping[str, Any]) -> Update:
         """That of a head.
@@ -111,8 +107,7 @@ class Wire:
         buffers = [memoryview(one).cast("B") for one in content if len(one)]
         length = sum(len(one) for one in buffers)
         first = _SIZES.pack(MAGIC, len(text), length) + text
-        self._socket.sendall(first)
-        for buffer in buffers:
+        for buffer in (first, *buffers):
             self._socket.sendall(buffer)
         self.sent_bytes += len(first) + length
 
@@ -124,7 +119,7 @@ class Wire:
             PublishError: when it sends something else.
         """
         first = self._exactly(_SIZES.size, may_end=True)
-        if first is None:
+        if not first:
             return None
         magic, text_bytes, content_bytes = _SIZES.unpack(first)
         if magic != MAGIC:
@@ -137,21 +132,22 @@ class Wire:
                 f"a frame of {text_bytes:,} and {content_bytes:,} bytes is no frame."
             )
         try:
-            head = json.loads(self._exactly(text_bytes) or b"")
+            head = json.loads(self._exactly(text_bytes))
         except ValueError as error:
             raise PublishError(f"a frame whose head is no JSON: {error}") from error
         if not isinstance(head, dict):
             raise PublishError("a frame whose head is no object.")
-        return head, memoryview(self._exactly(content_bytes) or bytearray())
+        return head, memoryview(self._exactly(content_bytes))
 
-    def _exactly(self, count: int, *, may_end: bool = False) -> bytearray | None:
+    def _exactly(self, count: int, *, may_end: bool = False) -> bytearray:
+        """So many bytes; none where the other end hung up before the first and may do so."""
         found = bytearray(count)
         view, have = memoryview(found), 0
         while have < count:
             got = self._socket.recv_into(view[have:])
+            if not got and may_end and not have:
+                return bytearray()
             if not got:
-                if may_end and not have:
-                    return None
                 raise ConnectionResetError("the other end hung up")
             have += got
         return found
