@@ -181,8 +181,9 @@ def _stall(name: str, found: dict[str, Any]) -> str:
 def _publish(found: dict[str, Any]) -> Iterator[str]:
     yield f"A step's weights to a bfloat16 receiver, {found['ranks']} ranks, model of"
     yield f"{found['model_bytes'] / 2**20:.0f} MiB of fp32, AdamW at 1e-6. Every rank and the"
-    yield f"receiver have a link of their own ({found['link']} each way); MiB are what ranks' links"
-    yield "carried. What a rank holds meanwhile: `test_no_rank_holds_more_than_a_few_pieces`.\n"
+    yield f"receiver have a link of their own ({found['link']} each way), which carried *sent*."
+    yield "*Held* is what rank 0 held at most, beside its shards, gradients and optimizer state;"
+    yield "for patches that includes a copy of its shard in bfloat16.\n"
     rows = (
         (
             f"`{way}`",
@@ -190,10 +191,11 @@ def _publish(found: dict[str, Any]) -> Iterator[str]:
             f"{found['full_tensor_over'][way]:.1f}",
             f"{found['rank_0_over'][way]:.1f}",
             f"{found['link_bytes'][way] / 2**20:.1f}",
+            f"{found['rank_0_bytes'][way] / 2**20:.0f}",
         )
         for way, seconds in found["seconds"].items()
     )
-    head = ("way", "ms", "`full_tensor` / this", "`rank 0` / this", "MiB")
+    head = ("way", "ms", "`full_tensor` / this", "`rank 0` / this", "sent, MiB", "held, MiB")
     yield from table(head, rows)
 
 

@@ -36,24 +36,14 @@ LAST = 255
 
 @dataclass(frozen=True)
 class Patch:
-    """Values for some elements of a box of a tensor.
+    """Values for some elements of a box of a tensor."""
 
-    Attributes:
-        name: of the receiver's tensor.
-        block: the box.
-        grain: elements in one run; the last one of the box may be shorter.
-        gaps: between runs. See [Note: grains].
-        values: of the elements of all runs (flat, on the host); if there are codes, of those only
-            that have the greatest.
-        codes: how elements differ from what was there (flat, uint8). See [Note: codes].
-    """
-
-    name: str
-    block: Block
-    grain: int
-    gaps: bytes
-    values: Tensor
-    codes: Tensor | None = None
+    name: str  # of the receiver's tensor
+    block: Block  # the box
+    grain: int  # elements in one run; the last one of the box may be shorter
+    gaps: bytes  # between runs
+    values: Tensor  # flat, on the host; if there are codes, of elements with the greatest only
+    codes: Tensor | None = None  # how elements differ from what was there (flat, uint8)
 
     @staticmethod
     def whole(name: str, block: Block, values: Tensor) -> Patch:
@@ -83,11 +73,7 @@ class Patch:
 
     @staticmethod
     def read(head: dict[str, Any], content: memoryview, dtype: torch.dtype) -> Patch:
-        """The patch of a head and the bytes of gaps and values, which are not copied.
-
-        Raises:
-            PublishError: when they are not those of a patch.
-        """
+        """The patch of a head and its bytes; a :class:`PublishError` when they are none."""
         try:
             block = Block(tuple(map(int, head["offsets"])), tuple(map(int, head["sizes"])))
             end = int(head["gap_bytes"])
@@ -148,35 +134,23 @@ class Patch:
 
 
 def changed_elements(name: str, block: Block, old: Tensor, new: Tensor) -> Patch | None:
-    """The patch that makes ``new`` of ``old``, the values of a box (flat); ``None`` if both agree.
-
-    All of the box where that takes fewer bytes.
-    """
+    """The patch that makes ``new`` of ``old``, values of a box (flat); ``None`` if both agree."""
     difference = bits(new) - bits(old)
     places = difference.nonzero().flatten()
     if new.element_size() == 1:
-        return _smaller(name, block, new, 1, places, new.view(torch.uint8)[places], None)
+        return _smaller(name, block, new, 1, places, places)
     codes = coded(difference.index_select(0, places))
-    return _smaller(name, block, new, 1, places, bits(new)[places[codes == LAST]], codes)
+    return _smaller(name, block, new, 1, places, places[codes == LAST], codes.cpu())
 
 
 def changed_blocks(
     name: str, block: Block, old: Tensor, new: Tensor, grain: int
 ) -> tuple[Patch | None, Tensor]:
-    """The patch for blocks of ``new`` with other digests than ``old``, and all digests of ``new``.
-
-    Args:
-        name: of the receiver's tensor.
-        block: the box that ``new`` is.
-        old: digests of blocks of ``grain`` elements.
-        new: values (flat).
-        grain: elements a block.
-    """
+    """The patch for blocks of ``new`` whose digests are not ``old``, and the digests of all."""
     found = block_digests(new, grain)
     positions = (found != old).nonzero().flatten()
     places = (positions.unsqueeze(1) * grain + torch.arange(grain, device=new.device)).flatten()
-    values = bits(new)[places[places < new.numel()]]
-    return _smaller(name, block, new, grain, positions, values, None), found
+    return _smaller(name, block, new, grain, positions, places[places < new.numel()]), found
 
 
 def _smaller(
@@ -184,14 +158,15 @@ def _smaller(
     block: Block,
     new: Tensor,
     grain: int,
-    positions: Tensor,
-    values: Tensor,
-    codes: Tensor | None,
+    runs: Tensor,
+    places: Tensor,
+    codes: Tensor | None = None,
 ) -> Patch | None:
-    if not positions.numel():
+    """The patch with the values of ``places``; all of the box where that takes fewer bytes."""
+    if not runs.numel():
         return None
-    gaps, given = write_gaps(positions.cpu().numpy()), values.view(new.dtype).cpu()
-    found = Patch(name, block, grain, gaps, given, None if codes is None else codes.cpu())
+    values = bits(new)[places].view(new.dtype).cpu()
+    found = Patch(name, block, grain, write_gaps(runs.cpu().numpy()), values, codes)
     return found if found.nbytes < new.nbytes else Patch.whole(name, block, new)
 
 
@@ -226,11 +201,7 @@ def write_gaps(positions: np.ndarray[Any, np.dtype[np.int64]]) -> bytes:
 
 
 def read_gaps(gaps: bytes) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Positions from bytes.
-
-    Raises:
-        ValueError: when a gap has no end, or two positions are one.
-    """
+    """Positions from bytes; a ``ValueError`` when a gap has no end, or two positions are one."""
     written = np.frombuffer(gaps, dtype=np.uint8)
     ends = written != LAST
     if len(ends) and not ends[-1]:

@@ -74,11 +74,7 @@ class Entry:
 
     @staticmethod
     def of(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
-        """That of a tensor.
-
-        Raises:
-            CatalogueError: for a dtype that no receiver could hold.
-        """
+        """That of a tensor; a :class:`CatalogueError` for a dtype that no receiver could hold."""
         if dtype not in DTYPE_NAMES:
             raise CatalogueError(f"'{name}' is {dtype}, which cannot be published; give dtype=.")
         return Entry(DTYPE_NAMES[dtype], tuple(shape))
@@ -104,19 +100,12 @@ def differences(ours: Catalogue, theirs: Catalogue) -> list[str]:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank sends of one tensor.
+    """What one rank sends of one tensor."""
 
-    Attributes:
-        source: the model's name of it.
-        local: which part of this rank's part of the model's tensor.
-        name: the receiver's name.
-        block: where it belongs there.
-    """
-
-    source: str
-    local: Index
-    name: str
-    block: Block
+    source: str  # the model's name of it
+    local: Index  # which part of this rank's part of the model's tensor
+    name: str  # the receiver's name
+    block: Block  # where it belongs there
 
     def of(self, state: Mapping[str, Any]) -> Tensor:
         """Its values in a state dict, in their native dtype."""
@@ -131,11 +120,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plain(name: str, value: Tensor) -> Tensor:
-    """This rank's part as a plain tensor, of which subclasses (quantized ones) give the values.
-
-    Raises:
-        PublishError: for a subclass that does not say its values.
-    """
+    """This rank's part as a plain tensor; of a subclass (a quantized one) its values."""
     local = local_tensor(value) if isinstance(value, DTensor) else value
     local = local.detach()
     if type(local) in (Tensor, nn.Parameter):

@@ -39,32 +39,21 @@ from polyshard_publish.pieces import Catalogue, Dtypes, Names, Piece, layout_of,
 from polyshard_publish.targets import Sending, SocketTarget, Target
 from polyshard_publish.wire import Have, Update
 
-PIECE_BYTES = 4 << 20
-"""Of the receiver's dtype: the most that a rank converts at one time."""
-GRAIN = 512
-"""Elements whose digest is kept together, with ``keep="digests"``."""
+PIECE_BYTES = 4 << 20  # of the receiver's dtype: the most that a rank converts at one time
+GRAIN = 512  # elements whose digest is kept together, with keep="digests"
 Keep = Literal["digests", "values", "nothing"]
 
 
 @dataclass(frozen=True)
 class Published:
-    """How a version went, the same on every rank.
-
-    Attributes:
-        version: its number.
-        sent_bytes: of all ranks to all receivers, heads and digests included.
-        value_bytes: of these, what patches took.
-        rank_bytes: ``sent_bytes`` of each rank.
-        patched: names of the receivers that got patches, the others got everything.
-        seconds: until all receivers served it.
-    """
+    """How a version went, the same on every rank."""
 
     version: int
-    sent_bytes: int
-    value_bytes: int
-    rank_bytes: tuple[int, ...]
-    patched: tuple[str, ...]
-    seconds: float
+    sent_bytes: int  # of all ranks to all receivers, heads and digests included
+    value_bytes: int  # of these, what patches took
+    rank_bytes: tuple[int, ...]  # ``sent_bytes`` of each rank
+    patched: tuple[str, ...]  # names of the receivers that got patches, the others got everything
+    seconds: float  # until all receivers served it
 
 
 class _Link:

@@ -39,23 +39,16 @@ from polyshard_publish.patches import Patch
 from polyshard_publish.pieces import Catalogue, Entry, differences
 from polyshard_publish.wire import MOST_BYTES, Have, Update, Wire
 
-NAMED = 5
-"""Tensors that an error names."""
+NAMED = 5  # tensors that an error names
 
 
 @dataclass(frozen=True)
 class Served:
-    """What a receiver serves.
-
-    Attributes:
-        version: its number.
-        tensors: by the receiver's names; not to be written.
-        changed: names of those that differ from the version before.
-    """
+    """What a receiver serves."""
 
     version: int
-    tensors: Mapping[str, Tensor]
-    changed: frozenset[str]
+    tensors: Mapping[str, Tensor]  # by the receiver's names; not to be written
+    changed: frozenset[str]  # names of those that differ from the version before
 
 
 @dataclass
@@ -112,11 +105,7 @@ class Receiver:
 
     @contextmanager
     def serving(self) -> Iterator[Served]:
-        """The weights of one version, which do not change inside. Not to be nested.
-
-        Raises:
-            PublishError: when nothing was published yet.
-        """
+        """The weights of one version, which do not change inside. Not to be nested."""
         with self._free:
             self._free.wait_for(lambda: not self._is_switching)
             if self._served is None:
@@ -131,11 +120,7 @@ class Receiver:
                 self._free.notify_all()
 
     def wait(self, version: int, timeout_seconds: float | None = None) -> int:
-        """Wait until ``version`` or a later one is served; which that is.
-
-        Raises:
-            GoneError: when it did not come in time.
-        """
+        """Wait until ``version`` or a later one is served; which that is, or a ``GoneError``."""
         with self._free:
             came = self._free.wait_for(
                 lambda: self._served is not None and self._served.version >= version,
@@ -154,12 +139,7 @@ class Receiver:
     # Receiving --------------------------------------------------------------------------------
 
     def begin(self, update: Update, rank: int = 0) -> None:
-        """A rank's first word about a version; rank 0 says it before the others.
-
-        Raises:
-            VersionError: when it is not a next one of what is served.
-            CatalogueError: when it is that of another model.
-        """
+        """A rank's first word about a version; rank 0 says it before the others."""
         with self._free:
             if rank:
                 self._of(update.nonce)
@@ -216,12 +196,7 @@ class Receiver:
             staged.patches.clear()
 
     def end(self, nonce: str, rank: int) -> None:
-        """A rank has sent all of its patches.
-
-        Raises:
-            VersionError: when the version was withdrawn.
-            PublishError: what is wrong with a patch.
-        """
+        """A rank has sent all of its patches; raises what is wrong with one."""
         with self._free:
             staged = self._of(nonce)
             if staged.error is not None:
@@ -235,11 +210,7 @@ class Receiver:
                 self._staged = None
 
     def commit(self, nonce: str, digests: Sequence[int]) -> None:
-        """Serve a version, once it is proven to be what the sender has.
-
-        Args:
-            nonce: of the version.
-            digests: of all tensors, by sorted name.
+        """Serve a version whose tensors have these ``digests``, in the order of their names.
 
         Raises:
             VersionError: when it is not complete, or was withdrawn.

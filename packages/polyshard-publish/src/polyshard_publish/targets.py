@@ -18,18 +18,17 @@ from polyshard_publish.wire import Have, Update, Wire
 
 
 class Sending(ABC):
-    """One rank's part of one version to one receiver."""
+    """One rank's part of one version to one receiver. Rank 0 asks and begins before the others."""
 
-    sent_bytes = 0
-    """How many bytes have left this rank."""
+    sent_bytes = 0  # that have left this rank
 
     @abstractmethod
     def have(self) -> Have:
-        """What the receiver serves. Rank 0 asks, first of all."""
+        """What the receiver serves."""
 
     @abstractmethod
     def begin(self, update: Update, rank: int) -> None:
-        """Begin a version: rank 0, and when it is answered the others."""
+        """Begin a version."""
 
     @abstractmethod
     def send(self, patch: Patch) -> None:
@@ -51,8 +50,7 @@ class Sending(ABC):
 class Target(ABC):
     """A receiver, as a publisher knows it. Every rank has one, and rank 0 speaks for all."""
 
-    takes_patches = True
-    """Whether it keeps a version that patches can change."""
+    takes_patches = True  # because it keeps a version that they can change
 
     @property
     @abstractmethod
@@ -61,11 +59,7 @@ class Target(ABC):
 
     @abstractmethod
     def open(self) -> Sending:
-        """A connection for one version.
-
-        Raises:
-            OSError: when it is gone.
-        """
+        """A connection for one version; an ``OSError`` when it is gone."""
 
 
 @dataclass(frozen=True)

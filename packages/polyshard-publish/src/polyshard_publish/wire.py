@@ -52,29 +52,17 @@ class Have:
 
 @dataclass(frozen=True)
 class Update:
-    """The beginning of a version.
+    """The beginning of a version."""
 
-    Attributes:
-        version: what it will be.
-        base: what it is made from, which the receiver must have; ``None`` for all weights.
-        ranks: how many send parts of it.
-        nonce: stands for this attempt at it.
-        catalogue: of all tensors; empty where ``base`` says which.
-    """
-
-    version: int
-    base: Have | None
-    ranks: int
-    nonce: str
-    catalogue: Catalogue
+    version: int  # what it will be
+    base: Have | None  # what it is made from, which the receiver must have; None for all weights
+    ranks: int  # how many send parts of it
+    nonce: str  # stands for this attempt at it
+    catalogue: Catalogue  # of all tensors; empty where ``base`` says which
 
     @staticmethod
     def read(head: Mapping[str, Any]) -> Update:
-        """That of a head.
-
-        Raises:
-            PublishError: when it is none.
-        """
+        """That of a head; a :class:`PublishError` when it is none."""
         try:
             base = None if head["base"] is None else Have(**head["base"])
             catalogue = {
@@ -98,11 +86,7 @@ class Wire:
         self.most_bytes = STRANGER_BYTES
 
     def send(self, kind: str, head: Mapping[str, Any], content: Iterable[Buffer] = ()) -> None:
-        """Send one frame.
-
-        Raises:
-            OSError: when the other end is gone.
-        """
+        """Send one frame; an ``OSError`` when the other end is gone."""
         text = json.dumps({**head, "kind": kind}, separators=(",", ":")).encode()
         buffers = [memoryview(one).cast("B") for one in content if len(one)]
         length = sum(len(one) for one in buffers)

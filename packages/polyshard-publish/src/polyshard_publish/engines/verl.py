@@ -1,4 +1,4 @@
-"""verl 0.9's ``CheckpointEngine``, registered as ``polyshard``.
+"""verl's ``CheckpointEngine`` (0.9), registered as ``polyshard``.
 
 Rollout workers have a :class:`~polyshard_publish.Receiver` each, whose address ``build_topology``
 tells the actors. An actor gives its engine the model once (``attach``): what verl passes to
