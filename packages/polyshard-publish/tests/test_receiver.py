@@ -334,6 +334,11 @@ def test_settings_are_checked() -> None:
         Publisher(model, to=7)
     with pytest.raises(PublishError, match="'nowhere' is no address"):
         Publisher(model, to="nowhere").publish(1)
+    for version in (-1, 1.5, "2"):
+        with pytest.raises(SettingError, match="versions are whole numbers"):
+            Publisher(model, to="x:1").publish(version)  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match=r"'bias' torch.int8, which cannot hold torch.float32"):
+        Publisher(model, to="x:1", dtype=torch.int8)
     with pytest.raises(CatalogueError, match="cannot be published"):
         Publisher(nn.Linear(3, 2, dtype=torch.complex128), to="x:1")
 

@@ -154,7 +154,8 @@ class _FolderSending(Sending):
         self._place.rename(final)
         sync_folder(self._path)
         replace_file(self._path / LATEST, final.name.encode())
-        for old in sorted(self._path.glob("version-*"))[: -max(1, self._target.keep)]:
+        kept = sorted(self._path.glob("version-*"), key=lambda path: (len(path.name), path.name))
+        for old in kept[: -max(1, self._target.keep)]:
             shutil.rmtree(old, ignore_errors=True)
         if self._target.notify is not None:
             self._target.notify(final, version)

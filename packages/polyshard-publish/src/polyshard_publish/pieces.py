@@ -168,6 +168,11 @@ def layout_of(
         parts[source] = list(_parts(source, whole, names))
         for part, _, placed in parts[source]:
             wanted = dtypes(part.name) if dtype.is_floating_point else None
+            if wanted is not None and not wanted.is_floating_point:
+                raise SettingError(
+                    f"dtype= makes '{part.name}' {wanted}, which cannot hold {dtype}; choose a "
+                    "floating-point one, or None for its own."
+                )
             entry = Entry.of(part.name, wanted or dtype, part.shape or placed.sizes)
             if catalogue.setdefault(part.name, entry) != entry:
                 raise SettingError(

@@ -188,12 +188,13 @@ class Publisher:
         """Send the model's weights as ``version``, and have them served; collective.
 
         Args:
-            version: greater than what the receivers have.
+            version: from 0 on, greater than what the receivers have.
 
         Returns:
             How many bytes it took.
 
         Raises:
+            SettingError: when ``version`` is no such number.
             VersionError: when a receiver has this version already, or a later one.
             CatalogueError: when a receiver has other tensors.
             ProofError: when what arrived is not what was sent.
@@ -203,6 +204,8 @@ class Publisher:
             All of them on every rank, once all other receivers serve the version; the receivers
             that an error names serve what they served before.
         """
+        if not isinstance(version, int) or version < 0:
+            raise SettingError(f"publish({version!r}): versions are whole numbers from 0 on.")
         links = [_Link(target) for target in self._targets]
         try:
             return self._publish(version, links)

@@ -4,7 +4,8 @@
 ``WeightTransferConfig(backend="polyshard")`` known. A worker then has a
 :class:`~polyshard_publish.Receiver` with a copy of the weights on its host, which is what patches
 change; all of it is loaded into the model by vLLM's own layerwise reload. The versions differ in
-what a source is: 0.32 calls ``metadata()`` and iterates, 0.33 reads ``metadata`` and ``iter_full()``.
+what a source is: 0.32 calls ``metadata()`` and iterates, 0.33 reads ``metadata`` and calls
+``iter_full()``.
 """
 
 from __future__ import annotations
