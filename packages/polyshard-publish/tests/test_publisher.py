@@ -86,7 +86,7 @@ def memory(rank: int, size: int, folder: str) -> tuple[int, int]:
 
 
 def test_no_rank_holds_more_than_a_few_pieces(world2: World, tmp_path: Path) -> None:
-    """Neither a whole model (25 MB of bfloat16) nor a whole shard; and ranks hold and send alike."""
+    """Neither the model (25 MB of bfloat16) nor a shard; and ranks hold and send alike."""
     found = world2.run(memory, str(tmp_path))
     for most, sent in found:
         assert most < 8 * (1 << 20)

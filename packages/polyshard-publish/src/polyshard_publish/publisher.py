@@ -32,7 +32,7 @@ from polyshard.errors import SettingError
 from polyshard_checkpoint.together import Ranks
 from polyshard_publish.blocks import Block, split
 from polyshard_publish.digests import block_digests, digest, summary, wrapped
-from polyshard_publish.errors import PublishError, as_gone, as_publish_error
+from polyshard_publish.errors import PublishError, as_publish_error
 from polyshard_publish.folder import FolderTarget
 from polyshard_publish.patches import Patch, changed_blocks, changed_elements
 from polyshard_publish.pieces import Catalogue, Dtypes, Names, Piece, layout_of, state_of
@@ -74,7 +74,7 @@ class _Link:
                 self.sending = self.target.open()
             return getattr(self.sending, what)(*args)
         except Exception as error:
-            self.error = as_gone(error)
+            self.error = as_publish_error(error, of_link=True)
             return None
 
     def close(self) -> None:
@@ -228,8 +228,8 @@ class Publisher:
         if rank == 0:
             for link in links:
                 have = link.ask("have")
-                link.is_patched = link.target.takes_patches and None is not base.version
-                link.is_patched &= have == base
+                is_known = base.version is not None and have == base
+                link.is_patched = is_known and link.target.takes_patches
                 link.ask("begin", patch if link.is_patched else update, 0)
         said = [int(update.nonce, 16), version, *(link.is_patched for link in links)]
         nonce, first, *is_patched = self._told(links, said if rank == 0 else [0] * len(said))
@@ -248,8 +248,8 @@ class Publisher:
         except Exception as error:
             failure = as_publish_error(error)
         totals = self._told(links, totals, version, failure)
+        digests = dict(zip(sorted(self.catalogue), totals, strict=True))
         if rank == 0:
-            digests = dict(zip(sorted(self.catalogue), totals, strict=True))
             with ThreadPoolExecutor(len(links)) as pool:  # all of them at once
                 list(pool.map(lambda link: link.ask("commit", digests), links))
         sent = [0] * self._ranks.size
@@ -257,9 +257,7 @@ class Publisher:
         spent = 0 if rank else round((time.perf_counter() - begun) * 1e9)
         spent, value_bytes, *sent = self._told(links, [spent, value_bytes, *sent])
         if self._keep != "nothing":
-            self._base = Have(
-                version, summary(dict(zip(sorted(self.catalogue), totals, strict=True)))
-            )
+            self._base = Have(version, summary(digests))
         served = sum(link.error is None for link in links)
         others = f" {served} other receivers serve it." if served else ""
         _raise(f"version {version} was not taken.{others}", links)

@@ -80,7 +80,7 @@ class Wire:
     """One end of a connection, and how many bytes it has sent."""
 
     def __init__(self, connected: socket.socket) -> None:
-        self._socket = connected
+        self._socket, self._file = connected, connected.makefile("rb")
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sent_bytes = 0
         self.most_bytes = STRANGER_BYTES
@@ -102,9 +102,11 @@ class Wire:
             OSError: when the other end is gone.
             PublishError: when it sends something else.
         """
-        first = self._exactly(_SIZES.size, may_end=True)
+        first = self._file.read(_SIZES.size)
         if not first:
             return None
+        if len(first) < _SIZES.size:
+            raise ConnectionResetError("the other end hung up")
         magic, text_bytes, content_bytes = _SIZES.unpack(first)
         if magic != MAGIC:
             raise PublishError(
@@ -123,17 +125,10 @@ class Wire:
             raise PublishError("a frame whose head is no object.")
         return head, memoryview(self._exactly(content_bytes))
 
-    def _exactly(self, count: int, *, may_end: bool = False) -> bytearray:
-        """So many bytes; none where the other end hung up before the first and may do so."""
+    def _exactly(self, count: int) -> bytearray:
         found = bytearray(count)
-        view, have = memoryview(found), 0
-        while have < count:
-            got = self._socket.recv_into(view[have:])
-            if not got and may_end and not have:
-                return bytearray()
-            if not got:
-                raise ConnectionResetError("the other end hung up")
-            have += got
+        if self._file.readinto(found) < count:
+            raise ConnectionResetError("the other end hung up")
         return found
 
     def ask(
@@ -158,4 +153,5 @@ class Wire:
         """Hang up; also wakes a thread that waits here."""
         with suppress(OSError):  # the other end did so first
             self._socket.shutdown(socket.SHUT_RDWR)
+        self._file.close()
         self._socket.close()
