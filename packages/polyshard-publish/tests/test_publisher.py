@@ -155,8 +155,6 @@ class Wrapping(Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:
             return cls(args[0].codes)
-        if func is torch.ops.aten.is_pinned.default:
-            return False
         raise NotImplementedError(str(func))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -319,8 +320,9 @@ def test_strangers_change_nothing() -> None:
             with socket.create_connection((host, int(port)), 5) as stranger:
                 stranger.settimeout(5)
                 stranger.sendall(said)
-                stranger.shutdown(socket.SHUT_WR)
-                assert stranger.recv(10) == b""
+                with suppress(OSError):  # it may have hung up already
+                    stranger.shutdown(socket.SHUT_WR)
+                    assert stranger.recv(10) == b""
         assert server.receiver.have.version == 1
 
 
@@ -337,7 +339,7 @@ def test_settings_are_checked() -> None:
     for version in (-1, 1.5, "2"):
         with pytest.raises(SettingError, match="versions are whole numbers"):
             Publisher(model, to="x:1").publish(version)  # type: ignore[arg-type]
-    with pytest.raises(SettingError, match=r"'bias' torch.int8, which cannot hold torch.float32"):
+    with pytest.raises(SettingError, match=r"torch.int8, which cannot hold torch.float32"):
         Publisher(model, to="x:1", dtype=torch.int8)
     with pytest.raises(CatalogueError, match="cannot be published"):
         Publisher(nn.Linear(3, 2, dtype=torch.complex128), to="x:1")

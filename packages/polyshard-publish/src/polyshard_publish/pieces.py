@@ -139,6 +139,18 @@ def plain(name: str, value: Tensor) -> Tensor:
     return found if type(found) is Tensor else plain(name, found)
 
 
+def _described(value: Tensor) -> Tensor:
+    """``value``, or something alike of a subclass, which may not answer what a planner asks."""
+    local = local_tensor(value) if isinstance(value, DTensor) else value
+    if type(local) in (Tensor, nn.Parameter):
+        return value
+    alike = torch.empty(local.shape, dtype=local.dtype, device="meta")
+    if not isinstance(value, DTensor):
+        return alike
+    whole = {"shape": value.shape, "stride": value.stride()}
+    return DTensor.from_local(alike, value.device_mesh, value.placements, run_check=False, **whole)
+
+
 def layout_of(
     model: nn.Module,
     names: Names | None,
@@ -157,14 +169,15 @@ def layout_of(
         for name in [name for name in several if name in state][1:]:
             del state[name]
     planner = DefaultSavePlanner()
-    planner.set_up_planner(dict(state), is_coordinator=True)
+    described = {name: _described(value) for name, value in state.items()}
+    planner.set_up_planner(described, is_coordinator=True)
     plans, metadata = plan_for_all(gathered(planner.create_local_plan()))
     parts: dict[str, list[tuple[Part, Block, Block]]] = {}
     catalogue: dict[str, Entry] = {}
     filled: dict[str, list[Block]] = {}
-    for source, described in metadata.state_dict_metadata.items():
-        whole = tuple(getattr(described, "size", ()))
-        dtype = getattr(described, "properties").dtype  # noqa: B009  # of its subclasses, tensors
+    for source, stored in metadata.state_dict_metadata.items():
+        whole = tuple(getattr(stored, "size", ()))
+        dtype = getattr(stored, "properties").dtype  # noqa: B009  # of its subclasses, tensors
         parts[source] = list(_parts(source, whole, names))
         for part, _, placed in parts[source]:
             wanted = dtypes(part.name) if dtype.is_floating_point else None

@@ -247,7 +247,7 @@ class Publisher:
             totals, value_bytes = self._walk(links)
         except Exception as error:
             failure = as_publish_error(error)
-        totals = self._told(links, totals, version, failure)
+        totals = self._told(links, totals, first, failure)
         digests = dict(zip(sorted(self.catalogue), totals, strict=True))
         if rank == 0:
             with ThreadPoolExecutor(len(links)) as pool:  # all of them at once
