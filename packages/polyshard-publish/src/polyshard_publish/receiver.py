@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import hmac
 import math
-import socketserver
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from polyshard_publish.digests import digest_of, summary
 from polyshard_publish.errors import (
@@ -319,27 +318,23 @@ class ReceiverServer:
         Raises:
             OSError: when it cannot listen there.
         """
-        self.receiver = receiver
-        self._server = _Threads((host, port), _Handler)
-        self._server.receiver, self._server.token = receiver, token
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.05,), name="polyshard-receiver", daemon=True
-        )
+        self.receiver, self._token = receiver, token
+        self._door = socket.create_server((host, port), backlog=128)
+        self._wires: set[Wire] = set()
+        self.address = "{}:{}".format(*self._door.getsockname()[:2])  # for a publisher's to=
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._listen, name="polyshard-receiver", daemon=True)
         self._thread.start()
-
-    @property
-    def address(self) -> str:
-        """``host:port``, for a publisher's ``to=``."""
-        host, port = self._server.server_address[:2]
-        return f"{host!s}:{port}"
 
     def close(self) -> None:
         """Listen no more, and hang up on senders; what is served stays."""
-        self._server.shutdown()
-        self._server.server_close()
-        for wire in list(self._server.wires):
-            wire.close()
+        self._is_closed = True
+        with suppress(OSError):  # closed before
+            self._door.shutdown(socket.SHUT_RDWR)  # which wakes the thread
         self._thread.join()
+        self._door.close()
+        for wire in list(self._wires):
+            wire.close()
 
     def __enter__(self) -> ReceiverServer:
         return self
@@ -347,33 +342,21 @@ class ReceiverServer:
     def __exit__(self, *raised: object) -> None:
         self.close()
 
+    def _listen(self) -> None:
+        while not self._is_closed:
+            with suppress(OSError):  # this end closed, or the other at once
+                connected, _ = self._door.accept()
+                threading.Thread(target=self._hear, args=(connected,), daemon=True).start()
 
-class _Threads(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-    allow_reuse_address = True
-    request_queue_size = 128
-    receiver: Receiver
-    token: str
-
-    def __init__(self, *args: Any) -> None:
-        self.wires: set[Wire] = set()
-        super().__init__(*args)
-
-
-class _Handler(socketserver.BaseRequestHandler):
-    """One connection: one rank's part of one version."""
-
-    server: _Threads
-    _nonce, _rank, _is_known = "", -1, False
-
-    @override
-    def handle(self) -> None:
-        self._wire = wire = Wire(self.request)
-        self.server.wires.add(wire)
+    def _hear(self, connected: socket.socket) -> None:
+        """One connection: one rank's part of one version."""
+        wire = Wire(connected)
+        self._wires.add(wire)
+        session = _Session(self.receiver, self._token, wire)
         try:
             while (frame := wire.receive()) is not None:
                 try:
-                    answer = self._answer(*frame)
+                    answer = session.answer(*frame)
                 except Exception as error:
                     found = as_publish_error(error)
                     answer = {"error": type(found).__name__, "message": str(found)}
@@ -382,34 +365,42 @@ class _Handler(socketserver.BaseRequestHandler):
         except (OSError, PublishError):
             pass  # whoever is at the other end has withdrawn the version
         finally:
-            self.server.receiver.abandon(self._nonce)
-            self.server.wires.discard(wire)
+            self.receiver.abandon(session.nonce)
+            self._wires.discard(wire)
             wire.close()
 
-    def _answer(self, head: dict[str, Any], content: memoryview) -> dict[str, Any] | None:
-        receiver, kind = self.server.receiver, head.pop("kind", None)
+
+@dataclass
+class _Session:
+    receiver: Receiver
+    token: str
+    wire: Wire
+    nonce: str = ""
+    rank: int = -1
+    is_known: bool = False
+
+    def answer(self, head: dict[str, Any], content: memoryview) -> dict[str, Any] | None:
+        receiver, kind = self.receiver, head.pop("kind", None)
         if kind == "hello":
-            if not hmac.compare_digest(str(head.get("token")).encode(), self.server.token.encode()):
+            if not hmac.compare_digest(str(head.get("token")).encode(), self.token.encode()):
                 time.sleep(0.1)
                 raise PublishError("the token is not this receiver's.")
-            self._is_known = True
-            self._wire.most_bytes = MOST_BYTES
-            have = receiver.have
-            return {"version": have.version, "summary": have.summary}
-        if not self._is_known:
+            self.is_known, self.wire.most_bytes = True, MOST_BYTES
+            return asdict(receiver.have)
+        if not self.is_known:
             raise PublishError("say hello first.")
         if kind == "begin":
             rank, update = int(head.pop("rank")), Update.read(head)
             receiver.begin(update, rank)
-            self._nonce, self._rank = update.nonce, rank
+            self.nonce, self.rank = update.nonce, rank
         elif kind == "patch":
             with suppress(VersionError):  # withdrawn; the end says so
-                receiver.stage(self._nonce, head, content)
+                receiver.stage(self.nonce, head, content)
             return None
         elif kind == "end":
-            receiver.end(self._nonce, self._rank)
+            receiver.end(self.nonce, self.rank)
         elif kind == "commit":
-            receiver.commit(self._nonce, np.frombuffer(content, dtype="<i8").tolist())
+            receiver.commit(self.nonce, np.frombuffer(content, dtype="<i8").tolist())
         else:
             raise PublishError(f"frames of kind {kind!r} are not known; is the sender newer?")
         return {}

@@ -113,7 +113,7 @@ class _SocketSending(Sending):
     def have(self) -> Have:
         if self._said is None:
             answer = self._wire.ask("hello", {"token": self._target.token})
-            self._said = Have(answer["version"], answer["summary"])
+            self._said = Have(**answer)
         return self._said
 
     @override
