@@ -15,11 +15,10 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from polyshard.files import replace_file, sync_folder
 from polyshard_checkpoint.safetensors.blocks import fill, put, whole_view
@@ -30,7 +29,6 @@ from polyshard_publish.digests import digest_of, summary
 from polyshard_publish.errors import GoneError, ProofError, PublishError, VersionError
 from polyshard_publish.patches import Patch
 from polyshard_publish.receiver import Served, named
-from polyshard_publish.targets import Sending, Target
 from polyshard_publish.wire import Have, Update
 
 MANIFEST, LATEST = "polyshard-version.json", "LATEST"
@@ -39,7 +37,7 @@ UNFINISHED = ".unfinished-"
 
 
 @dataclass(frozen=True)
-class FolderTarget(Target):
+class FolderTarget:
     """Versions as files, for whatever loads safetensors; all ranks see the folder.
 
     Attributes:
@@ -56,19 +54,21 @@ class FolderTarget(Target):
     notify: Callable[[Path, int], None] | None = None
     file_bytes: int = FILE_BYTES
 
-    takes_patches = False
+    takes_patches: ClassVar[bool] = False
 
     @property
-    @override
     def name(self) -> str:
+        """For errors and reports."""
         return str(self.folder)
 
-    @override
-    def open(self) -> Sending:
+    def open(self) -> _FolderSending:
+        """What writes this rank's part of one version."""
         return _FolderSending(self)
 
 
-class _FolderSending(Sending):
+class _FolderSending:
+    """Has the methods of :class:`~polyshard_publish.targets.SocketSending`."""
+
     _update: Update
     _rank = -1
 
@@ -76,12 +76,12 @@ class _FolderSending(Sending):
         self._target, self._path = target, Path(target.folder)
         self._stored: dict[str, tuple[int, Stored]] = {}
         self._open: list[int] = []
+        self.sent_bytes = 0
 
     @property
     def _place(self) -> Path:
         return self._path / f"{UNFINISHED}{self._update.nonce}"
 
-    @override
     def have(self) -> Have:
         found = latest(self._path)
         if found is None:
@@ -89,7 +89,6 @@ class _FolderSending(Sending):
         said = _manifest(found)
         return Have(said["version"], summary(said["digests"]))
 
-    @override
     def begin(self, update: Update, rank: int) -> None:
         self._update, self._rank = update, rank
         if not rank:
@@ -126,19 +125,16 @@ class _FolderSending(Sending):
         for extra in self._target.files:
             shutil.copy(extra, self._place)
 
-    @override
     def send(self, patch: Patch) -> None:
         file, stored = self._stored[patch.name]
         view = whole_view(stored)[patch.block.slices()]
         put(patch.values.view(patch.block.sizes), view, stored, file)
         self.sent_bytes += patch.nbytes
 
-    @override
     def end(self) -> None:
         for file in self._open:
             os.fsync(file)
 
-    @override
     def commit(self, digests: Mapping[str, int]) -> None:
         version, catalogue = self._update.version, self._update.catalogue
         content = {
@@ -160,7 +156,6 @@ class _FolderSending(Sending):
         if self._target.notify is not None:
             self._target.notify(final, version)
 
-    @override
     def close(self) -> None:
         while self._open:
             os.close(self._open.pop())

@@ -36,12 +36,13 @@ from polyshard_publish.errors import PublishError, as_publish_error
 from polyshard_publish.folder import FolderTarget
 from polyshard_publish.patches import Patch, changed_blocks, changed_elements
 from polyshard_publish.pieces import Catalogue, Dtypes, Names, Piece, layout_of, state_of
-from polyshard_publish.targets import Sending, SocketTarget, Target
+from polyshard_publish.targets import SocketTarget
 from polyshard_publish.wire import Have, Update
 
 PIECE_BYTES = 4 << 20  # of the receiver's dtype: the most that a rank converts at one time
 GRAIN = 512  # elements whose digest is kept together, with keep="digests"
 Keep = Literal["digests", "values", "nothing"]
+Target = SocketTarget | FolderTarget
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class _Link:
     def __init__(self, target: Target) -> None:
         self.target = target
         self.error: PublishError | None = None
-        self.sending: Sending | None = None
+        self.sending: Any = None
         self.is_patched = False
 
     def ask(self, what: str, *args: Any) -> Any:
@@ -105,7 +106,7 @@ class Publisher:
             model: sharded or not.
             to: receivers: ``"host:port"`` of a :class:`ReceiverServer
                 <polyshard_publish.receiver.ReceiverServer>`, the ``Path`` of a folder, a
-                :class:`Target <polyshard_publish.targets.Target>`, or several of these.
+                ``SocketTarget`` or ``FolderTarget``, or several of these.
             dtype: of floating-point tensors at receivers, or a function of the receiver's name that
                 says it; their own by default.
             names: what receivers call each tensor, ``None`` for those that they do not get, or the
@@ -358,7 +359,8 @@ def _target(one: Any) -> Target:
     if isinstance(one, os.PathLike):
         return FolderTarget(one)
     raise SettingError(
-        f"to={one!r}: a receiver is 'host:port', the Path of a folder, or a Target; or give a list."
+        f"to={one!r}: a receiver is 'host:port', the Path of a folder, a SocketTarget or a "
+        "FolderTarget; or give a list."
     )
 
 
