@@ -79,7 +79,7 @@ def publishes(rank: int, size: int, stack: str, address: str) -> tuple[dict[str,
         model(torch.ones(4, 10)).square().mean().backward()
         optimizer.step()
         published = publisher.publish(2)
-    wanted = {}
+    wanted: dict[str, Tensor] = {}
     for name, value in full(model).items():
         rounded = value.cpu().to(torch.bfloat16)
         parts = {name: rounded}

@@ -147,8 +147,14 @@ def _described(value: Tensor) -> Tensor:
     alike = torch.empty(local.shape, dtype=local.dtype, device="meta")
     if not isinstance(value, DTensor):
         return alike
-    whole = {"shape": value.shape, "stride": value.stride()}
-    return DTensor.from_local(alike, value.device_mesh, value.placements, run_check=False, **whole)
+    return DTensor.from_local(
+        alike,
+        value.device_mesh,
+        value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
 
 
 def layout_of(

@@ -205,7 +205,7 @@ class Publisher:
             All of them on every rank, once all other receivers serve the version; the receivers
             that an error names serve what they served before.
         """
-        if not isinstance(version, int) or version < 0:
+        if type(version) is not int or version < 0:
             raise SettingError(f"publish({version!r}): versions are whole numbers from 0 on.")
         links = [_Link(target) for target in self._targets]
         try:

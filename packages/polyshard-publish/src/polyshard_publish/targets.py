@@ -74,7 +74,7 @@ class SocketSending:
         """What the receiver serves."""
         if self._said is None:
             answer = self._wire.ask("hello", {"token": self._target.token})
-            self._said = Have(**answer)
+            self._said = Have(answer["version"], answer["summary"])
         return self._said
 
     def begin(self, update: Update, rank: int) -> None:

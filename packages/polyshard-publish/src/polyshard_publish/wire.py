@@ -91,7 +91,8 @@ class Wire:
         buffers = [memoryview(one).cast("B") for one in content if len(one)]
         length = sum(len(one) for one in buffers)
         first = _SIZES.pack(MAGIC, len(text), length) + text
-        for buffer in (first, *buffers):
+        self._socket.sendall(first)
+        for buffer in buffers:
             self._socket.sendall(buffer)
         self.sent_bytes += len(first) + length
 
