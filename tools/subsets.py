@@ -22,7 +22,7 @@ def stack_of(plugins: tuple[str, ...]) -> str:
 
 # Tested alone and beside everything, but not in every combination: one that changes how bytes
 # travel and nothing that is computed, and those that the others either leave alone or refuse.
-NEUTRAL = {"polyshard-calibration", "polyshard-matrix", "polyshard-reproducible"}
+NEUTRAL = {"polyshard-calibration", "polyshard-reproducible"}
 COMPOSED = [name for name in PLUGINS if name not in NEUTRAL]
 
 # Every subset of the plugins that are combined (none, each one, pairs, all), and the others alone.

@@ -77,9 +77,9 @@ def _optimizer(
     setting: dict[str, Any] = {"fused" if is_best else "foreach": True}
     made = torch.optim.AdamW(_by_mesh(model), lr=LEARNING_RATE, **setting)
     if is_best and engine == "polyshard" and not setup.wraps:
-        import polyshard
+        from polyshard_optimizers import flat
 
-        return polyshard.flat(made)
+        return flat(made)
     return setup.wrap(made)
 
 

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
         StorageFactory,
     )
     from polyshard.sharding.placement import ShardPlacement
-    from polyshard.stepping.flat import flat
 
 __all__ = [
     "HOOK_API",
@@ -86,7 +85,6 @@ __all__ = [
     "clip_grad_norm_",
     "close",
     "describe",
-    "flat",
     "fully_shard",
     "grad_norm",
     "hookimpl",
@@ -129,7 +127,6 @@ _HOMES = {
     "clip_grad_norm_": "clipping",
     "close": "engine.keeping",
     "describe": "description",
-    "flat": "stepping.flat",
     "fully_shard": "api",
     "grad_norm": "clipping",
     "hookimpl": "plugins.contract",

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from polyshard.errors import PluginError
 from polyshard.plugins.discovery import load_plugin
-from polyshard.stepping.flat import flat
 from polyshard_compare.engines.spec import Spec
 from polyshard_compare.errors import CompareError
+from polyshard_optimizers import flat
 from polyshard_plan.errors import PlanError
 from polyshard_plan.request.names import imported
 
