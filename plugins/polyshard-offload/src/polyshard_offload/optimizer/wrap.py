@@ -2,8 +2,8 @@
 
 [Note: wrapped, not replaced]
 The optimizer object stays, and is stepped as ``polyshard_optimizers.flat`` has it stepped (see
-[Note: lent chunks] of ``step``). Between steps ``optimizer.state`` holds windows on what is kept, so
-state dicts, checkpoints and people see the state as always, without it being in memory.
+[Note: lent chunks] of ``step``). Between steps ``optimizer.state`` holds windows on what is kept,
+so state dicts, checkpoints and people see the state as always, without it being in memory.
 """
 
 from __future__ import annotations
