@@ -44,11 +44,10 @@ NOT_ON_SIM: dict[str, dict[str, tuple[str, ...]]] = {
             "memory/test_resident.py::test_gradients_use_the_pages_of_freed_parameters",
             "test_module.py::test_custom_collectives_move_the_bytes",
             "torch/test_comm_debug.py",
-            "torch/test_gloo.py",
-            "transport/test_mending.py",
             "transport/test_owner_routes.py::test_whole_tensors",
             "transport/test_transport.py::test_exchange",
         ),
+        "packages/polyshard-resilience/tests": ("gloo",),
         "plugins/polyshard-quantized/tests": (
             "test_reports.py::test_bytes_are_exactly_as_predicted",
         ),
@@ -61,8 +60,8 @@ NOT_ON_SIM: dict[str, dict[str, tuple[str, ...]]] = {
     },
     KERNELS: {"plugins/polyshard-reproducible/tests": ("",)},
     MENDING: {
-        "packages/polyshard/tests": ("alarm/test_alarm.py",),
         "packages/polyshard-resilience/tests": (
+            "alarm/test_alarm.py",
             "rollback/test_ranks.py::test_ranks_retry_together",
         ),
     },
