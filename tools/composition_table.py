@@ -72,14 +72,14 @@ def layouts_of(stack: Stack) -> tuple[Layout, ...]:
 
 
 FEATURES = {
-    "plain": "two steps of AdamW; the bytes of a third are those that `describe()` says",
+    "plain": "two AdamW steps; `describe()` predicts the bytes of a third",
     "accumulation": "two micro-batches a step, the first without synchronisation",
     "checkpointing": "every block recomputed in backward",
-    "compiled": "every block compiled by `torch.compile` (on four ranks the first of two)",
+    "compiled": "every block compiled (on four ranks the first)",
     "clipping": "gradients clipped by their total norm",
-    "evaluation": "a forward without gradients in eval mode between the steps",
-    "reload": "parameters and optimizer state saved by `Checkpoints`, loaded on another number of "
-    "ranks without any plugin, saved there, and loaded with the plugins again",
+    "evaluation": "a no-grad forward in eval mode between the steps",
+    "reload": "saved by `Checkpoints`, loaded at another rank count without plugins, saved there, "
+    "and loaded with the plugins",
 }
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-CPU = "compares what is on the device with tensors that it keeps, or were loaded, on the CPU"
-GLOO = "is about gloo's messages, or about the way the engine takes over gloo"
-CHECKED = "expects what the engine checks over gloo before gradients are sent; not done on devices"
-KERNELS = "needs `torch.use_deterministic_algorithms(True)` on every device but the CPU"
-MENDING = (
-    "cuts a process group off and mends it, which takes gloo's; on devices the job starts again"
-)
-UNKNOWN = "fails, and it is not known yet whether the test, the engine or the device is to blame"
+CPU = "compares tensors of the device with tensors on the CPU"
+GLOO = "tests the engine's use of gloo"
+CHECKED = "expects a check before gradients are sent, which the engine makes over gloo only"
+KERNELS = "needs `torch.use_deterministic_algorithms(True)` on devices"
+MENDING = "aborts and rebuilds a gloo process group; on devices the job starts again"
+UNKNOWN = "fails for an unknown reason: the test, the engine or the device"
 
 NOT_ON_SIM: dict[str, dict[str, tuple[str, ...]]] = {
     CPU: {

@@ -5,7 +5,7 @@ from polyshard_migrate.terms.term import Guide, Table, Term, Verdict
 __all__ = ["GUIDE", "KEYWORDS", "METHODS", "NAMES"]
 
 DROPPED, HAND = Verdict.DROPPED, Verdict.HAND
-_HOOK = "a reduce codec (see the how-to on hooks), or `set_all_reduce_hook`"
+_HOOK = "a reduce codec, or `set_all_reduce_hook`"
 _DCP = "`torch.distributed.checkpoint.state_dict`"
 
 NAMES = Table(
@@ -15,10 +15,9 @@ NAMES = Table(
             "DistributedDataParallel",
             Verdict.REWRITTEN,
             "`fully_shard(model, plugins=[SameValues()])`",
-            "Parameters, gradients and optimizer state are sharded, and the module itself is "
-            "returned: no `.module`. One unit holds the whole model while it runs: shard "
-            "layers first to save memory. Rank 0's values are not sent at the start: ranks that "
-            "differ are refused, by parameter. An optimizer must be made afterwards.",
+            "There is no wrapper and no `.module`. One unit holds the whole model while it runs: "
+            "shard layers first to save memory. Ranks with other initial values are refused. Make "
+            "the optimizer afterwards.",
         ),
     ),
 )
@@ -30,9 +29,7 @@ KEYWORDS = Table(
         Term("device_ids", DROPPED, "", "Modules go to the device of the mesh."),
         Term("output_device", DROPPED),
         Term("dim", DROPPED),
-        Term(
-            "broadcast_buffers", DROPPED, "", "Buffers are each rank's own; rank 0's are not sent."
-        ),
+        Term("broadcast_buffers", DROPPED, "", "Buffers are each rank's own."),
         Term("init_sync", DROPPED, "", "Values are compared, not sent."),
         Term("process_group", HAND, "`mesh=DeviceMesh.from_group(process_group, device_type)`"),
         Term("bucket_cap_mb", DROPPED, "", "A unit is a bucket."),
@@ -40,8 +37,7 @@ KEYWORDS = Table(
             "find_unused_parameters",
             DROPPED,
             "",
-            "Unused parameters keep `grad=None`; where ranks differ in what they use, call "
-            "`set_reduce_scatter_unused_params`.",
+            "Where ranks use different parameters, call `set_reduce_scatter_unused_params`.",
         ),
         Term("check_reduction", DROPPED),
         Term("gradient_as_bucket_view", DROPPED),
@@ -64,14 +60,14 @@ METHODS = Table(
         Term("forward", Verdict.MOVED, "the same"),
         Term("train", Verdict.MOVED, "the same"),
         Term("broadcast_buffers", HAND, "buffers are each rank's own"),
-        Term("scatter", HAND, "move inputs yourself; only `fully_shard`'s root moves them"),
+        Term("scatter", HAND, "move inputs yourself"),
         Term("to_kwargs", HAND, "move inputs yourself"),
         Term("gather", HAND, "outputs are each rank's own"),
         Term("module", HAND, "there is no wrapper: drop `.module`"),
         Term(
             "state_dict",
             HAND,
-            "without the prefix `module.`, and sharded; for a whole one `get_model_state_dict` of "
+            "sharded, without the prefix `module.`; a whole one: `get_model_state_dict` of "
             f"{_DCP} with `StateDictOptions(full_state_dict=True)`",
         ),
         Term("load_state_dict", HAND, f"`set_model_state_dict` of {_DCP}"),
@@ -86,7 +82,6 @@ METHODS = Table(
 
 GUIDE = Guide(
     "DDP",
-    "The wrapper becomes one sharded unit. Gradients are means over ranks in both; sums are made "
-    "in another order, so losses agree up to rounding.",
+    "The wrapper becomes one sharded unit. Gradients are means, summed in another order.",
     (NAMES, KEYWORDS, METHODS),
 )

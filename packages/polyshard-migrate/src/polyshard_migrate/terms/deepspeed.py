@@ -16,18 +16,17 @@ DROPPED, HAND, REFUSED, REWRITTEN = (
 )
 _ZERO = "zero_optimization"
 _OPT, _PARAM = f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param"
-_SIZES = "Transfers are as large as units: choose what `fully_shard` is called for."
+_SIZES = "Transfers are as large as units."
 _OFFLOAD = "polyshard-offload"
 _DCP = "`torch.distributed.checkpoint`"
 
 _BATCHES = (
-    Term("train_batch_size", DROPPED, "", "The loader decides: a batch is one rank's own."),
+    Term("train_batch_size", DROPPED, "", "The loader decides."),
     Term("train_micro_batch_size_per_gpu", DROPPED, "", "The loader decides."),
     Term(
         "gradient_accumulation_steps",
         HAND,
-        "divide the loss, and run all micro-batches but the last in `model.no_sync()`; 1 is "
-        "left out",
+        "divide the loss, and run all micro-batches but the last in `model.no_sync()`",
     ),
     Term(
         "gradient_clipping",
@@ -35,7 +34,7 @@ _BATCHES = (
         "`polyshard.clip_grad_norm_(model.parameters(), value)` before the step",
     ),
     Term("prescale_gradients", HAND, "`set_gradient_divide_factor`"),
-    Term("gradient_predivide_factor", HAND, "`set_gradient_divide_factor`; 1 is left out"),
+    Term("gradient_predivide_factor", HAND, "`set_gradient_divide_factor`"),
     Term("sparse_gradients", REFUSED, "gradients travel dense"),
     Term("communication_data_type", REWRITTEN, "`MixedPrecisionPolicy(reduce_dtype=...)`"),
     Term("seq_parallel_communication_data_type", REFUSED, "sequence parallelism is the model's"),
@@ -47,13 +46,12 @@ _PRECISION = (
         "bf16",
         REWRITTEN,
         "`mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)`",
-        "The module's own parameters stay 32-bit: they are the master weights. Do not cast it.",
+        "Do not cast the module: its parameters are the master weights.",
     ),
     Term(
         "fp16",
         HAND,
-        "`mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)`, and torch's `GradScaler` "
-        "around the loss and the step",
+        "`mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)`, and torch's `GradScaler`",
     ),
     Term("amp", REFUSED, "`mp_policy=` does what NVIDIA's Apex did"),
     Term("torch_autocast", HAND, "`mp_policy=`, or `torch.autocast` in the loop"),
@@ -63,10 +61,9 @@ _OPTIMIZER = (
     Term(
         "optimizer",
         HAND,
-        'make it yourself, after sharding: `torch.optim.AdamW(model.parameters(), ...)`. "Adam" of '
-        'DeepSpeed decays weights as AdamW does unless `"adam_w_mode"` is false',
+        '`torch.optim.AdamW`, made after sharding: what "Adam" is unless `"adam_w_mode"` is false',
     ),
-    Term("scheduler", HAND, "make it yourself, and step it after the optimizer"),
+    Term("scheduler", HAND, "make it, and step it after the optimizer"),
     Term("zero_allow_untested_optimizer", DROPPED),
     Term("zero_force_ds_cpu_optimizer", DROPPED),
 )
@@ -76,8 +73,7 @@ _STAGES = (
         f"{_ZERO}.stage",
         REWRITTEN,
         "1 and 2: `fully_shard(model, reshard_after_forward=False)`; 3: `fully_shard(model)`",
-        "Parameters are sharded at every stage. One unit holds the whole model while it runs: "
-        "shard layers first to save memory.",
+        "One unit holds the whole model while it runs: shard layers first to save memory.",
     ),
     Term(f"{_ZERO}.zero_hpz_partition_size", REWRITTEN, "`reshard_after_forward=` that many ranks"),
     Term(
@@ -95,7 +91,7 @@ _STAGES = (
         HAND,
         "polyshard-quantized: `QuantizedComm(gradients=Int8Block(256))`, or `Int4Block(64)`",
     ),
-    Term(f"{_ZERO}.zeropp_loco_param", REFUSED, "write a reduce codec with a state of its own"),
+    Term(f"{_ZERO}.zeropp_loco_param", REFUSED, "a reduce codec with state"),
     Term(f"{_ZERO}.mics_shard_size", HAND, "a mesh of two axes, `mesh=`: replicate, shard"),
     Term(f"{_ZERO}.mics_hierarchical_params_gather", HAND, "a mesh of two axes, `mesh=`"),
     Term(
@@ -108,8 +104,7 @@ _STAGES = (
         f"{_ZERO}.stage3_param_persistence_threshold",
         DROPPED,
         "",
-        "Small parameters are sharded too; `shard_placement_fn` keeps those for which it returns "
-        "`Replicate()` whole.",
+        "`shard_placement_fn` returns `Replicate()` for parameters to keep whole.",
     ),
     Term(f"{_ZERO}.stage3_model_persistence_threshold", DROPPED, "", "As for one parameter."),
     Term(f"{_ZERO}.stage3_prefetch_bucket_size", DROPPED, "", _SIZES),
@@ -180,7 +175,7 @@ _REST = (
     Term("data_efficiency", REFUSED, "a loader of your own"),
     Term("elasticity", REFUSED, "torchrun's `--nnodes=MIN:MAX`, and checkpoints"),
     Term("compile", HAND, "`torch.compile`"),
-    Term("autotuning", DROPPED, "", "`polyshard plan` says what a step needs before it runs."),
+    Term("autotuning", DROPPED, "", "Use `polyshard plan`."),
     Term("flops_profiler", DROPPED, "", "torch's profiler names every phase."),
     Term("comms_logger", DROPPED, "", "`polyshard.stats(model)` counts bytes."),
     Term("steps_per_print", DROPPED),
@@ -207,8 +202,7 @@ NAMES = Table(
             "initialize",
             REWRITTEN,
             "`fully_shard` before the optimizer is made; the module is the engine",
-            "Start it with torchrun. Rank 0's values are not sent: ranks that differ are "
-            "refused, by parameter.",
+            "Start it with torchrun. Ranks with other initial values are refused.",
         ),
         Term(
             "init_distributed",
@@ -287,7 +281,6 @@ GUIDE = Guide(
     "DeepSpeed",
     "ZeRO's stages become `fully_shard`. A script is rewritten if its configuration is known (a "
     "dict in the script, a JSON file it names, or `--deepspeed-config`) and fully supported, and "
-    "if it builds its own optimizer. Otherwise everything is listed. Keys not in this table are "
-    "listed as unknown.",
+    "if it builds its own optimizer. Otherwise everything is listed, unknown keys too.",
     (NAMES, KEYWORDS, KEYS, METHODS),
 )

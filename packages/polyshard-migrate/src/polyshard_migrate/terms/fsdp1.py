@@ -17,16 +17,15 @@ NAMES = Table(
             "FullyShardedDataParallel",
             REWRITTEN,
             "`fully_shard`, bottom-up; `FSDPModule` in annotations and `isinstance`",
-            "The module itself is sharded and returned: there is no wrapper and no `.module`. "
-            "Parameters keep their names and shapes (`DTensor`); an optimizer must be made "
-            "afterwards.",
+            "There is no wrapper and no `.module`. Parameters keep names and shapes (`DTensor`); "
+            "make the optimizer afterwards.",
         ),
         Term("MixedPrecision", REWRITTEN, "`MixedPrecisionPolicy`"),
         Term(
             "CPUOffload",
             REWRITTEN,
             "`offload_policy=CPUOffloadPolicy()`",
-            "It stands for the plugin `offload`: install polyshard-offload.",
+            "Needs polyshard-offload.",
         ),
         Term("ShardingStrategy", REWRITTEN, "`reshard_after_forward=`, `mesh=`"),
         Term("BackwardPrefetch", DROPPED, "`set_modules_to_backward_prefetch`, if wanted"),
@@ -64,16 +63,14 @@ KEYWORDS = Table(
             "device_id",
             DROPPED,
             "",
-            "Modules go to the device of the mesh: call `torch.cuda.set_device` before, or pass "
-            "`mesh=`.",
+            "Call `torch.cuda.set_device` before, or pass `mesh=`.",
         ),
         Term(
             "sync_module_states",
             REWRITTEN,
             "`plugins=[SameValues()]` where it was `True`",
-            "Rank 0's values are not sent: ranks that differ are refused, by parameter. Seed all "
-            "ranks equally, or load with `set_model_state_dict` and `broadcast_from_rank0`. "
-            "Buffers are not compared.",
+            "Ranks with other values are refused; buffers are not compared. Seed all ranks "
+            "equally, or load with `set_model_state_dict` and `broadcast_from_rank0`.",
         ),
         Term("forward_prefetch", DROPPED, "", "Gathers follow the order of the last step."),
         Term("limit_all_gathers", DROPPED, "", "At most two units are gathered at once."),
@@ -92,13 +89,13 @@ STRATEGIES = Table(
         Term(
             "HYBRID_SHARD",
             REWRITTEN,
-            "`mesh=` the `device_mesh` given; without one by hand: "
+            "`mesh=device_mesh`; without one by hand: "
             '`init_device_mesh(device, (hosts, ranks), mesh_dim_names=("replicate", "shard"))`',
         ),
         Term(
             "_HYBRID_SHARD_ZERO2",
             REWRITTEN,
-            "`reshard_after_forward=False` beside `mesh=`, as with `HYBRID_SHARD`",
+            "`reshard_after_forward=False` and `mesh=`",
         ),
     ),
 )
@@ -112,20 +109,20 @@ PRECISION = Table(
             "buffer_dtype",
             DROPPED,
             "",
-            "Buffers keep their dtype: cast them yourself if the model needs it.",
+            "Buffers keep their dtype.",
         ),
         Term("keep_low_precision_grads", HAND, "gradients have the dtype of their parameters"),
         Term(
             "cast_forward_inputs",
             REWRITTEN,
             "`cast_forward_inputs`",
-            "Without it units below the root cast their inputs as well, where FSDP1 left them.",
+            "Without it, units below the root cast their inputs too.",
         ),
-        Term("cast_root_forward_inputs", HAND, "a `MixedPrecisionPolicy` of its own for the root"),
+        Term("cast_root_forward_inputs", HAND, "another `MixedPrecisionPolicy` for the root"),
         Term(
             "_module_classes_to_ignore",
             HAND,
-            "shard those modules first, with a policy of their own",
+            "shard those modules first with their own policy",
         ),
     ),
 )
@@ -138,7 +135,7 @@ POLICIES = Table(
         Term("lambda_auto_wrap_policy", REWRITTEN, "a loop over modules that the function takes"),
         Term("size_based_auto_wrap_policy", HAND, "choose units by class and shard them in a loop"),
         Term("always_wrap_policy", HAND, "choose units by class and shard them in a loop"),
-        Term("CustomPolicy", HAND, "a loop with keywords of its own for each module"),
+        Term("CustomPolicy", HAND, "a loop with keywords per module"),
         Term("enable_wrap", HAND, "shard in a loop, once the model is built"),
         Term("wrap", HAND, "shard in a loop, once the model is built"),
     ),
@@ -154,7 +151,7 @@ METHODS = Table(
         ),
         Term("no_sync", Verdict.MOVED, "the same"),
         Term("forward", Verdict.MOVED, "the same"),
-        Term("apply", HAND, "initialise before sharding, or within `model.unshard()`"),
+        Term("apply", HAND, "initialise before sharding"),
         Term("module", HAND, "there is no wrapper: drop `.module`"),
         Term("state_dict", HAND, f"sharded now; for a whole one {_FULL}"),
         Term(
@@ -179,15 +176,14 @@ METHODS = Table(
         Term(
             "register_comm_hook",
             HAND,
-            "a reduce codec (see the how-to on hooks), or `set_all_reduce_hook`",
+            "a reduce codec, or `set_all_reduce_hook`",
         ),
     ),
 )
 
 GUIDE = Guide(
     "FSDP1",
-    "Calls of the wrapper become `fully_shard`, inner modules first. A call of which anything is "
-    "left to the hand stays as it is. Objects with `FSDPExtensions` can be kept: "
-    "[how to carry plugins from FSDP1](../how-to/fsdp1.md).",
+    "Calls of the wrapper become `fully_shard`, inner modules first. A call with anything to do by "
+    "hand stays as it is. [`FSDPExtensions` can be kept](../how-to/fsdp1.md).",
     (NAMES, KEYWORDS, STRATEGIES, PRECISION, POLICIES, METHODS),
 )

@@ -17,7 +17,7 @@ NAMES = Table(
             "CPUOffloadPolicy",
             MOVED,
             "`polyshard.CPUOffloadPolicy`, torch's own class",
-            "It stands for the plugin `offload`: install polyshard-offload.",
+            "Needs polyshard-offload.",
         ),
         Term("DataParallelMeshDims", MOVED, "`polyshard.DataParallelMeshDims`"),
         Term("UnshardHandle", MOVED, "`polyshard.UnshardHandle`"),
@@ -30,8 +30,8 @@ _SAME = "the same"
 KEYWORDS = Table(
     "Keywords of `fully_shard`",
     (
-        Term("mesh", MOVED, _SAME, "Only its data-parallel axes may be without a plugin."),
-        Term("reshard_after_forward", MOVED, _SAME, "1 is taken for `False`, with a warning."),
+        Term("mesh", MOVED, _SAME, "Other than data-parallel axes need a plugin."),
+        Term("reshard_after_forward", MOVED, _SAME, "1 means `False`, with a warning."),
         Term("shard_placement_fn", MOVED, f"{_SAME}; `Replicate()` keeps a parameter whole"),
         Term("mp_policy", MOVED, _SAME),
         Term("offload_policy", MOVED, _SAME, "Needs polyshard-offload."),
@@ -79,22 +79,21 @@ AROUND = Table(
             "torch.nn.utils.clip_grad_norm_",
             Verdict.REWRITTEN,
             "`polyshard.clip_grad_norm_`, in files that shard something",
-            "It takes parameters on several meshes, and returns a plain tensor: drop "
-            "`.full_tensor()`.",
+            "It returns a plain tensor: drop `.full_tensor()`.",
         ),
         Term("torch.distributed.checkpoint", TORCH, "works as before"),
         Term(
             "torch.distributed.tensor.parallel.parallelize_module",
             TORCH,
             "works as before",
-            "Sharding what it made needs polyshard-tensor-parallel, which is found by itself.",
+            "Needs polyshard-tensor-parallel.",
         ),
     ),
 )
 
 GUIDE = Guide(
     "FSDP2",
-    "Change the import: calls stay as they are, and losses are bitwise the same. Parameters shared "
-    "between units are refused when sharding.",
+    "Only the import changes; losses are bitwise the same. Parameters shared between units are "
+    "refused.",
     (NAMES, KEYWORDS, METHODS, AROUND),
 )

@@ -91,7 +91,7 @@ class _Owner(OwnerRoute):
 
 
 class WrappedTransport(Transport):
-    """``inner`` under another roof: override :meth:`started`, or of the rest what should differ.
+    """Forwards to ``inner``: override :meth:`started`, or other members that should differ.
 
     Its settings are those of ``inner``, and setting them sets them there. A block of it is a copy
     of this object around the block of ``inner``.
