@@ -20,7 +20,7 @@ NIGHTLY = {
         "packages/polyshard-cli/src/polyshard_cli/template/",
         "examples/third-party-plugin/",
     ),
-    "gallery": ("examples/plugins/", "docs/gallery/"),
+    "gallery": ("examples/plugins/",),
 }
 
 

@@ -65,7 +65,7 @@ def test_time_is_predicted_for_a_machine_that_was_named(run: Path) -> None:
     path = run / "report.html"
     before = path.read_text("utf-8")
     said = page.write_page(tiny(run, machine="a100x8"))
-    assert said == f"what happened beside what was predicted: {path}"
+    assert said == f"the run beside its prediction: {path}"
     text = path.read_text("utf-8")
     path.write_text(before, "utf-8")
     assert "An estimate for a100x8" in text

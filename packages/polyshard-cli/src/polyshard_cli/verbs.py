@@ -19,7 +19,7 @@ from typing_extensions import override
 ENTRY_POINTS = "polyshard.commands"
 
 OWN = {
-    "doctor": ("polyshard_cli.doctor:doctor", "Whether this machine can train, and what to mend"),
+    "doctor": ("polyshard_cli.doctor:doctor", "Check whether this machine can train"),
     "plugins": ("polyshard_cli.plugins:app", "Installed plugins, and a template for new ones"),
 }
 """Verb by name: where it is, and what it does."""

@@ -40,7 +40,7 @@ def write_page(settings: Settings) -> str:
         replace_file(path, _page(settings).encode())
     except Exception as error:  # whatever it is, the run's results are written
         return f"without {PAGE}: {type(error).__name__}: {error}"
-    return f"what happened beside what was predicted: {path}"
+    return f"the run beside its prediction: {path}"
 
 
 def _page(settings: Settings) -> str:

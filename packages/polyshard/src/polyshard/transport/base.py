@@ -206,8 +206,8 @@ class Transport(ABC):
         """
         del dtype, tag
         raise UnsupportedError(
-            f"transport '{self.name}' brings no gradient whole to one rank: it has no owner_route. "
-            "Leave out the plugin whose gradients land on owners, or take another transport."
+            f"transport '{self.name}' has no owner_route, so it cannot send a whole gradient to "
+            "one rank. Remove the plugin whose gradients land on owners, or use another transport."
         )
 
     @abstractmethod
