@@ -415,7 +415,7 @@ def kernels(session: nox.Session) -> None:
 
 INTEGRATIONS = ("packages/polyshard-accelerate", "packages/polyshard-lightning")
 
-TUNED_WITH = ("matrix", "quantized", "tensor-parallel")  # examples/models, on text of the demo
+TUNED_WITH = ("quantized", "tensor-parallel")  # examples/models, on text of the demo
 TUNING = [f"--editable=plugins/polyshard-{name}" for name in TUNED_WITH]
 
 
@@ -425,7 +425,10 @@ def clients(session: nox.Session) -> None:
     groups = nox.project.dependency_groups(PYPROJECT, "test", "type", "clients")
     ours = [
         f"packages/polyshard{name}"
-        for name in ("", "-checkpoint", "-cli", "-testing", "-plan", "-demo")
+        for name in (
+            *("", "-checkpoint", "-cli", "-testing", "-plan", "-demo"),
+            *("-resilience", "-optimizers"),
+        )
     ]
     wanted = [f"--editable={path}" for path in (*ours, *INTEGRATIONS)]
     session.install(TORCH, *wanted, *TUNING, *groups)
@@ -441,7 +444,10 @@ def clients(session: nox.Session) -> None:
 def launch(session: nox.Session) -> None:
     """Run one training under every launcher that is here, as root on hosts made of namespaces."""
     groups = nox.project.dependency_groups(PYPROJECT, "test", "type", "launch")
-    ours = [f"--editable=packages/polyshard{name}" for name in ("", "-checkpoint", "-testing")]
+    ours = [
+        f"--editable=packages/polyshard{name}"
+        for name in ("", "-checkpoint", "-resilience", "-testing")
+    ]
     session.install(TORCH, *ours, *groups)
     folder = "examples/launch"
     for files in (Path(folder).glob("*.py"), Path(folder, "tests").rglob("*.py")):

@@ -13,7 +13,7 @@ from itertools import combinations
 PLUGINS = ("offload", "quantized", "tensor-parallel")
 """The plugins that are combined; their distributions are called ``polyshard-NAME``."""
 
-NEUTRAL = ("calibration", "matrix", "reproducible")
+NEUTRAL = ("calibration", "reproducible")
 """Plugins tested alone and beside everything, not in every subset: one changes no number that is
 computed; of the others, what they refuse stands below."""
 
@@ -182,7 +182,6 @@ class Refusal:
 
 
 OFFLOAD, QUANTIZED, TENSOR_PARALLEL = ((name,) for name in PLUGINS)
-MATRIX = "matrix"
 REFUSALS = (
     Refusal("divided-parameters-alone", (),
             "parameters divided by tensor parallelism, without the plugin",
@@ -221,13 +220,13 @@ REFUSALS = (
             "LifecycleError", "call apply(model)"),
     Refusal("rows-left-over", TENSOR_PARALLEL, "rows that the tensor-parallel ranks do not divide",
             "SettingError", "with a remainder"),
-    Refusal("matrices-offloaded", (*OFFLOAD, MATRIX),
+    Refusal("matrices-offloaded", OFFLOAD,
             "gradients that land whole on owners, and move to the host or to disk",
             "UnsupportedError", "moves gradients to where shards rest"),
-    Refusal("matrices-with-quantized-gradients", (*QUANTIZED, MATRIX),
+    Refusal("matrices-with-quantized-gradients", QUANTIZED,
             "gradients that land whole on owners, quantized",
             "UnsupportedError", "encodes the gradients of all ranks in rows"),
-    Refusal("matrices-in-reproducible-runs", (MATRIX, "reproducible"),
+    Refusal("matrices-in-reproducible-runs", ("reproducible",),
             "gradients that land whole on owners, summed in the tree of slots",
             "ConflictError", "gradient-landing"),
 )  # fmt: skip
