@@ -15,7 +15,7 @@ from polyshard_demo.launch import launch
 from polyshard_demo.settings import Settings
 
 needs_plan = pytest.mark.skipif(
-    any(find_spec(name) is None for name in page.PACKAGES), reason="needs polyshard-plan[html]"
+    any(find_spec(name) is None for name in page.PACKAGES), reason="needs polyshard-cli[html]"
 )
 
 

@@ -1,6 +1,6 @@
 """The page in the end: ``report.html``, what happened beside what was predicted.
 
-It is made from ``report.json`` by the package polyshard-plan, where that is installed.
+It is made from ``report.json`` where ``polyshard-cli[html]`` is installed.
 """
 
 import json
@@ -13,12 +13,12 @@ from polyshard_demo.prediction import predicted, unplanned
 from polyshard_demo.settings import Settings
 
 if TYPE_CHECKING:
-    from polyshard_plan.page.run import Outcome
+    from polyshard_cli.plan.page.run import Outcome
 
 __all__ = ["PAGE", "write_page"]
 
 PAGE = "report.html"
-PACKAGES = ("polyshard_plan", "matplotlib", "jinja2")
+PACKAGES = ("matplotlib", "jinja2")
 
 ON_CPU = (
     "Memory that happened is the process's peak, less what it held before the first step without "
@@ -44,7 +44,7 @@ def write_page(settings: Settings) -> str:
 
 
 def _page(settings: Settings) -> str:
-    from polyshard_plan.page.run import run_page
+    from polyshard_cli.plan.page.run import run_page
 
     found = json.loads((settings.out / "report.json").read_text("utf-8"))
     is_cpu = found["ranks"][0]["memory"]["device_bytes"] is None
@@ -81,7 +81,7 @@ def _lead(found: Mapping[str, Any]) -> str:
 
 
 def _outcome(found: Mapping[str, Any], notes: tuple[str, ...], *, is_cpu: bool) -> "Outcome":
-    from polyshard_plan.page.run import Outcome, RankFacts
+    from polyshard_cli.plan.page.run import Outcome, RankFacts
 
     ranks = []
     for rank in found["ranks"]:

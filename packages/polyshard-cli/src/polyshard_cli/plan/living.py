@@ -1,0 +1,135 @@
+"""The same document for a model that is sharded already, on the ranks it is sharded on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from polyshard.__about__ import __version__
+from polyshard.engine.root import units_below
+from polyshard.group.group import ParameterGroup
+from polyshard_cli.plan.dry_run.planning import PlannedGroup, axis_names, planned_groups
+from polyshard_cli.plan.dry_run.probing import Cost, Probe
+from polyshard_cli.plan.errors import PlanError
+from polyshard_cli.plan.estimate.machines import load_machine
+from polyshard_cli.plan.estimate.memory import memory_of
+from polyshard_cli.plan.estimate.traffic import traffic_of
+from polyshard_cli.plan.report.advice import Case, advice_for
+from polyshard_cli.plan.report.document import (
+    SCHEMA,
+    Document,
+    MachineFacts,
+    ModelFacts,
+    folded,
+    group_facts,
+)
+from polyshard_cli.plan.request.mesh import Axis, MeshSpec
+from polyshard_cli.plan.request.plugins import tiers_of
+from polyshard_cli.plan.request.settings import OptimizerName
+
+__all__ = ["describe"]
+
+NOT_RUN = "a model that is sharded already is described, not run"
+
+
+def describe(
+    model: nn.Module, *, optimizer: OptimizerName = "adamw", machine: str = "h100x8"
+) -> Document:
+    """What a step of ``model`` will need on this rank, from the plan that it runs by.
+
+    Groups, traffic and memory at rest are those that :func:`polyshard_cli.plan.draft` says for the
+    same model. What only running it would tell (activations, collectives of its own, time) is not
+    in it: a notice says so.
+
+    Args:
+        model: ``fully_shard`` was called on it and on its units. It is not changed, and nothing is
+            communicated.
+        optimizer: whose state is counted.
+        machine: whose memory and links notices are about; a name, or a file of ``--measure``.
+
+    Raises:
+        PlanError: for a model that is not sharded, or whose groups are on different meshes.
+    """
+    owners = [group for _, _, unit in units_below(model) for group in unit.groups]
+    if not owners:
+        raise PlanError(
+            f"{type(model).__name__} is not sharded by polyshard: call fully_shard on it and its "
+            "units first, or plan it with draft(Settings(...))"
+        )
+    groups, target = planned_groups(model), load_machine(machine)
+    mesh, found = _mesh_of(owners), Probe({}, Cost(), problem=NOT_RUN)
+    memory = memory_of(groups, found, optimizer, tiers_of(_plugins_of(owners)))
+    case = Case(groups, memory, None, target, mesh, NOT_RUN)
+    return Document(
+        schema=SCHEMA,
+        polyshard=__version__,
+        torch=torch.__version__,
+        model=_facts(model, groups, optimizer),
+        mesh=mesh,
+        machine=MachineFacts(target.name, dist.get_backend(), target.sources, target.memory_bytes),
+        groups=group_facts(groups),
+        memory=memory,
+        traffic=folded(traffic_of(groups, found, mesh)),
+        timing=None,
+        notices=advice_for(case),
+    )
+
+
+def _mesh_of(groups: Iterable[ParameterGroup]) -> MeshSpec:
+    """The one mesh that all groups are on, with the axes of tensor parallelism."""
+    found = dict.fromkeys(MeshSpec(tuple(_axes_of(group))) for group in groups)
+    # A group without tensor-parallel parameters knows the data axes alone.
+    largest = max(found, key=lambda mesh: len(mesh.axes))
+    for mesh in found:
+        if not set(mesh.axes) <= set(largest.axes):
+            raise PlanError(
+                "groups of the model are on different meshes, and a document is of one: "
+                f"{_words(largest)}, and {_words(mesh)}; polyshard.describe(model) shows each group"
+            )
+    return largest
+
+
+def _axes_of(group: ParameterGroup) -> Iterator[Axis]:
+    roles = group.roles
+    names = axis_names(group)
+    for axis, name in enumerate(names):
+        yield Axis(
+            name, roles.mesh.size(axis), "shard" if axis == roles.shard_axis else "replicate"
+        )
+    meshes = (getattr(p.parameter, "device_mesh", None) for p in group.shards.parameters)
+    others = {
+        (name, mesh.size(axis))
+        for mesh in meshes
+        if mesh is not None
+        for axis, name in enumerate(mesh.mesh_dim_names or ())
+        if name not in names
+    }
+    for name, size in sorted(others):
+        yield Axis(name, size, "tensor")
+
+
+def _words(mesh: MeshSpec) -> str:
+    return ",".join(f"{axis.name}={axis.size}" for axis in mesh.axes)
+
+
+def _plugins_of(groups: Iterable[ParameterGroup]) -> list[object]:
+    return [plugin for group in groups for plugin in group.setup.stack.plugins]
+
+
+def _facts(
+    model: nn.Module, groups: tuple[PlannedGroup, ...], optimizer: OptimizerName
+) -> ModelFacts:
+    parameters = [p for group in groups for p in group.parameters]
+    return ModelFacts(
+        name=type(model).__name__,
+        parameters=sum(p.elements for p in parameters),
+        trainable=sum(p.elements for p in parameters if p.trainable),
+        units=len({group.unit for group in groups}),
+        batch=0,
+        sequence=0,
+        optimizer=optimizer,
+        rank=dist.get_rank(),
+    )
