@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from polyshard.__about__ import __version__
-from polyshard._torch.planned import planned_ranks
+from polyshard.planning import planned_ranks
 from polyshard_cli.plan.dry_run.planning import PlannedGroup, policy_of, shard
 from polyshard_cli.plan.dry_run.probing import Cost, Probe, cast_parameters, probe
 from polyshard_cli.plan.dry_run.units import units_of

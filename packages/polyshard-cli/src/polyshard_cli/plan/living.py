@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from polyshard.__about__ import __version__
-from polyshard.engine.root import units_below
-from polyshard.group.group import ParameterGroup
+from polyshard.errors import SettingError
+from polyshard.planning import PlannedGroup as Living
+from polyshard.planning import planned_groups as living_groups
 from polyshard_cli.plan.dry_run.planning import PlannedGroup, axis_names, planned_groups
 from polyshard_cli.plan.dry_run.probing import Cost, Probe
 from polyshard_cli.plan.errors import PlanError
@@ -26,7 +27,7 @@ from polyshard_cli.plan.report.document import (
     folded,
     group_facts,
 )
-from polyshard_cli.plan.request.mesh import Axis, MeshSpec
+from polyshard_cli.plan.request.mesh import Axis, MeshSpec, Role
 from polyshard_cli.plan.request.plugins import tiers_of
 from polyshard_cli.plan.request.settings import OptimizerName
 
@@ -53,12 +54,13 @@ def describe(
     Raises:
         PlanError: for a model that is not sharded, or whose groups are on different meshes.
     """
-    owners = [group for _, _, unit in units_below(model) for group in unit.groups]
-    if not owners:
+    try:
+        owners = living_groups(model)
+    except SettingError as error:
         raise PlanError(
             f"{type(model).__name__} is not sharded by polyshard: call fully_shard on it and its "
             "units first, or plan it with draft(Settings(...))"
-        )
+        ) from error
     groups, target = planned_groups(model), load_machine(machine)
     mesh, found = _mesh_of(owners), Probe({}, Cost(), problem=NOT_RUN)
     memory = memory_of(groups, found, optimizer, tiers_of(_plugins_of(owners)))
@@ -78,7 +80,7 @@ def describe(
     )
 
 
-def _mesh_of(groups: Iterable[ParameterGroup]) -> MeshSpec:
+def _mesh_of(groups: Iterable[Living]) -> MeshSpec:
     """The one mesh that all groups are on, with the axes of tensor parallelism."""
     found = dict.fromkeys(MeshSpec(tuple(_axes_of(group))) for group in groups)
     # A group without tensor-parallel parameters knows the data axes alone.
@@ -92,18 +94,14 @@ def _mesh_of(groups: Iterable[ParameterGroup]) -> MeshSpec:
     return largest
 
 
-def _axes_of(group: ParameterGroup) -> Iterator[Axis]:
-    roles = group.roles
+def _axes_of(group: Living) -> Iterator[Axis]:
     names = axis_names(group)
     for axis, name in enumerate(names):
-        yield Axis(
-            name, roles.mesh.size(axis), "shard" if axis == roles.shard_axis else "replicate"
-        )
-    meshes = (getattr(p.parameter, "device_mesh", None) for p in group.shards.parameters)
+        role: Role = "shard" if axis == group.shard_axis else "replicate"
+        yield Axis(name, group.mesh.size(axis), role)
     others = {
         (name, mesh.size(axis))
-        for mesh in meshes
-        if mesh is not None
+        for mesh in (value.device_mesh for value in group.parameters)
         for axis, name in enumerate(mesh.mesh_dim_names or ())
         if name not in names
     }
@@ -115,8 +113,8 @@ def _words(mesh: MeshSpec) -> str:
     return ",".join(f"{axis.name}={axis.size}" for axis in mesh.axes)
 
 
-def _plugins_of(groups: Iterable[ParameterGroup]) -> list[object]:
-    return [plugin for group in groups for plugin in group.setup.stack.plugins]
+def _plugins_of(groups: Iterable[Living]) -> list[object]:
+    return [plugin for group in groups for plugin in group.plugins]
 
 
 def _facts(

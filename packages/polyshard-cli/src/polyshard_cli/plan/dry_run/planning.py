@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from polyshard import MixedPrecisionPolicy, describe, fully_shard
-from polyshard.engine.root import units_below
-from polyshard.group.group import ParameterGroup
-from polyshard.group.plan import GroupPlan
+from polyshard import MixedPrecisionPolicy, fully_shard, planning
+from polyshard.planning import GroupPlan
 from polyshard_cli.plan.dry_run.units import units_of
 from polyshard_cli.plan.errors import PlanError
 from polyshard_cli.plan.request.names import imported
@@ -124,34 +122,28 @@ def shard(
 
 def planned_groups(model: nn.Module) -> tuple[PlannedGroup, ...]:
     """Every group of ``model``, which is sharded, with both views of its parameters."""
-    return tuple(_read(model))
-
-
-def axis_names(group: ParameterGroup) -> tuple[str, ...]:
-    """Of its data-parallel mesh; by what they do, where the mesh has none."""
-    roles = group.roles
-    return roles.mesh.mesh_dim_names or tuple(
-        "dp" if axis == roles.shard_axis else f"replicate{axis or ''}"
-        for axis in range(roles.mesh.ndim)
+    return tuple(
+        PlannedGroup(group.unit, group.plan, tuple(_parameters(group)))
+        for group in planning.planned_groups(model)
     )
 
 
-def _read(model: nn.Module) -> Iterator[PlannedGroup]:
-    plans = iter(describe(model).groups)
-    for name, _, unit in units_below(model):
-        for group in unit.groups:
-            plan = next(plans)
-            yield PlannedGroup(name, plan, tuple(_parameters(group, plan)))
+def axis_names(group: planning.PlannedGroup) -> tuple[str, ...]:
+    """Of its data-parallel mesh; by what they do, where the mesh has none."""
+    return group.mesh.mesh_dim_names or tuple(
+        "dp" if axis == group.shard_axis else f"replicate{axis or ''}"
+        for axis in range(group.mesh.ndim)
+    )
 
 
-def _parameters(group: ParameterGroup, plan: GroupPlan) -> Iterator[PlannedParameter]:
-    rank = group.roles.shard_rank
-    for info, placed, way, sharded in zip(
-        plan.parameters, plan.layout.parameters, plan.ways, group.shards.parameters, strict=True
+def _parameters(group: planning.PlannedGroup) -> Iterator[PlannedParameter]:
+    plan = group.plan
+    for info, placed, way, value in zip(
+        plan.parameters, plan.layout.parameters, plan.ways, group.parameters, strict=True
     ):
-        value = cast("DTensor", sharded.parameter)
         names = value.device_mesh.mesh_dim_names or axis_names(group)
-        local = placed.local_shape(rank)
+        local = placed.local_shape(group.rank)
+        own = placed.local_numel(group.rank)
         yield PlannedParameter(
             name=info.fqn,
             shape=tuple(value.shape),
@@ -160,8 +152,8 @@ def _parameters(group: ParameterGroup, plan: GroupPlan) -> Iterator[PlannedParam
             by_axis={n: _words(p) for n, p in zip(names, value.placements, strict=True)},
             by_dim=_by_dim(value, names, local),
             way=way.kind,
-            local_elements=placed.local_numel(rank),
-            padding_bytes=(placed.chunk_numel - placed.local_numel(rank)) * plan.layout.itemsize,
+            local_elements=own,
+            padding_bytes=(placed.chunk_numel - own) * plan.layout.itemsize,
         )
 
 

@@ -5,7 +5,8 @@ At rest a rank holds shards, optimizer state and, from the second step on, memor
 gradients, which the engine keeps. In forward come the unsharded parameters of the root, of the unit
 that runs and of the next one, which is gathered meanwhile, and the activations of all units so far.
 Backward goes the other way: a unit that is done is freed, and then its gradients are packed, beside
-what they are packed in; what is sent lives on while the next unit runs.
+what they are packed in; what is sent lives on while the next unit runs. What a gather or a
+reduction takes and frees, its program says.
 """
 
 from __future__ import annotations
@@ -16,12 +17,7 @@ from typing import Any
 
 from polyshard_cli.plan.dry_run.planning import PlannedGroup
 from polyshard_cli.plan.dry_run.probing import Cost, Probe
-from polyshard_cli.plan.estimate.transfers import (
-    accumulated_bytes,
-    gather_scratch,
-    kept_scratch,
-    reduce_scratch,
-)
+from polyshard_cli.plan.estimate.transfers import accumulated_bytes
 from polyshard_cli.plan.request.settings import OptimizerName
 
 __all__ = ["Memory", "Phase", "memory_of"]
@@ -151,7 +147,7 @@ class _Step:
 
     @property
     def _kept(self) -> int:
-        return sum(kept_scratch(group.plan) for group in self._groups)
+        return sum(group.plan.gather_kept_bytes for group in self._groups)
 
     def _stepping(self, resting: Mapping[str, int]) -> int:
         """torch's foreach optimizers hold one more value an element of what has state here."""
@@ -241,10 +237,10 @@ class _Step:
 
     def _kept_of(self, name: str) -> int:
         """Bytes of a unit between forward and backward: all, a block's slice, or none."""
-        kept = self._units[name][0].plan.reshard_after_forward
-        if isinstance(kept, bool):
-            return 0 if kept else _unsharded(self._units[name])
-        return -(-_unsharded(self._units[name]) // kept)
+        if self._stays(name):
+            return _unsharded(self._units[name])
+        groups = [g.plan for g in self._units[name] if g.plan.regather is not g.plan.gather]
+        return sum(op.frees for plan in groups for op in plan.regather.ops)
 
     def _slices(self, names: Sequence[str]) -> int:
         """What blocks keep of units, given up once those are gathered again."""
@@ -259,12 +255,12 @@ class _Step:
         groups = [group for name in names for group in self._units.get(name, [])]
         staged = sum(g.plan.shard_bytes for g in groups)
         passing = staged if self._tiers["params"] != "device" else 0
-        return passing + sum(gather_scratch(group.plan) for group in groups)
+        return passing + sum(group.plan.gather.scratch_bytes for group in groups)
 
     def _leaving(self, name: str) -> int:
         """What gradients on their way are packed and summed in, and those sent as they are."""
         groups = [g for g in self._units.get(name, []) if g.trainable_elements]
-        return sum(_gradients([g]) - _packed([g]) + reduce_scratch(g.plan) for g in groups)
+        return sum(_gradients([g]) - _packed([g]) + g.plan.reduction.scratch_bytes for g in groups)
 
 
 def _resting(groups: Sequence[PlannedGroup], optimizer: OptimizerName) -> dict[str, int]:
@@ -282,13 +278,7 @@ def _resting(groups: Sequence[PlannedGroup], optimizer: OptimizerName) -> dict[s
 
 def _unsharded(groups: Sequence[PlannedGroup]) -> int:
     """Unsharded parameters; nothing where one rank computes with its shard itself."""
-    return sum(
-        group.plan.unsharded_bytes
-        for group in groups
-        if group.plan.layout.world_size > 1
-        or group.plan.dtypes.param != group.plan.dtypes.orig
-        or group.plan.payloads.gather is not None
-    )
+    return sum(group.plan.gather.kept_bytes for group in groups)
 
 
 def _gradients(groups: Sequence[PlannedGroup], *, only_packed: bool = False) -> int:

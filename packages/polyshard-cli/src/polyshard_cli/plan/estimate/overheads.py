@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from polyshard.group.plan import GroupPlan
+from polyshard.planning import GroupPlan
 from polyshard_cli.plan.dry_run.planning import PlannedGroup
 from polyshard_cli.plan.estimate.machines import Machine
 from polyshard_cli.plan.estimate.memory import STATES

@@ -99,12 +99,11 @@ def _sums(group: PlannedGroup, mesh: MeshSpec, *, widened: bool) -> Iterator[Tra
 def _replicas(group: PlannedGroup, axis: str, ranks: int) -> Transfer:
     """The sum over replicas: of the reduced shard, whole, or of a codec's payload."""
     plan = group.plan
-    payload = plan.payloads.replicas
-    if payload is not None:
+    payload = plan.reduction.traffic.replicas
+    if plan.payloads.replicas is not None:
         sent = (ranks - 1) * payload
         codec = plan.roles.exclusive["reduce codec"]
         return Transfer(plan.name, "all-gather", axis, "backward", 1, sent, codec, False, payload)
-    payload = plan.layout.shard_numel * plan.dtypes.reduce.itemsize
     sent = Collective("all-reduce", ranks, payload).sent_bytes
     return Transfer(plan.name, "all-reduce", axis, "backward", 1, sent, "native", False, payload)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from polyshard.group.transfers import readable
+from polyshard.planning import readable
 from polyshard_cli.plan.dry_run.planning import PlannedGroup
 from polyshard_cli.plan.estimate.machines import Machine
 from polyshard_cli.plan.estimate.memory import Memory

@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from polyshard.group.transfers import readable
+from polyshard.planning import readable
 from polyshard_cli.plan.dry_run.planning import Cut, PlannedParameter
 from polyshard_cli.plan.report.document import Document, GroupFacts
 

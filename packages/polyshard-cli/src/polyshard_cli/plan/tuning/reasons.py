@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from polyshard.group.transfers import readable
+from polyshard.planning import readable
 from polyshard_cli.plan.estimate.timing import Timing
 from polyshard_cli.plan.tuning.search import Tried
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from polyshard.planning import resharded
 from polyshard_cli.plan.drafting import (
     Estimate,
     Running,
@@ -21,7 +22,6 @@ from polyshard_cli.plan.errors import PlanError
 from polyshard_cli.plan.request.settings import Settings
 from polyshard_cli.plan.tuning.choice import Choice
 from polyshard_cli.plan.tuning.front import ranked
-from polyshard_cli.plan.tuning.resharding import resharded
 from polyshard_cli.plan.tuning.space import Space
 
 __all__ = ["Found", "Search", "Tried"]
@@ -126,7 +126,9 @@ class Search:
             PlanError: where the choice is refused, or the model does not run.
         """
         settings = choice.applied(self._settings)
-        groups = resharded(self._planned(choice), choice.reshard)
+        groups = self._planned(choice)
+        if choice.reshard is not None:
+            groups = tuple(replace(g, plan=resharded(g.plan, choice.reshard)) for g in groups)
         found = self._probed(choice, settings)
         if found.problem:
             raise PlanError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from polyshard.__about__ import __version__
-from polyshard.group.transfers import readable
+from polyshard.planning import readable
 from polyshard_cli.plan.drafting import Subject, subject_of
 from polyshard_cli.plan.errors import PlanError
 from polyshard_cli.plan.request.settings import Settings

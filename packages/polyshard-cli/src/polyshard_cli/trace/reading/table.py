@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from polyshard.group.transfers import readable
+from polyshard.planning import readable
 from polyshard_cli.trace.reading.merging import Merged
 from polyshard_cli.trace.reading.summary import Row, Summary
 

@@ -9,8 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from polyshard import describe
-from polyshard.composition.roles import GATHER_CODEC, REDUCE_CODEC, STORAGE
-from polyshard.group.plan import GroupPlan
+from polyshard.planning import GroupPlan
 from polyshard_cli.trace.events import Kind
 
 __all__ = ["Facts"]
@@ -32,10 +31,10 @@ class Facts:
             shard, replicate = _axes(plan)
             roles = plan.roles.exclusive
             said = {
-                Kind.GATHER: {"axis": shard, "codec": roles[GATHER_CODEC.name]},
-                Kind.REDUCE: {"axis": shard, "codec": roles[REDUCE_CODEC.name]},
-                Kind.REPLICAS: {"axis": replicate, "codec": roles[REDUCE_CODEC.name]},
-                Kind.STAGING: {"storage": roles[STORAGE.name]},
+                Kind.GATHER: {"axis": shard, "codec": roles["gather codec"]},
+                Kind.REDUCE: {"axis": shard, "codec": roles["reduce codec"]},
+                Kind.REPLICAS: {"axis": replicate, "codec": roles["reduce codec"]},
+                Kind.STAGING: {"storage": roles["shard storage"]},
             }
             found.update({(kind, plan.name): args for kind, args in said.items()})
         return cls(found)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from polyshard.description import identities_of
 from polyshard.errors import PolyshardError
+from polyshard.planning import identities_of
 from polyshard.seams import GroupIdentity
 from polyshard_cli.trace.clocks.ranks import Line, Ranks
 from polyshard_cli.trace.errors import TraceError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyshard.group.transfers import readable
+from polyshard.planning import readable
 from polyshard_cli.plan.page.blocks import Items, Section, Table
 from polyshard_cli.plan.report.document import Document, GroupFacts
 from polyshard_cli.plan.report.table import frees

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from polyshard.group.transfers import readable
+from polyshard.planning import readable
 from polyshard_cli.plan.estimate.memory import Memory, Phase
 from polyshard_cli.plan.page.blocks import Block, Drawing, Section, Table, Text
 from polyshard_cli.plan.page.canvas import Canvas, unit_of

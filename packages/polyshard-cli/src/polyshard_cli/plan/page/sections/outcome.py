@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from polyshard.group.transfers import readable
+from polyshard.planning import readable
 from polyshard_cli.plan.page.blocks import Block, Drawing, Section, Table, Text
 from polyshard_cli.plan.page.canvas import Canvas, unit_of
 from polyshard_cli.plan.page.sections.timeline import milliseconds

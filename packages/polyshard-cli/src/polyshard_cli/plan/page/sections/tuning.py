@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from polyshard.group.transfers import readable
+from polyshard.planning import readable
 from polyshard_cli.plan.page.blocks import Drawing, Section, Table, Text
 from polyshard_cli.plan.page.canvas import Canvas
 from polyshard_cli.plan.page.sections.timeline import milliseconds
