@@ -48,7 +48,7 @@ WORKERS = int(os.environ.get("POLYSHARD_WORKERS", "3"))
 os.environ.setdefault("PIP_NO_COMPILE", "1")
 
 # What of a package is installed beyond what it needs itself.
-WITH_EXTRAS = {"polyshard-cli": "html,migrate,new"}
+WITH_EXTRAS = {"polyshard-cli": "migrate,new,picture"}
 
 
 # [Note: one environment with torch]

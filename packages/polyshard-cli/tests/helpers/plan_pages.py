@@ -7,17 +7,12 @@ from html.parser import HTMLParser
 
 from typing_extensions import override
 
-from polyshard_cli.plan import Document, Settings, draft, parse_mesh
-from polyshard_cli.plan.page.plan import plan_page
-from polyshard_cli.plan.page.run import Outcome, RankFacts, predicted_facts, run_page
-from polyshard_cli.plan.page.sections.tuning import Point, tuning_section
+from polyshard_cli.plan import Document, Open, Settings, draft, parse_mesh, tune
+from polyshard_cli.plan.report.outcome import Outcome, RankFacts, predicted_facts, run_page
+from polyshard_cli.plan.report.sections import plan_page
+from polyshard_cli.plan.tuning.sections import tuning_page
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
-POINTS = (
-    Point("units=blocks.*, reshard=yes", 3 << 30, 0.012, is_chosen=True),
-    Point("reshard=no", 7 << 30, 0.0105),
-    Point("reshard=yes, offload=optimizer=host, quantize=int8", 1 << 30, 0.034),
-)
 OUTCOME = Outcome(
     ranks=(RankFacts(30 << 20, 1000), RankFacts(31 << 20, None), RankFacts()),
     step_seconds=(0.5, 0.1, 0.3),
@@ -79,11 +74,12 @@ def document(**chosen: object) -> Document:
 def pages() -> dict[str, str]:
     """One of each kind."""
     planned = document()
+    search = Settings(model="demo:tiny", mesh=parse_mesh("dp=4"), batch=8)
     alone = document(mesh=parse_mesh("dp=1"))
     unknown = document(model="plan_models:Pair", mesh=parse_mesh("dp=2"))
     plans = {0: (planned, predicted_facts(planned, host_counts=True))}
     return {
-        "tuned": plan_page(planned, [tuning_section(POINTS, limit_bytes=4 << 30)]),
+        "tuned": tuning_page(tune(search, Open(), 4 << 20), search),
         "alone": plan_page(alone),
         "not run": plan_page(unknown),
         "run": run_page("Run", "A lead.", OUTCOME, plans, is_timed=True),

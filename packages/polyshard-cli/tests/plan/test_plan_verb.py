@@ -30,7 +30,7 @@ def test_tables_fit_80_columns() -> None:
     code, text = run("demo", "--mesh", "replicate=2,dp=4", "--bf16", "--parameters")
     assert code == 0
     assert max(map(len, text.splitlines())) <= 80
-    for word in ("Groups", "Memory of a device", "Sent in a step", "Time of a step", "blocks.*"):
+    for word in ("Groups", "Memory of a device", "Every transfer", "Time of the step", "blocks.*"):
         assert word in text
     assert "all-reduce" in text  # over replicas
 

@@ -12,7 +12,7 @@ from polyshard_demo.settings import Settings
 
 if TYPE_CHECKING:
     from polyshard_cli import plan
-    from polyshard_cli.plan.page.run import RankFacts
+    from polyshard_cli.plan.report.outcome import RankFacts
 
 __all__ = ["predicted", "unplanned"]
 
@@ -47,7 +47,7 @@ def predicted(
         PlanError: what cannot be planned, with the reason.
     """
     from polyshard_cli.plan import draft
-    from polyshard_cli.plan.page.run import predicted_facts
+    from polyshard_cli.plan.report.outcome import predicted_facts
     from polyshard_cli.plan.request.model import Loaded
 
     shape = replace(

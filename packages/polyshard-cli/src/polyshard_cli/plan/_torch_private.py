@@ -7,8 +7,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-__all__ = ["is_fake", "ranks_of_group", "storage_key"]
-
 
 def ranks_of_group(name: str) -> int:
     """Ranks of the process group that a functional collective is given by name."""

@@ -14,21 +14,18 @@ from polyshard_cli.plan.drafting import draft
 from polyshard_cli.plan.errors import PlanError
 from polyshard_cli.plan.estimate.machines import save_machine
 from polyshard_cli.plan.estimate.measuring import measure
-from polyshard_cli.plan.page.file import check_page, write_page
-from polyshard_cli.plan.page.plan import plan_page
+from polyshard_cli.plan.page.console import WIDTH, show
+from polyshard_cli.plan.page.html import check_page, write_page
 from polyshard_cli.plan.report.document import Document
-from polyshard_cli.plan.report.table import WIDTH, show
+from polyshard_cli.plan.report.sections import lead_of, plan_page, plan_sections
 from polyshard_cli.plan.request import options
 from polyshard_cli.plan.request.mesh import parse_mesh
 from polyshard_cli.plan.request.settings import Settings
 from polyshard_cli.plan.request.sizes import parse_bytes
+from polyshard_cli.plan.tuning import sections as tuning_report
 from polyshard_cli.plan.tuning.document import Tuning
-from polyshard_cli.plan.tuning.page import tuning_page
 from polyshard_cli.plan.tuning.space import Open
-from polyshard_cli.plan.tuning.table import show_tuning
 from polyshard_cli.plan.tuning.tune import tune as tuned
-
-__all__ = ["plan"]
 
 MOST_ON_CPU = 8
 """Ranks that share a CPU, however few cores it has: more are taken to be on other hosts."""
@@ -103,15 +100,20 @@ def plan(
         typer.echo(found.to_json())
         return
     if isinstance(found, Tuning):
-        show_tuning(found, console_for_tables(WIDTH))
+        front = tuning_report.tuning_section(found)
+        show(tuning_report.lead_of(found), [front], console_for_tables(WIDTH))
+        typer.echo(found.python)  # whole lines, to be pasted
     else:
-        show(found, console_for_tables(WIDTH), parameters=parameters)
+        sections = plan_sections(found, parameters=parameters)
+        show(lead_of(found), sections, console_for_tables(WIDTH))
     if html is not None:
         typer.echo(f"written: {html}, a page for any browser")
 
 
 def _page(found: Document | Tuning, settings: Settings) -> str:
-    return tuning_page(found, settings) if isinstance(found, Tuning) else plan_page(found)
+    if isinstance(found, Tuning):
+        return tuning_report.tuning_page(found, settings)
+    return plan_page(found)
 
 
 def _search(

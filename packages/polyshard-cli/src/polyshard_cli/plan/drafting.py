@@ -37,18 +37,6 @@ from polyshard_cli.plan.request.model import Loaded, built, load_model
 from polyshard_cli.plan.request.plugins import make_plugins, tensor_parallel, tiers_of
 from polyshard_cli.plan.request.settings import Backend, Settings
 
-__all__ = [
-    "Estimate",
-    "Running",
-    "Subject",
-    "draft",
-    "estimated",
-    "planned",
-    "probed",
-    "running",
-    "subject_of",
-]
-
 
 @dataclass(frozen=True)
 class Subject:
@@ -92,20 +80,61 @@ def draft(settings: Settings, loaded: Loaded | None = None) -> Document:
     found = probed(subject, settings)
     run = running(subject, settings, groups, found)
     needs = estimated(subject, settings, groups, found, run)
-    machine = subject.machine
-    case = Case(groups, needs.memory, needs.timing, machine, settings.mesh, found.problem)
+    case = Case(groups, needs.memory, needs.timing, subject.machine, settings.mesh, found.problem)
+    asked = settings.sequence or subject.loaded.sequence
+    facts = facts_of(
+        subject.loaded.name,
+        groups,
+        settings.optimizer,
+        settings.rank,
+        settings.local_batch,
+        asked,
+        settings.accumulate,
+    )
+    return document_of(case, facts, subject.backend, needs.traffic)
+
+
+def document_of(
+    case: Case, model: ModelFacts, backend: str, traffic: Sequence[Transfer]
+) -> Document:
+    """What ``case`` and ``traffic`` come to."""
+    machine = case.machine
     return Document(
         schema=SCHEMA,
         polyshard=__version__,
         torch=torch.__version__,
-        model=_facts(settings, subject.loaded, groups),
-        mesh=settings.mesh,
-        machine=MachineFacts(machine.name, subject.backend, machine.sources, machine.memory_bytes),
-        groups=group_facts(groups),
-        memory=needs.memory,
-        traffic=folded(needs.traffic),
-        timing=needs.timing,
+        model=model,
+        mesh=case.mesh,
+        machine=MachineFacts(machine.name, backend, machine.sources, machine.memory_bytes),
+        groups=group_facts(case.groups),
+        memory=case.memory,
+        traffic=folded(traffic),
+        timing=case.timing,
         notices=advice_for(case),
+    )
+
+
+def facts_of(
+    name: str,
+    groups: Sequence[PlannedGroup],
+    optimizer: str,
+    rank: int,
+    batch: int = 0,
+    sequence: int = 0,
+    accumulate: int = 1,
+) -> ModelFacts:
+    """The model of ``groups``, and what is done with it."""
+    parameters = [p for group in groups for p in group.parameters]
+    return ModelFacts(
+        name=name,
+        parameters=sum(p.elements for p in parameters),
+        trainable=sum(p.elements for p in parameters if p.trainable),
+        units=len({group.unit for group in groups}),
+        batch=batch,
+        sequence=sequence,
+        optimizer=optimizer,
+        rank=rank,
+        accumulate=accumulate,
     )
 
 
@@ -197,18 +226,3 @@ def _applied(plugin: object, model: nn.Module) -> object:
     except ValueError as error:
         raise PlanError(f"tensor parallelism does not fit the model: {error}") from error
     return plugin
-
-
-def _facts(settings: Settings, loaded: Loaded, groups: tuple[PlannedGroup, ...]) -> ModelFacts:
-    parameters = [p for group in groups for p in group.parameters]
-    return ModelFacts(
-        name=loaded.name,
-        parameters=sum(p.elements for p in parameters),
-        trainable=sum(p.elements for p in parameters if p.trainable),
-        units=len({group.unit for group in groups}),
-        batch=settings.local_batch,
-        accumulate=settings.accumulate,
-        sequence=settings.sequence or loaded.sequence,
-        optimizer=settings.optimizer,
-        rank=settings.rank,
-    )

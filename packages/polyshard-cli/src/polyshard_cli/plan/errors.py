@@ -2,8 +2,6 @@
 
 from polyshard.errors import PolyshardError
 
-__all__ = ["PlanError"]
-
 
 class PlanError(PolyshardError, ValueError):
     """Something that cannot be planned; the message names it and the nearest thing that works."""

@@ -4,34 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from polyshard.__about__ import __version__
 from polyshard.errors import SettingError
 from polyshard.planning import PlannedGroup as Living
 from polyshard.planning import planned_groups as living_groups
-from polyshard_cli.plan.dry_run.planning import PlannedGroup, axis_names, planned_groups
+from polyshard_cli.plan.drafting import document_of, facts_of
+from polyshard_cli.plan.dry_run.planning import axis_names, planned_groups
 from polyshard_cli.plan.dry_run.probing import Cost, Probe
 from polyshard_cli.plan.errors import PlanError
 from polyshard_cli.plan.estimate.machines import load_machine
 from polyshard_cli.plan.estimate.memory import memory_of
 from polyshard_cli.plan.estimate.traffic import traffic_of
-from polyshard_cli.plan.report.advice import Case, advice_for
-from polyshard_cli.plan.report.document import (
-    SCHEMA,
-    Document,
-    MachineFacts,
-    ModelFacts,
-    folded,
-    group_facts,
-)
+from polyshard_cli.plan.report.advice import Case
+from polyshard_cli.plan.report.document import Document
 from polyshard_cli.plan.request.mesh import Axis, MeshSpec, Role
 from polyshard_cli.plan.request.plugins import tiers_of
 from polyshard_cli.plan.request.settings import OptimizerName
-
-__all__ = ["describe"]
 
 NOT_RUN = "a model that is sharded already is described, not run"
 
@@ -65,19 +55,8 @@ def describe(
     mesh, found = _mesh_of(owners), Probe({}, Cost(), problem=NOT_RUN)
     memory = memory_of(groups, found, optimizer, tiers_of(_plugins_of(owners)))
     case = Case(groups, memory, None, target, mesh, NOT_RUN)
-    return Document(
-        schema=SCHEMA,
-        polyshard=__version__,
-        torch=torch.__version__,
-        model=_facts(model, groups, optimizer),
-        mesh=mesh,
-        machine=MachineFacts(target.name, dist.get_backend(), target.sources, target.memory_bytes),
-        groups=group_facts(groups),
-        memory=memory,
-        traffic=folded(traffic_of(groups, found, mesh)),
-        timing=None,
-        notices=advice_for(case),
-    )
+    facts = facts_of(type(model).__name__, groups, optimizer, dist.get_rank())
+    return document_of(case, facts, dist.get_backend(), traffic_of(groups, found, mesh))
 
 
 def _mesh_of(groups: Iterable[Living]) -> MeshSpec:
@@ -115,19 +94,3 @@ def _words(mesh: MeshSpec) -> str:
 
 def _plugins_of(groups: Iterable[Living]) -> list[object]:
     return [plugin for group in groups for plugin in group.plugins]
-
-
-def _facts(
-    model: nn.Module, groups: tuple[PlannedGroup, ...], optimizer: OptimizerName
-) -> ModelFacts:
-    parameters = [p for group in groups for p in group.parameters]
-    return ModelFacts(
-        name=type(model).__name__,
-        parameters=sum(p.elements for p in parameters),
-        trainable=sum(p.elements for p in parameters if p.trainable),
-        units=len({group.unit for group in groups}),
-        batch=0,
-        sequence=0,
-        optimizer=optimizer,
-        rank=dist.get_rank(),
-    )

@@ -58,5 +58,5 @@ def test_a_picture_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CompareError, match=r"ends in \.png"):
         check_picture(Path("picture.bmp"))
     monkeypatch.setattr("polyshard_cli.compare.report.picture.find_spec", lambda _: None)
-    with pytest.raises(CompareError, match=r"pip install 'polyshard-cli\[html\]'"):
+    with pytest.raises(CompareError, match=r"pip install 'polyshard-cli\[picture\]'"):
         check_picture(Path("picture.png"))

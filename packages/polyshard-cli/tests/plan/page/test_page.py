@@ -9,18 +9,16 @@ from pathlib import Path
 import plan_pages
 import pytest
 import typer
-from plan_pages import OUTCOME, POINTS, Parsed
+from plan_pages import OUTCOME, Parsed
 from typer.testing import CliRunner
 
-from polyshard.group.transfers import readable
+from polyshard.planning import readable
 from polyshard_cli.plan import parse_mesh
 from polyshard_cli.plan.command import plan
-from polyshard_cli.plan.page import rendering
-from polyshard_cli.plan.page.blocks import Drawing, Section, Table, Text
-from polyshard_cli.plan.page.canvas import Canvas
-from polyshard_cli.plan.page.plan import plan_page
-from polyshard_cli.plan.page.run import RankFacts, predicted_facts, run_page
-from polyshard_cli.plan.page.sections.tuning import tuning_section
+from polyshard_cli.plan.page.blocks import Bar, Bars, Items, Plot, Section, Series, Table, Text
+from polyshard_cli.plan.page.html import render
+from polyshard_cli.plan.report.outcome import RankFacts, predicted_facts, run_page
+from polyshard_cli.plan.report.sections import plan_page
 
 
 @pytest.fixture(scope="module")
@@ -89,21 +87,15 @@ def test_a_limit_that_is_near_is_drawn(tmp_path: Path) -> None:
 def test_names_are_escaped() -> None:
     evil = '<img src=x>&"$x_1$'
 
-    def draw(canvas: Canvas) -> None:
-        canvas.axes.barh([0], [1], label=evil)
-        canvas.lanes([evil])
-        canvas.legend(1)
-
-    section = Section(
-        "evil",
-        evil,
-        (Text(evil), Table(evil, (evil, "b"), ((evil, evil),)), Drawing("evil-svg", evil, draw, 1)),
-    )
-    parsed = Parsed.of(rendering.render(evil, evil, [section]))
+    bars = Bars("bars", evil, (evil,), (evil,), (Bar(0, 0.0, 1.0, 0),), evil, (2.0, evil))
+    plot = Plot("plot", evil, (Series(evil, ((1.0, 2.0),)),), evil, evil)
+    blocks = (Text(evil), Items(((evil, evil),)), Table(evil, (evil, "b"), ((evil, evil),)))
+    section = Section("evil", evil, (*blocks, bars, plot))
+    parsed = Parsed.of(render(evil, evil, [section]))
     assert parsed.count("img") == 0
-    # Title, heading, lead, link, section, text, caption, column, two cells, and twice each of a
-    # drawing's title, row and legend.
-    assert sum(evil in text for text in parsed.texts) == 10 + 2 * 3
+    # Title, heading, lead, link, section, text, name, item, caption, column, two cells; and, twice
+    # each, bars' title, row, legend, limit and axis, and a plot's title, legend and axes.
+    assert sum(evil in text for text in parsed.texts) == 12 + 2 * (5 + 4)
     (box,) = (a for tag, a in parsed.tags if a.get("role") == "region")
     assert box["aria-label"] == evil
 
@@ -152,19 +144,6 @@ def test_what_rests_on_the_host_counts_where_the_host_computes() -> None:
     assert readable(host) in Parsed.of(plan_page(document)).texts
 
 
-def test_the_front_has_every_point() -> None:
-    section = tuning_section(POINTS)
-    texts = Parsed.of(rendering.render("Front", "", [section])).texts
-    for point in POINTS:
-        at = texts.index(point.name)
-        assert texts[at + 1] == readable(point.memory_bytes)
-        assert texts[at + 2] == f"{point.seconds * 1e3:,.2f}"
-    assert texts.count("chosen") == 1 + 2  # in the table, and twice in the drawing's legends
-    assert [p.name for p in sorted(POINTS, key=lambda p: texts.index(p.name))] == [
-        p.name for p in sorted(POINTS, key=lambda p: p.memory_bytes)
-    ]
-
-
 def test_the_command_writes_it(tmp_path: Path) -> None:
     path = tmp_path / "plan.html"
     code, text = run("demo:tiny", "--mesh", "dp=2", "--json", "--html", str(path))
@@ -178,13 +157,3 @@ def test_the_command_writes_it(tmp_path: Path) -> None:
         code, text = run("demo:tiny", "--html", str(bad))
         assert code == 2
         assert expected in text.replace("\n", "")
-
-
-def test_a_missing_extra_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "find_spec", lambda name: None)
-    path = tmp_path / "plan.html"
-    code, text = run("demo:tiny", "--mesh", "dp=2", "--html", str(path))
-    assert code == 2
-    assert "needs matplotlib and jinja2" in text
-    assert "pip install 'polyshard-cli[html]'" in text
-    assert not path.exists()

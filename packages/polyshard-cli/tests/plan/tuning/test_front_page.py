@@ -8,10 +8,10 @@ import typer
 from plan_pages import Parsed
 from typer.testing import CliRunner
 
-from polyshard.group.transfers import readable
+from polyshard.planning import readable
 from polyshard_cli.plan import Open, Settings, parse_mesh, tune
 from polyshard_cli.plan.command import plan
-from polyshard_cli.plan.tuning.page import tuning_page
+from polyshard_cli.plan.tuning.sections import tuning_page
 
 
 def test_the_page_has_the_front_and_the_plan_of_the_best() -> None:
@@ -21,10 +21,11 @@ def test_the_page_has_the_front_and_the_plan_of_the_best() -> None:
     parsed = Parsed.of(tuning_page(found, settings))
     said = " ".join(parsed.texts)
     for point in found.front:
-        assert point.name in parsed.texts
-        assert readable(point.memory_bytes) in said
+        at = parsed.texts.index(f"{point.seconds * 1e3:,.3f}")
+        assert readable(point.memory_bytes) in parsed.texts[at + 1 : at + 3]
+    assert found.best.name in said
     (axis,) = (part for part in found.best.mesh.split(",") if part.startswith("replicate"))
-    assert f"on 4 ranks ({axis}" in said
+    assert f"on 4 ranks ({axis.replace('=', ' = ')}" in said
     ids = [attributes.get("id") for _, attributes in parsed.tags]
     assert ids.index("tuning") < ids.index("memory")
 

@@ -105,7 +105,7 @@ def digest_of(model: nn.Module) -> tuple[tuple[str, int], ...]:
 
 def _checksum(tensor: Tensor) -> int:
     plain = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return zlib.crc32(plain.numpy())
+    return zlib.crc32(plain.numpy().tobytes())
 
 
 def _function(name: str, found: object) -> Callable[[], object]:

@@ -1,4 +1,4 @@
-"""The comparison as a picture; needs the extra ``polyshard-cli[html]``."""
+"""The comparison as a picture; needs the extra ``polyshard-cli[picture]``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_picture(path: Path) -> None:
     if find_spec("matplotlib") is None:
         raise CompareError(
             f"--picture {path} needs matplotlib, which is not installed: "
-            "pip install 'polyshard-cli[html]'"
+            "pip install 'polyshard-cli[picture]'"
         )
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise CompareError(f"--picture {path}: give a file that ends in .png, .svg or .pdf")

@@ -16,8 +16,6 @@ from typing_extensions import override
 
 from polyshard_cli.plan.dry_run.recorder import Recorder
 
-__all__ = ["FlashAttention"]
-
 
 class _Attention(torch.autograd.Function):
     """Shapes of attention that recomputes its scores in backward."""

@@ -17,8 +17,6 @@ from typing_extensions import override
 
 from polyshard_cli.plan.dry_run.recorder import Account, Recorder
 
-__all__ = ["leaves_behind", "stand_in", "without_memory"]
-
 
 class _Unit(torch.autograd.Function):
     """Outputs and gradients of a unit, whose cost was booked elsewhere."""

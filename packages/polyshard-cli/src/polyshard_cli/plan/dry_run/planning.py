@@ -22,16 +22,6 @@ from polyshard_cli.plan.errors import PlanError
 from polyshard_cli.plan.request.names import imported
 from polyshard_cli.plan.request.settings import Settings
 
-__all__ = [
-    "Cut",
-    "PlannedGroup",
-    "PlannedParameter",
-    "axis_names",
-    "planned_groups",
-    "policy_of",
-    "shard",
-]
-
 
 @dataclass(frozen=True)
 class Cut:

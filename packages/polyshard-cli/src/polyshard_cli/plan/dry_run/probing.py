@@ -25,8 +25,6 @@ from polyshard_cli.plan.dry_run.graph import leaves_behind, stand_in, without_me
 from polyshard_cli.plan.dry_run.recorder import Account, Kernel, Recorder, leaves_of, local_of
 from polyshard_cli.plan.dry_run.units import Units
 
-__all__ = ["Cost", "Probe", "cast_parameters", "probe"]
-
 
 @dataclass(frozen=True)
 class Cost:

@@ -23,8 +23,6 @@ from typing_extensions import override
 
 from polyshard_cli.plan._torch_private import is_fake, ranks_of_group
 
-__all__ = ["Account", "Collective", "Kernel", "Recorder", "local_of"]
-
 KINDS = {
     "all_reduce": "all-reduce",
     "all_gather_into_tensor": "all-gather",

@@ -11,8 +11,6 @@ from torch import nn
 
 from polyshard_cli.plan.errors import PlanError
 
-__all__ = ["NONE", "Units", "repeated", "units_of"]
-
 Units = dict[str, tuple[nn.Module, ...]]
 """The modules of each unit, by the name of its first."""
 

@@ -15,8 +15,6 @@ from typing import Any, Final
 from polyshard_cli.plan.errors import PlanError
 from polyshard_cli.plan.request.settings import Backend
 
-__all__ = ["MACHINES", "Link", "Machine", "Roof", "load_machine", "save_machine"]
-
 GIGA = 10**9
 
 

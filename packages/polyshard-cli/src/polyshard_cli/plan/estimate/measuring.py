@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,8 +37,6 @@ from polyshard_cli.plan.estimate.trials import (
 from polyshard_cli.plan.estimate.turns import PINGS, TURNS, seconds_of_turns
 from polyshard_cli.plan.request.settings import Backend
 
-__all__ = ["measure"]
-
 WIDTH = 1024
 """Of the matrices that are multiplied, by so many rows:"""
 ROWS = (1, 4, 16, 64, 256, 1024)
@@ -53,22 +52,18 @@ START_SECONDS = 120
 """For the ranks to import torch and meet; they are given as long to measure."""
 
 
+Points = tuple[tuple[float, float], ...]
+"""Operations a byte, and operations a second."""
+
+
 @dataclass(frozen=True)
 class Figures:
     """What one rank found in one round."""
 
-    products: dict[str, tuple[tuple[float, float], ...]]
-    copy_rate: float
-    host_rate: float
-    operation_seconds: float
-    divided_seconds: float
-    send_rate: float
-    latency: float
-    overlap: float
-    optimizer_rate: float
-    codec_rate: float
-    transfer_seconds: float
-    collective_seconds: float
+    products: dict[str, Points]
+    """Of matrices, by dtype."""
+    rates: dict[str, float]
+    """Fields of :class:`Machine` (those of its links, too) by name."""
 
 
 def measure(ranks: int, rounds: int = ROUNDS) -> Machine:
@@ -86,10 +81,10 @@ def measure(ranks: int, rounds: int = ROUNDS) -> Machine:
         dtype: Roof(_median_points([figures.products[dtype] for figures in found]))
         for dtype in found[0].products
     }
-    link = Link(
-        bytes_per_second=statistics.median(f.send_rate for f in found),
-        latency_seconds=statistics.median(f.latency for f in found),
-    )
+    rates: dict[str, Any] = {
+        name: statistics.median(figures.rates[name] for figures in found) for name in found[0].rates
+    }
+    link = Link(**{field.name: rates.pop(field.name) for field in fields(Link)})
     return Machine(
         name=f"this machine ({os.uname().nodename})",
         backend=backend,
@@ -97,22 +92,14 @@ def measure(ranks: int, rounds: int = ROUNDS) -> Machine:
         memory_bytes=_memory_bytes(device),
         flops_per_second={d: max(rate for _, rate in roof.points) for d, roof in products.items()},
         efficiency=1.0,
-        memory_bytes_per_second=statistics.median(f.copy_rate for f in found),
-        operation_seconds=statistics.median(f.operation_seconds for f in found),
-        divided_seconds=statistics.median(f.divided_seconds for f in found),
         products=products,
         is_ahead=device.type != "cpu",
-        overlap=statistics.median(f.overlap for f in found),
-        optimizer_bytes_per_second=statistics.median(f.optimizer_rate for f in found),
-        codec_bytes_per_second=statistics.median(f.codec_rate for f in found),
-        transfer_seconds=statistics.median(f.transfer_seconds for f in found),
-        collective_seconds=statistics.median(f.collective_seconds for f in found),
         inside=link,
         between=link,
-        host_bytes_per_second=statistics.median(f.host_rate for f in found),
         sources=(
             f"measured by {ranks} processes at once, torch {torch.__version__}, {device.type}",
         ),
+        **rates,
     )
 
 
@@ -133,9 +120,7 @@ def _memory_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _median_points(
-    found: list[tuple[tuple[float, float], ...]],
-) -> tuple[tuple[float, float], ...]:
+def _median_points(found: list[Points]) -> Points:
     return tuple(
         (points[0][0], statistics.median(rate for _, rate in points))
         for points in zip(*found, strict=True)
@@ -207,24 +192,25 @@ def _figures(rank: int, ranks: int, device: torch.device, sent_on: torch.device)
     send_seconds = _exchange(rank, ranks, SENT, sent_on)
     latency = _exchange(rank, ranks, 4, sent_on)
     send_rate = SENT / max(send_seconds - latency, 1e-9)
-    return Figures(
-        products={str(d).removeprefix("torch."): _products(device, d) for d in dtypes},
-        copy_rate=_copy_rate(device),
-        host_rate=_host_rate(device),
-        operation_seconds=_operation_seconds(device),
-        divided_seconds=divided_seconds(device, ranks),
-        send_rate=send_rate,
-        latency=latency,
-        overlap=_overlap(rank, ranks, device, sent_on),
-        optimizer_rate=optimizer_rate(device),
-        codec_rate=codec_rate(device, send_rate),
-        transfer_seconds=transfer_seconds(device),
-        collective_seconds=collective_seconds(sent_on),
-    )
+    products = {str(d).removeprefix("torch."): _products(device, d) for d in dtypes}
+    rates = {
+        "bytes_per_second": send_rate,
+        "latency_seconds": latency,
+        "memory_bytes_per_second": _copy_rate(device),
+        "host_bytes_per_second": _host_rate(device),
+        "operation_seconds": _operation_seconds(device),
+        "divided_seconds": divided_seconds(device, ranks),
+        "overlap": _overlap(rank, ranks, device, sent_on),
+        "optimizer_bytes_per_second": optimizer_rate(device),
+        "codec_bytes_per_second": codec_rate(device, send_rate),
+        "transfer_seconds": transfer_seconds(device),
+        "collective_seconds": collective_seconds(sent_on),
+    }
+    return Figures(products, rates)
 
 
-def _products(device: torch.device, dtype: torch.dtype) -> tuple[tuple[float, float], ...]:
-    """Operations a byte, and operations a second, of matrices that are not in a cache."""
+def _products(device: torch.device, dtype: torch.dtype) -> Points:
+    """Of matrices that are not in a cache."""
     width = WIDTH if device.type == "cpu" else 8 * WIDTH
     count = max(1, COPIED // (width * width * dtype.itemsize))
     matrices = [torch.ones(width, width, dtype=dtype, device=device) for _ in range(count)]

@@ -20,11 +20,12 @@ from polyshard_cli.plan.dry_run.probing import Cost, Probe
 from polyshard_cli.plan.estimate.transfers import accumulated_bytes
 from polyshard_cli.plan.request.settings import OptimizerName
 
-__all__ = ["Memory", "Phase", "memory_of"]
-
 STATES: dict[OptimizerName, int] = {"adamw": 2, "momentum": 1, "sgd": 0}
 """Values of optimizer state for each element of a trainable parameter."""
 
+
+PARTS = ("parameters", "gradients", "optimizer", "unsharded", "activations", "transfers")
+"""Of a phase, as its fields are called."""
 
 Moment = tuple[str, int, int, int]
 """The unit that runs, and bytes: unsharded parameters, activations, transfers."""
@@ -48,14 +49,7 @@ class Phase:
     @property
     def total(self) -> int:
         """Bytes on the device."""
-        return (
-            self.parameters
-            + self.gradients
-            + self.optimizer
-            + self.unsharded
-            + self.activations
-            + self.transfers
-        )
+        return sum(getattr(self, part) for part in PARTS)
 
 
 @dataclass(frozen=True)

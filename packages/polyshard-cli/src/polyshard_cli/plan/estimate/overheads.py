@@ -19,8 +19,6 @@ from polyshard_cli.plan.estimate.timeline import Span, Timeline
 from polyshard_cli.plan.estimate.timing import Timing, Work
 from polyshard_cli.plan.request.settings import OptimizerName
 
-__all__ = ["coded_bytes", "with_overheads"]
-
 
 def with_overheads(
     timing: Timing,

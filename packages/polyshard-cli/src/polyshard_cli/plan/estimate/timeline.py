@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["LANES", "Lane", "Span", "Timeline"]
-
 Lane = Literal["compute", "gathers", "reductions"]
 LANES: tuple[Lane, ...] = ("compute", "gathers", "reductions")
 

@@ -30,8 +30,6 @@ from polyshard_cli.plan.estimate.transfers import (
 from polyshard_cli.plan.request.mesh import MeshSpec
 from polyshard_cli.plan.request.settings import OptimizerName
 
-__all__ = ["Timing", "seconds_of", "time_of"]
-
 SLOWED = "transfers that take from compute"
 
 

@@ -12,8 +12,6 @@ from polyshard_cli.plan.dry_run.recorder import Collective
 from polyshard_cli.plan.estimate.transfers import sent_dtype
 from polyshard_cli.plan.request.mesh import MeshSpec
 
-__all__ = ["Transfer", "traffic_of"]
-
 
 @dataclass(frozen=True)
 class Transfer:

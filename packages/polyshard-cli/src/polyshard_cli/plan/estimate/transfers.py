@@ -6,14 +6,6 @@ import torch
 
 from polyshard.planning import GroupPlan
 
-__all__ = [
-    "accumulated_bytes",
-    "copied_by_gathers",
-    "copied_by_reductions",
-    "native_gather_bytes",
-    "sent_dtype",
-]
-
 
 def sent_dtype(plan: GroupPlan) -> torch.dtype:
     """Of gradients that are reduced after each backward."""

@@ -24,14 +24,6 @@ from polyshard_cli.plan.dry_run.recorder import Account, Recorder
 from polyshard_cli.plan.estimate.overheads import coded_bytes
 from polyshard_cli.plan.estimate.turns import PINGS, seconds_of_turns
 
-__all__ = [
-    "codec_rate",
-    "collective_seconds",
-    "divided_seconds",
-    "optimizer_rate",
-    "transfer_seconds",
-]
-
 UNITS, WIDTH = 16, 8
 CODED_UNITS, CODED_WIDTH = 6, 1536
 """More than a cache holds."""

@@ -9,8 +9,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-__all__ = ["PINGS", "TURNS", "seconds_of_turns"]
-
 TURNS = 7
 PINGS = 50
 """Turns of what is too short for a few to tell."""

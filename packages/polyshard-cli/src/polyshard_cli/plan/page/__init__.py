@@ -1,1 +1,1 @@
-"""The plan as one page of HTML that needs nothing else: no network, no script."""
+"""Reports of sections, for a terminal or as one page of HTML without script or network."""

@@ -1,14 +1,8 @@
-"""What a section is made of: text, lists, tables and drawings, without a word of HTML."""
+"""What a section is made of: text, lists, tables, bars and plots, as data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
-
-from polyshard_cli.plan.page.canvas import Canvas
-
-__all__ = ["Block", "Drawing", "Items", "Section", "Table", "Text"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +10,6 @@ class Text:
     """A paragraph."""
 
     words: str
-    kind: ClassVar[Literal["text"]] = "text"
 
 
 @dataclass(frozen=True)
@@ -24,7 +17,6 @@ class Items:
     """A list; an item may have a name before its words, or an empty one."""
 
     items: tuple[tuple[str, str], ...]
-    kind: ClassVar[Literal["items"]] = "items"
 
 
 @dataclass(frozen=True)
@@ -38,32 +30,66 @@ class Table:
     """Columns that hold words; all but these and the first hold numbers."""
     has_total: bool = False
     """Whether the last row is what the others come to."""
-    kind: ClassVar[Literal["table"]] = "table"
+    marked: tuple[int, ...] = ()
+    """Rows that stand out."""
 
     def __post_init__(self) -> None:
         assert all(len(row) == len(self.columns) for row in self.rows), self.caption
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """A picture that is drawn once for a wide screen, and once for a phone."""
+class Bar:
+    """A piece of a row, from ``start`` on."""
+
+    row: int
+    start: float
+    length: float
+    series: int
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Rows of bars, in the unit of the axis below them. The page shows it, a terminal does not."""
 
     name: str
     """A word, of which a page has only one."""
     title: str
     """What it shows: read aloud where it cannot be seen."""
-    draw: Callable[[Canvas], None]
-    rows: float
-    """Its height: how many bars are above one another."""
-    kind: ClassVar[Literal["drawing"]] = "drawing"
+    rows: tuple[str, ...]
+    series: tuple[str, ...]
+    bars: tuple[Bar, ...]
+    axis: str
+    limit: tuple[float, str] | None = None
+    """A line across that nothing should pass, and what it is."""
 
 
-Block = Text | Items | Table | Drawing
+@dataclass(frozen=True)
+class Series:
+    """Points of a plot; ``is_line``: joined."""
+
+    label: str
+    points: tuple[tuple[float, float], ...]
+    is_line: bool = False
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Points over two axes. The page shows it, a terminal does not."""
+
+    name: str
+    title: str
+    series: tuple[Series, ...]
+    across: str
+    up: str
+    limit: tuple[float, str] | None = None
+
+
+Block = Text | Items | Table | Bars | Plot
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page with a heading of its own."""
+    """A part of a report with a heading of its own."""
 
     name: str
     """A word, of which a page has only one: it is linked by it."""

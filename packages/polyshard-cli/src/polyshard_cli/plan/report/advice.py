@@ -13,8 +13,6 @@ from polyshard_cli.plan.estimate.timing import Timing, link_of
 from polyshard_cli.plan.estimate.transfers import native_gather_bytes
 from polyshard_cli.plan.request.mesh import MeshSpec
 
-__all__ = ["Case", "Notice", "advice_for"]
-
 TINY_ELEMENTS = 256
 """A shard of a matrix below this many elements is mostly the cost of moving it."""
 MUCH_PADDING = 0.05

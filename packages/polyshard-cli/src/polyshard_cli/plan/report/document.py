@@ -17,8 +17,6 @@ from polyshard_cli.plan.estimate.traffic import Transfer
 from polyshard_cli.plan.report.advice import Notice, pattern
 from polyshard_cli.plan.request.mesh import MeshSpec
 
-__all__ = ["SCHEMA", "Document", "GroupFacts", "MachineFacts", "ModelFacts", "group_facts"]
-
 SCHEMA = 1
 
 

@@ -15,8 +15,6 @@ from torch import nn
 from polyshard_cli.needs import missing
 from polyshard_cli.plan.errors import PlanError
 
-__all__ = ["config_of", "model_of", "nearest_config"]
-
 FILE = "config.json"
 
 

@@ -11,8 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from polyshard_cli.plan.errors import PlanError
 
-__all__ = ["Axis", "MeshSpec", "parse_mesh"]
-
 Role = Literal["replicate", "shard", "tensor"]
 
 NAMES: dict[str, Role] = {

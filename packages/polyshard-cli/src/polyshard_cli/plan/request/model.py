@@ -22,8 +22,6 @@ from polyshard_cli.plan.request.configs import config_of, model_of
 from polyshard_cli.plan.request.names import imported
 from polyshard_cli.plan.request.settings import Settings
 
-__all__ = ["Loaded", "load_model"]
-
 LONGEST = 4096
 """Tokens of a sequence where a model would take more and nobody said."""
 

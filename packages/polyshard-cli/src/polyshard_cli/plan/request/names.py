@@ -11,8 +11,6 @@ from typing import Any
 
 from polyshard_cli.plan.errors import PlanError
 
-__all__ = ["imported"]
-
 
 def imported(name: str, option: str) -> Any:
     """What ``name`` is the name of; modules of the current directory are found, too.

@@ -18,8 +18,6 @@ from polyshard_cli.plan.request.model import Loaded
 from polyshard_cli.plan.request.names import imported
 from polyshard_cli.plan.request.settings import Settings
 
-__all__ = ["is_plugin", "make_plugins", "tensor_parallel", "tensor_plan", "tiers_of"]
-
 TIERS = ("params", "grads", "optimizer", "fraction")
 LLAMA_LIKE = "model.layers.0.self_attn.q_proj"
 

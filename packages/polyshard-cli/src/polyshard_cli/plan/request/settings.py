@@ -9,8 +9,6 @@ from typing import Literal
 from polyshard_cli.plan.errors import PlanError
 from polyshard_cli.plan.request.mesh import MeshSpec, parse_mesh
 
-__all__ = ["Backend", "OptimizerName", "Settings"]
-
 Backend = Literal["gloo", "nccl"]
 OptimizerName = Literal["adamw", "sgd", "momentum"]
 

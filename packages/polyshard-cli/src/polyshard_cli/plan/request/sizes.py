@@ -6,8 +6,6 @@ import re
 
 from polyshard_cli.plan.errors import PlanError
 
-__all__ = ["parse_bytes"]
-
 UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate("KMGT", start=1)

@@ -8,8 +8,6 @@ from torch import nn
 
 from polyshard_cli.plan.dry_run.units import NONE, repeated
 
-__all__ = ["boundaries_of"]
-
 RUNS = (2, 4)
 """Blocks that may be one unit together."""
 

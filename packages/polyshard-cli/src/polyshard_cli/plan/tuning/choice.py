@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from polyshard_cli.plan.request.mesh import MeshSpec
 from polyshard_cli.plan.request.settings import Settings
 
-__all__ = ["Choice", "mesh_text", "reshard_text"]
-
 
 @dataclass(frozen=True)
 class Choice:

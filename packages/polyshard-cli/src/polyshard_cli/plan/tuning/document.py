@@ -13,8 +13,6 @@ from polyshard_cli.plan.tuning.choice import Choice, mesh_text
 from polyshard_cli.plan.tuning.reasons import Difference
 from polyshard_cli.plan.tuning.search import Tried
 
-__all__ = ["SCHEMA", "Point", "Refusal", "RunnerUp", "Tuning", "point_of", "refusals_of"]
-
 SCHEMA = 1
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-__all__ = ["Measured", "front_of", "ranked"]
-
 
 class Measured(Protocol):
     """Anything that takes memory and time."""

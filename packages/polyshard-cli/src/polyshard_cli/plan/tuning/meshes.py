@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator
 
 from polyshard_cli.plan.request.mesh import Axis, MeshSpec, Role
 
-__all__ = ["divisors", "meshes_of"]
-
 NAMES: dict[Role, str] = {"replicate": "replicate", "tensor": "tp"}
 
 

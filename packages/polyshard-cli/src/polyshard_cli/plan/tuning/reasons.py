@@ -9,8 +9,6 @@ from polyshard.planning import readable
 from polyshard_cli.plan.estimate.timing import Timing
 from polyshard_cli.plan.tuning.search import Tried
 
-__all__ = ["Difference", "differences", "parts_of", "reason"]
-
 TENSOR = "collectives of tensor parallelism"
 """The part of what is waited for that counts as compute, too."""
 

@@ -14,8 +14,6 @@ from polyshard_cli.plan.request.names import imported
 from polyshard_cli.plan.request.plugins import is_plugin, tensor_plan
 from polyshard_cli.plan.request.settings import Settings
 
-__all__ = ["script_of"]
-
 OPTIMIZERS = {
     "adamw": "torch.optim.AdamW(model.parameters(), lr=1e-3)",
     "sgd": "torch.optim.SGD(model.parameters(), lr=1e-3)",

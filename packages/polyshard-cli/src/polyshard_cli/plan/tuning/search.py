@@ -24,8 +24,6 @@ from polyshard_cli.plan.tuning.choice import Choice
 from polyshard_cli.plan.tuning.front import ranked
 from polyshard_cli.plan.tuning.space import Space
 
-__all__ = ["Found", "Search", "Tried"]
-
 MOST_UNITS = 4000
 """Units that are planned, over all plans, before a search goes by rounds."""
 MOST_MESHES = 3

@@ -20,8 +20,6 @@ from polyshard_cli.plan.tuning.boundaries import boundaries_of
 from polyshard_cli.plan.tuning.choice import Choice
 from polyshard_cli.plan.tuning.meshes import divisors, meshes_of
 
-__all__ = ["KEEPABLE", "Open", "Space", "space_of", "with_batch"]
-
 KEEPABLE = ("mesh", "replicate", "tp", "units", "reshard", "quantize", "offload")
 FORMATS = ("int8,native", "int8", "int4")
 TIERS = ("optimizer=host,fraction=0.5", "optimizer=host", "params=host")

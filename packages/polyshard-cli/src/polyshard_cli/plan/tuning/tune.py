@@ -8,6 +8,7 @@ from polyshard.__about__ import __version__
 from polyshard.planning import readable
 from polyshard_cli.plan.drafting import Subject, subject_of
 from polyshard_cli.plan.errors import PlanError
+from polyshard_cli.plan.estimate.memory import PARTS
 from polyshard_cli.plan.request.settings import Settings
 from polyshard_cli.plan.tuning.document import (
     SCHEMA,
@@ -21,8 +22,6 @@ from polyshard_cli.plan.tuning.reasons import differences, reason
 from polyshard_cli.plan.tuning.script import script_of
 from polyshard_cli.plan.tuning.search import Found, Search, Tried
 from polyshard_cli.plan.tuning.space import Open, space_of, with_batch
-
-__all__ = ["tune"]
 
 
 def tune(settings: Settings, given: Open, budget_bytes: int = 0) -> Tuning:
@@ -96,8 +95,7 @@ def _nothing(found: Found, budget: int) -> str:
         return f"--tune: none of {total} settings works; {most[1]} of them: {most[0]}"
     least = min(found.tried, key=lambda t: (t.memory_bytes, t.seconds))
     phase = least.needs.memory.peak
-    parts = ("parameters", "gradients", "optimizer", "unsharded", "activations", "transfers")
-    largest = max(parts, key=lambda part: getattr(phase, part))
+    largest = max(PARTS, key=lambda part: getattr(phase, part))
     return (
         f"--memory-budget {readable(budget)}: none of {len(found.tried)} settings fits. The "
         f"smallest takes {readable(least.memory_bytes)} in {phase.name} (most for {largest}, "
