@@ -2,7 +2,7 @@
 
 [Note: who has cut]
 A process group that one rank has cut is broken for all of its ranks, and works again only when all
-of them connect anew (:mod:`polyshard.transport.gloo.mending`). So a rank that cuts says so before,
+of them connect anew (:mod:`polyshard_resilience.mending`). So a rank that cuts says so before,
 and takes that back when it has been mended. Others may read the list once nobody can cut any more:
 a rank cuts only until it goes on to the next epoch. Those who recover wait until all have come to
 theirs (ranks that were told again of one failure leave several behind). A rank that is busy
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from polyshard.alarm.board import look
+from polyshard.agreement.board import look
 
 KEPT = 16
 

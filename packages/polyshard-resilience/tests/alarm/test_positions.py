@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyshard.alarm.positions import Position, circle_from
+from polyshard_resilience.alarm.positions import Position, circle_from
 
 KEY = "wire:1"
 

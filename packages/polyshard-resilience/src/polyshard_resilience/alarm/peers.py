@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from polyshard.alarm.alarm import Alarm
-from polyshard.alarm.courier import UnansweredError
-from polyshard.alarm.current import current_alarm
-from polyshard.alarm.register import Silence
-from polyshard.alarm.reports import NOBODY, Cause, Report
 from polyshard.errors import PeerError
+from polyshard_resilience.alarm.alarm import Alarm
+from polyshard_resilience.alarm.courier import UnansweredError
+from polyshard_resilience.alarm.current import current_alarm
+from polyshard_resilience.alarm.register import Silence
+from polyshard_resilience.alarm.reports import NOBODY, Cause, Report
 
 
 def tell(error: BaseException) -> None:
@@ -60,7 +60,7 @@ class Gathering:
     count: int
 
     def peers(self) -> tuple[int, ...]:
-        """See :class:`polyshard.alarm.alarm.Waiting`."""
+        """See :class:`polyshard_resilience.alarm.alarm.Waiting`."""
         return self.ranks
 
     def place(self) -> tuple[int, str, int]:

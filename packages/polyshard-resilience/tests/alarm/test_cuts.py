@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch.distributed as dist
 
-from polyshard.alarm.alarm import Alarm
-from polyshard.alarm.board import Board
-from polyshard.alarm.cuts import KEPT, NOTHING_BROKEN, Cuts
-from polyshard.alarm.reports import Cause, Report
+from polyshard.agreement.board import Board
+from polyshard_resilience.alarm.alarm import Alarm
+from polyshard_resilience.alarm.cuts import KEPT, NOTHING_BROKEN, Cuts
+from polyshard_resilience.alarm.reports import Cause, Report
 
 LATE_SECONDS = 0.3
 

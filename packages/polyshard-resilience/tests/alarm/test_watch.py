@@ -12,12 +12,12 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from polyshard.alarm import watch
-from polyshard.alarm.alarm import Alarm
-from polyshard.alarm.board import Board
-from polyshard.alarm.positions import Position
-from polyshard.alarm.reports import NOBODY, Cause, Report
-from polyshard.alarm.watch import Watch
+from polyshard.agreement.board import Board
+from polyshard_resilience.alarm import watch
+from polyshard_resilience.alarm.alarm import Alarm
+from polyshard_resilience.alarm.positions import Position
+from polyshard_resilience.alarm.reports import NOBODY, Cause, Report
+from polyshard_resilience.alarm.watch import Watch
 
 KEY = "wire:1"
 SECONDS = 2.0
@@ -99,7 +99,7 @@ class Pausing:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pausing, Alarm]]:
     """A rank that waits in a transfer, whose store may pause; two seconds are its end."""
-    monkeypatch.setattr("polyshard.alarm.watch.SILENCE_SECONDS", SECONDS)
+    monkeypatch.setattr("polyshard_resilience.alarm.watch.SILENCE_SECONDS", SECONDS)
     store: Any = Pausing()
     alarm, peer = (Alarm(Board(store, "alarm", rank, (0, 1))) for rank in (0, 1))
     watch = Watch(alarm)

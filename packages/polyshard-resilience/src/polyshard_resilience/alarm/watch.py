@@ -11,7 +11,7 @@ engine's to break, and ranks that have all raised may need them to agree on what
 waits there, it looks at processes of its own host, which takes no request. The groups are cut, as
 the last resort, only by a rank that has not raised :data:`ELSEWHERE_SECONDS` after the
 report and still stands in ``torch.distributed``. ``reset_iter_state()`` mends them (see
-[Note: mending] of ``transport/mending.py``).
+[Note: mending] of ``mending.py``).
 
 [Note: looking at a thread]
 ``sys._current_frames()`` makes frame objects for frames that another thread is running, and the
@@ -40,13 +40,13 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from polyshard._torch.gloo import COLLECTIVES, cut_groups
-from polyshard.alarm.alarm import Alarm, Waiting
-from polyshard.alarm.board import look
-from polyshard.alarm.courier import ANSWER_SECONDS, UnansweredError
-from polyshard.alarm.positions import Circle, Position, circle_from
-from polyshard.alarm.register import MOST_SECONDS, SILENCE_SECONDS, Silence
-from polyshard.alarm.reports import NOBODY, Cause, Report
+from polyshard.agreement.board import look
+from polyshard_resilience._torch_private import COLLECTIVES, cut_groups
+from polyshard_resilience.alarm.alarm import Alarm, Waiting
+from polyshard_resilience.alarm.courier import ANSWER_SECONDS, UnansweredError
+from polyshard_resilience.alarm.positions import Circle, Position, circle_from
+from polyshard_resilience.alarm.register import MOST_SECONDS, SILENCE_SECONDS, Silence
+from polyshard_resilience.alarm.reports import NOBODY, Cause, Report
 
 logger = logging.getLogger("polyshard")
 
@@ -245,7 +245,7 @@ class _Elsewhere:
     ranks: tuple[int, ...]
 
     def peers(self) -> tuple[int, ...]:
-        """See :class:`polyshard.alarm.alarm.Waiting`."""
+        """See :class:`polyshard_resilience.alarm.alarm.Waiting`."""
         return self.ranks
 
     def place(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from polyshard.alarm.board import look
+from polyshard.agreement.board import look
 
 ANSWER_SECONDS = 0.5
 """How long a rank that failed, was let down, or looks at others waits for the store."""

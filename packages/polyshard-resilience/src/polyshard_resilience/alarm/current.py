@@ -11,9 +11,9 @@ from types import TracebackType
 import torch.distributed as dist
 
 from polyshard._torch.private import default_store
-from polyshard.alarm.alarm import Alarm
-from polyshard.alarm.board import Board, open_board, said_of
-from polyshard.alarm.watch import Watch
+from polyshard.agreement.board import Board, open_board, said_of
+from polyshard_resilience.alarm.alarm import Alarm
+from polyshard_resilience.alarm.watch import Watch
 
 CLOSE_SECONDS = 1.0
 """How long the end of a process may take to tell others."""

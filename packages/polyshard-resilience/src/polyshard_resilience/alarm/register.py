@@ -15,13 +15,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, cast
 
-from polyshard.alarm.board import Board, look
-from polyshard.alarm.courier import ANSWER_SECONDS, Courier, UnansweredError
-from polyshard.alarm.processes import Condition, Process
-from polyshard.alarm.reports import Cause, Report
+from polyshard.agreement.board import REQUESTS_PER_SECOND, Board, look
+from polyshard_resilience.alarm.courier import ANSWER_SECONDS, Courier, UnansweredError
+from polyshard_resilience.alarm.processes import Condition, Process
+from polyshard_resilience.alarm.reports import Cause, Report
 
-REQUESTS_PER_SECOND = 4000
-"""What all ranks together may ask of the store: looks and pulses take half of it each."""
 PULSE_SECONDS = 1.0
 SILENCE_SECONDS = 10.0
 """How long a rank of another host may be silent while one beside it waits."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from polyshard.alarm.cuts import KEPT, Epochs
+from polyshard_resilience.alarm.cuts import KEPT, Epochs
 
 
 def test_old_reports_are_forgotten_and_never_taken_for_free() -> None:

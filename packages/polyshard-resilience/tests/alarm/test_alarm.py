@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from toy_codecs import Codecs
 
 from polyshard import Observer, fully_shard, hookimpl
-from polyshard.alarm.current import current_alarm
 from polyshard.errors import ControlFlowError, PeerError
+from polyshard_resilience.alarm.current import current_alarm
 from polyshard_testing import ranks
 
 WIDTH = 8

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from polyshard.alarm.processes import Condition, Process, _stat
+from polyshard_resilience.alarm.processes import Condition, Process, _stat
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what /proc tells, on Linux")
 

@@ -10,8 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from polyshard._torch.gloo import connect_gloo, cut_gloo, forget_gloo, own_client, timeout_of
 from polyshard._torch.private import default_store
+from polyshard_resilience._torch_private import (
+    connect_gloo,
+    cut_gloo,
+    forget_gloo,
+    own_client,
+    timeout_of,
+)
 from polyshard_testing import ranks
 
 

@@ -21,7 +21,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
-from polyshard.alarm.reports import NOBODY
+from polyshard_resilience.alarm.reports import NOBODY
 
 Find = Callable[[int], "Position | None"]
 

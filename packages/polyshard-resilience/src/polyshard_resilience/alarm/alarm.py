@@ -4,14 +4,14 @@
 A transfer that never completes tells a rank nothing: its peer may have raised in a plugin minutes
 ago. So whatever ends the work of a rank is *rung*: written to the store, where the first report of
 an *epoch* stands and later ones of it are dropped. Every rank has a thread that looks for reports
-(:mod:`polyshard.alarm.watch`), and all connections of the engine are its own. Who hears of a
-report cuts them (see [Note: cutting] of ``_torch/gloo.py``), which wakes every wait on them, and
-:class:`FailureReport` puts the report in place of gloo's words.
+(``alarm/watch.py``), and all connections of the engine are its own. Who hears of a report cuts them
+(see [Note: cutting] of ``_torch_private.py``), which wakes every wait on them, and the handler
+(``handler.py``) puts the report in place of gloo's words.
 
 What is rung, and by whom: by a rank itself, exceptions in the engine and in plugins, in the model's
 forward and backward, and any that ends its process; by whoever notices, a process that is gone or
 stopped (seen in ``/proc`` on the same host, in a broken connection from another) and ranks that
-wait for each other at different places (:mod:`polyshard.alarm.positions`).
+wait for each other at different places (:mod:`polyshard_resilience.alarm.positions`).
 
 The next outermost forward begins a new epoch: connections are made anew among the ranks that come.
 Ranks need no word about that: each goes to the first epoch that nobody has ended. So who fails
@@ -28,18 +28,18 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from polyshard._torch.gloo import begun_collectives, own_client
-from polyshard.alarm.board import Board, look, said_of
-from polyshard.alarm.courier import ANSWER_SECONDS, Courier, UnansweredError
-from polyshard.alarm.cuts import NOTHING_BROKEN, Broken, Cuts, Epochs
-from polyshard.alarm.register import REQUESTS_PER_SECOND, Register
-from polyshard.alarm.reports import NOBODY, Cause, Report, unexplained
+from polyshard.agreement.board import REQUESTS_PER_SECOND, Board, look, said_of
 from polyshard.errors import (
     ControlFlowError,
     GradientMismatchError,
     PeerError,
     PolyshardError,
 )
+from polyshard_resilience._torch_private import begun_collectives, own_client
+from polyshard_resilience.alarm.courier import ANSWER_SECONDS, Courier, UnansweredError
+from polyshard_resilience.alarm.cuts import NOTHING_BROKEN, Broken, Cuts, Epochs
+from polyshard_resilience.alarm.register import Register
+from polyshard_resilience.alarm.reports import NOBODY, Cause, Report, unexplained
 
 LOOK_SECONDS = 0.1
 """How often a rank looks for a report; more seldom where very many share one store."""

@@ -2,11 +2,11 @@
 
 [Note: mending]
 Meshes, tensors and users hold the process groups of a mesh, so new ones would help nobody. A group
-gets a new backend instead, over a :class:`~polyshard.transport.gloo.wire.Wire` of its own among the
-same ranks. All of them come, each of its groups in the order of their names: a rank in a group with
-a rank that cut knows of it (see [Note: who has cut] of ``alarm/cuts.py``). Groups with a rank
-that will not come back stay broken. Groups of other backends cannot get a new one: where their
-ranks are out of step, no rank goes on.
+gets a new backend instead, over a wire (``wire.py``) of its own among the same ranks. All of them
+come, each of its groups in the order of their names: a rank in a group with a rank that cut knows
+of it (see [Note: who has cut] of ``alarm/cuts.py``). Groups with a rank that will not come back
+stay broken. Groups of other backends cannot get a new one: where their ranks are out of step, no
+rank goes on.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import cast
 
 import torch.distributed as dist
 
-from polyshard._torch.gloo import (
+from polyshard._torch.gloo import gloo_groups
+from polyshard.errors import ConnectionLostError, OutOfStepError, PeerError
+from polyshard_resilience._torch_private import (
     MOST_GROUPS,
     cut_group,
     device_groups,
-    gloo_groups,
     reconnect,
 )
-from polyshard.alarm.alarm import Alarm
-from polyshard.alarm.cuts import Broken
-from polyshard.errors import ConnectionLostError, OutOfStepError, PeerError
-from polyshard.transport.gloo.wire import Wire
+from polyshard_resilience.alarm.alarm import Alarm
+from polyshard_resilience.alarm.cuts import Broken
+from polyshard_resilience.wire import WatchedWire
 
 
 def mend_groups(alarm: Alarm) -> None:
@@ -84,7 +84,7 @@ def _mend_all(alarm: Alarm, broken: Broken) -> None:
 
 
 def _mend(alarm: Alarm, name: str, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
-    wire = Wire(group, alarm, ranks, f"group/{name}")
+    wire = WatchedWire(group, alarm, ranks, f"group/{name}")
     known = cast("_Mended", alarm.mending.setdefault(name, _Mended(wire)))
     known.wire.renew()
     connections = known.wire.open()
@@ -99,5 +99,5 @@ def _mend(alarm: Alarm, name: str, group: dist.ProcessGroup, ranks: tuple[int, .
 class _Mended:
     """One process group."""
 
-    wire: Wire
+    wire: WatchedWire
     times: int = 0

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from polyshard.alarm.alarm import Alarm
-from polyshard.transport.gloo.wire import REMEMBERED, Wire
+from polyshard_resilience.alarm.alarm import Alarm
+from polyshard_resilience.wire import REMEMBERED, WatchedWire
 from polyshard_testing import ranks
 
 TAGS = 7
 
 
-def wire() -> Wire:
+def wire() -> WatchedWire:
     group = dist.group.WORLD
     assert group is not None
-    return Wire(group, Alarm(None), ())
+    return WatchedWire(group, Alarm(None), (0,))
 
 
 @pytest.mark.parametrize("more", [0, 3, TAGS])

@@ -13,6 +13,9 @@ import torch.distributed as dist
 
 from polyshard._torch.private import default_store
 
+REQUESTS_PER_SECOND = 4000
+"""What all ranks together may ask of the store while they wait."""
+
 
 @dataclass(frozen=True)
 class Board:
