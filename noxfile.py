@@ -48,7 +48,7 @@ WORKERS = int(os.environ.get("POLYSHARD_WORKERS", "3"))
 os.environ.setdefault("PIP_NO_COMPILE", "1")
 
 # What of a package is installed beyond what it needs itself.
-WITH_EXTRAS = {"polyshard-cli": "new", "polyshard-plan": "html"}
+WITH_EXTRAS = {"polyshard-cli": "migrate,new,picture"}
 
 
 # [Note: one environment with torch]
@@ -174,7 +174,7 @@ def use_dist(session: nox.Session, dist: Path) -> None:
         python = str(Path(empty, "env/bin/python"))
         pip = (python, "-m", "pip")
         wheels = [str(wheel) for wheel in sorted(dist.glob("*.whl"))]
-        wheels = [w + "[new]" if "polyshard_cli-" in w else w for w in wheels]
+        wheels = [w + "[migrate,new]" if "polyshard_cli-" in w else w for w in wheels]
         session.run(*pip, "install", TORCH, *wheels, *mypy, external=True, silent=True)
         session.run(*pip, "check", external=True)
         session.run(python, "-I", str(ROOT / "tools/smoke.py"), external=True, env=ONE_THREAD)
@@ -424,11 +424,7 @@ def clients(session: nox.Session) -> None:
     """Run other libraries' training loops, and tune their models; they take about 1 GB."""
     groups = nox.project.dependency_groups(PYPROJECT, "test", "type", "clients")
     ours = [
-        f"packages/polyshard{name}"
-        for name in (
-            *("", "-checkpoint", "-cli", "-testing", "-plan", "-demo"),
-            *("-resilience", "-optimizers"),
-        )
+        f"packages/polyshard{name}" for name in ("", "-checkpoint", "-cli", "-testing", "-demo")
     ]
     wanted = [f"--editable={path}" for path in (*ours, *INTEGRATIONS)]
     session.install(TORCH, *wanted, *TUNING, *groups)

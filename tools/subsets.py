@@ -50,7 +50,7 @@ def alone(plugins: list[str], whole: bool = False) -> list[str]:
     if not plugins:
         core = ROOT / "packages" / "polyshard" / "tests"
         files = [*map(core.joinpath, ROOMS), *sorted(core.glob("test_*.py"))]
-        files.append(ROOT / "packages" / "polyshard-cli" / "tests")
+        files += sorted((ROOT / "packages" / "polyshard-cli" / "tests").glob("test_*.py"))
         paths += [f"packages/{name}/tests" for name in PACKAGES] if whole else _relative(files)
     for name in plugins if len(plugins) == 1 else []:
         tests = ROOT / "plugins" / name / "tests"

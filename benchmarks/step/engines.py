@@ -21,10 +21,10 @@ from benchmarks.step.case import Case
 from benchmarks.step.floor import Floor
 from benchmarks.step.modes import Setup, data_rank, set_up
 from benchmarks.step.rows import OTHERS
-from polyshard_compare.engines.building import BUILDERS
-from polyshard_compare.engines.built import Built, Place, Unit
-from polyshard_compare.engines.spec import Spec
-from polyshard_compare.job.job import Job
+from polyshard_cli.compare.engines.building import BUILDERS
+from polyshard_cli.compare.engines.built import Built, Place, Unit
+from polyshard_cli.compare.engines.spec import Spec
+from polyshard_cli.compare.job.job import Job
 from polyshard_demo.model import LanguageModel
 
 PHASES = ("forward", "backward", "optimizer", "step")

@@ -33,8 +33,8 @@ from composition_table import (
 )
 from fault_table import BAR_SECONDS, FAULT_CELLS, FAULTS, SAMPLE, TIMEOUT_SECONDS
 from polyshard import transport
-from polyshard_migrate.terms.catalog import GUIDES
-from polyshard_migrate.terms.term import Verdict
+from polyshard_cli.migrate.terms.catalog import GUIDES
+from polyshard_cli.migrate.terms.term import Verdict
 from try_version import RESULTS
 
 ROOT = Path(__file__).parents[2]

@@ -84,7 +84,7 @@ def _rank(rank: int, port: int, said: Any) -> None:
 
 
 def _sharded_step(rank: int) -> list[float]:
-    from polyshard.api import fully_shard
+    from polyshard import fully_shard
 
     model = _model()
     fully_shard(model)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 import typer
 
 from polyshard_demo.errors import DemoError
-from polyshard_demo.plugins import check_quantize, check_slots, check_tp, package_of
+from polyshard_demo.plugins import check_quantize, check_slots, check_tp
 
 __all__ = ["DeviceName", "EngineName", "PresetName", "Settings"]
 
@@ -153,15 +153,15 @@ class Settings:
         Path | None,
         _option(
             OUTPUT,
-            "Folder for traces of all steps, one per rank and one of all, with polyshard-trace: "
-            "for Perfetto and `polyshard trace`.",
+            "Folder for what each rank does when, every step, a file per "
+            "rank and one of all, for Perfetto and `polyshard trace`.",
         ),
     ] = None
     page: Annotated[
         bool,
         _option(
             OUTPUT,
-            "Write report.html at the end: the measured run beside its prediction.",
+            "Write report.html in the end: what happened beside what was predicted.",
             "--page/--no-page",
         ),
     ] = True
@@ -263,8 +263,6 @@ class Settings:
                 f"--record {self.record} needs --reproducible: other runs differ from each other "
                 "anyway"
             )
-        if self.trace is not None:
-            package_of("--trace")
         if self.engine == "single" and self.ranks > 1:
             raise DemoError(f"--engine single does not shard; use --ranks 1, not {self.ranks}")
         if self.engine == "single" and self.bf16:

@@ -60,6 +60,10 @@ class _Reduce(ReduceRoute):
     def sent_bytes(self, sources: Sequence[Tensor | None]) -> int:
         return self._inner.sent_bytes(sources)
 
+    @override
+    def scratch_bytes(self, sources: Sequence[Tensor | None]) -> int:
+        return self._inner.scratch_bytes(sources)
+
 
 class _Owner(OwnerRoute):
     def __init__(self, inner: OwnerRoute, rank: int, started: Started) -> None:
