@@ -11,13 +11,13 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from polyshard import flat
 from polyshard.errors import PluginError
 from polyshard.plugins.discovery import load_plugin
 from polyshard_cli.compare.engines.spec import Spec
 from polyshard_cli.compare.errors import CompareError
 from polyshard_cli.plan.errors import PlanError
 from polyshard_cli.plan.request.names import imported
+from polyshard_optimizers import flat
 
 __all__ = ["Stack", "make_stack"]
 
