@@ -71,6 +71,9 @@ def _serve(start: Start, pipe: Connection) -> None:
 def _join(start: Start, device: torch.device) -> None:
     import torch.distributed as dist
 
+    from polyshard_resilience import enable
+
+    enable()  # a job in which a rank fails should end at once
     own = "" if device.type == "cpu" else dist.get_default_backend_for_device(device)
     dist.init_process_group(
         f"cpu:gloo,{device.type}:{own}" if own else "gloo",
