@@ -52,7 +52,7 @@ HEALTHY = (
     (
         "the store pauses repeatedly, each time for less than 10 s",
         "ranks wait",
-        "packages/polyshard/tests/alarm/test_watch.py::test_pauses_of_the_store_do_not_add_up",
+        "packages/polyshard-resilience/tests/alarm/test_watch.py::test_pauses_of_the_store_do_not_add_up",
     ),
     (
         "many failures in one job",

@@ -17,7 +17,6 @@ from polyshard_cli.compare.engines.spec import Spec
 from polyshard_cli.compare.errors import CompareError
 from polyshard_cli.plan.errors import PlanError
 from polyshard_cli.plan.request.names import imported
-from polyshard_optimizers import flat
 
 __all__ = ["Stack", "make_stack"]
 
@@ -66,7 +65,9 @@ def make_stack(spec: Spec) -> Stack:
         plugins.append(offload)
         wraps.append(offload.wrap)
     if spec.flat:
-        wraps.append(flat)
+        if not find_spec("polyshard_optimizers"):
+            raise CompareError("flat needs polyshard-optimizers: pip install polyshard-optimizers")
+        wraps.append(import_module("polyshard_optimizers").flat)
     return Stack(tuple(plugins), tuple(wraps))
 
 

@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 from datetime import timedelta
+from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,9 +73,8 @@ def _serve(start: Start, pipe: Connection) -> None:
 def _join(start: Start, device: torch.device) -> None:
     import torch.distributed as dist
 
-    from polyshard_resilience import enable
-
-    enable()  # a job in which a rank fails should end at once
+    if find_spec("polyshard_resilience"):
+        import_module("polyshard_resilience").enable()  # a job in which a rank fails ends at once
     own = "" if device.type == "cpu" else dist.get_default_backend_for_device(device)
     dist.init_process_group(
         f"cpu:gloo,{device.type}:{own}" if own else "gloo",
