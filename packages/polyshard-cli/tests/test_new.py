@@ -84,8 +84,8 @@ def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
         (["byte__counter"], "cannot be called 'byte__counter'"),
         (["7up"], "cannot be called '7up'"),
         (["größe"], "cannot be called 'größe'"),
-        (["class"], "no word of Python's"),
-        (["codecs"], "installed already (by ?)"),
+        (["class"], "no keyword of Python"),
+        (["codecs"], "already installed (by ?)"),
         (["quokka", "--seam", "observr"], "no seam called 'observr'; did you mean 'observer'?"),
         (["quokka", "--seam", "nothing"], "storage: "),
         (["quokka", "--folder", "file"], "file is a file"),
@@ -116,7 +116,7 @@ def test_a_package_that_is_here_keeps_its_name(
     monkeypatch.syspath_prepend(tmp_path)
     code, text = new("quokka", "--seam", "observer")
     assert code == 2
-    assert "imported as polyshard_quokka, which is here already" in text
+    assert "imported as polyshard_quokka, which exists already" in text
 
 
 def test_without_copier_it_says_what_to_install(

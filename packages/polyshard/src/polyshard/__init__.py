@@ -35,7 +35,6 @@ if TYPE_CHECKING:
         MixedPrecisionPolicy,
         OffloadPolicy,
     )
-    from polyshard.rollback import Attempt, attempt, attempts
     from polyshard.same_values import SameValues
     from polyshard.seams import (
         Around,
@@ -52,12 +51,10 @@ if TYPE_CHECKING:
         StorageFactory,
     )
     from polyshard.sharding.placement import ShardPlacement
-    from polyshard.stepping.flat import flat
 
 __all__ = [
     "HOOK_API",
     "Around",
-    "Attempt",
     "BoundGatherCodec",
     "BoundReduceCodec",
     "BoundReplicaCodec",
@@ -85,12 +82,9 @@ __all__ = [
     "UnshardHandle",
     "__version__",
     "attach_optimizer",
-    "attempt",
-    "attempts",
     "clip_grad_norm_",
     "close",
     "describe",
-    "flat",
     "fully_shard",
     "grad_norm",
     "hookimpl",
@@ -103,7 +97,6 @@ __all__ = [
 
 _HOMES = {
     "Around": "seams",
-    "Attempt": "rollback",
     "BoundGatherCodec": "seams",
     "BoundReduceCodec": "seams",
     "BoundReplicaCodec": "seams",
@@ -131,12 +124,9 @@ _HOMES = {
     "ShardPlacement": "sharding.placement",
     "UnshardHandle": "module",
     "attach_optimizer": "engine.native_state",
-    "attempt": "rollback",
-    "attempts": "rollback",
     "clip_grad_norm_": "clipping",
     "close": "engine.keeping",
     "describe": "description",
-    "flat": "stepping.flat",
     "fully_shard": "api",
     "grad_norm": "clipping",
     "hookimpl": "plugins.contract",

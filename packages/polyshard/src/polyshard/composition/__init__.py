@@ -1,1 +1,1 @@
-"""Several plugins on one group: their order, their claims, what goes around what."""
+"""Several plugins on one group: their order, their claims, what wraps what."""

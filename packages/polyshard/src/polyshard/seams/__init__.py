@@ -35,10 +35,6 @@ from polyshard.seams.landing import GradientLanding, OwnedParameter, Rows
 from polyshard.seams.observer import Observer, StepObserver
 from polyshard.seams.storage import ShardStorage, StorageFactory
 from polyshard.sharding.layout import GroupLayout, ParameterLayout
-from polyshard.stepping.elementwise import check_takeable
-from polyshard.stepping.keeper import Lent, OptimizerKeeper
-from polyshard.stepping.stepper import SteppedOptimizer, Stepper
-from polyshard.stepping.twins import Twins
 
 __all__ = [
     "Around",
@@ -51,10 +47,8 @@ __all__ = [
     "GroupIdentity",
     "GroupInfo",
     "GroupLayout",
-    "Lent",
     "Named",
     "Observer",
-    "OptimizerKeeper",
     "OwnedParameter",
     "ParamInfo",
     "ParameterLayout",
@@ -66,12 +60,8 @@ __all__ = [
     "StateDictAdapter",
     "Stateful",
     "StepObserver",
-    "SteppedOptimizer",
-    "Stepper",
     "StorageFactory",
-    "Twins",
     "Undoable",
-    "check_takeable",
     "like",
     "local_of",
     "overrides",

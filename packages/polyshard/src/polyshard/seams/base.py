@@ -72,10 +72,11 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class Undoable(Protocol):
-    """An optimizer that keeps more than ``optimizer.state`` shows, for ``polyshard.attempt``.
+    """An optimizer that keeps more than ``optimizer.state`` shows.
 
-    An attempt that failed writes parameters, state and settings of its optimizers back to what they
-    were. What a plugin keeps of a model is put back through ``polyshard_plugin_state``.
+    An attempt (of polyshard-resilience) that failed writes parameters, state and settings of its
+    optimizers back to what they were. What a plugin keeps of a model is
+    put back through ``polyshard_plugin_state``.
     """
 
     @property
