@@ -52,6 +52,7 @@ def page(results: dict[str, Result], assets: str = "../assets") -> str:
         ("Host cost", "host-cost", _host_cost),
         ("Optimizer steps", "optimizer", _optimizer),
         ("Checkpoints", "checkpoint", _checkpoint),
+        ("Pretrained models", "pretrained", _pretrained),
         ("Publishing weights", "publish", _publish),
         ("Guards", "guards", _guards),
         ("Whole matrices", "matrix", _matrix),
@@ -176,6 +177,29 @@ def _stall(name: str, found: dict[str, Any]) -> str:
     ratio = found["stall_over_memcpy"][name]
     missed = name == "polyshard" and ratio > STALL_BAR
     return f"**{ratio:.2f}**" if missed else f"{ratio:.2f}"
+
+
+def _pretrained(found: dict[str, Any]) -> Iterator[str]:
+    size = found["model_bytes"] / 1e9
+    yield f"A Llama of {size:.2f} GB in bfloat16 from safetensors, not in the page cache, into"
+    yield f"shards of {found['ranks']} ranks (`benchmarks/pretrained.py`). GB of the largest rank,"
+    yield "and of all: *read* from storage, *peak* of resident memory. *peak* counts mapped files,"
+    yield "*anonymous* does not. *dcp* is a checkpoint of torch's, converted before by as many"
+    yield "ranks.\n"
+    keys = ("read_bytes", "peak_bytes", "peak_bytes_sum", "anonymous_bytes_sum")
+    ours = found["ways"]["polyshard"]
+    rows = (
+        (
+            name,
+            f"{way['seconds']:.1f}",
+            *(f"{way[key] / 1e9:.2f}" for key in keys),
+            f"{ours['seconds'] / way['seconds']:.2f}",
+            f"{ours['peak_bytes_sum'] / way['peak_bytes_sum']:.2f}",
+        )
+        for name, way in found["ways"].items()
+    )
+    head = ("way", "s", "read", "peak", "peak, all", "anonymous, all")
+    yield from table((*head, "ours / this: time", "peak, all"), rows)
 
 
 def _publish(found: dict[str, Any]) -> Iterator[str]:
