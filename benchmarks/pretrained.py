@@ -52,7 +52,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 import polyshard
 from benchmarks.harness import Found, command, run_alone, run_ranks, sharded, shards
 from polyshard_checkpoint import load_pretrained
-from polyshard_compare.training.memory import resident
+from polyshard_cli.compare.training.memory import resident
 
 FILE_BYTES = 1 << 30
 SAMPLE_SECONDS = 0.005

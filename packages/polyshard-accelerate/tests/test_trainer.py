@@ -261,12 +261,20 @@ def test_a_folder_fills_a_model_on_meta(rank: int, size: int, tmp_path: Path) ->
     as_launched(rank, size)
     plain, expected = trainer(tmp_path)
     plain.train()
-    assert losses.values == expected.values
-    assert_same_bits(whole(filled.model), whole(plain.model))
+    assert losses.values == pytest.approx(expected.values, rel=1e-6)
+    trained = whole(filled.model)
+    assert_close(trained, whole(plain.model))
     filled.save_model(str(tmp_path / "out"))
     dist.barrier()
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out")
-    assert_same_bits(dict(loaded.named_parameters()), whole(plain.model))
+    assert_same_bits(dict(loaded.named_parameters()), trained)
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """But for rounding: shards lie elsewhere in memory, and sums of squares follow that."""
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 @ranks(2)
@@ -297,13 +305,14 @@ def test_accelerate_fills_models_prepared_after_their_optimizers(
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer: Any = torch.optim.AdamW(trained, lr=1e-2)
         optimizer, prepared = accelerator.prepare(optimizer, model)
+        assert_same_bits(whole(prepared), dict(tiny().named_parameters()))
         for row in data()[rank : 4 * size : size]:
             batch = {name: value[None] for name, value in row.items()}
             accelerator.backward(prepared(**batch).loss)
             optimizer.step()
             optimizer.zero_grad()
         found.append(whole(prepared))
-    assert_same_bits(*found)
+    assert_close(*found)
 
 
 @ranks(2)

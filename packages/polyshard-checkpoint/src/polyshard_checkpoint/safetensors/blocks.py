@@ -20,8 +20,8 @@ BLOCK_BYTES = 16 << 20
 """The most that is between a tensor and its file at one time."""
 SHORT_BYTES = 256
 """Elements that lie together in fewer bytes are not read one by one, but with those between."""
-LONG_BYTES = 1 << 20
-"""Of elements that lie together in more, the kernel reads no more ahead: other ranks read that."""
+LONG_BYTES = 1 << 18
+"""Beyond elements that lie together in as many nothing is read ahead: other ranks read that."""
 
 
 def in_blocks(most_elements: int, *alike: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -84,7 +84,7 @@ def _expect(view: Tensor, file: int) -> None:
     """Tell the kernel whether what follows the elements of ``view`` will be read."""
     if hasattr(os, "posix_fadvise"):  # not on macOS
         length, _ = runs(view)
-        is_long = length * view.itemsize > LONG_BYTES
+        is_long = length * view.itemsize >= LONG_BYTES
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM if is_long else os.POSIX_FADV_NORMAL)
 
 
