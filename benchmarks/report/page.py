@@ -41,8 +41,8 @@ behind compute or not. The others are time of the training thread (`benchmarks/s
 PRETRAINED_HEAD = """
 A Llama in bfloat16 from safetensors that are not in the page cache into shards. GB of the largest
 rank, and of all: *read* from storage, *peak* of resident memory (*anonymous*: without mapped
-files). *dcp* is a checkpoint of torch's, converted before by as many ranks. The bar is 1.00
-(`benchmarks/pretrained.py`).
+files). *dcp* is a checkpoint of torch's, converted before by as many ranks. The bar is 1.00.
+Two cores were shared with other work, so times vary (`benchmarks/pretrained.py`).
 """
 PUBLISH_HEAD = """
 A step's weights (AdamW at 1e-6) to a bfloat16 receiver. Every rank and the receiver have a link of
@@ -201,7 +201,7 @@ def _stall(name: str, found: dict[str, Any]) -> str:
 
 
 def _pretrained(found: dict[str, Any]) -> Iterator[str]:
-    yield f"{found['ranks']} ranks, {found['model_bytes'] / 1e9:.2f} GB, {found['turns']} turns.\n"
+    yield f"{found['ranks']} ranks, {found['model_bytes'] / 1e9:.2f} GB, turns: {found['turns']}.\n"
     keys = ("read_bytes", "peak_bytes", "peak_bytes_sum", "anonymous_bytes_sum")
     ours = found["ways"]["polyshard"]
     rows = (
