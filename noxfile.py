@@ -434,7 +434,8 @@ def clients(session: nox.Session) -> None:
     for folder in ("examples/clients", "examples/models"):
         session.run("mypy", "--ignore-missing-imports", *map(str, Path(folder).glob("*.py")))
         session.run("python", "-m", "pytest", f"{folder}/tests", *session.posargs, env=ONE_THREAD)
-    session.run("python", "-m", "pytest", *INTEGRATIONS, *session.posargs, env=ONE_THREAD)
+    tests = (*INTEGRATIONS, "packages/polyshard-checkpoint/tests/pretrained/test_adapters.py")
+    session.run("python", "-m", "pytest", *tests, *session.posargs, env=ONE_THREAD)
 
 
 ENGINES = {  # what docs/how-to/publish.md tells users to install

@@ -38,6 +38,12 @@ BREAKDOWN_HEAD = """
 Milliseconds a step over all groups; the pictures show each. `transfer`: anything is under way,
 behind compute or not. The others are time of the training thread (`benchmarks/step/spans.py`).
 """
+PRETRAINED_HEAD = """
+A Llama in bfloat16 from safetensors that are not in the page cache into shards. GB of the largest
+rank, and of all: *read* from storage, *peak* of resident memory (*anonymous*: without mapped
+files). *dcp* is a checkpoint of torch's, converted before by as many ranks. The bar is 1.00.
+Two cores were shared with other work, so times vary (`benchmarks/pretrained.py`).
+"""
 PUBLISH_HEAD = """
 A step's weights (AdamW at 1e-6) to a bfloat16 receiver. Every rank and the receiver have a link of
 their own; MiB are what ranks' links carried.
@@ -63,6 +69,7 @@ def page(results: dict[str, Result], assets: str = "../assets") -> str:
         ("Host cost", "host-cost", "", _host_cost),
         ("Optimizer steps", "optimizer", "", _optimizer),
         ("Checkpoints", "checkpoint", "", _checkpoint),
+        ("Pretrained models", "pretrained", PRETRAINED_HEAD, _pretrained),
         ("Publishing weights", "publish", PUBLISH_HEAD, _publish),
         ("Guards", "guards", "", _guards),
         ("Whole matrices", "matrix", MATRIX_HEAD, _matrix),
@@ -191,6 +198,27 @@ def _stall(name: str, found: dict[str, Any]) -> str:
     ratio = found["stall_over_memcpy"][name]
     missed = name == "polyshard" and ratio > STALL_BAR
     return f"**{ratio:.2f}**" if missed else f"{ratio:.2f}"
+
+
+def _pretrained(found: dict[str, Any]) -> Iterator[str]:
+    yield f"{found['ranks']} ranks, {found['model_bytes'] / 1e9:.2f} GB, turns: {found['turns']}.\n"
+    keys = ("read_bytes", "peak_bytes", "peak_bytes_sum", "anonymous_bytes_sum")
+    ours = found["ways"]["polyshard"]
+    rows = (
+        (
+            name,
+            f"{way['seconds']:.1f}",
+            *(f"{way[key] / 1e9:.2f}" for key in keys),
+            *(_ours(ours[key] / way[key]) for key in ("seconds", "read_bytes", "peak_bytes_sum")),
+        )
+        for name, way in found["ways"].items()
+    )
+    head = ("way", "s", "read", "peak", "peak, all", "anonymous, all")
+    yield from table((*head, "time: ours / this", "read", "peak, all"), rows)
+
+
+def _ours(ratio: float) -> str:
+    return f"**{ratio:.2f}**" if ratio >= 1.005 else f"{ratio:.2f}"
 
 
 def _publish(found: dict[str, Any]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import make_architecture_docs
 import make_combination_docs
 import make_fault_docs
 import make_hook_docs
@@ -43,6 +44,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     "tool",
     [
+        make_architecture_docs,
         make_combination_docs,
         make_fault_docs,
         make_hook_docs,
