@@ -58,7 +58,7 @@ must return the same kind with the same settings; they compare both as part of t
 
 def _role_table() -> str:
     """The exclusive hooks about groups."""
-    from polyshard.composition.roles import ROLES
+    from polyshard.plugins.roles import ROLES
 
     rows = (
         f"| {role.name} | [{role.hook}](#{role.hook}) "
@@ -101,7 +101,7 @@ def seams_page() -> str:
     for name in SEAMS:
         kind: type = next(vars(m)[name] for m in (seams, codec_plugins) if name in vars(m))
         home = kind.__module__.rpartition(".")[0]
-        home = "polyshard.seams" if name in seams.__all__ else home
+        home = "polyshard.plugins.seams" if name in seams.__all__ else home
         home = "polyshard" if name in polyshard.__all__ else home
         parts.append(f"## {name}\n\n`{home}.{name}`. {inspect.getdoc(kind)}\n")
         parts.extend(_members(kind, _first_sentence))
@@ -139,7 +139,7 @@ OPTIMIZERS = """## Optimizer steps
 
 A plugin that steps optimizers or keeps their state elsewhere uses `OptimizerKeeper`, `Lent`,
 `Stepper`, `Twins`, `SteppedOptimizer`, `check_takeable`, `like`, `local_of`, `repointed` and
-`spec_of` of `polyshard.seams`. Their docstrings describe them; polyshard-offload is the example.
+`spec_of` of `polyshard.plugins.seams`. Their docstrings describe them; polyshard-offload is the example.
 """
 
 
@@ -158,7 +158,7 @@ def _first_sentence(text: str) -> str:
 
 def _members(found: type, shortened: Callable[[str], str] = _whole) -> list[str]:
     """Fields, properties and methods of a class, each with its text."""
-    from polyshard.seams import Named
+    from polyshard.plugins.seams import Named
 
     lines: list[str] = []
     bare: list[str] = []  # fields that their names and types explain
@@ -281,7 +281,7 @@ def transport_page() -> str:
 
 def _default_rows() -> Iterator[str]:
     """A row of the table for each part that the engine has of its own."""
-    from polyshard.composition.roles import ROLES
+    from polyshard.plugins.roles import ROLES
     from polyshard.plugins import builtin
 
     rows: list[tuple[str, Any, str]] = [

@@ -13,7 +13,7 @@ from toy_codecs import BytesGather
 
 from polyshard import Observer, Plugin, fully_shard, hookimpl
 from polyshard.alarm.failures import FailureReport
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo
 
 WIDTH, LAYERS = 16, 5
 FIRST = 1

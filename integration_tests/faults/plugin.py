@@ -11,8 +11,8 @@ from typing import Any
 from toy_codecs import BytesGather
 
 from polyshard import Around, Observer, Plugin, hookimpl
-from polyshard.seams import GroupInfo, StorageFactory
-from polyshard.seams.base import Named
+from polyshard.plugins.seams import GroupInfo, StorageFactory
+from polyshard.plugins.base import Named
 
 PLACE = "blocks.1"
 """Groups of this unit fail, where they know the name of theirs yet; else the first does."""

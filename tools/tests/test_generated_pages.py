@@ -72,7 +72,7 @@ def test_gallery_modules_are_entry_points_have_tests_and_import_public_names() -
     modules = make_gallery_docs.modules()
     front = make_gallery_docs.MODULES.name
     assert {point.partition(":")[0] for point in points} == {f"{front}.{name}" for name in modules}
-    public = {"polyshard", "polyshard.seams", "polyshard.transport", "polyshard_testing"}
+    public = {"polyshard", "polyshard.plugins.seams", "polyshard.transport", "polyshard_testing"}
     for name, path in modules.items():
         assert (folder / "tests" / f"test_{name}.py").is_file()
         imported = re.findall(r"^ *(?:from|import) (polyshard[\w.]*)", path.read_text(), re.M)

@@ -21,7 +21,7 @@ from samples import (
 )
 from samples.verdict import Right, Samples, Wrong
 
-from polyshard.composition.stack import build_stack
+from polyshard.plugins.stack import build_stack
 from polyshard.errors import PolyshardError
 from polyshard_testing import PluginConformance, World
 from polyshard_testing.runs import plugins_of

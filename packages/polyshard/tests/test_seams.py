@@ -21,9 +21,9 @@ from toy_storage import Resting
 from toy_transforms import Flattening, Transposing, Unsqueezing
 
 from polyshard import MixedPrecisionPolicy, Plugin, describe, fully_shard, hookimpl, stats
-from polyshard.composition.manager import Manager
+from polyshard.plugins.manager import Manager
 from polyshard.errors import ConflictError, PlanMismatchError, PluginError
-from polyshard.seams import ParamInfo
+from polyshard.plugins.seams import ParamInfo
 from polyshard_testing import World, ranks
 
 

@@ -17,7 +17,7 @@ from toy_models import Model, assert_same_parameters, build, shard, tokens_for, 
 from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.errors import IneffectiveSettingWarning, SettingError
 from polyshard.group.transfers import readable, ways_of
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo
 from polyshard.sharding.layout import ParameterShape, plan_layout
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import Transport

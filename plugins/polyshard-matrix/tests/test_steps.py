@@ -18,7 +18,7 @@ import polyshard
 from polyshard import clip_grad_norm_, fully_shard
 from polyshard.errors import AttemptError, NonFiniteError, SkippedStepWarning, UnsupportedError
 from polyshard.guards import NonFinite
-from polyshard.seams import local_of
+from polyshard.plugins.seams import local_of
 from polyshard_matrix import MatrixError
 from polyshard_testing import ranks
 from polyshard_testing.streams import recorded

@@ -29,7 +29,7 @@ from polyshard import (
 )
 from polyshard.errors import ConflictError
 from polyshard.plugins.contract import hookimpl
-from polyshard.seams import BoundReduceCodec, GroupInfo, ReduceCodec
+from polyshard.plugins.seams import BoundReduceCodec, GroupInfo, ReduceCodec
 from polyshard.sharding.layout import GroupLayout
 from polyshard_reproducible import Reproducible, ReproducibleError, check_optimizer
 from polyshard_reproducible.checks import check_device

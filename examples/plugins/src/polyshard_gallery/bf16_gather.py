@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from polyshard import CodecGroup, GatherCodecPlugin
-from polyshard.seams import GroupInfo, GroupLayout
+from polyshard.plugins.seams import GroupInfo, GroupLayout
 
 WIRE = torch.bfloat16
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polyshard import CodecGroup, ReduceCodecPlugin
-from polyshard.seams import GroupInfo, GroupLayout
+from polyshard.plugins.seams import GroupInfo, GroupLayout
 
 
 class Factors:

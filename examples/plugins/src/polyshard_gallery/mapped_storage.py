@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from polyshard import Plugin, ShardStorage, StorageFactory, hookimpl
-from polyshard.seams import GroupInfo, GroupLayout
+from polyshard.plugins.seams import GroupInfo, GroupLayout
 
 
 class MappedShard(ShardStorage):

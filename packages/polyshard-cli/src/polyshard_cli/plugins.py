@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from polyshard.__about__ import __version__
-from polyshard.composition.ordering import circle_of
+from polyshard.plugins.ordering import circle_of
 from polyshard.errors import PluginError
 from polyshard.plugins.contract import HOOK_API, Contract, contract_of
 from polyshard.plugins.discovery import Installed, installed_plugins

@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from polyshard import Plugin, hookimpl
 from polyshard.plugins.builtin import DeviceStorage
-from polyshard.seams import BoundGatherCodec, GatherCodec, GroupInfo
-from polyshard.seams.storage import StorageFactory
+from polyshard.plugins.seams import BoundGatherCodec, GatherCodec, GroupInfo
+from polyshard.plugins.storage import StorageFactory
 from polyshard.sharding.layout import GroupLayout
 
 

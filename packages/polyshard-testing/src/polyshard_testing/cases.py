@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from polyshard.group.dtypes import Dtypes
-from polyshard.seams import GroupInfo, ParamInfo
+from polyshard.plugins.seams import GroupInfo, ParamInfo
 from polyshard.sharding.layout import GroupLayout, ParameterLayout, ParameterShape, plan_layout
 
 WORLD_SIZES = (1, 2, 3, 5)

@@ -24,15 +24,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyshard.composition.answers import Binding
-from polyshard.composition.manager import Member
-from polyshard.composition.roles import ROLES
-from polyshard.composition.stack import PluginStack, build_stack
+from polyshard.plugins.answers import Binding
+from polyshard.plugins.manager import Member
+from polyshard.plugins.roles import ROLES
+from polyshard.plugins.stack import PluginStack, build_stack
 from polyshard.errors import PluginError
 from polyshard.plugins.builtin import EnginePlugin
 from polyshard.plugins.contract import Contract, hookimpl
 from polyshard.plugins.validation import fitting, problems_of
-from polyshard.seams import Named, ShardStorage
+from polyshard.plugins.seams import Named, ShardStorage
 from polyshard_testing.cases import case, cases
 from polyshard_testing.codecs import CodecConformance
 from polyshard_testing.runs import (

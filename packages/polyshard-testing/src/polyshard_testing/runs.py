@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from polyshard.composition.roles import ROLES, Contributions
-from polyshard.composition.stack import PluginStack, build_stack
+from polyshard.plugins.roles import ROLES, Contributions
+from polyshard.plugins.stack import PluginStack, build_stack
 from polyshard_testing.cases import Case, SmallModel
 
 Factory = Callable[[], object]

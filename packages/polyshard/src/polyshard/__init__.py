@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     )
     from polyshard.rollback import Attempt, attempt, attempts
     from polyshard.same_values import SameValues
-    from polyshard.seams import (
+    from polyshard.plugins.seams import (
         Around,
         BoundGatherCodec,
         BoundReduceCodec,

@@ -14,7 +14,7 @@ from polyshard._torch.engine_state import EngineState, register_sharded, show_to
 from polyshard._torch.newer import warn_if_untested
 from polyshard._torch.private import tag_managed_module
 from polyshard.agreement.meeting import reporting
-from polyshard.composition.stack import PluginStack, build_stack
+from polyshard.plugins.stack import PluginStack, build_stack
 from polyshard.engine.collect import (
     TIE,
     Collector,

@@ -17,7 +17,7 @@ from polyshard.group.plan import GroupPlan
 from polyshard.group.planner import plan_of
 from polyshard.group.traffic import Traffic
 from polyshard.group.transfers import readable
-from polyshard.seams import GroupIdentity
+from polyshard.plugins.seams import GroupIdentity
 
 _COLUMNS = ("group", "parameters", "elements", "gather", "reduce", "unsharded", "shard", "frees")
 

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from polyshard._torch.fsdp1 import FSDPExtensions, set_extensions, wrapping_with
-from polyshard.composition.stack import PluginStack, build_stack
+from polyshard.plugins.stack import PluginStack, build_stack
 from polyshard.plugins.contract import Contract, hookimpl
-from polyshard.seams import ParamInfo
+from polyshard.plugins.seams import ParamInfo
 
 __all__ = [
     "StackExtensions",

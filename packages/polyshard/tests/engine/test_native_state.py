@@ -32,7 +32,7 @@ from polyshard.errors import (
     LifecycleError,
     SettingError,
 )
-from polyshard.seams import GroupInfo, ParamInfo
+from polyshard.plugins.seams import GroupInfo, ParamInfo
 from polyshard_testing import World, ranks
 
 SIZES = {"width": 12, "hidden": 27, "layers": 2}

@@ -19,7 +19,7 @@ from typing_extensions import override
 from polyshard import MixedPrecisionPolicy, Plugin, fully_shard, hookimpl
 from polyshard.plugins.builtin import DeviceStorage
 from polyshard.program.accumulation import blanks
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
 from polyshard_testing import ranks
 

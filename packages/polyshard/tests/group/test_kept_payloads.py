@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from polyshard import hookimpl
 from polyshard.plugins.builtin import DeviceStorage
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
 from polyshard_testing import ranks
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyshard import Plugin, hookimpl
-from polyshard.seams import GroupInfo, ParamInfo
+from polyshard.plugins.seams import GroupInfo, ParamInfo
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polyshard import Plugin, hookimpl
-from polyshard.seams import BoundGatherCodec, GatherCodec, GroupInfo
+from polyshard.plugins.seams import BoundGatherCodec, GatherCodec, GroupInfo
 from polyshard.sharding.layout import GroupLayout
 
 

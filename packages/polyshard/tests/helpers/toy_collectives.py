@@ -6,7 +6,7 @@ import torch
 
 import polyshard
 from polyshard.plugins.builtin import DefaultBackend
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport.base import Transport
 from polyshard.transport.collective import CollectiveTransport

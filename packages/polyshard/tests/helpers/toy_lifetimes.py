@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from polyshard import Plugin, hookimpl
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo
 
 
 class Kept:

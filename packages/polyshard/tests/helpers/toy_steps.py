@@ -19,7 +19,7 @@ from toy_comms import CountingComm
 
 from polyshard import MixedPrecisionPolicy, Plugin, fully_shard, hookimpl, share_comm_ctx
 from polyshard.program.unshard import CrossingWriter
-from polyshard.seams import CollectivesBackend
+from polyshard.plugins.seams import CollectivesBackend
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import (
     Pending,

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from polyshard import Plugin, hookimpl
 from polyshard.plugins.builtin import DefaultBackend, DeviceStorage
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import Transport

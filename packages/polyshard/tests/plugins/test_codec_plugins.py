@@ -15,7 +15,7 @@ from toy_groups import GROUP, contributions
 import polyshard
 from polyshard import CodecGroup, GatherCodecPlugin, ReduceCodecPlugin, describe, fully_shard
 from polyshard.errors import ConflictError, PluginError
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
 from polyshard_testing import ranks
 from polyshard_testing.cases import case

@@ -14,7 +14,7 @@ from toy_entry_points import install
 from toy_observers import Watching
 
 from polyshard import CPUOffloadPolicy, OffloadPolicy
-from polyshard.composition.stack import build_stack
+from polyshard.plugins.stack import build_stack
 from polyshard.errors import PluginError, UnsupportedError
 from polyshard.plugins import discovery
 from polyshard.plugins import discovery as offloading

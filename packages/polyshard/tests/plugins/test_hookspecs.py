@@ -22,7 +22,7 @@ from toy_storage import AwayFactory, Resting, SlowBackend
 from toy_transforms import Flattening, Transposing
 
 from polyshard import Plugin, hookimpl
-from polyshard.composition.stack import build_stack
+from polyshard.plugins.stack import build_stack
 from polyshard.errors import ConflictError, PluginError
 from polyshard.plugins.builtin import (
     DefaultBackend,
@@ -32,7 +32,7 @@ from polyshard.plugins.builtin import (
     ShardLanding,
 )
 from polyshard.plugins.validation import hook_arguments
-from polyshard.seams import ParamInfo
+from polyshard.plugins.seams import ParamInfo
 from polyshard_testing import World
 
 

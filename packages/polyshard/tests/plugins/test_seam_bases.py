@@ -17,7 +17,7 @@ from polyshard import Plugin, describe, fully_shard, hookimpl, seams
 from polyshard.errors import PluginError
 from polyshard.plugins.builtin import DeviceStorage, DeviceStorageFactory
 from polyshard.plugins.validation import misfit
-from polyshard.seams import GroupInfo, ParamInfo, overrides
+from polyshard.plugins.seams import GroupInfo, ParamInfo, overrides
 from polyshard.sharding.layout import GroupLayout
 from polyshard.transport import GatherRoute, ReduceRoute, Transport
 from polyshard_testing import World

@@ -12,7 +12,7 @@ from toy_models import build, full, shard, tokens_for, train
 
 from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.plugins.builtin import DeviceStorage, DeviceStorageFactory
-from polyshard.seams import GroupInfo, Observer
+from polyshard.plugins.seams import GroupInfo, Observer
 from polyshard.sharding.layout import GroupLayout
 from polyshard_testing import ranks
 

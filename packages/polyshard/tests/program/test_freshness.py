@@ -23,7 +23,7 @@ from polyshard import MixedPrecisionPolicy, Plugin, fully_shard, hookimpl
 from polyshard.program import freshness
 from polyshard.program.freshness import Freshness, Turn, differs, imprint
 from polyshard.program.unshard import NativeGather
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo
 from polyshard_testing import World, ranks
 
 

@@ -23,7 +23,7 @@ from polyshard.plugins.builtin import DeviceStorage
 from polyshard.program import executor, ops
 from polyshard.program.executor import LaneFrame
 from polyshard.program.ops import ENTRY, Frame, Lane, Memory, Op, with_waits
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
 from polyshard_testing import ranks
 from polyshard_testing.streams import Recorder, recorded

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from toy_optimizers import EVERY, Shelf, runs_of, same_bits
 from typing_extensions import override
 
-from polyshard.seams import Lent, OptimizerKeeper, SteppedOptimizer, Stepper
+from polyshard.plugins.seams import Lent, OptimizerKeeper, SteppedOptimizer, Stepper
 
 SIZES = [64, 33, 7, 128, 300_001, 16]
 

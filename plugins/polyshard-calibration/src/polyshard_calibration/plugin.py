@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from polyshard.group.transfers import readable
 from polyshard.plugins.contract import Plugin, hookimpl
-from polyshard.seams import Around, CollectivesBackend, GroupInfo
+from polyshard.plugins.seams import Around, CollectivesBackend, GroupInfo
 from polyshard.sharding.mesh import MeshRoles, resolve_mesh
 from polyshard.transport import Transport, choose_transport
 from polyshard_calibration.file import read, write

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from polyshard.seams import local_of
+from polyshard.plugins.seams import local_of
 from polyshard_matrix.choosing import Cut
 from polyshard_matrix.recipes import State
 from polyshard_matrix.sites import Site

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from polyshard.alarm.failures import FailureReport
-from polyshard.seams import GroupInfo, StorageFactory, local_of
+from polyshard.plugins.seams import GroupInfo, StorageFactory, local_of
 from polyshard.sharding.layout import GroupLayout
 from polyshard_offload.settings import OffloadSettings, Tier
 from polyshard_offload.shards.disk_storage import DiskStorage

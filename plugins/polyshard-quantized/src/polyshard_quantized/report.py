@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
 from polyshard_quantized.formats.base import BlockFormat
 from polyshard_quantized.layout.exclusions import Exclusions

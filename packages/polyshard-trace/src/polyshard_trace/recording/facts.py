@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from polyshard import describe
-from polyshard.composition.roles import GATHER_CODEC, REDUCE_CODEC, STORAGE
+from polyshard.plugins.roles import GATHER_CODEC, REDUCE_CODEC, STORAGE
 from polyshard.group.plan import GroupPlan
 from polyshard_trace.events import Kind
 

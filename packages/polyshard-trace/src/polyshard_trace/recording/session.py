@@ -12,7 +12,7 @@ from torch import nn
 
 from polyshard.description import identities_of
 from polyshard.errors import PolyshardError
-from polyshard.seams import GroupIdentity
+from polyshard.plugins.seams import GroupIdentity
 from polyshard_trace.clocks.ranks import Line, Ranks
 from polyshard_trace.errors import TraceError
 from polyshard_trace.events import Kind

@@ -13,15 +13,15 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from polyshard._torch.engine_state import is_replicated
 from polyshard._torch.newer import told_by_spmd_types
 from polyshard._torch.private import has_fsdp_protocol, local_tensor
-from polyshard.composition.stack import PluginStack
-from polyshard.composition.transforms import Extensions, is_transformed
+from polyshard.plugins.stack import PluginStack
+from polyshard.plugins.transforms import Extensions, is_transformed
 from polyshard.engine.root import unit_of
 from polyshard.errors import ModuleError, PluginError, SettingError, UnsupportedError
 from polyshard.params.parameter import Form, Owner, Source
 from polyshard.plugins.discovery import for_dtensors
 from polyshard.policies import MixedPrecisionPolicy, policy_for
 from polyshard.program.tensor_protocol import check_protocol
-from polyshard.seams import ParamInfo
+from polyshard.plugins.seams import ParamInfo
 from polyshard.sharding.layout import chunk_bounds
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.sharding.placement import Placed, PlacementFunction, resolve_placement, shard_shape

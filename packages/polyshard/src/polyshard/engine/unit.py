@@ -29,7 +29,7 @@ from polyshard.memory.pages import PagePool, pages_can_move
 from polyshard.memory.streams import Lanes, streams_of
 from polyshard.policies import MixedPrecisionPolicy
 from polyshard.program.freshness import Turn
-from polyshard.seams import StepObserver
+from polyshard.plugins.seams import StepObserver
 from polyshard.sharding.mesh import MeshRoles
 
 

@@ -18,7 +18,7 @@ import torch
 from typing_extensions import override
 
 from polyshard._torch.newer import reduces_in_original_dtype
-from polyshard.composition.roles import Contributions
+from polyshard.plugins.roles import Contributions
 from polyshard.errors import CustomCommsError, warn
 from polyshard.params.parameter import Told
 from polyshard.policies import MixedPrecisionPolicy

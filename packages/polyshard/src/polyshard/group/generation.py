@@ -11,9 +11,9 @@ from typing import cast
 from torch import nn
 
 from polyshard._torch.newer import set_grad_dtype
-from polyshard.composition.answers import Binding
-from polyshard.composition.roles import GATHER_CODEC, REDUCE_CODEC, STORAGE, Contributions
-from polyshard.composition.transforms import Onion
+from polyshard.plugins.answers import Binding
+from polyshard.plugins.roles import GATHER_CODEC, REDUCE_CODEC, STORAGE, Contributions
+from polyshard.plugins.transforms import Onion
 from polyshard.errors import UnsupportedError
 from polyshard.group.dtypes import Dtypes, GradientDtypes
 from polyshard.group.traffic import Meter
@@ -44,7 +44,7 @@ from polyshard.program.unshard import (
     ShardAxis,
     unshard_program,
 )
-from polyshard.seams import BoundReduceCodec, GroupInfo, ShardStorage, overrides
+from polyshard.plugins.seams import BoundReduceCodec, GroupInfo, ShardStorage, overrides
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import Transport
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polyshard._torch.newer import rounds_before_adding
 from polyshard._torch.private import storage_holders
-from polyshard.composition.transforms import Onion
+from polyshard.plugins.transforms import Onion
 from polyshard.errors import PluginError, SettingError
 from polyshard.group.generation import Generation
 from polyshard.params.sharded import Shards

@@ -37,9 +37,9 @@ from typing_extensions import override
 from polyshard._torch.private import in_backward
 from polyshard._torch.untraced import outside_transforms
 from polyshard.alarm.failures import FailureReport
-from polyshard.composition.answers import Binding
-from polyshard.composition.claims import check_constraints
-from polyshard.composition.stack import PluginStack
+from polyshard.plugins.answers import Binding
+from polyshard.plugins.claims import check_constraints
+from polyshard.plugins.stack import PluginStack
 from polyshard.errors import LifecycleError, warn
 from polyshard.group.dtypes import Dtypes, GradientDtypes, policy_notices, resolve_dtypes
 from polyshard.group.generation import Generation, Parts, build_generation
@@ -56,7 +56,7 @@ from polyshard.program.freshness import Turn
 from polyshard.program.ops import Frame, Program
 from polyshard.program.reduce import ReduceSettings
 from polyshard.program.tensor_protocol import refuse_block, refuse_claims, uses_protocol
-from polyshard.seams import GroupIdentity, GroupInfo, ParamInfo, ShardStorage, overrides
+from polyshard.plugins.seams import GroupIdentity, GroupInfo, ParamInfo, ShardStorage, overrides
 from polyshard.sharding.layout import plan_layout
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import all_reduce

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from polyshard.composition.roles import GATHER_CODEC
+from polyshard.plugins.roles import GATHER_CODEC
 from polyshard.group.dtypes import Dtypes
 from polyshard.group.transfers import Way
-from polyshard.seams import ParamInfo
+from polyshard.plugins.seams import ParamInfo
 from polyshard.sharding.layout import GroupLayout
 
 

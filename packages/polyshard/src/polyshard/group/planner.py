@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from polyshard.composition.roles import GATHER_CODEC
+from polyshard.plugins.roles import GATHER_CODEC
 from polyshard.group.dtypes import all_notices
 from polyshard.group.group import ParameterGroup
 from polyshard.group.plan import GroupPlan, Payloads, Roles, Sharded
@@ -12,7 +12,7 @@ from polyshard.group.transfers import summary, ways_of
 from polyshard.program.ops import Program
 from polyshard.program.tensor_protocol import ProtocolGather
 from polyshard.program.unshard import Gather
-from polyshard.seams import Named
+from polyshard.plugins.seams import Named
 
 
 def plan_of(group: ParameterGroup) -> GroupPlan:

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from polyshard.params.sharded import Shards
 from polyshard.plugins.builtin import DeviceStorage
-from polyshard.seams import Observer, StepObserver, overrides
+from polyshard.plugins.seams import Observer, StepObserver, overrides
 
 
 class GroupName:

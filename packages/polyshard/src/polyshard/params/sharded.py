@@ -35,7 +35,7 @@ from polyshard._torch.private import (
 from polyshard.errors import LifecycleError, ModuleError
 from polyshard.memory.own_storage import Home, own_storage
 from polyshard.params.parameter import Registry, ShardedParameter, Source
-from polyshard.seams import ShardStorage, overrides
+from polyshard.plugins.seams import ShardStorage, overrides
 from polyshard.sharding.layout import GroupLayout, ParameterLayout
 from polyshard.sharding.mesh import MeshRoles
 

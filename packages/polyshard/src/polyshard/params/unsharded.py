@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from polyshard.composition.transforms import Onion
+from polyshard.plugins.transforms import Onion
 from polyshard.memory.buffers import Buffer, FixedBuffer, new_buffer
 from polyshard.memory.pages import PagePool
 from polyshard.params.sharded import Shards

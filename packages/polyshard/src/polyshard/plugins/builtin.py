@@ -15,7 +15,7 @@ from polyshard.__about__ import __version__
 from polyshard._torch.fsdp1 import chunk_sharded_tensor, local_shards
 from polyshard.errors import PluginError
 from polyshard.plugins.contract import Plugin, hookimpl
-from polyshard.seams import (
+from polyshard.plugins.seams import (
     CollectivesBackend,
     GatherCodec,
     GradientLanding,
@@ -32,7 +32,7 @@ from polyshard.transport import Transport, choose_transport
 class EnginePlugin(Plugin):
     """Lowest in priority: its answers count only where no plugin has one.
 
-    What it answers to exclusive hooks about groups stands in :mod:`polyshard.composition.roles`.
+    What it answers to exclusive hooks about groups stands in :mod:`polyshard.plugins.roles`.
     """
 
     name = "engine"

@@ -1,7 +1,7 @@
 """Codecs in one class: a plugin that is its own codec.
 
 The base answers the hook, and makes what the engine asks for of each group; name, version and
-settings are the plugin's. The long way (:class:`~polyshard.seams.GatherCodec` and what it binds)
+settings are the plugin's. The long way (:class:`~polyshard.plugins.seams.GatherCodec` and what it binds)
 stays for codecs that choose among several forms, or that own the second hop of a reduction.
 """
 
@@ -20,7 +20,7 @@ from typing_extensions import override
 from polyshard.errors import PluginError
 from polyshard.plugins.contract import Plugin, contract_of, hookimpl, settings_of
 from polyshard.plugins.validation import wordless
-from polyshard.seams import (
+from polyshard.plugins.seams import (
     BoundGatherCodec,
     BoundReduceCodec,
     GatherCodec,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-    from polyshard.seams import (
+    from polyshard.plugins.seams import (
         Around,
         CollectivesBackend,
         GatherCodec,

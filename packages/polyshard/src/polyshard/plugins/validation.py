@@ -230,7 +230,7 @@ def _adopt(part: object, seam: type) -> list[str]:
 
 def _home_of(seam: type) -> str:
     """Where authors import a seam from."""
-    return "polyshard" if seam.__module__.startswith("polyshard.seams") else "polyshard.transport"
+    return "polyshard" if seam.__module__.startswith("polyshard.plugins.seams") else "polyshard.transport"
 
 
 def fitting(value: T, seam: type, factory: HasName, method: str) -> T:

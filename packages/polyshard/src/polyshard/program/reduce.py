@@ -47,7 +47,7 @@ from polyshard.program.landing import Landing, Placing, check_hook
 from polyshard.program.ops import Frame, Lane, Memory, Op, Program, Traffic, compiled
 from polyshard.program.packing import Packing, extents_of
 from polyshard.program.unshard import ShardAxis, join
-from polyshard.seams import BoundReduceCodec, ShardStorage, overrides
+from polyshard.plugins.seams import BoundReduceCodec, ShardStorage, overrides
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import all_gather, all_reduce, presence_of
 from polyshard.transport.base import ReduceRoute, Turns

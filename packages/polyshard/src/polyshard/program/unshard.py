@@ -31,7 +31,7 @@ from polyshard.plugins.validation import fitting, wordless
 from polyshard.program.freshness import Freshness, Turn, differs
 from polyshard.program.ops import Frame, Lane, Memory, Op, Program, Traffic, compiled
 from polyshard.program.packing import extents_of, home_pairs
-from polyshard.seams import BoundGatherCodec, ShardStorage, overrides
+from polyshard.plugins.seams import BoundGatherCodec, ShardStorage, overrides
 from polyshard.transport.base import (
     Extents,
     GatherPiece,

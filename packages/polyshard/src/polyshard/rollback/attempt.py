@@ -43,7 +43,7 @@ from polyshard.rollback.verdict import (
     Kind,
     Verdict,
 )
-from polyshard.seams import Stateful, Undoable
+from polyshard.plugins.seams import Stateful, Undoable
 from polyshard.transport.gloo.mending import mend_groups
 
 T = TypeVar("T")

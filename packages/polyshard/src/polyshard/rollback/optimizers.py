@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from polyshard.rollback.copies import Kept, Memory
-from polyshard.seams import Undoable
+from polyshard.plugins.seams import Undoable
 
 PARAMS = "params"
 PLAIN = (bool, int, float, complex, str, type(None))

@@ -20,7 +20,7 @@ from polyshard.params.parameter import ShardedParameter
 from polyshard.rollback.copies import Kept, Memory
 from polyshard.rollback.optimizers import OptimizerUndo, StepMemory
 from polyshard.rollback.random_state import RandomState
-from polyshard.seams import Stateful
+from polyshard.plugins.seams import Stateful
 
 
 @dataclass(frozen=True)

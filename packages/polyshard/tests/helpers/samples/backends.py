@@ -11,7 +11,7 @@ from torch import Tensor
 import polyshard
 from polyshard import Plugin, hookimpl
 from polyshard.plugins.builtin import DefaultBackend
-from polyshard.seams import CollectivesBackend, GroupInfo
+from polyshard.plugins.seams import CollectivesBackend, GroupInfo
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import Transport, choose_transport
 from polyshard.transport.base import Extents, GatherPiece, GatherRoute, Pending, ReduceRoute

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyshard import Plugin, hookimpl
-from polyshard.seams import BoundReduceCodec, GroupInfo, ReduceCodec
+from polyshard.plugins.seams import BoundReduceCodec, GroupInfo, ReduceCodec
 from polyshard.sharding.layout import GroupLayout
 from samples.verdict import Right, Samples, Wrong, variant
 

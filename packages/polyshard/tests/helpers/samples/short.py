@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polyshard import CodecGroup, GatherCodecPlugin, ReduceCodecPlugin, hookimpl
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
 from samples.verdict import Right, Samples, Wrong, variant
 

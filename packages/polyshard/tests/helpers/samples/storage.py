@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polyshard import Plugin, hookimpl
 from polyshard.plugins.builtin import DeviceStorage
-from polyshard.seams import GroupInfo, ShardStorage, StorageFactory
+from polyshard.plugins.seams import GroupInfo, ShardStorage, StorageFactory
 from polyshard.sharding.layout import GroupLayout
 from samples.verdict import Right, Samples, Wrong, variant
 

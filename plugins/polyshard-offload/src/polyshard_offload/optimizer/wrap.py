@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from polyshard.seams import OptimizerKeeper, SteppedOptimizer, Stepper, check_takeable
+from polyshard.plugins.seams import OptimizerKeeper, SteppedOptimizer, Stepper, check_takeable
 from polyshard_offload.errors import OffloadError
 from polyshard_offload.optimizer.chunks import Slot
 from polyshard_offload.optimizer.step import StateOffload

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polyshard.errors import SettingError
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo
 from polyshard_quantized.layout.payload import Payload
 from polyshard_quantized.transfers.feedback import Residuals
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from polyshard._torch.private import has_fsdp_protocol
-from polyshard.composition.roles import GATHER_CODEC, LANDING, STORAGE, Contributions, Role
+from polyshard.plugins.roles import GATHER_CODEC, LANDING, STORAGE, Contributions, Role
 from polyshard.errors import (
     ConflictError,
     ModuleError,
@@ -17,7 +17,7 @@ from polyshard.errors import (
     UnsupportedError,
 )
 from polyshard.params.parameter import Source
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from polyshard.composition.transforms import Onion
+from polyshard.plugins.transforms import Onion
 from polyshard.params.protocol_shards import ProtocolShards
 from polyshard.params.sharded import Shards
 from polyshard.policies import MixedPrecisionPolicy

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from polyshard.composition.roles import COLLECTIVES, Contributions
+from polyshard.plugins.roles import COLLECTIVES, Contributions
 from polyshard.errors import PluginError, warn
 from polyshard.plugins.validation import misfit
-from polyshard.seams import BoundGatherCodec, BoundReduceCodec, BoundReplicaCodec, ShardStorage
+from polyshard.plugins.seams import BoundGatherCodec, BoundReduceCodec, BoundReplicaCodec, ShardStorage
 from polyshard.transport.base import Transport
 
 if TYPE_CHECKING:
-    from polyshard.seams import GroupInfo, OwnedParameter, ParamInfo, ShardingConstraint
+    from polyshard.plugins.seams import GroupInfo, OwnedParameter, ParamInfo, ShardingConstraint
     from polyshard.sharding.layout import GroupLayout
     from polyshard.sharding.mesh import MeshRoles
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from polyshard import MixedPrecisionPolicy, Plugin, describe, fully_shard, hookimpl
 from polyshard.errors import PlanMismatchError, PluginError
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
 from polyshard_testing import raises_in_step, ranks
 

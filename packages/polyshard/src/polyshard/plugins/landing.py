@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from polyshard.seams.base import Named
-from polyshard.seams.info import GroupInfo, ParamInfo
+from polyshard.plugins.base import Named
+from polyshard.plugins.info import GroupInfo, ParamInfo
 
 
 class Rows(Protocol):

@@ -11,13 +11,13 @@ from toy_groups import GROUP
 
 from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.composition import claims, roles
-from polyshard.composition.roles import ROLES, Role
-from polyshard.composition.stack import build_stack
+from polyshard.plugins.roles import ROLES, Role
+from polyshard.plugins.stack import build_stack
 from polyshard.errors import ConflictError, PluginError
 from polyshard.plugins import hookspecs
 from polyshard.plugins.contract import hookspec
 from polyshard.plugins.validation import hook_arguments
-from polyshard.seams import GroupInfo, Named
+from polyshard.plugins.seams import GroupInfo, Named
 from polyshard_testing import World
 
 

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from polyshard.composition.claims import contributions_of
-from polyshard.composition.hooks import Hooks, ParameterHooks, Teardown
-from polyshard.composition.manager import Implementation, Manager, Member, tracing
-from polyshard.composition.ordering import check_relations, order
-from polyshard.composition.roles import Contributions, PluginLines
-from polyshard.composition.transforms import Onion, name_of
+from polyshard.plugins.claims import contributions_of
+from polyshard.plugins.hooks import Hooks, ParameterHooks, Teardown
+from polyshard.plugins.manager import Implementation, Manager, Member, tracing
+from polyshard.plugins.ordering import check_relations, order
+from polyshard.plugins.roles import Contributions, PluginLines
+from polyshard.plugins.transforms import Onion, name_of
 from polyshard.errors import ConflictError, PluginError
 from polyshard.plugins.builtin import EnginePlugin
 from polyshard.plugins.discovery import load_plugin
 from polyshard.plugins.validation import problems_of
-from polyshard.seams import GroupInfo, ParameterTransform, ParamInfo
+from polyshard.plugins.seams import GroupInfo, ParameterTransform, ParamInfo
 
 ENGINE = EnginePlugin.name
 

@@ -13,7 +13,7 @@ from toy_storage import Away, AwayFactory, SlowBackend
 from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.errors import PlanMismatchError, PluginError
 from polyshard.plugins.builtin import DefaultBackend
-from polyshard.seams import GroupInfo, ShardingConstraint
+from polyshard.plugins.seams import GroupInfo, ShardingConstraint
 from polyshard_testing import ranks
 
 

@@ -25,9 +25,9 @@ from polyshard import (
     fully_shard,
     hookimpl,
 )
-from polyshard.composition.roles import COLLECTIVES, GATHER_CODEC, STORAGE
+from polyshard.plugins.roles import COLLECTIVES, GATHER_CODEC, STORAGE
 from polyshard.errors import ConflictError, PlanMismatchError, PluginError
-from polyshard.seams import BoundGatherCodec, GroupInfo, ShardStorage
+from polyshard.plugins.seams import BoundGatherCodec, GroupInfo, ShardStorage
 from polyshard.sharding.layout import GroupLayout
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import Transport

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from toy_transforms import Flattening, Transposing, Unsqueezing
 
 from polyshard import Plugin, hookimpl
-from polyshard.composition.stack import build_stack
-from polyshard.composition.transforms import Onion
+from polyshard.plugins.stack import build_stack
+from polyshard.plugins.transforms import Onion
 from polyshard.errors import PluginError
-from polyshard.seams import ParamInfo
+from polyshard.plugins.seams import ParamInfo
 
 PARAM = ParamInfo("w", (2, 3), torch.float32, True, None, nn.Linear)  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from polyshard._torch.private import local_tensor
 from polyshard.errors import PluginError
-from polyshard.seams import ParameterTransform, ParamInfo
+from polyshard.plugins.seams import ParameterTransform, ParamInfo
 
 Extensions = tuple[Any | None, ...]
 

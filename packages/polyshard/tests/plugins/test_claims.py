@@ -14,9 +14,9 @@ from toy_landing import Landing
 from toy_storage import Resting
 
 from polyshard import Plugin, describe, fully_shard, hookimpl
-from polyshard.composition.stack import build_stack
+from polyshard.plugins.stack import build_stack
 from polyshard.errors import ConflictError, PluginError
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo
 from polyshard_testing import ranks
 
 ROLES = {

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from toy_codecs import Codecs
 
 from polyshard import Contract
-from polyshard.composition.ordering import check_relations, order
-from polyshard.composition.stack import build_stack
+from polyshard.plugins.ordering import check_relations, order
+from polyshard.plugins.stack import build_stack
 from polyshard.errors import ConflictError, PluginError
 
 

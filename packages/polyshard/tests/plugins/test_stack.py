@@ -11,7 +11,7 @@ import torch
 from toy_codecs import Codecs
 
 from polyshard import Contract, Plugin, hookimpl
-from polyshard.composition.stack import build_stack
+from polyshard.plugins.stack import build_stack
 from polyshard.errors import PluginError
 from polyshard.plugins.contract import contract_of
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from polyshard.seams.base import Named
-from polyshard.seams.info import GroupInfo
+from polyshard.plugins.base import Named
+from polyshard.plugins.info import GroupInfo
 
 if TYPE_CHECKING:
     from polyshard.sharding.layout import GroupLayout

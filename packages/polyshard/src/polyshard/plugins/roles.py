@@ -18,7 +18,7 @@ from polyshard.plugins.builtin import (
     NativeReduceCodec,
     ShardLanding,
 )
-from polyshard.seams import (
+from polyshard.plugins.seams import (
     CollectivesBackend,
     GatherCodec,
     GradientLanding,

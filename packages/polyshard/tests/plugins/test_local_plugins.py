@@ -14,8 +14,8 @@ from toy_observers import Watcher, Watching
 from toy_planning import Signing
 
 from polyshard import Plugin, describe, fully_shard, hookimpl
-from polyshard.composition.roles import RANKS_MAY_DIFFER
-from polyshard.composition.stack import build_stack
+from polyshard.plugins.roles import RANKS_MAY_DIFFER
+from polyshard.plugins.stack import build_stack
 from polyshard.errors import PlanMismatchError
 from polyshard.plugins import hookspecs
 from polyshard.plugins.validation import hook_arguments

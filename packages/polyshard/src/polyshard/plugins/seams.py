@@ -14,15 +14,15 @@ Rules that hold for all of them:
 from __future__ import annotations
 
 from polyshard._torch.optimizers import like, local_of, repointed, spec_of
-from polyshard.seams.base import Around, Named, Stateful, Undoable, overrides
-from polyshard.seams.codecs import (
+from polyshard.plugins.base import Around, Named, Stateful, Undoable, overrides
+from polyshard.plugins.codecs import (
     BoundGatherCodec,
     BoundReduceCodec,
     BoundReplicaCodec,
     GatherCodec,
     ReduceCodec,
 )
-from polyshard.seams.info import (
+from polyshard.plugins.info import (
     CollectivesBackend,
     GroupIdentity,
     GroupInfo,
@@ -31,9 +31,9 @@ from polyshard.seams.info import (
     ShardingConstraint,
     StateDictAdapter,
 )
-from polyshard.seams.landing import GradientLanding, OwnedParameter, Rows
-from polyshard.seams.observer import Observer, StepObserver
-from polyshard.seams.storage import ShardStorage, StorageFactory
+from polyshard.plugins.landing import GradientLanding, OwnedParameter, Rows
+from polyshard.plugins.observer import Observer, StepObserver
+from polyshard.plugins.storage import ShardStorage, StorageFactory
 from polyshard.sharding.layout import GroupLayout, ParameterLayout
 from polyshard.stepping.elementwise import check_takeable
 from polyshard.stepping.keeper import Lent, OptimizerKeeper

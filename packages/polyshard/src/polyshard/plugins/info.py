@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from polyshard.seams.base import Named
+from polyshard.plugins.base import Named
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

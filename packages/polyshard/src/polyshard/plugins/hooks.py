@@ -17,12 +17,12 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from polyshard.composition.manager import Answer, Implementation, Manager, Member
-from polyshard.composition.roles import RANKS_MAY_DIFFER, GroupHook
-from polyshard.composition.transforms import name_of
+from polyshard.plugins.manager import Answer, Implementation, Manager, Member
+from polyshard.plugins.roles import RANKS_MAY_DIFFER, GroupHook
+from polyshard.plugins.transforms import name_of
 from polyshard.errors import ConflictError
 from polyshard.plugins import hookspecs
-from polyshard.seams import GroupInfo, ParamInfo
+from polyshard.plugins.seams import GroupInfo, ParamInfo
 
 
 class Teardown:
@@ -177,7 +177,7 @@ class Hooks:
         return self._manager.ask("polyshard_prepare_model", module=module, mesh=mesh)
 
     def of_group(self, row: GroupHook[T], group: GroupInfo) -> list[Answer[T]]:
-        """One of the hooks of :mod:`~polyshard.composition.roles`."""
+        """One of the hooks of :mod:`~polyshard.plugins.roles`."""
         return self._manager.ask(row.hook, group=group)
 
     def parameter_facts(self, tensor: Tensor, param: ParamInfo) -> list[Answer[str]]:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-from polyshard.composition.answers import Binding
-from polyshard.composition.hooks import Hooks
-from polyshard.composition.manager import Answer, Member
-from polyshard.composition.roles import (
+from polyshard.plugins.answers import Binding
+from polyshard.plugins.hooks import Hooks
+from polyshard.plugins.manager import Answer, Member
+from polyshard.plugins.roles import (
     ADAPTERS,
     CONSTRAINTS,
     OBSERVERS,
@@ -22,7 +22,7 @@ from polyshard.composition.roles import (
 )
 from polyshard.errors import ConflictError, PluginError
 from polyshard.plugins.validation import misfit
-from polyshard.seams import Around, GroupInfo
+from polyshard.plugins.seams import Around, GroupInfo
 from polyshard.sharding.layout import GroupLayout, ParameterLayout
 
 T = TypeVar("T")
