@@ -52,7 +52,7 @@ class Fault:
 
     @property
     def is_attempted(self) -> bool:
-        """Whether all steps are made in ``polyshard.attempt``."""
+        """Whether all steps are made in ``polyshard_resilience.attempt``."""
         return self.id.startswith("attempt-")
 
     @property

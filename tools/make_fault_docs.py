@@ -59,7 +59,7 @@ HEALTHY = (
     (
         "many failures and rebuilt groups in one job",
         "the store keeps the last 16; each rebuilt gloo group keeps two idle threads",
-        "packages/polyshard/tests/rollback/test_waiting.py::test_failures_do_not_fill_the_store",
+        "packages/polyshard-resilience/tests/rollback/test_waiting.py::test_failures_do_not_fill_the_store",
     ),
     (
         "a failed `save_async` whose error was handled",

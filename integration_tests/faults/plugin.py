@@ -12,7 +12,7 @@ from toy_codecs import BytesGather
 
 from polyshard import Around, Observer, Plugin, hookimpl
 from polyshard.plugins.seams import GroupInfo, StorageFactory
-from polyshard.plugins.base import Named
+from polyshard.plugins.seams import Named
 
 PLACE = "blocks.1"
 """Groups of this unit fail, where they know the name of theirs yet; else the first does."""

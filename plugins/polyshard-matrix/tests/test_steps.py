@@ -15,11 +15,13 @@ from torch.distributed.tensor import Shard
 from toy_collectives import ByCollectives
 
 import polyshard
+import polyshard_resilience
 from polyshard import clip_grad_norm_, fully_shard
-from polyshard.errors import AttemptError, NonFiniteError, SkippedStepWarning, UnsupportedError
-from polyshard.guards import NonFinite
+from polyshard.errors import NonFiniteError, UnsupportedError
 from polyshard.plugins.seams import local_of
 from polyshard_matrix import MatrixError
+from polyshard_resilience import NonFinite
+from polyshard_resilience.errors import AttemptError, SkippedStepWarning
 from polyshard_testing import ranks
 from polyshard_testing.streams import recorded
 
@@ -255,13 +257,13 @@ def test_an_attempt_that_fails_takes_state_back(rank: int, size: int) -> None:
             both = [run.optimizer, run.rest]
             with pytest.raises(AttemptError):
                 step_and_fail(run, both, rank)
-            with polyshard.attempt(run.model, both):
+            with polyshard_resilience.attempt(run.model, both):
                 run.train(rank, 1, step)
         run.check(Reference(size).train(2).model)
 
 
 def step_and_fail(run: Run, both: list[Any], rank: int) -> None:
-    with polyshard.attempt(run.model, both):
+    with polyshard_resilience.attempt(run.model, both):
         run.train(rank, 1, 5)
         if rank == 1:
             raise ValueError("after the step")
@@ -351,7 +353,7 @@ def test_a_landed_gradient_refuses_what_needs_rows(rank: int, size: int) -> None
 
 
 def fail_an_attempt(run: Run, rank: int) -> None:
-    with polyshard.attempt(run.model, [run.optimizer, run.rest]):
+    with polyshard_resilience.attempt(run.model, [run.optimizer, run.rest]):
         loss_of(run.model, 7, rank).backward()
         raise ValueError("not this time")
 

@@ -25,12 +25,13 @@ from reproducible_runs import (
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import polyshard
-from polyshard.errors import NonFiniteError, SkippedStepWarning
-from polyshard.guards import NonFinite
+from polyshard.errors import NonFiniteError
 from polyshard.transport.gloo import GlooReduce
 from polyshard_checkpoint import Checkpoints, TrainingState
 from polyshard_reproducible import SlotSampler
 from polyshard_reproducible.randomness import seed_of
+from polyshard_resilience import NonFinite
+from polyshard_resilience.errors import SkippedStepWarning
 from polyshard_testing import World
 
 STEPS = 4

@@ -96,7 +96,8 @@ class Survivors(Ranks):
             each = ", ".join(f"rank {rank}: {one}" for rank, one in found.items())
             raise CheckpointError(
                 f"ranks that are left differ in the {what} ({each}), so their shards do not belong "
-                "together. A step within polyshard.attempt() is made by all of them or by none"
+                "together. A step within polyshard_resilience.attempt() is made by all of them "
+                "or by none"
             )
 
     # Talking ----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing_extensions import override
 from polyshard import Plugin, hookimpl
 from polyshard.plugins.builtin import DeviceStorage
 from polyshard.plugins.seams import BoundGatherCodec, GatherCodec, GroupInfo
-from polyshard.plugins.storage import StorageFactory
+from polyshard.plugins.seams import StorageFactory
 from polyshard.sharding.layout import GroupLayout
 
 

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
         MixedPrecisionPolicy,
         OffloadPolicy,
     )
-    from polyshard.rollback import Attempt, attempt, attempts
     from polyshard.same_values import SameValues
     from polyshard.plugins.seams import (
         Around,
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
 __all__ = [
     "HOOK_API",
     "Around",
-    "Attempt",
     "BoundGatherCodec",
     "BoundReduceCodec",
     "BoundReplicaCodec",
@@ -85,8 +83,6 @@ __all__ = [
     "UnshardHandle",
     "__version__",
     "attach_optimizer",
-    "attempt",
-    "attempts",
     "clip_grad_norm_",
     "close",
     "describe",
@@ -103,7 +99,6 @@ __all__ = [
 
 _HOMES = {
     "Around": "seams",
-    "Attempt": "rollback",
     "BoundGatherCodec": "seams",
     "BoundReduceCodec": "seams",
     "BoundReplicaCodec": "seams",
@@ -131,8 +126,6 @@ _HOMES = {
     "ShardPlacement": "sharding.placement",
     "UnshardHandle": "module",
     "attach_optimizer": "engine.native_state",
-    "attempt": "rollback",
-    "attempts": "rollback",
     "clip_grad_norm_": "clipping",
     "close": "engine.keeping",
     "describe": "description",

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
+from toy_store import CountingStore
 
 from polyshard.alarm.alarm import Alarm
 from polyshard.alarm.board import Board
@@ -21,37 +19,10 @@ from polyshard.alarm.courier import Courier, Request
 from polyshard.alarm.processes import Process
 from polyshard.alarm.register import Register
 from polyshard.alarm.watch import Watch
-from polyshard.rollback import verdict
-from polyshard.rollback.verdict import DONE, READY, Ballot
 
 SIZES = (1024, 4096, 16384)
 ON_A_HOST = 8
 SECONDS = 1.5
-
-
-class CountingStore:
-    """Counts requests of those that it is not told to overlook."""
-
-    def __init__(self) -> None:
-        self.inner = dist.HashStore()
-        self.inner.set_timeout(timedelta(seconds=60))
-        self.counts: Counter[str] = Counter()
-        self.is_counting = False
-        self.lock = threading.Lock()
-
-    @property
-    def timeout(self) -> timedelta:
-        return self.inner.timeout  # type: ignore[attr-defined, no-any-return]
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self.inner, name)
-
-        def counted(key: str | list[str], *args: Any) -> Any:
-            with self.lock:
-                self.counts[name] += self.is_counting
-            return method(key, *args)
-
-        return counted
 
 
 class AtOnce(Courier):
@@ -126,33 +97,6 @@ def test_a_rank_that_waits(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         alarm.waiting = None
     print(f"wait: {size} ranks, {store.counts.total() - before} requests")
     assert store.counts.total() - before < 60
-
-
-def come(store: Any, rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> Ballot:
-    board = Board(store, "job", rank, tuple(range(size)))
-    monkeypatch.setattr(verdict, "open_board", lambda ranks: board)
-    return Ballot(range(size), 0)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_step_of_an_attempt(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a rank that comes first, and waits for the last for a moment: both votes."""
-    store: Any = CountingStore()
-    for name in (READY, DONE):
-        store.set(f"job/attempts/1/{name}/come", "")
-        store.delete_key(f"job/attempts/1/{name}/come")
-    first = come(store, 0, size, monkeypatch)
-    last = come(store, 1, size, monkeypatch)
-    store.is_counting = True
-    for name in (READY, DONE):
-        for _ in range(2, size):
-            store.inner.add(f"job/attempts/1/{name}/come", 1)
-        thread = threading.Timer(0.12, last.cast, (name, None))
-        thread.start()
-        assert first.cast(name, None)
-        thread.join()
-    print(f"attempt: {size} ranks, {store.counts.total()} requests of two")
-    assert store.counts.total() < 50
 
 
 def test_records_of_a_host_are_read_once() -> None:

@@ -61,8 +61,8 @@ NOT_ON_SIM: dict[str, dict[str, tuple[str, ...]]] = {
     },
     KERNELS: {"plugins/polyshard-reproducible/tests": ("",)},
     MENDING: {
-        "packages/polyshard/tests": (
-            "alarm/test_alarm.py",
+        "packages/polyshard/tests": ("alarm/test_alarm.py",),
+        "packages/polyshard-resilience/tests": (
             "rollback/test_ranks.py::test_ranks_retry_together",
         ),
     },

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toy_optimizers import EVERY, Make, Shelf, runs_of, same_bits, torch_steps
 
 from polyshard import flat
-from polyshard.rollback.optimizers import OptimizerUndo, StepMemory
 
 Event = Callable[[int, Shelf, Optimizer], None]
 SIZES = (64, 32, 7, 128, 1, 0, 33, 96, 64)
@@ -363,36 +362,3 @@ def test_copies_are_of_the_users_class() -> None:
         assert type(copied) is AdamW
         copied.param_groups[0]["params"][0].grad = torch.ones(64)
         copied.step()
-
-
-class FailsHalfway(AdamW):
-    """Has stepped when it raises, on demand."""
-
-    fails = False
-
-    def step(self, closure: Any = None) -> Any:
-        super().step(closure)
-        if self.fails:
-            raise MemoryError("half way")
-
-
-def test_a_step_that_failed_is_rolled_back_with_its_counters() -> None:
-    stepped = []
-    for make in (FailsHalfway, lambda params: flat(FailsHalfway(params), elementwise=True)):
-        shelf = Shelf((8, 16))
-        optimizer: Any = make(shelf.params)
-        for _ in range(4):
-            shelf.give_gradients()
-            optimizer.step()
-        shelf.give_gradients()
-        undo = OptimizerUndo(optimizer)
-        undo.keep(StepMemory())
-        optimizer.fails = True
-        with pytest.raises(MemoryError):
-            optimizer.step()
-        optimizer.fails = False
-        undo.put_back()
-        for _ in range(3):
-            optimizer.step()
-        stepped.append([*shelf.params, *(s["step"] for s in optimizer.state.values())])
-    assert all(same_bits(one, other) for one, other in zip(*stepped, strict=True))

@@ -67,7 +67,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that their 2-norm is at most ``max_norm``, by :func:`grad_norm`.
 
-    Where it is not finite they stay as they are, for ``polyshard.guards.NonFinite`` to name them.
+    Where it is not finite they stay as they are: ``NonFinite`` of polyshard-resilience names them.
 
     Returns:
         The norm before clipping.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from polyshard.guards.digests import digest, summary
+from polyshard.engine.initial_values import checksum
 from polyshard_compare.errors import JobError
 from polyshard_compare.job.demonstration import demonstration
 from polyshard_compare.job.job import Job
@@ -100,7 +100,7 @@ def draw_from(*what: object) -> None:
 def digest_of(model: nn.Module) -> tuple[tuple[str, int], ...]:
     """A number for the values of each parameter and buffer, by name."""
     tensors = (*model.named_parameters(), *model.named_buffers())
-    return tuple((name, int(summary(digest(tensor)))) for name, tensor in tensors)
+    return tuple((name, int(checksum(tensor))) for name, tensor in tensors)
 
 
 def _function(name: str, found: object) -> Callable[[], object]:

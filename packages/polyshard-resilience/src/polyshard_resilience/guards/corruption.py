@@ -22,16 +22,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from polyshard.errors import CorruptionError, SettingError
-from polyshard.guards.names import (
+from polyshard.errors import SettingError
+from polyshard_resilience.errors import CorruptionError
+from polyshard_resilience.guards.names import (
     check_optimizer,
     check_steps_alone,
     listed,
     names_of,
     parameters_of,
 )
-from polyshard.guards.peers import Peers, axes_of, gathered, ranks_in_words, this_rank
-from polyshard.guards.watch import WEIGHTS, Look, Seen, Watched, watched_of
+from polyshard_resilience.guards.peers import Peers, axes_of, gathered, ranks_in_words, this_rank
+from polyshard_resilience.guards.watch import WEIGHTS, Look, Seen, Watched, watched_of
 
 KINDS = ("weights", "optimizer state")
 

@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from polyshard._torch.private import root_mesh
+from polyshard._torch.random_state import RandomState
 from polyshard.engine.keeping import load_plugin_state_dict, plugin_state_dict
 from polyshard.engine.root import groups_of, units_below
 from polyshard.engine.unit import RootContext
 from polyshard.params.parameter import ShardedParameter
-from polyshard.rollback.copies import Kept, Memory
-from polyshard.rollback.optimizers import OptimizerUndo, StepMemory
-from polyshard.rollback.random_state import RandomState
 from polyshard.plugins.seams import Stateful
+from polyshard_resilience.rollback.copies import Kept, Memory
+from polyshard_resilience.rollback.optimizers import OptimizerUndo, StepMemory
 
 
 @dataclass(frozen=True)

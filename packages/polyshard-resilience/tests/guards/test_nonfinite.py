@@ -21,8 +21,9 @@ from toy_meshes import on_several_meshes
 from toy_models import build, full, loss_of, shard, tokens_for
 
 from polyshard import fully_shard
-from polyshard.errors import NonFiniteError, SettingError, SkippedStepWarning, UnsupportedError
-from polyshard.guards import NonFinite
+from polyshard.errors import NonFiniteError, SettingError, UnsupportedError
+from polyshard_resilience import NonFinite
+from polyshard_resilience.errors import SkippedStepWarning
 from polyshard_testing import ranks
 
 SMALL = {"width": 24, "hidden": 30, "layers": 2}

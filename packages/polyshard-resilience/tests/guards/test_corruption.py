@@ -25,9 +25,10 @@ from toy_meshes import on_several_meshes
 from toy_models import build, loss_of, shard, tokens_for
 
 from polyshard import MixedPrecisionPolicy, fully_shard
-from polyshard.errors import CorruptionError, SettingError, UnsupportedError
-from polyshard.guards import Corruption, NonFinite
-from polyshard.guards.watch import watched_of
+from polyshard.errors import SettingError, UnsupportedError
+from polyshard_resilience import Corruption, NonFinite
+from polyshard_resilience.errors import CorruptionError
+from polyshard_resilience.guards.watch import watched_of
 from polyshard_testing import ranks
 
 SMALL = {"width": 24, "hidden": 30, "layers": 2}

@@ -29,15 +29,16 @@ from torch.utils.weak import TensorWeakRef
 from polyshard._torch.private import local_tensor
 from polyshard._torch.whole_rows import WholeRows
 from polyshard.clipping import by_kind, clip_grads_with_norm_, grad_norm, local_gradients
-from polyshard.errors import NonFiniteError, SettingError, SkippedStepWarning
-from polyshard.guards.names import (
+from polyshard.errors import NonFiniteError, SettingError
+from polyshard_resilience.errors import SkippedStepWarning
+from polyshard_resilience.guards.names import (
     check_optimizer,
     check_steps_alone,
     listed,
     names_of,
     parameters_of,
 )
-from polyshard.guards.peers import Peers, ranks_in_words, this_rank
+from polyshard_resilience.guards.peers import Peers, ranks_in_words, this_rank
 
 Action = Literal["stop", "skip"]
 Step = Callable[..., Any]

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polyshard.guards.digests import CHUNK_WORDS, digest, place_of, summary
+from polyshard_resilience.guards.digests import CHUNK_WORDS, digest, place_of, summary
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8, torch.int64)
 CHUNK_BYTES = 8 * CHUNK_WORDS

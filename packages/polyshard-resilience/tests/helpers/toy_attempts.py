@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polyshard.errors import AttemptError
+from polyshard_resilience.errors import AttemptError
 
 
 def failure(attempt: Any, block: Callable[[], object], pattern: str = "") -> AttemptError:

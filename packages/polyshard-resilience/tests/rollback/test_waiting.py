@@ -18,6 +18,7 @@ from toy_models import build, loss_of, shard, tokens_for
 from toy_runs import assert_equal, whole
 
 import polyshard
+import polyshard_resilience
 from polyshard._torch.private import default_store
 from polyshard_testing import World
 from polyshard_testing.world import RankError
@@ -36,7 +37,7 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
     def attempted(self) -> Any:
-        return polyshard.attempt(self.model, self.optimizer)
+        return polyshard_resilience.attempt(self.model, self.optimizer)
 
     def step(self, step: int = 0, *, backward: bool = True) -> None:
         loss = loss_of(self.model, tokens_for(step, self.rank))

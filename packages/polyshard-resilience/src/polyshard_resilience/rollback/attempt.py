@@ -31,9 +31,12 @@ from polyshard.alarm.reports import NOBODY
 from polyshard.engine.breaking import let_down
 from polyshard.engine.plans import audiences
 from polyshard.engine.root import groups_of
-from polyshard.errors import AttemptError, LifecycleError, PeerError, SettingError
-from polyshard.rollback.undo import Scope, Undo
-from polyshard.rollback.verdict import (
+from polyshard.errors import LifecycleError, PeerError, SettingError
+from polyshard.plugins.seams import Stateful, Undoable
+from polyshard.transport.gloo.mending import mend_groups
+from polyshard_resilience.errors import AttemptError
+from polyshard_resilience.rollback.undo import Scope, Undo
+from polyshard_resilience.rollback.verdict import (
     DISAGREED,
     DONE,
     READY,
@@ -43,8 +46,6 @@ from polyshard.rollback.verdict import (
     Kind,
     Verdict,
 )
-from polyshard.plugins.seams import Stateful, Undoable
-from polyshard.transport.gloo.mending import mend_groups
 
 T = TypeVar("T")
 
@@ -63,8 +64,9 @@ def attempt(
 
     Put one whole step into it: forwards, backwards, ``optimizer.step()``. When any rank raises
     there, every rank is put back to where it was before, and raises an
-    :class:`~polyshard.errors.AttemptError` that quotes it. Parameters, optimizers, gradients,
-    buffers, random number generators and the state of plugins are put back, and ``also``.
+    :class:`~polyshard_resilience.errors.AttemptError` that quotes it. Parameters, optimizers,
+    gradients, buffers, random number generators and the state of plugins are put back, and
+    ``also``.
 
     Args:
         model: of which something is sharded; the same call on every rank of its mesh.
@@ -92,7 +94,7 @@ def attempts(
 
     Example::
 
-        for trial in polyshard.attempts(model, optimizer, sizes=(8, 4, 2)):
+        for trial in polyshard_resilience.attempts(model, optimizer, sizes=(8, 4, 2)):
             with trial as size:
                 for part in batch.split(size):
                     loss_of(model(part)).backward()
@@ -355,7 +357,9 @@ def _message(verdict: Verdict, *, is_final: bool) -> str:
             "(Checkpoints.save_survivors) and start the job again."
         )
     if verdict.kind is Kind.OUT_OF_MEMORY:
-        text += ": go on with a smaller micro-batch, as polyshard.attempts(sizes=...) does"
+        text += (
+            ": go on with a smaller micro-batch, as polyshard_resilience.attempts(sizes=...) does"
+        )
         if verdict.left == DISAGREED:
             return f"{text}. Ranks were given different numbers of sizes; give all the same."
         return f"{text}."

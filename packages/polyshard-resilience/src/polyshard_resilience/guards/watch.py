@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from polyshard.engine.trees import tensors
-from polyshard.guards.digests import digest, parts, place_of, summary
-from polyshard.guards.names import parameters_of
+from polyshard_resilience.guards.digests import digest, parts, place_of, summary
+from polyshard_resilience.guards.names import parameters_of
 
 Traces = tuple[tuple[int, int], ...]
 Key = tuple[int, str, int]

@@ -12,6 +12,7 @@ from torch import nn
 from toy_attempts import failure, raising
 
 import polyshard
+import polyshard_resilience
 from polyshard.errors import OutOfStepError, PeerError
 from polyshard_testing import World
 
@@ -44,18 +45,18 @@ def retries(rank: int, size: int, apart: bool) -> None:
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
 
-    with polyshard.attempt(model, optimizer):
+    with polyshard_resilience.attempt(model, optimizer):
         step()
     group.begun += 4 if rank and apart else 6
     body = raising(ValueError("deliberate")) if rank else step
     if rank == 0:
         group.begun -= 6
-    error = failure(polyshard.attempt(model, optimizer), body, "a step failed")
+    error = failure(polyshard_resilience.attempt(model, optimizer), body, "a step failed")
     assert error.is_gone == apart
     assert ("different numbers of collectives" in str(error)) == apart
     assert ("go on, with another batch" in str(error)) != apart
     if not apart:
-        with polyshard.attempt(model, optimizer):
+        with polyshard_resilience.attempt(model, optimizer):
             step()
 
 

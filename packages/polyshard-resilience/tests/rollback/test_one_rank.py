@@ -17,8 +17,10 @@ from toy_lifetimes import Lasting
 from toy_runs import assert_equal
 
 import polyshard
-from polyshard.errors import AttemptError, LifecycleError, SettingError
-from polyshard.rollback.random_state import RandomState
+import polyshard_resilience
+from polyshard._torch.random_state import RandomState
+from polyshard.errors import LifecycleError, SettingError
+from polyshard_resilience.errors import AttemptError
 from polyshard_testing import ranks
 
 
@@ -64,7 +66,9 @@ class Job:
         self.optimizer.zero_grad()
 
     def attempted(self, **options: Any) -> Any:
-        return polyshard.attempt(self.model, self.optimizer, also=[self.scheduler], **options)
+        return polyshard_resilience.attempt(
+            self.model, self.optimizer, also=[self.scheduler], **options
+        )
 
     def everything(self) -> dict[str, Any]:
         def values(tree: Any) -> Any:
@@ -179,7 +183,7 @@ def test_only_steps_need_copies(rank: int, size: int) -> None:
 
 @ranks(1)
 def test_memory_is_used_again(rank: int, size: int) -> None:
-    from polyshard.rollback.undo import memories_of
+    from polyshard_resilience.rollback.undo import memories_of
 
     job = Job()
     for _ in range(3):
@@ -214,13 +218,13 @@ def test_interruptions_go_through(rank: int, size: int, error: type[BaseExceptio
 def test_refusals(rank: int, size: int) -> None:
     job = Job()
     with pytest.raises(SettingError, match="call fully_shard first"):
-        polyshard.attempt(nn.Linear(2, 2))
+        polyshard_resilience.attempt(nn.Linear(2, 2))
     with pytest.raises(SettingError, match="got SGDX"):
-        polyshard.attempt(job.model, type("SGDX", (), {})())
+        polyshard_resilience.attempt(job.model, type("SGDX", (), {})())
     with pytest.raises(SettingError, match="also=int"):
-        polyshard.attempt(job.model, also=[3])  # type: ignore[list-item]
+        polyshard_resilience.attempt(job.model, also=[3])  # type: ignore[list-item]
     with pytest.raises(SettingError, match="nothing to try"):
-        polyshard.attempts(job.model, job.optimizer, sizes=())
+        polyshard_resilience.attempts(job.model, job.optimizer, sizes=())
     under_way = "LifecycleError: an attempt of this model is under way"
     failure(job.attempted(), lambda: job.attempted().__enter__(), under_way)
     once = job.attempted()
@@ -228,7 +232,7 @@ def test_refusals(rank: int, size: int) -> None:
         job.step()
     with pytest.raises(LifecycleError, match="entered before"):
         once.__enter__()
-    for trial in (trials := polyshard.attempts(job.model, job.optimizer, sizes=(2, 1))):
+    for trial in (trials := polyshard_resilience.attempts(job.model, job.optimizer, sizes=(2, 1))):
         assert trial.size == 2
         break
     with pytest.raises(LifecycleError, match="was not entered"):
@@ -264,7 +268,7 @@ def test_a_smaller_batch_is_tried(rank: int, size: int, which: int) -> None:
         greedy = Greedy(MEMORY_ERRORS[which], 3)
         job.model.last.register_forward_pre_hook(greedy)
         x = torch.randn(8, 6)
-        for trial in polyshard.attempts(job.model, job.optimizer, sizes):
+        for trial in polyshard_resilience.attempts(job.model, job.optimizer, sizes):
             with trial as micro:
                 for part in x.split(micro):
                     job.model(part).square().sum().backward()
@@ -283,7 +287,7 @@ def test_the_last_size_raises(rank: int, size: int) -> None:
     seen: list[int] = []
 
     def run(body: Callable[[int], object]) -> None:
-        for trial in polyshard.attempts(job.model, job.optimizer, (4, 2)):
+        for trial in polyshard_resilience.attempts(job.model, job.optimizer, (4, 2)):
             with trial as micro:
                 seen.append(micro)
                 body(micro)
@@ -327,7 +331,7 @@ def test_optimizers_that_step_in_backward(rank: int, size: int) -> None:
         job.backward()
         before = job.everything()
         pattern = "steps in backward" if not undo else "deliberate"
-        attempt = polyshard.attempt(job.model, each, undo_steps=undo)
+        attempt = polyshard_resilience.attempt(job.model, each, undo_steps=undo)
         failure(attempt, raising(ValueError("deliberate"), job.backward), pattern)
         assert_equal(job.everything(), before)
 

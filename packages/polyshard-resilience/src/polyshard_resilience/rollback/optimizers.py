@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from polyshard.rollback.copies import Kept, Memory
 from polyshard.plugins.seams import Undoable
+from polyshard_resilience.rollback.copies import Kept, Memory
 
 PARAMS = "params"
 PLAIN = (bool, int, float, complex, str, type(None))

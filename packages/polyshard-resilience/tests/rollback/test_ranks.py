@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import time
@@ -20,11 +19,14 @@ from toy_models import build, loss_of, shard, tokens_for
 from toy_runs import assert_equal, whole
 
 import polyshard
+import polyshard_resilience
 from polyshard._torch.private import default_store
 from polyshard.alarm.current import current_alarm
 from polyshard.alarm.peers import tell_again
-from polyshard.errors import AttemptError, PeerError
-from polyshard.rollback import verdict
+from polyshard.errors import PeerError
+from polyshard_resilience.errors import AttemptError
+from polyshard_resilience.rollback import attempt as attempt_module
+from polyshard_resilience.rollback import verdict
 from polyshard_testing import World, ranks
 from polyshard_testing.world import RankError
 
@@ -67,7 +69,7 @@ class Job:
         self._at("after the step")
 
     def attempted(self, **options: Any) -> Any:
-        return polyshard.attempt(self.model, self.optimizer, **options)
+        return polyshard_resilience.attempt(self.model, self.optimizer, **options)
 
     def train(self, steps: int, start: int = 0) -> dict[str, Tensor]:
         for step in range(start, start + steps):
@@ -102,7 +104,7 @@ def test_ranks_retry_together(rank: int, size: int, place: str) -> None:
     """Memory runs out on one rank, in the middle of a step that others wait in."""
     job, tried = Job(rank), []
     job.raises = raising(torch.OutOfMemoryError("CUDA out of memory"))
-    for trial in polyshard.attempts(job.model, job.optimizer, sizes=(4, 2, 1)):
+    for trial in polyshard_resilience.attempts(job.model, job.optimizer, sizes=(4, 2, 1)):
         with trial as micro:
             tried.append(micro)
             job.place = place if rank == 1 and micro > 1 else ""
@@ -155,9 +157,8 @@ def test_groups_that_cannot_be_mended_end_the_attempt_on_all(rank: int, size: in
     job = Job(rank)
     job.train(1)
     before, begin = whole(job.model), time.monotonic()
-    rollback = importlib.import_module("polyshard.rollback.attempt")  # the name is the function's
     refused = mock.Mock(side_effect=PeerError("rank 2 did not come to mend group 7"))
-    with mock.patch.object(rollback, "mend_groups", refused if rank else mock.Mock()):
+    with mock.patch.object(attempt_module, "mend_groups", refused if rank else mock.Mock()):
         error = failure(job.attempted(), raising(ValueError("first")), "rank 1: PeerError: rank 2")
     assert error.ranks == (1,)
     assert time.monotonic() - begin < PATIENT_SECONDS
@@ -231,7 +232,7 @@ def test_replicas_and_several_optimizers(rank: int, size: int) -> None:
             raise RuntimeError("between")
         two[1].step()
 
-    failure(polyshard.attempt(job.model, two), body, "rank 2: RuntimeError: between")
+    failure(polyshard_resilience.attempt(job.model, two), body, "rank 2: RuntimeError: between")
     assert_equal(whole(job.model), before)
     assert not any(optimizer.state for optimizer in two)
 
@@ -240,7 +241,7 @@ def test_replicas_and_several_optimizers(rank: int, size: int) -> None:
 def test_all_ranks_must_have_as_many_sizes(rank: int, size: int) -> None:
     job = Job(rank)
     sizes = (4, 2) if rank == 0 else (4,)
-    trial = next(polyshard.attempts(job.model, job.optimizer, sizes))
+    trial = next(polyshard_resilience.attempts(job.model, job.optimizer, sizes))
     failure(trial, raising(MemoryError()), "MemoryError.*different numbers of sizes")
 
 
