@@ -58,7 +58,7 @@ must return the same kind with the same settings; they compare both as part of t
 
 def _role_table() -> str:
     """The exclusive hooks about groups."""
-    from polyshard.plugins.roles import ROLES
+    from polyshard.plugins.contributions import ROLES
 
     rows = (
         f"| {role.name} | [{role.hook}](#{role.hook}) "
@@ -281,8 +281,8 @@ def transport_page() -> str:
 
 def _default_rows() -> Iterator[str]:
     """A row of the table for each part that the engine has of its own."""
-    from polyshard.plugins.roles import ROLES
     from polyshard.plugins import builtin
+    from polyshard.plugins.contributions import ROLES
 
     rows: list[tuple[str, Any, str]] = [
         (role.name, role.engine, f" `{role.engine().name}`") for role in ROLES

@@ -11,8 +11,7 @@ from typing import Any
 from toy_codecs import BytesGather
 
 from polyshard import Around, Observer, Plugin, hookimpl
-from polyshard.plugins.seams import GroupInfo, StorageFactory
-from polyshard.plugins.seams import Named
+from polyshard.plugins.seams import GroupInfo, Named, StorageFactory
 
 PLACE = "blocks.1"
 """Groups of this unit fail, where they know the name of theirs yet; else the first does."""
@@ -105,9 +104,9 @@ class _Storage(Named):
     def settings(self) -> Any:
         return self.inner.settings
 
-    def create(self, group: GroupInfo, layout: Any) -> Any:
+    def bind(self, group: GroupInfo, layout: Any) -> Any:
         self.strike.at("create")
-        made: Any = self.inner.create(group, layout)
+        made: Any = self.inner.bind(group, layout)
         made.fetch = self.strike.around("storage", made.fetch)
         return made
 

@@ -21,8 +21,8 @@ from samples import (
 )
 from samples.verdict import Right, Samples, Wrong
 
-from polyshard.plugins.stack import build_stack
 from polyshard.errors import PolyshardError
+from polyshard.plugins.stack import build_stack
 from polyshard_testing import PluginConformance, World
 from polyshard_testing.runs import plugins_of
 

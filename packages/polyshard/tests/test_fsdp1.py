@@ -16,9 +16,9 @@ from toy_models import assert_same_parameters, build, shard, tokens_for, train
 from toy_transforms import Flattening, Transposing
 
 from polyshard import Contract, Plugin, fully_shard, hookimpl
-from polyshard.plugins.stack import build_stack
 from polyshard.errors import ConflictError
 from polyshard.fsdp1 import as_fsdp_extensions, from_fsdp_extensions, set_extensions, wrapping_with
+from polyshard.plugins.stack import build_stack
 from polyshard_testing import ranks
 
 

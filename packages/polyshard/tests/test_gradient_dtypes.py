@@ -280,7 +280,7 @@ class Keeping(DeviceStorage):
 class KeepingFactory(StorageFactory):
     name = "keeping"
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> Keeping:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> Keeping:
         return Keeping()
 
 

@@ -21,9 +21,9 @@ from toy_storage import Resting
 from toy_transforms import Flattening, Transposing, Unsqueezing
 
 from polyshard import MixedPrecisionPolicy, Plugin, describe, fully_shard, hookimpl, stats
-from polyshard.plugins.manager import Manager
 from polyshard.errors import ConflictError, PlanMismatchError, PluginError
 from polyshard.plugins.seams import ParamInfo
+from polyshard.plugins.stack import Manager
 from polyshard_testing import World, ranks
 
 
@@ -35,14 +35,14 @@ def make(kind: str) -> list[object]:
     made: dict[str, list[object]] = {
         "codecs": [Codecs()],
         "storage": [Resting()],
-        "onion": [Transposing(before=["flattening"]), Flattening()],
+        "transforms": [Transposing(before=["flattening"]), Flattening()],
         "reverse": [Flattening(), Transposing(after=["flattening"])],
         "all": [Watching(), Resting(), Codecs(), Flattening(), Transposing(), Preparing()],
     }
     return made[kind]
 
 
-@pytest.mark.parametrize("kind", ["codecs", "storage", "onion", "reverse", "all"])
+@pytest.mark.parametrize("kind", ["codecs", "storage", "transforms", "reverse", "all"])
 @ranks(2)
 def test_exact_plugins_change_nothing(rank: int, size: int, kind: str) -> None:
     """Nothing these plugins do is lossy, so training must not change by a bit at two ranks."""

@@ -176,7 +176,7 @@ class Collectives(Plugin):
     def polyshard_collectives_backend(self, group: GroupInfo) -> Collectives:
         return self
 
-    def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
+    def bind(self, group: GroupInfo, roles: MeshRoles) -> Transport:
         transport = CollectiveTransport(roles.shard_group, device)
         apply(transport, 0, coalesces=self.coalesces)
         return transport

@@ -58,5 +58,5 @@ class MappedStorage(Plugin, StorageFactory):
         """The plugin is its own factory."""
         return self
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> MappedShard:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> MappedShard:
         return MappedShard(self.folder, group.device)

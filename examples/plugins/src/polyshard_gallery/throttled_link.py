@@ -3,8 +3,6 @@
 import time
 from dataclasses import dataclass, field
 
-import torch
-
 from polyshard import CollectivesBackend, Plugin, hookimpl
 from polyshard.transport import (
     MeshRoles,
@@ -67,6 +65,6 @@ class ThrottledLink(Plugin, CollectivesBackend):
         """The plugin is its own factory."""
         return self
 
-    def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
-        transport = choose_transport(roles, device)
+    def bind(self, group: GroupInfo, roles: MeshRoles) -> Transport:
+        transport = choose_transport(roles, group.device)
         return HeldTransport(transport, self._link) if transport.size > 1 else transport

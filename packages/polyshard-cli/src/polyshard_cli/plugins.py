@@ -14,11 +14,10 @@ from typing import Annotated
 import typer
 
 from polyshard.__about__ import __version__
-from polyshard.plugins.ordering import circle_of
 from polyshard.errors import PluginError
 from polyshard.plugins.contract import HOOK_API, Contract, contract_of
 from polyshard.plugins.discovery import Installed, installed_plugins
-from polyshard.plugins.needs import unmet
+from polyshard.plugins.relations import circle_of, unmet
 from polyshard.plugins.validation import hook_arguments, problems_of
 from polyshard_cli import scaffold
 from polyshard_cli.output import told_in_one_message

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyshard.plugins.stack import PluginStack
 from polyshard.group.dtypes import Dtypes
 from polyshard.plugins.seams import GatherCodec, ReduceCodec
+from polyshard.plugins.stack import PluginStack
 from polyshard_testing.cases import MIXED, Case, case, cases, chunk_rows, real_mask, strided_rows
 from polyshard_testing.runs import Kit
 

@@ -24,15 +24,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyshard.plugins.answers import Binding
-from polyshard.plugins.manager import Member
-from polyshard.plugins.roles import ROLES
-from polyshard.plugins.stack import PluginStack, build_stack
 from polyshard.errors import PluginError
 from polyshard.plugins.builtin import EnginePlugin
 from polyshard.plugins.contract import Contract, hookimpl
-from polyshard.plugins.validation import fitting, problems_of
+from polyshard.plugins.contributions import ROLES, Binding
 from polyshard.plugins.seams import Named, ShardStorage
+from polyshard.plugins.stack import Member, PluginStack, build_stack
+from polyshard.plugins.validation import fitting, problems_of
 from polyshard_testing.cases import case, cases
 from polyshard_testing.codecs import CodecConformance
 from polyshard_testing.runs import (
@@ -120,8 +118,8 @@ class PluginConformance(CodecConformance):
             seen = set()
             for at in members:
                 pairs = zip(at.values(), at.info.parameters, strict=True)
-                flats = [stack.onion.flatten(value, info) for value, info in pairs]
-                layers = [stack.onion.layers_of(extensions) for _, extensions in flats]
+                flats = [stack.transforms.flatten(value, info) for value, info in pairs]
+                layers = [stack.transforms.layers_of(extensions) for _, extensions in flats]
                 seen.add(
                     str(
                         [
@@ -139,7 +137,7 @@ class PluginConformance(CodecConformance):
         at = case(2, 1)
         factory = self.contributions(stack, at).storage
         self.skip_unless_claimed(factory, "shard storage")
-        made = factory.create(at.info, at.layout)
+        made = factory.bind(at.info, at.layout)
         storage = fitting(made, ShardStorage, factory, "create")
         shard = at.shard(at.values())
         resting = storage.rest(shard.clone())
@@ -165,7 +163,7 @@ class PluginConformance(CodecConformance):
         factory = self.contributions(stack, at).storage
         self.skip_unless_claimed(factory, "shard storage")
         shards = [at.shard(at.values(seed)) for seed in range(2)]
-        storages = [factory.create(at.info, at.layout) for _ in shards]
+        storages = [factory.bind(at.info, at.layout) for _ in shards]
         for storage, shard in zip(storages, shards, strict=True):
             storage.rest(shard.clone())
         for storage, shard in zip(storages, shards, strict=True):
@@ -177,13 +175,13 @@ class PluginConformance(CodecConformance):
     def test_transforms_are_undone(self, stack: PluginStack) -> None:
         """Unflattening gives the parameter back, over the same memory, to the same gradient."""
         at = case(2, 0)
-        if not stack.onion:
+        if not stack.transforms:
             pytest.skip("the plugin takes no transform")
         for value, info in zip(at.values(), at.info.parameters, strict=True):
-            flat, extensions = stack.onion.flatten(value, info)
+            flat, extensions = stack.transforms.flatten(value, info)
             assert flat.dtype == value.dtype
             memory = flat.contiguous().clone()
-            back = stack.onion.unflatten(memory, extensions, info)
+            back = stack.transforms.unflatten(memory, extensions, info)
             assert back.shape == value.shape
             assert torch.equal(back, value)
             if value.numel():
@@ -197,7 +195,7 @@ class PluginConformance(CodecConformance):
             pytest.skip("the plugin takes no state-dict adapter")
         for adapter in adapters:
             for value, info in zip(at.values(), at.info.parameters, strict=True):
-                kept = stack.onion.flatten(value, info)[0].contiguous()
+                kept = stack.transforms.flatten(value, info)[0].contiguous()
                 given = kept.clone()
                 found = adapter.on_load(info, adapter.on_save(info, given))
                 assert found.dtype == kept.dtype

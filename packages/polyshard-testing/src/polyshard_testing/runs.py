@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from polyshard.plugins.roles import ROLES, Contributions
+from polyshard.plugins.contributions import ROLES, Contributions
 from polyshard.plugins.stack import PluginStack, build_stack
 from polyshard_testing.cases import Case, SmallModel
 
@@ -56,7 +56,7 @@ class Kit:
 
     def is_exact(self, factory: Factory) -> bool:
         """Whether training with the plugin has to give every bit of training without."""
-        return self.tolerance == 0.0 and not build_stack(plugins_of(factory)).onion
+        return self.tolerance == 0.0 and not build_stack(plugins_of(factory)).transforms
 
     @pytest.fixture
     def factory(self) -> Factory:

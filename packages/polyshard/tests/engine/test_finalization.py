@@ -182,7 +182,7 @@ class Held(DeviceStorage):
 class HeldFactory(StorageFactory):
     name = "held"
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> Held:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> Held:
         return Held()
 
 

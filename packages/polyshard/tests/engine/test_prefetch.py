@@ -42,7 +42,7 @@ class LoggingFactory:
         self.log: list[str] = []
         self._count = 0
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> Logging:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> Logging:
         self._count += 1
         return Logging(self.log, self._count)
 

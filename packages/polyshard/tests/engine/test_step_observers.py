@@ -190,7 +190,7 @@ class Around(Away):
 
 
 class AroundFactory(AwayFactory):
-    def create(self, group: GroupInfo, layout: Any) -> Away:
+    def bind(self, group: GroupInfo, layout: Any) -> Away:
         return Around()
 
 

@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from polyshard import MixedPrecisionPolicy, Plugin, fully_shard, hookimpl
 from polyshard.plugins.builtin import DeviceStorage
-from polyshard.program.accumulation import blanks
 from polyshard.plugins.seams import GroupInfo
+from polyshard.program.accumulation import blanks
 from polyshard.sharding.layout import GroupLayout
 from polyshard_testing import ranks
 
@@ -133,7 +133,7 @@ class Checking(Plugin):
     def __init__(self) -> None:
         self.storages: list[Checked] = []
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> Checked:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> Checked:
         self.storages.append(Checked())
         return self.storages[-1]
 

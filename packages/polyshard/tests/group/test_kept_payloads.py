@@ -85,7 +85,7 @@ class FarFactory:
         self.log: list[str] = []
         self._kind, self._count = kind, 0
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> Far:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> Far:
         self._count += 1
         return self._kind(self.log, self._count)
 

@@ -42,7 +42,7 @@ class Watching(Plugin):
         self._holds = holds
         self.storages: list[Watched] = []
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> Watched:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> Watched:
         self.storages.append(Watched(holds=self._holds))
         return self.storages[-1]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 import polyshard
 from polyshard.plugins.builtin import DefaultBackend
 from polyshard.plugins.seams import GroupInfo
@@ -17,7 +15,7 @@ class Collectives(DefaultBackend):
 
     name = "collectives"
 
-    def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
+    def bind(self, group: GroupInfo, roles: MeshRoles) -> Transport:
         return CollectiveTransport(roles.shard_group, device)
 
 

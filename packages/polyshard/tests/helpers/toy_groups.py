@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from polyshard.plugins.roles import Contributions
-from polyshard.plugins.stack import build_stack
+from polyshard.plugins.contributions import Contributions
 from polyshard.plugins.seams import GroupInfo, ParamInfo
+from polyshard.plugins.stack import build_stack
 
 NO_MESH: Any = None
 PARAM = ParamInfo("w", (2, 3), torch.float32, True, NO_MESH, nn.Linear)

@@ -40,7 +40,7 @@ class AwayFactory:
     name = "away"
     settings = ""
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> Away:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> Away:
         return Away()
 
 
@@ -49,8 +49,8 @@ class SlowBackend(DefaultBackend):
 
     name = "slow"
 
-    def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
-        transport = super().connect(roles, device)
+    def bind(self, group: GroupInfo, roles: MeshRoles) -> Transport:
+        transport = super().bind(group, roles)
         transport.name = "slow"
         return transport
 
@@ -110,7 +110,7 @@ class EagerFactory:
     def __init__(self, log: list[str], units: int) -> None:
         self._log, self._units, self._count = log, units, 0
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> Eager:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> Eager:
         self._count += 1
         return Eager(self._log, str(self._count), self._units)
 

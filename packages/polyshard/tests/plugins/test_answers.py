@@ -57,7 +57,7 @@ class Storing:
     def __init__(self, kind: type) -> None:
         self.kind = kind
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> Any:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> Any:
         return self.kind()
 
 
@@ -219,16 +219,16 @@ class Whatever:
 
 class Elsewhere(SlowBackend):
     @override
-    def connect(self, roles: Any, device: Any) -> Any:
-        transport = super().connect(roles, device)
+    def bind(self, group: Any, roles: Any) -> Any:
+        transport = super().bind(group, roles)
         transport.rank = 1 - transport.rank
         return transport
 
 
 class Routeless(SlowBackend):
     @override
-    def connect(self, roles: Any, device: Any) -> Any:
-        transport: Any = super().connect(roles, device)
+    def bind(self, group: Any, roles: Any) -> Any:
+        transport: Any = super().bind(group, roles)
         transport.gather_route = lambda pieces, tag: None.__class__
         return transport
 
@@ -345,8 +345,8 @@ class Set:
     def on_load(self, param: Any, value: Any) -> Any:
         return value
 
-    def connect(self, roles: Any, device: Any) -> Any:
-        return SlowBackend().connect(roles, device)
+    def bind(self, group: Any, roles: Any) -> Any:
+        return SlowBackend().bind(group, roles)
 
 
 DIFFERENCES: list[tuple[str, Any, Any, str]] = [

@@ -14,9 +14,9 @@ from toy_landing import Landing
 from toy_storage import Resting
 
 from polyshard import Plugin, describe, fully_shard, hookimpl
-from polyshard.plugins.stack import build_stack
 from polyshard.errors import ConflictError, PluginError
 from polyshard.plugins.seams import GroupInfo
+from polyshard.plugins.stack import build_stack
 from polyshard_testing import ranks
 
 ROLES = {
@@ -52,10 +52,10 @@ class Everything:
     def bind(self, group: Any, layout: Any) -> None:
         """Of a codec."""
 
-    def create(self, group: Any, layout: Any) -> None:
+    def bind(self, group: Any, layout: Any) -> None:
         """Of a storage factory."""
 
-    def connect(self, roles: Any, device: Any) -> None:
+    def bind(self, group: Any, roles: Any) -> None:
         """Of a backend."""
 
     def owners(self, group: Any) -> None:
@@ -146,10 +146,10 @@ class Unbound:
     def bind(self, group: Any, layout: Any) -> object:
         return object()
 
-    def create(self, group: Any, layout: Any) -> object:
+    def bind(self, group: Any, layout: Any) -> object:
         return object()
 
-    def connect(self, roles: Any, device: Any) -> object:
+    def bind(self, group: Any, roles: Any) -> object:
         return object()
 
 

@@ -14,11 +14,11 @@ from toy_entry_points import install
 from toy_observers import Watching
 
 from polyshard import CPUOffloadPolicy, OffloadPolicy
-from polyshard.plugins.stack import build_stack
 from polyshard.errors import PluginError, UnsupportedError
 from polyshard.plugins import discovery
 from polyshard.plugins import discovery as offloading
 from polyshard.plugins.discovery import installed_plugins, load_plugin
+from polyshard.plugins.stack import build_stack
 
 
 def make(site: Path, name: str, *entries: str, version: str = "1.0") -> None:

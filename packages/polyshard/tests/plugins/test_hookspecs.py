@@ -22,7 +22,6 @@ from toy_storage import AwayFactory, Resting, SlowBackend
 from toy_transforms import Flattening, Transposing
 
 from polyshard import Plugin, hookimpl
-from polyshard.plugins.stack import build_stack
 from polyshard.errors import ConflictError, PluginError
 from polyshard.plugins.builtin import (
     DefaultBackend,
@@ -31,8 +30,9 @@ from polyshard.plugins.builtin import (
     NativeReduceCodec,
     ShardLanding,
 )
-from polyshard.plugins.validation import hook_arguments
 from polyshard.plugins.seams import ParamInfo
+from polyshard.plugins.stack import build_stack
+from polyshard.plugins.validation import hook_arguments
 from polyshard_testing import World
 
 
@@ -64,17 +64,17 @@ def test_hook_polyshard_prepare_model() -> None:
 
 
 def test_hook_pre_flatten_transform() -> None:
-    onion = build_stack([Flattening(), Transposing(before=["flattening"])]).onion
-    flat, extensions = onion.flatten(torch.arange(6.0).view(2, 3), PARAM)
+    transforms = build_stack([Flattening(), Transposing(before=["flattening"])]).transforms
+    flat, extensions = transforms.flatten(torch.arange(6.0).view(2, 3), PARAM)
     assert flat.tolist() == [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]
     assert extensions == ("transposed", (3, 2))
 
 
 def test_hook_post_unflatten_transform() -> None:
-    onion = build_stack([Flattening(), Transposing(before=["flattening"])]).onion
+    transforms = build_stack([Flattening(), Transposing(before=["flattening"])]).transforms
     value = torch.arange(6.0).view(2, 3)
-    flat, extensions = onion.flatten(value, PARAM)
-    back = onion.unflatten(flat, extensions, PARAM)
+    flat, extensions = transforms.flatten(value, PARAM)
+    back = transforms.unflatten(flat, extensions, PARAM)
     assert torch.equal(back, value)
     assert back.data_ptr() == flat.data_ptr()
 

@@ -28,7 +28,7 @@ class BrokenReduce(ReduceFactory):
 
 
 class BrokenCreate(AwayFactory):
-    def create(self, group: Any, layout: Any) -> Any:
+    def bind(self, group: Any, layout: Any) -> Any:
         raise KeyError("bits")
 
 
@@ -38,12 +38,12 @@ class Restless(Away):
 
 
 class BrokenRest(AwayFactory):
-    def create(self, group: Any, layout: Any) -> Away:
+    def bind(self, group: Any, layout: Any) -> Away:
         return Restless()
 
 
 class BrokenConnect(SlowBackend):
-    def connect(self, roles: Any, device: Any) -> Any:
+    def bind(self, group: Any, roles: Any) -> Any:
         raise KeyError("bits")
 
 
@@ -128,7 +128,7 @@ def test_a_constraint_that_is_broken_names_its_plugin(rank: int, size: int) -> N
 class Empty(DefaultBackend):
     name = "empty"
 
-    def connect(self, roles: Any, device: Any) -> Any:
+    def bind(self, group: Any, roles: Any) -> Any:
         return None
 
 

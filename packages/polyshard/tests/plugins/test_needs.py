@@ -12,11 +12,11 @@ from toy_entry_points import only
 from typer.testing import CliRunner
 
 from polyshard import Contract, Plugin, hookimpl
-from polyshard.plugins.ordering import check_relations, circle_of, order
-from polyshard.plugins.stack import build_stack
 from polyshard.errors import ConflictError, PluginError
 from polyshard.plugins import discovery
 from polyshard.plugins.discovery import load_plugin
+from polyshard.plugins.relations import check_relations, circle_of, order
+from polyshard.plugins.stack import build_stack
 from polyshard.plugins.validation import problems_of
 from polyshard_cli.main import app
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from toy_codecs import Codecs
 
 from polyshard import Contract
-from polyshard.plugins.ordering import check_relations, order
-from polyshard.plugins.stack import build_stack
 from polyshard.errors import ConflictError, PluginError
+from polyshard.plugins.relations import check_relations, order
+from polyshard.plugins.stack import build_stack
 
 
 def named(name: str, **kwargs: Any) -> Contract:

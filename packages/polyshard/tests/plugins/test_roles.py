@@ -6,18 +6,18 @@ from abc import abstractmethod
 from typing import Any
 
 import pytest
+from polyshard.composition import claims, roles
 from torch import nn
 from toy_groups import GROUP
 
 from polyshard import Plugin, describe, fully_shard, hookimpl
-from polyshard.composition import claims, roles
-from polyshard.plugins.roles import ROLES, Role
-from polyshard.plugins.stack import build_stack
 from polyshard.errors import ConflictError, PluginError
 from polyshard.plugins import hookspecs
 from polyshard.plugins.contract import hookspec
-from polyshard.plugins.validation import hook_arguments
+from polyshard.plugins.contributions import ROLES, Role
 from polyshard.plugins.seams import GroupInfo, Named
+from polyshard.plugins.stack import build_stack
+from polyshard.plugins.validation import hook_arguments
 from polyshard_testing import World
 
 

@@ -16,8 +16,8 @@ import polyshard
 from polyshard import Plugin, describe, fully_shard, hookimpl, seams
 from polyshard.errors import PluginError
 from polyshard.plugins.builtin import DeviceStorage, DeviceStorageFactory
-from polyshard.plugins.validation import misfit
 from polyshard.plugins.seams import GroupInfo, ParamInfo, overrides
+from polyshard.plugins.validation import misfit
 from polyshard.sharding.layout import GroupLayout
 from polyshard.transport import GatherRoute, ReduceRoute, Transport
 from polyshard_testing import World
@@ -138,7 +138,7 @@ class OldFactory:
     def __init__(self) -> None:
         self.made: list[OldStorage] = []
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> OldStorage:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> OldStorage:
         self.made.append(OldStorage())
         return self.made[-1]
 

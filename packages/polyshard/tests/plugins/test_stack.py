@@ -11,9 +11,9 @@ import torch
 from toy_codecs import Codecs
 
 from polyshard import Contract, Plugin, hookimpl
-from polyshard.plugins.stack import build_stack
 from polyshard.errors import PluginError
 from polyshard.plugins.contract import contract_of
+from polyshard.plugins.stack import build_stack
 
 
 def test_requirements_are_not_blamed_when_a_plugin_could_not_be_loaded() -> None:

@@ -16,9 +16,9 @@ from toy_lifetimes import Failing, Lasting
 
 import polyshard
 from polyshard import Plugin, describe, fully_shard, hookimpl
-from polyshard.plugins.stack import build_stack
 from polyshard.errors import LifecycleError, SettingError
 from polyshard.plugins.seams import GroupInfo
+from polyshard.plugins.stack import build_stack
 from polyshard_testing import raises_in_step, ranks
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from toy_transforms import Flattening, Transposing, Unsqueezing
 
 from polyshard import Plugin, hookimpl
-from polyshard.plugins.stack import build_stack
-from polyshard.plugins.transforms import Onion
 from polyshard.errors import PluginError
 from polyshard.plugins.seams import ParamInfo
+from polyshard.plugins.stack import build_stack
+from polyshard.plugins.transforms import TransformStack
 
 PARAM = ParamInfo("w", (2, 3), torch.float32, True, None, nn.Linear)  # type: ignore[arg-type]
 
@@ -46,28 +46,28 @@ layers = st.lists(st.none() | st.permutations(range(3)).map(tuple), max_size=6)
 
 @given(layers)
 def test_what_is_peeled_is_put_back(dims: Sequence[tuple[int, ...] | None]) -> None:
-    onion = Onion([Layer(str(i), d) for i, d in enumerate(dims)])
+    transforms = TransformStack([Layer(str(i), d) for i, d in enumerate(dims)])
     value = torch.arange(24.0).view(2, 3, 4)
-    flat, extensions = onion.flatten(value, PARAM)
+    flat, extensions = transforms.flatten(value, PARAM)
     assert [e is None for e in extensions] == [d is None for d in dims]
-    back = onion.unflatten(flat, extensions, PARAM)
+    back = transforms.unflatten(flat, extensions, PARAM)
     assert torch.equal(back, value)
     assert back.data_ptr() == value.data_ptr(), "without a copy"
 
 
 def test_an_empty_onion_is_false_and_does_nothing() -> None:
-    onion = build_stack([]).onion
+    transforms = build_stack([]).transforms
     value = torch.ones(2)
-    assert not onion
-    assert onion.flatten(value, PARAM) == (value, ())
-    assert onion.unflatten(value, (), PARAM) is value
+    assert not transforms
+    assert transforms.flatten(value, PARAM) == (value, ())
+    assert transforms.unflatten(value, (), PARAM) is value
 
 
 @given(st.permutations(range(3)))
 def test_layers_are_in_plugin_order_however_they_are_passed(places: Sequence[int]) -> None:
     plugins = [Flattening(), Transposing(before=["flattening"]), Unsqueezing()]
-    onion = build_stack([plugins[i] for i in places]).onion
-    flat, extensions = onion.flatten(torch.arange(6.0).view(2, 3), PARAM)
+    transforms = build_stack([plugins[i] for i in places]).transforms
+    flat, extensions = transforms.flatten(torch.arange(6.0).view(2, 3), PARAM)
     assert flat.tolist() == [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]
     # By name where nothing is declared; unsqueezing meets a vector and stays out.
     assert extensions == ("transposed", (3, 2), None)
@@ -94,26 +94,26 @@ def plugin(returned: Any, undone: Any = None) -> Plugin:
     ids=["tensor", "short", "text"],
 )
 def test_an_answer_is_a_tensor_and_an_extension(returned: Any) -> None:
-    onion = build_stack([plugin(returned)]).onion
+    transforms = build_stack([plugin(returned)]).transforms
     with pytest.raises(
         PluginError, match=r"'odd' \(0\) returned a .* for 'w'; return a tensor and"
     ):
-        onion.flatten(torch.ones(2), PARAM)
+        transforms.flatten(torch.ones(2), PARAM)
 
 
 def test_a_changed_tensor_needs_an_extension() -> None:
-    onion = build_stack([plugin(lambda t: (t.clone(), None))]).onion
+    transforms = build_stack([plugin(lambda t: (t.clone(), None))]).transforms
     with pytest.raises(PluginError, match=r"'odd': pre_flatten_transform changed 'w'"):
-        onion.flatten(torch.ones(2), PARAM)
+        transforms.flatten(torch.ones(2), PARAM)
     with pytest.raises(PluginError, match="changed a parameter"):
-        onion.flatten(torch.ones(2), None)
+        transforms.flatten(torch.ones(2), None)
 
 
 def test_a_layer_must_answer_for_what_it_flattened() -> None:
-    onion = build_stack([plugin(lambda t: (t, 1))]).onion
-    flat, extensions = onion.flatten(torch.ones(2), PARAM)
+    transforms = build_stack([plugin(lambda t: (t, 1))]).transforms
+    flat, extensions = transforms.flatten(torch.ones(2), PARAM)
     with pytest.raises(PluginError, match=r"flattened 'w' but gave no answer in post_unflatten"):
-        onion.unflatten(flat, extensions, PARAM)
+        transforms.unflatten(flat, extensions, PARAM)
 
 
 def test_an_onion_layer_must_be_undoable() -> None:
@@ -133,4 +133,4 @@ def test_an_onion_layer_must_be_undoable() -> None:
 
     info: Any = ParamInfo("w", (2,), torch.float32, True, None, torch.nn.Linear)  # type: ignore[arg-type]
     with pytest.raises(PluginError, match=r"'forgetful'.*changed 'w'.*no extension"):
-        Onion([Forgetful()]).flatten(torch.ones(2), info)
+        TransformStack([Forgetful()]).flatten(torch.ones(2), info)

@@ -10,9 +10,9 @@ from toy_groups import GROUP
 from toy_mistakes import Mistaken
 
 from polyshard import Plugin, hookimpl
-from polyshard.plugins.stack import build_stack
 from polyshard.errors import PluginError
 from polyshard.plugins.builtin import EnginePlugin, NativeReduceCodec
+from polyshard.plugins.stack import build_stack
 from polyshard.plugins.validation import problems_of
 
 EXPECTED = [

@@ -25,8 +25,8 @@ from polyshard import (
     fully_shard,
     hookimpl,
 )
-from polyshard.plugins.roles import COLLECTIVES, GATHER_CODEC, STORAGE
 from polyshard.errors import ConflictError, PlanMismatchError, PluginError
+from polyshard.plugins.contributions import COLLECTIVES, GATHER_CODEC, STORAGE
 from polyshard.plugins.seams import BoundGatherCodec, GroupInfo, ShardStorage
 from polyshard.sharding.layout import GroupLayout
 from polyshard.sharding.mesh import MeshRoles
@@ -45,8 +45,8 @@ class Outer(CollectivesBackend):
         self.name, self.settings, self.inner = name, settings, inner
         self.notices = (f"{name} around {inner.name}",)
 
-    def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
-        transport = self.inner.connect(roles, device)
+    def bind(self, group: GroupInfo, roles: MeshRoles) -> Transport:
+        transport = self.inner.bind(group, roles)
         transport.staging_reason += f", seen by {self.name}"
         return transport
 
@@ -167,9 +167,9 @@ class Logging(StorageFactory):
         self.inner = inner
         self.rested: list[int] = []
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> ShardStorage:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> ShardStorage:
         self.rested.append(layout.shard_numel)
-        return self.inner.create(group, layout)
+        return self.inner.bind(group, layout)
 
 
 class AroundAll(Plugin):

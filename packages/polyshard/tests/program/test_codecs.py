@@ -100,9 +100,9 @@ class Place(DeviceStorageFactory, Observer):
 
     nbytes = 0
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> DeviceStorage:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> DeviceStorage:
         self.nbytes = layout.shard_numel * group.orig_dtype.itemsize
-        return super().create(group, layout)
+        return super().bind(group, layout)
 
     @property
     def notices(self) -> tuple[str, ...]:

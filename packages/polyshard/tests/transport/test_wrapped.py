@@ -47,8 +47,8 @@ class Count(Plugin, CollectivesBackend):
     def polyshard_collectives_backend(self) -> CollectivesBackend:
         return self
 
-    def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
-        return Counting(choose_transport(roles, device), self.sent)
+    def bind(self, group: GroupInfo, roles: MeshRoles) -> Transport:
+        return Counting(choose_transport(roles, group.device), self.sent)
 
 
 class NoAnswer(ReduceRoute):

@@ -165,7 +165,7 @@ class TierStorageFactory(StorageFactory):
         )
 
     @override
-    def create(self, group: GroupInfo, layout: GroupLayout) -> TierStorage:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> TierStorage:
         del layout
         storage = self._resources.storage(group)
         self._storage = weakref.ref(storage)

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from polyshard import describe
-from polyshard.plugins.roles import GATHER_CODEC, REDUCE_CODEC, STORAGE
 from polyshard.group.plan import GroupPlan
+from polyshard.plugins.contributions import GATHER_CODEC, REDUCE_CODEC, STORAGE
 from polyshard_trace.events import Kind
 
 __all__ = ["Facts"]

@@ -81,7 +81,7 @@ __all__ = [
 ]
 
 P = TypeVar("P")
-B = TypeVar("B", covariant=True)
+B_co = TypeVar("B_co", covariant=True)
 
 
 def overrides(method: Callable[..., Any], default: Callable[..., Any]) -> bool:
@@ -194,11 +194,16 @@ class Named:
     if TYPE_CHECKING:  # read-only to mypy, so that all three may override it
 
         @property
-        def name(self) -> str: ...
+        def name(self) -> str:
+            """As in errors and ``describe()``."""
+
         @property
-        def settings(self) -> str: ...
+        def settings(self) -> str:
+            """As text."""
+
         @property
-        def notices(self) -> tuple[str, ...]: ...
+        def notices(self) -> tuple[str, ...]:
+            """Lines of text."""
 
     else:
         name: str
@@ -206,11 +211,11 @@ class Named:
         notices: tuple[str, ...] = ()
 
 
-class Spec(Named, ABC, Generic[B]):
+class Spec(Named, ABC, Generic[B_co]):
     """What a hook about a group returns: settings, and what makes the part of each group."""
 
     @abstractmethod
-    def bind(self, group: GroupInfo, layout: GroupLayout) -> B | None:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> B_co | None:
         """The part for one group; ``None`` leaves the group to the engine's own.
 
         Codecs are bound again after parameters were frozen, unfrozen, converted or renamed:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from polyshard._torch.private import local_tensor
 from polyshard.errors import PluginError
-from polyshard.plugins.seams import ParameterTransform, ParamInfo
+from polyshard.plugins.seams import ParamInfo
 
 Extensions = tuple[Any | None, ...]
 
@@ -26,16 +27,62 @@ def name_of(param: ParamInfo | None) -> str:
     return f"'{param.fqn}'" if param is not None else "a parameter"
 
 
-class Onion:
-    """The transforms of a group. Each gets back the extension it returned."""
+@dataclass(frozen=True)
+class Layer:
+    """One plugin's transform: its own two functions, because steps run them on gradients."""
 
-    def __init__(self, transforms: Sequence[ParameterTransform]) -> None:
+    name: str
+    """Name of the plugin."""
+    label: str
+    """Its name and version, as errors say it."""
+    flattening: Callable[[Mapping[str, Any]], Any]
+    unflattening: Callable[[Mapping[str, Any]], Any]
+
+    def flatten(self, tensor: Tensor, param: ParamInfo | None) -> tuple[Tensor, Any | None]:
+        """The tensor to shard in place of ``tensor``, and what undoing it needs; or ``None``."""
+        answer = self.flattening({"tensor": tensor, "param": param})
+        if answer is None:
+            return tensor, None
+        if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Tensor)):
+            raise PluginError(
+                f"plugin {self.label} returned a {type(answer).__name__} from "
+                f"pre_flatten_transform for {name_of(param)}; return a tensor and an extension."
+            )
+        flat, extension = answer
+        if extension is None and flat is not tensor:
+            raise PluginError(
+                f"plugin '{self.name}': pre_flatten_transform changed {name_of(param)} but "
+                "returned no extension, so it could not be undone. Return the tensor itself "
+                "to stay out, or an extension object."
+            )
+        return flat, extension
+
+    def unflatten(self, tensor: Tensor, extension: Any, param: ParamInfo | None) -> Tensor:
+        """Undo :meth:`flatten` on the unsharded tensor."""
+        given = {"tensor": tensor, "param_extension": extension, "param": param}
+        answer: Tensor | None = self.unflattening(given)
+        if answer is None:
+            raise PluginError(
+                f"plugin {self.label} flattened {name_of(param)} but gave no answer in "
+                "post_unflatten_transform; return the unflattened tensor."
+            )
+        return answer
+
+
+class TransformStack:
+    """The transforms of a group: flatten in plugin order, unflatten in reverse.
+
+    Both run outside autograd: the outermost unflattened tensor becomes the autograd leaf, and its
+    gradient is flattened again before it is reduced.
+    """
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
         """In plugin order: the first is nearest to the parameter as modules know it."""
-        self._transforms = tuple(transforms)
+        self._layers = tuple(layers)
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self._transforms)
+        return bool(self._layers)
 
     def flatten(self, tensor: Tensor, param: ParamInfo | None) -> tuple[Tensor, Extensions]:
         """Peel every layer; returns the tensor to shard and what each layer remembers.
@@ -44,21 +91,14 @@ class Onion:
             PluginError: when a layer changes the tensor but keeps nothing to undo it with.
         """
         extensions: list[Any | None] = []
-        for layer in self._transforms:
-            flat, extension = layer.flatten(tensor, param)
-            if extension is None and flat is not tensor:
-                raise PluginError(
-                    f"plugin '{layer.name}': pre_flatten_transform changed {name_of(param)} but "
-                    "returned no extension, so it could not be undone. Return the tensor itself "
-                    "to stay out, or an extension object."
-                )
-            tensor = flat
+        for layer in self._layers:
+            tensor, extension = layer.flatten(tensor, param)
             extensions.append(extension)
         return tensor, tuple(extensions)
 
     def layers_of(self, extensions: Extensions) -> tuple[str, ...]:
         """Names of the layers that took part when a tensor was flattened."""
-        pairs = zip(self._transforms, extensions, strict=True)
+        pairs = zip(self._layers, extensions, strict=True)
         return tuple(layer.name for layer, extension in pairs if extension is not None)
 
     def verify(self, flat: Tensor, extensions: Extensions, param: ParamInfo, given: Tensor) -> None:
@@ -83,7 +123,7 @@ class Onion:
         Raises:
             PluginError: naming the layer and the parameter.
         """
-        for layer, extension in zip(reversed(self._transforms), reversed(extensions), strict=True):
+        for layer, extension in zip(reversed(self._layers), reversed(extensions), strict=True):
             if extension is None:
                 continue
             outer = layer.unflatten(tensor, extension, param)
@@ -103,7 +143,7 @@ class Onion:
 
     def unflatten(self, tensor: Tensor, extensions: Extensions, param: ParamInfo | None) -> Tensor:
         """Put every layer back, the last peeled first."""
-        for layer, extension in zip(reversed(self._transforms), reversed(extensions), strict=True):
+        for layer, extension in zip(reversed(self._layers), reversed(extensions), strict=True):
             if extension is not None:
                 tensor = layer.unflatten(tensor, extension, param)
         return tensor

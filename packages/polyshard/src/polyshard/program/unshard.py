@@ -27,11 +27,11 @@ from polyshard.params.parameter import Registry
 from polyshard.params.sharded import Shards, local_view
 from polyshard.params.unsharded import Unsharded
 from polyshard.plugins.builtin import DeviceStorage
+from polyshard.plugins.seams import BoundGatherCodec, ShardStorage, overrides
 from polyshard.plugins.validation import fitting, wordless
 from polyshard.program.freshness import Freshness, Turn, differs
 from polyshard.program.ops import Frame, Lane, Memory, Op, Program, Traffic, compiled
 from polyshard.program.packing import extents_of, home_pairs
-from polyshard.plugins.seams import BoundGatherCodec, ShardStorage, overrides
 from polyshard.transport.base import (
     Extents,
     GatherPiece,

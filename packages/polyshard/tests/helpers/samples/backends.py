@@ -22,7 +22,7 @@ class Around(Transport):
     """Counts the routes of another transport."""
 
     def __init__(self, roles: MeshRoles, device: torch.device) -> None:
-        self.inner = choose_transport(roles, device)
+        self.inner = choose_transport(roles, group.device)
         self.name, self.rank, self.size = "sample", self.inner.rank, self.inner.size
         self.staging_bytes = self.inner.staging_bytes
         self.routes = 0
@@ -48,7 +48,7 @@ class Backend(CollectivesBackend):
     def __init__(self, made: Any) -> None:
         self.made = made
 
-    def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
+    def bind(self, group: GroupInfo, roles: MeshRoles) -> Transport:
         transport: Transport = self.made(roles, device)
         return transport
 
@@ -92,8 +92,8 @@ class _Outer(CollectivesBackend):
     def __init__(self, inner: CollectivesBackend) -> None:
         self.inner = inner
 
-    def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
-        transport = self.inner.connect(roles, device)
+    def bind(self, group: GroupInfo, roles: MeshRoles) -> Transport:
+        transport = self.inner.bind(group, roles)
         transport.name = f"sample {transport.name}"
         return transport
 

@@ -66,7 +66,7 @@ class Factory(StorageFactory):
     def __init__(self, made: Any) -> None:
         self.made = made
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> ShardStorage:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> ShardStorage:
         storage: ShardStorage = self.made(group, layout)
         return storage
 
