@@ -83,14 +83,14 @@ class _Codec(Named):
     def bind(self, group: GroupInfo, layout: Any) -> Any:
         self.strike.at("bind")
         bound: Any = BytesGather(layout) if self.inner is None else self.inner.bind(group, layout)
-        if bound is not None and group.name.startswith(PLACE):
+        if bound is not None and str(group.identity).startswith(PLACE):
             bound.encode = self.strike.around("encode", bound.encode)
             bound.decode = self.strike.around("decode", bound.decode)
         return bound
 
 
 @dataclass(frozen=True)
-class _Storage(Named):
+class _Storage(StorageFactory):
     """The storage of a stack, or the engine's, that may fail."""
 
     strike: Strike

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from polyshard import MixedPrecisionPolicy, Plugin, fully_shard, hookimpl
 from polyshard.plugins.builtin import DeviceStorage
-from polyshard.plugins.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo, StorageFactory
 from polyshard.program.accumulation import blanks
 from polyshard.sharding.layout import GroupLayout
 from polyshard_testing import ranks
@@ -127,7 +127,7 @@ class Checked(DeviceStorage):
         return placed
 
 
-class Checking(Plugin):
+class Checking(Plugin, StorageFactory):
     name, settings = "checking", ""
 
     def __init__(self) -> None:

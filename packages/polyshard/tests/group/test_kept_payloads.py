@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from polyshard import hookimpl
 from polyshard.plugins.builtin import DeviceStorage
-from polyshard.plugins.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo, StorageFactory
 from polyshard.sharding.layout import GroupLayout
 from polyshard_testing import ranks
 
@@ -78,7 +78,7 @@ class Serving(Far):
             super().release()
 
 
-class FarFactory:
+class FarFactory(StorageFactory):
     name, settings = "far", ""
 
     def __init__(self, kind: type[Far]) -> None:

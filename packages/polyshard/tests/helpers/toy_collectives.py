@@ -16,7 +16,7 @@ class Collectives(DefaultBackend):
     name = "collectives"
 
     def bind(self, group: GroupInfo, roles: MeshRoles) -> Transport:
-        return CollectiveTransport(roles.shard_group, device)
+        return CollectiveTransport(roles.shard_group, group.device)
 
 
 class ByCollectives(polyshard.Plugin):

@@ -18,7 +18,7 @@ from toy_codecs import BytesGather, Codecs
 from toy_comms import CountingComm
 
 from polyshard import MixedPrecisionPolicy, Plugin, fully_shard, hookimpl, share_comm_ctx
-from polyshard.plugins.seams import CollectivesBackend
+from polyshard.plugins.seams import CollectivesBackend, GroupInfo
 from polyshard.program.unshard import CrossingWriter
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import (

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from polyshard import Plugin, hookimpl
 from polyshard.plugins.builtin import DefaultBackend, DeviceStorage
-from polyshard.plugins.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo, StorageFactory
 from polyshard.sharding.layout import GroupLayout
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import Transport
@@ -36,7 +36,7 @@ class Away(DeviceStorage):
         self._view.fill_(float("nan"))
 
 
-class AwayFactory:
+class AwayFactory(StorageFactory):
     name = "away"
     settings = ""
 
@@ -104,7 +104,7 @@ class Eager(DeviceStorage):
         self._near = False
 
 
-class EagerFactory:
+class EagerFactory(StorageFactory):
     name, settings = "eager", ""
 
     def __init__(self, log: list[str], units: int) -> None:

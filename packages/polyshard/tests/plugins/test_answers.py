@@ -18,7 +18,15 @@ from typing_extensions import override
 
 from polyshard import MixedPrecisionPolicy, Plugin, describe, fully_shard, hookimpl
 from polyshard.errors import PlanMismatchError, PluginError
-from polyshard.plugins.seams import GroupInfo
+from polyshard.plugins.seams import (
+    CollectivesBackend,
+    GatherCodec,
+    GroupInfo,
+    ReduceCodec,
+    ShardingConstraint,
+    StateDictAdapter,
+    StorageFactory,
+)
 from polyshard.sharding.layout import GroupLayout
 from polyshard_testing import raises_in_step, ranks
 
@@ -49,7 +57,7 @@ def use(plugins: Sequence[object]) -> None:
 # Storages -----------------------------------------------------------------------------------------
 
 
-class Storing:
+class Storing(StorageFactory):
     """Makes storages of one class."""
 
     name, settings = "storing", ""
@@ -193,7 +201,7 @@ class Lonely(BytesReduce):
         self.replicas = object()
 
 
-class Binds:
+class Binds(GatherCodec, ReduceCodec):
     """Binds codecs of one class."""
 
     name, settings = "binds", ""
@@ -206,7 +214,7 @@ class Binds:
 
 
 @dataclass(frozen=True)
-class Whatever:
+class Whatever(ShardingConstraint):
     """A constraint that answers as told."""
 
     answer: Any
@@ -267,7 +275,7 @@ PARTS: list[tuple[str, object, str]] = [
     ),
     ("sharding_constraint", Whatever(None), r"block_elements .* returned None for 'weight'"),
     ("sharding_constraint", Whatever(2.0), r"block_elements .* returned 2\.0 for 'weight'"),
-    ("collectives_backend", Elsewhere(), r"Elsewhere\.connect .* a transport of rank [01] of 2"),
+    ("collectives_backend", Elsewhere(), r"Elsewhere\.bind .* a transport of rank [01] of 2"),
     ("collectives_backend", Routeless(), r"gather_route returned the class NoneType"),
     ("state_dict_adapter", Forgetful(), r"'negating': on_save returned a NoneType for 'weight'"),
     ("state_dict_adapter", Blank(), r"'negating': on_load returned a NoneType for 'weight'"),
@@ -316,7 +324,7 @@ class PaddedReplicas(TwoHops):
 
 
 @dataclass(frozen=True)
-class Extra:
+class Extra(GatherCodec, ReduceCodec):
     """A codec factory whose settings do not show what it does."""
 
     kind: Any
@@ -329,7 +337,7 @@ class Extra:
 
 
 @dataclass(frozen=True)
-class Set:
+class Set(ShardingConstraint, StateDictAdapter, CollectivesBackend):
     """A constraint, an adapter and a backend with settings."""
 
     settings: str

@@ -13,9 +13,19 @@ from toy_groups import GROUP, contributions
 from toy_landing import Landing
 from toy_storage import Resting
 
-from polyshard import Plugin, describe, fully_shard, hookimpl
+from polyshard import (
+    CollectivesBackend,
+    GatherCodec,
+    Plugin,
+    ReduceCodec,
+    StorageFactory,
+    describe,
+    fully_shard,
+    hookimpl,
+)
 from polyshard.errors import ConflictError, PluginError
-from polyshard.plugins.seams import GroupInfo
+from polyshard.plugins import contributions as roles
+from polyshard.plugins.seams import GradientLanding, GroupInfo
 from polyshard.plugins.stack import build_stack
 from polyshard_testing import ranks
 
@@ -26,13 +36,6 @@ ROLES = {
     "polyshard_reduce_codec": "the reduce codec",
     "polyshard_gradient_landing": "the gradient landing",
 }
-FIELDS = {
-    "polyshard_shard_storage": "storage",
-    "polyshard_collectives_backend": "backend",
-    "polyshard_gather_codec": "gather_codec",
-    "polyshard_reduce_codec": "reduce_codec",
-    "polyshard_gradient_landing": "landing",
-}
 SEAMS = (
     *ROLES,
     "polyshard_sharding_constraint",
@@ -41,24 +44,18 @@ SEAMS = (
 )
 
 
-class Everything:
-    """Has every member any of the exclusive seams asks for."""
+class Everything(GatherCodec, ReduceCodec, StorageFactory, CollectivesBackend, GradientLanding):
+    """A spec of every exclusive seam."""
 
-    settings = ""
+    name: str = ""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def bind(self, group: Any, layout: Any) -> None:
-        """Of a codec."""
+    def bind(self, group: Any, layout: Any) -> Any:
+        """Nothing."""
 
-    def bind(self, group: Any, layout: Any) -> None:
-        """Of a storage factory."""
-
-    def bind(self, group: Any, roles: Any) -> None:
-        """Of a backend."""
-
-    def owners(self, group: Any) -> None:
+    def owners(self, group: Any) -> Any:
         """Of a landing."""
 
 
@@ -100,8 +97,8 @@ def test_claims_resolve_alike_in_any_order(claims: dict[str, frozenset[str]], ra
             assert any(f"{parties} both claim {ROLES[hook]}" in line for line in lines)
         return
     found = stack.contributions(GROUP)
-    for hook, field in FIELDS.items():
-        answer = getattr(found, field)
+    for role in roles.ROLES:
+        answer = found[role]
         assert isinstance(answer, Everything) == bool(owners[hook])
         if owners[hook]:
             assert answer.name == owners[hook][0]
@@ -133,36 +130,27 @@ def test_answers_that_do_not_fit_are_refused(hook: str) -> None:
     with pytest.raises(PluginError, match=rf"'odd' \(0\): {hook} returned the class int; return"):
         contributions(answering(int))
     with pytest.raises(
-        PluginError, match=rf"{hook} returned a str, which lacks .* inherit from polyshard\.[A-Z]"
+        PluginError, match=rf"{hook} returned a str, which is no .* inherit from polyshard\.[A-Z]"
     ):
         contributions(answering("gather"))
 
 
-class Unbound:
+class Unbound(GatherCodec, ReduceCodec, StorageFactory, CollectivesBackend):
     """A codec, a storage and a backend whose products have nothing to them."""
 
-    name, settings = "empty", ""
+    name = "empty"
 
-    def bind(self, group: Any, layout: Any) -> object:
-        return object()
-
-    def bind(self, group: Any, layout: Any) -> object:
-        return object()
-
-    def bind(self, group: Any, roles: Any) -> object:
+    def bind(self, group: Any, layout: Any) -> Any:
         return object()
 
 
 @pytest.mark.parametrize(
     ("hook", "words"),
     [
-        (
-            "polyshard_gather_codec",
-            r"Unbound\.bind .*returned .*lacks decode, encode, payload_bytes",
-        ),
-        ("polyshard_reduce_codec", r"Unbound\.bind .*returned .*decode_sum, encode, payload_bytes"),
-        ("polyshard_shard_storage", r"Unbound\.create .*returned .*fetch, rest, view"),
-        ("polyshard_collectives_backend", r"Unbound\.connect .*returned .*gather_route"),
+        ("polyshard_gather_codec", r"Unbound\.bind .*is no BoundGatherCodec; inherit from polysh"),
+        ("polyshard_reduce_codec", r"Unbound\.bind .*returned an? .*is no BoundReduceCodec"),
+        ("polyshard_shard_storage", r"Unbound\.bind .*returned .*is no ShardStorage"),
+        ("polyshard_collectives_backend", r"Unbound\.bind .*no Transport.*polyshard\.transport"),
     ],
 )
 @ranks(1)

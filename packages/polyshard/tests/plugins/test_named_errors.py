@@ -57,9 +57,9 @@ class BrokenBlocks(ShardingConstraint):
 BROKEN = [
     ("gather_codec", BrokenGather, "BrokenGather.bind, its gather codec", "(root)"),
     ("reduce_codec", BrokenReduce, "BrokenReduce.bind, its reduce codec", "(root)"),
-    ("shard_storage", BrokenCreate, "BrokenCreate.create, its shard storage", "Linear"),
+    ("shard_storage", BrokenCreate, "BrokenCreate.bind, its shard storage", "Linear"),
     ("shard_storage", BrokenRest, "Restless.rest, its shard storage", "Linear"),
-    ("collectives_backend", BrokenConnect, "BrokenConnect.connect, its collectives", "Linear"),
+    ("collectives_backend", BrokenConnect, "BrokenConnect.bind, its collectives", "Linear"),
     (
         "sharding_constraint",
         BrokenBlocks,
@@ -134,6 +134,6 @@ class Empty(DefaultBackend):
 
 @ranks(1)
 def test_what_does_not_fit_is_named_alike(rank: int, size: int) -> None:
-    expected = r"plugin 'odd' \(1\.2\): Empty\.connect for group 'Linear' returned None"
+    expected = r"plugin 'odd' \(1\.2\): Empty\.bind for group 'Linear' returned None"
     with pytest.raises(PluginError, match=expected):
         fully_shard(nn.Linear(4, 4), plugins=[giving("collectives_backend", Empty())])

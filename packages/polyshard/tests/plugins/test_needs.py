@@ -50,11 +50,18 @@ def test_unmet(need: str, words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_a_version_that_cannot_be_compared() -> None:
-    odd = Contract("obs", version="latest and greatest")
-    check_relations([needing("obs"), odd])
-    with pytest.raises(PluginError, match="cannot compare 'obs' latest and greatest"):
-        check_relations([needing("obs>=1"), odd])
+def test_what_is_no_name_or_version_is_refused() -> None:
+    with pytest.raises(PluginError, match="'obs': its version must be one such as '1.2', got 'la"):
+        Contract("obs", version="latest and greatest")
+    for name in ("", " "):
+        with pytest.raises(PluginError, match="a plugin's name must be a text that is not empty"):
+            Contract(name)
+
+    class Nameless(Plugin):
+        name = ""
+
+    with pytest.raises(PluginError, match="a plugin's name must be a text that is not empty"):
+        build_stack([Nameless()])
 
 
 @pytest.mark.parametrize("relation", ["provides", "conflicts_with", "before", "after"])

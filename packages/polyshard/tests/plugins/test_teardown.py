@@ -30,7 +30,7 @@ def sharded(*plugins: object) -> Any:
 
 def test_the_last_plugin_goes_first_and_a_failure_keeps_none() -> None:
     log: list[str] = []
-    teardown = build_stack([Lasting(log=log), Failing(log=log)]).teardown(GROUP, "block")
+    teardown = build_stack([Lasting(log=log), Failing(log=log)]).teardown(GROUP)
     with pytest.raises(OSError, match="block is busy") as caught:
         teardown.run()
     assert log == ["lasting block", "failing block"]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -17,28 +16,24 @@ from polyshard import Plugin, hookimpl
 from polyshard.errors import PluginError
 from polyshard.plugins.seams import ParamInfo
 from polyshard.plugins.stack import build_stack
-from polyshard.plugins.transforms import TransformStack
+from polyshard.plugins.transforms import Layer, TransformStack
 
 PARAM = ParamInfo("w", (2, 3), torch.float32, True, None, nn.Linear)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class Layer:
+def permuting(name: str, dims: tuple[int, ...] | None) -> Layer:
     """Permutes the dims and hands out an extension that only it can know."""
 
-    name: str
-    dims: tuple[int, ...] | None
-    settings: str = ""
+    def flatten(given: Mapping[str, Any]) -> Any:
+        return None if dims is None else (given["tensor"].permute(dims), (name, dims))
 
-    def flatten(self, tensor: Tensor, param: ParamInfo | None) -> tuple[Tensor, Any | None]:
-        if self.dims is None:
-            return tensor, None
-        return tensor.permute(self.dims), (self.name, self.dims)
+    def unflatten(given: Mapping[str, Any]) -> Tensor:
+        owner, order = given["param_extension"]
+        assert owner == name, "an extension went to another plugin"
+        tensor: Tensor = given["tensor"]
+        return tensor.permute(sorted(range(len(order)), key=order.__getitem__))
 
-    def unflatten(self, tensor: Tensor, param_extension: Any, param: ParamInfo | None) -> Tensor:
-        name, dims = param_extension
-        assert name == self.name, "an extension went to another plugin"
-        return tensor.permute(sorted(range(len(dims)), key=dims.__getitem__))
+    return Layer(name, f"'{name}' (0)", flatten, unflatten)
 
 
 layers = st.lists(st.none() | st.permutations(range(3)).map(tuple), max_size=6)
@@ -46,7 +41,7 @@ layers = st.lists(st.none() | st.permutations(range(3)).map(tuple), max_size=6)
 
 @given(layers)
 def test_what_is_peeled_is_put_back(dims: Sequence[tuple[int, ...] | None]) -> None:
-    transforms = TransformStack([Layer(str(i), d) for i, d in enumerate(dims)])
+    transforms = TransformStack([permuting(str(i), d) for i, d in enumerate(dims)])
     value = torch.arange(24.0).view(2, 3, 4)
     flat, extensions = transforms.flatten(value, PARAM)
     assert [e is None for e in extensions] == [d is None for d in dims]
@@ -55,7 +50,7 @@ def test_what_is_peeled_is_put_back(dims: Sequence[tuple[int, ...] | None]) -> N
     assert back.data_ptr() == value.data_ptr(), "without a copy"
 
 
-def test_an_empty_onion_is_false_and_does_nothing() -> None:
+def test_an_empty_stack_is_false_and_does_nothing() -> None:
     transforms = build_stack([]).transforms
     value = torch.ones(2)
     assert not transforms
@@ -114,23 +109,3 @@ def test_a_layer_must_answer_for_what_it_flattened() -> None:
     flat, extensions = transforms.flatten(torch.ones(2), PARAM)
     with pytest.raises(PluginError, match=r"flattened 'w' but gave no answer in post_unflatten"):
         transforms.unflatten(flat, extensions, PARAM)
-
-
-def test_an_onion_layer_must_be_undoable() -> None:
-    class Forgetful:
-        name = "forgetful"
-        settings = ""
-
-        def flatten(
-            self, tensor: torch.Tensor, param: ParamInfo | None
-        ) -> tuple[torch.Tensor, None]:
-            return tensor.clone(), None
-
-        def unflatten(
-            self, tensor: torch.Tensor, param_extension: Any, param: ParamInfo | None
-        ) -> torch.Tensor:
-            return tensor
-
-    info: Any = ParamInfo("w", (2,), torch.float32, True, None, torch.nn.Linear)  # type: ignore[arg-type]
-    with pytest.raises(PluginError, match=r"'forgetful'.*changed 'w'.*no extension"):
-        TransformStack([Forgetful()]).flatten(torch.ones(2), info)

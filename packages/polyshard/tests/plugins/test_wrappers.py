@@ -167,7 +167,7 @@ class Logging(StorageFactory):
         self.inner = inner
         self.rested: list[int] = []
 
-    def bind(self, group: GroupInfo, layout: GroupLayout) -> ShardStorage:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> ShardStorage | None:
         self.rested.append(layout.shard_numel)
         return self.inner.bind(group, layout)
 

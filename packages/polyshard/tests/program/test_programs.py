@@ -20,7 +20,7 @@ from toy_steps import STEPS, WORLD
 from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.errors import PlanMismatchError
 from polyshard.plugins.builtin import DeviceStorage
-from polyshard.plugins.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo, StorageFactory
 from polyshard.program import executor, ops
 from polyshard.program.executor import LaneFrame
 from polyshard.program.ops import ENTRY, Frame, Lane, Memory, Op, with_waits
@@ -253,7 +253,7 @@ def test_ranks_compare_their_programs(rank: int, size: int) -> None:
         model(torch.ones(1, 6))
 
 
-class Kept(Plugin):
+class Kept(Plugin, StorageFactory):
     name, settings = "kept", ""
 
     def __init__(self, *, holds: bool) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from polyshard import CollectivesBackend, Plugin, fully_shard, hookimpl, stats
-from polyshard.plugins.seams import overrides
+from polyshard.plugins.seams import GroupInfo, overrides
 from polyshard.transport import (
     Extents,
     MeshRoles,

@@ -206,6 +206,7 @@ def build_generation(parts: Parts, last: Generation | None) -> Generation:
         pool=parts.pool,
         watch=parts.meter.watch,
     )
+    shards.turn = parts.turn
     fetch = parts.meter.fetching(shards)
     return Generation(
         buffer,

@@ -47,7 +47,7 @@ from polyshard.memory.streams import Lanes
 from polyshard.params.parameter import Source, Told
 from polyshard.params.protocol_shards import ProtocolShards
 from polyshard.params.sharded import Shards
-from polyshard.plugins.contributions import LANDING
+from polyshard.plugins.contributions import GATHER_CODEC, LANDING, REDUCE_CODEC
 from polyshard.plugins.seams import GroupIdentity, GroupInfo, ParamInfo, ShardStorage, overrides
 from polyshard.plugins.stack import PluginStack
 from polyshard.policies import MixedPrecisionPolicy
@@ -218,6 +218,19 @@ class ParameterGroup:
         """The group as plugins see it, with current names, dtypes and frozen parameters."""
         infos = [p.current_info for p in self.shards.parameters]
         return self.setup.info(self.identity, infos, self._dtypes()[0])
+
+    def numbers(self) -> dict[str, float]:
+        """What codecs of the group measured, by the names of plugin and number."""
+        generation = self._generation
+        if generation is None:
+            return {}
+        codecs = ((GATHER_CODEC, generation.gather.codec), (REDUCE_CODEC, generation.reducer.codec))
+        return {
+            f"{self.contributions.layers[role][0].name} {name}": float(value)
+            for role, codec in codecs
+            if codec is not None
+            for name, value in codec.numbers().items()
+        }
 
     def _dtypes(self) -> tuple[Dtypes, GradientDtypes]:
         told = [p.told for p in self.shards.parameters]

@@ -236,6 +236,11 @@ class Reducer:
         """Memory of sums that the codec keeps between backwards, at most."""
         return 0 if self._codec is None else self._codec.kept_bytes
 
+    @property
+    def codec(self) -> BoundReduceCodec | None:
+        """What encodes gradients, if a plugin's codec does."""
+        return self._codec
+
     def rebind(self, codec: BoundReduceCodec | None) -> None:
         """Go on with another codec; nothing is in flight, and programs are made anew."""
         self._codec = self._coder = codec

@@ -66,6 +66,8 @@ class Gather(ABC):
     route: GatherRoute
     payload_bytes: int | None = None
     """What one payload takes, where there are payloads."""
+    codec: BoundGatherCodec | None = None
+    """What makes payloads."""
     sources: tuple[Memory, ...] = (Memory.SHARD,)
     """What the transfer reads."""
     targets: tuple[Memory, ...] = (Memory.UNSHARDED,)
@@ -327,7 +329,7 @@ class CodecGather(Gather):
         layout = unsharded.layout
         world, nbytes = layout.world_size, codec.payload_bytes
         self._codec: Any = codec  # its answer is looked at, though it should have none
-        self._plugin = plugin
+        self.codec, self._plugin = codec, plugin
         self.payload_bytes = nbytes
         self._shard = unsharded.shard_view()
         self._copies = _Copies()

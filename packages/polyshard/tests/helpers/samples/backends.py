@@ -22,7 +22,7 @@ class Around(Transport):
     """Counts the routes of another transport."""
 
     def __init__(self, roles: MeshRoles, device: torch.device) -> None:
-        self.inner = choose_transport(roles, group.device)
+        self.inner = choose_transport(roles, device)
         self.name, self.rank, self.size = "sample", self.inner.rank, self.inner.size
         self.staging_bytes = self.inner.staging_bytes
         self.routes = 0
@@ -49,7 +49,7 @@ class Backend(CollectivesBackend):
         self.made = made
 
     def bind(self, group: GroupInfo, roles: MeshRoles) -> Transport:
-        transport: Transport = self.made(roles, device)
+        transport: Transport = self.made(roles, group.device)
         return transport
 
 
