@@ -186,9 +186,9 @@ def test_a_step_calls_no_hook(rank: int, size: int) -> None:
         calls.append("pluggy")
         return hook_call(self, **kwargs)
 
-    def count_ask(self: Any, *args: Any) -> Any:
+    def count_ask(self: Any, *args: Any, **given: Any) -> Any:
         calls.append("stack")
-        return ask(self, *args)
+        return ask(self, *args, **given)
 
     hooks: Any = pluggy.HookCaller
     stack: Any = PluginStack

@@ -26,7 +26,7 @@ class Kept:
 
 
 class Lasting(Plugin):
-    """Keeps something for every group of modules whose class name holds ``only``, until that is torn down."""
+    """Keeps something for groups of modules whose class name holds ``only``, until torn down."""
 
     name = "lasting"
 

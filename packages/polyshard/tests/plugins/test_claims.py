@@ -99,9 +99,9 @@ def test_claims_resolve_alike_in_any_order(claims: dict[str, frozenset[str]], ra
     found = stack.contributions(GROUP)
     for role in roles.ROLES:
         answer = found[role]
-        assert isinstance(answer, Everything) == bool(owners[hook])
-        if owners[hook]:
-            assert answer.name == owners[hook][0]
+        assert isinstance(answer, Everything) == bool(owners[role.hook])
+        if owners[role.hook]:
+            assert answer.name == owners[role.hook][0]
 
 
 @pytest.mark.parametrize("hook", list(ROLES))

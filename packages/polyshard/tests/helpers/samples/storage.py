@@ -88,6 +88,26 @@ class Abstaining(Moving):
         return Factory(self.made) if len(group.parameters) > 100 else None
 
 
+class Checked(Apart):
+    """Knows what it keeps by a checksum, which it takes anew when the shard was written."""
+
+    sum: float | None = None
+
+    def rest(self, shard: Tensor) -> Tensor:
+        self.sum = None
+        return super().rest(shard)
+
+    def changed(self) -> None:
+        self.sum = None
+
+    def fetch(self) -> None:
+        super().fetch()
+        found = float(self.resting.double().sum())
+        if self.sum is not None and self.sum != found:
+            raise OSError("the shard has changed by itself")
+        self.sum = found
+
+
 # Wrong -------------------------------------------------------------------------------------------
 
 
@@ -156,6 +176,13 @@ class _Shared(Apart):
         return self.resting.copy_(shard)
 
 
+class _Unaware(Checked):
+    """Takes every write for damage."""
+
+    def changed(self) -> None:
+        """Nothing."""
+
+
 class SomeRanks(Moving):
     """Claims the storage on one rank."""
 
@@ -165,7 +192,12 @@ class SomeRanks(Moving):
 
 
 SAMPLES = Samples(
-    right=[Right(Moving), Right(Abstaining), Right(variant(Moving, "Wrapping", made=Around))],
+    right=[
+        Right(Moving),
+        Right(Abstaining),
+        Right(variant(Moving, "Wrapping", made=Around)),
+        Right(variant(Moving, "Checking", made=Checked)),
+    ],
     wrong=[
         Wrong(variant(Moving, "NewView", made=_NewView), "test_storage_life_cycle"),
         Wrong(variant(Moving, "Stale", made=_Stale), "test_storage_life_cycle"),
@@ -176,6 +208,7 @@ SAMPLES = Samples(
         Wrong(
             variant(Moving, "OneGradient", made=_OneGradient), "test_two_backwards_before_a_step"
         ),
+        Wrong(variant(Moving, "Unaware", made=_Unaware), "test_storage_life_cycle"),
         Wrong(SomeRanks, "test_answers_are_the_same_on_every_rank"),
     ],
 )
