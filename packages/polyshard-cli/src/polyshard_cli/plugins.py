@@ -177,7 +177,6 @@ def new(
     Asks for the name and the seam where they are not given. Exit code 2: nothing was written.
     """
     with told_in_one_message(scaffold.ScaffoldError):
-        scaffold.needs_copier()
         plugin = scaffold.checked_plugin(name or typer.prompt("Name of the plugin, in snake case"))
         chosen = scaffold.checked_seam(seam or _asked_seam())
         target = scaffold.checked_target(folder or Path(scaffold.distribution_of(plugin)))

@@ -119,17 +119,18 @@ class CodecPlugin(GroupPlugin, ABC):
     def payload_size(self) -> int | None:
         """Bytes every rank sends to each peer, equal on all ranks; ``None``: natively.
 
-        Follows from ``self.group`` and ``self.layout``; called for each binding.
+        Follows from ``self.group`` and ``self.layout``; called for each binding, after
+        :meth:`setup`.
         """
 
     def bind(self, group: GroupInfo, layout: GroupLayout) -> Self | None:
         """Itself, for the group as it is now."""
-        self.group, self.layout = group, layout
+        self._bound(group, layout)
         nbytes = self.payload_size()
         if nbytes is None:
             return None
         self.payload_bytes = nbytes
-        return self._bound(group, layout)
+        return self
 
 
 class GatherCodecPlugin(CodecPlugin, BoundGatherCodec, GatherCodec):
