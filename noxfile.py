@@ -48,7 +48,7 @@ WORKERS = int(os.environ.get("POLYSHARD_WORKERS", "3"))
 os.environ.setdefault("PIP_NO_COMPILE", "1")
 
 # What of a package is installed beyond what it needs itself.
-WITH_EXTRAS = {"polyshard-cli": "new", "polyshard-plan": "html"}
+WITH_EXTRAS = {"polyshard-cli": "migrate,new,picture"}
 
 
 # [Note: one environment with torch]
@@ -174,6 +174,7 @@ def use_dist(session: nox.Session, dist: Path) -> None:
         python = str(Path(empty, "env/bin/python"))
         pip = (python, "-m", "pip")
         wheels = [str(wheel) for wheel in sorted(dist.glob("*.whl"))]
+        wheels = [w + "[migrate]" if "polyshard_cli-" in w else w for w in wheels]
         session.run(*pip, "install", TORCH, *wheels, *mypy, external=True, silent=True)
         session.run(*pip, "check", external=True)
         session.run(python, "-I", str(ROOT / "tools/smoke.py"), external=True, env=ONE_THREAD)
@@ -246,7 +247,6 @@ def gallery(session: nox.Session) -> None:
     bin_folder = dev_environment(session, PLUGINS)
     pip = (str(bin_folder / "python"), "-m", "pip")
     folder = "examples/plugins"
-    session.run(str(bin_folder / "python"), "tools/make_gallery_docs.py", "--check")
     # --no-deps: core is installed from this checkout, not from an index.
     session.run_install(*pip, "install", "--no-deps", f"--editable={folder}", silent=True)
     try:
@@ -414,7 +414,7 @@ def kernels(session: nox.Session) -> None:
 
 INTEGRATIONS = ("packages/polyshard-accelerate", "packages/polyshard-lightning")
 
-TUNED_WITH = ("matrix", "quantized", "tensor-parallel")  # examples/models, on text of the demo
+TUNED_WITH = ("quantized", "tensor-parallel")  # examples/models, on text of the demo
 TUNING = [f"--editable=plugins/polyshard-{name}" for name in TUNED_WITH]
 
 
@@ -423,8 +423,7 @@ def clients(session: nox.Session) -> None:
     """Run other libraries' training loops, and tune their models; they take about 1 GB."""
     groups = nox.project.dependency_groups(PYPROJECT, "test", "type", "clients")
     ours = [
-        f"packages/polyshard{name}"
-        for name in ("", "-checkpoint", "-cli", "-testing", "-plan", "-demo")
+        f"packages/polyshard{name}" for name in ("", "-checkpoint", "-cli", "-testing", "-demo")
     ]
     wanted = [f"--editable={path}" for path in (*ours, *INTEGRATIONS)]
     session.install(TORCH, *wanted, *TUNING, *groups)
@@ -440,7 +439,10 @@ def clients(session: nox.Session) -> None:
 def launch(session: nox.Session) -> None:
     """Run one training under every launcher that is here, as root on hosts made of namespaces."""
     groups = nox.project.dependency_groups(PYPROJECT, "test", "type", "launch")
-    ours = [f"--editable=packages/polyshard{name}" for name in ("", "-checkpoint", "-testing")]
+    ours = [
+        f"--editable=packages/polyshard{name}"
+        for name in ("", "-checkpoint", "-resilience", "-testing")
+    ]
     session.install(TORCH, *ours, *groups)
     folder = "examples/launch"
     for files in (Path(folder).glob("*.py"), Path(folder, "tests").rglob("*.py")):

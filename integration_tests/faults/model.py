@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from toy_codecs import BytesGather
 
 from polyshard import Observer, Plugin, fully_shard, hookimpl
-from polyshard.alarm.failures import FailureReport
+from polyshard.failures import Part
 from polyshard.plugins.seams import GatherCodec, GroupInfo
 
 WIDTH, LAYERS = 16, 5
@@ -134,7 +134,7 @@ class Training:
         """Of training on the same batch on every rank."""
         loss = self._loss(index)
         loss.backward()
-        with FailureReport("the optimizer's step"):
+        with Part("the optimizer's step"):
             self.trap.at("optimizer", "")
             self.optimizer.step()
         self.optimizer.zero_grad()

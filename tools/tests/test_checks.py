@@ -18,6 +18,14 @@ from workspace import ENTRY_POINT_GROUP, distributions
 ROOT = Path(__file__).parents[2]
 RUN = "```python run\n{}\n```\n"
 GROUP = RUN.format("torch.distributed.init_process_group()")
+UNSEEDED = RUN.format(
+    """
+import torch
+from polyshard import fully_shard
+torch.distributed.init_process_group("gloo")
+fully_shard(torch.nn.Linear(2, 2))(torch.ones(1, 2))
+"""
+)
 PLUGIN = "plugins/polyshard-sample"
 POINTS = [
     EntryPoint(name, value, ENTRY_POINT_GROUP)
@@ -50,6 +58,7 @@ def test_plugins_with_a_name_need_no_argument(point: EntryPoint) -> None:
             "<!-- ranks: 2 -->\n" + RUN.format("import os\nos.environ['WORLD_SIZE'] == '2' or 1/0"),
             None,
         ),
+        (f"<!-- ranks: 2 -->\n{UNSEEDED}", "DifferentValuesWarning"),
     ],
 )
 def test_blocks_of_pages_run_or_say_why_not(tmp_path: Path, text: str, said: str | None) -> None:

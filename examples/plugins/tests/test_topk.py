@@ -29,7 +29,6 @@ class TestConformance(PluginConformance):
     tolerance = 1.0  # most elements of a first step are left out
     loss_tolerance = 0.5
     bias_steps = 80  # an element of twenty is sent
-    kept_share = 2.5  # what is left behind, and which parameters have a gradient
 
     @pytest.fixture
     def factory(self) -> Callable[[], object]:

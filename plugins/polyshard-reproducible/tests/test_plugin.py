@@ -24,13 +24,13 @@ from polyshard import (
     GatherCodecPlugin,
     MixedPrecisionPolicy,
     Plugin,
-    flat,
     fully_shard,
 )
 from polyshard.errors import ConflictError
 from polyshard.plugins.contract import hookimpl
 from polyshard.plugins.seams import BoundReduceCodec, GroupInfo, ReduceCodec
 from polyshard.sharding.layout import GroupLayout
+from polyshard_optimizers import flat
 from polyshard_reproducible import Reproducible, ReproducibleError, check_optimizer
 from polyshard_reproducible.checks import check_device
 from polyshard_reproducible.tree import TreeSum

@@ -33,10 +33,10 @@ from typing_extensions import override
 
 from polyshard._torch.private import default_store, store_timeout_seconds
 from polyshard._torch.staged import plan_for_all
-from polyshard.alarm.peers import Roll
 from polyshard.errors import CheckpointError
 from polyshard.files import replace_file
 from polyshard_checkpoint.together import Ranks
+from polyshard_resilience.alarm.peers import Roll
 
 T = TypeVar("T")
 PRIVATE = 0o700

@@ -128,10 +128,8 @@ app = typer.Typer(help="Installed plugins.", no_args_is_help=True)
 
 
 @app.command("list")
-def show(
-    *, as_json: bool = typer.Option(False, "--json", help="For programs: one JSON list.")
-) -> None:
-    """List installed plugins. Being listed activates nothing."""
+def show(*, as_json: bool = typer.Option(False, "--json", help="Print one JSON list.")) -> None:
+    """List installed plugins. Installing a plugin activates nothing."""
     found = reports()
     if as_json:
         typer.echo(json.dumps([asdict(r) for r in found], indent=2))
@@ -161,20 +159,20 @@ def doctor() -> None:
 @app.command()
 def new(
     name: Annotated[
-        str | None, typer.Argument(help="What users pass to plugins=[...], in snake case.")
+        str | None, typer.Argument(help="Name that users pass to plugins=[...], in snake case.")
     ] = None,
     *,
     seam: Annotated[
-        str | None, typer.Option(help=f"What it begins with: {', '.join(scaffold.seams())}.")
+        str | None, typer.Option(help=f"Seam to start with: {', '.join(scaffold.seams())}.")
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option(help="Where to write it; default: polyshard-NAME, here.")
+        Path | None, typer.Option(help="Folder to write. Default: polyshard-NAME here.")
     ] = None,
-    author: Annotated[str | None, typer.Option(help="Who holds the copyright.")] = None,
+    author: Annotated[str | None, typer.Option(help="Copyright holder.")] = None,
 ) -> None:
-    """Begin a plugin: a distribution with one seam, its README and its tests.
+    """Create a plugin: a distribution with one seam, a README and tests.
 
-    Asks for the name and the seam where they are not given. Exit code 2: nothing was written.
+    Asks for the name and the seam if they are not given. Exit code 2: nothing was written.
     """
     with told_in_one_message(scaffold.ScaffoldError):
         plugin = scaffold.checked_plugin(name or typer.prompt("Name of the plugin, in snake case"))

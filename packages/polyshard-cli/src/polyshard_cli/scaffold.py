@@ -39,11 +39,10 @@ class Scaffold:
         """
         package = f"polyshard_{self.plugin}"
         files = {
-            "LICENSE": "LICENSE",
-            "README.md": "README.md",
-            "pyproject.toml": "pyproject.toml",
+            "LICENSE": "LICENSE.tmpl",
+            "README.md": "README.md.tmpl",
+            "pyproject.toml": "pyproject.toml.tmpl",
             f"src/{package}/__init__.py": f"seams/{self.seam}.tmpl",
-            f"src/{package}/py.typed": "py.typed",
             "tests/test_plugin.py": f"seams/test_{self.seam}.tmpl",
         }
         words = {
@@ -61,9 +60,10 @@ class Scaffold:
                 path = self.target / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, "utf-8")
+            (self.target / "src" / package / "py.typed").touch()
         except OSError as error:
             raise ScaffoldError(f"{self.target} cannot be written: {error}") from error
-        return sorted(Path(name) for name in files)
+        return sorted(Path(name) for name in (*files, f"src/{package}/py.typed"))
 
 
 def seams() -> dict[str, str]:
@@ -85,19 +85,19 @@ def checked_plugin(name: str) -> str:
     """
     if not NAME.fullmatch(name) or keyword.iskeyword(name):
         raise ScaffoldError(
-            f"a plugin cannot be called {name!r}: its name is snake case in ASCII and no word of "
-            f"Python's, such as 'byte_counter'{_meant(_snake_case(name))}"
+            f"a plugin cannot be called {name!r}: use ASCII snake case and no keyword of Python, "
+            f"such as 'byte_counter'{_meant(_snake_case(name))}"
         )
     owners = [one.distribution for one in installed_plugins() if one.name == name]
     if owners:
         raise ScaffoldError(
-            f"a plugin called {name!r} is installed already (by {', '.join(owners)}); choose "
+            f"a plugin called {name!r} is already installed (by {', '.join(owners)}); choose "
             "another name"
         )
     package = f"polyshard_{name}"
     if find_spec(package) is not None:
         raise ScaffoldError(
-            f"the plugin {name!r} would be imported as {package}, which is here already; choose "
+            f"the plugin {name!r} would be imported as {package}, which exists already; choose "
             "another name"
         )
     return name
@@ -114,8 +114,7 @@ def checked_seam(name: str) -> str:
         close = difflib.get_close_matches(name, known, n=1)
         lines = "".join(f"\n  {seam}: {text}" for seam, text in known.items())
         raise ScaffoldError(
-            f"there is no seam called {name!r}{_meant(*close)}. A plugin may begin with one of:"
-            f"{lines}"
+            f"there is no seam called {name!r}{_meant(*close)}. Seams to start with:{lines}"
         )
     return name
 
@@ -127,11 +126,10 @@ def checked_target(folder: Path) -> Path:
         ScaffoldError: where anything is there already.
     """
     if folder.exists() and not folder.is_dir():
-        raise ScaffoldError(f"{folder} is a file; pass --folder with a place for the plugin")
+        raise ScaffoldError(f"{folder} is a file; pass another --folder")
     if folder.exists() and any(folder.iterdir()):
         raise ScaffoldError(
-            f"{folder} is not empty, and nothing in it is overwritten; pass --folder with another "
-            "place"
+            f"{folder} is not empty, and nothing in it is overwritten; pass another --folder"
         )
     return folder
 

@@ -21,9 +21,9 @@ from toy_runs import assert_equal, whole
 import polyshard
 import polyshard_resilience
 from polyshard._torch.private import default_store
-from polyshard.alarm.current import current_alarm
-from polyshard.alarm.peers import tell_again
 from polyshard.errors import PeerError
+from polyshard_resilience.alarm.current import current_alarm
+from polyshard_resilience.alarm.peers import tell_again
 from polyshard_resilience.errors import AttemptError
 from polyshard_resilience.rollback import attempt as attempt_module
 from polyshard_resilience.rollback import verdict

@@ -38,7 +38,7 @@ class Bias:
         mean, spread = errors.mean().abs(), errors.square().mean().sqrt()
         chance = errors.std() / math.sqrt(errors.numel())
         assert bool(mean <= max(6 * chance, BIAS_SHARE * spread)), (
-            f"errors are biased: their mean over {self._kit.bias_steps} steps is {float(mean):.1e}, "
+            f"biased: after {self._kit.bias_steps} steps their mean is {float(mean):.1e}, "
             f"{float(mean / chance):.0f} times its standard error ({float(chance):.1e})"
         )
 

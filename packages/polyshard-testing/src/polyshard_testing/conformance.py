@@ -101,6 +101,7 @@ class PluginConformance(CodecConformance):
                     for constraint in found.constraints
                     for parameter in at.info.parameters
                 ]
+                assert all(type(b) is int and b >= 1 for b in blocks), f"blocks of {blocks}"
                 seen.add(
                     (
                         tuple((p.name, p.settings) for p in parts),

@@ -49,9 +49,9 @@ class Kit:
     bias_steps: int = 16
     """Steps until the errors of a codec are looked at, and then as many that are: more for one that
     makes up for its errors late."""
-    kept_share: float = 0.75
+    kept_share: float = 1.75
     """Memory that a plugin may keep between steps beside what checkpoints hold of it, as a share of
-    the unsharded parameters."""
+    the unsharded parameters; rows that the engine keeps for a codec count, and take up to 1."""
     host_waits: int = 0
     """Times a step that the plugin may have the host wait for a device."""
 

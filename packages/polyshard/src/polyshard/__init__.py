@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     )
     from polyshard.same_values import SameValues
     from polyshard.sharding.placement import ShardPlacement
-    from polyshard.stepping.flat import flat
 
 __all__ = [
     "HOOK_API",
@@ -96,7 +95,6 @@ __all__ = [
     "clip_grad_norm_",
     "close",
     "describe",
-    "flat",
     "fully_shard",
     "grad_norm",
     "hookimpl",
@@ -144,7 +142,6 @@ _HOMES = {
     "clip_grad_norm_": "clipping",
     "close": "engine.keeping",
     "describe": "description",
-    "flat": "stepping.flat",
     "fully_shard": "api",
     "grad_norm": "clipping",
     "hookimpl": "plugins.contract",

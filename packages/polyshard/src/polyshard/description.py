@@ -125,7 +125,7 @@ def _programs(groups: tuple[GroupPlan, ...]) -> Iterator[str]:
     """The programs of every distinct group, once, with the groups that run them."""
     found: dict[tuple[str, ...], list[str]] = {}
     for plan in groups:
-        found.setdefault(plan.programs, []).append(plan.name)
+        found.setdefault(tuple(map(str, plan.programs)), []).append(plan.name)
     for programs, names in found.items():
         yield ""
         yield f"programs of {', '.join(names)}"

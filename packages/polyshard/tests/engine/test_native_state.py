@@ -241,7 +241,7 @@ def test_full_values_pass_through_an_adapter(rank: int, size: int) -> None:
         model.load_state_dict(model.state_dict())
         assert torch.equal(model(x).detach(), given.t())
         model.reshard()
-        with pytest.raises(CheckpointError, match=r"'0\.weight' is to be loaded from itself"):
+        with pytest.raises(CheckpointError, match=r"'0\.weight' cannot be loaded from itself"):
             model.load_state_dict({"0.weight": model[0].weight.detach()})
 
 

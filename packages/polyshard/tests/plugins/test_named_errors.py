@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from toy_codecs import GatherFactory, ReduceFactory
+from toy_codecs import BytesGather, Codecs, GatherFactory, ReduceFactory
 from toy_storage import Away, AwayFactory, SlowBackend
 
 from polyshard import Plugin, describe, fully_shard, hookimpl
-from polyshard.errors import PlanMismatchError, PluginError
+from polyshard.errors import PeerError, PlanMismatchError, PluginError
 from polyshard.plugins.builtin import DefaultBackend
 from polyshard.plugins.seams import GroupInfo, ShardingConstraint
 from polyshard_testing import ranks
@@ -137,3 +139,18 @@ def test_what_does_not_fit_is_named_alike(rank: int, size: int) -> None:
     expected = r"plugin 'odd' \(1\.2\): Empty\.bind for group 'Linear' returned None"
     with pytest.raises(PluginError, match=expected):
         fully_shard(nn.Linear(4, 4), plugins=[giving("collectives_backend", Empty())])
+
+
+@ranks(2)
+def test_an_operation_of_a_step_names_itself_its_plugin_and_the_group(rank: int, size: int) -> None:
+    """Also to the other rank, which quotes it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for unit in (*model, model):
+        fully_shard(unit, plugins=[Codecs()])
+    model(torch.ones(1, 4))
+    said = "in operation 'decode' of plugin 'codecs' (1.2), polyshard.wait of group '0'"
+    broken = mock.patch.object(BytesGather, "decode", side_effect=KeyError("bits"))
+    with broken if rank else nullcontext(), pytest.raises((KeyError, PeerError)) as refused:
+        model(torch.ones(1, 4))
+    found = str(refused.value) if rank == 0 else refused.value.__notes__
+    assert said in found, found

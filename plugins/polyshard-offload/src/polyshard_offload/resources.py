@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from polyshard.alarm.failures import FailureReport
+from polyshard.failures import Part
 from polyshard.plugins.seams import GroupInfo, StorageFactory, local_of
 from polyshard.sharding.layout import GroupLayout
 from polyshard_offload.settings import OffloadSettings, Tier
@@ -84,7 +84,7 @@ class Resources:
         if not self.ranks:
             yield
             return
-        with FailureReport(where):
+        with Part(where):
             yield
 
     def storage(self, group: GroupInfo) -> TierStorage:

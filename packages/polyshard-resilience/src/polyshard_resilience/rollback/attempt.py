@@ -24,17 +24,19 @@ from torch.utils.hooks import RemovableHandle
 
 from polyshard._torch.private import in_backward
 from polyshard._torch.untraced import untraced
+from polyshard.agreement.board import open_board
 from polyshard.agreement.meeting import report_failure
-from polyshard.alarm.current import current_alarm
-from polyshard.alarm.peers import go_on, lost, tell
-from polyshard.alarm.reports import NOBODY
-from polyshard.engine.breaking import let_down
 from polyshard.engine.plans import audiences
 from polyshard.engine.root import groups_of
-from polyshard.errors import LifecycleError, PeerError, SettingError
+from polyshard.errors import LifecycleError, PeerError, PolyshardError, SettingError
+from polyshard.failures import failure_handler
 from polyshard.plugins.seams import Stateful, Undoable
-from polyshard.transport.gloo.mending import mend_groups
+from polyshard_resilience.alarm.current import current_alarm
+from polyshard_resilience.alarm.peers import go_on, lost, tell
+from polyshard_resilience.alarm.reports import NOBODY
 from polyshard_resilience.errors import AttemptError
+from polyshard_resilience.handler import AlarmHandler
+from polyshard_resilience.mending import mend_groups
 from polyshard_resilience.rollback.undo import Scope, Undo
 from polyshard_resilience.rollback.verdict import (
     DISAGREED,
@@ -182,7 +184,8 @@ class Attempt(Generic[T]):
         """Keep what a failure would have to put back.
 
         Raises:
-            LifecycleError: inside of another attempt of the same model, or the second time.
+            LifecycleError: inside of another attempt of the same model, or the second time; when
+                :func:`~polyshard_resilience.enable` was not called.
             SettingError: when an optimizer steps in backward, and steps are not to be undone.
         """
         scope = self._scope
@@ -191,6 +194,12 @@ class Attempt(Generic[T]):
             raise LifecycleError(
                 "an attempt of this model is under way, or was entered before. Put one step into "
                 "one block, and make a new attempt for the next."
+            )
+        is_shared = len(scope.ranks) > 1 and open_board(scope.ranks) is not None
+        if is_shared and not isinstance(failure_handler(), AlarmHandler):
+            raise LifecycleError(
+                "an attempt needs ranks that hear of each other's failures. Call "
+                "polyshard_resilience.enable() on every rank before fully_shard."
             )
         self._groups = groups
         self._ballot = Ballot(scope.ranks, self._left)
@@ -295,7 +304,7 @@ class Attempt(Generic[T]):
         if error is not None:
             self._tell(error)
             if isinstance(error, RuntimeError):
-                error = let_down(error) or error
+                error = _refusal_of(error) or error
         was_ready = self._is_ready
         if not was_ready:
             self._verdict = self._ballot.cast(READY, error)
@@ -329,6 +338,11 @@ class Attempt(Generic[T]):
         error.is_gone = verdict.kind is Kind.GONE
         error.is_undone = not is_final
         return error
+
+
+def _refusal_of(error: RuntimeError) -> PolyshardError | None:
+    handler = failure_handler()
+    return handler.refusal_of(error) if isinstance(handler, AlarmHandler) else None
 
 
 def _unmended() -> PeerError | None:

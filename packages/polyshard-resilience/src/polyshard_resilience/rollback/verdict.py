@@ -26,13 +26,12 @@ from enum import Enum
 import torch
 
 from polyshard._torch.private import store_timeout_seconds
-from polyshard.alarm.alarm import LEAVING
-from polyshard.alarm.board import Board, open_board, said_of
-from polyshard.alarm.current import current_alarm
-from polyshard.alarm.peers import Absent, Roll, gathering, tell, tell_again
-from polyshard.alarm.register import REQUESTS_PER_SECOND
-from polyshard.alarm.reports import NOBODY, Cause
+from polyshard.agreement.board import REQUESTS_PER_SECOND, Board, open_board, said_of
 from polyshard.errors import ControlFlowError, OutOfStepError, PeerError
+from polyshard_resilience.alarm.alarm import LEAVING
+from polyshard_resilience.alarm.current import current_alarm
+from polyshard_resilience.alarm.peers import Absent, Roll, gathering, tell, tell_again
+from polyshard_resilience.alarm.reports import NOBODY, Cause
 
 BALLOTS = READY, DONE, TOLD, UNDONE = "ready", "done", "told", "undone"
 FIRST_PAUSE_SECONDS = 1e-4

@@ -148,8 +148,8 @@ class Collector:
         if told := told_by_spmd_types(parameter):
             raise UnsupportedError(
                 f"'{fqn}' is annotated by spmd_types ({told}): ranks hold different parts of it, "
-                "which only a DTensor tells polyshard. Make it one, as parallelize_module does, "
-                "or annotate parameters as the same on all axes."
+                "and polyshard knows parts of DTensors only. Convert it to a DTensor, as "
+                "parallelize_module does, or annotate it as the same on all axes."
             )
         info = ParamInfo(
             fqn=fqn,
@@ -219,7 +219,7 @@ class Collector:
         if local != expected:
             raise PluginError(
                 f"chunk_dtensor gave '{fqn}' a local shape of {local}, but rank {rank} of the "
-                f"shard axis holds {expected} of what pre_flatten_transform made of it."
+                f"shard axis holds {expected} of the tensor that pre_flatten_transform returned."
             )
         return Form(answer.device_mesh, _placements_for(source, answer), answer.shape)
 
@@ -244,10 +244,10 @@ def _placements_for(source: Source, answer: DTensor) -> tuple[Placement, ...]:
         return tuple(answer.placements)
     raise PluginError(
         f"chunk_dtensor answered {tuple(answer.placements)} on {answer.device_mesh} for "
-        f"'{source.info.fqn}' {source.info.shape}, which describes other rows than those of what "
-        f"pre_flatten_transform made of it that this rank holds (dim {placed.dim}). Answer for "
-        "the rows that are there: for a dim that tensor parallelism has cut, strided placements, "
-        "as TensorParallel() of polyshard-tensor-parallel gives."
+        f"'{source.info.fqn}' {source.info.shape}, which describes other rows (dim {placed.dim}) "
+        "than this rank holds of the tensor that pre_flatten_transform returned. Return placements "
+        "of these rows: strided ones for a dim that tensor parallelism divides, as "
+        "TensorParallel() of polyshard-tensor-parallel does."
     )
 
 

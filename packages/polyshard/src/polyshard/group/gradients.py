@@ -132,8 +132,9 @@ class Gradients:
         if flat.shape != expected:
             layers = ", ".join(f"'{n}'" for n in self._transforms.layers_of(parameter.extensions))
             raise PluginError(
-                f"plugins {layers}: pre_flatten_transform made {tuple(flat.shape)} of the gradient "
-                f"of '{parameter.info.fqn}', but {expected} of the parameter; flatten both alike."
+                f"plugins {layers}: pre_flatten_transform returned {tuple(flat.shape)} for the "
+                f"gradient of '{parameter.info.fqn}', but {expected} for the parameter. Flatten "
+                "both the same way."
             )
         return flat
 

@@ -36,8 +36,8 @@ from typing_extensions import override
 
 from polyshard._torch.private import in_backward
 from polyshard._torch.untraced import outside_transforms
-from polyshard.alarm.failures import FailureReport
 from polyshard.errors import LifecycleError, warn
+from polyshard.failures import Part
 from polyshard.group.dtypes import Dtypes, GradientDtypes, policy_notices, resolve_dtypes
 from polyshard.group.generation import Generation, Parts, build_generation
 from polyshard.group.gradients import Gradients
@@ -136,7 +136,7 @@ def free_outdated(groups: Iterable[ParameterGroup]) -> None:
 def _outdated(groups: list[ParameterGroup]) -> list[bool]:
     """Of groups that share their shard axis: which ones differ on any of its ranks."""
     roles, names = groups[0].roles, ", ".join(group.name for group in groups)
-    with FailureReport(names):
+    with Part(names):
         flags = torch.stack([group.differs().to(group.device) for group in groups])
         flags = flags.to(torch.uint8)
         if roles.shard_size > 1:
@@ -182,7 +182,7 @@ class ParameterGroup:
             lands=self.contributions[LANDING].lands,
         )
         self.contributions.check_constraints(info, layout)
-        self._failures = FailureReport(self.identity, Place(self))
+        self._part = Part(self.identity, Place(self))
         self._sources, self._layout = sources, layout
         self._storage = self.contributions.storage(info, layout)
         self.settles = overrides(self._storage.settle, ShardStorage.settle)
@@ -326,7 +326,7 @@ class ParameterGroup:
         if meter.step_observers:
             meter.starting("gather")
         frame = new_frame(program, self.lanes, self.device)
-        run(frame, program.cut, self._failures, "polyshard.unshard")
+        run(frame, program.cut, self._part, "polyshard.unshard")
         self._gathering = frame
         self.state = State.GATHERING  # only now: a start that raised leaves the group sharded
         self.promised_at_step = None
@@ -379,7 +379,7 @@ class ParameterGroup:
         assert frame is not None
         assert generation is not None
         begin = time.perf_counter()
-        run(frame, len(frame.program.ops), self._failures, "polyshard.wait")
+        run(frame, len(frame.program.ops), self._part, "polyshard.wait")
         self._gathering, self._home = None, frame.home
         if self.settles and not (turn.in_forward or turn.in_backward):
             self.settle()  # asked for by hand: the caller may change the shard next
@@ -503,9 +503,9 @@ class ParameterGroup:
                 all_reduces=self.all_reduces,
             )
         except Exception as error:
-            self._failures.explain(error)
+            self._part.handler.explain(self._part, error)
             raise
-        run(frame, frame.program.cut, self._failures, "polyshard.reduce")
+        run(frame, frame.program.cut, self._part, "polyshard.reduce")
         if frame.table.present:
             sent_bytes, traffic = frame.table.sent_bytes[frame.key], meter.traffic
             traffic.reductions += 1
@@ -518,7 +518,7 @@ class ParameterGroup:
     def free_sent(self, frame: Frame) -> None:
         """Free what a reduction sent, while the rest of it goes on, to be finished later."""
         program = frame.program
-        run(frame, program.cut + program.early, self._failures, "polyshard.reduced")
+        run(frame, program.cut + program.early, self._part, "polyshard.reduced")
 
     def finish_reduction(self, frame: Frame) -> None:
         """Wait for a reduction and put the sharded gradients in place.
@@ -528,7 +528,7 @@ class ParameterGroup:
         """
         begin = time.perf_counter()
         with torch.no_grad():
-            run(frame, len(frame.program.ops), self._failures, "polyshard.reduced")
+            run(frame, len(frame.program.ops), self._part, "polyshard.reduced")
         if frame.has_placed or frame.key.has_rows:  # else only messages went around
             self._waited(begin, self.meter.reduced)
 
@@ -541,7 +541,7 @@ class ParameterGroup:
 
     def place_held(self) -> None:
         """Put gradients in place that wait for a last backward which did not reach this group."""
-        with self._failures, torch.no_grad():
+        with self._part, torch.no_grad():
             is_placed = self.prepare().reducer.place_held()
         if is_placed:
             self.meter.reduced(0.0)

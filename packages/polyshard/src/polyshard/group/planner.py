@@ -10,7 +10,7 @@ from polyshard.group.plan import GroupPlan, Payloads, Roles, Sharded
 from polyshard.group.transfers import summary, ways_of
 from polyshard.plugins.contributions import GATHER_CODEC
 from polyshard.plugins.seams import Named
-from polyshard.program.ops import Program
+from polyshard.program.ops import ProgramPlan
 from polyshard.program.tensor_protocol import ProtocolGather
 from polyshard.program.unshard import Gather
 
@@ -34,16 +34,14 @@ def plan_of(group: ParameterGroup) -> GroupPlan:
         dtypes=generation.dtypes,
         roles=_roles(group, gather_codec),
         reshard_after_forward=group.block_size or group.setup.reshard_after_forward,
-        gather_bytes=generation.unshard.moved.sent,
-        regather_bytes=(generation.unshard_from_block or generation.unshard).moved.sent,
-        reduce_bytes=reduction.moved.sent,
+        programs=(*(gathered.planned() for gathered in generation.gathers), reduction),
         ways=ways,
         transfers=summary(ways, transport),
         sharded=tuple(_sharded(group, index) for index in range(len(shards.parameters))),
         payloads=Payloads(gather.payload_bytes, *reducer.payload_bytes),
         notices=all_notices(group.setup.policy, shards.dtype, contributions),
-        programs=tuple(map(str, (*generation.gathers, reduction))),
         kept_bytes=reducer.kept_bytes,
+        gather_kept_bytes=gather.kept_bytes,
     )
 
 
@@ -73,7 +71,7 @@ def _sharded(group: ParameterGroup, index: int) -> Sharded:
     return Sharded(str(tuple(parameter.spec.placements)), flat_shape, layers, told)
 
 
-def reduction_of(group: ParameterGroup) -> Program:
+def reduction_of(group: ParameterGroup) -> ProgramPlan:
     """The reduction of all trainable parameters, at the end of an iteration."""
     generation = group.prepare()
     trainable = [
@@ -81,7 +79,8 @@ def reduction_of(group: ParameterGroup) -> Program:
         for index, sharded in enumerate(group.shards.parameters)
         if sharded.parameter.requires_grad
     ]
-    return generation.reducer.planned(trainable, group.gradients.wire_dtype(generation))
+    program = generation.reducer.planned(trainable, group.gradients.wire_dtype(generation))
+    return program.planned(frozenset(trainable))
 
 
 def _gather_codec(group: ParameterGroup, gather: Gather) -> str:

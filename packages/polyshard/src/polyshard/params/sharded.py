@@ -319,7 +319,7 @@ class Shards:
             }
             raise ModuleError(
                 "parameters of one group were converted to different dtypes or devices after "
-                f"fully_shard: {found}. Convert before fully_shard, or convert all of them alike."
+                f"fully_shard: {found}. Convert before fully_shard, or convert all the same way."
             )
         return kinds.pop()
 

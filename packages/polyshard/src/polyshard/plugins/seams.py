@@ -29,10 +29,6 @@ from typing_extensions import override
 from polyshard._torch.optimizers import like, local_of, repointed, spec_of
 from polyshard.errors import PluginError
 from polyshard.sharding.layout import GroupLayout, ParameterLayout
-from polyshard.stepping.elementwise import check_takeable
-from polyshard.stepping.keeper import Lent, OptimizerKeeper, Undoable
-from polyshard.stepping.stepper import SteppedOptimizer, Stepper
-from polyshard.stepping.twins import Twins
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -52,10 +48,8 @@ __all__ = [
     "GroupIdentity",
     "GroupInfo",
     "GroupLayout",
-    "Lent",
     "Named",
     "Observer",
-    "OptimizerKeeper",
     "OwnedParameter",
     "ParamInfo",
     "ParameterLayout",
@@ -67,12 +61,8 @@ __all__ = [
     "StateDictAdapter",
     "Stateful",
     "StepObserver",
-    "SteppedOptimizer",
-    "Stepper",
     "StorageFactory",
-    "Twins",
     "Undoable",
-    "check_takeable",
     "like",
     "local_of",
     "overrides",
@@ -249,6 +239,29 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from what was saved."""
+        ...
+
+
+@runtime_checkable
+class Undoable(Protocol):
+    """An optimizer that keeps more than ``optimizer.state`` shows.
+
+    An attempt (of polyshard-resilience) that failed writes parameters, state and settings of its
+    optimizers back to what they were. What a plugin keeps of a model is
+    put back through ``polyshard_plugin_state``.
+    """
+
+    @property
+    def polyshard_steps_early(self) -> bool:
+        """Whether parameters change before ``step()`` is called: in backward."""
+        ...
+
+    def polyshard_undo(self) -> None:
+        """Let go of a step that failed.
+
+        After this, values are written back into parameters, and ``optimizer.state`` gets new
+        tensors, with the values that those in it had.
+        """
         ...
 
 

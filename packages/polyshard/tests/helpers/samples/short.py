@@ -217,9 +217,17 @@ class AliasingState(SavedFeedback):
 class ClosesAll(Lossy):
     """Lets go of what all groups need when one goes."""
 
+    def __init__(self) -> None:
+        self.tables = [1.0]
+
+    def decode(self, payloads: Tensor, regions: Sequence[Tensor]) -> None:
+        super().decode(payloads, regions)
+        for region in regions:
+            region.mul_(sum(self.tables))
+
     @hookimpl
     def polyshard_teardown(self, group: GroupInfo) -> None:
-        self.__dict__["dtype"] = torch.float32
+        self.tables.clear()
 
 
 SAMPLES = Samples(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from polyshard.plugins.seams import Lent, Stepper, like, local_of, spec_of
+from polyshard.plugins.seams import like, local_of, spec_of
 from polyshard_offload.errors import OffloadError
 from polyshard_offload.optimizer.chunks import Chunk, Slot
 from polyshard_offload.optimizer.open_shards import OPEN_SHARDS, OpenShards
@@ -26,6 +26,7 @@ from polyshard_offload.optimizer.pipeline import Pipeline
 from polyshard_offload.optimizer.state import OptimizerState
 from polyshard_offload.resources import Resources
 from polyshard_offload.tiers.state_store import DiskStore
+from polyshard_optimizers.stepping import Lent, Stepper
 
 
 class StateOffload:

@@ -178,6 +178,7 @@ class ProtocolGather(Gather):
         self.buffer = ProtocolBuffer(storages)
         self._payload = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._received = torch.zeros(world, nbytes, dtype=torch.uint8, device=device)
+        self.kept_bytes = self._payload.nbytes + self._received.nbytes
         extents = Extents(nbytes, (nbytes,) * world)
         self.route = axis.gather_route([GatherPiece(self._payload, self._received, extents)])
 
