@@ -283,8 +283,7 @@ class BoundGatherCodec(Measured, ABC):
     """An all-gather codec bound to one group."""
 
     payload_bytes: int
-    """Bytes every rank sends to each peer; equal on all ranks. Payloads start at addresses that
-    are multiples of 64 only if this is one."""
+    """Bytes every rank sends to each peer; equal on all ranks."""
 
     keeps_payload: bool = False
     """Have the engine keep this rank's payload between gathers, and call :meth:`encode` only after
