@@ -51,7 +51,7 @@ HOUSE_WORDS = {
     r"stands? (in|below|above|there)": "is in, is below",
     r"all alike": "equally",
     r"in place of": "instead of",
-    r"transforms|courier|vouch(es)?|passages?": "the field's term",
+    r"onion|courier|vouch(es)?|passages?": "the field's term",
 }
 """What is not written here, and what to write."""
 HOUSE_WORD = re.compile(
