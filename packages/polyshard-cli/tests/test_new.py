@@ -58,7 +58,7 @@ def test_it_asks_for_what_is_not_given(tmp_path: Path) -> None:
     assert code == 0, text
     assert "  storage: a plugin that" in text
     source = tmp_path / "polyshard-quokka/src/polyshard_quokka/__init__.py"
-    assert "polyshard_observer" in source.read_text()
+    assert "ObserverPlugin" in source.read_text()
 
 
 def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
@@ -106,4 +106,4 @@ def test_a_package_that_is_here_keeps_its_name(
     monkeypatch.syspath_prepend(tmp_path)
     code, text = new("quokka", "--seam", "observer")
     assert code == 2
-    assert "imported as polyshard_quokka, which is here already" in text
+    assert "imported as polyshard_quokka, which exists already" in text

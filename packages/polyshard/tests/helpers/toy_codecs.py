@@ -119,11 +119,10 @@ class KeptGather(BytesGather):
 
 class KeptFactory(GatherCodec):
     name = "kept"
-    settings = ""
+    notices = ("kept: nothing to say",)
 
     def __init__(self) -> None:
         self.bound: list[KeptGather] = []
-        self.notices = ("kept: nothing to say",)
 
     def bind(self, group: GroupInfo, layout: GroupLayout) -> KeptGather:
         self.bound.append(KeptGather(layout))
