@@ -480,7 +480,9 @@ def test_gradients_are_flattened_as_parameters_were(rank: int, size: int) -> Non
     model = linear()
     plugin = transform(flatten, lambda t: t.t())
     sharded: Any = fully_shard(model, plugins=[plugin])
-    pattern = r"'odd': pre_flatten_transform returned \(16,\) for the gradient of 'weight', but \(4, 4\)"
+    pattern = (
+        r"'odd': pre_flatten_transform returned \(16,\) for the gradient of 'weight', but \(4, 4\)"
+    )
     with raises_in_step(PluginError, pattern):
         sharded(torch.ones(1, 4)).sum().backward()
 

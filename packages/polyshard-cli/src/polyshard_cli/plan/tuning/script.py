@@ -115,7 +115,7 @@ class _Script:
             self._before.append(f"offload = Offload({words})")
             self._plugins.append("offload")
             return f"optimizer = offload.wrap({made})"
-        self._import("polyshard", "flat")
+        self._import("polyshard_optimizers", "flat")
         return f"optimizer = flat({made})"
 
     def _sharding(self) -> Iterator[str]:
