@@ -97,6 +97,7 @@ class Marked(Plugin):
 
 class Adapter(StateDictAdapter):
     name = "adapter"
+    settings: str
 
     def __init__(self, settings: str) -> None:
         self.settings = settings
