@@ -137,9 +137,8 @@ def seams_page() -> str:
                     _kind(base), _first_sentence, frozenset({"setup", "bind", "payload_bytes"})
                 )
             )
-    parts.extend(
-        f"{_heading(n)}\n{''.join(_members(_kind(n), _first_sentence))}" for n in GIVEN_INFO
-    )
+    for name in GIVEN_INFO:
+        parts.extend([_heading(name), *_members(_kind(name), _first_sentence)])
     return _without_roles("\n".join(parts))
 
 

@@ -197,6 +197,31 @@ def test_a_storage_in_one_class_serves_the_groups_it_likes(rank: int, size: int)
 
 
 @ranks(2)
+def test_numbers_of_a_codec_are_in_stats(rank: int, size: int) -> None:
+    class Rounding(Bf16Gather):
+        def setup(self) -> None:
+            self.worst = torch.zeros(())
+
+        def encode(self, shard: Tensor, payload: Tensor) -> None:
+            super().encode(shard, payload)
+            self.worst = (payload.view(self.dtype) - shard).abs().max()
+
+        def numbers(self) -> dict[str, float]:
+            return {"largest error": float(self.worst)}
+
+    model: Any = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    with torch.no_grad():
+        model[0].weight.fill_(1.0 + 2.0**-9)  # halfway to the next bfloat16 below 1 + 2**-7
+        model[0].bias.zero_()
+    fully_shard(model[0], plugins=[Rounding()])
+    fully_shard(model)
+    assert stats(model).numbers == {}
+    model(torch.ones(1, 4))
+    assert stats(model).numbers == {"0": {"bf16_gather largest error": 2.0**-9}}
+    assert "0: bf16_gather largest error 0.001953" in str(stats(model))
+
+
+@ranks(2)
 def test_a_backend_in_one_class_knows_its_group(rank: int, size: int) -> None:
     sent: dict[str, int] = {}
 
