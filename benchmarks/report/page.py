@@ -203,10 +203,18 @@ def _publish(found: dict[str, Any]) -> Iterator[str]:
             f"{found['full_tensor_over'][way]:.1f}",
             f"{found['rank_0_over'][way]:.1f}",
             f"{found['link_bytes'][way] / 2**20:.1f}",
+            f"{found['rank_0_bytes'][way] / 2**20:.0f}" if "rank_0_bytes" in found else "",
         )
         for way, seconds in found["seconds"].items()
     )
-    head = ("way", "ms", "`full_tensor` / this", "`rank 0` / this", "MiB")
+    head = (
+        "way",
+        "ms",
+        "`full_tensor` / this",
+        "`rank 0` / this",
+        "sent, MiB",
+        "held by rank 0, MiB",
+    )
     yield from table(head, rows)
 
 

@@ -1,4 +1,4 @@
-"""verl 0.9's ``CheckpointEngine``, registered as ``polyshard``.
+"""verl's ``CheckpointEngine`` (0.9), registered as ``polyshard``.
 
 Rollout workers have a :class:`~polyshard_publish.Receiver` each, whose address ``build_topology``
 tells the actors. An actor gives its engine the model once (``attach``): what verl passes to
@@ -27,22 +27,17 @@ WAIT_SECONDS = 300.0
 class PolyshardCheckpointEngine(CheckpointEngine):
     """Both sides; which one an instance is, ``init_process_group`` says."""
 
-    def __init__(self, bucket_size: int = 0, host: str = "127.0.0.1", **unused: Any) -> None:
-        """As verl makes it.
+    _version = 0
+    _server: ReceiverServer | None = None
+    _publisher: Publisher | None = None
+    _model: nn.Module | None = None
+    _settings: Mapping[str, Any]
+    _addresses: list[str] | None = None
 
-        Args:
-            bucket_size: verl's; not needed, as nothing is packed into buckets.
-            host: the address that actors reach this worker at.
-            unused: what verl passes to all engines (``is_master``).
-        """
+    def __init__(self, bucket_size: int = 0, host: str = "127.0.0.1", **unused: Any) -> None:
+        """As verl makes it, with the address that actors reach this worker at; packs no buckets."""
         del bucket_size, unused
         self._host = host
-        self._version = 0
-        self._server: ReceiverServer | None = None
-        self._model: nn.Module | None = None
-        self._settings: Mapping[str, Any] = {}
-        self._addresses: list[str] = []
-        self._publisher: Publisher | None = None
 
     def attach(self, model: nn.Module, **settings: Any) -> None:
         """Say what an actor publishes; ``settings`` are a :class:`Publisher`'s, besides ``to``."""
@@ -69,14 +64,14 @@ class PolyshardCheckpointEngine(CheckpointEngine):
 
     @override
     def init_process_group(self, addresses: list[str]) -> None:
-        if addresses == self._addresses:
-            return  # versions that receivers have can be patched
-        if self._publisher is not None:
-            self._publisher.close()
-        self._addresses = addresses
+        if not addresses or addresses == self._addresses:
+            return  # a rollout's; or versions that receivers have can be patched
         if self._model is None:
             raise PublishError("attach(model) first: the actor's engine does not know its model.")
+        if self._publisher is not None:
+            self._publisher.close()
         self._publisher = Publisher(self._model, to=addresses, **self._settings)
+        self._addresses = addresses
 
     @override
     def finalize(self) -> None:

@@ -1,15 +1,18 @@
-"""vLLM 0.32's weight transfer: a source, and engines of our own for both sides.
+"""vLLM's weight transfer, 0.32 and 0.33: a source, and engines of our own for both sides.
 
 ``register()`` in the process of the trainer and in that of each worker makes
 ``WeightTransferConfig(backend="polyshard")`` known. A worker then has a
 :class:`~polyshard_publish.Receiver` with a copy of the weights on its host, which is what patches
-change; all of it is loaded into the model by vLLM's own layerwise reload.
+change; all of it is loaded into the model by vLLM's own layerwise reload. The versions differ in
+what a source is: 0.32 calls ``metadata()`` and iterates, 0.33 reads ``metadata`` and calls
+``iter_full()``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -55,16 +58,18 @@ class PublisherSource(WeightSource):
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
 
-    @override
-    def metadata(self) -> list[ParamMeta]:
+    def _metadata(self) -> list[ParamMeta]:
         return [
             ParamMeta(name, entry.torch_dtype, entry.shape)
             for name, entry in self._publisher.catalogue.items()
         ]
 
-    @override
+    metadata = cached_property(_metadata) if hasattr(WeightSource, "iter_full") else _metadata
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._publisher.tensors()
+
+    iter_full = __iter__
 
 
 @dataclass
