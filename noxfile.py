@@ -173,7 +173,7 @@ def use_dist(session: nox.Session, dist: Path) -> None:
         python = str(Path(empty, "env/bin/python"))
         pip = (python, "-m", "pip")
         wheels = [str(wheel) for wheel in sorted(dist.glob("*.whl"))]
-        wheels = [w + "[migrate,new]" if "polyshard_cli-" in w else w for w in wheels]
+        wheels = [w + "[migrate]" if "polyshard_cli-" in w else w for w in wheels]
         session.run(*pip, "install", TORCH, *wheels, *mypy, external=True, silent=True)
         session.run(*pip, "check", external=True)
         session.run(python, "-I", str(ROOT / "tools/smoke.py"), external=True, env=ONE_THREAD)
@@ -217,11 +217,10 @@ def versions(session: nox.Session, torch: str) -> None:
 @nox.session(default=False)
 def template(session: nox.Session) -> None:
     """Render the plugin template outside the repository, run its tests and doctor, seam by seam."""
-    session.install("copier>=9")
     bin_folder = dev_environment(session, PLUGINS)
     python = str(bin_folder / "python")
     with tempfile.TemporaryDirectory() as folder:
-        session.run("python", "tools/check_template.py", folder)
+        session.run(python, "tools/check_template.py", folder, external=True)
         example = f"{folder}/example"
         # --no-deps: core is installed from this checkout, not from an index.
         pip = (python, "-m", "pip")

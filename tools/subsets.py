@@ -35,7 +35,7 @@ SUBSETS |= {stack_of((name,)): [name] for name in PLUGINS if name in NEUTRAL}
 SUBSETS["all"] = PLUGINS
 
 # Of the tests of core and of a plugin, those to which it matters what else is installed.
-ROOMS = ("composition", "plugins")
+ROOMS = ("plugins",)
 CONFORMANCE = ("test_plugin.py", "test_conformance.py")
 # Of the combinations, what has cells of its own for each subset.
 CELLS = ("test_composition.py", "test_attempts.py", "test_faults.py", "test_models.py")

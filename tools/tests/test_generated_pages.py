@@ -68,7 +68,7 @@ def test_gallery_modules_are_short_and_public_and_the_page_shows_each() -> None:
     found = sorted((folder / "src" / front).glob("*.py"))
     modules = {path.stem: path for path in found if path.stem != "__init__"}
     assert {point.partition(":")[0] for point in points} == {f"{front}.{name}" for name in modules}
-    public = {"polyshard", "polyshard.seams", "polyshard.transport", "polyshard_testing"}
+    public = {"polyshard", "polyshard.plugins.seams", "polyshard.transport", "polyshard_testing"}
     page = (folder / "README.md").read_text("utf-8")
     for name, path in modules.items():
         assert f"](src/{front}/{name}.py)" in page

@@ -14,11 +14,10 @@ from typing import Annotated
 import typer
 
 from polyshard.__about__ import __version__
-from polyshard.composition.ordering import circle_of
 from polyshard.errors import PluginError
 from polyshard.plugins.contract import HOOK_API, Contract, contract_of
 from polyshard.plugins.discovery import Installed, installed_plugins
-from polyshard.plugins.needs import unmet
+from polyshard.plugins.relations import circle_of, unmet
 from polyshard.plugins.validation import hook_arguments, problems_of
 from polyshard_cli import scaffold
 from polyshard_cli.output import told_in_one_message
@@ -176,7 +175,6 @@ def new(
     Asks for the name and the seam if they are not given. Exit code 2: nothing was written.
     """
     with told_in_one_message(scaffold.ScaffoldError):
-        scaffold.needs_copier()
         plugin = scaffold.checked_plugin(name or typer.prompt("Name of the plugin, in snake case"))
         chosen = scaffold.checked_seam(seam or _asked_seam())
         target = scaffold.checked_target(folder or Path(scaffold.distribution_of(plugin)))

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import polyshard
 from polyshard.errors import IneffectiveSettingWarning, UnsupportedError
-from polyshard.seams import GradientLanding, GroupInfo
+from polyshard.plugins.seams import GradientLanding, GroupInfo
 from polyshard_checkpoint import Checkpoints, TrainingState
 from polyshard_optimizers import MatrixOptimizer
 from polyshard_optimizers.matrix.parts import Parts

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import polyshard
 from polyshard import fully_shard
 from polyshard.errors import PluginError, UnsupportedError
-from polyshard.seams import BoundReduceCodec, GroupInfo, ReduceCodec
+from polyshard.plugins.seams import BoundReduceCodec, GroupInfo, ReduceCodec
 from polyshard_optimizers import MatrixError, MatrixOptimizer, hidden_matrices
 from polyshard_optimizers.matrix.choosing import Balance, Cut
 from polyshard_testing import PluginConformance, raises_in_step, ranks

@@ -18,7 +18,7 @@ import polyshard
 import polyshard_resilience
 from polyshard import clip_grad_norm_, fully_shard
 from polyshard.errors import NonFiniteError, UnsupportedError
-from polyshard.seams import local_of
+from polyshard.plugins.seams import local_of
 from polyshard_optimizers import MatrixError
 from polyshard_resilience import NonFinite
 from polyshard_resilience.errors import AttemptError, SkippedStepWarning

@@ -32,7 +32,7 @@ from polyshard.errors import (
     LifecycleError,
     SettingError,
 )
-from polyshard.seams import GroupInfo, ParamInfo
+from polyshard.plugins.seams import GroupInfo, ParamInfo, StateDictAdapter
 from polyshard_testing import World, ranks
 
 SIZES = {"width": 12, "hidden": 27, "layers": 2}
@@ -42,7 +42,7 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-class Untransposing:
+class Untransposing(StateDictAdapter):
     """Saves a parameter as its module knows it."""
 
     name = "untransposing"
@@ -306,7 +306,7 @@ def test_state_of_another_shape_is_left_and_said(rank: int, size: int) -> None:
     assert state["inner"]["count"] == 3
 
 
-class Halving:
+class Halving(StateDictAdapter):
     """Saves half of a parameter, and knows that its gradients are twice as large then."""
 
     name = "halving"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from polyshard.seams import GroupInfo, ParamInfo
+from polyshard.plugins.seams import GroupInfo, ParamInfo
 from polyshard_optimizers.matrix.errors import MatrixError
 
 Chooses = Callable[[str, tuple[int, ...]], bool]

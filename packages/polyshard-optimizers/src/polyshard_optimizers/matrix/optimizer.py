@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from polyshard.agreement.meeting import agree
 from polyshard.memory.streams import streams_of
-from polyshard.seams import OwnedParameter, Rows, local_of
+from polyshard.plugins.seams import OwnedParameter, Rows, local_of
 from polyshard_optimizers.matrix.choosing import Cut, Leads
 from polyshard_optimizers.matrix.errors import MatrixError
 from polyshard_optimizers.matrix.parts import Parts

@@ -15,7 +15,7 @@ from typing_extensions import override
 import polyshard
 from polyshard.errors import warn
 from polyshard.plugins.contract import Contract, Plugin, hookimpl
-from polyshard.seams import GradientLanding, GroupIdentity, GroupInfo, OwnedParameter
+from polyshard.plugins.seams import GradientLanding, GroupIdentity, GroupInfo, OwnedParameter
 from polyshard.sharding.layout import chunk_bounds
 from polyshard_optimizers.matrix.choosing import (
     Balance,

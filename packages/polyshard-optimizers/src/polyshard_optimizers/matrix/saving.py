@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from polyshard.seams import local_of
+from polyshard.plugins.seams import local_of
 from polyshard_optimizers.matrix.choosing import Cut
 from polyshard_optimizers.matrix.recipes import State
 from polyshard_optimizers.matrix.sites import Site

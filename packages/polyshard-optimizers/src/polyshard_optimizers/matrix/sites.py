@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from polyshard.seams import OwnedParameter, Rows, local_of
+from polyshard.plugins.seams import OwnedParameter, Rows, local_of
 from polyshard.transport.base import Pending
 from polyshard_optimizers.matrix.choosing import Cut
 from polyshard_optimizers.matrix.parts import Parts

@@ -10,7 +10,7 @@ from torch import nn
 
 from polyshard.engine.root import groups_of, preview_names
 from polyshard.errors import CheckpointError
-from polyshard.seams import Stateful
+from polyshard.plugins.seams import Stateful
 
 
 def plugin_state_dict(model: nn.Module) -> dict[str, dict[str, Any]]:

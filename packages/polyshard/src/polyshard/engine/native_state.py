@@ -34,7 +34,7 @@ from polyshard._torch.untraced import untraced
 from polyshard.engine.trees import map_tensors
 from polyshard.errors import CheckpointError, LifecycleError, SettingError, warn
 from polyshard.params.parameter import ShardedParameter
-from polyshard.seams import ParamInfo, StateDictAdapter, overrides
+from polyshard.plugins.seams import ParamInfo, StateDictAdapter, overrides
 
 PROBE = 3.0
 """What a parameter is filled with to see whether an adapter moves values or changes them."""

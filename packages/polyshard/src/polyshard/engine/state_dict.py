@@ -15,7 +15,7 @@ from polyshard.engine.unit import Unit
 from polyshard.errors import CheckpointError, PeerError, PluginError
 from polyshard.group.group import ParameterGroup
 from polyshard.params.parameter import ShardedParameter
-from polyshard.seams import StateDictAdapter
+from polyshard.plugins.seams import StateDictAdapter
 
 
 class StateDictHooks:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from polyshard.composition.roles import GATHER_CODEC
 from polyshard.group.dtypes import Dtypes
 from polyshard.group.transfers import Way
+from polyshard.plugins.contributions import GATHER_CODEC
+from polyshard.plugins.seams import ParamInfo
 from polyshard.program.ops import ProgramPlan
-from polyshard.seams import ParamInfo
 from polyshard.sharding.layout import GroupLayout
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from polyshard.composition.roles import GATHER_CODEC
 from polyshard.group.dtypes import all_notices
 from polyshard.group.group import ParameterGroup
 from polyshard.group.plan import GroupPlan, Payloads, Roles, Sharded
 from polyshard.group.transfers import summary, ways_of
+from polyshard.plugins.contributions import GATHER_CODEC
+from polyshard.plugins.seams import Named
 from polyshard.program.ops import ProgramPlan
 from polyshard.program.tensor_protocol import ProtocolGather
 from polyshard.program.unshard import Gather
-from polyshard.seams import Named
 
 
 def plan_of(group: ParameterGroup) -> GroupPlan:
@@ -65,7 +65,7 @@ def _roles(group: ParameterGroup, gather_codec: str) -> Roles:
 
 def _sharded(group: ParameterGroup, index: int) -> Sharded:
     parameter = group.shards.parameters[index]
-    layers = group.setup.stack.onion.layers_of(parameter.extensions)
+    layers = group.setup.stack.transforms.layers_of(parameter.extensions)
     flat_shape = group.shards.layout.parameters[index].shape
     told = "" if parameter.told is None else str(parameter.told)
     return Sharded(str(tuple(parameter.spec.placements)), flat_shape, layers, told)

@@ -40,6 +40,7 @@ from polyshard.memory.own_storage import own_storage_of_gradient
 from polyshard.memory.pages import PagePool
 from polyshard.memory.streams import Lanes
 from polyshard.params.sharded import Shards
+from polyshard.plugins.seams import BoundReduceCodec, ShardStorage, overrides
 from polyshard.plugins.validation import wordless
 from polyshard.program.accumulation import Accumulation, Slot, part_of
 from polyshard.program.executor import new_frame
@@ -47,7 +48,6 @@ from polyshard.program.landing import Landing, Placing, check_hook
 from polyshard.program.ops import Frame, Lane, Memory, Op, Program, Traffic, compiled
 from polyshard.program.packing import Packing, extents_of
 from polyshard.program.unshard import ShardAxis, join
-from polyshard.seams import BoundReduceCodec, ShardStorage, overrides
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import all_gather, all_reduce, presence_of
 from polyshard.transport.base import ReduceRoute, Turns
@@ -235,6 +235,11 @@ class Reducer:
     def kept_bytes(self) -> int:
         """Memory of sums that the codec keeps between backwards, at most."""
         return 0 if self._codec is None else self._codec.kept_bytes
+
+    @property
+    def codec(self) -> BoundReduceCodec | None:
+        """What encodes gradients, if a plugin's codec does."""
+        return self._codec
 
     def rebind(self, codec: BoundReduceCodec | None) -> None:
         """Go on with another codec; nothing is in flight, and programs are made anew."""

@@ -27,11 +27,11 @@ from polyshard.params.parameter import Registry
 from polyshard.params.sharded import Shards, local_view
 from polyshard.params.unsharded import Unsharded
 from polyshard.plugins.builtin import DeviceStorage
+from polyshard.plugins.seams import BoundGatherCodec, ShardStorage, overrides
 from polyshard.plugins.validation import fitting, wordless
 from polyshard.program.freshness import Freshness, Turn, differs
 from polyshard.program.ops import Frame, Lane, Memory, Op, Program, Traffic, compiled
 from polyshard.program.packing import extents_of, home_pairs
-from polyshard.seams import BoundGatherCodec, ShardStorage, overrides
 from polyshard.transport.base import (
     Extents,
     GatherPiece,
@@ -66,6 +66,8 @@ class Gather(ABC):
     route: GatherRoute
     payload_bytes: int | None = None
     """What one payload takes, where there are payloads."""
+    codec: BoundGatherCodec | None = None
+    """What makes payloads."""
     sources: tuple[Memory, ...] = (Memory.SHARD,)
     """What the transfer reads."""
     targets: tuple[Memory, ...] = (Memory.UNSHARDED,)
@@ -333,7 +335,7 @@ class CodecGather(Gather):
         layout = unsharded.layout
         world, nbytes = layout.world_size, codec.payload_bytes
         self._codec: Any = codec  # its answer is looked at, though it should have none
-        self._plugin = plugin
+        self.codec, self._plugin = codec, plugin
         self.payload_bytes = nbytes
         self._shard = unsharded.shard_view()
         self._copies = _Copies()

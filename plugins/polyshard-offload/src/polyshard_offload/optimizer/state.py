@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from polyshard.seams import local_of, repointed
+from polyshard.plugins.seams import local_of, repointed
 from polyshard_offload.optimizer.chunks import NO_GROUP, Chunk, Slot, plan_chunks
 from polyshard_offload.optimizer.records import (
     Entry,

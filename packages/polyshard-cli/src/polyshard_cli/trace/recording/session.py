@@ -12,7 +12,7 @@ from torch import nn
 
 from polyshard.errors import PolyshardError
 from polyshard.planning import identities_of
-from polyshard.seams import GroupIdentity
+from polyshard.plugins.seams import GroupIdentity
 from polyshard_cli.trace.clocks.ranks import Line, Ranks
 from polyshard_cli.trace.errors import TraceError
 from polyshard_cli.trace.events import Kind

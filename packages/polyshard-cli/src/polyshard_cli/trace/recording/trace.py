@@ -15,7 +15,7 @@ from torch import nn
 from typing_extensions import override
 
 from polyshard import Plugin, hookimpl
-from polyshard.seams import GroupIdentity, GroupInfo, StepObserver
+from polyshard.plugins.seams import GroupIdentity, GroupInfo, StepObserver
 from polyshard_cli.__about__ import __version__
 from polyshard_cli.trace.errors import TraceError
 from polyshard_cli.trace.events import Kind
