@@ -191,12 +191,13 @@ class Unit:
                 self.context.post_backward(group)
 
     def end_step(self) -> None:
-        """Free what was prefetched for nothing.
+        """Free what was prefetched for nothing, and what optimizers changed in this backward.
 
         A gather still under way would read shards that the optimizer is about to change.
         """
         for group in self.groups:
-            is_freed = group.reshard_after_backward or group.state is State.GATHERING
+            is_stale = group.made_at_step != self.context.turn.steps
+            is_freed = group.reshard_after_backward or is_stale or group.state is State.GATHERING
             if is_freed and group.state is not State.SHARDED:
                 group.reshard()
             if group.block_size is not None:

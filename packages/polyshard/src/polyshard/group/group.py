@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
@@ -351,6 +351,17 @@ class ParameterGroup:
     def is_sharded(self) -> bool:
         """Whether nothing is gathered or on the way."""
         return self.state is State.SHARDED
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether any parameter is not frozen."""
+        return any(p.parameter.requires_grad for p in self.shards.parameters)
+
+    def unsharded_names(self, identities: Set[int]) -> list[str]:
+        """Names of the parameters whose unsharded forms are among those with these identities."""
+        leaves = () if self._generation is None else self._generation.leaves
+        every = zip(self.shards.parameters, leaves, strict=False)
+        return [p.info.fqn for p, leaf in every if id(leaf) in identities]
 
     def differs(self) -> Tensor:
         """Whether this rank's shard is not what is unsharded (a 0-dim bool)."""
