@@ -27,8 +27,8 @@ from benchmarks.harness import (
     shards,
     slowest,
 )
-from polyshard.guards import Corruption, NonFinite
-from polyshard.guards.corruption import EVERY
+from polyshard_resilience import Corruption, NonFinite
+from polyshard_resilience.guards.corruption import EVERY
 
 PLAIN, NON_FINITE, CORRUPTION = "no guard", "NonFinite", "Corruption, every=1"
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-import polyshard
+import polyshard_resilience
 from benchmarks import sim
 from polyshard import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 
@@ -97,7 +97,11 @@ def train(rank: int, size: int, device: str, case: Case) -> Result:
     optimizers = case.optimizers(model, plugins)
     losses: list[Tensor] = []
     for step in range(STEPS):
-        guard = polyshard.attempt(model, *optimizers) if case.attempts else contextlib.nullcontext()
+        guard = (
+            polyshard_resilience.attempt(model, *optimizers)
+            if case.attempts
+            else contextlib.nullcontext()
+        )
         with guard:
             for micro in range(case.micro):
                 model.set_requires_gradient_sync(micro == case.micro - 1)
@@ -147,7 +151,7 @@ def wrapped(model: nn.Module, plugins: list[Any]) -> list[Any]:
 
 
 def muon() -> list[Any]:
-    from polyshard_matrix import MatrixOptimizer
+    from polyshard_optimizers import MatrixOptimizer
 
     return [MatrixOptimizer(torch.optim.Muon, lr=0.02)]
 

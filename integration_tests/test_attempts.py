@@ -7,9 +7,9 @@ import torch
 from sharded import Sharded, digest
 from test_composition import is_chosen
 
-import polyshard
+import polyshard_resilience
 from composition_table import CELLS, Cell
-from polyshard.errors import AttemptError
+from polyshard_resilience.errors import AttemptError
 from polyshard_testing import World
 
 STEPS = 2
@@ -44,7 +44,7 @@ def train(rank: int, size: int, cell: Cell, folder: str, fails: bool) -> str:
 
 
 def _step(trainee: Sharded, step: int, failing: int = -1) -> None:
-    with polyshard.attempt(trainee.model, trainee.optimizer):
+    with polyshard_resilience.attempt(trainee.model, trainee.optimizer):
         trainee.backward(step, 1, last=True)
         if failing % 2 == 0:
             _fail()

@@ -25,7 +25,7 @@ from fuzzing.program import program
 from fuzzing.session import Session
 from fuzzing.shrink import candidates, shrink
 
-from polyshard.alarm.current import current_alarm
+from polyshard_resilience.alarm.current import current_alarm
 
 SEED = 0
 BATCHES = 4

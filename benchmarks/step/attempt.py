@@ -1,4 +1,4 @@
-"""What a step costs within ``polyshard.attempt``, beside the same step without.
+"""What a step costs within ``polyshard_resilience.attempt``, beside the same step without.
 
     python -m benchmarks.step.attempt --tokens 512
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import polyshard
+import polyshard_resilience
 from benchmarks.harness import (
     Found,
     command,
@@ -28,7 +29,7 @@ from benchmarks.harness import (
     shards,
     slowest,
 )
-from polyshard.rollback.undo import memories_of
+from polyshard_resilience.rollback.undo import memories_of
 
 PLAIN, AGREED, COPIED = "without", "undo_steps=False", "undo_steps=True"
 
@@ -58,7 +59,7 @@ def _measure(case: Case) -> Found:
     model = sharded(nn.Sequential(*layers), layers, polyshard.fully_shard)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     x = torch.randn(case.tokens, case.width)
-    attempt = partial(polyshard.attempt, model, optimizer)
+    attempt = partial(polyshard_resilience.attempt, model, optimizer)
     ways: dict[str, Callable[[], Any]] = {
         PLAIN: nullcontext,
         AGREED: partial(attempt, undo_steps=False),

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
+import polyshard_resilience
 from polyshard import fully_shard
 from polyshard_checkpoint import Checkpoints, TrainingState
 
@@ -194,6 +195,7 @@ def main() -> None:
     """Be one rank."""
     settings = settings_of()
     backend = "gloo" if device().type == "cpu" else "cpu:gloo,cuda:nccl"
+    polyshard_resilience.enable()
     dist.init_process_group(backend, timeout=TIMEOUT)
     is_done = train(settings)
     dist.destroy_process_group()

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from polyshard_resilience import enable
+
 
 def run(script: Callable[[], list[float]], count: int) -> None:
     """Call ``script`` on each rank; the first prints the losses it returns, one a line.
@@ -20,6 +22,7 @@ def run(script: Callable[[], list[float]], count: int) -> None:
     if "LOCAL_RANK" not in os.environ:
         torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
         sys.exit(subprocess.call([sys.executable, *torchrun, *sys.argv]))
+    enable()
     dist.init_process_group("gloo")
     for step, loss in enumerate(script()):
         if dist.get_rank() == 0:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from toy_codecs import BytesGather
 
 from polyshard import Observer, Plugin, fully_shard, hookimpl
-from polyshard.alarm.failures import FailureReport
-from polyshard.seams import GroupInfo
+from polyshard.failures import Part
+from polyshard.plugins.seams import GatherCodec, GroupInfo
 
 WIDTH, LAYERS = 16, 5
 FIRST = 1
@@ -97,7 +97,7 @@ class _Watcher(Observer):
         self._trap.at("observer", group)
 
 
-class _Trapped(Plugin):
+class _Trapped(Plugin, GatherCodec):
     name = "trapped"
     settings = ""
 
@@ -113,7 +113,7 @@ class _Trapped(Plugin):
         return self
 
     def bind(self, group: GroupInfo, layout: Any) -> BytesGather:
-        return _Codec(layout, self.trap, group.name)
+        return _Codec(layout, self.trap, str(group.identity))
 
 
 class Training:
@@ -134,7 +134,7 @@ class Training:
         """Of training on the same batch on every rank."""
         loss = self._loss(index)
         loss.backward()
-        with FailureReport("the optimizer's step"):
+        with Part("the optimizer's step"):
             self.trap.at("optimizer", "")
             self.optimizer.step()
         self.optimizer.zero_grad()

@@ -139,6 +139,9 @@ def _serve(job: Job, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from polyshard_resilience import enable
+
+    enable()
     torch.set_num_threads(1)
     timeout = timedelta(seconds=job.timeout_seconds)
     store = dist.TCPStore(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from sharded import Sharded, digest, state_of
 from torch import Tensor, nn
 
-import polyshard
+import polyshard_resilience
 from composition_table import Cell
 from faults.plugin import Faulty, FaultyCodec, OwnCodec, Strike
 from faults.processes import Uncaught
@@ -207,7 +207,7 @@ def attempted(trainee: Struck, is_struck: bool, index: int) -> None:
     if is_struck and fault == "attempt-loop":
         trainee.strike.mark()
         loop(trainee, index)
-    with polyshard.attempt(trainee.model, trainee.optimizer):
+    with polyshard_resilience.attempt(trainee.model, trainee.optimizer):
         if is_struck and fault != "attempt-loop":
             trainee.strike.mark()
             INSTEAD[fault](trainee, index)

@@ -9,9 +9,10 @@ import torch
 from offload_toys import Recipe, assert_same_values, on, sharded_toy, tokens_for, train, wrapped
 from toy_models import loss_of
 
-from polyshard.errors import CorruptionError, SkippedStepWarning, UnsupportedError
-from polyshard.guards import Corruption, NonFinite
+from polyshard.errors import UnsupportedError
 from polyshard_offload import Offload
+from polyshard_resilience import Corruption, NonFinite
+from polyshard_resilience.errors import CorruptionError, SkippedStepWarning
 from polyshard_testing import ranks
 
 RECIPE = Recipe(steps=4, clip=0.1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from toy_attempts import failure, raising
 from toy_models import loss_of
 
-import polyshard
+import polyshard_resilience
 from polyshard_quantized import ErrorFeedback, Exclusions, Int4Block, QuantizedComm
 from polyshard_testing import ranks
 
@@ -37,8 +37,8 @@ def test_training_goes_on_as_if_nothing_had_failed(rank: int, size: int, roundin
                 error = ValueError(f"step {step}")
                 body = raising(error, backward, optimizer.step) if rank == 0 else backward
                 said = f"rank 0: ValueError: step {step}"
-                failure(polyshard.attempt(model, optimizer), body, said)
-            with polyshard.attempt(model, optimizer):
+                failure(polyshard_resilience.attempt(model, optimizer), body, said)
+            with polyshard_resilience.attempt(model, optimizer):
                 backward()
                 optimizer.step()
                 optimizer.zero_grad()

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from polyshard.errors import NonFiniteError
-from polyshard.guards import NonFinite
 from polyshard_demo.errors import DemoError
 from polyshard_demo.settings import Settings
 from polyshard_reproducible import compare
+from polyshard_resilience import NonFinite
 from polyshard_testing import World
 
 Digests = dict[str, str]

@@ -24,13 +24,14 @@ from reproducible_runs import (
 )
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-import polyshard
-from polyshard.errors import NonFiniteError, SkippedStepWarning
-from polyshard.guards import NonFinite
+import polyshard_optimizers
+from polyshard.errors import NonFiniteError
 from polyshard.transport.gloo import GlooReduce
 from polyshard_checkpoint import Checkpoints, TrainingState
 from polyshard_reproducible import SlotSampler
 from polyshard_reproducible.randomness import seed_of
+from polyshard_resilience import NonFinite
+from polyshard_resilience.errors import SkippedStepWarning
 from polyshard_testing import World
 
 STEPS = 4
@@ -96,7 +97,7 @@ def test_torch_gives_other_bits(world1: World, world2: World, world4: World) -> 
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "foreach": lambda p, **k: torch.optim.AdamW(p, foreach=True, amsgrad=True, **k),
-    "flat": lambda p, **k: polyshard.flat(torch.optim.AdamW(p, **k)),
+    "flat": lambda p, **k: polyshard_optimizers.flat(torch.optim.AdamW(p, **k)),
     "sgd": lambda p, **k: torch.optim.SGD(p, momentum=0.9, weight_decay=0.1, **k),
 }
 

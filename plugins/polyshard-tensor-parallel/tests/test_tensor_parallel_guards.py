@@ -8,8 +8,9 @@ import pytest
 import torch
 from tp_models import loss_of, meshes, shard_blocks, tiny, tokens_for
 
-from polyshard.errors import CorruptionError, NonFiniteError
-from polyshard.guards import Corruption, NonFinite
+from polyshard.errors import NonFiniteError
+from polyshard_resilience import Corruption, NonFinite
+from polyshard_resilience.errors import CorruptionError
 from polyshard_tensor_parallel import TensorParallel, demo_plan
 from polyshard_testing import ranks
 

@@ -25,7 +25,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from polyshard._torch.gloo import cut_groups
 from polyshard._torch.private import local_tensor
 from polyshard._torch.staged import with_local
 from polyshard.engine.root import units_below
@@ -39,6 +38,7 @@ from polyshard_checkpoint.state import TrainingState
 from polyshard_checkpoint.survivors import Survivors
 from polyshard_checkpoint.together import Ranks, attempt
 from polyshard_checkpoint.writing import Progress, SummedWriter
+from polyshard_resilience._torch_private import cut_groups
 
 _Path = tuple[object, ...]
 

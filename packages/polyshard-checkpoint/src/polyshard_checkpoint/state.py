@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
+from polyshard._torch.random_state import RandomState
 from polyshard.engine.keeping import load_plugin_state_dict, plugin_state_dict
 from polyshard.errors import CheckpointError, SettingError
 from polyshard.module import FSDPModule
-from polyshard.rollback.random_state import RandomState
-from polyshard.seams import Stateful
+from polyshard.plugins.seams import Stateful
 from polyshard_checkpoint.optimizers import (
     OPTIMIZER,
     load_optimizers,

@@ -33,10 +33,10 @@ from typing_extensions import override
 
 from polyshard._torch.private import default_store, store_timeout_seconds
 from polyshard._torch.staged import plan_for_all
-from polyshard.alarm.peers import Roll
 from polyshard.errors import CheckpointError
 from polyshard.files import replace_file
 from polyshard_checkpoint.together import Ranks
+from polyshard_resilience.alarm.peers import Roll
 
 T = TypeVar("T")
 PRIVATE = 0o700
@@ -96,7 +96,8 @@ class Survivors(Ranks):
             each = ", ".join(f"rank {rank}: {one}" for rank, one in found.items())
             raise CheckpointError(
                 f"ranks that are left differ in the {what} ({each}), so their shards do not belong "
-                "together. A step within polyshard.attempt() is made by all of them or by none"
+                "together. A step within polyshard_resilience.attempt() is made by all of them "
+                "or by none"
             )
 
     # Talking ----------------------------------------------------------------------------------

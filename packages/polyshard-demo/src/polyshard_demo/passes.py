@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyshard.clipping import clip_grads_with_norm_
-from polyshard.guards import NonFinite
 from polyshard_demo.engine import Engine, clip_gradients
 from polyshard_demo.model import LanguageModel
 from polyshard_demo.plugins import package_of, slot_sampler
 from polyshard_demo.settings import Settings
 from polyshard_demo.text import Batches, Corpus, Windows
 from polyshard_demo.worker import Worker
+from polyshard_resilience import NonFinite
 
 __all__ = ["Passes", "RankPasses", "SlotPasses"]
 

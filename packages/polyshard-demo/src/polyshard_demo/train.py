@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from polyshard.errors import CheckpointError
-from polyshard.guards import Corruption, NonFinite
 from polyshard_checkpoint import Checkpoints, Restored, TrainingState
 from polyshard_demo.checkpoint import (
     Source,
@@ -34,6 +33,7 @@ from polyshard_demo.report import Report, write_report
 from polyshard_demo.settings import Settings
 from polyshard_demo.text import Corpus, load_corpus
 from polyshard_demo.worker import Worker, fix_kernels, join, peak_memory, resident_memory
+from polyshard_resilience import Corruption, NonFinite
 
 __all__ = ["Trainer", "learning_rate", "run_worker"]
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from polyshard_demo.errors import DemoError
 from polyshard_demo.settings import DeviceName
+from polyshard_resilience import enable
 
 __all__ = ["Memory", "Worker", "fix_kernels", "join", "peak_memory", "resident_memory"]
 
@@ -77,6 +78,7 @@ def join(device: DeviceName, timeout: int = 0) -> Iterator[Worker]:
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(chosen)
         backend = f"cpu:gloo,{chosen.type}:{dist.get_default_backend_for_device(chosen)}"
+    enable()
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout) if timeout else None)
     try:
         yield Worker(dist.get_rank(), dist.get_world_size(), chosen)

@@ -28,8 +28,8 @@ def become_late() -> None:
     """
     import pytest
 
-    from polyshard.alarm.alarm import Alarm
-    from polyshard.alarm.failures import FailureReport
+    from polyshard.failures import Part
+    from polyshard_resilience.alarm.alarm import Alarm
 
     depth = 0
 
@@ -54,7 +54,7 @@ def become_late() -> None:
     for owner, name, made in (
         (pytest.RaisesExc, "__enter__", expect(pytest.RaisesExc.__enter__, 1)),
         (pytest.RaisesExc, "__exit__", expect(pytest.RaisesExc.__exit__, -1)),
-        (FailureReport, "__enter__", delay(FailureReport.__enter__)),
+        (Part, "__enter__", delay(Part.__enter__)),
         (Alarm, "fail", delay(Alarm.fail)),
     ):
         setattr(owner, name, made)

@@ -259,6 +259,7 @@ def _serve(given: _Rank, environment: dict[str, str], pipe: Connection) -> None:
     import torch.distributed as dist
 
     from polyshard._torch.gloo import gloo_groups
+    from polyshard_resilience import enable
 
     rank, size = given.rank, given.size
     faulthandler.enable()
@@ -272,6 +273,7 @@ def _serve(given: _Rank, environment: dict[str, str], pipe: Connection) -> None:
         world_size=size,
         timeout=timedelta(seconds=given.seconds),
     )
+    enable()  # a test in which one rank fails should not wait for a time-out
     if late_rank.is_late(rank):
         late_rank.become_late()
     pipe.send(_Answer())
@@ -324,12 +326,11 @@ def _backend_for(given: _Rank) -> str:
 def _forget_the_last_call() -> None:
     """Its failures ended with it, and so did its process groups, which may be out of step."""
     from polyshard._torch.newer import forget_shardings
-    from polyshard.alarm.current import current_alarm
+    from polyshard.failures import failure_handler
 
     forget_shardings()
-    alarm = current_alarm()
-    alarm.look()
-    alarm.begin_anew()
+    with failure_handler().reset(None, is_in_mid_step=False):
+        pass
 
 
 def _stacks_of(folder: Path, rank: int) -> Path:

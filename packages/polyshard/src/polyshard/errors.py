@@ -73,21 +73,6 @@ class PeerError(PolyshardError, RuntimeError):
     """A transfer failed because another rank did; the message quotes that rank."""
 
 
-class AttemptError(PolyshardError, RuntimeError):
-    """An attempt failed on some rank; raised on every rank alike.
-
-    Attributes:
-        ranks: those that failed, as far as it is known.
-        is_out_of_memory: whether one of them ran out of memory.
-        is_gone: whether one of them will not come back.
-        is_undone: whether this rank is where it was before the attempt.
-    """
-
-    ranks: tuple[int, ...] = ()
-    is_out_of_memory = is_gone = False
-    is_undone = True
-
-
 class ControlFlowError(PeerError):
     """Ranks wait for each other at different places; the message says where each of them is."""
 
@@ -107,10 +92,6 @@ class NonFiniteError(PolyshardError, RuntimeError):
     """Gradients, or their norm, that are infinite or no numbers (torch raises ``RuntimeError``)."""
 
 
-class CorruptionError(PolyshardError, RuntimeError):
-    """Weights or optimizer state that changed though nobody wrote them, or replicas that differ."""
-
-
 class CheckpointError(PolyshardError, ValueError):
     """A checkpoint that cannot be read safely, or does not mean what it is loaded for."""
 
@@ -121,10 +102,6 @@ class PluginError(PolyshardError, ValueError):
 
 class ConflictError(PluginError):
     """Plugins of one stack that exclude each other."""
-
-
-class SkippedStepWarning(UserWarning):
-    """A step of the optimizer that all ranks left out; the message says why."""
 
 
 class IneffectiveSettingWarning(UserWarning):

@@ -20,8 +20,8 @@ from toy_models import Model, build, loss_of, shard, tokens_for
 from toy_refusals import refused
 
 from polyshard import MixedPrecisionPolicy, fully_shard, hookimpl
-from polyshard.alarm.failures import FailureReport
 from polyshard.errors import PeerError, PlanMismatchError, SettingError
+from polyshard.failures import Part
 from polyshard.sharding.layout import GroupLayout
 from polyshard_testing import World, ranks
 
@@ -150,14 +150,14 @@ def test_a_failure_that_was_reset_is_forgotten(rank: int, size: int) -> None:
     x = torch.ones(1, 4)
     model(x).sum().backward()
     dist.barrier()  # the failure would end this step for a rank that is behind
-    with suppress(ZeroDivisionError, PeerError), FailureReport("g"):
+    with suppress(ZeroDivisionError, PeerError), Part("g"):
         if rank == 1:
             raise ZeroDivisionError("earlier")
     dist.barrier()
     model.reset_iter_state()
     dist.barrier()
     if rank == 0:
-        with pytest.raises(KeyError), FailureReport("g"):
+        with pytest.raises(KeyError), Part("g"):
             raise KeyError("new")  # not a PeerError about rank 1
     dist.barrier()
     model.reset_iter_state()

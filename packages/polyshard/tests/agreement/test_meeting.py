@@ -19,8 +19,8 @@ from toy_models import build, loss_of, shard, tokens_for
 
 from polyshard import describe, fully_shard, hookimpl
 from polyshard.agreement import meeting
+from polyshard.agreement.board import Board
 from polyshard.agreement.meeting import meet, report_failure, start_again
-from polyshard.alarm.board import Board
 from polyshard.errors import PlanMismatchError, SettingError
 from polyshard_testing import ranks
 

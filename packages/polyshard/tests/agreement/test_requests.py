@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from polyshard.agreement import meeting
+from polyshard.agreement.board import Board
 from polyshard.agreement.meeting import meet, report_failure
-from polyshard.alarm.board import Board
 from polyshard.errors import PlanMismatchError
 
 SIZES = (4, 64, pytest.param(1024, marks=pytest.mark.thorough))

@@ -123,7 +123,7 @@ def problems_of(program: Program, size: int = 2) -> list[str]:
     try:
         with (
             mock.patch("polyshard.transport.backend_for", return_value="gloo"),
-            mock.patch("polyshard.alarm.board.default_store", return_value=None),
+            mock.patch("polyshard.agreement.board.default_store", return_value=None),
             mock.patch.object(GlooTransport, "staging_bytes", 4),
             mock.patch(
                 "polyshard.transport.gloo.messages.Thread"

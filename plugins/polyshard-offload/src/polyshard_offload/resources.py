@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from polyshard.alarm.failures import FailureReport
-from polyshard.seams import GroupInfo, StorageFactory, local_of
+from polyshard.failures import Part
+from polyshard.plugins.seams import GroupInfo, StorageFactory, local_of
 from polyshard.sharding.layout import GroupLayout
 from polyshard_offload.settings import OffloadSettings, Tier
 from polyshard_offload.shards.disk_storage import DiskStorage
@@ -84,7 +84,7 @@ class Resources:
         if not self.ranks:
             yield
             return
-        with FailureReport(where):
+        with Part(where):
             yield
 
     def storage(self, group: GroupInfo) -> TierStorage:
@@ -165,7 +165,7 @@ class TierStorageFactory(StorageFactory):
         )
 
     @override
-    def create(self, group: GroupInfo, layout: GroupLayout) -> TierStorage:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> TierStorage:
         del layout
         storage = self._resources.storage(group)
         self._storage = weakref.ref(storage)

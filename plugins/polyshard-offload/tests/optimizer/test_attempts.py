@@ -20,10 +20,10 @@ from offload_toys import (
 from toy_attempts import failure, raising
 from toy_models import loss_of
 
-import polyshard
-from polyshard.errors import AttemptError
-from polyshard.stepping.twins import Twins
+import polyshard_resilience
 from polyshard_offload import DiskSettings, Offload, OffloadError
+from polyshard_optimizers.stepping.twins import Twins
+from polyshard_resilience.errors import AttemptError
 from polyshard_testing import ranks
 
 RECIPE = Recipe(steps=4, schedule=False)
@@ -63,7 +63,7 @@ def test_failures_change_nothing(rank: int, size: int, tmp_path: Path, kind: str
         finish()
 
     for step in range(RECIPE.steps):
-        attempt = polyshard.attempt(model, optimizer)
+        attempt = polyshard_resilience.attempt(model, optimizer)
         if step % 2:
             failure(attempt, raising(ValueError("after"), whole), "ValueError: after")
         else:
@@ -71,7 +71,7 @@ def test_failures_change_nothing(rank: int, size: int, tmp_path: Path, kind: str
                 _break_off(patched, after=1)
                 failure(attempt, whole, "OSError: half way")
         found = found[:step]
-        with polyshard.attempt(model, optimizer):
+        with polyshard_resilience.attempt(model, optimizer):
             whole()
     assert found == losses
     assert_same_values(model, plain)
@@ -99,7 +99,9 @@ def test_without_copies_it_is_final(rank: int, size: int, tmp_path: Path) -> Non
     loss_of(model, tokens_for(0, rank)).backward()
     with pytest.MonkeyPatch.context() as patched:
         _break_off(patched, after=1)
-        error = failure(polyshard.attempt(model, optimizer, undo_steps=False), optimizer.step)
+        error = failure(
+            polyshard_resilience.attempt(model, optimizer, undo_steps=False), optimizer.step
+        )
     assert not error.is_undone
     with pytest.raises(OffloadError, match="failed half way"):
         optimizer.step()

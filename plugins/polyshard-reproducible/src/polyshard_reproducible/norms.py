@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from polyshard.errors import NonFiniteError
-from polyshard.seams import local_of
+from polyshard.plugins.seams import local_of
 from polyshard_reproducible.errors import ReproducibleError
 from polyshard_reproducible.parts import Axis, few_rows, part_of
 from polyshard_reproducible.tree import sum_halves
@@ -67,7 +67,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that their 2-norm is at most ``max_norm``, by :func:`grad_norm`.
 
-    Where it is not finite they stay as they are, for ``polyshard.guards.NonFinite`` to name them.
+    Where it is not finite they stay as they are: ``NonFinite`` of polyshard-resilience names them.
 
     Returns:
         The norm before clipping.

@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from polyshard.engine.root import ROOT, unit_of
 from polyshard.engine.trees import tensors
-from polyshard.guards.watch import WEIGHTS, Watched, watched_of
 from polyshard_reproducible.clock import NOBODY, Watcher
 from polyshard_reproducible.digests import digest
 from polyshard_reproducible.errors import ReproducibleError
@@ -167,18 +166,20 @@ class Recorder(Watcher):
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
-        for watched in watched_of(optimizer):
-            if watched.entry == WEIGHTS and watched.parameter.grad is not None:
-                name = self._name(watched.parameter)
-                self._add(STEPPED, name, name, watched.parameter.grad)
+        for parameter in _parameters_of(optimizer):
+            if parameter.grad is not None:
+                name = self._name(parameter)
+                self._add(STEPPED, name, name, parameter.grad)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
-        for watched in watched_of(optimizer):
-            if watched.entry != WEIGHTS and not _is_of_owners(watched):
-                name = self._name(watched.parameter)
-                which = f"{name}: {watched.entry}" + (f" {watched.number}" * (watched.number > 0))
-                self._add(STATE, name, which, watched.value)
+        for parameter in _parameters_of(optimizer):
+            name = self._name(parameter)
+            for entry, value in optimizer.state.get(parameter, {}).items():
+                for number, tensor in enumerate(tensors(value)):
+                    if not _is_of_owners(parameter, tensor):
+                        which = f"{name}: {entry}" + (f" {number}" * (number > 0))
+                        self._add(STATE, name, which, tensor)
         self._stepped += 1
         if self._is_stepped:
             self._write()
@@ -264,13 +265,15 @@ class Recorder(Watcher):
         )
 
 
-def _is_of_owners(watched: Watched) -> bool:
-    """Whether it is state of a sharded parameter in a form of the optimizer's own.
+def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _is_of_owners(parameter: Tensor, value: Tensor) -> bool:
+    """Whether ``value`` is state of a sharded parameter in a form of the optimizer's own.
 
     Who steps whole matrices has state where matrices are, of as many as a rank makes updates of:
     neither rows nor the same on all ranks. What is wrong with it shows in the next weights.
     """
-    value = watched.value
-    return (
-        isinstance(watched.parameter, DTensor) and not isinstance(value, DTensor) and value.ndim > 0
-    )
+    return isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.ndim > 0

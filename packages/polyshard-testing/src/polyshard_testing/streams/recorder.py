@@ -254,8 +254,8 @@ def recorded(size: int) -> Iterator[Recorder]:
         modules = mock.patch.object(streams, "device_module", return_value=recorder.module)
         stack.enter_context(modules)
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
-        for room in ("agreement.meeting", "alarm.current"):  # nobody else is there
-            stack.enter_context(mock.patch(f"polyshard.{room}.open_board", return_value=None))
+        for room in ("polyshard.agreement.meeting", "polyshard_resilience.alarm.current"):
+            stack.enter_context(mock.patch(f"{room}.open_board", return_value=None))
         stack.enter_context(one_of(size, recorder))
         stack.enter_context(_Watching(recorder))
         stack.callback(recorder.stop)

@@ -11,8 +11,8 @@ Others wait :data:`GRACE_SECONDS` for that, then give the meeting up, quoting it
 every further attempt while the report stands. A rank that failed as often itself in this meeting
 takes no notice: all were told the same, and those who recover may need longer than others.
 
-A rank whose process ended or stands still will not come either ([Note: alarm] of ``alarm.py``):
-that ends the meeting at once.
+A rank whose process ended or stands still will not come either. Where the handler of failures
+knows that, it ends the meeting at once.
 
 Ranks come with two digests: of what must be equal, and of notes, which they may hold different ones
 of or none. A difference between notes is no error: every rank is told of it in the same words.
@@ -37,12 +37,9 @@ from types import MappingProxyType
 from typing import cast
 
 from polyshard._torch.private import store_timeout_seconds
-from polyshard.alarm.board import Board, open_board, said_of
-from polyshard.alarm.current import current_alarm
-from polyshard.alarm.peers import gathering
-from polyshard.alarm.register import REQUESTS_PER_SECOND
-from polyshard.alarm.reports import Cause
+from polyshard.agreement.board import REQUESTS_PER_SECOND, Board, open_board, said_of
 from polyshard.errors import PeerError, PlanMismatchError
+from polyshard.failures import failure_handler
 
 SHOWN_LINES = 20
 COMPARED_NOTES = 8
@@ -79,8 +76,6 @@ POLL_SECONDS = 0.01
 """How soon a rank that waits asks again, at first: it does less often the longer it waits."""
 LOOK_SECONDS = 0.1
 """How often a rank that waits looks for reports of those that have not come."""
-PATIENCE_SECONDS = 0.3
-"""How long it waits before it looks at their processes as well."""
 GRACE_SECONDS = 0.5
 """How long a rank that reported a failure may take to start again before the others give up."""
 MET = "met"
@@ -323,8 +318,10 @@ class Meeting:
         return ended.decode()
 
     def _wait(self) -> str:
-        lookout, ranks = _Lookout(self), self.board.ranks
-        with gathering(ranks, self.board.prefix, self.number + 1, self.occasion):
+        ranks, handler = self.board.ranks, failure_handler()
+        waiting = handler.waiting(ranks, self.board.prefix, self.number + 1, self.occasion)
+        with waiting as in_vain:
+            lookout = _Lookout(self, in_vain)
             for _ in _pauses(len(ranks)):
                 ended = self.ended()
                 if ended is None:
@@ -378,31 +375,25 @@ class Meeting:
 class _Lookout:
     """What a rank looks for while it waits in a meeting: why it should be given up."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        """It begins to wait."""
+    def __init__(self, meeting: Meeting, in_vain: Callable[[], str | None]) -> None:
+        """It begins to wait; ``in_vain`` says why ranks will not come, once that is known."""
         now = time.monotonic()
         self._meeting = meeting
-        self._alarm = current_alarm()
-        self._rung = self._alarm.report
+        self._in_vain = in_vain
         self._looks = meeting.is_first_to_look()
         self._deadline = now + store_timeout_seconds(meeting.board.store)
         if not self._looks:
             self._deadline += GRACE_SECONDS  # who looks for reports says who is missing, too
-        self._reports_at, self._processes_at = now, now + PATIENCE_SECONDS
+        self._reports_at = now
         self._blamed_since: float | None = None
 
     def look(self, now: float) -> str | None:
         """How the meeting is to end, if this rank finds that it should."""
-        alarm, report = self._alarm, self._alarm.report
-        is_over = report is not None and (report.is_of_process or report.cause is Cause.APART)
-        if is_over and report is not self._rung:
-            return f"{RUNG}\n{alarm.because(f'{self._meeting.occasion} cannot begin')}"
+        reason = self._in_vain()
+        if reason is not None:
+            return f"{RUNG}\n{reason}"
         if now > self._deadline:
             return f"\n{self._meeting.absent()}"
-        if now >= self._processes_at and alarm.board is not None:
-            ranks = self._meeting.board.ranks
-            self._processes_at = now + max(LOOK_SECONDS, 4 * len(ranks) / REQUESTS_PER_SECOND)
-            alarm.look_at_processes(ranks)
         if self._looks and now >= self._reports_at:
             self._reports_at = now + LOOK_SECONDS
             return self._look_for_reports(now)

@@ -32,11 +32,11 @@ import torch
 from torch import Tensor, nn
 
 from polyshard._torch.opaque import Compiler, constant_in_graphs, own_autograd, stand_ins
-from polyshard.engine.breaking import let_down
 from polyshard.engine.root import unit_of, units_below
 from polyshard.engine.trees import fill, outline
 from polyshard.engine.unit import Phase
 from polyshard.errors import UnsupportedError
+from polyshard.failures import Kind, Part
 
 Ran = tuple[list[Tensor], list[Tensor]]
 """Results and inputs of a call whose graph waits for its backward."""
@@ -121,10 +121,9 @@ def calling(original: type[nn.Module]) -> Callable[..., Any]:
         try:
             return original.__call__(self, *args, **kwargs)
         except RuntimeError as error:
-            refusal = let_down(error)
-            if refusal is None:
-                raise
-            raise refusal from error
+            part = Part(original.__name__, kind=Kind.CALL)
+            part.handler.explain(part, error)
+            raise
 
     return call
 

@@ -24,6 +24,7 @@ from polyshard._torch.private import root_mesh
 from polyshard.agreement.meeting import agree, reporting
 from polyshard.engine.initial_values import notes_of, warn_of_different
 from polyshard.engine.unit import Unit
+from polyshard.failures import failure_handler
 from polyshard.group.plan import GroupPlan
 from polyshard.group.planner import plan_of
 from polyshard.sharding.mesh import MeshRoles
@@ -103,5 +104,6 @@ def _meshes(units: Sequence[Unit]) -> Iterator[DeviceMesh]:
 
 
 def _lines(plans: Sequence[GroupPlan], facts: Callable[[GroupPlan], tuple[str, ...]]) -> list[str]:
-    first = f"polyshard {__version__}, torch {torch.__version__}"
-    return [first, *(line for plan in plans for line in facts(plan))]
+    versions = f"polyshard {__version__}, torch {torch.__version__}"
+    failures = f"failures are left to {failure_handler().name}"
+    return [versions, failures, *(line for plan in plans for line in facts(plan))]

@@ -16,20 +16,19 @@ from torch import nn
 from polyshard._torch.newer import resets_sharded_gradients
 from polyshard._torch.private import queue_backward_callback
 from polyshard._torch.untraced import outside_transforms
-from polyshard.alarm.alarm import Alarm
-from polyshard.alarm.current import current_alarm
-from polyshard.engine.breaking import BackwardGuard, backward_broke, forward_broke, given_up
+from polyshard.engine.breaking import BackwardGuard
 from polyshard.engine.finalization import Finalization, Reduction
 from polyshard.engine.initial_values import InitialValues
 from polyshard.engine.optimizers import watch_steps
 from polyshard.engine.prefetch import Prefetcher
 from polyshard.engine.reductions import Reductions
+from polyshard.failures import Kind, Part, failure_handler
 from polyshard.group.group import ParameterGroup, State, free_outdated
 from polyshard.memory.pages import PagePool, pages_can_move
 from polyshard.memory.streams import Lanes, streams_of
+from polyshard.plugins.seams import StepObserver
 from polyshard.policies import MixedPrecisionPolicy
 from polyshard.program.freshness import Turn
-from polyshard.seams import StepObserver
 from polyshard.sharding.mesh import MeshRoles
 
 
@@ -236,7 +235,7 @@ class RootContext:
         self.finalization = Finalization()
         self.reductions = Reductions()
         self.post_optim_event: torch.Event | None = None
-        self.alarm = Alarm(None)
+        self.failures = failure_handler()
         self.reached = ""
         """The unit that a backward reached last, by name."""
         self.prefetcher: Prefetcher[Unit] = Prefetcher()
@@ -255,9 +254,8 @@ class RootContext:
         """``unit`` is called from outside of any other: a turn begins. See [Note: turns]."""
         self.forward_root = unit
         self.finalization.is_busy = self.finalization.is_busy or torch.is_grad_enabled()
-        self.alarm = current_alarm()
-        self.alarm.begin_turn()
-        self.turn.begin(self.alarm.epoch)
+        self.failures = failure_handler()
+        self.turn.begin(self.failures.begin_step())
         if not self._watches_steps and not all(g.reshard_after_backward for g in self._groups()):
             self._watch_steps()
         if self.pool is not None:
@@ -421,7 +419,8 @@ class RootContext:
         The next forward starts as if this one had not been; backwards of earlier ones may follow.
         """
         names = [unit.name for unit in self.units if unit.phase is Phase.FORWARD]
-        forward_broke(self.alarm, names)
+        part = Part(names[-1] if names else "", kind=Kind.FORWARD)
+        self.failures.explain(part, sys.exc_info()[1])
         for unit in self.units:
             unit.leave_broken()
         self.prefetcher.reset()
@@ -431,7 +430,7 @@ class RootContext:
     def _backward_broke(self, error: Exception | None, caller: FrameType | None) -> None:
         for group in self._groups():
             group.promised_at_step = None
-        backward_broke(self.alarm, self.reached, error, caller)
+        self.failures.explain(Part(self.reached, kind=Kind.BACKWARD), error, caller)
 
     def _groups(self) -> Iterator[ParameterGroup]:
         return (group for unit in self.units for group in unit.groups)
@@ -443,15 +442,14 @@ class RootContext:
             LifecycleError: while another root that shares the communication reduces.
         """
         self.finalization.check_reset()
-        given_up(self.alarm, sys.exc_info()[1], is_in_mid_step=self._is_in_mid_step)
-        self.reductions.drop()
-        self.turn.in_backward = False
-        self.prefetcher.reset()
-        for unit in self.units:
-            unit.reset()
-        self.end_forward()
-        self.finalization.reset()
-        self.alarm.begin_anew()
+        with self.failures.reset(sys.exc_info()[1], is_in_mid_step=self._is_in_mid_step):
+            self.reductions.drop()
+            self.turn.in_backward = False
+            self.prefetcher.reset()
+            for unit in self.units:
+                unit.reset()
+            self.end_forward()
+            self.finalization.reset()
         tell_broken(self._groups())
 
     @property

@@ -22,7 +22,6 @@ from polyshard.engine.unit import RootContext, Unit
 from polyshard.errors import DeepcopyError, LifecycleError
 from polyshard.module.communication import CommunicationSettings
 from polyshard.module.schedule import ScheduleSettings, units_of
-from polyshard.transport.gloo.mending import mend_groups
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -101,8 +100,8 @@ class FSDPModule(ScheduleSettings, CommunicationSettings):
         later those that were reduced already as well, as torch's own does it. A handle of
         :meth:`finalize_backward` that was not waited for is no longer valid.
 
-        All ranks call it: process groups of gloo that had to be cut to wake a rank in a collective
-        of somebody else's (tensor parallelism, say) are connected anew.
+        All ranks call it: process groups of gloo that polyshard-resilience had to cut, to wake a
+        rank in a collective of the model's own, are connected anew.
 
         Raises:
             LifecycleError: on a module that is not the root.
@@ -110,7 +109,7 @@ class FSDPModule(ScheduleSettings, CommunicationSettings):
         """
         context = self._root_unit("reset_iter_state").context
         context.reset()
-        mend_groups(context.alarm)
+        context.failures.renew()
 
     @overload
     def finalize_backward(self, *, async_op: Literal[False] = ...) -> None: ...

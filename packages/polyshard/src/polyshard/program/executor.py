@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from polyshard._torch.private import NO_SPAN, profiler_runs, profiler_span
+from polyshard.errors import PolyshardError
 from polyshard.memory.streams import Event, Lanes, Streams, streams_of
 from polyshard.program.ops import ENTRY, Frame, Lane, Program
 
 if TYPE_CHECKING:
     import torch
 
-    from polyshard.alarm.failures import FailureReport
+    from polyshard.failures import Part
 
 
 class LaneFrame(Frame):
@@ -56,21 +57,22 @@ def new_frame(program: Program, lanes: Lanes, device: torch.device) -> Frame:
     return Frame(program) if streams is None else LaneFrame(program, lanes, streams)
 
 
-def run(frame: Frame, stop: int, report: FailureReport, label: str) -> None:
+def run(frame: Frame, stop: int, part: Part, label: str) -> None:
     """Run the operations before place ``stop`` that have not run yet.
 
     Args:
         frame: of the run.
         stop: a place in the program's operations.
-        report: explains an exception by that of another rank, or tells the others of it.
+        part: whose handler explains an exception by that of another rank, or tells the others.
         label: what a profiler shows, beside the name of the group.
 
     Raises:
         PeerError: when another rank failed first, here or before.
     """
-    report.begin()
+    handler = part.handler
+    handler.begin(part)
     try:
-        with profiler_span(label, str(report)) if profiler_runs() else NO_SPAN:
+        with profiler_span(label, str(part)) if profiler_runs() else NO_SPAN:
             if isinstance(frame, LaneFrame):
                 _run_from_home(frame, stop)
             else:
@@ -81,7 +83,10 @@ def run(frame: Frame, stop: int, report: FailureReport, label: str) -> None:
                         frame.is_over = True
                         return
     except Exception as error:
-        report.explain(error)
+        if frame.at and not isinstance(error, PolyshardError):  # those say who and where
+            op = frame.program.ops[frame.at - 1]
+            error.add_note(f"in operation '{op.name}' of {op.plugin}, {label} of group '{part}'")
+        handler.explain(part, error)
         raise
     if stop == len(frame.program.ops):
         frame.is_over = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Thread
 
@@ -31,8 +32,8 @@ class Works:
 
     def __init__(self, wire: Wire, tag: int, keep: object = None) -> None:
         """Begin a transfer; ``keep`` is held until it ends."""
-        self._wire, self._tag, self._keep = wire, tag, keep
-        self._number = wire.begin(tag)
+        self._wire, self.tag, self._keep = wire, tag, keep
+        self.number = wire.begin(tag)
         self._works: list[dist.Work] = []
         self._peers: list[Sequence[Message]] = []
         self._connections: dist.ProcessGroup | None = None
@@ -46,7 +47,7 @@ class Works:
         """
         if self._works and not sys.is_finalizing() and not self._wire.is_over(self._connections):
             job = Job(self._works[self._next :], (self._keep, tuple(self._peers)))
-            Thread(target=job.run, name="polyshard-dropped", daemon=True).start()
+            Thread(target=_arrive, args=(job,), name="polyshard-dropped", daemon=True).start()
 
     def post(self, what: str, messages: Sequence[Message]) -> None:
         """Post receives (``"recv"``) or sends (``"send"``).
@@ -56,7 +57,7 @@ class Works:
         """
         connections = self._wire.connections
         self._connections = connections = connections or self._wire.open()
-        post, tag, works = getattr(connections, what), self._tag, self._works
+        post, tag, works = getattr(connections, what), self.tag, self._works
         self._peers.append(messages)
         try:
             for message in messages:  # a loop: everything here runs in every transfer
@@ -75,15 +76,13 @@ class Works:
         """
         wire, connections = self._wire, self._connections
         job = self._job = Job(self._works[self._next :], (self._keep, tuple(self._peers)))
-        wire.alarm.waiting = self
         try:
-            wait_over(wire, connections, job)
+            wire.wait(job, connections, self)
         except RuntimeError as error:
-            peer = wire.rank_of(self._peer())
+            peer = wire.rank_of(self.peer())
             self._next += job.at + 1
             raise lost(error, peer) from error
         finally:
-            wire.alarm.waiting = None
             if job.is_left:
                 self._works = []  # nothing of it will move again
         self._works.clear()
@@ -91,23 +90,12 @@ class Works:
         self._job, self._next = None, 0
         self._keep = None
 
-    def _peer(self) -> int | None:
+    def peer(self) -> int | None:
+        """The rank of the wire whose message is waited for; ``None`` when it has just ended."""
         job = self._job
         at = self._next + (0 if job is None else job.at)
         every = [message.peer for messages in tuple(self._peers) for message in messages]
         return every[at] if at < len(every) else None
-
-    def peers(self) -> tuple[int, ...]:
-        """See :class:`polyshard.alarm.alarm.Waiting`."""
-        place = self.place()
-        return () if place is None else (place[0],)
-
-    def place(self) -> tuple[int, str, int] | None:
-        """See there."""
-        rank, tag = self._wire.rank_of(self._peer()), self._tag
-        if rank is None:  # it has just ended
-            return None
-        return rank, self._wire.key(tag), self._wire.count(self._number)
 
 
 class Collective:
@@ -120,8 +108,7 @@ class Collective:
         self._wire, self._connections = wire, connections
         self._work: dist.Work | None = work
         self._keep = keep
-        self._number = wire.begin(COLLECTIVE)
-        self._asked = 0
+        self.tag, self.number = COLLECTIVE, wire.begin(COLLECTIVE)
 
     def wait(self) -> None:
         """Wait for all of it.
@@ -130,41 +117,19 @@ class Collective:
             ConnectionLostError: when it ended before it was complete.
         """
         assert self._work is not None
-        alarm = self._wire.alarm
-        alarm.waiting = self
         try:
-            wait_over(self._wire, self._connections, Job([self._work], self._keep))
+            self._wire.wait(Job([self._work], self._keep), self._connections, self)
         except RuntimeError as error:
             raise lost(error, None) from error
-        finally:
-            alarm.waiting = None
         self._work = self._keep = None
 
-    def peers(self) -> tuple[int, ...]:
-        """See :class:`polyshard.alarm.alarm.Waiting`."""
-        return self._wire.ranks
-
-    def place(self) -> tuple[int, str, int] | None:
-        """See there: of the ranks that may keep it waiting, another one at every call."""
-        others = self._wire.others()
-        if not others:
-            return None
-        self._asked += 1
-        count = self._wire.count(self._number)
-        return others[self._asked % len(others)], self._wire.key(COLLECTIVE), count
+    def peer(self) -> None:
+        """Any rank may keep it waiting."""
 
 
-def wait_over(wire: Wire, connections: dist.ProcessGroup | None, job: Job) -> None:
-    """Wait for ``job``, whose messages go over ``connections`` of ``wire``.
-
-    Raises:
-        RuntimeError: what gloo raised.
-        ConnectionLostError: when the connections were cut.
-    """
-    if not wire.waiter.wait(job, lambda: wire.is_over(connections)):
-        raise ConnectionLostError("connections were cut")
-    if job.error is not None:
-        raise job.error
+def _arrive(job: Job) -> None:
+    with suppress(RuntimeError):
+        job.run()
 
 
 def _begun(wire: Wire, begin: Callable[[dist.ProcessGroup], dist.Work], keep: object) -> Collective:

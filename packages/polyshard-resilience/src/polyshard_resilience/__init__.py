@@ -1,0 +1,8 @@
+"""Long runs: all ranks hear of a failure, steps are undone, guards watch what a run computes."""
+
+from polyshard_resilience.guards.corruption import Corruption
+from polyshard_resilience.guards.nonfinite import NonFinite
+from polyshard_resilience.handler import enable
+from polyshard_resilience.rollback.attempt import Attempt, attempt, attempts
+
+__all__ = ["Attempt", "Corruption", "NonFinite", "attempt", "attempts", "enable"]

@@ -1,0 +1,373 @@
+"""Whoever fails, all know within a second: one alarm for the ranks of the default process group.
+
+[Note: alarm]
+A transfer that never completes tells a rank nothing: its peer may have raised in a plugin minutes
+ago. So whatever ends the work of a rank is *rung*: written to the store, where the first report of
+an *epoch* stands and later ones of it are dropped. Every rank has a thread that looks for reports
+(``alarm/watch.py``), and all connections of the engine are its own. Who hears of a report cuts them
+(see [Note: cutting] of ``_torch_private.py``), which wakes every wait on them, and the handler
+(``handler.py``) puts the report in place of gloo's words.
+
+What is rung, and by whom: by a rank itself, exceptions in the engine and in plugins, in the model's
+forward and backward, and any that ends its process; by whoever notices, a process that is gone or
+stopped (seen in ``/proc`` on the same host, in a broken connection from another) and ranks that
+wait for each other at different places (:mod:`polyshard_resilience.alarm.positions`).
+
+The next outermost forward begins a new epoch: connections are made anew among the ranks that come.
+Ranks need no word about that: each goes to the first epoch that nobody has ended. So who fails
+again while others still recover costs these others nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from typing import Protocol
+
+import torch.distributed as dist
+
+from polyshard.agreement.board import REQUESTS_PER_SECOND, Board, look, said_of
+from polyshard.errors import (
+    ControlFlowError,
+    GradientMismatchError,
+    PeerError,
+    PolyshardError,
+)
+from polyshard_resilience._torch_private import begun_collectives, own_client
+from polyshard_resilience.alarm.courier import ANSWER_SECONDS, Courier, UnansweredError
+from polyshard_resilience.alarm.cuts import NOTHING_BROKEN, Broken, Cuts, Epochs
+from polyshard_resilience.alarm.register import Register
+from polyshard_resilience.alarm.reports import NOBODY, Cause, Report, unexplained
+
+LOOK_SECONDS = 0.1
+"""How often a rank looks for a report; more seldom where very many share one store."""
+EXPLAIN_SECONDS = 0.5
+"""How long a rank whose connection broke waits for somebody to say why."""
+DETAIL_SECONDS = 0.3
+"""How long it then waits for the exception to be quoted."""
+ACCOUNT_SECONDS = 2.0
+"""How long a rank that recovers waits for others to do so."""
+LEAVING = (SystemExit, KeyboardInterrupt)
+"""They end the process, unless somebody catches them on the way."""
+RECOVER_SECONDS = 10.0
+"""How long a new epoch may wait for the store."""
+
+
+class Connections(Protocol):
+    """What ranks send over, from which an alarm frees those who wait."""
+
+    def cut(self) -> None:
+        """End all transfers, from any thread; new ones are refused."""
+        ...
+
+    def renew(self) -> None:
+        """Connect anew at the next use."""
+        ...
+
+    def posted(self) -> dict[str, int]:
+        """How many transfers of each key this rank has begun lately."""
+        ...
+
+
+class Waiting(Protocol):
+    """What the main thread waits for, as other threads may look at it."""
+
+    def peers(self) -> tuple[int, ...]:
+        """The ranks that may keep it waiting; none when it has just ended."""
+        ...
+
+    def place(self) -> tuple[int, str, int] | None:
+        """The rank it waits for, the key of the transfer, and the how-manieth of this key.
+
+        :data:`NOBODY` where it waits for all of :meth:`peers`. ``None`` when it has just ended.
+        """
+        ...
+
+
+class Alarm:
+    """See [Note: alarm]. Without a ``board`` there is nobody to tell, and nothing happens."""
+
+    def __init__(self, board: Board | None) -> None:
+        """For all ranks of ``board``; quiet until :meth:`start`."""
+        self.board = board
+        self.report: Report | None = None
+        """What ended this epoch, if anything has."""
+        self.epoch = 0
+        self.is_seen = False
+        """Whether this rank raised since."""
+        self.waiting: Waiting | None = None
+        """What the main thread waits for."""
+        self.doing: object = "the first forward"
+        """What it is at: asked for its name (``str()``) when there is something to say."""
+        self.gathered: dict[str, int] = {}
+        """How often it has come to wait for all of some ranks, by what they gather for."""
+        self.turns = 0
+        """Outermost forwards so far."""
+        self.gone: dict[int, Report] = {}
+        """Ranks that will not come back, and what is known of them."""
+        self.connections: dict[object, Connections] = {}
+        self.mending: dict[str, object] = {}
+        """What process groups were mended with, by their names: not the alarm's to cut."""
+        self._has_cut = False
+        self._cutting = threading.Lock()
+        self._left: Report | None = None
+        """What ended the epoch before, until somebody asked what broke in it."""
+        self._lock = threading.Lock()
+        seconds = LOOK_SECONDS
+        if board is not None:
+            seconds = max(seconds, 2 * len(board.ranks) / REQUESTS_PER_SECOND)
+            self.courier = Courier(own_client(board.store), self._look, seconds)
+            self.register = Register(board, self.courier)
+
+    def start(self) -> None:
+        """Look for reports from now on, and tell others which process this is."""
+        if self.board is not None:
+            self.courier.start()
+            self.register.enter()
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return NOBODY if self.board is None else self.board.rank
+
+    # Telling ----------------------------------------------------------------------------------
+
+    def fail(self, where: str, error: BaseException, *, ends: bool = False) -> Report:
+        """This rank cannot go on because of ``error``, which ``ends`` its process or not."""
+        text = f"rank {self.rank} failed {where}: {said_of(error)}"
+        cause = Cause.GONE if ends or isinstance(error, LEAVING) else Cause.RAISED
+        if isinstance(error, GradientMismatchError):
+            text, cause = str(error), Cause.VERDICT
+        standing = self.ring(Report(self.rank, cause, text))
+        self.see()  # it raises something anyway
+        return standing
+
+    def ring(self, report: Report, epoch: int | None = None) -> Report:
+        """Tell all ranks; the report that stands, which may be another's.
+
+        Of an ``epoch`` that is over, in which whoever rings has seen something, nobody is told.
+        """
+        if self.board is None or self.report is not None:
+            return self.report or report
+        epoch, epochs = self.epoch if epoch is None else epoch, self._epochs
+        standing = report
+        is_silent = self.courier.silence(time.monotonic()) > ANSWER_SECONDS / 2
+        with suppress(UnansweredError):
+            text = self.courier.ask(
+                lambda store: epochs.end(store, epoch, report.encode()),
+                0.0 if is_silent else ANSWER_SECONDS,
+            )
+            standing = Report.decode(text)
+        self.hear(epoch, standing)
+        return standing
+
+    def see(self) -> None:
+        """This rank raises, or gives the step up."""
+        with self._lock:
+            self.is_seen = True
+
+    def cut_elsewhere(self, epoch: int, cut: Callable[[], None]) -> None:
+        """Call ``cut`` if this rank has not raised in ``epoch`` yet, and tell others before.
+
+        What it is woken from raises, or else its next forward does; it leaves the epoch no sooner
+        than ``cut`` has ended, which would else cut what is mended.
+        """
+        with self._cutting:
+            with self._lock:
+                if self.is_seen or self._has_cut or self.epoch != epoch:
+                    return
+                self._has_cut = True
+                self.say_cut()
+            cut()
+
+    def broken_groups(self) -> Broken:
+        """The process groups that are broken after a failure. See [Note: who has cut].
+
+        Waits until all ranks have come to the epoch that this one has gone on to, if they will;
+        :data:`ACCOUNT_SECONDS` at most. So ranks that fail again, all of them, do so in one epoch.
+        Asked once after each failure.
+        """
+        report, self._left = self._left, None
+        if self.board is None or report is None:
+            return NOTHING_BROKEN
+        key = self._epochs.come(self.epoch)
+        silent = self.gone.keys() | ({report.rank} if report.cause is Cause.STOPPED else set())
+        for _ in _moments(ACCOUNT_SECONDS):
+            if int(self.courier.look(key) or 0) >= len(self.board.ranks) - len(silent):
+                break
+        with suppress(UnansweredError):
+            return self.courier.ask(self._cuts.read, ANSWER_SECONDS)
+        return NOTHING_BROKEN
+
+    def say_cut(self) -> None:
+        """The process groups of this rank are broken."""
+        cuts, rank = self._cuts, self.rank
+        self.courier.tell(lambda store: cuts.add(store, rank))
+
+    def say_mended(self, groups: Collection[str]) -> None:
+        """They work again: of those of this rank, ``groups`` were broken."""
+        cuts, rank = self._cuts, self.rank
+        self.courier.tell(lambda store: cuts.mended(store, rank, groups))
+
+    def add_detail(self, error: BaseException) -> None:
+        """Quote ``error``, if this rank's own report lacks the exception."""
+        report = self.report
+        if self.board is None or report is None or report.rank != self.rank or report.is_whole:
+            return
+        self.report = report.with_detail(said_of(error))
+        key, text = self._epochs.detail(self.epoch), said_of(error)
+        self.courier.tell(lambda store: store.set(key, text))
+
+    @property
+    def _epochs(self) -> Epochs:
+        assert self.board is not None
+        return Epochs(self.board.prefix)
+
+    @property
+    def _cuts(self) -> Cuts:
+        assert self.board is not None
+        return Cuts(self.board.prefix)
+
+    # Hearing ----------------------------------------------------------------------------------
+
+    def hear(self, epoch: int, report: Report) -> None:
+        """``report`` ended ``epoch``."""
+        with self._lock:
+            if epoch != self.epoch or self.report is not None:
+                return
+            self.report, self.is_seen = report, False
+            if report.cause is Cause.GONE and report.rank != self.rank:
+                self.gone[report.rank] = report
+        for connections in list(self.connections.values()):
+            connections.cut()
+
+    def _look(self, store: dist.Store) -> None:
+        if self.report is None:
+            epoch = self.epoch
+            told = look(store, self._epochs.report(epoch))
+            if told is not None:
+                self.hear(epoch, Report.decode(told))
+
+    def look(self) -> None:
+        """Hear now what the thread would hear in a moment."""
+        if self.board is not None and self.report is None:
+            told = self.courier.look(self._epochs.report(self.epoch))
+            if told is not None:
+                self.hear(self.epoch, Report.decode(told))
+
+    def check(self, what: object) -> None:
+        """Refuse to begin ``what`` when the step is lost already.
+
+        Raises:
+            PeerError: if so.
+        """
+        if self.report is not None:
+            raise self.refusal(what)
+
+    def refusal(self, group: object) -> PolyshardError:
+        """Why a transfer of ``group`` cannot go on; there is a report."""
+        return self.because(f"a transfer of group '{group}' did not complete")
+
+    def because(self, what: str) -> PolyshardError:
+        """The error that says ``what`` happened, and that the report is why; or the verdict."""
+        report = self._with_detail()
+        self.see()
+        if report.cause is Cause.VERDICT:
+            return GradientMismatchError(report.text)
+        kind = ControlFlowError if report.cause is Cause.APART else PeerError
+        return kind(f"{what}, because {report.text}. {report.remedy}")
+
+    def _with_detail(self) -> Report:
+        report = self.report
+        assert report is not None
+        if report.is_whole or self.board is None:
+            return report
+        key = self._epochs.detail(self.epoch)
+        for _ in _moments(DETAIL_SECONDS):
+            detail = self.courier.look(key)
+            if detail is not None:
+                self.report = report.with_detail(detail)
+                break
+        return self.report or report
+
+    def explain(self, peer: int | None, error: Exception) -> Report:
+        """Why a transfer with ``peer`` broke with ``error``: what was told, or what can be seen."""
+        if self.board is None:
+            return Report(NOBODY, Cause.GONE, str(error))
+        for _ in _moments(EXPLAIN_SECONDS):
+            self.look()
+            self.look_at_processes(self.board.ranks if peer is None else (peer,))
+            if self.report is not None:
+                return self.report
+        self.look_at_processes(self.board.ranks)
+        is_there = peer is not None and self.register.is_running(peer)
+        return self.report or self.ring(unexplained(peer, error, is_there=is_there))
+
+    # Processes --------------------------------------------------------------------------------
+
+    def look_at_processes(self, ranks: Iterable[int]) -> None:
+        """Ring for the first of ``ranks`` in sight whose process ended or was stopped, if any."""
+        assert self.board is not None
+        for rank in self.register.in_sight(ranks):
+            if self.report is None and rank != self.rank:
+                report = self.register.report_of(rank)
+                if report is not None:
+                    self.ring(report)
+
+    def look_for_gone(self, ranks: Iterable[int]) -> None:
+        """Ring again for one of ``ranks`` that was gone in an earlier epoch, if any."""
+        for rank in self.gone.keys() & set(ranks):
+            self.ring(self.gone[rank])
+
+    # Epochs -----------------------------------------------------------------------------------
+
+    def posted(self) -> dict[str, int]:
+        """How many transfers of each key this rank has begun lately, and what it has come to."""
+        posted = dict(self.gathered)
+        for connections in list(self.connections.values()):
+            posted.update(connections.posted())
+        return posted
+
+    def begin_turn(self) -> None:
+        """An outermost forward starts: what ended before is over, once this rank has said so.
+
+        Raises:
+            PeerError: when it was let down without noticing: the others do the last step again.
+        """
+        self.turns += 1
+        if self.report is not None and not self.is_seen:
+            self.see()
+            report = self._with_detail()
+            raise PeerError(
+                f"the next forward cannot start, because {report.text}. The step before is lost on "
+                f"all ranks. {report.remedy}"
+            )
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """If this epoch was ended, go on to the next."""
+        if self.report is None or self.board is None:
+            return
+        epochs, number = self._epochs, self.epoch + 1
+        with suppress(UnansweredError):
+            number = self.courier.ask(
+                lambda store: epochs.first_free(store, self.epoch + 1), RECOVER_SECONDS
+            )
+        with self._cutting, self._lock:
+            self._left = self.report
+            self.epoch, self.report, self.is_seen, self._has_cut = number, None, False, False
+        begun, cuts = begun_collectives(), self._cuts
+        self.courier.tell(lambda store: cuts.compare(store, number, begun))
+        self.courier.tell(lambda store: store.add(epochs.come(number), 1))
+        for connections in self.connections.values():
+            connections.renew()
+
+
+def _moments(seconds: float) -> Iterator[None]:
+    """Again and again until ``seconds`` have passed."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        yield
+        time.sleep(LOOK_SECONDS / 5)

@@ -1,0 +1,263 @@
+"""What the engine tells of the parts of a step, and what ranks make of it. See [Note: alarm].
+
+[Note: let down elsewhere]
+A model may communicate by itself (tensor parallelism does), and what it then raises when another
+rank fails is gloo's word about a connection. From a forward, which ends in a call of ours, it comes
+as the error that says why, if the model's results have been waited for: so they are. From a
+backward it comes as it is, with that as a note: it is on its way through C++, so the frame that
+called autograd is traced until it gets there.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, cast
+
+import torch.distributed as dist
+from typing_extensions import override
+
+from polyshard.agreement.board import REQUESTS_PER_SECOND
+from polyshard.errors import (
+    ConnectionLostError,
+    GradientMismatchError,
+    LifecycleError,
+    PeerError,
+    PolyshardError,
+)
+from polyshard.failures import FailureHandler, Kind, Part, handle_failures
+from polyshard_resilience._torch_private import is_from_gloo
+from polyshard_resilience.alarm.alarm import Alarm
+from polyshard_resilience.alarm.current import current_alarm
+from polyshard_resilience.alarm.peers import gathering
+from polyshard_resilience.alarm.reports import Cause, Report
+from polyshard_resilience.mending import mend_groups
+from polyshard_resilience.wire import WatchedWire
+
+PATIENCE_SECONDS = 0.3
+"""How long a rank that waits at the store waits before it looks at processes."""
+LOOK_SECONDS = 0.1
+"""How often it does."""
+
+
+def enable() -> None:
+    """Tell all ranks within a second which rank failed, where and why, from now on.
+
+    Call it on every rank before ``fully_shard``; ranks compare that they did. It takes a thread
+    and, over gloo, connections of its own. Calling it again changes nothing.
+
+    Raises:
+        LifecycleError: after something was sharded.
+    """
+    handle_failures(current_handler)
+
+
+def current_handler() -> FailureHandler:
+    """That of the default process group; core's where there is no other rank to tell."""
+    alarm = current_alarm()
+    return _without_ranks() if alarm.board is None else _handlers().of(alarm)
+
+
+@functools.cache
+def _without_ranks() -> FailureHandler:
+    return FailureHandler()
+
+
+class _Handlers:
+    """One for each alarm."""
+
+    def __init__(self) -> None:
+        self._made: weakref.WeakKeyDictionary[Alarm, AlarmHandler] = weakref.WeakKeyDictionary()
+
+    def of(self, alarm: Alarm) -> AlarmHandler:
+        """The alarm's; made if need be."""
+        made = self._made.get(alarm)
+        if made is None:
+            made = self._made[alarm] = AlarmHandler(alarm)
+        return made
+
+
+@functools.cache
+def _handlers() -> _Handlers:
+    return _Handlers()
+
+
+class AlarmHandler(FailureHandler):
+    """Has an alarm ring for failures of this rank, and explains its errors by those of others."""
+
+    name = "polyshard-resilience"
+
+    def __init__(self, alarm: Alarm) -> None:
+        """``alarm`` has ranks to tell."""
+        self.alarm = alarm
+
+    @override
+    def begin_step(self) -> int:
+        self.alarm.begin_turn()
+        return self.alarm.epoch
+
+    @override
+    def begin(self, part: Part) -> None:
+        alarm = self.alarm
+        alarm.doing = part.place
+        if alarm.report is not None:
+            alarm.check(part)
+
+    @override
+    def explain(
+        self, part: Part, error: BaseException | None, caller: FrameType | None = None
+    ) -> None:
+        if part.kind is Kind.TRANSFER:
+            self._transfer_failed(part, error)
+        elif part.kind is Kind.FORWARD:
+            self._forward_failed(str(part), error)
+        elif part.kind is Kind.BACKWARD:
+            self._backward_failed(str(part), error, caller)
+        elif isinstance(error, RuntimeError):
+            refusal = self.refusal_of(error)
+            if refusal is not None:
+                raise refusal from error
+
+    def _transfer_failed(self, part: Part, error: BaseException | None) -> None:
+        alarm = self.alarm
+        if error is None or isinstance(error, PeerError):
+            return
+        if isinstance(error, ConnectionLostError):
+            alarm.explain(error.peer, error)
+            raise alarm.refusal(part) from error
+        # Only what a transfer raises can be another rank's fault; the rest is this rank's own.
+        let_down = isinstance(error, RuntimeError) and not isinstance(error, PolyshardError)
+        alarm.look()
+        if let_down and alarm.report is not None and alarm.report.rank != alarm.rank:
+            raise alarm.refusal(part) from error
+        alarm.fail(f"in group '{part}'", error)
+
+    def _forward_failed(self, unit: str, error: BaseException | None) -> None:
+        """An exception passes through the outermost forward, which was in ``unit``, if in any."""
+        alarm = self.alarm
+        if error is None or isinstance(error, PeerError):
+            alarm.see()
+            return
+        alarm.look()
+        if alarm.report is None and isinstance(error, RuntimeError) and is_from_gloo(error):
+            alarm.explain(None, error)
+        if alarm.report is None:
+            alarm.fail(f"in the forward of '{unit}'" if unit else "in forward", error)
+        elif alarm.report.rank != alarm.rank:
+            error.add_note(f"The step was lost before: {alarm.report.text}")
+        alarm.see()
+
+    def _backward_failed(
+        self, unit: str, error: BaseException | None, caller: FrameType | None
+    ) -> None:
+        """An exception ended a backward, which had last reached ``unit``."""
+        alarm = self.alarm
+        if isinstance(error, PeerError):
+            alarm.see()
+        elif alarm.report is None and error is not None:
+            alarm.fail("at the end of its backward", error)
+        else:
+            alarm.look()
+            if alarm.report is None and alarm.board is not None:
+                alarm.look_at_processes(alarm.board.ranks)
+            if alarm.report is None:
+                text = f"rank {alarm.rank} failed in its backward, when it had reached '{unit}'"
+                alarm.ring(Report(alarm.rank, Cause.RAISED, text, is_whole=False))
+            _Quote(alarm).expect(caller)
+        alarm.see()
+
+    def refusal_of(self, error: RuntimeError) -> PolyshardError | None:
+        """What to raise in place of what a call raised. See [Note: let down elsewhere]."""
+        alarm = self.alarm
+        if not is_from_gloo(error) or isinstance(error, PolyshardError):
+            return None
+        if alarm.explain(None, error).rank == alarm.rank:
+            return None
+        return alarm.because("a collective of the model did not complete")
+
+    @override
+    @contextmanager
+    def reset(self, error: BaseException | None, *, is_in_mid_step: bool) -> Iterator[None]:
+        alarm = self.alarm
+        alarm.look()
+        if alarm.report is None and is_in_mid_step:
+            mistake = LifecycleError("reset_iter_state() was called in mid-step")
+            alarm.fail("and gave its step up", error or mistake)
+        elif error is not None:
+            alarm.add_detail(error)
+        alarm.see()
+        yield
+        alarm.begin_anew()
+
+    @override
+    def renew(self) -> None:
+        mend_groups(self.alarm)
+
+    @override
+    @contextmanager
+    def waiting(
+        self, ranks: Sequence[int], key: str, count: int, what: str
+    ) -> Iterator[Callable[[], str | None]]:
+        with gathering(ranks, key, count, what):
+            yield _InVain(self.alarm, ranks, what)
+
+    @override
+    def wire(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> WatchedWire:
+        known = self.alarm.connections
+        if ranks not in known:
+            known.setdefault(ranks, WatchedWire(group, self.alarm, ranks))
+        return cast("WatchedWire", known[ranks])
+
+
+class _InVain:
+    """Says why ranks will not come to where this one waits, if that is known."""
+
+    def __init__(self, alarm: Alarm, ranks: Sequence[int], what: str) -> None:
+        """The wait begins."""
+        self._alarm, self._ranks, self._what = alarm, ranks, what
+        self._rung = alarm.report
+        self._look_at = time.monotonic() + PATIENCE_SECONDS
+
+    def __call__(self) -> str | None:
+        alarm, report = self._alarm, self._alarm.report
+        is_over = report is not None and (report.is_of_process or report.cause is Cause.APART)
+        if is_over and report is not self._rung:
+            return str(alarm.because(f"{self._what} cannot begin"))
+        now = time.monotonic()
+        if now >= self._look_at:
+            seconds = 4 * len(self._ranks) / REQUESTS_PER_SECOND
+            self._look_at = now + max(LOOK_SECONDS, seconds)
+            alarm.look_at_processes(self._ranks)
+        return None
+
+
+class _Quote:
+    """Adds the exception to the report, or the report to the exception.
+
+    See [Note: let down elsewhere].
+    """
+
+    def __init__(self, alarm: Alarm) -> None:
+        """Nothing is traced before :meth:`expect`."""
+        self._alarm = alarm
+
+    def expect(self, frame: FrameType | None) -> None:
+        """Have ``frame``, which called autograd, tell when the exception gets there."""
+        if frame is not None and sys.gettrace() is None:  # a debugger sees it itself
+            frame.f_trace = self._trace
+            sys.settrace(self._trace)
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event == "exception":
+            sys.settrace(None)
+            frame.f_trace = None
+            alarm, error = self._alarm, argument[1]
+            if alarm.report is None or alarm.report.rank == alarm.rank:
+                alarm.add_detail(error)
+            elif not isinstance(error, (PeerError, GradientMismatchError)):
+                error.add_note(str(alarm.because("the backward did not complete")))

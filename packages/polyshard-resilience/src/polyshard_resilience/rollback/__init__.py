@@ -1,0 +1,1 @@
+"""Steps that succeed on all ranks, or are undone on all of them."""

@@ -1,0 +1,380 @@
+"""``with attempt(model, optimizer):`` and ``attempts(..., sizes=...)``.
+
+[Note: attempts]
+Weights change in an optimizer's step and nowhere else. So ranks come to a ballot right before the
+first of them steps (see [Note: ballots]): what fails until then, in forward, backward or between,
+needs no weights to be put back on any rank. Only a failure inside of the steps does, and for that
+each optimizer's parameters and state are copied before it steps, unless the caller does without.
+
+What is put back comes from this rank alone. A rank whose peers are gone can go back as well.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Generic, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from polyshard._torch.private import in_backward
+from polyshard._torch.untraced import untraced
+from polyshard.agreement.board import open_board
+from polyshard.agreement.meeting import report_failure
+from polyshard.engine.plans import audiences
+from polyshard.engine.root import groups_of
+from polyshard.errors import LifecycleError, PeerError, PolyshardError, SettingError
+from polyshard.failures import failure_handler
+from polyshard.plugins.seams import Stateful, Undoable
+from polyshard_resilience.alarm.current import current_alarm
+from polyshard_resilience.alarm.peers import go_on, lost, tell
+from polyshard_resilience.alarm.reports import NOBODY
+from polyshard_resilience.errors import AttemptError
+from polyshard_resilience.handler import AlarmHandler
+from polyshard_resilience.mending import mend_groups
+from polyshard_resilience.rollback.undo import Scope, Undo
+from polyshard_resilience.rollback.verdict import (
+    DISAGREED,
+    DONE,
+    READY,
+    TOLD,
+    UNDONE,
+    Ballot,
+    Kind,
+    Verdict,
+)
+
+T = TypeVar("T")
+
+_UNDER_WAY: ContextVar[frozenset[int]] = ContextVar("_UNDER_WAY", default=frozenset())
+"""Groups of models that a thread attempts a step of, by identity."""
+
+
+def attempt(
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer] = (),
+    *,
+    also: Sequence[Stateful] = (),
+    undo_steps: bool = True,
+) -> Attempt[None]:
+    """A block that succeeds on all ranks, or is undone on all of them.
+
+    Put one whole step into it: forwards, backwards, ``optimizer.step()``. When any rank raises
+    there, every rank is put back to where it was before, and raises an
+    :class:`~polyshard_resilience.errors.AttemptError` that quotes it. Parameters, optimizers,
+    gradients, buffers, random number generators and the state of plugins are put back, and
+    ``also``.
+
+    Args:
+        model: of which something is sharded; the same call on every rank of its mesh.
+        optimizers: all that step in the block.
+        also: what else changes in it: a scheduler, a gradient scaler, the position in the data.
+        undo_steps: whether a failure inside ``optimizer.step()`` can be undone. Copies of the
+            optimizers' parameters and state are made before each step, on the host, for that.
+            Without, such a failure is final, and says so; every other one is still undone.
+
+    Raises:
+        SettingError: when nothing of ``model`` is sharded, or something cannot take part.
+    """
+    return Attempt(_scope(model, optimizers, also), None, 0, undo_steps=undo_steps)
+
+
+def attempts(
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer],
+    sizes: Sequence[T],
+    *,
+    also: Sequence[Stateful] = (),
+    undo_steps: bool = True,
+) -> Iterator[Attempt[T]]:
+    """One step, tried with each of ``sizes`` until the memory of every rank suffices.
+
+    Example::
+
+        for trial in polyshard_resilience.attempts(model, optimizer, sizes=(8, 4, 2)):
+            with trial as size:
+                for part in batch.split(size):
+                    loss_of(model(part)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    When memory runs out on any rank, of a device or of the host, all ranks are put back to before
+    the block and go on to the next size. Any other failure raises as :func:`attempt` does, and so
+    does the last size. What follows the block in the body of the loop runs after each trial: see
+    :attr:`Attempt.succeeded`.
+
+    Args:
+        model: as of :func:`attempt`.
+        optimizers: as there.
+        sizes: what to try, largest first; as many on every rank. They mean what you make of them.
+        also: as there.
+        undo_steps: as there.
+
+    Raises:
+        SettingError: as there, or without sizes.
+        LifecycleError: when a trial was not entered.
+    """
+    if not sizes:
+        raise SettingError("attempts(sizes=()): there is nothing to try.")
+    scope = _scope(model, optimizers, also)
+    return _trials(scope, tuple(sizes), undo_steps=undo_steps)
+
+
+def _trials(scope: Scope, sizes: tuple[T, ...], *, undo_steps: bool) -> Iterator[Attempt[T]]:
+    for index, size in enumerate(sizes):
+        left = len(sizes) - 1 - index
+        trial = Attempt(scope, size, left, undo_steps=undo_steps)
+        yield trial
+        if trial.succeeded is None:
+            raise LifecycleError("a trial of attempts() was not entered: use it in a with block.")
+        if trial.succeeded:
+            return
+        _free_memory()  # only now: the exception held what the failed trial had allocated
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
+
+
+def _scope(
+    model: nn.Module, optimizers: Optimizer | Sequence[Optimizer], also: Sequence[Stateful]
+) -> Scope:
+    groups_of(model)
+    every = tuple(optimizers) if isinstance(optimizers, Sequence) else (optimizers,)
+    for optimizer in every:
+        if not isinstance(optimizer, Optimizer):
+            raise SettingError(
+                f"attempt takes torch.optim.Optimizer objects, got {type(optimizer).__name__}."
+            )
+    for state in also:
+        if not isinstance(state, Stateful):
+            raise SettingError(
+                f"also={type(state).__name__}: it cannot be put back, because it has no "
+                "state_dict() and load_state_dict()."
+            )
+    return Scope(model, every, tuple(also))
+
+
+class Attempt(Generic[T]):
+    """One block of :func:`attempt` or :func:`attempts`. See [Note: attempts]."""
+
+    def __init__(self, scope: Scope, size: T, left: int, *, undo_steps: bool) -> None:
+        """Nothing is kept before the block is entered."""
+        self.size = size
+        """What to try."""
+        self.succeeded: bool | None = None
+        """Whether all ranks succeeded; ``None`` until the block has ended."""
+        self._scope, self._left, self._undo_steps = scope, left, undo_steps
+        self._handles: list[RemovableHandle] = []
+        self._groups: frozenset[int] = frozenset()
+        self._ballot: Ballot
+        self._undo: Undo
+        self._is_ready = self._is_done = False
+        self._verdict = Verdict()
+        self._refused: AttemptError | None = None
+
+    def __enter__(self) -> T:
+        """Keep what a failure would have to put back.
+
+        Raises:
+            LifecycleError: inside of another attempt of the same model, or the second time; when
+                :func:`~polyshard_resilience.enable` was not called.
+            SettingError: when an optimizer steps in backward, and steps are not to be undone.
+        """
+        scope = self._scope
+        groups = frozenset(map(id, groups_of(scope.model)))
+        if self.succeeded is not None or self._groups or groups & _UNDER_WAY.get():
+            raise LifecycleError(
+                "an attempt of this model is under way, or was entered before. Put one step into "
+                "one block, and make a new attempt for the next."
+            )
+        is_shared = len(scope.ranks) > 1 and open_board(scope.ranks) is not None
+        if is_shared and not isinstance(failure_handler(), AlarmHandler):
+            raise LifecycleError(
+                "an attempt needs ranks that hear of each other's failures. Call "
+                "polyshard_resilience.enable() on every rank before fully_shard."
+            )
+        self._groups = groups
+        self._ballot = Ballot(scope.ranks, self._left)
+        try:
+            self._undo = Undo(scope)
+            for optimizer in scope.optimizers:
+                if isinstance(optimizer, Undoable) and optimizer.polyshard_steps_early:
+                    self._keep(optimizer)
+        except BaseException as error:
+            self._tell(error)
+            self._ballot.leave(READY, error)
+            raise
+        _UNDER_WAY.set(_UNDER_WAY.get() | groups)
+        before = untraced(self._before_step)
+        self._handles = [o.register_step_pre_hook(before) for o in scope.optimizers]
+        return self.size
+
+    def ready(self) -> None:
+        """Go on only if every rank has come here.
+
+        The first ``optimizer.step()`` does so by itself. Call it, on every rank, before collectives
+        of your own that come earlier: clipping, sums of losses. A rank that waits in one for a rank
+        that failed has to have its process group broken.
+
+        Raises:
+            AttemptError: on every rank, when one failed.
+        """
+        if not self._is_ready:
+            self._is_ready = True
+            self._verdict = self._ballot.cast(READY, None)
+            if not self._verdict:
+                self._refused = self._error()
+                raise self._refused
+
+    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """Step only if every rank is about to.
+
+        Raises:
+            AttemptError: on every rank, when one failed before.
+        """
+        del args, kwargs
+        # Ranks step in a backward one after the other, and need each other to get there.
+        if not in_backward():
+            self.ready()
+            if not self._undo_steps:
+                return
+        self._keep(optimizer)
+
+    def _keep(self, optimizer: Optimizer) -> None:
+        if not self._undo_steps:
+            raise SettingError(
+                f"{type(optimizer).__name__} steps in backward, so that without undo_steps=True no "
+                "failure of a backward could be undone."
+            )
+        self._undo.keep(optimizer)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        """Learn how it went for all, and go back unless it went well.
+
+        Raises:
+            AttemptError: on every rank, when it failed on any.
+        """
+        del kind, trace
+        for handle in self._handles:
+            handle.remove()
+        _UNDER_WAY.set(_UNDER_WAY.get() - self._groups)
+        if error is not None and not isinstance(error, Exception):
+            return self._interrupted(error)
+        if self._refused is None:
+            self._judge(error)
+        self.succeeded = bool(self._verdict)
+        undo = self._undo
+        del self._undo  # whoever keeps this object keeps no gradients by it
+        if self.succeeded:
+            return False
+        refused = self._refused or self._error()
+        if not refused.is_gone:
+            self._ballot.cast(TOLD, None)
+        undo.put_back()
+        if not refused.is_gone:
+            # A rank that failed again while others still went back would be heard by none of them:
+            # what they begin anew is after that failure.
+            after = self._ballot.cast(UNDONE, _unmended())
+            go_on()
+            if not after:
+                self._verdict = after
+                refused = self._error()
+        lost(self._verdict.said if refused.is_gone else {})
+        if refused.is_out_of_memory and refused.is_undone and self._verdict.left > 0:
+            return True
+        if refused is error:
+            return False
+        raise refused from error
+
+    def _judge(self, error: Exception | None) -> None:
+        """Learn how it went for all, with what was raised here."""
+        if error is not None:
+            self._tell(error)
+            if isinstance(error, RuntimeError):
+                error = _refusal_of(error) or error
+        was_ready = self._is_ready
+        if not was_ready:
+            self._verdict = self._ballot.cast(READY, error)
+        if self._verdict and (error is None or was_ready):
+            self._is_done = True
+            self._verdict = self._ballot.cast(DONE, error)
+
+    def _tell(self, error: BaseException) -> None:
+        """Have ranks hear of it that wait for this one, in a transfer or in the first forward."""
+        tell(error)
+        meshes = self._scope.meshes_to_meet
+        if meshes and not isinstance(error, PeerError):
+            report_failure(lambda: (ranks for mesh in meshes for ranks in audiences(mesh)), error)
+
+    def _interrupted(self, error: BaseException) -> bool:
+        """The process is being ended: others are told, and nothing waits for them."""
+        self.succeeded = False
+        self._tell(error)
+        if self._refused is None:
+            self._ballot.leave(DONE if self._is_ready else READY, error)
+        self._undo.put_back()
+        return False
+
+    def _error(self) -> AttemptError:
+        """What every rank raises."""
+        verdict = self._verdict
+        is_final = self._is_done and not self._undo_steps and bool(self._scope.optimizers)
+        error = AttemptError(_message(verdict, is_final=is_final))
+        error.ranks = tuple(rank for rank in verdict.said if rank != NOBODY)
+        error.is_out_of_memory = verdict.kind is Kind.OUT_OF_MEMORY
+        error.is_gone = verdict.kind is Kind.GONE
+        error.is_undone = not is_final
+        return error
+
+
+def _refusal_of(error: RuntimeError) -> PolyshardError | None:
+    handler = failure_handler()
+    return handler.refusal_of(error) if isinstance(handler, AlarmHandler) else None
+
+
+def _unmended() -> PeerError | None:
+    """Mend process groups that were broken; why that failed, if it did."""
+    try:
+        mend_groups(current_alarm())
+    except PeerError as error:
+        return error
+    return None
+
+
+def _message(verdict: Verdict, *, is_final: bool) -> str:
+    each = (f"rank {rank}: {text}" for rank, text in verdict.said.items())
+    failed = verdict.said.get(NOBODY)
+    failed = f"a step failed on {'; '.join(each)}" if failed is None else f"a step failed: {failed}"
+    if is_final:
+        return (
+            f"{failed}. Optimizers had begun to step, and undo_steps=False keeps "
+            "nothing to go back to: weights of different ranks may belong to different steps. Load "
+            "the last checkpoint."
+        )
+    text = f"{failed}. Every rank is where it was before the attempt"
+    if verdict.kind is Kind.GONE:
+        return (
+            f"{text}, and no step is possible any more. Save what is left "
+            "(Checkpoints.save_survivors) and start the job again."
+        )
+    if verdict.kind is Kind.OUT_OF_MEMORY:
+        text += (
+            ": go on with a smaller micro-batch, as polyshard_resilience.attempts(sizes=...) does"
+        )
+        if verdict.left == DISAGREED:
+            return f"{text}. Ranks were given different numbers of sizes; give all the same."
+        return f"{text}."
+    return f"{text}: catch AttemptError on every rank to go on, with another batch say."

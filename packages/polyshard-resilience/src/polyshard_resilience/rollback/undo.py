@@ -1,0 +1,147 @@
+"""Everything that a step may change before its optimizers do, and the way back."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from polyshard._torch.private import root_mesh
+from polyshard._torch.random_state import RandomState
+from polyshard.engine.keeping import load_plugin_state_dict, plugin_state_dict
+from polyshard.engine.root import groups_of, units_below
+from polyshard.engine.unit import RootContext
+from polyshard.params.parameter import ShardedParameter
+from polyshard.plugins.seams import Stateful
+from polyshard_resilience.rollback.copies import Kept, Memory
+from polyshard_resilience.rollback.optimizers import OptimizerUndo, StepMemory
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What takes part in an attempt."""
+
+    model: nn.Module
+    optimizers: tuple[Optimizer, ...]
+    also: tuple[Stateful, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All that may wait for each other in a step: those of the whole meshes of the model."""
+        found: set[int] = set()
+        for group in groups_of(self.model):
+            found.update(root_mesh(group.roles.mesh).mesh.flatten().tolist())
+        return tuple(sorted(found))
+
+    @property
+    def meshes_to_meet(self) -> list[DeviceMesh]:
+        """Of units that no forward has reached: there, ranks wait for each other to meet."""
+        return [u.roles.mesh for _, _, u in units_below(self.model) if u.is_root is None]
+
+    @property
+    def contexts(self) -> list[RootContext]:
+        """Of every root in the model, and of units that no forward has reached."""
+        return list({id(u.context): u.context for _, _, u in units_below(self.model)}.values())
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Every parameter that an optimizer or the engine knows, as it rests between steps."""
+        found = {id(p.parameter): p.parameter for p in self._sharded()}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                found.update((id(p), p) for p in group["params"])
+        yield from found.values()
+
+    def _sharded(self) -> Iterator[ShardedParameter]:
+        return (p for group in groups_of(self.model) for p in group.shards.parameters)
+
+
+@dataclass
+class Memories:
+    """Of one model: what attempts copy things into, kept from one to the next."""
+
+    entry: Memory = field(default_factory=Memory)
+    plugins: Memory = field(default_factory=Memory)
+    steps: weakref.WeakKeyDictionary[Optimizer, StepMemory] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+
+    @property
+    def nbytes(self) -> int:
+        """What all of it takes on the host."""
+        steps = sum(memory.nbytes for memory in self.steps.values())
+        return self.entry.nbytes + self.plugins.nbytes + steps
+
+
+@functools.cache
+def _every() -> weakref.WeakKeyDictionary[nn.Module, Memories]:
+    return weakref.WeakKeyDictionary()
+
+
+def memories_of(model: nn.Module) -> Memories:
+    """The memory that attempts of ``model`` share: there is one at a time."""
+    return _every().setdefault(model, Memories())
+
+
+class Undo:
+    """The state before an attempt: kept when it begins, completed as optimizers come to step."""
+
+    def __init__(self, scope: Scope) -> None:
+        """Keep gradients, buffers, random numbers, and what plugins and ``also`` keep."""
+        self._scope = scope
+        self._memories = memories_of(scope.model)
+        self._optimizers = {id(o): OptimizerUndo(o) for o in scope.optimizers}
+        self._waiting = [context.remember() for context in scope.contexts]
+        self._plugins = Kept(self._memories.plugins)
+        self._plugin_state = self._plugins.add(plugin_state_dict(scope.model))
+        self._also = [self._plugins.add(state.state_dict()) for state in scope.also]
+        self._plugins.take()
+        self._values = Kept(self._memories.entry)
+        self._gradients = [(p, p.grad) for p in scope.parameters()]
+        self._values.add([g for _, g in self._gradients if g is not None and not g.is_meta])
+        self._buffers = list(_buffers(scope.model))
+        self._values.add([b for _, _, b in self._buffers if not b.is_meta])
+        self._values.take()
+        self._random = RandomState().state_dict()
+
+    def keep(self, optimizer: Optimizer) -> None:
+        """``optimizer`` is about to step: copy what it may change, unless that was done before."""
+        memory = self._memories.steps.setdefault(optimizer, StepMemory())
+        self._optimizers[id(optimizer)].keep(memory)
+
+    def put_back(self) -> None:
+        """Go back, without talking to any other rank."""
+        for context in self._scope.contexts:
+            context.reset()
+        for _, _, unit in units_below(self._scope.model):
+            if unit.is_root is None:
+                unit.reset()
+        for optimizer in self._optimizers.values():
+            optimizer.put_back()
+        self._put_back_values()
+        load_plugin_state_dict(self._scope.model, self._plugins.afresh(self._plugin_state))
+        for state, kept in zip(self._scope.also, self._also, strict=True):
+            state.load_state_dict(self._plugins.afresh(kept))
+        RandomState().load_state_dict(self._random)
+
+    def _put_back_values(self) -> None:
+        with torch.no_grad():
+            for parameter, gradient in self._gradients:
+                parameter.grad = gradient
+        for module, name, buffer in self._buffers:
+            module._buffers[name] = buffer
+        self._values.put_back()
+        for waiting in self._waiting:
+            waiting()
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield module, name, buffer

@@ -1,0 +1,78 @@
+"""Ranks and groups that are broken stand in keys of the store, whoever writes at once."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import torch.distributed as dist
+
+from polyshard.agreement.board import Board
+from polyshard_resilience.alarm.alarm import Alarm
+from polyshard_resilience.alarm.cuts import KEPT, NOTHING_BROKEN, Cuts
+from polyshard_resilience.alarm.reports import Cause, Report
+
+LATE_SECONDS = 0.3
+
+
+def test_who_has_cut_and_who_has_mended() -> None:
+    store, cuts = dist.HashStore(), Cuts("alarm")
+    assert cuts.read(store) == NOTHING_BROKEN
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda rank: cuts.add(store, rank), range(32)))
+        assert cuts.read(store).cut == set(range(32))
+        list(pool.map(lambda rank: cuts.mended(store, rank, []), range(1, 32)))
+    assert cuts.read(store).cut == {0}
+    keys = store.num_keys()
+    cuts.mended(store, 0, [])
+    cuts.mended(store, 0, [])
+    assert not cuts.read(store)
+    cuts.add(store, 3)
+    assert cuts.read(store).cut == {3}
+    assert store.num_keys() == keys
+
+
+def test_groups_out_of_step() -> None:
+    store, cuts = dist.HashStore(), Cuts("alarm")
+    for begun in ({"a/0": 4, "b/0": 7}, {"a/0": 4, "c/1": 1}, {"b/0": 8}, {"c/1": 1}):
+        cuts.compare(store, 1, begun)
+    broken = cuts.read(store)
+    assert broken.apart == {"b/0"}
+    assert broken.includes("b/0", [0, 2])
+    assert not broken.includes("a/0", [0, 1])
+    cuts.add(store, 1)
+    assert cuts.read(store).includes("a/0", [0, 1])
+    cuts.mended(store, 1, ["b/0"])
+    assert not cuts.read(store)
+    cuts.compare(store, 2, {"b/0": 8})
+    cuts.compare(store, 2, {"b/0": 8})
+    assert not cuts.read(store)
+
+
+def test_what_was_compared_is_forgotten() -> None:
+    store, cuts = dist.HashStore(), Cuts("alarm")
+    for epoch in range(4 * KEPT):
+        cuts.compare(store, epoch, {"a/0": epoch, "b/0": 1})
+        cuts.compare(store, epoch, {"a/0": epoch})
+    assert store.num_keys() <= 2 * (KEPT + 1)
+
+
+def test_those_who_recover_wait_until_all_have_come_to_their_epoch() -> None:
+    store = dist.HashStore()
+    failed, other = (Alarm(Board(store, "alarm", rank, (0, 1))) for rank in range(2))
+    for alarm in (failed, other):
+        alarm.start()
+    failed.ring(Report(0, Cause.RAISED, "rank 0 failed"))
+    failed.begin_anew()
+    failed.ring(Report(0, Cause.RAISED, "rank 0 failed, which it tells again"))
+    other.look()
+    other.begin_anew()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(other.broken_groups)
+        time.sleep(LATE_SECONDS)
+        failed.say_cut()
+        failed.begin_anew()
+        assert failed.epoch == other.epoch == 2
+        assert asked.result().cut == failed.broken_groups().cut == {0}
+    for alarm in (failed, other):
+        alarm.courier.close(1.0)

@@ -1,0 +1,214 @@
+"""What the thread that watches takes for ranks that wait for each other in vain."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from polyshard.agreement.board import Board
+from polyshard_resilience.alarm import watch
+from polyshard_resilience.alarm.alarm import Alarm
+from polyshard_resilience.alarm.positions import Position
+from polyshard_resilience.alarm.reports import NOBODY, Cause, Report
+from polyshard_resilience.alarm.watch import Watch
+
+KEY = "wire:1"
+SECONDS = 2.0
+"""To look, far more than it takes."""
+
+
+def is_rung(alarm: Alarm) -> bool:
+    return alarm.report is not None
+
+
+class Waits:
+    """A transfer with rank 1 that does not end."""
+
+    def peers(self) -> tuple[int, ...]:
+        return (1,)
+
+    def place(self) -> tuple[int, str, int]:
+        return 1, KEY, 1
+
+    def posted(self) -> dict[str, int]:
+        return {}
+
+
+@pytest.mark.parametrize("said_in", [0, 1])
+def test_a_circle_of_an_earlier_epoch_is_over(said_in: int) -> None:
+    store = dist.HashStore()
+    alarm = Alarm(Board(store, "alarm", 0, (0, 1)))
+    watch = Watch(alarm)
+    alarm.start()
+    alarm.ring(Report(1, Cause.RAISED, "rank 1 failed"))
+    alarm.begin_anew()
+    assert alarm.epoch == 1
+    alarm.waiting = Waits()
+    watch.start()
+    try:
+        end = time.monotonic() + SECONDS
+        beat = 0
+        while time.monotonic() < end and alarm.report is None:
+            beat += 1
+            other = Position(1, beat, 0, "wire:2", 1, {}, "is elsewhere", said_in)
+            store.set("alarm/at/1", other.encode())
+            time.sleep(0.05)
+    finally:
+        watch.close(SECONDS)
+        alarm.courier.close(SECONDS)
+    found = alarm.report
+    assert (found is not None) == (said_in == 1)
+    assert found is None or found.cause is Cause.APART
+
+
+def test_what_was_seen_in_an_epoch_that_is_over_ends_no_other() -> None:
+    alarm = Alarm(Board(dist.HashStore(), "alarm", 0, (0, 1)))
+    alarm.start()
+    alarm.ring(Report(1, Cause.RAISED, "rank 1 failed"))
+    alarm.begin_anew()
+    alarm.ring(Report(NOBODY, Cause.APART, "control flow differs"), 0)
+    assert not is_rung(alarm)
+    alarm.ring(Report(NOBODY, Cause.APART, "control flow differs"), 1)
+    assert is_rung(alarm)
+    alarm.courier.close(SECONDS)
+
+
+class Pausing:
+    """A store that answers nobody while it is paused."""
+
+    def __init__(self) -> None:
+        self.inner = dist.HashStore()
+        self.runs = threading.Event()
+        self.runs.set()
+
+    def __getattr__(self, name: str) -> Any:
+        def request(*args: Any) -> Any:
+            assert self.runs.wait(60)
+            return getattr(self.inner, name)(*args)
+
+        return request
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pausing, Alarm]]:
+    """A rank that waits in a transfer, whose store may pause; two seconds are its end."""
+    monkeypatch.setattr("polyshard_resilience.alarm.watch.SILENCE_SECONDS", SECONDS)
+    store: Any = Pausing()
+    alarm, peer = (Alarm(Board(store, "alarm", rank, (0, 1))) for rank in (0, 1))
+    watch = Watch(alarm)
+    alarm.start()
+    peer.start()
+    alarm.waiting = Waits()
+    watch.start()
+    yield store, alarm
+    store.runs.set()
+    watch.close(SECONDS)
+    for each in (alarm, peer):
+        each.courier.close(SECONDS)
+
+
+def test_pauses_of_the_store_do_not_add_up(watched: tuple[Pausing, Alarm]) -> None:
+    store, alarm = watched
+    for _ in range(4):
+        time.sleep(0.6)
+        store.runs.clear()
+        time.sleep(0.9)
+        store.runs.set()
+    assert alarm.report is None
+
+
+def test_a_store_that_stays_silent_is_given_up(watched: tuple[Pausing, Alarm]) -> None:
+    store, alarm = watched
+    store.runs.clear()
+    end = time.monotonic() + 30
+    while alarm.report is None and time.monotonic() < end:
+        time.sleep(0.05)
+    assert alarm.report is not None
+    assert "the store of the process group has not answered rank 0 for 2 s" in alarm.report.text
+
+
+STANDS_IN_TORCH = """
+def destroy(group, ended):
+    ended.wait()
+"""
+
+
+class OfNobody(dist.ProcessGroup):
+    """Torch's registry does not know it, like one that is being destroyed."""
+
+
+def test_a_group_that_is_being_destroyed_does_not_end_the_watch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The main thread stands in ``destroy_process_group()``, then in a transfer for good."""
+    store = dist.HashStore()
+    alarm = Alarm(Board(store, "alarm", 0, (0, 1)))
+    alarm.start()
+    made: dict[str, Any] = {}
+    exec(compile(STANDS_IN_TORCH, distributed_c10d.__file__, "exec"), made)
+    ended = threading.Event()
+    watch = Watch(alarm)
+    watch.start()
+    threading.Timer(0.3, ended.set).start()
+    made["destroy"](OfNobody(0, 1), ended)  # type: ignore[call-arg]
+    alarm.waiting = Waits()
+    try:
+        end = time.monotonic() + SECONDS
+        beat = 0
+        while time.monotonic() < end and not is_rung(alarm):
+            beat += 1
+            other = Position(1, beat, 0, "wire:2", 1, {}, "is elsewhere")
+            store.set("alarm/at/1", other.encode())
+            time.sleep(0.05)
+    finally:
+        watch.close(SECONDS)
+        alarm.courier.close(SECONDS)
+    assert is_rung(alarm)
+    assert not caplog.records
+
+
+def test_frames_of_a_thread_that_runs_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process may end when frame objects are made for frames that another thread is running."""
+    asked: list[int] = []
+    frames = sys._current_frames
+
+    def asked_for() -> dict[int, Any]:
+        asked.append(1)
+        return dict(frames())
+
+    monkeypatch.setattr(watch, "COLLECTIVES", frozenset({__file__}))
+    monkeypatch.setattr(sys, "_current_frames", asked_for)
+    thread = watch._Thread()
+    found: list[object] = []
+
+    def look() -> None:
+        for _ in range(4):
+            found.append(thread.elsewhere((0, 1)))
+            time.sleep(0.05)
+
+    def compute(group: object = None) -> None:
+        del group
+        looks = threading.Thread(target=look)
+        looks.start()
+        while looks.is_alive():
+            sum(range(1000))
+
+    def wait(group: object = None) -> None:
+        looks = threading.Thread(target=look)
+        looks.start()
+        looks.join()
+        assert group is None
+
+    compute()
+    assert found == [None] * 4
+    assert not asked
+    assert thread.is_in_torch()
+    wait()
+    assert found[-1] == watch._Elsewhere((0, 1))
