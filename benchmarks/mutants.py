@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -68,7 +69,8 @@ SETTINGS = {
 
 _RECORDED = "no scenario here exposes it; recorded steps do: `test_stream_mutants.py`"
 _RECORDED_COPIES = "no scenario here exposes it; recorded steps do: `test_copy_order.py`"
-_NAMED_ALIKE = "orders nothing: only the name is alike"
+_NAMED_ALIKE = "orders nothing; only the name matches"
+_DROPPED = "dropping the transfer there waits as well"
 _GLOO = "a message of gloo: `test_gloo_waits.py` leaves it out"
 REASONS = {
     ("Reducer._tell", "frame.said.works.wait()"): _GLOO,
@@ -81,10 +83,10 @@ REASONS = {
     ): _NAMED_ALIKE,
     ("TierStorage.hold", "self.norms.hold(parameters, self._shard)"): _NAMED_ALIKE,
     ("TierStorage.place_gradient", "self.norms.record(gradient, placed)"): _NAMED_ALIKE,
-    ("HostStorage.fetch", "on_the_way.wait()"): "the passage is dropped there, and goes behind",
-    ("HostGradients.place", "self.state.leaving = None"): "the passage is dropped there as well",
-    ("HostGradients.settle", "self.state.leaving = None"): "the passage is dropped there as well",
-    ("HostStorage._copy", "lane.leave(staging.tensor)"): "the storage holds its staging as well",
+    ("HostStorage.fetch", "on_the_way.wait()"): _DROPPED,
+    ("HostGradients.place", "self.state.leaving = None"): _DROPPED,
+    ("HostGradients.settle", "self.state.leaving = None"): _DROPPED,
+    ("HostStorage._copy", "lane.leave(staging.tensor)"): "the storage keeps its staging buffer too",
 }
 """Why mutants that nothing exposes are there, by function and text."""
 
@@ -268,7 +270,7 @@ def _row(mutant: Mutant, exposed: dict[str, str]) -> dict[str, Any]:
 
 
 def lines(results: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """The tables of the page."""
+    """The tables of the page, which count reasons; the JSON has each mutant's."""
     made = [
         "| engine | left out | exposed | with numbers | with an error or a hang | not exposed |"
     ]
@@ -281,11 +283,8 @@ def lines(results: dict[str, list[dict[str, Any]]]) -> list[str]:
         made.append(f"| {engine} | " + " | ".join(map(str, counts)) + " |")
     made += ["", "| engine | not exposed | reason |", "|---|---|---|"]
     for engine, rows in results.items():
-        for row in rows:
-            if "setting" not in row:
-                place = ".".join(row["place"].split(".")[-2:])
-                what = f"`{place}`: {row['kind']} `{row['text']}`"
-                made.append(f"| {engine} | {what} | {row['reason'] or 'not known'} |")
+        reasons = Counter(row["reason"] or "not known" for row in rows if "setting" not in row)
+        made += [f"| {engine} | {count} | {reason} |" for reason, count in reasons.most_common()]
     return made
 
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.optim import AdamW
 
 import polyshard
+import polyshard_optimizers
 from benchmarks.harness import Found, command, in_turns, median_of, run_ranks, seconds, sharded
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -67,7 +68,7 @@ def _trained(size: Size, engine: str, setting: str) -> tuple[nn.Module, AdamW]:
     model = sharded(nn.Sequential(*layers), layers, fully_shard)
     optimizer = AdamW(model.parameters(), **SETTINGS[setting])
     if engine == "flat":
-        polyshard.flat(optimizer)
+        polyshard_optimizers.flat(optimizer)
     model(torch.zeros(())).backward()
     return model, optimizer
 

@@ -6,8 +6,9 @@ Every rank, and the receiver, has a link of 1 Gbit/s each way, as hosts have. Af
 AdamW at a learning rate of 1e-6 the weights go to a bfloat16 receiver in four ways, which take
 turns: ``full_tensor()`` of one parameter after the other, sent by rank 0; a full state dict on rank
 0, sent by it; all of them by their ranks; what changed by their ranks. All four go through the same
-receiver, which proves every tensor. Bytes are what the ranks' links carried. Memory is not measured
-here: what one way frees stays resident, and hides what the next one needs.
+receiver, which proves every tensor. Bytes are what the ranks' links carried. What one way frees
+stays resident and hides what the next one needs, so memory is measured in fresh processes for each
+way, right after: how much more rank 0 held, at most, than its shards, gradients and optimizer.
 
 Without root there are no links, and figures say so.
 """
@@ -15,6 +16,7 @@ Without root there are no links, and figures say so.
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -64,27 +66,9 @@ class Case:
 def measure(case: Case) -> Found:
     """Medians of the turns; seconds of the slowest rank until the receiver serves the version."""
     has_links = os.geteuid() == 0
-    context = multiprocessing.get_context("spawn")
     with linked(case.ranks + 1, case.rate) if has_links else no_links(case.ranks + 1) as hosts:
-        ours, theirs = context.Pipe()
-        store = tempfile.mktemp(prefix="polyshard-bench-")
-        receiver = context.Process(target=_receive, args=(hosts[-1], theirs), daemon=True)
-        receiver.start()
-        addresses = ours.recv()
-        pipes, ranks = [], []
-        try:
-            for rank in range(case.ranks):
-                pipe, end = context.Pipe()
-                args = (hosts[rank], rank, case, store, addresses, end)
-                ranks.append(context.Process(target=_rank, args=args, daemon=True))
-                ranks[-1].start()
-                end.close()
-                pipes.append(pipe)
-            found: list[Found] = [pipe.recv() for pipe in pipes]
-        finally:
-            for process in (receiver, *ranks):
-                process.kill()
-            Path(store).unlink(missing_ok=True)
+        found = _run(case, hosts, _time)
+        held = {way: _run(case, hosts, _hold, way)[0] for way in WAYS}
     seconds = found[0]["seconds"]
     return {
         "ranks": case.ranks,
@@ -94,7 +78,32 @@ def measure(case: Case) -> Found:
         "full_tensor_over": {way: seconds[FULL_TENSOR] / seconds[way] for way in WAYS},
         "rank_0_over": {way: seconds[STATE_DICT] / seconds[way] for way in WAYS},
         "link_bytes": {way: sum(one["bytes"][way] for one in found) for way in WAYS},
+        "rank_0_bytes": held,
     }
+
+
+def _run(case: Case, hosts: list[Host], work: Callable[..., Any], *args: Any) -> list[Any]:
+    """What ``work`` returns on each of fresh ranks beside a fresh receiver."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    store = tempfile.mktemp(prefix="polyshard-bench-")
+    receiver = context.Process(target=_receive, args=(hosts[-1], theirs), daemon=True)
+    receiver.start()
+    addresses = ours.recv()
+    pipes, ranks = [], []
+    try:
+        for rank in range(case.ranks):
+            pipe, end = context.Pipe()
+            told = (hosts[rank], rank, case, store, end, work, (addresses, *args))
+            ranks.append(context.Process(target=_rank, args=told, daemon=True))
+            ranks[-1].start()
+            end.close()
+            pipes.append(pipe)
+        return [pipe.recv() for pipe in pipes]
+    finally:
+        for process in (receiver, *ranks):
+            process.kill()
+        Path(store).unlink(missing_ok=True)
 
 
 # Links ------------------------------------------------------------------------------------------
@@ -173,7 +182,13 @@ def _receive(host: Host, pipe: Connection) -> None:
 
 
 def _rank(
-    host: Host, rank: int, case: Case, store: str, addresses: dict[str, str], pipe: Connection
+    host: Host,
+    rank: int,
+    case: Case,
+    store: str,
+    pipe: Connection,
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     host.enter()
     torch.set_num_threads(1)
@@ -183,28 +198,30 @@ def _rank(
     torch.manual_seed(0)
     layers = [nn.Linear(case.width, case.width) for _ in range(case.layers)]
     model = sharded(nn.Sequential(*layers), layers, polyshard.fully_shard)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
-    publishers = {
-        WHOLE: Publisher(model, to=addresses[WHOLE], dtype=torch.bfloat16, keep="nothing"),
-        PATCHES: Publisher(model, to=addresses[PATCHES], dtype=torch.bfloat16, keep="values"),
-    }
-    ways: dict[str, Callable[[int], object]] = {
-        FULL_TENSOR: lambda version: _send(
-            addresses[FULL_TENSOR],
-            version,
-            ((name, value.full_tensor()) for name, value in model.state_dict().items()),
-            model,
-        ),
-        STATE_DICT: lambda version: _send(
-            addresses[STATE_DICT],
-            version,
-            _full_state(model),
-            model,
-        ),
-        WHOLE: publishers[WHOLE].publish,
-        PATCHES: publishers[PATCHES].publish,
-    }
     model(torch.randn(4, case.width)).square().mean().backward()  # the same gradient each time
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    pipe.send(work(host, case, model, optimizer, *args))
+    dist.barrier()
+
+
+def _publishing(way: str, model: nn.Module, address: str) -> Callable[[int], object]:
+    """What publishes a version in a way."""
+    if way == WHOLE:
+        return Publisher(model, to=address, dtype=torch.bfloat16, keep="nothing").publish
+    if way == PATCHES:
+        return Publisher(model, to=address, dtype=torch.bfloat16, keep="values").publish
+    whole = _each_tensor if way == FULL_TENSOR else _full_state
+    return lambda version: _send(address, version, whole(model), model)
+
+
+def _time(
+    host: Host,
+    case: Case,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    addresses: dict[str, str],
+) -> Found:
+    ways = {way: _publishing(way, model, addresses[way]) for way in WAYS}
     for way in ways.values():
         way(0)
     carried: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -228,13 +245,39 @@ def _rank(
 
     found = in_turns({way: timed(way) for way in WAYS}, case.turns)
     model_bytes = sum(parameter.numel() for parameter in model.parameters()) * 4
-    pipe.send(
-        {
-            "seconds": median_of(found),
-            "bytes": median_of(carried),
-            "model_bytes": model_bytes,
-        }
-    )
+    return {"seconds": median_of(found), "bytes": median_of(carried), "model_bytes": model_bytes}
+
+
+def _hold(
+    host: Host,
+    case: Case,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    addresses: dict[str, str],
+    way: str,
+) -> int:
+    """Bytes that this rank held at most, beside what it held before the first of two versions."""
+    optimizer.step()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", "ascii")  # the highest becomes what is held now
+    before = _memory("VmRSS")
+    publish = _publishing(way, model, addresses[way])
+    for version in range(2):
+        publish(version)
+        optimizer.step()
+    return _memory("VmHWM") - before
+
+
+def _memory(kind: str) -> int:
+    """A figure of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text("ascii").splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(kind)).split()[1])
+
+
+def _each_tensor(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, value in model.state_dict().items():
+        yield name, value.full_tensor()
 
 
 def _full_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

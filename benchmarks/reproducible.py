@@ -30,7 +30,7 @@ from benchmarks.harness import (
     shards,
     slowest,
 )
-from polyshard_compare.training.memory import resident
+from polyshard_cli.compare.training.memory import resident
 from polyshard_reproducible import Reproducible, clip_grad_norm_
 
 PLAIN, REPRODUCIBLE = "without", "Reproducible"

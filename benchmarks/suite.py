@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
-from benchmarks import checkpoint, gpu, guards, matrix, optimizer, reproducible, sim
+from benchmarks import checkpoint, gpu, guards, matrix, optimizer, pretrained, reproducible, sim
 from benchmarks import publish as publishing
 from benchmarks.harness import Found, run_alone, run_ranks, show
 from benchmarks.host import cost
@@ -94,6 +94,10 @@ PARTS: tuple[Part, ...] = (
     Part("host-cost", "host-cost", _host_cost),
     Part("optimizer-step", "optimizer", _of(optimizer.measure, optimizer.Case())),
     Part("checkpoint-stall", "checkpoint", _of(checkpoint.measure, checkpoint.Case())),
+    *(
+        Part(f"pretrained-{n}", "pretrained", _of(pretrained.measure, pretrained.Case(n)))
+        for n in (2, 4)
+    ),
     *(Part(f"publish-{n}", "publish", _of(publishing.measure, publishing.Case(n))) for n in (2, 4)),
     Part("guards", "guards", _of(guards.measure, guards.Case())),
     *(Part(f"muon-{n}", "matrix", _of(matrix.measure, matrix.Case(ranks=n))) for n in (2, 4)),

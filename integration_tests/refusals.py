@@ -173,7 +173,7 @@ def rows_left_over(rank: int, folder: str) -> None:
 
 
 def _matrices(beside: object, module: nn.Module) -> None:
-    from polyshard_matrix import MatrixOptimizer
+    from polyshard_optimizers import MatrixOptimizer
 
     describe(fully_shard(module, plugins=[MatrixOptimizer(torch.optim.Muon), beside]))
 

@@ -151,7 +151,7 @@ def wrapped(model: nn.Module, plugins: list[Any]) -> list[Any]:
 
 
 def muon() -> list[Any]:
-    from polyshard_matrix import MatrixOptimizer
+    from polyshard_optimizers import MatrixOptimizer
 
     return [MatrixOptimizer(torch.optim.Muon, lr=0.02)]
 

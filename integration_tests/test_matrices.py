@@ -13,12 +13,12 @@ from polyshard import fully_shard
 from polyshard_demo.model import LanguageModel, ModelSettings
 from polyshard_testing import ranks
 
-pytest.importorskip("polyshard_matrix")
+pytest.importorskip("polyshard_optimizers")
 pytest.importorskip("polyshard_quantized")
 
 from small_model import loss_of
 
-from polyshard_matrix import MatrixOptimizer
+from polyshard_optimizers import MatrixOptimizer
 from polyshard_quantized import Exclusions, Int8Block, QuantizedComm
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "momentum": 0.9}

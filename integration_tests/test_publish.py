@@ -18,7 +18,7 @@ from tp_models import Mlp, meshes, mlp, mlp_plan
 
 from polyshard import fully_shard
 from polyshard_offload import Offload
-from polyshard_publish import Publisher, Receiver, ReceiverServer
+from polyshard_publish import Part, Publisher, Receiver, ReceiverServer
 from polyshard_quantized import QuantizedComm
 from polyshard_tensor_parallel import TensorParallel
 from polyshard_testing import World
@@ -56,17 +56,36 @@ STACKS: dict[str, Callable[[], tuple[Any, Any]]] = {
 }
 
 
+ROWS = 7
+
+
+def in_two(name: str) -> str | list[Part]:
+    """Weights by their first rows and the rest, as projections are split."""
+    if not name.endswith("weight"):
+        return name
+    first, rest = slice(0, ROWS), slice(ROWS, None)
+    return [Part(f"{name}.first", take=(first,)), Part(f"{name}.rest", take=(rest,))]
+
+
 def publishes(rank: int, size: int, stack: str, address: str) -> tuple[dict[str, Tensor], bool]:
     model, plugins = STACKS[stack]()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if plugins and isinstance(plugins[0], Offload):
         optimizer = plugins[0].wrap(optimizer)
-    with Publisher(model, to=address, dtype=torch.bfloat16, keep="values") as publisher:
+    with Publisher(
+        model, to=address, dtype=torch.bfloat16, names=in_two, keep="values"
+    ) as publisher:
         publisher.publish(1)
         model(torch.ones(4, 10)).square().mean().backward()
         optimizer.step()
         published = publisher.publish(2)
-    wanted = {name: value.cpu().to(torch.bfloat16) for name, value in full(model).items()}
+    wanted: dict[str, Tensor] = {}
+    for name, value in full(model).items():
+        rounded = value.cpu().to(torch.bfloat16)
+        parts = {name: rounded}
+        if name.endswith("weight"):
+            parts = {f"{name}.first": rounded[:ROWS], f"{name}.rest": rounded[ROWS:]}
+        wanted |= parts
     return wanted, published.patched == (address,)
 
 

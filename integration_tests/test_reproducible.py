@@ -17,13 +17,13 @@ from polyshard_checkpoint import Checkpoints, TrainingState
 from polyshard_demo.model import LanguageModel, ModelSettings
 from polyshard_testing import World
 
-pytest.importorskip("polyshard_matrix")
+pytest.importorskip("polyshard_optimizers")
 pytest.importorskip("polyshard_reproducible")
 pytest.importorskip("polyshard_tensor_parallel")
 
 from reproducible_runs import Run, Words, differences, digest, digests
 
-from polyshard_matrix import MatrixOptimizer
+from polyshard_optimizers import MatrixOptimizer
 from polyshard_reproducible import Recorder, RecordsError, compare
 from polyshard_tensor_parallel import TensorParallel, demo_plan
 

@@ -15,8 +15,8 @@ NEEDS = {
     "offload to host": "polyshard_offload",
     "optimizer on host": "polyshard_offload",
     "offload to disk": "polyshard_offload",
-    "muon": "polyshard_matrix",
-    "muon hsdp": "polyshard_matrix",
+    "muon": "polyshard_optimizers",
+    "muon hsdp": "polyshard_optimizers",
     "tensor_parallel": "polyshard_tensor_parallel",
     "reproducible": "polyshard_reproducible",
 }

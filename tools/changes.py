@@ -15,12 +15,12 @@ ROOT = Path(__file__).parents[1]
 # Sessions of `nox -s nightly`, and the paths whose change brings one into the gate.
 NIGHTLY = {
     "site": ("docs/", "tools/build_site.py"),
-    "pages": ("docs/_", "packages/polyshard-plan/src/polyshard_plan/page/", "tools/headless"),
+    "pages": ("docs/_", "packages/polyshard-cli/src/polyshard_cli/plan/page/", "tools/headless"),
     "template": (
         "packages/polyshard-cli/src/polyshard_cli/template/",
         "examples/third-party-plugin/",
     ),
-    "gallery": ("examples/plugins/", "docs/gallery/"),
+    "gallery": ("examples/plugins/",),
 }
 
 

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import textwrap
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -146,6 +147,13 @@ def _wait_for(processes: list[Any]) -> int | None:
 
 def _be_page(program: Path, variables: dict[str, str], output: Path) -> None:
     """Run ``program`` as if Python had been started with it."""
+    import torch
+
+    from polyshard.errors import DifferentValuesWarning, IneffectiveSettingWarning
+
+    torch.seed()  # a fork would begin with the numbers of its siblings, a new process does not
+    for warning in (DifferentValuesWarning, IneffectiveSettingWarning):
+        warnings.simplefilter("error", warning)  # what readers copy warns of nothing
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(program.parent)

@@ -32,9 +32,10 @@ def seams() -> list[str]:
 
 
 def render(target: Path, **answers: str) -> None:
-    """Render the template with its default answers, but for those given."""
-    copier = importlib.import_module("copier")  # only the template session installs it
-    copier.run_copy(str(TEMPLATE), str(target), data=answers, defaults=True, quiet=True)
+    """Render the template as ``polyshard plugins new`` does; by default, the example."""
+    scaffold = importlib.import_module("polyshard_cli.scaffold")
+    wanted = {"plugin": "byte_counter", "seam": "observer", **answers}
+    scaffold.Scaffold(target=target, **wanted).render()
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -13,7 +13,7 @@ from itertools import combinations
 PLUGINS = ("offload", "quantized", "tensor-parallel")
 """The plugins that are combined; their distributions are called ``polyshard-NAME``."""
 
-NEUTRAL = ("calibration", "matrix", "reproducible")
+NEUTRAL = ("calibration", "reproducible")
 """Plugins tested alone and beside everything, not in every subset: one changes no number that is
 computed; of the others, what they refuse stands below."""
 
@@ -72,14 +72,14 @@ def layouts_of(stack: Stack) -> tuple[Layout, ...]:
 
 
 FEATURES = {
-    "plain": "two steps of AdamW; the bytes of a third are those that `describe()` says",
+    "plain": "two AdamW steps; `describe()` predicts the bytes of a third",
     "accumulation": "two micro-batches a step, the first without synchronisation",
     "checkpointing": "every block recomputed in backward",
-    "compiled": "every block compiled by `torch.compile` (on four ranks the first of two)",
+    "compiled": "every block compiled (on four ranks the first)",
     "clipping": "gradients clipped by their total norm",
-    "evaluation": "a forward without gradients in eval mode between the steps",
-    "reload": "parameters and optimizer state saved by `Checkpoints`, loaded on another number of "
-    "ranks without any plugin, saved there, and loaded with the plugins again",
+    "evaluation": "a no-grad forward in eval mode between the steps",
+    "reload": "saved by `Checkpoints`, loaded at another rank count without plugins, saved there, "
+    "and loaded with the plugins",
 }
 
 
@@ -182,7 +182,6 @@ class Refusal:
 
 
 OFFLOAD, QUANTIZED, TENSOR_PARALLEL = ((name,) for name in PLUGINS)
-MATRIX = "matrix"
 REFUSALS = (
     Refusal("divided-parameters-alone", (),
             "parameters divided by tensor parallelism, without the plugin",
@@ -221,13 +220,13 @@ REFUSALS = (
             "LifecycleError", "call apply(model)"),
     Refusal("rows-left-over", TENSOR_PARALLEL, "rows that the tensor-parallel ranks do not divide",
             "SettingError", "with a remainder"),
-    Refusal("matrices-offloaded", (*OFFLOAD, MATRIX),
+    Refusal("matrices-offloaded", OFFLOAD,
             "gradients that land whole on owners, and move to the host or to disk",
             "UnsupportedError", "moves gradients to where shards rest"),
-    Refusal("matrices-with-quantized-gradients", (*QUANTIZED, MATRIX),
+    Refusal("matrices-with-quantized-gradients", QUANTIZED,
             "gradients that land whole on owners, quantized",
             "UnsupportedError", "encodes the gradients of all ranks in rows"),
-    Refusal("matrices-in-reproducible-runs", (MATRIX, "reproducible"),
+    Refusal("matrices-in-reproducible-runs", ("reproducible",),
             "gradients that land whole on owners, summed in the tree of slots",
             "ConflictError", "gradient-landing"),
 )  # fmt: skip

@@ -1,9 +1,9 @@
-"""Draw docs/assets/house.svg from the imports of core, and the room table of architecture.md.
+"""Draw docs/assets/house.svg from the imports of core.
 
-Usage: python tools/make_house.py [--check]      (--check: only say whether both are current)
+Usage: python tools/make_house.py [--check]      (--check: only say whether it is current)
 
-Floors are those of the import contract in pyproject.toml, so that the picture, the page and what
-CI enforces cannot say different things.
+Floors are those of the import contract in pyproject.toml, so that the picture and what CI enforces
+cannot differ.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "packages" / "polyshard" / "src" / "polyshard"
 PAGE = ROOT / "docs" / "explanation" / "architecture.md"
 PICTURE = ROOT / "docs" / "assets" / "house.svg"
-BEGIN, END = "<!-- rooms: generated -->\n", "<!-- end of rooms -->\n"
 
 WIDTH, FLOOR, GAP, MARGIN = 1000, 46, 12, 14
 LABEL = 150
@@ -112,23 +111,9 @@ def _box(room: Room, left: float, top: int, width: float) -> list[str]:
     return [*box, "</g>"]
 
 
-def table(house: list[list[Room]]) -> str:
-    """A row a room, top floor first."""
-    rows = [f"| `{r.label}` | {r.says} |" for rooms in house for r in rooms]
-    return "\n".join([BEGIN.rstrip(), "| room | what it is for |", "|---|---|", *rows, END])
-
-
-def page(text: str, rooms: str) -> str:
-    """``text`` with its generated part replaced."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return before + rooms + after
-
-
 def files() -> dict[Path, str]:
-    """The picture and the page."""
-    house = floors()
-    return {PICTURE: picture(house), PAGE: page(PAGE.read_text("utf-8"), table(house))}
+    """The picture."""
+    return {PICTURE: picture(floors())}
 
 
 if __name__ == "__main__":

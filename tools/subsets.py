@@ -22,7 +22,7 @@ def stack_of(plugins: tuple[str, ...]) -> str:
 
 # Tested alone and beside everything, but not in every combination: one that changes how bytes
 # travel and nothing that is computed, and those that the others either leave alone or refuse.
-NEUTRAL = {"polyshard-calibration", "polyshard-matrix", "polyshard-reproducible"}
+NEUTRAL = {"polyshard-calibration", "polyshard-reproducible"}
 COMPOSED = [name for name in PLUGINS if name not in NEUTRAL]
 
 # Every subset of the plugins that are combined (none, each one, pairs, all), and the others alone.
@@ -35,7 +35,7 @@ SUBSETS |= {stack_of((name,)): [name] for name in PLUGINS if name in NEUTRAL}
 SUBSETS["all"] = PLUGINS
 
 # Of the tests of core and of a plugin, those to which it matters what else is installed.
-ROOMS = ("composition", "plugins")
+ROOMS = ("plugins",)
 CONFORMANCE = ("test_plugin.py", "test_conformance.py")
 # Of the combinations, what has cells of its own for each subset.
 CELLS = ("test_composition.py", "test_attempts.py", "test_faults.py", "test_models.py")
@@ -50,7 +50,7 @@ def alone(plugins: list[str], whole: bool = False) -> list[str]:
     if not plugins:
         core = ROOT / "packages" / "polyshard" / "tests"
         files = [*map(core.joinpath, ROOMS), *sorted(core.glob("test_*.py"))]
-        files.append(ROOT / "packages" / "polyshard-cli" / "tests")
+        files += sorted((ROOT / "packages" / "polyshard-cli" / "tests").glob("test_*.py"))
         paths += [f"packages/{name}/tests" for name in PACKAGES] if whole else _relative(files)
     for name in plugins if len(plugins) == 1 else []:
         tests = ROOT / "plugins" / name / "tests"

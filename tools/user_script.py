@@ -10,8 +10,8 @@ from torch import nn
 
 from polyshard import Observer, Plugin, describe, fully_shard, hookimpl, stats
 from polyshard_calibration import Calibration
-from polyshard_matrix import MatrixOptimizer, hidden_matrices
 from polyshard_offload import Offload
+from polyshard_optimizers import MatrixOptimizer, hidden_matrices
 from polyshard_quantized import Int8Block, QuantizedComm
 from polyshard_reproducible import Reproducible
 from polyshard_tensor_parallel import TensorParallel

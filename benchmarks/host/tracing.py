@@ -17,7 +17,7 @@ import polyshard
 from benchmarks.harness import Found, command, sharded
 from benchmarks.host.cost import Size, build, median_seconds
 from benchmarks.host.silent import silent_group
-from polyshard_trace import Trace
+from polyshard_cli.trace import Trace
 
 STEPS = 40
 

@@ -54,7 +54,7 @@ def settings_of(case: Case, machine: str) -> dict[str, Any]:
 
 def predict(settings: dict[str, Any]) -> dict[str, Any]:
     """What the plan says; in a process that has no process group."""
-    from polyshard_plan import Settings, draft, parse_mesh
+    from polyshard_cli.plan import Settings, draft, parse_mesh
 
     document = draft(Settings(**{**settings, "mesh": parse_mesh(settings["mesh"])}))
     timing = document.timing
@@ -72,8 +72,8 @@ def predict(settings: dict[str, Any]) -> dict[str, Any]:
 
 def measure_machine(ranks: int, path: str) -> None:
     """As ``polyshard plan --measure`` does."""
-    from polyshard_plan.estimate.machines import save_machine
-    from polyshard_plan.estimate.measuring import measure as measured
+    from polyshard_cli.plan.estimate.machines import save_machine
+    from polyshard_cli.plan.estimate.measuring import measure as measured
 
     save_machine(measured(ranks, MACHINE_ROUNDS), Path(path))
 

@@ -31,7 +31,7 @@ from benchmarks.harness import (
 from benchmarks.plan.step import measure_machine
 from benchmarks.step.case import Case
 from benchmarks.step.engines import batches, build_model, compared
-from polyshard_compare.engines.spec import Spec
+from polyshard_cli.compare.engines.spec import Spec
 
 RANKS = 2
 MODEL = Case(width=512, layers=8, tokens=16, steps=9, warmup=2)
@@ -89,10 +89,10 @@ def model_of(case: Case) -> str:
 
 def predict(found: list[Setting], case: Case, machine: str) -> list[dict[str, float]]:
     """Seconds and bytes of each, as ``--tune`` plans them; in a process without a process group."""
-    from polyshard_plan import Settings, parse_mesh
-    from polyshard_plan.drafting import subject_of
-    from polyshard_plan.tuning.choice import Choice
-    from polyshard_plan.tuning.search import Search
+    from polyshard_cli.plan import Settings, parse_mesh
+    from polyshard_cli.plan.drafting import subject_of
+    from polyshard_cli.plan.tuning.choice import Choice
+    from polyshard_cli.plan.tuning.search import Search
 
     base = Settings(
         model=model_of(case),
@@ -114,7 +114,7 @@ class Engine:
     """A model as a setting shards it, and its optimizer."""
 
     def __init__(self, setting: Setting, case: Case) -> None:
-        from polyshard_plan.dry_run.units import units_of
+        from polyshard_cli.plan.dry_run.units import units_of
 
         tier, _, place = setting.offload.partition("=")
         spec = Spec(

@@ -45,12 +45,11 @@ def step_time(results: dict[str, Result], assets: str) -> Iterator[str]:
     found = {row.name: results[row.name].found for row in shown}
     yield from table(_STEP_HEAD, (_step_row(row, found[row.name]) for row in shown))
     yield ""
-    yield "Peak resident memory is that of the whole process, 200 to 300 MiB of torch included,"
-    yield "measured with one engine alone."
+    yield "Peak RSS is of the whole process with one engine, 200 to 300 MiB of torch included."
     best = [row for row in shown if BEST_STEP in found[row.name]["ratios"]]
     if best:
         yield from ["", *_BEST, ""]
-        yield from table(_BEST_HEAD, (_best_row(row, found[row.name]) for row in best))
+        yield from _best(best, found)
     notes = [f"- `{row.name}`: {row.note}" for row in shown if row.note]
     yield from ["", *notes] if notes else []
     missed = [line for row in shown for line in _missed(row, found[row.name])]
@@ -62,36 +61,45 @@ def step_time(results: dict[str, Result], assets: str) -> Iterator[str]:
 _BEST = (
     "### With the best optimizer setting of each",
     "",
-    "AdamW fused, and flat in polyshard unless a plugin steps it; also DDP and FSDP1. *Kept* is",
-    "polyshard with `reshard_after_forward=False`. The table above has `foreach=True` everywhere.",
+    "AdamW fused, flat in polyshard unless a plugin steps it; above, all have `foreach=True`.",
+    "*Kept* is polyshard with `reshard_after_forward=False`.",
 )
-_BEST_HEAD = (
-    "row",
-    "polyshard ms",
-    "FSDP2 ms",
-    "step / FSDP2",
-    "bar",
-    "kept ms",
-    "DDP ms",
-    "FSDP1 ms",
-    "peak MiB",
-    "FSDP2 MiB",
-    "kept MiB",
-    "DDP MiB",
-    "FSDP1 MiB",
+_BEST_HEAD = ("row", "polyshard ms", "FSDP2 ms", "step / FSDP2", "bar")
+_OTHERS_HEAD = ("row", "kept ms", "DDP ms", "FSDP1 ms")
+_PEAK_HEAD = (
+    *("row", "peak MiB", "FSDP2 MiB", "kept MiB", "DDP MiB", "FSDP1 MiB"),
     "peak / FSDP2 of the table above",
 )
+_BEST_NAMES, _OTHER_NAMES = ("polyshard best", "torch best"), (KEPT, *OTHERS)
+
+
+def _best(rows: list[Row], found: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Three tables: steps, those of other engines, and peaks, of the rows that have them."""
+    yield from table(_BEST_HEAD, (_best_row(row, found[row.name]) for row in rows))
+    for head, key, names in (
+        (_OTHERS_HEAD, "median_seconds", _OTHER_NAMES),
+        (_PEAK_HEAD, "resident_bytes", (*_BEST_NAMES, *_OTHER_NAMES)),
+    ):
+        known = [row for row in rows if any(name in found[row.name][key] for name in names)]
+        if known:
+            yield ""
+            yield from table(head, (_others_row(row, found[row.name], key, names) for row in known))
 
 
 def _best_row(row: Row, found: dict[str, Any]) -> tuple[str, ...]:
-    ratios, seconds, resident = found["ratios"], found["median_seconds"], found["resident_bytes"]
-    names = ("polyshard best", "torch best", KEPT, *OTHERS)
+    times = (f"{1e3 * found['median_seconds'][name]['step']:.1f}" for name in _BEST_NAMES)
+    return f"`{row.name}`", *times, _cell(row, found["ratios"], BEST_STEP), _bar(row, BEST_STEP)
 
-    cell = partial(_cell, row, ratios)
-    times = [f"{1e3 * seconds[n]['step']:.1f}" if n in seconds else "" for n in names]
-    peaks = [f"{resident[n]['peak'] / 2**20:.0f}" if n in resident else "" for n in names]
-    ratio = (cell(BEST_STEP), _bar(row, BEST_STEP))
-    return f"`{row.name}`", *times[:2], *ratio, *times[2:], *peaks, cell(FLAT_MEMORY)
+
+def _others_row(
+    row: Row, found: dict[str, Any], key: str, names: tuple[str, ...]
+) -> tuple[str, ...]:
+    given = found[key]
+    if key == "median_seconds":
+        cells = [f"{1e3 * given[name]['step']:.1f}" if name in given else "" for name in names]
+        return f"`{row.name}`", *cells
+    cells = [f"{given[name]['peak'] / 2**20:.0f}" if name in given else "" for name in names]
+    return f"`{row.name}`", *cells, _cell(row, found["ratios"], FLAT_MEMORY)
 
 
 def _cell(row: Row, ratios: dict[str, float], quantity: str) -> str:

@@ -21,10 +21,10 @@ from benchmarks.step.case import Case
 from benchmarks.step.floor import Floor
 from benchmarks.step.modes import Setup, data_rank, set_up
 from benchmarks.step.rows import OTHERS
-from polyshard_compare.engines.building import BUILDERS
-from polyshard_compare.engines.built import Built, Place, Unit
-from polyshard_compare.engines.spec import Spec
-from polyshard_compare.job.job import Job
+from polyshard_cli.compare.engines.building import BUILDERS
+from polyshard_cli.compare.engines.built import Built, Place, Unit
+from polyshard_cli.compare.engines.spec import Spec
+from polyshard_cli.compare.job.job import Job
 from polyshard_demo.model import LanguageModel
 
 PHASES = ("forward", "backward", "optimizer", "step")
@@ -77,9 +77,9 @@ def _optimizer(
     setting: dict[str, Any] = {"fused" if is_best else "foreach": True}
     made = torch.optim.AdamW(_by_mesh(model), lr=LEARNING_RATE, **setting)
     if is_best and engine == "polyshard" and not setup.wraps:
-        import polyshard
+        from polyshard_optimizers import flat
 
-        return polyshard.flat(made)
+        return flat(made)
     return setup.wrap(made)
 
 

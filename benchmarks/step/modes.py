@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
 
-from polyshard_compare.engines.plugins import make_stack
-from polyshard_compare.engines.spec import Spec
+from polyshard_cli.compare.engines.plugins import make_stack
+from polyshard_cli.compare.engines.spec import Spec
 
 
 def _unchanged(optimizer: Optimizer) -> Optimizer:

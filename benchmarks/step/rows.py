@@ -69,17 +69,11 @@ def _bars(step: float, *, memory_reason: str = "") -> tuple[Bar, ...]:
 
 WIDE, NARROW = Case(width=1024, steps=5, warmup=2), Case(width=512, steps=7, warmup=2)
 
-OPTIMIZER_PEAK = (
-    "The peak is the optimizer's, equal for every engine: parameters, gradients, AdamW's state, "
-    "and foreach temporaries as large as all parameters."
-)
-NO_ROOM = (
-    "Process, parameters, gradients and AdamW's state take 1,114 MiB. The bar leaves 75 MiB more; "
-    "one layer's unsharded parameters and gradients take 98."
-)
-MOSTLY_TORCH = "The process with torch takes 262 of the 642 MiB, equal for every engine."
+OPTIMIZER_PEAK = "The peak is the optimizer's, with foreach temporaries, equal for every engine."
+NO_ROOM = "Process, shards and state leave 75 MiB below the bar; one layer unsharded takes 98."
+MOSTLY_TORCH = "Of the 642 MiB, 262 are the process with torch, equal for every engine."
 FOUR_ON_TWO = "Four ranks and their transfers share two cores; the floor is no faster."
-ACTIVATIONS = "Mostly activations, equal for every engine, and memory that glibc keeps."
+ACTIVATIONS = "Mostly activations, equal for every engine."
 
 _MAIN = (
     Row(

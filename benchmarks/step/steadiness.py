@@ -19,7 +19,7 @@ from benchmarks.harness import command, run_ranks
 from benchmarks.step.case import Case
 from benchmarks.step.engines import batches, build
 from benchmarks.step.rows import STEADY_ROW, row
-from polyshard_compare.training.memory import resident
+from polyshard_cli.compare.training.memory import resident
 
 STEPS = 200
 PERCENTILES = (50, 95, 99)

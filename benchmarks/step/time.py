@@ -22,7 +22,7 @@ import torch.distributed as dist
 from benchmarks.harness import command, in_turns, paired, run_ranks
 from benchmarks.step.case import Case
 from benchmarks.step.engines import BEST, KEPT, PHASES, batches, build
-from polyshard_compare.training.memory import resident
+from polyshard_cli.compare.training.memory import resident
 
 MEMORY_STEPS = 4
 OUR_BEST, THEIR_BEST, OUR_KEPT = f"polyshard{BEST}", f"torch{BEST}", f"{KEPT}{BEST}"

@@ -13,7 +13,7 @@ import loop
 import ranks
 import torch
 
-from polyshard_matrix import MatrixOptimizer
+from polyshard_optimizers import MatrixOptimizer
 
 LR_MATRICES, LR_REST = 0.02, 1e-3
 

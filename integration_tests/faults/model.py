@@ -13,7 +13,7 @@ from toy_codecs import BytesGather
 
 from polyshard import Observer, Plugin, fully_shard, hookimpl
 from polyshard.failures import Part
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GatherCodec, GroupInfo
 
 WIDTH, LAYERS = 16, 5
 FIRST = 1
@@ -97,7 +97,7 @@ class _Watcher(Observer):
         self._trap.at("observer", group)
 
 
-class _Trapped(Plugin):
+class _Trapped(Plugin, GatherCodec):
     name = "trapped"
     settings = ""
 
@@ -113,7 +113,7 @@ class _Trapped(Plugin):
         return self
 
     def bind(self, group: GroupInfo, layout: Any) -> BytesGather:
-        return _Codec(layout, self.trap, group.name)
+        return _Codec(layout, self.trap, str(group.identity))
 
 
 class Training:

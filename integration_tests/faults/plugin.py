@@ -11,8 +11,7 @@ from typing import Any
 from toy_codecs import BytesGather
 
 from polyshard import Around, Observer, Plugin, hookimpl
-from polyshard.seams import GroupInfo, StorageFactory
-from polyshard.seams.base import Named
+from polyshard.plugins.seams import GroupInfo, Named, StorageFactory
 
 PLACE = "blocks.1"
 """Groups of this unit fail, where they know the name of theirs yet; else the first does."""
@@ -84,14 +83,14 @@ class _Codec(Named):
     def bind(self, group: GroupInfo, layout: Any) -> Any:
         self.strike.at("bind")
         bound: Any = BytesGather(layout) if self.inner is None else self.inner.bind(group, layout)
-        if bound is not None and group.name.startswith(PLACE):
+        if bound is not None and str(group.identity).startswith(PLACE):
             bound.encode = self.strike.around("encode", bound.encode)
             bound.decode = self.strike.around("decode", bound.decode)
         return bound
 
 
 @dataclass(frozen=True)
-class _Storage(Named):
+class _Storage(StorageFactory):
     """The storage of a stack, or the engine's, that may fail."""
 
     strike: Strike
@@ -105,9 +104,9 @@ class _Storage(Named):
     def settings(self) -> Any:
         return self.inner.settings
 
-    def create(self, group: GroupInfo, layout: Any) -> Any:
+    def bind(self, group: GroupInfo, layout: Any) -> Any:
         self.strike.at("create")
-        made: Any = self.inner.create(group, layout)
+        made: Any = self.inner.bind(group, layout)
         made.fetch = self.strike.around("storage", made.fetch)
         return made
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import make_architecture_docs
 import make_combination_docs
 import make_fault_docs
-import make_gallery_docs
 import make_hook_docs
 import make_house
 import make_migration_docs
@@ -34,8 +34,8 @@ from composition_table import (
 )
 from fault_table import BAR_SECONDS, FAULT_CELLS, FAULTS, SAMPLE, TIMEOUT_SECONDS
 from polyshard import transport
-from polyshard_migrate.terms.catalog import GUIDES
-from polyshard_migrate.terms.term import Verdict
+from polyshard_cli.migrate.terms.catalog import GUIDES
+from polyshard_cli.migrate.terms.term import Verdict
 from try_version import RESULTS
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +44,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     "tool",
     [
+        make_architecture_docs,
         make_combination_docs,
         make_fault_docs,
         make_hook_docs,
@@ -59,23 +60,22 @@ def test_pages_are_current(tool: object) -> None:
         assert path.read_text("utf-8") == text, f"run python {inspect.getsourcefile(tool)}"  # type: ignore[arg-type]
 
 
-def test_gallery_pages_are_current_and_show_whole_modules() -> None:
-    assert make_gallery_docs.problems() == []
-    for name, path in make_gallery_docs.modules().items():
-        assert path.read_text("utf-8") in make_gallery_docs.page(name)
-
-
-def test_gallery_modules_are_entry_points_have_tests_and_import_public_names() -> None:
+def test_gallery_modules_are_short_and_public_and_the_page_shows_each() -> None:
     folder = ROOT / "examples" / "plugins"
     project = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["project"]
     points = project["entry-points"]["polyshard.plugins"].values()
-    modules = make_gallery_docs.modules()
-    front = make_gallery_docs.MODULES.name
+    front = "polyshard_gallery"
+    found = sorted((folder / "src" / front).glob("*.py"))
+    modules = {path.stem: path for path in found if path.stem != "__init__"}
     assert {point.partition(":")[0] for point in points} == {f"{front}.{name}" for name in modules}
-    public = {"polyshard", "polyshard.seams", "polyshard.transport", "polyshard_testing"}
+    public = {"polyshard", "polyshard.plugins.seams", "polyshard.transport", "polyshard_testing"}
+    page = (folder / "README.md").read_text("utf-8")
     for name, path in modules.items():
+        assert f"](src/{front}/{name}.py)" in page
         assert (folder / "tests" / f"test_{name}.py").is_file()
-        imported = re.findall(r"^ *(?:from|import) (polyshard[\w.]*)", path.read_text(), re.M)
+        code = path.read_text("utf-8")
+        assert len(code.splitlines()) < 100, name
+        imported = re.findall(r"^ *(?:from|import) (polyshard[\w.]*)", code, re.M)
         assert set(imported) <= public, name
 
 

@@ -24,7 +24,7 @@ PAGES = (
     "docs/reference/hooks.html",
     "docs/reference/support.html",
     "docs/reference/benchmarks.html",
-    "docs/reference/api/polyshard.seams.html",
+    "docs/reference/api/polyshard.plugins.seams.html",
     "docs/explanation/architecture.html",
     "docs/explanation/zero-copy.html",
 )

@@ -49,7 +49,7 @@ def test_matrices_are_orthogonalized_as_in_one_process(
 
     What ranks sum in another order therefore shows in the weights (by 3 to 9 % of how far they
     moved), though hardly in the losses. That the optimizer itself is torch's to the last bit stands
-    in the tests of polyshard-matrix.
+    in the tests of polyshard-optimizers.
     """
     world: World = request.getfixturevalue(f"world{size}")
     runs = world.run(tuned, small, tmp_path, tp, timeout=200.0)

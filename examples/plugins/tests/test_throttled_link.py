@@ -24,7 +24,7 @@ def test_transfers_take_the_time_of_the_link(rank: int, size: int) -> None:
     for layer in model:
         fully_shard(layer, plugins=plugins)
     fully_shard(model, plugins=plugins)
-    assert "throttled gloo-p2p" in str(describe(model))
+    assert "throttled_link gloo-p2p" in str(describe(model))
     begin = time.perf_counter()
     model(ones(1, 128)).sum().backward()
     took = time.perf_counter() - begin

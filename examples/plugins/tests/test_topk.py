@@ -28,6 +28,7 @@ class TestConformance(PluginConformance):
     host_waits = 3
     tolerance = 1.0  # most elements of a first step are left out
     loss_tolerance = 0.5
+    bias_steps = 80  # an element of twenty is sent
 
     @pytest.fixture
     def factory(self) -> Callable[[], object]:

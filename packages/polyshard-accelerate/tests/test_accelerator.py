@@ -26,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import polyshard
+import polyshard_optimizers
 from polyshard.errors import (
     CheckpointError,
     LifecycleError,
@@ -242,7 +243,7 @@ def test_a_schedule_of_an_optimizer_that_becomes_flat(rank: int, size: int) -> N
     too_early = torch.optim.lr_scheduler.StepLR(optimizer, size, gamma=0.5)
     with pytest.raises(LifecycleError, match="scheduler was made of this AdamW before"):
         accelerator.prepare(model, optimizer, too_early)
-    flat = polyshard.flat(optimizer_of(model))  # one that is flat already may have one
+    flat = polyshard_optimizers.flat(optimizer_of(model))  # one that is flat already may have one
     accelerator.prepare(flat, torch.optim.lr_scheduler.StepLR(flat, size))
     accelerator, model = made(rank, size, Sharding(flat=True)), Odd()
     model, optimizer = accelerator.prepare(model, optimizer_of(model))

@@ -22,8 +22,8 @@ from transformers import (
 )
 
 import polyshard
-from polyshard.errors import UnsupportedError
-from polyshard_accelerate import PolyshardTrainer, Sharding
+from polyshard.errors import CheckpointError, UnsupportedError
+from polyshard_accelerate import PolyshardAccelerator, PolyshardTrainer, Sharding
 from polyshard_testing import World, ranks
 
 STEPS = 4
@@ -62,7 +62,11 @@ def data() -> list[dict[str, torch.Tensor]]:
 
 
 def trainer(
-    folder: Path, kind: type[Trainer] = PolyshardTrainer, more: Any = None, **settings: Any
+    folder: Path,
+    kind: type[Trainer] = PolyshardTrainer,
+    more: Any = None,
+    model: Any = None,
+    **settings: Any,
 ) -> tuple[Any, Losses]:
     losses = Losses()
     given: dict[str, Any] = {
@@ -78,7 +82,7 @@ def trainer(
         "use_cpu": True,
     }
     made = kind(
-        model=tiny(),
+        model=tiny() if model is None else model,
         args=TrainingArguments(str(folder), **(given | settings)),
         train_dataset=data(),
         eval_dataset=data()[:6],
@@ -233,6 +237,82 @@ def test_what_was_evaluated_before_is_trained(rank: int, size: int, tmp_path: Pa
     made.train()
     changed = {n for n, w in whole(made.model).items() if not torch.equal(w, before[n])}
     assert changed == {n for n, p in made.model.named_parameters() if p.requires_grad}
+
+
+def on_meta(folder: Path) -> LlamaForCausalLM:
+    """The model that :func:`tiny` saved in ``folder``, without its values."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
+    model.model.layers[0].mlp.requires_grad_(False)
+    return model
+
+
+@ranks(2, 3)
+def test_a_folder_fills_a_model_on_meta(rank: int, size: int, tmp_path: Path) -> None:
+    as_launched(rank, size)
+    base = tmp_path / "base"
+    if rank == 0:
+        tiny().save_pretrained(base)
+    dist.barrier()
+    filled, losses = trainer(
+        tmp_path, model=on_meta(base), more={"sharding": Sharding(pretrained=base)}
+    )
+    filled.train()
+    as_launched(rank, size)
+    plain, expected = trainer(tmp_path)
+    plain.train()
+    assert losses.values == pytest.approx(expected.values, rel=1e-6)
+    trained = whole(filled.model)
+    assert_close(trained, whole(plain.model))
+    filled.save_model(str(tmp_path / "out"))
+    dist.barrier()
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    assert_same_bits(dict(loaded.named_parameters()), trained)
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """But for rounding: shards lie elsewhere in memory, and sums of squares follow that."""
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@ranks(2)
+def test_a_folder_that_does_not_fit(rank: int, size: int, tmp_path: Path) -> None:
+    as_launched(rank, size)
+    made, _ = trainer(
+        tmp_path, model=tiny(), more={"sharding": Sharding(pretrained=tmp_path / "none")}
+    )
+    with pytest.raises(CheckpointError, match="there is no"):
+        made.train()
+
+
+@ranks(2)
+def test_accelerate_fills_models_prepared_after_their_optimizers(
+    rank: int, size: int, tmp_path: Path
+) -> None:
+    as_launched(rank, size)
+    if rank == 0:
+        tiny().save_pretrained(tmp_path)
+    dist.barrier()
+    found = []
+    for model, sharding in (
+        (on_meta(tmp_path), Sharding(pretrained=tmp_path, flat=True)),
+        (tiny(), Sharding(flat=True)),
+    ):
+        as_launched(rank, size)
+        accelerator = PolyshardAccelerator(sharding=sharding, cpu=True)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer: Any = torch.optim.AdamW(trained, lr=1e-2)
+        optimizer, prepared = accelerator.prepare(optimizer, model)
+        assert_same_bits(whole(prepared), dict(tiny().named_parameters()))
+        for row in data()[rank : 4 * size : size]:
+            batch = {name: value[None] for name, value in row.items()}
+            accelerator.backward(prepared(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(whole(prepared))
+    assert_close(*found)
 
 
 @ranks(2)

@@ -159,4 +159,4 @@ def test_ranks_that_fail_or_err(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_test, "_answers", lambda seconds: answers)
     assert only(self_test.self_test()).text == "rank 1: OSError: no loopback"
     answers[1] = ("", [1.0])
-    assert "other weights" in only(self_test.self_test()).text
+    assert "weights after a step differ" in only(self_test.self_test()).text

@@ -11,7 +11,7 @@ from toy_entry_points import only
 from typer.testing import CliRunner
 
 from polyshard_cli.main import app
-from polyshard_cli.verbs import ENTRY_POINTS
+from polyshard_cli.verbs import ENTRY_POINTS, OWN
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +49,34 @@ def test_a_broken_verb_says_so_and_the_others_work(verb: str, reason: str) -> No
     assert code == 1
     assert reason in text
     assert run("greet")[0] == 0
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_each_of_its_own_verbs_is_there(name: str) -> None:
+    assert EntryPoint(name, OWN[name][0], ENTRY_POINTS).load()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "package"),
+    [
+        (["migrate", "train.py"], "polyshard-cli[migrate]"),
+        (["plan", "LlamaConfig", "--mesh", "dp=2"], "polyshard-cli[transformers]"),
+        (["plan", ".", "--mesh", "dp=2"], "polyshard-cli[transformers]"),
+    ],
+)
+def test_an_extra_that_is_missing_is_said_before_torch_is_imported(
+    arguments: list[str], package: str
+) -> None:
+    script = (
+        "import atexit, sys; sys.modules.update(libcst=None, transformers=None); "
+        "atexit.register(lambda: print('torch' in sys.modules)); "
+        "from polyshard_cli.main import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "False\n")
+    assert f"pip install '{package}'" in done.stderr
 
 
 def test_help_lists_verbs_and_imports_none() -> None:

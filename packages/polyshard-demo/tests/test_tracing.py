@@ -13,12 +13,6 @@ from polyshard_demo.launch import launch
 from polyshard_demo.settings import Settings
 
 
-def test_the_package_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugins, "find_spec", lambda name: None)
-    with pytest.raises(DemoError, match="pip install polyshard-trace"):
-        Settings(out=Path("run"), trace=Path("traces"))
-
-
 def test_a_folder_without_traces(tmp_path: Path) -> None:
     with pytest.raises(DemoError, match=r"--trace .* has no rank0\.json"):
         plugins.merge_trace(tmp_path)

@@ -38,7 +38,7 @@ class OnMeta(Odd):
 CASES: list[tuple[type[Odd], dict[str, Any], type[Exception], str]] = [
     (TorchSharded, {}, ModuleError, "blocks.0.*Import fully_shard from polyshard"),
     (SelfSharded, {"units": ["blocks.*"]}, SettingError, "units.*configure_model of SelfSharded"),
-    (OnMeta, {}, ModuleError, "head.*to_empty"),
+    (OnMeta, {}, ModuleError, "head.*load_pretrained"),
     (Odd, {"units": ["layers.*"]}, SettingError, "layers.*: no module"),
     (Odd, {"mesh": (2, 2)}, MeshError, "are 4, but the Trainer has 2"),
 ]

@@ -13,6 +13,7 @@ from lightning_runs import Odd, alone, assert_equal, batch, batches, trainer, wh
 from torch.distributed.tensor import DTensor
 
 import polyshard
+import polyshard_optimizers
 from polyshard_lightning import PolyshardStrategy
 from polyshard_testing import raises_in_step, ranks
 
@@ -75,7 +76,7 @@ class Chosen(Odd):
 
     def configure_optimizers(self) -> Any:
         trained = [p for p in self.parameters() if p.requires_grad]
-        return polyshard.flat(torch.optim.AdamW(trained, lr=self.hparams["rate"]))
+        return polyshard_optimizers.flat(torch.optim.AdamW(trained, lr=self.hparams["rate"]))
 
 
 @ranks(2)

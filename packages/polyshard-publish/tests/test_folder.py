@@ -78,6 +78,13 @@ def test_what_a_killed_trainer_left_is_removed(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["LATEST", "version-000001"]
 
 
+def test_versions_count_past_a_million(tmp_path: Path) -> None:
+    publisher = Publisher(nn.Linear(3, 2), to=FolderTarget(tmp_path, keep=1))
+    for version in (999_999, 1_000_000):
+        publisher.publish(version)
+        assert load_version(tmp_path).version == version
+
+
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PublishError, match="version 1 was not taken"):

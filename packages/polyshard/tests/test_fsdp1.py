@@ -16,7 +16,6 @@ from toy_models import assert_same_parameters, build, shard, tokens_for, train
 from toy_transforms import Flattening, Transposing
 
 from polyshard import Contract, Plugin, fully_shard, hookimpl
-from polyshard.composition.stack import build_stack
 from polyshard.errors import ConflictError
 from polyshard.fsdp1 import as_fsdp_extensions, from_fsdp_extensions, set_extensions, wrapping_with
 from polyshard_testing import ranks
@@ -72,14 +71,14 @@ def test_an_extension_object_of_torch_is_a_plugin(rank: int, size: int) -> None:
 def test_exclusive_hooks(rank: int, size: int) -> None:
     mesh = init_device_mesh(torch.get_default_device().type, (size,))
     extensions = Transposed()
-    hooks: Any = build_stack([from_fsdp_extensions(extensions)]).parameter_hooks
+    hooks: Any = as_fsdp_extensions([from_fsdp_extensions(extensions)])
     tensor = torch.arange(5.0)
     assert hooks.chunk_dtensor(tensor, rank, mesh) == 2
     assert hooks.chunk_tensor(tensor, rank, size, size, dist.group.WORLD) == 1
     assert hooks.all_gather_dtensor(tensor, mesh) == 3
     assert hooks.pre_load_state_dict_transform(tensor) == (tensor, [])
     named = from_fsdp_extensions(Transposed(), Contract("second"))
-    both: Any = build_stack([from_fsdp_extensions(extensions), named]).parameter_hooks
+    both: Any = as_fsdp_extensions([from_fsdp_extensions(extensions), named])
     with pytest.raises(ConflictError, match=r"'Transposed' .* and 'second' .* both answer chunk_d"):
         both.chunk_dtensor(tensor, rank, mesh)
 
@@ -99,7 +98,7 @@ class OnlyBias(Plugin):
 @ranks(2)
 def test_the_engine_answers_what_nobody_claims(rank: int, size: int) -> None:
     mesh = init_device_mesh(torch.get_default_device().type, (size,))
-    hooks: Any = build_stack([OnlyBias()]).parameter_hooks
+    hooks: Any = as_fsdp_extensions([OnlyBias()])
     bias, weight = torch.arange(5.0), torch.arange(15.0).view(5, 3)
     assert hooks.chunk_dtensor(bias, rank, mesh).placements == (Replicate(),)
     sharded = hooks.chunk_dtensor(weight, rank, mesh)

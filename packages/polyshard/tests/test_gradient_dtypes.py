@@ -17,7 +17,7 @@ from polyshard import MixedPrecisionPolicy, Plugin, StorageFactory, describe, fu
 from polyshard._torch.newer import grad_dtype_of, release
 from polyshard.errors import SettingError, UnsupportedError
 from polyshard.plugins.builtin import DeviceStorage
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
 from polyshard_testing import raises_in_step, ranks
 
@@ -280,7 +280,7 @@ class Keeping(DeviceStorage):
 class KeepingFactory(StorageFactory):
     name = "keeping"
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> Keeping:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> Keeping:
         return Keeping()
 
 

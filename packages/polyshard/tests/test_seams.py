@@ -21,9 +21,9 @@ from toy_storage import Resting
 from toy_transforms import Flattening, Transposing, Unsqueezing
 
 from polyshard import MixedPrecisionPolicy, Plugin, describe, fully_shard, hookimpl, stats
-from polyshard.composition.manager import Manager
 from polyshard.errors import ConflictError, PlanMismatchError, PluginError
-from polyshard.seams import ParamInfo
+from polyshard.plugins.seams import ParamInfo
+from polyshard.plugins.stack import PluginStack
 from polyshard_testing import World, ranks
 
 
@@ -35,14 +35,14 @@ def make(kind: str) -> list[object]:
     made: dict[str, list[object]] = {
         "codecs": [Codecs()],
         "storage": [Resting()],
-        "onion": [Transposing(before=["flattening"]), Flattening()],
+        "transforms": [Transposing(before=["flattening"]), Flattening()],
         "reverse": [Flattening(), Transposing(after=["flattening"])],
         "all": [Watching(), Resting(), Codecs(), Flattening(), Transposing(), Preparing()],
     }
     return made[kind]
 
 
-@pytest.mark.parametrize("kind", ["codecs", "storage", "onion", "reverse", "all"])
+@pytest.mark.parametrize("kind", ["codecs", "storage", "transforms", "reverse", "all"])
 @ranks(2)
 def test_exact_plugins_change_nothing(rank: int, size: int, kind: str) -> None:
     """Nothing these plugins do is lossy, so training must not change by a bit at two ranks."""
@@ -69,7 +69,7 @@ def close_to_plain(rank: int, size: int, kind: str) -> None:
 
 
 @ranks(2)
-def test_the_onion(rank: int, size: int) -> None:
+def test_transforms_nest(rank: int, size: int) -> None:
     """Transposed first, then flat: the shard is the flat transpose; names and values survive."""
     transposing = Transposing(before=["flattening"])
     model: Any = torch.nn.Linear(6, 4)
@@ -175,24 +175,24 @@ def test_different_plugins_are_refused_on_all_ranks(rank: int, size: int) -> Non
 
 @ranks(2)
 def test_a_step_calls_no_hook(rank: int, size: int) -> None:
-    """A step asks no plugin: neither pluggy nor the manager is called."""
+    """A step asks no plugin: neither pluggy nor the stack is called."""
     model = shard(build(), fully_shard, plugins=[Codecs(), Watching(), Flattening()])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of(model, tokens_for(0, rank)).backward()
     calls: list[str] = []
-    hook_call, ask = pluggy.HookCaller.__call__, Manager._call
+    hook_call, ask = pluggy.HookCaller.__call__, PluginStack.ask
 
     def count_hook(self: Any, **kwargs: Any) -> Any:
         calls.append("pluggy")
         return hook_call(self, **kwargs)
 
-    def count_ask(self: Any, *args: Any) -> Any:
-        calls.append("manager")
-        return ask(self, *args)
+    def count_ask(self: Any, *args: Any, **given: Any) -> Any:
+        calls.append("stack")
+        return ask(self, *args, **given)
 
     hooks: Any = pluggy.HookCaller
-    manager: Any = Manager
-    hooks.__call__, manager._call = count_hook, count_ask
+    stack: Any = PluginStack
+    hooks.__call__, stack.ask = count_hook, count_ask
     try:
         loss_of(model, tokens_for(1, rank)).backward()
         optimizer.step()
@@ -201,7 +201,7 @@ def test_a_step_calls_no_hook(rank: int, size: int) -> None:
         fully_shard(torch.nn.Linear(2, 2), plugins=[Codecs()])
         assert calls  # the counters do count
     finally:
-        hooks.__call__, manager._call = hook_call, ask
+        hooks.__call__, stack.ask = hook_call, ask
 
 
 @ranks(1)

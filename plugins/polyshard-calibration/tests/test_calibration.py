@@ -17,7 +17,7 @@ from toy_models import Model, assert_same_parameters, build, shard, tokens_for, 
 from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.errors import IneffectiveSettingWarning, SettingError
 from polyshard.group.transfers import readable, ways_of
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import CollectivesBackend, GroupInfo
 from polyshard.sharding.layout import ParameterShape, plan_layout
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import Transport
@@ -162,7 +162,7 @@ def test_a_calibration_for_another_size_is_reported(world2: World) -> None:
     assert "threshold built in" in text
 
 
-class Collectives(Plugin):
+class Collectives(Plugin, CollectivesBackend):
     """Collectives where the engine would take point to point, coalesced or one by one."""
 
     name = "collectives"
@@ -176,8 +176,8 @@ class Collectives(Plugin):
     def polyshard_collectives_backend(self, group: GroupInfo) -> Collectives:
         return self
 
-    def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
-        transport = CollectiveTransport(roles.shard_group, device)
+    def bind(self, group: GroupInfo, roles: MeshRoles) -> Transport:
+        transport = CollectiveTransport(roles.shard_group, group.device)
         apply(transport, 0, coalesces=self.coalesces)
         return transport
 

@@ -35,6 +35,7 @@ def on_disk() -> Offload:
 
 
 class TestDisk(PluginConformance):
+    kept_share = 200.0  # a window onto the files, as large for small models
     host_waits = 16  # files are read and written by the host: it waits for copies from the device
 
     @pytest.fixture

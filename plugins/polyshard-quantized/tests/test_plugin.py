@@ -9,9 +9,9 @@ import pytest
 from quantized_groups import toys
 
 from polyshard import Plugin, hookimpl
-from polyshard.composition.stack import build_stack
 from polyshard.errors import ConflictError, SettingError
 from polyshard.plugins.discovery import load_plugin
+from polyshard.plugins.stack import build_stack
 from polyshard_quantized import (
     ErrorFeedback,
     Exclusions,

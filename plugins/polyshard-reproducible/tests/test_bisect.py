@@ -15,7 +15,7 @@ from reproducible_runs import Run
 from torch.distributed.tensor import DTensor
 from typer.testing import CliRunner
 
-import polyshard
+import polyshard_optimizers
 from polyshard_reproducible import Recorder, compare
 from polyshard_reproducible.command import bisect
 from polyshard_reproducible.picture import cells
@@ -87,7 +87,7 @@ def recorded_once(rank: int, size: int, folder: str, shape: tuple[int, ...]) -> 
     other: dict[str, Any] = {
         "slots": SLOTS,
         "dtype": torch.bfloat16,
-        "optimizer": lambda p, **k: polyshard.flat(torch.optim.AdamW(p, **k)),
+        "optimizer": lambda p, **k: polyshard_optimizers.flat(torch.optim.AdamW(p, **k)),
     }
     recorded(rank, size, f"{folder}/bf16", shape, range(2), **other)
 

@@ -24,13 +24,13 @@ from polyshard import (
     GatherCodecPlugin,
     MixedPrecisionPolicy,
     Plugin,
-    flat,
     fully_shard,
 )
 from polyshard.errors import ConflictError
 from polyshard.plugins.contract import hookimpl
-from polyshard.seams import BoundReduceCodec, GroupInfo, ReduceCodec
+from polyshard.plugins.seams import BoundReduceCodec, GroupInfo, ReduceCodec
 from polyshard.sharding.layout import GroupLayout
+from polyshard_optimizers import flat
 from polyshard_reproducible import Reproducible, ReproducibleError, check_optimizer
 from polyshard_reproducible.checks import check_device
 from polyshard_reproducible.tree import TreeSum
@@ -257,13 +257,13 @@ class Halves(GatherCodecPlugin):
     name = "halves"
     provides: ClassVar[tuple[str, ...]] = ("gather-codec",)
 
-    def payload_bytes(self, group: Any, layout: Any) -> int | None:
+    def payload_size(self) -> int | None:
         return None
 
-    def encode(self, shard: Tensor, payload: Tensor, at: Any) -> None:
+    def encode(self, shard: Tensor, payload: Tensor) -> None:
         raise NotImplementedError
 
-    def decode(self, payloads: Tensor, regions: Any, at: Any) -> None:
+    def decode(self, payloads: Tensor, regions: Any) -> None:
         raise NotImplementedError
 
 
@@ -273,7 +273,7 @@ class Silent(Halves):
     name = "silent"
     provides = ()
 
-    def payload_bytes(self, group: Any, layout: Any) -> int | None:
+    def payload_size(self) -> int | None:
         return 64
 
 

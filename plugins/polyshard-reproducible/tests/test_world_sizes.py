@@ -24,7 +24,7 @@ from reproducible_runs import (
 )
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-import polyshard
+import polyshard_optimizers
 from polyshard.errors import NonFiniteError
 from polyshard.transport.gloo import GlooReduce
 from polyshard_checkpoint import Checkpoints, TrainingState
@@ -97,7 +97,7 @@ def test_torch_gives_other_bits(world1: World, world2: World, world4: World) -> 
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "foreach": lambda p, **k: torch.optim.AdamW(p, foreach=True, amsgrad=True, **k),
-    "flat": lambda p, **k: polyshard.flat(torch.optim.AdamW(p, **k)),
+    "flat": lambda p, **k: polyshard_optimizers.flat(torch.optim.AdamW(p, **k)),
     "sgd": lambda p, **k: torch.optim.SGD(p, momentum=0.9, weight_decay=0.1, **k),
 }
 

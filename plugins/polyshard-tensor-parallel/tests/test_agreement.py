@@ -25,7 +25,7 @@ from tp_models import Mlp, meshes, mlp, mlp_plan, problems_of
 
 from polyshard import Plugin, fully_shard, hookimpl
 from polyshard.errors import PlanMismatchError, PolyshardError, SettingError
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo, StateDictAdapter
 from polyshard_tensor_parallel import Heads, Plan, TensorParallel
 from polyshard_tensor_parallel.plans.checking import check
 from polyshard_testing import World, ranks
@@ -95,8 +95,9 @@ class Marked(Plugin):
         return Adapter(self.mark)
 
 
-class Adapter:
+class Adapter(StateDictAdapter):
     name = "adapter"
+    settings: str
 
     def __init__(self, settings: str) -> None:
         self.settings = settings

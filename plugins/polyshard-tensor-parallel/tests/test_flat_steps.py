@@ -14,7 +14,8 @@ from toy_flat import assert_same, local_part
 from toy_optimizers import EVERY, Make, runs_of
 from tp_models import loss_of, meshes, mlp, mlp_plan, shard_blocks, tiny, tokens_for
 
-from polyshard import MixedPrecisionPolicy, clip_grad_norm_, flat, fully_shard
+from polyshard import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from polyshard_optimizers import flat
 from polyshard_tensor_parallel import TensorParallel, demo_plan
 from polyshard_testing import ranks
 

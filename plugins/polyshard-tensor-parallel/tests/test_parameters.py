@@ -32,7 +32,7 @@ from tp_models import meshes
 
 from polyshard import MixedPrecisionPolicy, fully_shard
 from polyshard.errors import MeshError, UnsupportedError
-from polyshard.seams import ParamInfo
+from polyshard.plugins.seams import ParamInfo
 from polyshard.sharding.layout import chunk_bounds
 from polyshard_tensor_parallel import TensorParallel
 from polyshard_tensor_parallel.forms.chunks import data_placement, whole_of

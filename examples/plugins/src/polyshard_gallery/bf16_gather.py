@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from polyshard import CodecGroup, GatherCodecPlugin
-from polyshard.seams import GroupInfo, GroupLayout
+from polyshard import GatherCodecPlugin
 
 WIRE = torch.bfloat16
 
@@ -16,17 +15,16 @@ class Bf16Gather(GatherCodecPlugin):
 
     name = "bf16_gather"
 
-    def payload_bytes(self, group: GroupInfo, layout: GroupLayout) -> int | None:
+    def payload_size(self) -> int | None:
         """Leaves to the engine what travels in two bytes anyway: that needs no copy."""
-        if min(group.orig_dtype.itemsize, group.param_dtype.itemsize) <= WIRE.itemsize:
+        if min(self.group.orig_dtype.itemsize, self.group.param_dtype.itemsize) <= WIRE.itemsize:
             return None
-        return layout.shard_numel * WIRE.itemsize
+        return self.layout.shard_numel * WIRE.itemsize
 
-    def encode(self, shard: Tensor, payload: Tensor, at: CodecGroup) -> None:
-        """The whole shard, cast; what stands between chunks travels along, and nobody reads it."""
-        payload.view(WIRE).copy_(shard)
+    def encode(self, shard: Tensor, payload: Tensor) -> None:
+        payload.view(WIRE).copy_(shard)  # padding travels along, and nobody reads it
 
-    def decode(self, payloads: Tensor, regions: Sequence[Tensor], at: CodecGroup) -> None:
+    def decode(self, payloads: Tensor, regions: Sequence[Tensor]) -> None:
         shards = payloads.view(WIRE)
-        for placed, region in zip(at.layout.parameters, regions, strict=True):
+        for placed, region in zip(self.layout.parameters, regions, strict=True):
             region.copy_(shards.narrow(1, placed.shard_offset, placed.chunk_numel))

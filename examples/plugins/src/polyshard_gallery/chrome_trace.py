@@ -8,10 +8,10 @@ from typing import TextIO
 
 import torch.distributed as dist
 
-from polyshard import Observer, Plugin, hookimpl
+from polyshard import ObserverPlugin
 
 
-class ChromeTrace(Plugin, Observer):
+class ChromeTrace(ObserverPlugin):
     """Writes ``rank0.json``, ``rank1.json``, ... to ``folder``; whole after every step."""
 
     name = "chrome_trace"
@@ -23,11 +23,6 @@ class ChromeTrace(Plugin, Observer):
         self._events: list[str] = []
         self._lines: dict[str, int] = {}
         self._started: dict[tuple[str, str], float] = {}
-
-    @hookimpl
-    def polyshard_observer(self) -> Observer:
-        """One observer for all groups: each has a line of its own in the trace."""
-        return self
 
     def on_unshard(self, group: str, payload_bytes: int) -> None:
         self._begin("all-gather", group, payload_bytes)

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyshard import CodecGroup, ReduceCodecPlugin
-from polyshard.seams import GroupInfo, GroupLayout
+from polyshard import GroupInfo, ReduceCodecPlugin
 
 
 class Factors:
@@ -33,17 +32,25 @@ class Factors:
         return torch.bmm(left, right.mT)
 
 
-class Matrices:
-    """Those of one group: as factors where that is less, the others whole."""
+@dataclass(frozen=True, eq=False)
+class LowRankGradients(ReduceCodecPlugin):
+    """Gradient matrices travel as ``rank`` columns and ``rank`` rows, where that is less."""
 
-    def __init__(self, group: GroupInfo, layout: GroupLayout, rank: int) -> None:
+    name = "low_rank_gradients"
+    rank: int = 4
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"low_rank_gradients: rank must be at least 1, got {self.rank}")
+
+    def setup(self) -> None:
         self.factors, self.sizes = list[Factors | None](), list[int]()
-        self.present = frozenset[int]()
-        for placed in layout.parameters:
+        for placed in self.layout.parameters:
             rows = placed.chunk_shape[0] if len(placed.shape) > 1 else 1
             columns = placed.chunk_numel // max(rows, 1)
-            thin, whole = rank * (rows + columns), placed.chunk_numel
-            self.factors.append(Factors(group, rows, columns, rank) if thin < whole else None)
+            thin, whole = self.rank * (rows + columns), placed.chunk_numel
+            made = Factors(self.group, rows, columns, self.rank) if thin < whole else None
+            self.factors.append(made)
             self.sizes.append(min(thin, whole))
 
     def state_dict(self) -> dict[str, Any]:
@@ -56,37 +63,22 @@ class Matrices:
             assert factors is not None, "saved for matrices of other shapes"
             factors.basis, factors.error = saved["basis"].clone(), saved["error"].clone()
 
+    def payload_size(self) -> int | None:
+        itemsize = self.group.reduce_dtype.itemsize
+        return None if self.group.world_size == 1 else sum(self.sizes) * itemsize
 
-@dataclass(frozen=True, eq=False)
-class LowRankGradients(ReduceCodecPlugin):
-    """Gradient matrices travel as ``rank`` columns and ``rank`` rows."""
+    def begin(self, present: frozenset[int]) -> None:
+        self.present = present
 
-    name = "low_rank_gradients"
-    rank: int = 4
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"low_rank_gradients: rank must be at least 1, got {self.rank}")
-
-    def new_state(self, group: GroupInfo, layout: GroupLayout) -> Matrices:
-        return Matrices(group, layout, self.rank)
-
-    def payload_bytes(self, group: GroupInfo, layout: GroupLayout) -> int | None:
-        sizes = Matrices(group, layout, self.rank).sizes
-        return None if group.world_size == 1 else sum(sizes) * group.reduce_dtype.itemsize
-
-    def begin(self, present: frozenset[int], at: CodecGroup) -> None:
-        at.state.present = present
-
-    def encode(self, chunks: Sequence[Tensor], payloads: Tensor, at: CodecGroup) -> None:
-        parts = payloads.view(at.group.reduce_dtype).split(at.state.sizes, dim=1)
-        for index, (factors, sent) in enumerate(zip(at.state.factors, parts, strict=True)):
-            if factors and index in at.state.present:
+    def encode(self, chunks: Sequence[Tensor], payloads: Tensor) -> None:
+        parts = payloads.view(self.group.reduce_dtype).split(self.sizes, dim=1)
+        for index, (factors, sent) in enumerate(zip(self.factors, parts, strict=True)):
+            if factors and index in self.present:
                 factors.encode(chunks[index], sent)
             else:  # a matrix without a gradient: what is kept of it waits
                 sent.copy_(sent.new_zeros(()) if factors else chunks[index])
 
-    def decode_sum(self, payloads: Tensor, outs: Sequence[Tensor], at: CodecGroup) -> None:
-        parts = payloads.view(at.group.reduce_dtype).float().split(at.state.sizes, dim=1)
-        for factors, part, out in zip(at.state.factors, parts, outs, strict=True):
+    def decode_sum(self, payloads: Tensor, outs: Sequence[Tensor]) -> None:
+        parts = payloads.view(self.group.reduce_dtype).float().split(self.sizes, dim=1)
+        for factors, part, out in zip(self.factors, parts, outs, strict=True):
             out.copy_((factors.decode(part) if factors else part).sum(0).flatten())

@@ -6,57 +6,44 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from polyshard import Plugin, ShardStorage, StorageFactory, hookimpl
-from polyshard.seams import GroupInfo, GroupLayout
-
-
-class MappedShard(ShardStorage):
-    """Optimizers work on the mapped file; a gather reads a copy that lasts as long as it."""
-
-    def __init__(self, folder: str, device: torch.device) -> None:
-        self._folder, self._device = folder, device
-
-    def rest(self, shard: Tensor) -> Tensor:
-        self._resting = self._near = shard
-        if shard.is_meta or not shard.numel():  # nothing to keep (yet)
-            return shard
-        # A name that nobody can guess, gone at once: the mapping alone keeps the file.
-        with tempfile.NamedTemporaryFile(dir=self._folder or None) as file:
-            file.truncate(shard.nbytes)
-            numel, dtype = shard.numel(), shard.dtype
-            self._resting = torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
-        self._resting.copy_(shard)
-        self._near = torch.empty_like(shard, device=self._device)
-        return self._resting
-
-    def view(self) -> Tensor:
-        if self._near is not self._resting:  # views can be made of memory only
-            self._near.untyped_storage().resize_(self._resting.nbytes)
-        return self._near
-
-    def fetch(self) -> None:
-        if self._near is not self._resting:
-            self.view().copy_(self._resting)
-
-    def release(self) -> None:
-        if self._near is not self._resting:
-            self._near.untyped_storage().resize_(0)
-
-    def place_gradient(self, gradient: Tensor) -> Tensor:
-        return gradient.to(self._resting.device)
+from polyshard import StoragePlugin
 
 
 @dataclass(frozen=True, eq=False)
-class MappedStorage(Plugin, StorageFactory):
-    """Shards of every group rest in files of ``folder``, the system's temporary one by default."""
+class MappedStorage(StoragePlugin):
+    """Shards rest in files of ``folder``, the system's temporary one by default.
+
+    Optimizers work on the mapped file; a gather reads a copy that lasts as long as it.
+    """
 
     name = "mapped_storage"
     folder: str = field(default="", repr=False)  # left out of the settings: ranks may differ
 
-    @hookimpl
-    def polyshard_shard_storage(self) -> StorageFactory:
-        """The plugin is its own factory."""
-        return self
+    def rest(self, shard: Tensor) -> Tensor:
+        self.resting = self.near = shard
+        if shard.is_meta or not shard.numel():  # nothing to keep (yet)
+            return shard
+        # A name that nobody can guess, gone at once: the mapping alone keeps the file.
+        with tempfile.NamedTemporaryFile(dir=self.folder or None) as file:
+            file.truncate(shard.nbytes)
+            numel, dtype = shard.numel(), shard.dtype
+            self.resting = torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
+        self.resting.copy_(shard)
+        self.near = torch.empty_like(shard, device=self.group.device)
+        return self.resting
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> MappedShard:
-        return MappedShard(self.folder, group.device)
+    def view(self) -> Tensor:
+        if self.near is not self.resting:  # views can be made of memory only
+            self.near.untyped_storage().resize_(self.resting.nbytes)
+        return self.near
+
+    def fetch(self) -> None:
+        if self.near is not self.resting:
+            self.view().copy_(self.resting)
+
+    def release(self) -> None:
+        if self.near is not self.resting:
+            self.near.untyped_storage().resize_(0)
+
+    def place_gradient(self, gradient: Tensor) -> Tensor:
+        return gradient.to(self.resting.device)

@@ -3,28 +3,8 @@
 import time
 from dataclasses import dataclass, field
 
-import torch
-
-from polyshard import CollectivesBackend, Plugin, hookimpl
-from polyshard.transport import (
-    MeshRoles,
-    Pending,
-    Transport,
-    WrappedTransport,
-    choose_transport,
-)
-
-
-class Link:
-    """One rank's way out: transfers follow each other at a rate, and arrive a latency later."""
-
-    def __init__(self, bytes_per_second: float, latency_seconds: float) -> None:
-        self._rate, self._latency, self._free_at = bytes_per_second, latency_seconds, 0.0
-
-    def hold(self, pending: Pending, nbytes: int) -> Pending:
-        """``pending``, not over before its bytes have left and arrived."""
-        self._free_at = max(self._free_at, time.perf_counter()) + nbytes / self._rate
-        return Held(pending, self._free_at + self._latency)
+from polyshard import BackendPlugin
+from polyshard.transport import Pending
 
 
 @dataclass(frozen=True)
@@ -39,34 +19,23 @@ class Held(Pending):
         time.sleep(max(0.0, self.until - time.perf_counter()))
 
 
-class HeldTransport(WrappedTransport):
-    """Another transport at the speed of a link."""
+@dataclass
+class Link:
+    """One rank's way out, which all groups share as they share one network card."""
 
-    def __init__(self, inner: Transport, link: Link) -> None:
-        super().__init__(inner)
-        self.name, self._link = f"throttled {inner.name}", link
-
-    def started(self, pending: Pending, sent_bytes: int) -> Pending:
-        return self._link.hold(pending, sent_bytes)
+    free_at: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
-class ThrottledLink(Plugin, CollectivesBackend):
-    """All groups of a rank share one link, as they share one network card."""
+class ThrottledLink(BackendPlugin):
+    """Transfers follow each other at a rate, and arrive a latency later."""
 
     name = "throttled_link"
     bytes_per_second: float = 125e6
     latency_seconds: float = 100e-6
-    _link: Link = field(init=False, repr=False)
+    link: Link = field(default_factory=Link, init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_link", Link(self.bytes_per_second, self.latency_seconds))
-
-    @hookimpl
-    def polyshard_collectives_backend(self) -> CollectivesBackend:
-        """The plugin is its own factory."""
-        return self
-
-    def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
-        transport = choose_transport(roles, device)
-        return HeldTransport(transport, self._link) if transport.size > 1 else transport
+    def started(self, pending: Pending, sent_bytes: int) -> Pending:
+        begin = max(self.link.free_at, time.perf_counter())
+        self.link.free_at = begin + sent_bytes / self.bytes_per_second
+        return Held(pending, self.link.free_at + self.latency_seconds)

@@ -2,10 +2,10 @@
 
 from collections import Counter
 
-from polyshard import Observer, Plugin, hookimpl
+from polyshard import ObserverPlugin
 
 
-class ByteCounter(Plugin, Observer):
+class ByteCounter(ObserverPlugin):
     """Called by the engine during the step; changes nothing."""
 
     name = "byte_counter"
@@ -13,11 +13,6 @@ class ByteCounter(Plugin, Observer):
 
     def __init__(self) -> None:
         self.sent_bytes: Counter[str] = Counter()
-
-    @hookimpl
-    def polyshard_observer(self) -> Observer:
-        """Watch every group."""
-        return self
 
     def on_unshard(self, group: str, payload_bytes: int) -> None:
         self.sent_bytes[group] += payload_bytes

@@ -16,11 +16,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from polyshard import FSDPModule, clip_grad_norm_, flat
+from polyshard import FSDPModule, clip_grad_norm_
 from polyshard.errors import LifecycleError, UnsupportedError
 from polyshard_accelerate import state
 from polyshard_accelerate.parameters import Replaced
 from polyshard_accelerate.sharding import Sharding
+from polyshard_optimizers import flat
 
 __all__ = ["PolyshardAccelerator"]
 

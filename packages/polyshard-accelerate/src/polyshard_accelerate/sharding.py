@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from polyshard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from polyshard.errors import ModuleError, SettingError
 from polyshard_checkpoint import load_pretrained
-from polyshard_plan.dry_run.units import units_of
-from polyshard_plan.errors import PlanError
+from polyshard_cli.plan.dry_run.units import units_of
+from polyshard_cli.plan.errors import PlanError
 
 __all__ = ["Sharding", "reshard"]
 
@@ -31,7 +31,7 @@ class Sharding:
         mesh: with one axis, or with ``(replicas, ranks of a shard)``; by default of all ranks.
         mp_policy: what units compute and reduce in; by default that is left to the framework.
         reshard_after_forward: for every unit but the model itself.
-        flat: whether optimizers step runs of shards (``polyshard.flat``).
+        flat: whether optimizers step runs of shards (``polyshard_optimizers.flat``).
         pretrained: a folder to fill the model from once it is sharded
             (``polyshard_checkpoint.load_pretrained``): build it under ``torch.device("meta")``, and
             no rank ever holds it whole.

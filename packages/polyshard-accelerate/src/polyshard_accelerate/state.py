@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from polyshard.errors import CheckpointError
-from polyshard.seams import Stateful
+from polyshard.plugins.seams import Stateful
 from polyshard_accelerate.sharding import reshard
 from polyshard_checkpoint import Checkpoints, TrainingState
 

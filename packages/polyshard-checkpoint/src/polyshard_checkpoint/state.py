@@ -23,7 +23,7 @@ from polyshard._torch.random_state import RandomState
 from polyshard.engine.keeping import load_plugin_state_dict, plugin_state_dict
 from polyshard.errors import CheckpointError, SettingError
 from polyshard.module import FSDPModule
-from polyshard.seams import Stateful
+from polyshard.plugins.seams import Stateful
 from polyshard_checkpoint.optimizers import (
     OPTIMIZER,
     load_optimizers,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -155,6 +156,13 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
+QWEN3_MOE = Architecture(
+    "Qwen3-MoE", "Qwen3MoeForCausalLM", "Qwen3MoeConfig",
+    _decoder(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20),
+)  # fmt: skip
+"""Experts apart in files under other names than Mixtral's."""
+
+
 def shard(model: Any, **keywords: Any) -> Any:
     """Members of outermost module lists are units, the rest is one; ``generate`` gathers that."""
     lists: list[str] = []
@@ -170,14 +178,17 @@ def shard(model: Any, **keywords: Any) -> Any:
     return model
 
 
-def train(model: Any, architecture: Architecture, rank: int = 0, size: int = 1) -> list[float]:
-    """Losses of five steps, of this rank's rows.
+def train(
+    model: Any, architecture: Architecture, rank: int = 0, size: int = 1, wrap: Any = None
+) -> list[float]:
+    """Losses of five steps, of this rank's rows; ``wrap`` makes an optimizer of the optimizer.
 
     By SGD: Adam's first steps are signs of gradients, also of those that are rounding.
     """
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
+    optimizer: Any = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
+    optimizer = optimizer if wrap is None else wrap(optimizer)
     losses = []
     for step in range(5):
         given = {name: rows.chunk(size)[rank] for name, rows in architecture.batch(step).items()}
@@ -187,6 +198,16 @@ def train(model: Any, architecture: Architecture, rank: int = 0, size: int = 1) 
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     return losses
+
+
+def read_bytes() -> int:
+    """What this process has read from files, by any call."""
+    return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
+
+
+def resident(field: str) -> int:
+    """Bytes of ``VmRSS:`` or ``VmHWM:``."""
+    return 1024 * int(Path("/proc/self/status").read_text().split(field)[1].split()[0])
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:

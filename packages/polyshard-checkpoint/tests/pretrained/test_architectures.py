@@ -1,10 +1,14 @@
 """Models of transformers, loaded, trained, saved, loaded at another number of ranks, and asked.
 
-One process with transformers alone is the oracle of all of it.
+One process with transformers alone is the oracle of all of it. With POLYSHARD_RECORD set to
+``docs/reference/architectures.json`` and ``--thorough`` what is found goes into that file, and by
+``python tools/make_architecture_docs.py`` onto its page.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ import pytest
 pytest.importorskip("transformers", reason="pip install transformers")
 
 import torch
+import transformers
 from pretrained_models import ARCHITECTURES, Architecture, shard, train, values
 from torch import Tensor
 
@@ -70,5 +75,25 @@ def test_it_is_what_one_process_makes_of_it(
     assert weights_of(out) == weights_of(again)
     assert (out / "config.json").read_text() == (again / "config.json").read_text()
     answers = world3.run(asked, architecture, out, timeout=200.0)
-    for answer in answers:
-        torch.testing.assert_close(answer, architecture.answer(loaded), rtol=1e-5, atol=1e-6)
+    answer = architecture.answer(loaded)
+    for each in answers:
+        torch.testing.assert_close(each, answer, rtol=1e-5, atol=1e-6)
+    record(
+        architecture,
+        {
+            "class": architecture.model,
+            "parameters": sum(p.numel() for p in alone.parameters()),
+            "losses": float(((losses - expected) / expected).abs().max()),
+            "weights": max(float((weights[n] - v).abs().max()) for n, v in values(alone).items()),
+            "files": len(weights_of(out)),
+            "answers": max(float((each - answer).abs().max()) for each in answers),
+            "transformers": transformers.__version__,
+        },
+    )
+
+
+def record(architecture: Architecture, found: dict[str, Any]) -> None:
+    if place := os.environ.get("POLYSHARD_RECORD"):
+        path = Path(place)
+        every = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(every | {architecture.name: found}, indent=1) + "\n")

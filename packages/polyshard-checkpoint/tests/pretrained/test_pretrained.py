@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("transformers", reason="pip install transformers")
 
 import torch
-from pretrained_models import ARCHITECTURES, shard, values
+from pretrained_models import ARCHITECTURES, QWEN3_MOE, read_bytes, resident, shard, values
 from safetensors import torch as safetensors
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -73,17 +73,20 @@ def test_replicas_dtypes_and_a_single_file(rank: int, size: int, tmp_path: Path)
 
 
 @ranks(3)
-def test_experts_go_apart_into_files_and_come_back(rank: int, size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("experts", [MIXTRAL, QWEN3_MOE], ids=lambda each: each.name)
+def test_experts_go_apart_into_files_and_come_back(
+    rank: int, size: int, tmp_path: Path, experts: Any
+) -> None:
     """Five experts over three ranks, some of which have parts of two."""
-    wanted = given(tmp_path / "base", MIXTRAL)
-    model = shard(MIXTRAL.on_meta(tmp_path / "base"))
+    wanted = given(tmp_path / "base", experts)
+    model = shard(experts.on_meta(tmp_path / "base"))
     load_pretrained(model, tmp_path / "base")
     assert_same(values(model), wanted)
     for name, revert in (("apart", True), ("stacked", False)):
         save_pretrained(model, tmp_path / name, save_original_format=revert)
         names = set(header.read_header(tmp_path / name / "model.safetensors"))
-        assert any("experts.4.w2" in each for each in names) == revert
-        again = shard(MIXTRAL.on_meta(tmp_path / name))
+        assert any("experts.4." in each for each in names) == revert
+        again = shard(experts.on_meta(tmp_path / name))
         load_pretrained(again, tmp_path / name)
         assert_same(values(again), wanted)
 
@@ -171,15 +174,6 @@ def test_folders_that_are_none(rank: int, size: int, tmp_path: Path) -> None:
         load_pretrained(model, tmp_path)
     with pytest.raises(SettingError, match="not Linear"):
         save_pretrained(nn.Linear(2, 2), tmp_path)
-
-
-def read_bytes() -> int:
-    """What this process has read from files, by any call."""
-    return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
-
-
-def resident(field: str) -> int:
-    return 1024 * int(Path("/proc/self/status").read_text().split(field)[1].split()[0])
 
 
 WIDE: dict[str, Any] = {

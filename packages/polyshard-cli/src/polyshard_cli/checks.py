@@ -69,7 +69,7 @@ def backends() -> Iterator[Finding]:
     if kind is not None and kind.type == "cuda" and not dist.is_nccl_available():
         yield Finding("backend", State.PROBLEM, f"{devices}, but this build of torch has no NCCL")
     else:
-        yield Finding("backend", State.FINE, f"gloo, and that of {devices}")
+        yield Finding("backend", State.FINE, f"gloo, and the backend of {devices}")
 
 
 def interfaces() -> Iterator[Finding]:
@@ -106,7 +106,7 @@ def interfaces() -> Iterator[Finding]:
 
 def _unreachable(host: str) -> str:
     return (
-        "set GLOO_SOCKET_IFNAME to the interface that ranks should use, or mend /etc/hosts: "
+        "set GLOO_SOCKET_IFNAME to the interface that ranks should use, or fix /etc/hosts: "
         f"this machine calls itself {host}"
     )
 

@@ -1,4 +1,4 @@
-"""``polyshard doctor``: whether this machine can train, and what to mend if it cannot."""
+"""``polyshard doctor``: whether this machine can train, and what to fix if it cannot."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 Disk = Annotated[
     Path | None,
-    typer.Option(help="Where checkpoints or offloaded state would go. Default: the temporary one."),
+    typer.Option(help="Folder for checkpoints or offloaded state. Default: the temporary one."),
 ]
 
 
 def doctor(disk: Disk = None, *, quick: bool = typer.Option(False, help="Start no ranks.")) -> None:
-    """Check torch, network, limits, disk, plugins and two ranks; exit with 1 if one is wrong."""
+    """Check torch, network, limits, disk, plugins and two ranks; exit with 1 if a check fails."""
     from polyshard_cli.checks import State
 
     found = []

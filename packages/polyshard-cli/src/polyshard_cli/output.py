@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import typer
 from rich.console import Console
@@ -17,8 +18,13 @@ def told_in_one_message(*kinds: type[Exception], code: int = USAGE_EXIT) -> Iter
     try:
         yield
     except kinds as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
-        raise typer.Exit(code) from None
+        fail(str(error), code)
+
+
+def fail(message: str, code: int = USAGE_EXIT) -> NoReturn:
+    """Print ``message`` and end the command with ``code``."""
+    typer.secho(f"error: {message}", fg="red", err=True)
+    raise typer.Exit(code) from None
 
 
 def console_for_tables(width: int) -> Console:

@@ -14,11 +14,10 @@ from typing import Annotated
 import typer
 
 from polyshard.__about__ import __version__
-from polyshard.composition.ordering import circle_of
 from polyshard.errors import PluginError
 from polyshard.plugins.contract import HOOK_API, Contract, contract_of
 from polyshard.plugins.discovery import Installed, installed_plugins
-from polyshard.plugins.needs import unmet
+from polyshard.plugins.relations import circle_of, unmet
 from polyshard.plugins.validation import hook_arguments, problems_of
 from polyshard_cli import scaffold
 from polyshard_cli.output import told_in_one_message
@@ -129,10 +128,8 @@ app = typer.Typer(help="Installed plugins.", no_args_is_help=True)
 
 
 @app.command("list")
-def show(
-    *, as_json: bool = typer.Option(False, "--json", help="For programs: one JSON list.")
-) -> None:
-    """List installed plugins. Being listed activates nothing."""
+def show(*, as_json: bool = typer.Option(False, "--json", help="Print one JSON list.")) -> None:
+    """List installed plugins. Installing a plugin activates nothing."""
     found = reports()
     if as_json:
         typer.echo(json.dumps([asdict(r) for r in found], indent=2))
@@ -162,23 +159,22 @@ def doctor() -> None:
 @app.command()
 def new(
     name: Annotated[
-        str | None, typer.Argument(help="What users pass to plugins=[...], in snake case.")
+        str | None, typer.Argument(help="Name that users pass to plugins=[...], in snake case.")
     ] = None,
     *,
     seam: Annotated[
-        str | None, typer.Option(help=f"What it begins with: {', '.join(scaffold.seams())}.")
+        str | None, typer.Option(help=f"Seam to start with: {', '.join(scaffold.seams())}.")
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option(help="Where to write it; default: polyshard-NAME, here.")
+        Path | None, typer.Option(help="Folder to write. Default: polyshard-NAME here.")
     ] = None,
-    author: Annotated[str | None, typer.Option(help="Who holds the copyright.")] = None,
+    author: Annotated[str | None, typer.Option(help="Copyright holder.")] = None,
 ) -> None:
-    """Begin a plugin: a distribution with one seam, its README and its tests.
+    """Create a plugin: a distribution with one seam, a README and tests.
 
-    Asks for the name and the seam where they are not given. Exit code 2: nothing was written.
+    Asks for the name and the seam if they are not given. Exit code 2: nothing was written.
     """
     with told_in_one_message(scaffold.ScaffoldError):
-        scaffold.needs_copier()
         plugin = scaffold.checked_plugin(name or typer.prompt("Name of the plugin, in snake case"))
         chosen = scaffold.checked_seam(seam or _asked_seam())
         target = scaffold.checked_target(folder or Path(scaffold.distribution_of(plugin)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import keyword
 import re
 from dataclasses import dataclass
@@ -36,31 +35,35 @@ class Scaffold:
         """Write the distribution; its files, relative to ``target``.
 
         Raises:
-            ScaffoldError: where copier is not installed, or ``target`` cannot be written.
+            ScaffoldError: where ``target`` cannot be written.
         """
-        answers = {"plugin": self.plugin, "seam": self.seam}
-        if self.author:
-            answers["author"] = self.author
-        copy = importlib.import_module("copier").run_copy
+        package = f"polyshard_{self.plugin}"
+        files = {
+            "LICENSE": "LICENSE.tmpl",
+            "README.md": "README.md.tmpl",
+            "pyproject.toml": "pyproject.toml.tmpl",
+            f"src/{package}/__init__.py": f"seams/{self.seam}.tmpl",
+            "tests/test_plugin.py": f"seams/test_{self.seam}.tmpl",
+        }
+        words = {
+            "plugin": self.plugin,
+            "package": package,
+            "distribution": distribution_of(self.plugin),
+            "class_name": "".join(word.capitalize() for word in self.plugin.split("_")),
+            "author": self.author or f"the {self.plugin} authors",
+            "what": seams()[self.seam],
+        }
         try:
-            copy(str(TEMPLATE), str(self.target), data=answers, defaults=True, quiet=True)
+            for name, source in files.items():
+                text = (TEMPLATE / source).read_text("utf-8")
+                text = re.sub(r"\{\{ (\w+) \}\}", lambda found: words[found[1]], text)
+                path = self.target / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, "utf-8")
+            (self.target / "src" / package / "py.typed").touch()
         except OSError as error:
             raise ScaffoldError(f"{self.target} cannot be written: {error}") from error
-        files = (path for path in self.target.rglob("*") if path.is_file())
-        return sorted(path.relative_to(self.target) for path in files)
-
-
-def needs_copier() -> None:
-    """Say what to install where copier, which reads the template, is missing.
-
-    Raises:
-        ScaffoldError: with the command.
-    """
-    if find_spec("copier") is None:
-        raise ScaffoldError(
-            "'polyshard plugins new' needs copier, which is not installed; "
-            "pip install 'polyshard[new]'"
-        )
+        return sorted(Path(name) for name in (*files, f"src/{package}/py.typed"))
 
 
 def seams() -> dict[str, str]:
@@ -82,19 +85,19 @@ def checked_plugin(name: str) -> str:
     """
     if not NAME.fullmatch(name) or keyword.iskeyword(name):
         raise ScaffoldError(
-            f"a plugin cannot be called {name!r}: its name is snake case in ASCII and no word of "
-            f"Python's, such as 'byte_counter'{_meant(_snake_case(name))}"
+            f"a plugin cannot be called {name!r}: use ASCII snake case and no keyword of Python, "
+            f"such as 'byte_counter'{_meant(_snake_case(name))}"
         )
     owners = [one.distribution for one in installed_plugins() if one.name == name]
     if owners:
         raise ScaffoldError(
-            f"a plugin called {name!r} is installed already (by {', '.join(owners)}); choose "
+            f"a plugin called {name!r} is already installed (by {', '.join(owners)}); choose "
             "another name"
         )
     package = f"polyshard_{name}"
     if find_spec(package) is not None:
         raise ScaffoldError(
-            f"the plugin {name!r} would be imported as {package}, which is here already; choose "
+            f"the plugin {name!r} would be imported as {package}, which exists already; choose "
             "another name"
         )
     return name
@@ -111,8 +114,7 @@ def checked_seam(name: str) -> str:
         close = difflib.get_close_matches(name, known, n=1)
         lines = "".join(f"\n  {seam}: {text}" for seam, text in known.items())
         raise ScaffoldError(
-            f"there is no seam called {name!r}{_meant(*close)}. A plugin may begin with one of:"
-            f"{lines}"
+            f"there is no seam called {name!r}{_meant(*close)}. Seams to start with:{lines}"
         )
     return name
 
@@ -124,11 +126,10 @@ def checked_target(folder: Path) -> Path:
         ScaffoldError: where anything is there already.
     """
     if folder.exists() and not folder.is_dir():
-        raise ScaffoldError(f"{folder} is a file; pass --folder with a place for the plugin")
+        raise ScaffoldError(f"{folder} is a file; pass another --folder")
     if folder.exists() and any(folder.iterdir()):
         raise ScaffoldError(
-            f"{folder} is not empty, and nothing in it is overwritten; pass --folder with another "
-            "place"
+            f"{folder} is not empty, and nothing in it is overwritten; pass another --folder"
         )
     return folder
 

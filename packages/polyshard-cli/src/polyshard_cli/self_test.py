@@ -35,9 +35,11 @@ def self_test(seconds: float = SECONDS) -> Iterator[Finding]:
         text = f"ranks {silent} did not answer within {seconds:g} s; is a firewall on loopback?"
         yield Finding("two ranks", State.PROBLEM, text)
     elif any(found != _expected() for _, found in answers.values()):
-        yield Finding("two ranks", State.PROBLEM, "a step gave other weights than in one process")
+        yield Finding(
+            "two ranks", State.PROBLEM, "weights after a step differ from those of one process"
+        )
     else:
-        text = f"trained a step as one process does, {time.monotonic() - begin:.0f} s"
+        text = f"trained a step, equal to one process, {time.monotonic() - begin:.0f} s"
         yield Finding("two ranks", State.FINE, text)
 
 
@@ -82,7 +84,7 @@ def _rank(rank: int, port: int, said: Any) -> None:
 
 
 def _sharded_step(rank: int) -> list[float]:
-    from polyshard.api import fully_shard
+    from polyshard import fully_shard
 
     model = _model()
     fully_shard(model)

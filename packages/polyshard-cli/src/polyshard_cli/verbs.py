@@ -1,7 +1,7 @@
-"""Verbs of the command: core's own, and those of other distributions (``polyshard.commands``).
+"""Verbs of the command: its own, and those of other distributions (``polyshard.commands``).
 
-A verb is imported when it runs. ``--help`` lists verbs by what their distributions say of
-themselves, and so imports neither these nor torch.
+A verb is imported when it runs, after the extras that it needs were looked for. ``--help`` lists
+verbs by what their distributions say of themselves, and so imports neither these nor torch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,27 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typing_extensions import override
 
+from polyshard_cli.needs import missing
+from polyshard_cli.output import fail
+
 ENTRY_POINTS = "polyshard.commands"
 
 OWN = {
+    "compare": (
+        "polyshard_cli.compare.command:compare",
+        "One job under several engines: time, memory, bytes, losses",
+    ),
     "doctor": ("polyshard_cli.doctor:doctor", "Whether this machine can train, and what to mend"),
+    "migrate": (
+        "polyshard_cli.migrate.command:migrate",
+        "Rewrite scripts that use FSDP2, FSDP1, DDP or DeepSpeed",
+    ),
+    "plan": (
+        "polyshard_cli.plan.command:plan",
+        "Memory, traffic and time of a training step, before it runs",
+    ),
     "plugins": ("polyshard_cli.plugins:app", "Installed plugins, and a template for new ones"),
+    "trace": ("polyshard_cli.trace.command:app", "What ranks did and when, after a run"),
 }
 """Verb by name: where it is, and what it does."""
 
@@ -48,6 +64,8 @@ class Verbs(TyperGroup):
         name, shown, rest = super().resolve_command(ctx, args)
         if name is None or shown is None:
             return name, shown, rest
+        if need := missing(name, rest):
+            fail(need)
         return name, _command(name, _load(_found()[name])), rest
 
 

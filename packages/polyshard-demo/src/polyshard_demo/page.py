@@ -1,11 +1,10 @@
 """The page in the end: ``report.html``, what happened beside what was predicted.
 
-It is made from ``report.json`` by the package polyshard-plan, where that is installed.
+It is made from ``report.json``.
 """
 
 import json
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from polyshard.files import replace_file
@@ -13,12 +12,11 @@ from polyshard_demo.prediction import predicted, unplanned
 from polyshard_demo.settings import Settings
 
 if TYPE_CHECKING:
-    from polyshard_plan.page.run import Outcome
+    from polyshard_cli.plan.report.outcome import Outcome
 
 __all__ = ["PAGE", "write_page"]
 
 PAGE = "report.html"
-PACKAGES = ("polyshard_plan", "matplotlib", "jinja2")
 
 ON_CPU = (
     "Memory that happened is the process's peak, less what it held before the first step without "
@@ -33,18 +31,16 @@ def write_page(settings: Settings) -> str:
     This process must have no process group. A run that has ended well is not failed by its page:
     whatever cannot be predicted stands on it as a sentence, and whatever else fails is said.
     """
-    if any(find_spec(name) is None for name in PACKAGES):
-        return f"without {PAGE}: pip install 'polyshard-demo[page]' adds it to later runs"
     path = settings.out / PAGE
     try:
         replace_file(path, _page(settings).encode())
     except Exception as error:  # whatever it is, the run's results are written
         return f"without {PAGE}: {type(error).__name__}: {error}"
-    return f"what happened beside what was predicted: {path}"
+    return f"the run beside its prediction: {path}"
 
 
 def _page(settings: Settings) -> str:
-    from polyshard_plan.page.run import run_page
+    from polyshard_cli.plan.report.outcome import run_page
 
     found = json.loads((settings.out / "report.json").read_text("utf-8"))
     is_cpu = found["ranks"][0]["memory"]["device_bytes"] is None
@@ -81,7 +77,7 @@ def _lead(found: Mapping[str, Any]) -> str:
 
 
 def _outcome(found: Mapping[str, Any], notes: tuple[str, ...], *, is_cpu: bool) -> "Outcome":
-    from polyshard_plan.page.run import Outcome, RankFacts
+    from polyshard_cli.plan.report.outcome import Outcome, RankFacts
 
     ranks = []
     for rank in found["ranks"]:

@@ -30,7 +30,6 @@ PACKAGES = {
     "--quantize": "polyshard-quantized",
     "--reproducible": "polyshard-reproducible",
     "--tp": "polyshard-tensor-parallel",
-    "--trace": "polyshard-trace",
 }
 
 
@@ -48,7 +47,9 @@ def package_of(option: str) -> Any:
 
 def tracer(folder: Path) -> Any:
     """The plugin that writes to ``folder``, a file per rank."""
-    return package_of("--trace").Trace(folder)
+    from polyshard_cli.trace import Trace
+
+    return Trace(folder)
 
 
 def merge_trace(folder: Path) -> str:
@@ -57,10 +58,11 @@ def merge_trace(folder: Path) -> str:
     Raises:
         DemoError: where that cannot be written.
     """
-    package = package_of("--trace")
+    from polyshard_cli.trace import TraceError, merge
+
     try:
-        merged = package.merge(folder, folder / "trace.json")
-    except package.TraceError as error:
+        merged = merge(folder, folder / "trace.json")
+    except TraceError as error:
         raise DemoError(f"--trace {folder}: {error}") from error
     unsure = max((one.uncertainty_us or 0.0 for one in merged.ranks), default=0.0)
     missing = f", without ranks {list(merged.missing)}" if merged.missing else ""

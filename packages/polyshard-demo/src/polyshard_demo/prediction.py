@@ -1,4 +1,4 @@
-"""What polyshard-plan says of a run: its own model and settings, planned rank by rank."""
+"""What `polyshard plan` says of a run: its own model and settings, planned rank by rank."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,13 +11,16 @@ from polyshard_demo.model import PRESETS, LanguageModel
 from polyshard_demo.settings import Settings
 
 if TYPE_CHECKING:
-    import polyshard_plan
-    from polyshard_plan.page.run import RankFacts
+    from polyshard_cli import plan
+    from polyshard_cli.plan.report.outcome import RankFacts
 
 __all__ = ["predicted", "unplanned"]
 
 MOST = 8
 """Ranks that a plan is made for, one by one, the first ones; each takes about a second."""
+
+
+TP_PLAN = "polyshard_tensor_parallel:demo_plan"
 
 
 def unplanned(settings: Settings) -> str:
@@ -33,7 +36,7 @@ def unplanned(settings: Settings) -> str:
 
 def predicted(
     settings: Settings, *, is_cpu: bool
-) -> Mapping[int, "tuple[polyshard_plan.Document, RankFacts]"]:
+) -> Mapping[int, "tuple[plan.Document, RankFacts]"]:
     """Plans by rank, with what is compared of them. This process must have no process group.
 
     Args:
@@ -43,9 +46,9 @@ def predicted(
     Raises:
         PlanError: what cannot be planned, with the reason.
     """
-    from polyshard_plan import draft
-    from polyshard_plan.page.run import predicted_facts
-    from polyshard_plan.request.model import Loaded
+    from polyshard_cli.plan import draft
+    from polyshard_cli.plan.report.outcome import predicted_facts
+    from polyshard_cli.plan.request.model import Loaded
 
     shape = replace(
         PRESETS[settings.preset],
@@ -53,9 +56,8 @@ def predicted(
         tied=settings.tied,
         dropout=settings.dropout,
     )
-    plan = "polyshard_tensor_parallel:demo_plan"
     loaded = Loaded(
-        f"demo:{settings.preset}", lambda: LanguageModel(shape), _tokens, settings.sequence, plan
+        f"demo:{settings.preset}", lambda: LanguageModel(shape), _tokens, settings.sequence, TP_PLAN
     )
     asked = plan_settings(settings, is_cpu=is_cpu)
     found = {}
@@ -65,18 +67,18 @@ def predicted(
     return found
 
 
-def plan_settings(settings: Settings, *, is_cpu: bool) -> "polyshard_plan.Settings":
+def plan_settings(settings: Settings, *, is_cpu: bool) -> "plan.Settings":
     """What a plan is asked for."""
-    import polyshard_plan
+    from polyshard_cli import plan
 
     *replicas, shards = settings.data_mesh
     axes = [f"replicate={size}" for size in replicas] + [f"dp={shards}"]
     axes += [f"tp={settings.tp}"] if settings.tp > 1 else []
     offload = [part for part in settings.offload.split(",") if not part.strip().startswith("path=")]
     machine: dict[str, Any] = {"machine": settings.machine} if settings.machine else {}
-    return polyshard_plan.Settings(
+    return plan.Settings(
         model=f"demo:{settings.preset}",
-        mesh=polyshard_plan.parse_mesh(",".join(axes)),
+        mesh=plan.parse_mesh(",".join(axes)),
         batch=settings.batch,
         sequence=settings.sequence,
         plugins=settings.plugins,

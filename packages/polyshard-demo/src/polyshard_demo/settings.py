@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 import typer
 
 from polyshard_demo.errors import DemoError
-from polyshard_demo.plugins import check_quantize, check_slots, check_tp, package_of
+from polyshard_demo.plugins import check_quantize, check_slots, check_tp
 
 __all__ = ["DeviceName", "EngineName", "PresetName", "Settings"]
 
@@ -57,9 +57,7 @@ class Settings:
     tied: Annotated[bool, _option(MODEL, "Share embedding and head.", "--tied")] = False
     dropout: Annotated[
         float,
-        _option(
-            MODEL, "Share of what attention and feed-forward add that is left out in training."
-        ),
+        _option(MODEL, "Dropout probability after attention and feed-forward."),
     ] = 0.0
     engine: Annotated[EngineName, _option(MODEL, "Library that shards the model.")] = "polyshard"
     plugins: Annotated[tuple[str, ...], _option(MODEL, "polyshard plugins: name[,name...].")] = ()
@@ -75,8 +73,8 @@ class Settings:
         str,
         _option(
             MODEL,
-            "What rests away from the device: optimizer=disk,params=host; tiers are device, "
-            "host and disk. Also fraction=0.5 and path=DIRECTORY.",
+            "Offload with polyshard-offload, such as optimizer=disk,params=host; tiers are "
+            "device, host and disk. Also fraction=0.5 and path=DIRECTORY.",
         ),
     ] = ""
     ranks: Annotated[
@@ -93,8 +91,8 @@ class Settings:
         int,
         _option(
             MODEL,
-            "Neighbouring ranks that hold one copy of the model between them; others hold "
-            "further copies (HSDP). Under torchrun, the ranks of a host. 0: all hold one.",
+            "Shard each copy of the model over this many neighbouring ranks (HSDP), under "
+            "torchrun the ranks of a host. 0: one copy over all ranks.",
         ),
     ] = 0
     device: Annotated[DeviceName, _option(MODEL, "Where to compute.")] = "auto"
@@ -102,7 +100,7 @@ class Settings:
         int,
         _option(
             MODEL,
-            "Seconds after which a transfer that does not end is an error. 0: torch's default.",
+            "Seconds until a transfer times out. 0: torch's default.",
         ),
     ] = 0
     bf16: Annotated[
@@ -112,12 +110,12 @@ class Settings:
     lr: Annotated[float, _option(TRAINING, "Peak learning rate.")] = 3e-3
     weight_decay: float = 0.1
     clip: float = 1.0
-    seed: Annotated[int, _option(TRAINING, "Decides initial weights and batches.")] = 0
+    seed: Annotated[int, _option(TRAINING, "Seed of initial weights and batches.")] = 0
     guards: Annotated[
         bool,
         _option(
             TRAINING,
-            "End the run where gradients are not finite, or memory changed by itself.",
+            "End the run when gradients are not finite or memory is corrupted.",
             "--guards",
         ),
     ] = False
@@ -125,8 +123,8 @@ class Settings:
         int,
         _option(
             TRAINING,
-            "The same bits on 1, 2, 4, ... ranks, up to SLOTS, with polyshard-reproducible: a "
-            "step is SLOTS micro-batches, whoever runs them. 0: ranks decide.",
+            "Train to the same bits on 1, 2, 4, ... ranks, up to SLOTS, with "
+            "polyshard-reproducible: a step has SLOTS micro-batches. 0: off.",
             metavar="SLOTS",
         ),
     ] = 0
@@ -148,15 +146,14 @@ class Settings:
         Path | None,
         _option(
             OUTPUT,
-            "Folder for digests of every step, which `polyshard bisect` compares with another "
-            "run's; needs --reproducible.",
+            "Folder for digests of every step, for `polyshard bisect`; needs --reproducible.",
         ),
     ] = None
     trace: Annotated[
         Path | None,
         _option(
             OUTPUT,
-            "Folder for what each rank does when, with polyshard-trace: every step, a file per "
+            "Folder for what each rank does when, every step, a file per "
             "rank and one of all, for Perfetto and `polyshard trace`.",
         ),
     ] = None
@@ -164,8 +161,7 @@ class Settings:
         bool,
         _option(
             OUTPUT,
-            "Write report.html in the end, with polyshard-plan: what happened beside what was "
-            "predicted.",
+            "Write report.html in the end: what happened beside what was predicted.",
             "--page/--no-page",
         ),
     ] = True
@@ -173,16 +169,16 @@ class Settings:
         str,
         _option(
             OUTPUT,
-            "What that page predicts time for: a file that `polyshard plan --measure` wrote here, "
-            "or h100x8 and its like. Default: it predicts memory and bytes alone.",
+            "Machine for which that page predicts time: a file that `polyshard plan --measure` "
+            "wrote, or a name such as h100x8. Default: predict memory and bytes only.",
         ),
     ] = ""
     resume: Annotated[
         Path | None,
         _option(
             OUTPUT,
-            "Run directory, or one of its checkpoints, to go on from; "
-            "also with other ranks or another engine. auto: go on in --out, or start there.",
+            "Run directory, or one of its checkpoints, to continue, also with another number of "
+            "ranks or engine. auto: continue in --out, or start there.",
         ),
     ] = None
     auto: bool = False
@@ -267,8 +263,6 @@ class Settings:
                 f"--record {self.record} needs --reproducible: other runs differ from each other "
                 "anyway"
             )
-        if self.trace is not None:
-            package_of("--trace")
         if self.engine == "single" and self.ranks > 1:
             raise DemoError(f"--engine single does not shard; use --ranks 1, not {self.ranks}")
         if self.engine == "single" and self.bf16:

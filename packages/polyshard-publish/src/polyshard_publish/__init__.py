@@ -11,7 +11,7 @@ from polyshard_publish.folder import FolderTarget, load_version
 from polyshard_publish.pieces import Part
 from polyshard_publish.publisher import Published, Publisher
 from polyshard_publish.receiver import Receiver, ReceiverServer, Served
-from polyshard_publish.targets import SocketTarget, Target
+from polyshard_publish.targets import SocketTarget
 
 __all__ = [
     "CatalogueError",
@@ -26,7 +26,6 @@ __all__ = [
     "ReceiverServer",
     "Served",
     "SocketTarget",
-    "Target",
     "VersionError",
     "load_version",
 ]

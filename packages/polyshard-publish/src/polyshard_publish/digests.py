@@ -1,14 +1,15 @@
 """Digests of tensors that do not depend on which rank holds which part.
 
-[Note: sums over elements]
-The digest of a tensor is ``sum(bits(x[i]) * key(i)) mod 2^64`` over its elements. ``bits`` reads an
-element as a signed integer of its size (elements above four bytes are several of four), and
-``key(i)`` is the product of one odd pseudo-random number for each dim's index. So
+[Note: sums over words]
+The rows of a tensor (its last dim) are read as signed words of four bytes, filled up with zeros.
+The digest is ``sum(word[i] * key(i)) mod 2^64``, where ``key(i)`` is the product of one odd
+pseudo-random number for each dim's index. So
 
 - parts may be added by whoever holds them, in any order: ranks sum theirs, and a receiver that
-  holds the tensor whole, or cut in another way, finds the same number;
-- one changed element always changes the digest, as an odd factor loses no bit;
-- several changed, exchanged, zeroed or stale elements leave it as it was with a probability of at
+  holds the tensor whole, or cut in another way, finds the same number. A word that is cut is the
+  sum of its parts, each with zeros for the rest;
+- one changed word always changes the digest, as an odd factor loses no bit;
+- several changed, exchanged, zeroed or stale words leave it as it was with a probability of at
   most 2^-31, as differences are smaller than 2^33 and keys are 64 bits wide. This is multilinear
   hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014), with integers that
   every device can add.
@@ -21,35 +22,36 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from polyshard_publish.blocks import Block, split
-
-AT_ONCE = 1 << 20
-"""Elements that are widened to 64 bits at one time."""
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+AT_ONCE = 1 << 18
+"""Words that are widened to 64 bits at one time: what a core's cache holds."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
 
 
 def bits(values: Tensor) -> Tensor:
-    """The elements as integers; one more dim where they have more than four bytes."""
-    size = values.element_size()
-    if size <= 4:
-        return values.view(_INTEGERS[size])
-    return values.contiguous().unsqueeze(-1).view(torch.int32)
+    """The elements as integers of their size, in the same memory."""
+    return values.view(_INTEGERS[values.element_size()])
 
 
 def digest(part: Tensor, offsets: Sequence[int]) -> int:
     """What ``part``, which begins at ``offsets`` of its tensor, adds to that tensor's digest.
 
-    A signed 64-bit integer; sums of it wrap around. See [Note: sums over elements].
+    A signed 64-bit integer; sums of it wrap around. See [Note: sums over words].
     """
-    total = 0
-    for block in split(Block((0,) * part.ndim, tuple(part.shape)), AT_ONCE):
-        piece = part[block.slices()]
-        starts = [o + b for o, b in zip(offsets, block.offsets, strict=True)]
-        total += int(_summed(bits(piece), starts))
-    return wrapped(total)
+    if not part.numel():
+        return 0
+    if not part.ndim:
+        part, offsets = part.view(1), (0,)
+    begin = offsets[-1] * part.element_size() // 4
+    words = _words(part, offsets[-1])
+    rows = torch.ones(1, dtype=torch.int64, device=part.device)
+    for dim, start in enumerate(offsets[:-1]):
+        rows = (rows[:, None] * _keys(start, part.shape[dim], dim, part.device)).flatten()
+    keys = _keys(begin, words.shape[1], part.ndim - 1, part.device)
+    return int((_row_sums(words, keys) * rows).sum())
 
 
 def digest_of(tensor: Tensor) -> int:
@@ -66,10 +68,12 @@ def summary(digests: Mapping[str, int]) -> int:
 def block_digests(flat: Tensor, block: int) -> Tensor:
     """A digest of every ``block`` elements of a flat tensor (``[blocks]`` int64)."""
     whole = flat.numel() // block * block
-    found = [_summed_rows(bits(flat[:whole].view(-1, block)), block)] if whole else []
-    if whole < flat.numel():
-        found.append(_summed_rows(bits(flat[whole:].view(1, -1)), flat.numel() - whole))
-    return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64, device=flat.device)
+    found = [torch.zeros(0, dtype=torch.int64, device=flat.device)]
+    for rows in (flat[:whole].view(-1, block), flat[whole:].view(1, -1)):
+        if rows.numel():
+            words = _words(rows, 0)
+            found.append(_row_sums(words, _keys(0, words.shape[1], 0, flat.device)))
+    return torch.cat(found)
 
 
 def wrapped(total: int) -> int:
@@ -77,22 +81,25 @@ def wrapped(total: int) -> int:
     return (total + 2**63) % 2**64 - 2**63
 
 
-def _summed(numbers: Tensor, starts: Sequence[int]) -> Tensor:
-    """Over all dims, the last one first; a dim that ``bits`` added begins at 0."""
-    starts = [*starts, *[0] * (numbers.ndim - len(starts))]
-    for dim in reversed(range(numbers.ndim)):
-        keys = _keys(starts[dim], numbers.shape[dim], dim, numbers.device)
-        numbers = (numbers * keys).sum(-1)
-    return numbers.to(torch.int64)
+def _words(part: Tensor, start: int) -> Tensor:
+    """The words (``[rows, words]``) of rows that begin at element ``start`` of theirs."""
+    count = max(1, 4 // part.element_size())
+    lead, rest = start % count, -(start + part.shape[-1]) % count
+    part = bits(part.contiguous())
+    if lead or rest:
+        part = F.pad(part, (lead, rest))
+    elif part.storage_offset() % count:
+        part = part.clone()
+    words = part.view(torch.int32)
+    return words.view(-1, words.shape[-1])
 
 
-def _summed_rows(numbers: Tensor, block: int) -> Tensor:
-    rows = max(1, AT_ONCE // block)
-    sums = []
-    for few in numbers.split(rows):
-        within = few.flatten(1)
-        sums.append((within * _keys(0, within.shape[1], 0, few.device)).sum(1))
-    return torch.cat(sums)
+def _row_sums(words: Tensor, keys: Tensor) -> Tensor:
+    """Each row's sum of words times keys (``[rows]`` int64)."""
+    few = max(1, AT_ONCE // len(keys))
+    columns = zip(words.split(AT_ONCE, 1), keys.split(AT_ONCE), strict=True)
+    sums = [torch.cat([(rows * key).sum(1) for rows in one.split(few)]) for one, key in columns]
+    return torch.stack(sums).sum(0)
 
 
 def _keys(start: int, count: int, dim: int, device: torch.device) -> Tensor:

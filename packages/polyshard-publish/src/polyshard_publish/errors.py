@@ -32,19 +32,12 @@ KINDS = {
 """By name, as they travel."""
 
 
-def as_publish_error(error: BaseException) -> PublishError:
-    """``error`` if it is one of these, else one that quotes it."""
+def as_publish_error(error: Exception, *, of_link: bool = False) -> PublishError:
+    """``error`` if it is one of these, else one that quotes it; :class:`GoneError` of a link."""
     if isinstance(error, PublishError):
         return error
-    made = PublishError(f"{type(error).__name__}: {error}")
+    said = f"{type(error).__name__}: {error}"
+    is_gone = of_link and isinstance(error, OSError)
+    made = GoneError(f"it does not answer ({said})") if is_gone else PublishError(said)
     made.__cause__ = error
     return made
-
-
-def as_gone(error: BaseException) -> PublishError:
-    """``error`` in talking to a receiver."""
-    if isinstance(error, OSError):
-        found: PublishError = GoneError(f"it does not answer ({type(error).__name__}: {error})")
-        found.__cause__ = error
-        return found
-    return as_publish_error(error)

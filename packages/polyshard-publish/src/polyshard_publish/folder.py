@@ -15,22 +15,20 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from polyshard.files import replace_file, sync_folder
-from polyshard_checkpoint.safetensors.blocks import memory_of, put
+from polyshard_checkpoint.safetensors.blocks import fill, put, whole_view
 from polyshard_checkpoint.safetensors.header import Stored, read_header
 from polyshard_checkpoint.safetensors.model import FILE_BYTES
 from polyshard_checkpoint.safetensors.writing import file_groups, make_file
 from polyshard_publish.digests import digest_of, summary
 from polyshard_publish.errors import GoneError, ProofError, PublishError, VersionError
 from polyshard_publish.patches import Patch
-from polyshard_publish.receiver import NAMED, Served
-from polyshard_publish.targets import Sending, Target
+from polyshard_publish.receiver import Served, named
 from polyshard_publish.wire import Have, Update
 
 MANIFEST, LATEST = "polyshard-version.json", "LATEST"
@@ -39,7 +37,7 @@ UNFINISHED = ".unfinished-"
 
 
 @dataclass(frozen=True)
-class FolderTarget(Target):
+class FolderTarget:
     """Versions as files, for whatever loads safetensors; all ranks see the folder.
 
     Attributes:
@@ -56,30 +54,34 @@ class FolderTarget(Target):
     notify: Callable[[Path, int], None] | None = None
     file_bytes: int = FILE_BYTES
 
-    takes_patches = False
+    takes_patches: ClassVar[bool] = False
 
     @property
-    @override
     def name(self) -> str:
+        """For errors and reports."""
         return str(self.folder)
 
-    @override
-    def open(self) -> Sending:
+    def open(self) -> _FolderSending:
+        """What writes this rank's part of one version."""
         return _FolderSending(self)
 
 
-class _FolderSending(Sending):
+class _FolderSending:
+    """Has the methods of :class:`~polyshard_publish.targets.SocketSending`."""
+
+    _update: Update
+    _rank = -1
+
     def __init__(self, target: FolderTarget) -> None:
-        self._target = target
-        self._path = Path(target.folder)
-        self._rank = -1
-        self._update: Update | None = None
-        self._place = self._path
+        self._target, self._path = target, Path(target.folder)
         self._stored: dict[str, tuple[int, Stored]] = {}
         self._open: list[int] = []
         self.sent_bytes = 0
 
-    @override
+    @property
+    def _place(self) -> Path:
+        return self._path / f"{UNFINISHED}{self._update.nonce}"
+
     def have(self) -> Have:
         found = latest(self._path)
         if found is None:
@@ -87,10 +89,8 @@ class _FolderSending(Sending):
         said = _manifest(found)
         return Have(said["version"], summary(said["digests"]))
 
-    @override
     def begin(self, update: Update, rank: int) -> None:
         self._update, self._rank = update, rank
-        self._place = self._path / f"{UNFINISHED}{update.nonce}"
         if not rank:
             have = self.have().version
             if have is not None and update.version <= have:
@@ -104,7 +104,6 @@ class _FolderSending(Sending):
             self._stored |= {name: (file, stored) for name, stored in read_header(path).items()}
 
     def _make(self) -> None:
-        assert self._update is not None
         self._path.mkdir(parents=True, exist_ok=True)
         for left in self._path.glob(f"{UNFINISHED}*"):  # of a trainer that was killed
             shutil.rmtree(left, ignore_errors=True)
@@ -126,22 +125,17 @@ class _FolderSending(Sending):
         for extra in self._target.files:
             shutil.copy(extra, self._place)
 
-    @override
     def send(self, patch: Patch) -> None:
         file, stored = self._stored[patch.name]
-        whole = torch.empty(stored.shape, device="meta")  # of whose elements the box is a view
-        put(patch.values.view(patch.block.sizes), whole[patch.block.slices()], stored, file)
+        view = whole_view(stored)[patch.block.slices()]
+        put(patch.values.view(patch.block.sizes), view, stored, file)
         self.sent_bytes += patch.nbytes
 
-    @override
     def end(self) -> None:
         for file in self._open:
             os.fsync(file)
-        self._let_go()
 
-    @override
     def commit(self, digests: Mapping[str, int]) -> None:
-        assert self._update is not None
         version, catalogue = self._update.version, self._update.catalogue
         content = {
             "format": FORMAT,
@@ -156,20 +150,17 @@ class _FolderSending(Sending):
         self._place.rename(final)
         sync_folder(self._path)
         replace_file(self._path / LATEST, final.name.encode())
-        for old in sorted(self._path.glob("version-*"))[: -max(1, self._target.keep)]:
+        kept = sorted(self._path.glob("version-*"), key=lambda path: (len(path.name), path.name))
+        for old in kept[: -max(1, self._target.keep)]:
             shutil.rmtree(old, ignore_errors=True)
         if self._target.notify is not None:
             self._target.notify(final, version)
 
-    @override
     def close(self) -> None:
-        self._let_go()
-        if not self._rank:  # what was committed has another name
-            shutil.rmtree(self._place, ignore_errors=True)
-
-    def _let_go(self) -> None:
         while self._open:
             os.close(self._open.pop())
+        if not self._rank:  # what was committed has another name
+            shutil.rmtree(self._place, ignore_errors=True)
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
@@ -208,23 +199,13 @@ def _loaded(path: Path) -> Served:
     for file in sorted(path.glob("*.safetensors")):
         with file.open("rb", buffering=0) as content:
             for name, stored in read_header(file).items():
-                tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-                view, read = memory_of(tensor) if tensor.numel() else memoryview(b""), 0
-                content.seek(stored.begin)
-                while read < len(view):
-                    got = content.readinto(view[read:])
-                    if not got:
-                        break
-                    read += got
-                tensors[name] = tensor
+                tensors[name] = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+                fill(tensors[name], whole_view(stored), stored, content.fileno())
     digests: dict[str, int] = said["digests"]
     wrong = sorted(set(digests) ^ set(tensors))
     wrong += sorted(n for n in set(digests) & set(tensors) if digest_of(tensors[n]) != digests[n])
     if wrong:
-        raise ProofError(
-            f"'{path}' holds other values than were published in "
-            f"{', '.join(map(repr, wrong[:NAMED]))}{' and others' if len(wrong) > NAMED else ''}."
-        )
+        raise ProofError(f"'{path}' holds other values than were published in {named(wrong)}.")
     return Served(said["version"], tensors, frozenset(tensors))
 
 

@@ -12,6 +12,8 @@ to one of them, and balances their bytes.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,11 +74,7 @@ class Entry:
 
     @staticmethod
     def of(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
-        """That of a tensor.
-
-        Raises:
-            CatalogueError: for a dtype that no receiver could hold.
-        """
+        """That of a tensor; a :class:`CatalogueError` for a dtype that no receiver could hold."""
         if dtype not in DTYPE_NAMES:
             raise CatalogueError(f"'{name}' is {dtype}, which cannot be published; give dtype=.")
         return Entry(DTYPE_NAMES[dtype], tuple(shape))
@@ -102,31 +100,16 @@ def differences(ours: Catalogue, theirs: Catalogue) -> list[str]:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank sends of one tensor.
+    """What one rank sends of one tensor."""
 
-    Attributes:
-        source: the model's name of it.
-        local: which part of this rank's part of the model's tensor.
-        name: the receiver's name.
-        block: where it belongs there.
-    """
-
-    source: str
-    local: Index
-    name: str
-    block: Block
+    source: str  # the model's name of it
+    local: Index  # which part of this rank's part of the model's tensor
+    name: str  # the receiver's name
+    block: Block  # where it belongs there
 
     def of(self, state: Mapping[str, Any]) -> Tensor:
         """Its values in a state dict, in their native dtype."""
         return plain(self.source, state[self.source])[self.local].reshape(self.block.sizes)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What all ranks publish, and what this one sends of it."""
-
-    catalogue: Catalogue
-    pieces: tuple[Piece, ...]
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -137,11 +120,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plain(name: str, value: Tensor) -> Tensor:
-    """This rank's part as a plain tensor, of which subclasses (quantized ones) give the values.
-
-    Raises:
-        PublishError: for a subclass that does not say its values.
-    """
+    """This rank's part as a plain tensor; of a subclass (a quantized one) its values."""
     local = local_tensor(value) if isinstance(value, DTensor) else value
     local = local.detach()
     if type(local) in (Tensor, nn.Parameter):
@@ -160,14 +139,32 @@ def plain(name: str, value: Tensor) -> Tensor:
     return found if type(found) is Tensor else plain(name, found)
 
 
+def _described(value: Tensor) -> Tensor:
+    """``value``, or something alike of a subclass, which may not answer what a planner asks."""
+    local = local_tensor(value) if isinstance(value, DTensor) else value
+    if type(local) in (Tensor, nn.Parameter):
+        return value
+    alike = torch.empty(local.shape, dtype=local.dtype, device="meta")
+    if not isinstance(value, DTensor):
+        return alike
+    return DTensor.from_local(
+        alike,
+        value.device_mesh,
+        value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
+
+
 def layout_of(
     model: nn.Module,
     names: Names | None,
     dtypes: Dtypes,
     gathered: Callable[[SavePlan], list[SavePlan]],
     rank: int,
-) -> Layout:
-    """What is published of ``model``; collective by ``gathered``, which asks all ranks.
+) -> tuple[Catalogue, list[Piece]]:
+    """What is published of ``model``, and what ``rank`` sends of it; ``gathered`` asks all ranks.
 
     Raises:
         SettingError: when ``names`` gives elements to two parts, or to none, or leaves nothing.
@@ -178,19 +175,24 @@ def layout_of(
         for name in [name for name in several if name in state][1:]:
             del state[name]
     planner = DefaultSavePlanner()
-    planner.set_up_planner(dict(state), is_coordinator=True)
+    described = {name: _described(value) for name, value in state.items()}
+    planner.set_up_planner(described, is_coordinator=True)
     plans, metadata = plan_for_all(gathered(planner.create_local_plan()))
     parts: dict[str, list[tuple[Part, Block, Block]]] = {}
     catalogue: dict[str, Entry] = {}
     filled: dict[str, list[Block]] = {}
-    for source, described in metadata.state_dict_metadata.items():
-        whole = tuple(getattr(described, "size", ()))
-        dtype = getattr(described, "properties").dtype  # noqa: B009  # of its subclasses, tensors
+    for source, stored in metadata.state_dict_metadata.items():
+        whole = tuple(getattr(stored, "size", ()))
+        dtype = getattr(stored, "properties").dtype  # noqa: B009  # of its subclasses, tensors
         parts[source] = list(_parts(source, whole, names))
         for part, _, placed in parts[source]:
-            shape = placed.sizes if part.shape is None else part.shape
             wanted = dtypes(part.name) if dtype.is_floating_point else None
-            entry = Entry.of(part.name, wanted or dtype, shape)
+            if wanted is not None and not wanted.is_floating_point:
+                raise SettingError(
+                    f"dtype= makes '{part.name}' {wanted}, which cannot hold {dtype}; choose a "
+                    "floating-point one, or None for its own."
+                )
+            entry = Entry.of(part.name, wanted or dtype, part.shape or placed.sizes)
             if catalogue.setdefault(part.name, entry) != entry:
                 raise SettingError(
                     f"names= makes '{part.name}' of parts that say {catalogue[part.name]} and "
@@ -198,16 +200,14 @@ def layout_of(
                 )
             filled.setdefault(part.name, []).append(placed)
     _check_filled(catalogue, filled)
-    held = [(item.index.fqn, getattr(item.tensor_data, "chunk")) for item in plans[rank].items]  # noqa: B009
-    pieces = [
-        piece
-        for source, chunk in held
-        for part, taken, placed in parts[source]
-        for piece in _met(
-            source, Block(tuple(chunk.offsets), tuple(chunk.sizes)), part, taken, placed
-        )
-    ]
-    return Layout(catalogue, tuple(pieces))
+    pieces = []
+    for item in plans[rank].items:
+        chunk = getattr(item.tensor_data, "chunk")  # noqa: B009
+        held = Block(tuple(chunk.offsets), tuple(chunk.sizes))
+        for part, taken, placed in parts[item.index.fqn]:
+            if (met := _met(held, taken)) is not None:
+                pieces.append(_piece(item.index.fqn, part, met, held, taken, placed))
+    return catalogue, pieces
 
 
 def _parts(
@@ -219,18 +219,18 @@ def _parts(
         return
     for part in [Part(called)] if isinstance(called, str) else called:
         taken = _box(part.take, whole, f"names= takes {part.take} of '{source}'")
-        kept = [n for d, n in enumerate(taken.sizes) if not _is_int(part.take, d)]
+        kept = _kept(part.take, taken.sizes)
         if part.shape is None:
             if part.place:
                 raise SettingError(f"names= places a part in '{part.name}': give its shape= too.")
-            yield part, taken, Block((0,) * len(kept), tuple(kept))
+            yield part, taken, Block((0,) * len(kept), kept)
             continue
         placed = _box(part.place, part.shape, f"names= places '{source}' at {part.place}")
-        found = [n for d, n in enumerate(placed.sizes) if not _is_int(part.place, d)]
-        if found != kept:
+        room = _kept(part.place, placed.sizes)
+        if room != kept:
             raise SettingError(
-                f"names= places {kept} elements of '{source}' {list(whole)} where '{part.name}' "
-                f"{list(part.shape)} has room for {found}."
+                f"names= places {list(kept)} elements of '{source}' {list(whole)} where "
+                f"'{part.name}' {list(part.shape)} has room for {list(room)}."
             )
         yield part, taken, placed
 
@@ -239,46 +239,52 @@ def _is_int(index: Index, dim: int) -> bool:
     return dim < len(index) and isinstance(index[dim], int)
 
 
+def _kept(index: Index, numbers: Sequence[int]) -> tuple[int, ...]:
+    """Those of dims that an ``int`` does not take away."""
+    return tuple(number for dim, number in enumerate(numbers) if not _is_int(index, dim))
+
+
 def _box(index: Index, shape: tuple[int, ...], doing: str) -> Block:
     """The box that ``index`` means in a tensor of ``shape``."""
     if len(index) > len(shape):
         raise SettingError(f"{doing}, which has {len(shape)} dims.")
-    offsets, lengths = [], []
-    for dim, size in enumerate(shape):
-        one = index[dim] if dim < len(index) else slice(None)
-        if isinstance(one, int):
-            one = slice(one, one + 1)
-        start = 0 if one.start is None else one.start
-        stop = size if one.stop is None else one.stop
-        if one.step not in (None, 1) or not 0 <= start <= stop <= size:
-            raise SettingError(f"{doing}: {one} is no range within a dim of {size}.")
+    offsets, lengths, every = [], [], [slice(None)] * len(shape)
+    for one, size in zip((*index, *every[len(index) :]), shape, strict=True):
+        where = slice(one, one + 1) if isinstance(one, int) else one
+        start = 0 if where.start is None else where.start
+        stop = size if where.stop is None else where.stop
+        if where.step not in (None, 1) or not 0 <= start <= stop <= size:
+            raise SettingError(f"{doing}: {where} is no range within a dim of {size}.")
         offsets.append(start)
         lengths.append(stop - start)
     return Block(tuple(offsets), tuple(lengths))
 
 
-def _met(source: str, held: Block, part: Part, taken: Block, placed: Block) -> Iterator[Piece]:
-    """What a rank that holds ``held`` of a tensor sends of a part of it."""
-    local: list[int | slice] = []
-    begins, sizes = [], []
-    for dim, (first, count) in enumerate(zip(held.offsets, held.sizes, strict=True)):
-        start = max(first, taken.offsets[dim])
-        stop = min(first + count, taken.offsets[dim] + taken.sizes[dim])
-        if stop <= start:
-            return
-        local.append(
-            start - first if _is_int(part.take, dim) else slice(start - first, stop - first)
-        )
-        if not _is_int(part.take, dim):
-            begins.append(start - taken.offsets[dim])
-            sizes.append(stop - start)
-    kept = iter(zip(begins, sizes, strict=True))
-    at, lengths = [], []
-    for dim, offset in enumerate(placed.offsets):
-        begin, size = (0, 1) if _is_int(part.place, dim) else next(kept)
-        at.append(offset + begin)
-        lengths.append(size)
-    yield Piece(source, tuple(local), part.name, Block(tuple(at), tuple(lengths)))
+def _piece(source: str, part: Part, met: Block, held: Block, taken: Block, placed: Block) -> Piece:
+    """What a rank that holds ``held`` of a tensor sends of a part of it: the box ``met``."""
+    within = Block(tuple(m - h for m, h in zip(met.offsets, held.offsets, strict=True)), met.sizes)
+    local = [
+        where.start if _is_int(part.take, dim) else where
+        for dim, where in enumerate(within.slices())
+    ]
+    moved = [m - t for m, t in zip(met.offsets, taken.offsets, strict=True)]
+    kept = iter(zip(_kept(part.take, moved), _kept(part.take, met.sizes), strict=True))
+    there = [
+        (0, 1) if _is_int(part.place, dim) else next(kept) for dim in range(len(placed.offsets))
+    ]
+    offsets = tuple(o + begin for o, (begin, _) in zip(placed.offsets, there, strict=True))
+    return Piece(source, tuple(local), part.name, Block(offsets, tuple(n for _, n in there)))
+
+
+def _met(one: Block, other: Block) -> Block | None:
+    """The box that both have in common."""
+    begins = tuple(map(max, one.offsets, other.offsets))
+    ends = [
+        min(a + n, b + m)
+        for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    ]
+    sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+    return Block(begins, sizes) if min(sizes, default=1) > 0 else None
 
 
 def _check_filled(catalogue: Catalogue, filled: Mapping[str, Sequence[Block]]) -> None:
@@ -286,18 +292,12 @@ def _check_filled(catalogue: Catalogue, filled: Mapping[str, Sequence[Block]]) -
     if not catalogue:
         raise SettingError("there is nothing to publish: names= gave None for each tensor.")
     for name, blocks in filled.items():
-        for index, one in enumerate(blocks):
-            if any(_overlap(one, other) for other in blocks[:index]):
-                raise SettingError(f"names= gives elements of '{name}' twice; each has one source.")
+        if any(_met(one, other) for one, other in itertools.combinations(blocks, 2)):
+            raise SettingError(f"names= gives elements of '{name}' twice; each has one source.")
         held = sum(block.elements for block in blocks)
-        wanted = Block((), catalogue[name].shape).elements
+        wanted = math.prod(catalogue[name].shape)
         if held != wanted:
             raise SettingError(
                 f"names= fills {held:,} of the {wanted:,} elements of '{name}' "
                 f"{list(catalogue[name].shape)}; the rest would never get values."
             )
-
-
-def _overlap(one: Block, other: Block) -> bool:
-    sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    return all(max(a, b) < min(a + n, b + m) for a, n, b, m in sides)

@@ -1,80 +1,23 @@
-"""Where versions go: what a publisher asks of a receiver, and that over a socket."""
+"""Versions over a socket: what a publisher asks of a receiver."""
 
 from __future__ import annotations
 
-import queue
 import socket
-import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import ClassVar
 
 import numpy as np
-from typing_extensions import override
 
 from polyshard_publish.errors import PublishError
 from polyshard_publish.patches import Patch
 from polyshard_publish.wire import Have, Update, Wire
 
-QUEUED = 4
-"""Patches that wait to be sent while the next is computed."""
-
-
-class Sending(ABC):
-    """One rank's part of one version to one receiver."""
-
-    @abstractmethod
-    def have(self) -> Have:
-        """What the receiver serves. Rank 0 asks, first of all."""
-
-    @abstractmethod
-    def begin(self, update: Update, rank: int) -> None:
-        """Begin a version: rank 0, and when it is answered the others."""
-
-    @abstractmethod
-    def send(self, patch: Patch) -> None:
-        """Send a patch; may return before it has left."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """Return when all patches have arrived."""
-
-    @abstractmethod
-    def commit(self, digests: Mapping[str, int]) -> None:
-        """Have the version served, on rank 0, when all ranks' parts have ended."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Let go of it; withdraws a version that was not committed."""
-
-    sent_bytes = 0
-    """How many bytes have left this rank."""
-
-
-class Target(ABC):
-    """A receiver, as a publisher knows it. Every rank has one, and rank 0 speaks for all."""
-
-    takes_patches = True
-    """Whether it keeps a version that patches can change."""
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """For errors and reports."""
-
-    @abstractmethod
-    def open(self) -> Sending:
-        """A connection for one version.
-
-        Raises:
-            OSError: when it is gone.
-        """
-
 
 @dataclass(frozen=True)
-class SocketTarget(Target):
+class SocketTarget:
     """A :class:`ReceiverServer <polyshard_publish.receiver.ReceiverServer>` in another process.
 
     Attributes:
@@ -90,96 +33,83 @@ class SocketTarget(Target):
     bytes_per_second: float | None = None
     timeout_seconds: float = 300.0
 
+    takes_patches: ClassVar[bool] = True
+
     @property
-    @override
     def name(self) -> str:
+        """For errors and reports."""
         return self.address
 
-    @override
-    def open(self) -> Sending:
+    def open(self) -> SocketSending:
+        """A connection for one version; an ``OSError`` when the receiver is gone."""
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdigit():
             raise PublishError(f"'{self.address}' is no address; one is host:port.")
         connected = socket.create_connection((host, int(port)), min(self.timeout_seconds, 20.0))
         connected.settimeout(self.timeout_seconds)
-        return _SocketSending(self, Wire(connected))
+        return SocketSending(self, Wire(connected))
 
 
-class _SocketSending(Sending):
+class SocketSending:
+    """One rank's part of one version to one receiver.
+
+    Rank 0 asks what the receiver has and begins, then the others begin. A patch is sent in a thread
+    while the next is computed; all have arrived at the ``end``. ``close`` withdraws a version that
+    rank 0 has not committed.
+    """
+
     def __init__(self, target: SocketTarget, wire: Wire) -> None:
         self._target, self._wire = target, wire
-        self._queue: queue.Queue[Patch | None] = queue.Queue(QUEUED)
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._pool = ThreadPoolExecutor(1, "polyshard-publish")
+        self._leaving: Future[None] | None = None
         self._said: Have | None = None
         self._free_at = 0.0
 
     @property
-    @override
-    def sent_bytes(self) -> int:  # type: ignore[override]
+    def sent_bytes(self) -> int:
+        """How many have left this rank."""
         return self._wire.sent_bytes
 
-    @override
     def have(self) -> Have:
+        """What the receiver serves."""
         if self._said is None:
             answer = self._wire.ask("hello", {"token": self._target.token})
             self._said = Have(answer["version"], answer["summary"])
         return self._said
 
-    @override
     def begin(self, update: Update, rank: int) -> None:
+        """Begin a version."""
         self.have()
-        head: dict[str, Any] = {**update.head(), "rank": rank}
-        if rank:
-            head["catalogue"] = {}  # rank 0 has said it
-        self._wire.ask("begin", head)
+        said = replace(update, catalogue={}) if rank else update  # rank 0 says it once
+        self._wire.ask("begin", {**asdict(said), "rank": rank})
 
-    @override
     def send(self, patch: Patch) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._send_all, name="polyshard-publish", daemon=True
-            )
-            self._thread.start()
-        self._queue.put(patch)
-        if self._error is not None:
-            raise self._error
+        """Send a patch; returns before it has left."""
+        self._wait()
+        self._leaving = self._pool.submit(self._send_now, patch)
 
-    def _send_all(self) -> None:
-        while (patch := self._queue.get()) is not None:
-            if self._error is not None:
-                continue  # the queue must not fill up
-            try:
-                self._wire.send("patch", patch.head(), patch.content())
-                self._hold(patch.nbytes)
-            except Exception as error:
-                self._error = error
-
-    def _hold(self, nbytes: int) -> None:
-        rate = self._target.bytes_per_second
-        if rate is not None:
-            self._free_at = max(self._free_at, time.monotonic()) + nbytes / rate
+    def _send_now(self, patch: Patch) -> None:
+        self._wire.send("patch", patch.head(), patch.content())
+        if (rate := self._target.bytes_per_second) is not None:
+            self._free_at = max(self._free_at, time.monotonic()) + patch.nbytes / rate
             time.sleep(max(0.0, self._free_at - time.monotonic()))
 
-    def _drain(self) -> None:
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
+    def _wait(self) -> None:
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            leaving.result()
 
-    @override
     def end(self) -> None:
-        self._drain()
-        if self._error is not None:
-            raise self._error
+        """Return when all patches have arrived."""
+        self._wait()
         self._wire.ask("end", {})
 
-    @override
     def commit(self, digests: Mapping[str, int]) -> None:
+        """Have the version served."""
         content = np.array([digests[name] for name in sorted(digests)], dtype="<i8")
         self._wire.ask("commit", {}, [content.tobytes()])
 
-    @override
     def close(self) -> None:
+        """Hang up."""
         self._wire.close()
-        self._drain()
+        self._pool.shutdown()

@@ -25,7 +25,7 @@ import socket
 import struct
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from polyshard_publish.errors import KINDS, GoneError, PublishError
@@ -52,33 +52,17 @@ class Have:
 
 @dataclass(frozen=True)
 class Update:
-    """The beginning of a version.
+    """The beginning of a version."""
 
-    Attributes:
-        version: what it will be.
-        base: what it is made from, which the receiver must have; ``None`` for all weights.
-        ranks: how many send parts of it.
-        nonce: stands for this attempt at it.
-        catalogue: of all tensors; empty where ``base`` says which.
-    """
-
-    version: int
-    base: Have | None
-    ranks: int
-    nonce: str
-    catalogue: Catalogue
-
-    def head(self) -> dict[str, Any]:
-        """As JSON can say it."""
-        return asdict(self)
+    version: int  # what it will be
+    base: Have | None  # what it is made from, which the receiver must have; None for all weights
+    ranks: int  # how many send parts of it
+    nonce: str  # stands for this attempt at it
+    catalogue: Catalogue  # of all tensors; empty where ``base`` says which
 
     @staticmethod
     def read(head: Mapping[str, Any]) -> Update:
-        """That of a head.
-
-        Raises:
-            PublishError: when it is none.
-        """
+        """That of a head; a :class:`PublishError` when it is none."""
         try:
             base = None if head["base"] is None else Have(**head["base"])
             catalogue = {
@@ -96,17 +80,13 @@ class Wire:
     """One end of a connection, and how many bytes it has sent."""
 
     def __init__(self, connected: socket.socket) -> None:
-        self._socket = connected
+        self._socket, self._file = connected, connected.makefile("rb")
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sent_bytes = 0
         self.most_bytes = STRANGER_BYTES
 
     def send(self, kind: str, head: Mapping[str, Any], content: Iterable[Buffer] = ()) -> None:
-        """Send one frame.
-
-        Raises:
-            OSError: when the other end is gone.
-        """
+        """Send one frame; an ``OSError`` when the other end is gone."""
         text = json.dumps({**head, "kind": kind}, separators=(",", ":")).encode()
         buffers = [memoryview(one).cast("B") for one in content if len(one)]
         length = sum(len(one) for one in buffers)
@@ -123,9 +103,11 @@ class Wire:
             OSError: when the other end is gone.
             PublishError: when it sends something else.
         """
-        first = self._exactly(_SIZES.size, may_end=True)
-        if first is None:
+        first = self._file.read(_SIZES.size)
+        if not first:
             return None
+        if len(first) < _SIZES.size:
+            raise ConnectionResetError("the other end hung up")
         magic, text_bytes, content_bytes = _SIZES.unpack(first)
         if magic != MAGIC:
             raise PublishError(
@@ -137,23 +119,17 @@ class Wire:
                 f"a frame of {text_bytes:,} and {content_bytes:,} bytes is no frame."
             )
         try:
-            head = json.loads(self._exactly(text_bytes) or b"")
+            head = json.loads(self._exactly(text_bytes))
         except ValueError as error:
             raise PublishError(f"a frame whose head is no JSON: {error}") from error
         if not isinstance(head, dict):
             raise PublishError("a frame whose head is no object.")
-        return head, memoryview(self._exactly(content_bytes) or bytearray())
+        return head, memoryview(self._exactly(content_bytes))
 
-    def _exactly(self, count: int, *, may_end: bool = False) -> bytearray | None:
+    def _exactly(self, count: int) -> bytearray:
         found = bytearray(count)
-        view, have = memoryview(found), 0
-        while have < count:
-            got = self._socket.recv_into(view[have:])
-            if not got:
-                if may_end and not have:
-                    return None
-                raise ConnectionResetError("the other end hung up")
-            have += got
+        if self._file.readinto(found) < count:
+            raise ConnectionResetError("the other end hung up")
         return found
 
     def ask(
@@ -178,4 +154,5 @@ class Wire:
         """Hang up; also wakes a thread that waits here."""
         with suppress(OSError):  # the other end did so first
             self._socket.shutdown(socket.SHUT_RDWR)
+        self._file.close()
         self._socket.close()

@@ -8,7 +8,7 @@ import pytest
 from torch.optim import AdamW
 from toy_optimizers import Shelf, same_bits
 
-from polyshard import flat
+from polyshard_optimizers import flat
 from polyshard_resilience.rollback.optimizers import OptimizerUndo, StepMemory
 
 

@@ -10,8 +10,7 @@ from typing_extensions import override
 
 from polyshard import Plugin, hookimpl
 from polyshard.plugins.builtin import DeviceStorage
-from polyshard.seams import BoundGatherCodec, GatherCodec, GroupInfo
-from polyshard.seams.storage import StorageFactory
+from polyshard.plugins.seams import BoundGatherCodec, GatherCodec, GroupInfo, StorageFactory
 from polyshard.sharding.layout import GroupLayout
 
 
@@ -141,7 +140,7 @@ class StagedFactory(StorageFactory):
         self.settings = f"waits={waits}"
 
     @override
-    def create(self, group: GroupInfo, layout: GroupLayout) -> StagedStorage:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> StagedStorage:
         return StagedStorage(self._pool)
 
 

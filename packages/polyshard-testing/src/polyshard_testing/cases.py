@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from polyshard.group.dtypes import Dtypes
-from polyshard.seams import GroupInfo, ParamInfo
+from polyshard.plugins.seams import GroupIdentity, GroupInfo, ParamInfo
 from polyshard.sharding.layout import GroupLayout, ParameterLayout, ParameterShape, plan_layout
 
 WORLD_SIZES = (1, 2, 3, 5)
@@ -97,7 +97,7 @@ def case(world_size: int, rank: int, dtypes: Dtypes = FULL) -> Case:
     shapes = [ParameterShape(p.fqn, p.shape, 0 if p.shape else None) for p in parameters]
     layout = plan_layout(shapes, world_size, dtypes.orig.itemsize, staging_bytes=256)
     info = GroupInfo(
-        name="layer",
+        identity=GroupIdentity("layer", is_named=True),
         parameters=parameters,
         mesh=mesh,
         rank=rank,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import pytest
@@ -19,8 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from polyshard.composition.roles import ROLES, Contributions
-from polyshard.composition.stack import PluginStack, build_stack
+from polyshard.plugins.contributions import ROLES, Contributions
+from polyshard.plugins.stack import PluginStack, build_stack
 from polyshard_testing.cases import Case, SmallModel
 
 Factory = Callable[[], object]
@@ -44,6 +46,12 @@ class Kit:
     """Error a lossy codec admits, relative to the largest value of a parameter."""
     loss_tolerance: float | None = None
     """How far losses may be off, relative and absolute; by default twice :attr:`tolerance`."""
+    bias_steps: int = 16
+    """Steps until the errors of a codec are looked at, and then as many that are: more for one that
+    makes up for its errors late."""
+    kept_share: float = 1.75
+    """Memory that a plugin may keep between steps beside what checkpoints hold of it, as a share of
+    the unsharded parameters; rows that the engine keeps for a codec count, and take up to 1."""
     host_waits: int = 0
     """Times a step that the plugin may have the host wait for a device."""
 
@@ -56,7 +64,7 @@ class Kit:
 
     def is_exact(self, factory: Factory) -> bool:
         """Whether training with the plugin has to give every bit of training without."""
-        return self.tolerance == 0.0 and not build_stack(plugins_of(factory)).onion
+        return self.tolerance == 0.0 and not build_stack(plugins_of(factory)).transforms
 
     @pytest.fixture
     def factory(self) -> Factory:
@@ -171,23 +179,58 @@ def gathered_with(rank: int, size: int, factory: Factory) -> list[dict[str, int]
     return found
 
 
-def release_with(rank: int, size: int, factory: Factory) -> tuple[set[str], list[int]]:
-    """States of all groups after each of some steps, and resident pages."""
+def release_with(rank: int, size: int, factory: Factory) -> tuple[set[str], list[int], int]:
+    """States of all groups at the end, and bytes of tensors that the plugin holds after each step.
+
+    Counted as what is there beside what a model without the plugin has, and beside what
+    checkpoints hold of the plugin. Last, bytes of the unsharded parameters.
+    """
+    from polyshard import plugin_state_dict
+
+    _, plain, _ = _held_with(None)
+    states, held, model = _held_with(factory)
+    saved = sum(t.nbytes for t in _tensors(plugin_state_dict(model)))
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    return states, [h - p - saved for h, p in zip(held, plain, strict=True)], whole
+
+
+def _held_with(factory: Factory | None) -> tuple[set[str], list[int], nn.Module]:
+    """States of groups after some steps, bytes of tensors since the start after each, the model."""
     from polyshard import fully_shard
     from polyshard.engine.root import unit_of
 
-    del rank, size
+    before = _bytes_of_tensors()
     model = SmallModel()
-    fully_shard(model, plugins=plugins_of(factory))
-    resident = []
+    fully_shard(model, plugins=[] if factory is None else plugins_of(factory))
+    held = []
     for _ in range(STEPS):
         model(_ones()).sum().backward()
         model.zero_grad()
-        with open("/proc/self/statm", encoding="ascii") as statm:
-            resident.append(int(statm.read().split()[1]))
+        held.append(_bytes_of_tensors() - before)
     unit = unit_of(model)
     assert unit is not None
-    return {group.state.name for group in unit.groups}, resident
+    return {group.state.name for group in unit.groups}, held, model
+
+
+def _bytes_of_tensors() -> int:
+    """Memory of all tensors of this process, each storage once."""
+    gc.collect()
+    storages = {}
+    for found in gc.get_objects():
+        # By type: isinstance would have lazy objects of other libraries import things.
+        if issubclass(type(found), Tensor) and type(found) is not DTensor:
+            with contextlib.suppress(Exception):  # a tensor without memory of its own
+                storage = found.untyped_storage()
+                storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _tensors(state: object) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from _tensors(value)
 
 
 def describe_with(rank: int, size: int, factory: Factory) -> tuple[str, int, int]:

@@ -14,7 +14,6 @@ from polyshard._torch.engine_state import EngineState, register_sharded, show_to
 from polyshard._torch.newer import warn_if_untested
 from polyshard._torch.private import tag_managed_module
 from polyshard.agreement.meeting import reporting
-from polyshard.composition.stack import PluginStack, build_stack
 from polyshard.engine.collect import (
     Collector,
     check_modules,
@@ -28,17 +27,46 @@ from polyshard.engine.root import group_names, unit_of
 from polyshard.engine.state_dict import StateDictHooks
 from polyshard.engine.ties import adopt_shared, mark
 from polyshard.engine.unit import Unit
-from polyshard.errors import AlreadyShardedError, SettingError
+from polyshard.errors import AlreadyShardedError, SettingError, UnsupportedError
 from polyshard.group.group import GroupSetup, ParameterGroup
 from polyshard.module import FSDPModule, mix_in
 from polyshard.params.parameter import Source
-from polyshard.plugins.discovery import with_policy
-from polyshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from polyshard.plugins.discovery import stand_in
+from polyshard.plugins.stack import PluginStack, build_stack
+from polyshard.policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from polyshard.sharding.mesh import MeshRoles, resolve_mesh
 from polyshard.sharding.placement import PlacementFunction
 
 logger = logging.getLogger("polyshard")
 M = TypeVar("M", bound=nn.Module)
+
+
+def with_policy(plugins: Sequence[object | str], policy: object) -> Sequence[object | str]:
+    """``plugins``, and what stands for ``policy``.
+
+    Raises:
+        UnsupportedError: for an unknown policy, or when the plugin is not installed.
+        PluginError: when what is installed under its name is something else.
+    """
+    if type(policy) is OffloadPolicy or isinstance(plugins, str):
+        return plugins
+    if not isinstance(policy, CPUOffloadPolicy):
+        raise UnsupportedError(
+            f"offload_policy {policy!r} is not known to polyshard; offloading is a plugin."
+        )
+    purpose = "stand for offload_policy=CPUOffloadPolicy()"
+    plugin = stand_in("offload", "for_policy", purpose, policy)
+    if plugin is None:
+        raise UnsupportedError(
+            "offload_policy=CPUOffloadPolicy() needs a plugin for offload: pip install "
+            "polyshard-offload; it will be found. For more choices pass plugins=[Offload(...)]."
+        )
+    return [*plugins, plugin]
 
 
 @overload

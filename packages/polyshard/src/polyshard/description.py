@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import nn
@@ -17,7 +17,7 @@ from polyshard.group.plan import GroupPlan
 from polyshard.group.planner import plan_of
 from polyshard.group.traffic import Traffic
 from polyshard.group.transfers import readable
-from polyshard.seams import GroupIdentity
+from polyshard.plugins.seams import GroupIdentity
 
 _COLUMNS = ("group", "parameters", "elements", "gather", "reduce", "unsharded", "shard", "frees")
 
@@ -125,7 +125,7 @@ def _programs(groups: tuple[GroupPlan, ...]) -> Iterator[str]:
     """The programs of every distinct group, once, with the groups that run them."""
     found: dict[tuple[str, ...], list[str]] = {}
     for plan in groups:
-        found.setdefault(plan.programs, []).append(plan.name)
+        found.setdefault(tuple(map(str, plan.programs)), []).append(plan.name)
     for programs, names in found.items():
         yield ""
         yield f"programs of {', '.join(names)}"
@@ -191,6 +191,8 @@ class Stats:
     """What the groups of a model have moved so far on this rank. ``print`` it, or read it."""
 
     groups: dict[str, Traffic]
+    numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """By group, what its codecs say of themselves: an error, a share of saturated values."""
 
     @property
     def bytes_sent(self) -> int:
@@ -217,6 +219,8 @@ class Stats:
             f"this rank sent {readable(self.bytes_sent)}, received "
             f"{readable(self.bytes_received)} and waited {1e3 * self.wait_seconds:,.1f} ms"
         )
+        for group, numbers in self.numbers.items():
+            lines.append(f"{group}: {', '.join(f'{n} {v:.4g}' for n, v in numbers.items())}")
         return "\n".join(lines)
 
 
@@ -232,8 +236,13 @@ def _counted(name: str, traffic: Traffic) -> tuple[str, ...]:
 
 
 def stats(model: nn.Module) -> Stats:
-    """Bytes, calls and waiting time of every group of ``model`` since it was sharded."""
-    return Stats({group.name: group.meter.traffic for group in groups_of(model)})
+    """Bytes, calls and waiting time of every group of ``model`` since it was sharded.
+
+    And what codecs measured, for which it may wait for the device.
+    """
+    groups = groups_of(model)
+    numbers = {group.name: found for group in groups if (found := group.numbers())}
+    return Stats({group.name: group.meter.traffic for group in groups}, numbers)
 
 
 def identities_of(model: nn.Module) -> frozenset[GroupIdentity]:

@@ -15,13 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from typing_extensions import override
 
-from polyshard._torch.fsdp1 import FSDPExtensions, set_extensions, wrapping_with
-from polyshard.composition.stack import PluginStack, build_stack
+from polyshard._torch.fsdp1 import (
+    FSDPExtensions,
+    chunk_sharded_tensor,
+    local_shards,
+    set_extensions,
+    wrapping_with,
+)
+from polyshard.errors import PluginError
+from polyshard.plugins import hookspecs
 from polyshard.plugins.contract import Contract, hookimpl
-from polyshard.seams import ParamInfo
+from polyshard.plugins.seams import ParamInfo
+from polyshard.plugins.stack import PluginStack, build_stack
 
 __all__ = [
     "StackExtensions",
@@ -103,23 +111,25 @@ def from_fsdp_extensions(
 
 
 class StackExtensions(FSDPExtensions):
-    """A polyshard stack as FSDP1 sees it: the onion as one transform, exclusive hooks resolved."""
+    """A polyshard stack as FSDP1 sees it: all transforms as one, exclusive hooks resolved.
+
+    Where no plugin answers, it does what FSDP1 does by itself.
+    """
 
     def __init__(self, stack: PluginStack) -> None:
         """``stack`` must be built; no plugin is added later."""
-        self._onion = stack.onion
-        self._hooks = stack.parameter_hooks
+        self._stack, self._transforms = stack, stack.transforms
         self.compute_stream: Any = None  # FSDP1 sets it on any extension it finds
 
     @override
     def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, Any | None]:
         """Every layer in order; all extensions travel as one."""
-        flat, extensions = self._onion.flatten(tensor, None)
+        flat, extensions = self._transforms.flatten(tensor, None)
         return (flat, extensions) if any(e is not None for e in extensions) else (tensor, None)
 
     @override
     def post_unflatten_transform(self, tensor: Tensor, param_extension: Any) -> Tensor:
-        return self._onion.unflatten(tensor, param_extension, None)
+        return self._transforms.unflatten(tensor, param_extension, None)
 
     @override
     def chunk_tensor(
@@ -131,25 +141,48 @@ class StackExtensions(FSDPExtensions):
         pg: dist.ProcessGroup,
         device: torch.device | None = None,
     ) -> Tensor:
-        """Whoever claims it, else as FSDP1."""
-        return self._hooks.chunk_tensor(
-            tensor, rank, world_size, num_devices_per_node, pg, device, None
-        )
+        """As a plugin claims it, else cut on dim 0."""
+        given = (rank, world_size, num_devices_per_node, pg)
+        claimed = self._stack.claimed(hookspecs.chunk_tensor, tensor, *given, device, None)
+        if claimed is not None:
+            return claimed
+        # A ShardedTensor takes contiguous shards only; a plugin may have unflattened into a view.
+        return chunk_sharded_tensor(tensor.contiguous(), *given)
 
     @override
     def chunk_dtensor(self, tensor: Tensor, rank: int, device_mesh: DeviceMesh) -> Tensor:
-        """Whoever claims it, else sharded on dim 0."""
-        return self._hooks.chunk_dtensor(tensor, rank, device_mesh, None)
+        """As a plugin claims it, else dim 0 over the last axis; scalars are repeated."""
+        claimed = self._stack.claimed(hookspecs.chunk_dtensor, tensor, rank, device_mesh, None)
+        if claimed is not None:
+            return claimed
+        placements: list[Placement] = [Replicate()] * device_mesh.ndim
+        if tensor.ndim:
+            placements[-1] = Shard(0)
+        # Every rank holds the whole tensor already, so each cuts its own part.
+        return distribute_tensor(tensor.detach(), device_mesh, placements, src_data_rank=None)
 
     @override
     def pre_load_state_dict_transform(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
-        """Whoever claims it, else the tensor and its shards."""
-        return self._hooks.pre_load_state_dict_transform(tensor, None)
+        """As a plugin claims it, else the tensor and its shards."""
+        claimed = self._stack.claimed(hookspecs.pre_load_state_dict_transform, tensor, None)
+        if claimed is not None:
+            return claimed
+        shards = local_shards(tensor)
+        if shards is None:
+            raise PluginError(
+                f"a sharded state dict holds a {type(tensor).__name__} where a ShardedTensor was "
+                "expected; load a state dict of the type that was saved."
+            )
+        return tensor, shards
 
     @override
     def all_gather_dtensor(self, tensor: DTensor, parent_mesh: DeviceMesh | None) -> Tensor:
-        """Whoever claims it, else gathered on every axis."""
-        return self._hooks.all_gather_dtensor(tensor, parent_mesh, None)
+        """As a plugin claims it, else gathered on every axis."""
+        claimed = self._stack.claimed(hookspecs.all_gather_dtensor, tensor, parent_mesh, None)
+        if claimed is not None:
+            return claimed
+        whole = [Replicate()] * tensor.device_mesh.ndim
+        return tensor.redistribute(placements=whole).to_local()
 
 
 def as_fsdp_extensions(plugins: Sequence[object | str]) -> StackExtensions:

@@ -8,7 +8,7 @@ from polyshard.__about__ import __version__
 from polyshard.engine.initial_values import checksum, in_hex
 from polyshard.errors import warn
 from polyshard.plugins.contract import Plugin, hookimpl
-from polyshard.seams import GroupInfo, Observer, ParamInfo
+from polyshard.plugins.seams import GroupInfo, Observer, ParamInfo
 
 ON_META = "values unknown (meta device)"
 

@@ -25,7 +25,7 @@ from polyshard import (
     hookimpl,
 )
 from polyshard.plugins.builtin import DeviceStorage
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
 from polyshard_testing import ranks
 
@@ -182,7 +182,7 @@ class Held(DeviceStorage):
 class HeldFactory(StorageFactory):
     name = "held"
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> Held:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> Held:
         return Held()
 
 

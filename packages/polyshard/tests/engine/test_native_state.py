@@ -32,7 +32,7 @@ from polyshard.errors import (
     LifecycleError,
     SettingError,
 )
-from polyshard.seams import GroupInfo, ParamInfo
+from polyshard.plugins.seams import GroupInfo, ParamInfo, StateDictAdapter
 from polyshard_testing import World, ranks
 
 SIZES = {"width": 12, "hidden": 27, "layers": 2}
@@ -42,7 +42,7 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-class Untransposing:
+class Untransposing(StateDictAdapter):
     """Saves a parameter as its module knows it."""
 
     name = "untransposing"
@@ -241,7 +241,7 @@ def test_full_values_pass_through_an_adapter(rank: int, size: int) -> None:
         model.load_state_dict(model.state_dict())
         assert torch.equal(model(x).detach(), given.t())
         model.reshard()
-        with pytest.raises(CheckpointError, match=r"'0\.weight' is to be loaded from itself"):
+        with pytest.raises(CheckpointError, match=r"'0\.weight' cannot be loaded from itself"):
             model.load_state_dict({"0.weight": model[0].weight.detach()})
 
 
@@ -306,7 +306,7 @@ def test_state_of_another_shape_is_left_and_said(rank: int, size: int) -> None:
     assert state["inner"]["count"] == 3
 
 
-class Halving:
+class Halving(StateDictAdapter):
     """Saves half of a parameter, and knows that its gradients are twice as large then."""
 
     name = "halving"

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from polyshard import Plugin, fully_shard, hookimpl
 from polyshard.plugins.builtin import DeviceStorage
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo, Observer, StorageFactory
 from polyshard.sharding.layout import GroupLayout
 from polyshard_testing import World
 
@@ -35,14 +35,14 @@ class Logging(DeviceStorage):
         self._log.append(f"read {self._index}")
 
 
-class LoggingFactory:
+class LoggingFactory(StorageFactory):
     name, settings = "logging", ""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self._count = 0
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> Logging:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> Logging:
         self._count += 1
         return Logging(self.log, self._count)
 
@@ -154,7 +154,7 @@ def test_a_recomputed_forward_is_no_record(world2: World) -> None:
     world2.run(recomputes)
 
 
-class Counting:
+class Counting(Observer):
     """Counts reductions that started, and those it hears are in place."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from toy_storage import Away, AwayFactory
 
 from polyshard import Plugin, describe, fully_shard, hookimpl, stats
 from polyshard.engine.root import groups_of, unit_of
-from polyshard.seams import GroupInfo, StepObserver
+from polyshard.plugins.seams import GroupInfo, StepObserver
 from polyshard_testing import ranks
 
 
@@ -190,7 +190,7 @@ class Around(Away):
 
 
 class AroundFactory(AwayFactory):
-    def create(self, group: GroupInfo, layout: Any) -> Away:
+    def bind(self, group: GroupInfo, layout: Any) -> Away:
         return Around()
 
 

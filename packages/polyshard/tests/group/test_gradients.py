@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from polyshard import MixedPrecisionPolicy, Plugin, fully_shard, hookimpl
 from polyshard.plugins.builtin import DeviceStorage
+from polyshard.plugins.seams import GroupInfo, StorageFactory
 from polyshard.program.accumulation import blanks
-from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
 from polyshard_testing import ranks
 
@@ -127,13 +127,13 @@ class Checked(DeviceStorage):
         return placed
 
 
-class Checking(Plugin):
+class Checking(Plugin, StorageFactory):
     name, settings = "checking", ""
 
     def __init__(self) -> None:
         self.storages: list[Checked] = []
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> Checked:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> Checked:
         self.storages.append(Checked())
         return self.storages[-1]
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from polyshard import hookimpl
 from polyshard.plugins.builtin import DeviceStorage
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo, StorageFactory
 from polyshard.sharding.layout import GroupLayout
 from polyshard_testing import ranks
 
@@ -78,14 +78,14 @@ class Serving(Far):
             super().release()
 
 
-class FarFactory:
+class FarFactory(StorageFactory):
     name, settings = "far", ""
 
     def __init__(self, kind: type[Far]) -> None:
         self.log: list[str] = []
         self._kind, self._count = kind, 0
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> Far:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> Far:
         self._count += 1
         return self._kind(self.log, self._count)
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from polyshard import Plugin, fully_shard, hookimpl
 from polyshard.plugins.builtin import DeviceStorage
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo, StorageFactory
 from polyshard.sharding.layout import GroupLayout
 from polyshard_testing import ranks
 
@@ -35,14 +35,14 @@ class Watched(DeviceStorage):
         return gradient.clone()
 
 
-class Watching(Plugin):
+class Watching(Plugin, StorageFactory):
     name, settings = "watching", ""
 
     def __init__(self, *, holds: bool) -> None:
         self._holds = holds
         self.storages: list[Watched] = []
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> Watched:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> Watched:
         self.storages.append(Watched(holds=self._holds))
         return self.storages[-1]
 

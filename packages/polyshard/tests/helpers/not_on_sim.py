@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-CPU = "compares what is on the device with tensors that it keeps, or were loaded, on the CPU"
-GLOO = "is about gloo's messages, or about the way the engine takes over gloo"
-CHECKED = "expects what the engine checks over gloo before gradients are sent; not done on devices"
-KERNELS = "needs `torch.use_deterministic_algorithms(True)` on every device but the CPU"
-MENDING = (
-    "cuts a process group off and mends it, which takes gloo's; on devices the job starts again"
-)
-UNKNOWN = "fails, and it is not known yet whether the test, the engine or the device is to blame"
+CPU = "compares tensors of the device with tensors on the CPU"
+GLOO = "tests the engine's use of gloo"
+CHECKED = "expects a check before gradients are sent, which the engine makes over gloo only"
+KERNELS = "needs `torch.use_deterministic_algorithms(True)` on devices"
+MENDING = "aborts and rebuilds a gloo process group; on devices the job starts again"
+UNKNOWN = "fails for an unknown reason: the test, the engine or the device"
 
 NOT_ON_SIM: dict[str, dict[str, tuple[str, ...]]] = {
     CPU: {
@@ -44,11 +42,10 @@ NOT_ON_SIM: dict[str, dict[str, tuple[str, ...]]] = {
             "memory/test_resident.py::test_gradients_use_the_pages_of_freed_parameters",
             "test_module.py::test_custom_collectives_move_the_bytes",
             "torch/test_comm_debug.py",
-            "torch/test_gloo.py",
-            "transport/test_mending.py",
             "transport/test_owner_routes.py::test_whole_tensors",
             "transport/test_transport.py::test_exchange",
         ),
+        "packages/polyshard-resilience/tests": ("gloo",),
         "plugins/polyshard-quantized/tests": (
             "test_reports.py::test_bytes_are_exactly_as_predicted",
         ),
@@ -61,8 +58,8 @@ NOT_ON_SIM: dict[str, dict[str, tuple[str, ...]]] = {
     },
     KERNELS: {"plugins/polyshard-reproducible/tests": ("",)},
     MENDING: {
-        "packages/polyshard/tests": ("alarm/test_alarm.py",),
         "packages/polyshard-resilience/tests": (
+            "alarm/test_alarm.py",
             "rollback/test_ranks.py::test_ranks_retry_together",
         ),
     },

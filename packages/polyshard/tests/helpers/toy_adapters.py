@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyshard import Plugin, hookimpl
-from polyshard.seams import GroupInfo, ParamInfo
+from polyshard.plugins.seams import GroupInfo, ParamInfo, StateDictAdapter
 
 
 @dataclass(frozen=True)
-class Negating:
+class Negating(StateDictAdapter):
     """Stores values with the other sign."""
 
     name: str = "negating"

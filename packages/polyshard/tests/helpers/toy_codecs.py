@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from polyshard import Plugin, hookimpl
-from polyshard.seams import BoundGatherCodec, GatherCodec, GroupInfo
+from polyshard.plugins.seams import (
+    BoundGatherCodec,
+    BoundReduceCodec,
+    BoundReplicaCodec,
+    GatherCodec,
+    GroupInfo,
+    ReduceCodec,
+)
 from polyshard.sharding.layout import GroupLayout
 
 
@@ -33,7 +40,7 @@ class BytesGather(BoundGatherCodec):
             start += placed.chunk_numel
 
 
-class BytesReduce:
+class BytesReduce(BoundReduceCodec):
     """Ships gradients as raw fp32 bytes and sums them in rank order."""
 
     def __init__(self, layout: GroupLayout) -> None:
@@ -58,7 +65,7 @@ class GatherFactory(GatherCodec):
         return BytesGather(layout)
 
 
-class ReduceFactory:
+class ReduceFactory(ReduceCodec):
     name = "bytes"
     settings = "fp32"
 
@@ -82,7 +89,7 @@ class Codecs(Plugin):
 
 
 class OtherCodec(Plugin):
-    """Claims the gather codec of groups whose name holds ``only``."""
+    """Claims the gather codec of groups of modules whose class name holds ``only``."""
 
     name = "other"
     version = "3"
@@ -92,7 +99,8 @@ class OtherCodec(Plugin):
 
     @hookimpl
     def polyshard_gather_codec(self, group: GroupInfo) -> GatherFactory | None:
-        return GatherFactory() if self.only in group.name else None
+        kinds = {p.module_class.__name__ for p in group.parameters}
+        return GatherFactory() if any(self.only in kind for kind in kinds) else None
 
 
 class KeptGather(BytesGather):
@@ -109,13 +117,12 @@ class KeptGather(BytesGather):
         super().encode(shard, payload)
 
 
-class KeptFactory:
+class KeptFactory(GatherCodec):
     name = "kept"
-    settings = ""
+    notices = ("kept: nothing to say",)
 
     def __init__(self) -> None:
         self.bound: list[KeptGather] = []
-        self.notices = ("kept: nothing to say",)
 
     def bind(self, group: GroupInfo, layout: GroupLayout) -> KeptGather:
         self.bound.append(KeptGather(layout))
@@ -135,7 +142,7 @@ class Keeping(Plugin):
         return self.factory
 
 
-class Doubling:
+class Doubling(BoundReplicaCodec):
     """Sums replicas exactly, and doubles the sum so that its use shows."""
 
     def __init__(self, layout: GroupLayout) -> None:
@@ -154,7 +161,7 @@ class TwoHops(BytesReduce):
         self.replicas = Doubling(layout)
 
 
-class TwoHopFactory:
+class TwoHopFactory(ReduceCodec):
     name = "two hops"
     settings = ""
 
@@ -179,7 +186,7 @@ class TwoHopReduction(Plugin):
         return self.factory
 
 
-class Names(Plugin):
+class Names(Plugin, GatherCodec):
     """Remembers the names its gather codec was bound with."""
 
     name = "names"

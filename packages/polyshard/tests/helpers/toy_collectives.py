@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 import polyshard
 from polyshard.plugins.builtin import DefaultBackend
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport.base import Transport
 from polyshard.transport.collective import CollectiveTransport
@@ -17,8 +15,8 @@ class Collectives(DefaultBackend):
 
     name = "collectives"
 
-    def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
-        return CollectiveTransport(roles.shard_group, device)
+    def bind(self, group: GroupInfo, roles: MeshRoles) -> Transport:
+        return CollectiveTransport(roles.shard_group, group.device)
 
 
 class ByCollectives(polyshard.Plugin):

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from polyshard.composition.roles import Contributions
-from polyshard.composition.stack import build_stack
-from polyshard.seams import GroupInfo, ParamInfo
+from polyshard.plugins.contributions import Contributions
+from polyshard.plugins.seams import GroupIdentity, GroupInfo, ParamInfo
+from polyshard.plugins.stack import build_stack
 
 NO_MESH: Any = None
 PARAM = ParamInfo("w", (2, 3), torch.float32, True, NO_MESH, nn.Linear)
 GROUP = GroupInfo(
-    name="block",
+    identity=GroupIdentity("block"),
     parameters=(PARAM,),
     mesh=NO_MESH,
     rank=0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from polyshard import Plugin, hookimpl
-from polyshard.seams import GradientLanding, GroupInfo, OwnedParameter
+from polyshard.plugins.seams import GradientLanding, GroupInfo, OwnedParameter
 
 
 class InTurn(GradientLanding):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from polyshard import Plugin, hookimpl
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo
 
 
 class Kept:
@@ -26,7 +26,7 @@ class Kept:
 
 
 class Lasting(Plugin):
-    """Keeps something for every group whose name holds ``only``, until that is torn down."""
+    """Keeps something for groups of modules whose class name holds ``only``, until torn down."""
 
     name = "lasting"
 
@@ -37,14 +37,15 @@ class Lasting(Plugin):
 
     @hookimpl
     def polyshard_plugin_state(self, group: GroupInfo) -> Kept | None:
-        if self.only not in group.name:
+        kinds = {p.module_class.__name__ for p in group.parameters}
+        if not any(self.only in kind for kind in kinds):
             return None
         return self.kept.setdefault(group.identity, Kept(group.rank))
 
     @hookimpl
     def polyshard_teardown(self, group: GroupInfo) -> None:
         self.kept.pop(group.identity, None)
-        self.log.append(f"{self.name} {group.name}")
+        self.log.append(f"{self.name} {group.identity}")
 
 
 class Failing(Lasting):
@@ -55,4 +56,4 @@ class Failing(Lasting):
     @hookimpl
     def polyshard_teardown(self, group: GroupInfo) -> None:
         super().polyshard_teardown(group)
-        raise OSError(f"{group.name} is busy")
+        raise OSError(f"{group.identity} is busy")

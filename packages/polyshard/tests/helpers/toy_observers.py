@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polyshard import Plugin, hookimpl
-from polyshard.seams import Observer
+from polyshard.plugins.seams import Observer
 
 
 class Watcher(Observer):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from polyshard import Plugin, hookimpl
-from polyshard.seams import GroupInfo, ParamInfo, ShardingConstraint
+from polyshard.plugins.seams import GroupInfo, ParamInfo, ShardingConstraint
 
 
 @dataclass(frozen=True)

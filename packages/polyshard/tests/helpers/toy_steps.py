@@ -18,8 +18,8 @@ from toy_codecs import BytesGather, Codecs
 from toy_comms import CountingComm
 
 from polyshard import MixedPrecisionPolicy, Plugin, fully_shard, hookimpl, share_comm_ctx
+from polyshard.plugins.seams import CollectivesBackend, GroupInfo
 from polyshard.program.unshard import CrossingWriter
-from polyshard.seams import CollectivesBackend
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import (
     Pending,
@@ -274,8 +274,8 @@ class Wrapped(Plugin, CollectivesBackend):
     def polyshard_collectives_backend(self) -> CollectivesBackend:
         return self
 
-    def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
-        return WrappedTransport(choose_transport(roles, device))
+    def bind(self, group: GroupInfo, roles: MeshRoles) -> Transport:
+        return WrappedTransport(choose_transport(roles, group.device))
 
 
 def wrapped(recorder: Recorder) -> None:
@@ -287,8 +287,8 @@ class Slow(Wrapped):
 
     name = "slow"
 
-    def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
-        return SlowTransport(choose_transport(roles, device))
+    def bind(self, group: GroupInfo, roles: MeshRoles) -> Transport:
+        return SlowTransport(choose_transport(roles, group.device))
 
 
 class SlowTransport(WrappedTransport):

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from polyshard import Plugin, hookimpl
 from polyshard.plugins.builtin import DefaultBackend, DeviceStorage
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo, StorageFactory
 from polyshard.sharding.layout import GroupLayout
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import Transport
@@ -36,11 +36,11 @@ class Away(DeviceStorage):
         self._view.fill_(float("nan"))
 
 
-class AwayFactory:
+class AwayFactory(StorageFactory):
     name = "away"
     settings = ""
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> Away:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> Away:
         return Away()
 
 
@@ -49,8 +49,8 @@ class SlowBackend(DefaultBackend):
 
     name = "slow"
 
-    def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
-        transport = super().connect(roles, device)
+    def bind(self, group: GroupInfo, roles: MeshRoles) -> Transport:
+        transport = super().bind(group, roles)
         transport.name = "slow"
         return transport
 
@@ -104,13 +104,13 @@ class Eager(DeviceStorage):
         self._near = False
 
 
-class EagerFactory:
+class EagerFactory(StorageFactory):
     name, settings = "eager", ""
 
     def __init__(self, log: list[str], units: int) -> None:
         self._log, self._units, self._count = log, units, 0
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> Eager:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> Eager:
         self._count += 1
         return Eager(self._log, str(self._count), self._units)
 

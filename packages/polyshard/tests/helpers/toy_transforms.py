@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from polyshard import Plugin, hookimpl
-from polyshard.seams import ParamInfo
+from polyshard.plugins.seams import ParamInfo
 
 
 class Flattening(Plugin):

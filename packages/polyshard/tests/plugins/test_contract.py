@@ -15,9 +15,9 @@ from toy_codecs import Codecs
 from toy_planning import Constrained
 
 from polyshard import HOOK_API, Contract, Plugin, hookimpl
-from polyshard.composition.stack import build_stack
 from polyshard.errors import PluginError
 from polyshard.plugins.contract import contract_of, settings_of
+from polyshard.plugins.stack import build_stack
 
 
 class Minimal(Plugin):

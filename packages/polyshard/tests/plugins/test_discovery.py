@@ -14,11 +14,11 @@ from toy_entry_points import install
 from toy_observers import Watching
 
 from polyshard import CPUOffloadPolicy, OffloadPolicy
-from polyshard.composition.stack import build_stack
+from polyshard.api import with_policy
 from polyshard.errors import PluginError, UnsupportedError
 from polyshard.plugins import discovery
-from polyshard.plugins import discovery as offloading
 from polyshard.plugins.discovery import installed_plugins, load_plugin
+from polyshard.plugins.stack import build_stack
 
 
 def make(site: Path, name: str, *entries: str, version: str = "1.0") -> None:
@@ -116,7 +116,6 @@ def only_site(site: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def here() -> list[discovery.Installed]:
         return [i for i in installed_plugins() if i.distribution.startswith("acme")]
 
-    monkeypatch.setattr(offloading, "installed_plugins", here)
     monkeypatch.setattr(discovery, "installed_plugins", here)
     return site
 
@@ -127,22 +126,22 @@ def test_the_policy_is_the_plugin_called_offload(only_site: Path) -> None:
     module.make = Adapting  # type: ignore[attr-defined]
     sys.modules[module.__name__] = module
     other = Watching()
-    first, second = offloading.with_policy([other], CPUOffloadPolicy(pin_memory=False))
+    first, second = with_policy([other], CPUOffloadPolicy(pin_memory=False))
     assert first is other
     assert isinstance(second, Adapting)
     assert second.pinned is False
-    assert offloading.with_policy([other], OffloadPolicy()) == [other]
+    assert with_policy([other], OffloadPolicy()) == [other]
 
 
 def test_something_else_called_offload_is_refused(only_site: Path) -> None:
     make(only_site, "acme-off", "offload = toy_codecs:Codecs")
     with pytest.raises(PluginError, match=r"'offload' has no for_policy\(\)"):
-        offloading.with_policy([], CPUOffloadPolicy())
+        with_policy([], CPUOffloadPolicy())
 
 
 def test_without_the_plugin_the_policy_says_what_to_install(only_site: Path) -> None:
     with pytest.raises(UnsupportedError, match="pip install polyshard-offload"):
-        offloading.with_policy([], CPUOffloadPolicy())
+        with_policy([], CPUOffloadPolicy())
 
 
 class Taking(Codecs):

@@ -22,8 +22,9 @@ from toy_storage import AwayFactory, Resting, SlowBackend
 from toy_transforms import Flattening, Transposing
 
 from polyshard import Plugin, hookimpl
-from polyshard.composition.stack import build_stack
 from polyshard.errors import ConflictError, PluginError
+from polyshard.fsdp1 import as_fsdp_extensions
+from polyshard.plugins import hookspecs
 from polyshard.plugins.builtin import (
     DefaultBackend,
     DeviceStorageFactory,
@@ -31,8 +32,16 @@ from polyshard.plugins.builtin import (
     NativeReduceCodec,
     ShardLanding,
 )
+from polyshard.plugins.contributions import (
+    COLLECTIVES,
+    GATHER_CODEC,
+    LANDING,
+    REDUCE_CODEC,
+    STORAGE,
+)
+from polyshard.plugins.seams import ParamInfo
+from polyshard.plugins.stack import build_stack
 from polyshard.plugins.validation import hook_arguments
-from polyshard.seams import ParamInfo
 from polyshard_testing import World
 
 
@@ -64,17 +73,17 @@ def test_hook_polyshard_prepare_model() -> None:
 
 
 def test_hook_pre_flatten_transform() -> None:
-    onion = build_stack([Flattening(), Transposing(before=["flattening"])]).onion
-    flat, extensions = onion.flatten(torch.arange(6.0).view(2, 3), PARAM)
+    transforms = build_stack([Flattening(), Transposing(before=["flattening"])]).transforms
+    flat, extensions = transforms.flatten(torch.arange(6.0).view(2, 3), PARAM)
     assert flat.tolist() == [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]
     assert extensions == ("transposed", (3, 2))
 
 
 def test_hook_post_unflatten_transform() -> None:
-    onion = build_stack([Flattening(), Transposing(before=["flattening"])]).onion
+    transforms = build_stack([Flattening(), Transposing(before=["flattening"])]).transforms
     value = torch.arange(6.0).view(2, 3)
-    flat, extensions = onion.flatten(value, PARAM)
-    back = onion.unflatten(flat, extensions, PARAM)
+    flat, extensions = transforms.flatten(value, PARAM)
+    back = transforms.unflatten(flat, extensions, PARAM)
     assert torch.equal(back, value)
     assert back.data_ptr() == flat.data_ptr()
 
@@ -108,29 +117,29 @@ def test_hook_polyshard_sharding_constraint() -> None:
 
 
 def test_hook_polyshard_shard_storage() -> None:
-    assert isinstance(contributions().storage, DeviceStorageFactory)
-    assert isinstance(contributions(Resting()).storage, AwayFactory)
+    assert isinstance(contributions()[STORAGE], DeviceStorageFactory)
+    assert isinstance(contributions(Resting())[STORAGE], AwayFactory)
 
 
 def test_hook_polyshard_collectives_backend() -> None:
-    assert type(contributions().backend) is DefaultBackend
-    assert type(contributions(Resting()).backend) is SlowBackend
+    assert type(contributions()[COLLECTIVES]) is DefaultBackend
+    assert type(contributions(Resting())[COLLECTIVES]) is SlowBackend
 
 
 def test_hook_polyshard_gather_codec() -> None:
-    assert isinstance(contributions().gather_codec, NativeGatherCodec)
-    assert isinstance(contributions(Codecs()).gather_codec, GatherFactory)
+    assert isinstance(contributions()[GATHER_CODEC], NativeGatherCodec)
+    assert isinstance(contributions(Codecs())[GATHER_CODEC], GatherFactory)
 
 
 def test_hook_polyshard_reduce_codec() -> None:
-    assert isinstance(contributions().reduce_codec, NativeReduceCodec)
-    assert isinstance(contributions(Codecs()).reduce_codec, ReduceFactory)
+    assert isinstance(contributions()[REDUCE_CODEC], NativeReduceCodec)
+    assert isinstance(contributions(Codecs())[REDUCE_CODEC], ReduceFactory)
 
 
 def test_hook_polyshard_gradient_landing() -> None:
-    assert isinstance(contributions().landing, ShardLanding)
-    assert contributions().landing.owners(GROUP) == [None]
-    assert isinstance(contributions(Landing()).landing, InTurn)
+    assert isinstance(contributions()[LANDING], ShardLanding)
+    assert contributions()[LANDING].owners(GROUP) == [None]
+    assert isinstance(contributions(Landing())[LANDING], InTurn)
 
 
 def test_hook_polyshard_observer() -> None:
@@ -182,9 +191,10 @@ class Claiming(Plugin):
 
 def ask(hook: str, fqn: str, *claims: tuple[str, str]) -> Any:
     param = ParamInfo(fqn, (2, 3), torch.float32, True, NO_MESH, nn.Linear)
-    hooks = build_stack([Claiming(name, only) for name, only in claims]).parameter_hooks
+    stack = build_stack([Claiming(name, only) for name, only in claims])
     missing: dict[str, Any] = dict.fromkeys(hook_arguments()[hook])
-    return getattr(hooks, hook)(**{**missing, "param": param})
+    spec: Any = getattr(hookspecs, hook)
+    return stack.claimed(spec, **{**missing, "param": param})
 
 
 def check_exclusive(hook: str) -> None:
@@ -197,7 +207,7 @@ def check_exclusive(hook: str) -> None:
 
 
 def default_chunk_dtensor(rank: int, size: int) -> None:
-    hooks: Any = build_stack([]).parameter_hooks  # as FSDP1 asks: without param
+    hooks: Any = as_fsdp_extensions([])  # as FSDP1 asks: without param
     line, square = (
         init_device_mesh(torch.get_default_device().type, (size,)),
         init_device_mesh(torch.get_default_device().type, (1, size)),
@@ -217,7 +227,7 @@ def test_hook_chunk_dtensor(world2: World) -> None:
 
 
 def default_all_gather_dtensor(rank: int, size: int) -> None:
-    hooks: Any = build_stack([]).parameter_hooks  # as FSDP1 asks: without param
+    hooks: Any = as_fsdp_extensions([])  # as FSDP1 asks: without param
     value = torch.arange(6.0).view(3, 2)
     mesh: DeviceMesh = init_device_mesh(torch.get_default_device().type, (size,))
     whole = hooks.all_gather_dtensor(hooks.chunk_dtensor(value, rank, mesh), None)
@@ -232,7 +242,7 @@ def test_hook_all_gather_dtensor(world2: World) -> None:
 
 def sharded_tensor(rank: int, size: int, value: Tensor) -> Any:
     group: Any = dist.group.WORLD
-    hooks: Any = build_stack([]).parameter_hooks
+    hooks: Any = as_fsdp_extensions([])
     return hooks.chunk_tensor(value, rank, size, size, group)
 
 
@@ -248,7 +258,7 @@ def test_hook_chunk_tensor(world2: World) -> None:
 
 
 def default_pre_load(rank: int, size: int) -> None:
-    hooks: Any = build_stack([]).parameter_hooks  # as FSDP1 asks: without param
+    hooks: Any = as_fsdp_extensions([])  # as FSDP1 asks: without param
     sharded = sharded_tensor(rank, size, torch.arange(6.0).view(3, 2))
     tensor, shards = hooks.pre_load_state_dict_transform(sharded)
     assert torch.equal(shards[0].tensor, sharded.local_shards()[0].tensor)
@@ -285,5 +295,5 @@ def test_hook_polyshard_plugin_state() -> None:
 
 def test_hook_polyshard_teardown() -> None:
     plugin = Lasting()
-    build_stack([plugin]).teardown(GROUP, "renamed").run()
-    assert plugin.log == ["lasting renamed"]
+    build_stack([plugin]).teardown(GROUP).run()
+    assert plugin.log == ["lasting block"]

@@ -12,11 +12,11 @@ from toy_entry_points import only
 from typer.testing import CliRunner
 
 from polyshard import Contract, Plugin, hookimpl
-from polyshard.composition.ordering import check_relations, circle_of, order
-from polyshard.composition.stack import build_stack
 from polyshard.errors import ConflictError, PluginError
 from polyshard.plugins import discovery
 from polyshard.plugins.discovery import load_plugin
+from polyshard.plugins.relations import check_relations, circle_of, order
+from polyshard.plugins.stack import build_stack
 from polyshard.plugins.validation import problems_of
 from polyshard_cli.main import app
 
@@ -50,11 +50,18 @@ def test_unmet(need: str, words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_a_version_that_cannot_be_compared() -> None:
-    odd = Contract("obs", version="latest and greatest")
-    check_relations([needing("obs"), odd])
-    with pytest.raises(PluginError, match="cannot compare 'obs' latest and greatest"):
-        check_relations([needing("obs>=1"), odd])
+def test_what_is_no_name_or_version_is_refused() -> None:
+    with pytest.raises(PluginError, match=r"'obs': its version must be one such as '1\.2', got"):
+        Contract("obs", version="latest and greatest")
+    for name in ("", " "):
+        with pytest.raises(PluginError, match="a plugin's name must be a text that is not empty"):
+            Contract(name)
+
+    class Nameless(Plugin):
+        name = ""
+
+    with pytest.raises(PluginError, match="a plugin's name must be a text that is not empty"):
+        build_stack([Nameless()])
 
 
 @pytest.mark.parametrize("relation", ["provides", "conflicts_with", "before", "after"])

@@ -12,7 +12,7 @@ from toy_models import build, full, shard, tokens_for, train
 
 from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.plugins.builtin import DeviceStorage, DeviceStorageFactory
-from polyshard.seams import GroupInfo, Observer
+from polyshard.plugins.seams import GroupInfo, Observer
 from polyshard.sharding.layout import GroupLayout
 from polyshard_testing import ranks
 
@@ -100,9 +100,9 @@ class Place(DeviceStorageFactory, Observer):
 
     nbytes = 0
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> DeviceStorage:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> DeviceStorage:
         self.nbytes = layout.shard_numel * group.orig_dtype.itemsize
-        return super().create(group, layout)
+        return super().bind(group, layout)
 
     @property
     def notices(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from polyshard import Plugin, fully_shard
 from polyshard.plugins.contract import hookimpl
-from polyshard.seams import BoundReduceCodec, GroupInfo, ReduceCodec
+from polyshard.plugins.seams import BoundReduceCodec, GroupInfo, ReduceCodec
 from polyshard.sharding.layout import GroupLayout
 from polyshard_testing import ranks
 

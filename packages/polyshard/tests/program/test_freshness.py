@@ -20,10 +20,10 @@ from toy_storage import EagerPlugin
 from toy_tensors import OldForm
 
 from polyshard import MixedPrecisionPolicy, Plugin, fully_shard, hookimpl
+from polyshard.plugins.seams import GroupInfo
 from polyshard.program import freshness
 from polyshard.program.freshness import Freshness, Turn, differs, imprint
 from polyshard.program.unshard import NativeGather
-from polyshard.seams import GroupInfo
 from polyshard_testing import World, ranks
 
 

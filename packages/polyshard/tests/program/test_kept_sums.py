@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from polyshard import MixedPrecisionPolicy, Plugin, describe, fully_shard
 from polyshard.plugins.contract import hookimpl
-from polyshard.seams import BoundReduceCodec, GroupInfo, ReduceCodec
+from polyshard.plugins.seams import BoundReduceCodec, GroupInfo, ReduceCodec
 from polyshard.sharding.layout import GroupLayout
 from polyshard.transport.gloo import GlooReduce
 from polyshard_testing import ranks

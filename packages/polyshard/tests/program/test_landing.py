@@ -18,7 +18,7 @@ from toy_transforms import Flattening
 import polyshard
 from polyshard import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 from polyshard.errors import GradientMismatchError, LifecycleError, PluginError, UnsupportedError
-from polyshard.seams import GroupInfo, OwnedParameter
+from polyshard.plugins.seams import GroupInfo, OwnedParameter
 from polyshard_testing import raises_in_step, ranks
 
 

@@ -20,10 +20,10 @@ from toy_steps import STEPS, WORLD
 from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.errors import PlanMismatchError
 from polyshard.plugins.builtin import DeviceStorage
+from polyshard.plugins.seams import GroupInfo, StorageFactory
 from polyshard.program import executor, ops
 from polyshard.program.executor import LaneFrame
 from polyshard.program.ops import ENTRY, Frame, Lane, Memory, Op, with_waits
-from polyshard.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
 from polyshard_testing import ranks
 from polyshard_testing.streams import Recorder, recorded
@@ -253,13 +253,13 @@ def test_ranks_compare_their_programs(rank: int, size: int) -> None:
         model(torch.ones(1, 6))
 
 
-class Kept(Plugin):
+class Kept(Plugin, StorageFactory):
     name, settings = "kept", ""
 
     def __init__(self, *, holds: bool) -> None:
         self._holds = holds
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> DeviceStorage:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> DeviceStorage:
         storage = DeviceStorage()
         storage.holds_gradients = self._holds
         return storage

@@ -77,5 +77,5 @@ def test_alone(rank: int, size: int) -> None:
 
 
 def test_transports_without_a_way_say_so() -> None:
-    with pytest.raises(UnsupportedError, match="'local' brings no gradient whole to one rank"):
+    with pytest.raises(UnsupportedError, match="transport 'local' has no owner_route"):
         Transport.owner_route(LocalTransport(), torch.float32, 0)

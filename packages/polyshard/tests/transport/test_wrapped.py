@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from polyshard import CollectivesBackend, Plugin, fully_shard, hookimpl, stats
-from polyshard.seams import overrides
+from polyshard.plugins.seams import GroupInfo, overrides
 from polyshard.transport import (
     Extents,
     MeshRoles,
@@ -47,8 +47,8 @@ class Count(Plugin, CollectivesBackend):
     def polyshard_collectives_backend(self) -> CollectivesBackend:
         return self
 
-    def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
-        return Counting(choose_transport(roles, device), self.sent)
+    def bind(self, group: GroupInfo, roles: MeshRoles) -> Transport:
+        return Counting(choose_transport(roles, group.device), self.sent)
 
 
 class NoAnswer(ReduceRoute):

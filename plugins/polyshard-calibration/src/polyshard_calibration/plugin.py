@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from polyshard.group.transfers import readable
 from polyshard.plugins.contract import Plugin, hookimpl
-from polyshard.seams import Around, CollectivesBackend, GroupInfo
+from polyshard.plugins.seams import Around, CollectivesBackend, GroupInfo
 from polyshard.sharding.mesh import MeshRoles, resolve_mesh
 from polyshard.transport import Transport, choose_transport
 from polyshard_calibration.file import read, write
@@ -52,8 +52,8 @@ class MeasuredBackend(CollectivesBackend):
         self.notices: tuple[str, ...] = ()
 
     @override
-    def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
-        transport = self._inner.connect(roles, device)
+    def bind(self, group: GroupInfo, roles: MeshRoles) -> Transport:
+        transport = self._inner.bind(group, roles)
         if transport.size == 1:
             return transport
         found = [
@@ -173,8 +173,8 @@ class _Forced(Plugin, CollectivesBackend):
         return self
 
     @override
-    def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
-        transport = choose_transport(roles, device)
+    def bind(self, group: GroupInfo, roles: MeshRoles) -> Transport:
+        transport = choose_transport(roles, group.device)
         apply(transport, self.staging_bytes, coalesces=self.coalesces)
         return transport
 

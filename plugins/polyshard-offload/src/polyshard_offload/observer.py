@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing_extensions import override
 
 from polyshard.errors import IneffectiveSettingWarning
-from polyshard.seams import Observer
+from polyshard.plugins.seams import Observer
 
 
 class WrapWatcher(Observer):

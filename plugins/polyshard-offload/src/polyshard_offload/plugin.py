@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from polyshard import CPUOffloadPolicy, Plugin, grad_norm, hookimpl
-from polyshard.seams import GroupInfo, local_of
+from polyshard.plugins.seams import GroupInfo, local_of
 from polyshard_offload.__about__ import __version__
 from polyshard_offload.errors import OffloadError
 from polyshard_offload.observer import WrapWatcher

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from polyshard.failures import Part
-from polyshard.seams import GroupInfo, StorageFactory, local_of
+from polyshard.plugins.seams import GroupInfo, StorageFactory, local_of
 from polyshard.sharding.layout import GroupLayout
 from polyshard_offload.settings import OffloadSettings, Tier
 from polyshard_offload.shards.disk_storage import DiskStorage
@@ -165,7 +165,7 @@ class TierStorageFactory(StorageFactory):
         )
 
     @override
-    def create(self, group: GroupInfo, layout: GroupLayout) -> TierStorage:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> TierStorage:
         del layout
         storage = self._resources.storage(group)
         self._storage = weakref.ref(storage)

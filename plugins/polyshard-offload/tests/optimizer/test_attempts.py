@@ -21,8 +21,8 @@ from toy_attempts import failure, raising
 from toy_models import loss_of
 
 import polyshard_resilience
-from polyshard.stepping.twins import Twins
 from polyshard_offload import DiskSettings, Offload, OffloadError
+from polyshard_optimizers.stepping.twins import Twins
 from polyshard_resilience.errors import AttemptError
 from polyshard_testing import ranks
 

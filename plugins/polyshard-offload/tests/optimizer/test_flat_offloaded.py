@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 from toy_models import full, loss_of
 
-from polyshard import flat, fully_shard
+from polyshard import fully_shard
 from polyshard.errors import UnsupportedError
-from polyshard.stepping.twins import Twins
 from polyshard_offload import DiskSettings, Offload, OffloadError
+from polyshard_optimizers import flat
+from polyshard_optimizers.stepping.twins import Twins
 from polyshard_testing import ranks
 
 Make = Callable[[Any], Optimizer]

@@ -14,7 +14,7 @@ from torch import nn
 from polyshard import Plugin, hookimpl
 from polyshard.description import identities_of
 from polyshard.errors import SettingError
-from polyshard.seams import GroupIdentity, GroupInfo
+from polyshard.plugins.seams import GroupIdentity, GroupInfo
 from polyshard_quantized.__about__ import __version__
 from polyshard_quantized.formats.base import BlockFormat
 from polyshard_quantized.formats.int8 import Int8Block

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
 from polyshard_quantized.formats.base import BlockFormat
 from polyshard_quantized.layout.exclusions import Exclusions
@@ -170,7 +170,7 @@ def gather_report(
     peers = group.world_size - 1
     native = peers * (direct + layout.staged_numel) * group.param_dtype.itemsize
     return TransferReport(
-        group.name,
+        str(group.identity),
         coverage.format,
         coverage.parameters(group, layout),
         native,
@@ -194,7 +194,7 @@ def reduce_report(
     wire = group.param_dtype if narrow else group.reduce_dtype
     native = elements * wire.itemsize
     return TransferReport(
-        group.name,
+        str(group.identity),
         coverage.format,
         coverage.parameters(group, layout),
         native,

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from polyshard.seams import GroupInfo, ParamInfo
+from polyshard.plugins.seams import GroupIdentity, GroupInfo, ParamInfo
 from polyshard.sharding.layout import GroupLayout, ParameterShape, plan_layout
 from polyshard_testing.cases import chunk_rows, local_part
 
@@ -77,7 +77,7 @@ def toys(
     return [
         Toy(
             GroupInfo(
-                name="toy",
+                identity=GroupIdentity("toy", is_named=True),
                 parameters=parameters,
                 mesh=mesh,
                 rank=rank,

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from polyshard.stepping.elementwise import ELEMENTWISE, is_known, known_against
-from polyshard.stepping.stepper import Stepper
+from polyshard_optimizers.stepping.elementwise import ELEMENTWISE, is_known, known_against
+from polyshard_optimizers.stepping.stepper import Stepper
 from polyshard_reproducible.errors import ReproducibleError
 
 
@@ -42,7 +42,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
         raise ReproducibleError(
             f"reproducible: what {kind.__name__} makes of an element may depend on where shards "
             f"end, and so on the number of ranks: {reason}. Use {', '.join(ELEMENTWISE)}, or for "
-            "whole matrices MatrixOptimizer(..., gradients='rows') of polyshard-matrix."
+            "whole matrices MatrixOptimizer(..., gradients='rows') of polyshard-optimizers."
         )
     raise ReproducibleError(
         f"reproducible: {kind.__module__}.{kind.__name__} is not among the optimizers known to be "

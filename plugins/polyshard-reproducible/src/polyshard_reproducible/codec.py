@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from polyshard.seams import BoundReduceCodec, BoundReplicaCodec, GroupInfo, ReduceCodec
+from polyshard.plugins.seams import BoundReduceCodec, BoundReplicaCodec, GroupInfo, ReduceCodec
 from polyshard.sharding.layout import GroupLayout
 from polyshard_reproducible.clock import Clock, Moment
 from polyshard_reproducible.errors import ReproducibleError

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from polyshard.errors import NonFiniteError
-from polyshard.seams import local_of
+from polyshard.plugins.seams import local_of
 from polyshard_reproducible.errors import ReproducibleError
 from polyshard_reproducible.parts import Axis, few_rows, part_of
 from polyshard_reproducible.tree import sum_halves

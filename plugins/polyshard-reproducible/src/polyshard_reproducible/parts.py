@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from polyshard._torch.private import is_strided
-from polyshard.seams import local_of
+from polyshard.plugins.seams import local_of
 from polyshard.sharding.layout import chunk_bounds
 
 CHUNK_NUMEL = 1 << 15

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import polyshard
 from polyshard.description import identities_of
 from polyshard.plugins.contract import Plugin, hookimpl
-from polyshard.seams import GroupIdentity, GroupInfo
+from polyshard.plugins.seams import GroupIdentity, GroupInfo
 from polyshard_reproducible.checks import check_device, check_plans
 from polyshard_reproducible.clock import NOBODY, Clock, Moment, Watcher
 from polyshard_reproducible.codec import DTYPE, TreeReduce

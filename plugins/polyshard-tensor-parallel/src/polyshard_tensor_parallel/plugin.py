@@ -17,7 +17,7 @@ from polyshard import Plugin, hookimpl
 from polyshard.agreement.meeting import agree, reporting
 from polyshard.engine.plans import audiences
 from polyshard.errors import LifecycleError, MeshError, SettingError
-from polyshard.seams import ParamInfo
+from polyshard.plugins.seams import ParamInfo
 from polyshard_tensor_parallel.__about__ import __version__
 from polyshard_tensor_parallel._torch_private import root_mesh, waited
 from polyshard_tensor_parallel.alike import Alike

@@ -20,6 +20,8 @@ BLOCK_BYTES = 16 << 20
 """The most that is between a tensor and its file at one time."""
 SHORT_BYTES = 256
 """Elements that lie together in fewer bytes are not read one by one, but with those between."""
+LONG_BYTES = 1 << 18
+"""Beyond elements that lie together in as many nothing is read ahead: other ranks read that."""
 
 
 def in_blocks(most_elements: int, *alike: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -69,12 +71,21 @@ def fill(target: Tensor, view: Tensor, stored: Stored, file: int) -> None:
         CheckpointError: when the file is too short.
     """
     target, view = _in_order_of_file(target, view)
+    _expect(view, file)
     if _is_plain(target, stored.dtype) and not _is_scattered(view):
         _each_run(memory_of(target), view, stored, lambda part, place: _read(file, part, place))
         return
     most = max(1, BLOCK_BYTES // stored.dtype.itemsize)
     for part, where in in_blocks(most, target, view):
         part.copy_(_read_block(where, stored, file))
+
+
+def _expect(view: Tensor, file: int) -> None:
+    """Tell the kernel whether what follows the elements of ``view`` will be read."""
+    if hasattr(os, "posix_fadvise"):  # not on macOS
+        length, _ = runs(view)
+        is_long = length * view.itemsize >= LONG_BYTES
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM if is_long else os.POSIX_FADV_NORMAL)
 
 
 def _is_plain(target: Tensor, dtype: torch.dtype) -> bool:

@@ -1,1 +1,1 @@
-"""One thin adapter for each version of a peer; each needs that peer installed."""
+"""One thin adapter for each peer, with the versions it was tried with; each needs that peer."""

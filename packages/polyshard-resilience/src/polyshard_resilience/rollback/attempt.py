@@ -30,7 +30,7 @@ from polyshard.engine.plans import audiences
 from polyshard.engine.root import groups_of
 from polyshard.errors import LifecycleError, PeerError, PolyshardError, SettingError
 from polyshard.failures import failure_handler
-from polyshard.seams import Stateful, Undoable
+from polyshard.plugins.seams import Stateful, Undoable
 from polyshard_resilience.alarm.current import current_alarm
 from polyshard_resilience.alarm.peers import go_on, lost, tell
 from polyshard_resilience.alarm.reports import NOBODY

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from polyshard.seams import Undoable
+from polyshard.plugins.seams import Undoable
 from polyshard_resilience.rollback.copies import Kept, Memory
 
 PARAMS = "params"

@@ -18,7 +18,7 @@ from polyshard.engine.keeping import load_plugin_state_dict, plugin_state_dict
 from polyshard.engine.root import groups_of, units_below
 from polyshard.engine.unit import RootContext
 from polyshard.params.parameter import ShardedParameter
-from polyshard.seams import Stateful
+from polyshard.plugins.seams import Stateful
 from polyshard_resilience.rollback.copies import Kept, Memory
 from polyshard_resilience.rollback.optimizers import OptimizerUndo, StepMemory
 

@@ -13,16 +13,17 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from polyshard._torch.engine_state import is_replicated
 from polyshard._torch.newer import told_by_spmd_types
 from polyshard._torch.private import has_fsdp_protocol, local_tensor
-from polyshard.composition.stack import PluginStack
-from polyshard.composition.transforms import Extensions, is_transformed
 from polyshard.engine.root import unit_of
 from polyshard.engine.ties import Shared, Terms, shared
 from polyshard.errors import ModuleError, PluginError, SettingError, UnsupportedError
 from polyshard.params.parameter import Form, Owner, Source
 from polyshard.plugins.discovery import for_dtensors
+from polyshard.plugins.hookspecs import chunk_dtensor
+from polyshard.plugins.seams import ParamInfo
+from polyshard.plugins.stack import PluginStack
+from polyshard.plugins.transforms import Extensions, is_transformed
 from polyshard.policies import MixedPrecisionPolicy, policy_for
 from polyshard.program.tensor_protocol import check_protocol
-from polyshard.seams import ParamInfo
 from polyshard.sharding.layout import chunk_bounds
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.sharding.placement import Placed, PlacementFunction, resolve_placement, shard_shape
@@ -157,8 +158,8 @@ class Collector:
         if told := told_by_spmd_types(parameter):
             raise UnsupportedError(
                 f"'{fqn}' is annotated by spmd_types ({told}): ranks hold different parts of it, "
-                "which only a DTensor tells polyshard. Make it one, as parallelize_module does, "
-                "or annotate parameters as the same on all axes."
+                "and polyshard knows parts of DTensors only. Convert it to a DTensor, as "
+                "parallelize_module does, or annotate it as the same on all axes."
             )
         info = ParamInfo(
             fqn=fqn,
@@ -171,9 +172,9 @@ class Collector:
             reduce_dtype=self._policy.reduce_dtype,
         )
         with torch.no_grad():
-            value, extensions = self.stack.onion.flatten(parameter.detach(), info)
+            value, extensions = self.stack.transforms.flatten(parameter.detach(), info)
             if is_transformed(extensions):
-                self.stack.onion.verify(value, extensions, info, parameter.detach())
+                self.stack.transforms.verify(value, extensions, info, parameter.detach())
         return _Peeled(info, parameter, owners, value, extensions)
 
     def _source(self, one: _Peeled) -> Source:
@@ -214,7 +215,7 @@ class Collector:
         placed, fqn = source.placed, source.info.fqn
         given = source.parameter.detach()
         rank, mesh = placed.roles.shard_rank, placed.roles.mesh
-        answer = self.stack.parameter_hooks.chunk_dtensor.claimed(given, rank, mesh, source.info)
+        answer = self.stack.claimed(chunk_dtensor, given, rank, mesh, source.info)
         if not isinstance(answer, DTensor):
             if not isinstance(given, DTensor):
                 return None
@@ -228,7 +229,7 @@ class Collector:
         if local != expected:
             raise PluginError(
                 f"chunk_dtensor gave '{fqn}' a local shape of {local}, but rank {rank} of the "
-                f"shard axis holds {expected} of what pre_flatten_transform made of it."
+                f"shard axis holds {expected} of the tensor that pre_flatten_transform returned."
             )
         return Form(answer.device_mesh, _placements_for(source, answer), answer.shape)
 
@@ -253,10 +254,10 @@ def _placements_for(source: Source, answer: DTensor) -> tuple[Placement, ...]:
         return tuple(answer.placements)
     raise PluginError(
         f"chunk_dtensor answered {tuple(answer.placements)} on {answer.device_mesh} for "
-        f"'{source.info.fqn}' {source.info.shape}, which describes other rows than those of what "
-        f"pre_flatten_transform made of it that this rank holds (dim {placed.dim}). Answer for "
-        "the rows that are there: for a dim that tensor parallelism has cut, strided placements, "
-        "as TensorParallel() of polyshard-tensor-parallel gives."
+        f"'{source.info.fqn}' {source.info.shape}, which describes other rows (dim {placed.dim}) "
+        "than this rank holds of the tensor that pre_flatten_transform returned. Return placements "
+        "of these rows: strided ones for a dim that tensor parallelism divides, as "
+        "TensorParallel() of polyshard-tensor-parallel does."
     )
 
 

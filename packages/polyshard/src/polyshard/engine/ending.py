@@ -60,8 +60,8 @@ def _check(unit: Unit) -> None:
         )
     if not finalization.is_manual:
         raise LifecycleError(
-            f"{_CALL} was called, but backwards end by themselves. Call "
-            "set_manual_backward_finalization(True) before the forward."
+            f"{_CALL} was called, but finalization is automatic: every backward ends the "
+            "reductions. Call set_manual_backward_finalization(True) before the forward."
         )
     if context.turn.in_backward:
         raise LifecycleError(
@@ -76,8 +76,8 @@ def _check_replicas(group: ParameterGroup, context: RootContext) -> None:
     if context.holds_partial(group):
         raise LifecycleError(
             f"{_CALL} was called while group '{group.name}' holds partial sums of replicas, which "
-            "it does not support (nor does torch). Do without set_requires_all_reduce(False), or "
-            "let backwards end by themselves."
+            "it does not support (nor does torch). Do not call set_requires_all_reduce(False), or "
+            "call set_manual_backward_finalization(False)."
         )
     is_reduced = group in context.finalization.pending and group.reduces
     if is_reduced and group.roles.is_replicated and not group.all_reduces:

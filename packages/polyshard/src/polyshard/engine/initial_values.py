@@ -90,10 +90,10 @@ def warn_of_different(parameters: Mapping[str, Sequence[int]]) -> None:
     ranks = sorted({rank for each in parameters.values() for rank in each})
     warnings.warn(
         f"ranks {ranks} were given different initial values of {', '.join(names[:SHOWN_NAMES])}"
-        f"{more}. fully_shard keeps on each rank its own part of its own values and sends nothing, "
-        "so the model that trains is a mixture of theirs. Make ranks alike before fully_shard (one "
-        "seed, one checkpoint), or load one state dict after it. plugins=[SameValues()] makes this "
-        "an error; if it is meant, filter polyshard.errors.DifferentValuesWarning.",
+        f"{more}. fully_shard sends nothing: each rank keeps its part of its own values, so the "
+        "sharded model is a mixture. Use one seed or one checkpoint on all ranks before "
+        "fully_shard, or load one state dict after it. plugins=[SameValues()] makes this an error; "
+        "if you intend it, filter polyshard.errors.DifferentValuesWarning.",
         DifferentValuesWarning,
         stacklevel=2,
     )

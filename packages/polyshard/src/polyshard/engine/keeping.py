@@ -10,7 +10,7 @@ from torch import nn
 
 from polyshard.engine.root import groups_of, preview_names
 from polyshard.errors import CheckpointError
-from polyshard.seams import Stateful
+from polyshard.plugins.seams import Stateful
 
 
 def plugin_state_dict(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -43,9 +43,9 @@ def load_plugin_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> N
     missing = [key for key in states if key not in state_dict]
     if missing:
         raise CheckpointError(
-            f"the state of plugins has no {', '.join(map(repr, missing))}, only "
-            f"{', '.join(map(repr, sorted(state_dict))) or 'nothing'}. It belongs to as many "
-            "ranks, the same units and the same plugins; to start plugins afresh, do not load it."
+            f"the saved plugin state has no {', '.join(map(repr, missing))}, only "
+            f"{', '.join(map(repr, sorted(state_dict))) or 'nothing'}. Load it with the number of "
+            "ranks, the units and the plugins that saved it; to start without it, do not load it."
         )
     for key, state in states.items():
         _asked(state, "load_state_dict", key, state_dict[key])

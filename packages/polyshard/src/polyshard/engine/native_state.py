@@ -34,7 +34,7 @@ from polyshard._torch.untraced import untraced
 from polyshard.engine.trees import map_tensors
 from polyshard.errors import CheckpointError, LifecycleError, SettingError, warn
 from polyshard.params.parameter import ShardedParameter
-from polyshard.seams import ParamInfo, StateDictAdapter, overrides
+from polyshard.plugins.seams import ParamInfo, StateDictAdapter, overrides
 
 PROBE = 3.0
 """What a parameter is filled with to see whether an adapter moves values or changes them."""
@@ -174,10 +174,9 @@ class NativeState:
         early = [a.info.fqn for i, a in found.items() if state.get(every[i])]
         if early:
             raise LifecycleError(
-                f"{type(optimizer).__name__} has state for {early} before its first step. It "
-                "was loaded as it is saved, but plugins see these parameters in another form, and "
-                "nothing could convert it yet. Call polyshard.attach_optimizer(optimizer) once it "
-                "is made, and load_state_dict() after that."
+                f"{type(optimizer).__name__} has state for {early} before its first step. It was "
+                "loaded in its saved form, but plugins change the form of these parameters. Call "
+                "polyshard.attach_optimizer(optimizer) before load_state_dict()."
             )
         self.attach(optimizer)
 

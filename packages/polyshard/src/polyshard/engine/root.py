@@ -81,9 +81,9 @@ def initialize_root(root: Unit) -> None:
 def _check_fresh(root: Unit, found: Sequence[tuple[str, nn.Module, Unit]]) -> None:
     if len(root.modules) > 1:
         raise LifecycleError(
-            "the first forward went to a unit made from a list of modules "
+            "the first forward called a unit made from a list of modules "
             f"({', '.join(type(m).__name__ for m in root.modules)}), which cannot be a root. "
-            "Apply fully_shard to the module that contains them as well, and call that."
+            "Apply fully_shard to the module that contains them too, and call that module."
         )
     for name, _, unit in found:
         if unit is not root and unit.is_root is not None:

@@ -15,7 +15,7 @@ from polyshard.engine.unit import Unit
 from polyshard.errors import CheckpointError, PeerError, PluginError
 from polyshard.group.group import ParameterGroup
 from polyshard.params.parameter import ShardedParameter
-from polyshard.seams import StateDictAdapter
+from polyshard.plugins.seams import StateDictAdapter
 
 Owned = tuple[str, ShardedParameter, ParameterGroup]
 """The name under which a module registers a parameter, and the parameter's group."""
@@ -124,7 +124,7 @@ def _refuse_itself(
         saved = adapter.on_save(parameter.info, saved)
     if not _is_same(saved, own):
         raise CheckpointError(
-            f"'{parameter.info.fqn}' is to be loaded from itself, but a plugin's state-dict "
+            f"'{parameter.info.fqn}' cannot be loaded from itself, because a plugin's state-dict "
             "adapter saves it in another form. Load what model.state_dict() returns, or values in "
             "that form."
         )

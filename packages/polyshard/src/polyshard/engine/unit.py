@@ -26,9 +26,9 @@ from polyshard.failures import Kind, Part, failure_handler
 from polyshard.group.group import ParameterGroup, State, free_outdated
 from polyshard.memory.pages import PagePool, pages_can_move
 from polyshard.memory.streams import Lanes, streams_of
+from polyshard.plugins.seams import StepObserver
 from polyshard.policies import MixedPrecisionPolicy
 from polyshard.program.freshness import Turn
-from polyshard.seams import StepObserver
 from polyshard.sharding.mesh import MeshRoles
 
 

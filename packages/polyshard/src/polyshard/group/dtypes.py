@@ -18,9 +18,9 @@ import torch
 from typing_extensions import override
 
 from polyshard._torch.newer import reduces_in_original_dtype
-from polyshard.composition.roles import Contributions
 from polyshard.errors import CustomCommsError, warn
 from polyshard.params.parameter import Told
+from polyshard.plugins.contributions import Contributions
 from polyshard.policies import MixedPrecisionPolicy
 from polyshard.transport.custom import CustomComms
 

@@ -11,9 +11,6 @@ from typing import cast
 from torch import nn
 
 from polyshard._torch.newer import set_grad_dtype
-from polyshard.composition.answers import Binding
-from polyshard.composition.roles import GATHER_CODEC, REDUCE_CODEC, STORAGE, Contributions
-from polyshard.composition.transforms import Onion
 from polyshard.errors import UnsupportedError
 from polyshard.group.dtypes import Dtypes, GradientDtypes
 from polyshard.group.traffic import Meter
@@ -23,6 +20,15 @@ from polyshard.params.parameter import Registry, Told
 from polyshard.params.protocol_shards import ProtocolShards
 from polyshard.params.sharded import Shards
 from polyshard.params.unsharded import Unsharded
+from polyshard.plugins.contributions import (
+    GATHER_CODEC,
+    LANDING,
+    REDUCE_CODEC,
+    STORAGE,
+    Contributions,
+)
+from polyshard.plugins.seams import BoundReduceCodec, GroupInfo, ShardStorage, overrides
+from polyshard.plugins.transforms import TransformStack
 from polyshard.policies import MixedPrecisionPolicy
 from polyshard.program.accumulation import Accumulation
 from polyshard.program.freshness import Turn
@@ -44,7 +50,6 @@ from polyshard.program.unshard import (
     ShardAxis,
     unshard_program,
 )
-from polyshard.seams import BoundReduceCodec, GroupInfo, ShardStorage, overrides
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import Transport
 
@@ -59,7 +64,7 @@ class Parts:
     policy: MixedPrecisionPolicy
     contributions: Contributions
     transport: Transport
-    onion: Onion
+    transforms: TransformStack
     pool: PagePool | None
     block_size: int | None
     waiting: Accumulation
@@ -75,7 +80,6 @@ class Parts:
 def landing_of(
     parts: Parts,
     axis: ShardAxis,
-    binding: Binding,
     placing: Placing,
     codec: BoundReduceCodec | None,
 ) -> Landing | None:
@@ -86,11 +90,12 @@ def landing_of(
     Raises:
         UnsupportedError: where another part of the group needs them in rows.
     """
-    binding.show(parts.info, [p.parameter for p in parts.shards.parameters])
+    contributions = parts.contributions
+    contributions.show(parts.info, [p.parameter for p in parts.shards.parameters])
     layout = parts.shards.layout
     if not layout.with_owner:
         return None
-    _check(parts, binding, codec)
+    _check(parts, codec)
     dtype = parts.dtypes.reduce
     axes = Axes.of(parts.roles, axis, dtype)
     owned = {
@@ -100,12 +105,12 @@ def landing_of(
     landing = None
     if layout.lands:
         landing = Landing(owned, parts.waiting, placing, dtype, parts.pool)
-        landing.tells = parts.contributions.landing.landed
-    binding.hold(parts.info, tuple(owned.values()))
+        landing.tells = contributions[LANDING].landed
+    contributions.hold(parts.info, tuple(owned.values()))
     return landing
 
 
-def _check(parts: Parts, binding: Binding, codec: BoundReduceCodec | None) -> None:
+def _check(parts: Parts, codec: BoundReduceCodec | None) -> None:
     shards, contributions = parts.shards, parts.contributions
     layout, world = shards.layout, parts.roles.shard_size
     infos = {i: shards.parameters[i].info for i in layout.with_owner}
@@ -116,10 +121,10 @@ def _check(parts: Parts, binding: Binding, codec: BoundReduceCodec | None) -> No
     if kept:
         problem = f"every rank holds {kept} whole"
     elif changed:
-        layers = parts.onion.layers_of(shards.parameters[next(iter(changed))].extensions)
+        layers = parts.transforms.layers_of(shards.parameters[next(iter(changed))].extensions)
         names = list(changed.values())
         problem = f"plugins {', '.join(layers)} change {names} before they are sharded"
-    elif divided and not contributions.landing.takes_parts:
+    elif divided and not contributions[LANDING].takes_parts:
         problem = f"other axes of their meshes divide {divided}, and it takes whole matrices alone"
     elif codec is not None and layout.lands:
         plugin = contributions.plugin_of(contributions[REDUCE_CODEC])
@@ -128,11 +133,11 @@ def _check(parts: Parts, binding: Binding, codec: BoundReduceCodec | None) -> No
         plugin = contributions.plugin_of(contributions[STORAGE])
         problem = f"{plugin} moves gradients to where shards rest, in rows"
     if problem:
-        plugin = contributions.plugin_of(contributions.landing)
+        plugin = contributions.plugin_of(contributions[LANDING])
         chosen = [p.fqn for p in infos.values()]
         raise UnsupportedError(
-            f"{plugin}: gradients of {chosen} of group '{binding.group}' are to land whole on "
-            f"owners, but {problem}. Leave these parameters out of one of the two."
+            f"{plugin}: gradients of {chosen} of group '{parts.info.identity}' are to land whole "
+            f"on owners, but {problem}. Leave these parameters out of one of the two."
         )
 
 
@@ -173,10 +178,9 @@ def build_generation(parts: Parts, last: Generation | None) -> Generation:
     """
     dtypes, contributions, shards = parts.dtypes, parts.contributions, parts.shards
     # Ranks agree on names, so they agree on tags without a word.
-    tag = zlib.crc32(f"{parts.roles.describe()} {parts.info.name}".encode()) >> 2
+    tag = zlib.crc32(f"{parts.roles.describe()} {parts.info.identity}".encode()) >> 2
     axis = ShardAxis(parts.transport, tag, parts.roles.shard_rank)
-    binding = Binding(contributions, parts.info.name)
-    unsharded, gather = _unsharded_side(parts, axis, binding, last)
+    unsharded, gather = _unsharded_side(parts, axis, last)
     side: Unsharded | ProtocolGather = unsharded or cast("ProtocolGather", gather)
     buffer, leaves = side.buffer, side.leaves
     _tell_leaves(parts, leaves)
@@ -184,7 +188,7 @@ def build_generation(parts: Parts, last: Generation | None) -> Generation:
     block = None if parts.block_size is None else _block(parts, parts.block_size, buffer, tag)
     if not parts.keeps_memory:
         buffer.release()
-    reduce_codec = binding.reduce_codec(parts.info, shards.layout)
+    reduce_codec = contributions.reduce_codec(parts.info, shards.layout)
     placing = Placing(parts.gradients.placed, dtypes.orig)
     reducer = Reducer(
         shards,
@@ -193,15 +197,16 @@ def build_generation(parts: Parts, last: Generation | None) -> Generation:
         roles=parts.roles,
         axis=axis,
         waiting=parts.waiting,
-        check_placed=partial(binding.check_placed, shards.storage),
+        check_placed=partial(contributions.check_placed, shards.storage),
         placing=placing,
         turns=parts.turn,
         codec_plugin=contributions.plugin_of(contributions[REDUCE_CODEC]),
         storage_plugin=contributions.plugin_of(contributions[STORAGE]),
-        landing=landing_of(parts, axis, binding, placing, reduce_codec),
+        landing=landing_of(parts, axis, placing, reduce_codec),
         pool=parts.pool,
         watch=parts.meter.watch,
     )
+    shards.turn = parts.turn
     fetch = parts.meter.fetching(shards)
     return Generation(
         buffer,
@@ -235,7 +240,7 @@ def _block(parts: Parts, size: int, buffer: Buffer, tag: int) -> Block:
 
 
 def _unsharded_side(
-    parts: Parts, axis: ShardAxis, binding: Binding, last: Generation | None
+    parts: Parts, axis: ShardAxis, last: Generation | None
 ) -> tuple[Unsharded | None, Gather]:
     shards, contributions = parts.shards, parts.contributions
     if shards.speaking:  # the plan was made before anybody knew
@@ -243,12 +248,12 @@ def _unsharded_side(
         refuse_block(parts.block_size, parts.info)
     if shards.speaking or isinstance(shards, ProtocolShards):
         param = parts.dtypes.param
-        given = ProtocolParts(parts.roles.shard_mesh, parts.policy, param, parts.onion)
+        given = ProtocolParts(parts.roles.shard_mesh, parts.policy, param, parts.transforms)
         return None, ProtocolGather(shards, given, axis, parts.info.device)
-    codec = binding.gather_codec(parts.info, shards.layout)
+    codec = contributions.gather_codec(parts.info, shards.layout)
     shards.storage.serve_codec(codec is not None)
     crosses, device = codec is not None, parts.info.device
-    binding.check_view(shards.storage, shards.buffer, device, may_cross=crosses)
+    contributions.check_view(shards.storage, shards.buffer, device, may_cross=crosses)
     unsharded = _memory(parts, last, is_decoded=codec is not None)
     if codec is None:
         return unsharded, NativeGather(unsharded, axis)
@@ -266,7 +271,7 @@ def _memory(parts: Parts, last: Generation | None, *, is_decoded: bool) -> Unsha
         parts.dtypes.param,
         parts.info.device,
         parts.pool,
-        parts.onion,
+        parts.transforms,
         parts.block_size,
         is_decoded=is_decoded,
     )

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from polyshard._torch.newer import rounds_before_adding
 from polyshard._torch.private import storage_holders
-from polyshard.composition.transforms import Onion
 from polyshard.errors import PluginError, SettingError
 from polyshard.group.generation import Generation
 from polyshard.params.sharded import Shards
+from polyshard.plugins.transforms import TransformStack
 from polyshard.program.accumulation import Accumulation
 
 
@@ -29,10 +29,10 @@ class Gradients:
     :meth:`carry` moves what was accumulated.
     """
 
-    def __init__(self, shards: Shards, onion: Onion) -> None:
-        """``onion`` flattens gradients as it did the parameters."""
+    def __init__(self, shards: Shards, transforms: TransformStack) -> None:
+        """``transforms`` flattens gradients as it did the parameters."""
         self._shards = shards
-        self._onion = onion
+        self._transforms = transforms
         self.waiting = Accumulation()
         self._has_unreduced = False
         self._flattens = [any(e is not None for e in p.extensions) for p in shards.parameters]
@@ -127,13 +127,14 @@ class Gradients:
     def _flattened(self, index: int, gradient: Tensor) -> Tensor:
         parameter = self._shards.parameters[index]
         with torch.no_grad():
-            flat = self._onion.flatten(gradient, parameter.info)[0]
+            flat = self._transforms.flatten(gradient, parameter.info)[0]
         expected = self._shards.layout.parameters[index].shape
         if flat.shape != expected:
-            layers = ", ".join(f"'{n}'" for n in self._onion.layers_of(parameter.extensions))
+            layers = ", ".join(f"'{n}'" for n in self._transforms.layers_of(parameter.extensions))
             raise PluginError(
-                f"plugins {layers}: pre_flatten_transform made {tuple(flat.shape)} of the gradient "
-                f"of '{parameter.info.fqn}', but {expected} of the parameter; flatten both alike."
+                f"plugins {layers}: pre_flatten_transform returned {tuple(flat.shape)} for the "
+                f"gradient of '{parameter.info.fqn}', but {expected} for the parameter. Flatten "
+                "both the same way."
             )
         return flat
 

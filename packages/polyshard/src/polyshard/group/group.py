@@ -36,27 +36,26 @@ from typing_extensions import override
 
 from polyshard._torch.private import in_backward
 from polyshard._torch.untraced import outside_transforms
-from polyshard.composition.answers import Binding
-from polyshard.composition.claims import check_constraints
-from polyshard.composition.stack import PluginStack
 from polyshard.errors import LifecycleError, warn
 from polyshard.failures import Part
 from polyshard.group.dtypes import Dtypes, GradientDtypes, policy_notices, resolve_dtypes
 from polyshard.group.generation import Generation, Parts, build_generation
 from polyshard.group.gradients import Gradients
-from polyshard.group.traffic import GroupName, Meter
+from polyshard.group.traffic import Meter
 from polyshard.memory.pages import PagePool
 from polyshard.memory.streams import Lanes
 from polyshard.params.parameter import Owner, Source, Told
 from polyshard.params.protocol_shards import ProtocolShards
 from polyshard.params.sharded import Shards
+from polyshard.plugins.contributions import GATHER_CODEC, LANDING, REDUCE_CODEC
+from polyshard.plugins.seams import GroupIdentity, GroupInfo, ParamInfo, ShardStorage, overrides
+from polyshard.plugins.stack import PluginStack
 from polyshard.policies import MixedPrecisionPolicy
 from polyshard.program.executor import abandon, new_frame, return_home, run
 from polyshard.program.freshness import Turn
 from polyshard.program.ops import Frame, Program
 from polyshard.program.reduce import ReduceSettings
 from polyshard.program.tensor_protocol import refuse_block, refuse_claims, uses_protocol
-from polyshard.seams import GroupIdentity, GroupInfo, ParamInfo, ShardStorage, overrides
 from polyshard.sharding.layout import plan_layout
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import all_reduce
@@ -84,11 +83,11 @@ class GroupSetup:
     """Ranks that together keep the parameters between forward and backward, if not all free."""
 
     def info(
-        self, name: str, parameters: Sequence[ParamInfo], dtypes: Dtypes, identity: GroupIdentity
+        self, identity: GroupIdentity, parameters: Sequence[ParamInfo], dtypes: Dtypes
     ) -> GroupInfo:
         """The group as plugins see it."""
         return GroupInfo(
-            name=name,
+            identity=identity,
             parameters=tuple(parameters),
             mesh=self.roles.mesh,
             rank=self.roles.shard_rank,
@@ -97,7 +96,6 @@ class GroupSetup:
             orig_dtype=dtypes.orig,
             param_dtype=dtypes.param,
             reduce_dtype=dtypes.reduce,
-            identity=identity,
         )
 
 
@@ -155,9 +153,8 @@ class ParameterGroup:
         ``name`` is what it is called until :meth:`rename`.
         """
         self.setup = setup
-        self._name = GroupName(name)
         self.roles = setup.roles
-        self.state, self.identity = State.SHARDED, GroupIdentity()
+        self.state, self.identity = State.SHARDED, GroupIdentity(name)
         self.reduces = self.all_reduces = True
         self.reshard_after_backward = self.unshard_in_backward = True
         self.pool: PagePool | None = None
@@ -165,16 +162,15 @@ class ParameterGroup:
         self.block_size, self.device = setup.block_size, setup.roles.device
         told = [Told.by(s.parameter) for s in sources]
         dtypes, _ = resolve_dtypes(setup.policy, sources[0].value.dtype, told)
-        info = setup.info(name, [s.info for s in sources], dtypes, self.identity)
+        info = setup.info(self.identity, [s.info for s in sources], dtypes)
         warn(policy_notices(setup.policy, dtypes.orig))
-        self._teardown = setup.stack.teardown(info, self._name)
+        self._teardown = setup.stack.teardown(info)
         self.contributions = setup.stack.contributions(info)
         if uses_protocol(sources):
             refuse_claims(self.contributions, info)
             refuse_block(setup.block_size, info)
-        self.meter = Meter(self._name, self.contributions.observers)
-        binding = Binding(self.contributions, self.name)
-        self._base_transport = binding.transport(setup.roles, self.device)
+        self.meter = Meter(self.identity, self.contributions.observers)
+        self._base_transport = self.contributions.transport(info, setup.roles)
         self.transport: Transport = self._base_transport
         self.comms = CustomComms()
         layout = plan_layout(
@@ -182,13 +178,13 @@ class ParameterGroup:
             setup.roles.shard_size,
             info.orig_dtype.itemsize,
             self.transport.staging_bytes,
-            binding.owners(info),
-            lands=self.contributions.landing.lands,
+            self.contributions.owners(info),
+            lands=self.contributions[LANDING].lands,
         )
-        check_constraints(binding, info, layout)
-        self._part = Part(self._name, Place(self))
+        self.contributions.check_constraints(info, layout)
+        self._part = Part(self.identity, Place(self))
         self._sources, self._layout = sources, layout
-        self._storage = binding.storage(info, layout)
+        self._storage = self.contributions.storage(info, layout)
         self.settles = overrides(self._storage.settle, ShardStorage.settle)
         """Whether its storage copies beside the computation, so that the host has to wait."""
         self.shards: Shards
@@ -209,9 +205,9 @@ class ParameterGroup:
         if uses_protocol(self._sources):
             self.shards = ProtocolShards(self._sources, self._layout, self.roles)
         else:
-            rest = partial(Binding(self.contributions, self.name).rested, self._storage)
+            rest = partial(self.contributions.rested, self._storage)
             self.shards = Shards(self._sources, self._layout, self.roles, self._storage, rest)
-        self.gradients = Gradients(self.shards, self.setup.stack.onion)
+        self.gradients = Gradients(self.shards, self.setup.stack.transforms)
         self._originals = [weakref.ref(source.parameter) for source in self._sources]
         sources, self._sources = self._sources, ()  # the full parameters may go now
         return sources
@@ -241,7 +237,20 @@ class ParameterGroup:
     def info(self) -> GroupInfo:
         """The group as plugins see it, with current names, dtypes and frozen parameters."""
         infos = [p.current_info for p in self.shards.parameters]
-        return self.setup.info(self.name, infos, self._dtypes()[0], self.identity)
+        return self.setup.info(self.identity, infos, self._dtypes()[0])
+
+    def numbers(self) -> dict[str, float]:
+        """What codecs of the group measured, by the names of plugin and number."""
+        generation = self._generation
+        if generation is None:
+            return {}
+        codecs = ((GATHER_CODEC, generation.gather.codec), (REDUCE_CODEC, generation.reducer.codec))
+        return {
+            f"{self.contributions.layers[role][0].name} {name}": float(value)
+            for role, codec in codecs
+            if codec is not None
+            for name, value in codec.numbers().items()
+        }
 
     def _dtypes(self) -> tuple[Dtypes, GradientDtypes]:
         told = [p.told for p in self.shards.parameters]
@@ -250,11 +259,11 @@ class ParameterGroup:
     @property
     def name(self) -> str:
         """What it is called in plans, reports and errors."""
-        return self._name.text
+        return self.identity.text
 
     def rename(self, name: str, fqns: Mapping[int, str]) -> None:
         """Take the names that the root gives: the unit's, and each parameter's by identity."""
-        self._name.text = name
+        self.identity.text, self.identity.is_named = name, True
         for parameter in self.shards.parameters:
             fqn = fqns.get(id(parameter.parameter), parameter.info.fqn)
             parameter.info = replace(parameter.info, fqn=fqn)
@@ -303,7 +312,7 @@ class ParameterGroup:
             policy=self.setup.policy,
             contributions=self.contributions,
             transport=self.transport,
-            onion=self.setup.stack.onion,
+            transforms=self.setup.stack.transforms,
             pool=self.pool,
             block_size=self.block_size,
             waiting=self.gradients.waiting,
@@ -407,8 +416,8 @@ class ParameterGroup:
                 leaf.requires_grad_(wanted)
                 changed = True
         if changed:
-            binding = Binding(self.contributions, self.name)
-            generation.reducer.rebind(binding.reduce_codec(self.info(), self.shards.layout))
+            codec = self.contributions.reduce_codec(self.info(), self.shards.layout)
+            generation.reducer.rebind(codec)
             generation.reductions.clear()
 
     def reshard(self, *, until_backward: bool = False) -> None:

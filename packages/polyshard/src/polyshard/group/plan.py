@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from polyshard.composition.roles import GATHER_CODEC
 from polyshard.group.dtypes import Dtypes
 from polyshard.group.transfers import Way
-from polyshard.seams import ParamInfo
+from polyshard.plugins.contributions import GATHER_CODEC
+from polyshard.plugins.seams import ParamInfo
+from polyshard.program.ops import ProgramPlan
 from polyshard.sharding.layout import GroupLayout
 
 
@@ -96,12 +97,9 @@ class GroupPlan:
     roles: Roles
     reshard_after_forward: bool | int
     """Freed after forward, kept, or kept once by each block of so many ranks."""
-    gather_bytes: int
-    """Bytes this rank sends in one all-gather."""
-    regather_bytes: int
-    """Bytes this rank sends to gather again in backward, if freed after forward."""
-    reduce_bytes: int
-    """Bytes this rank sends in one reduce-scatter of all trainable parameters."""
+    programs: tuple[ProgramPlan, ...]
+    """What is run to gather (from all shards; from a block, if there is one) and to reduce:
+    :func:`polyshard.describe` with ``programs=True`` shows it, and ranks compare it."""
     ways: tuple[Way, ...]
     """How each parameter travels in an all-gather, and why; gradients take the mirrored way."""
     transfers: str
@@ -111,11 +109,40 @@ class GroupPlan:
     payloads: Payloads
     notices: tuple[str, ...] = ()
     """Settings that change nothing for this group."""
-    programs: tuple[str, ...] = ()
-    """What is run to gather and to reduce, an operation a line: :func:`polyshard.describe` with
-    ``programs=True`` shows them, and ranks compare them."""
     kept_bytes: int = 0
     """Memory of sums of gradients that a codec keeps between backwards of a step, at most."""
+    gather_kept_bytes: int = 0
+    """Memory that gathers keep all the time, such as rows that a codec decodes to."""
+
+    @property
+    def gather(self) -> ProgramPlan:
+        """The gather in forward."""
+        return self.programs[0]
+
+    @property
+    def regather(self) -> ProgramPlan:
+        """The gather in backward of parameters that were freed after forward."""
+        return self.programs[-2]
+
+    @property
+    def reduction(self) -> ProgramPlan:
+        """The reduction of all trainable parameters, at the end of an iteration."""
+        return self.programs[-1]
+
+    @property
+    def gather_bytes(self) -> int:
+        """Bytes this rank sends in one all-gather."""
+        return self.gather.traffic.sent
+
+    @property
+    def regather_bytes(self) -> int:
+        """Bytes this rank sends to gather again in backward, if freed after forward."""
+        return self.regather.traffic.sent
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes this rank sends in one reduce-scatter of all trainable parameters."""
+        return self.reduction.traffic.sent
 
     @property
     def numel(self) -> int:
@@ -157,7 +184,9 @@ class GroupPlan:
     def program_lines(self) -> tuple[str, ...]:
         """What is run, which must be equal on all ranks of the data-parallel mesh."""
         return tuple(
-            f"group {self.name}: {line}" for text in self.programs for line in text.splitlines()
+            f"group {self.name}: {line}"
+            for program in self.programs
+            for line in str(program).splitlines()
         )
 
     def shared_lines(self) -> tuple[str, ...]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from polyshard.composition.roles import GATHER_CODEC
 from polyshard.group.dtypes import all_notices
 from polyshard.group.group import ParameterGroup
 from polyshard.group.plan import GroupPlan, Payloads, Roles, Sharded
 from polyshard.group.transfers import summary, ways_of
-from polyshard.program.ops import Program
+from polyshard.plugins.contributions import GATHER_CODEC
+from polyshard.plugins.seams import Named
+from polyshard.program.ops import ProgramPlan
 from polyshard.program.tensor_protocol import ProtocolGather
 from polyshard.program.unshard import Gather
-from polyshard.seams import Named
 
 
 def plan_of(group: ParameterGroup) -> GroupPlan:
@@ -34,16 +34,14 @@ def plan_of(group: ParameterGroup) -> GroupPlan:
         dtypes=generation.dtypes,
         roles=_roles(group, gather_codec),
         reshard_after_forward=group.block_size or group.setup.reshard_after_forward,
-        gather_bytes=generation.unshard.moved.sent,
-        regather_bytes=(generation.unshard_from_block or generation.unshard).moved.sent,
-        reduce_bytes=reduction.moved.sent,
+        programs=(*(gathered.planned() for gathered in generation.gathers), reduction),
         ways=ways,
         transfers=summary(ways, transport),
         sharded=tuple(_sharded(group, index) for index in range(len(shards.parameters))),
         payloads=Payloads(gather.payload_bytes, *reducer.payload_bytes),
         notices=all_notices(group.setup.policy, shards.dtype, contributions),
-        programs=tuple(map(str, (*generation.gathers, reduction))),
         kept_bytes=reducer.kept_bytes,
+        gather_kept_bytes=gather.kept_bytes,
     )
 
 
@@ -67,13 +65,13 @@ def _roles(group: ParameterGroup, gather_codec: str) -> Roles:
 
 def _sharded(group: ParameterGroup, index: int) -> Sharded:
     parameter = group.shards.parameters[index]
-    layers = group.setup.stack.onion.layers_of(parameter.extensions)
+    layers = group.setup.stack.transforms.layers_of(parameter.extensions)
     flat_shape = group.shards.layout.parameters[index].shape
     told = "" if parameter.told is None else str(parameter.told)
     return Sharded(str(tuple(parameter.spec.placements)), flat_shape, layers, told)
 
 
-def reduction_of(group: ParameterGroup) -> Program:
+def reduction_of(group: ParameterGroup) -> ProgramPlan:
     """The reduction of all trainable parameters, at the end of an iteration."""
     generation = group.prepare()
     trainable = [
@@ -81,7 +79,8 @@ def reduction_of(group: ParameterGroup) -> Program:
         for index, sharded in enumerate(group.shards.parameters)
         if sharded.parameter.requires_grad
     ]
-    return generation.reducer.planned(trainable, group.gradients.wire_dtype(generation))
+    program = generation.reducer.planned(trainable, group.gradients.wire_dtype(generation))
+    return program.planned(frozenset(trainable))
 
 
 def _gather_codec(group: ParameterGroup, gather: Gather) -> str:

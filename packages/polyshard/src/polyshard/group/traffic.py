@@ -6,23 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from typing_extensions import override
-
 from polyshard.params.sharded import Shards
 from polyshard.plugins.builtin import DeviceStorage
-from polyshard.seams import Observer, StepObserver, overrides
-
-
-class GroupName:
-    """What a group is called: whoever speaks of the group reads it here, and roots change it."""
-
-    def __init__(self, text: str) -> None:
-        """``text`` holds until a root gives another name."""
-        self.text = text
-
-    @override
-    def __str__(self) -> str:
-        return self.text
+from polyshard.plugins.seams import GroupIdentity, Observer, StepObserver, overrides
 
 
 @dataclass
@@ -39,9 +25,9 @@ class Traffic:
 class Meter:
     """Counts a group's traffic and tells its observers; a loop over an empty tuple without any."""
 
-    def __init__(self, name: GroupName, observers: tuple[Observer, ...]) -> None:
+    def __init__(self, group: GroupIdentity, observers: tuple[Observer, ...]) -> None:
         """``observers`` in plugin order, which hear of the group by its name."""
-        self._name = name
+        self._group = group
         self.observers = observers
         self.step_observers = tuple(o for o in observers if isinstance(o, StepObserver))
         self.traffic = Traffic()
@@ -49,27 +35,27 @@ class Meter:
     def gather_started(self, sent_bytes: int) -> None:
         """Tell of an all-gather that has started."""
         for observer in self.observers:
-            observer.on_unshard(self._name.text, sent_bytes)
+            observer.on_unshard(self._group.text, sent_bytes)
 
     def gathered(self, wait_seconds: float) -> None:
         """Tell of the wait for unsharded parameters, which are ready."""
         for observer in self.observers:
-            observer.on_unsharded(self._name.text, wait_seconds)
+            observer.on_unsharded(self._group.text, wait_seconds)
 
     def resharded(self) -> None:
         """Tell that the unsharded parameters were freed."""
         for observer in self.observers:
-            observer.on_reshard(self._name.text)
+            observer.on_reshard(self._group.text)
 
     def reduction_started(self, sent_bytes: int) -> None:
         """Tell of a reduction that has started."""
         for observer in self.observers:
-            observer.on_reduce(self._name.text, sent_bytes)
+            observer.on_reduce(self._group.text, sent_bytes)
 
     def reduced(self, wait_seconds: float) -> None:
         """Tell of the wait for a reduction, which has ended."""
         for observer in self.observers:
-            observer.on_reduced(self._name.text, wait_seconds)
+            observer.on_reduced(self._group.text, wait_seconds)
 
     # For those who ask for more than counts ---------------------------------------------------
 
@@ -81,7 +67,7 @@ class Meter:
     def starting(self, what: str) -> None:
         """Tell that a ``"gather"`` or a ``"reduce"`` is about to start."""
         for observer in self.step_observers:
-            observer.on_start(self._name.text, what)
+            observer.on_start(self._group.text, what)
 
     def fetching(self, shards: Shards) -> Callable[[], None]:
         """What fetches the shard, and tells of it where somebody asks and it rests elsewhere."""
@@ -99,9 +85,9 @@ class Meter:
     def staged(self, direction: str, num_bytes: int, seconds: float) -> None:
         """Tell that a shard came from where it rests, or a gradient went there."""
         for observer in self.step_observers:
-            observer.on_staged(self._name.text, direction, num_bytes, seconds)
+            observer.on_staged(self._group.text, direction, num_bytes, seconds)
 
     def replicas_summed(self, payload_bytes: int, seconds: float) -> None:
         """Tell of a sum over replicas."""
         for observer in self.step_observers:
-            observer.on_replicas_summed(self._name.text, payload_bytes, seconds)
+            observer.on_replicas_summed(self._group.text, payload_bytes, seconds)

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from polyshard._torch.newer import grad_dtype_of, set_grad_dtype
 from polyshard._torch.private import dtensor_spec, wrap_local, wrap_parameter
-from polyshard.composition.transforms import Extensions
+from polyshard.plugins.transforms import Extensions
 from polyshard.policies import MixedPrecisionPolicy
 from polyshard.sharding.layout import ParameterShape
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-    from polyshard.seams import ParamInfo
+    from polyshard.plugins.seams import ParamInfo
     from polyshard.sharding.mesh import MeshRoles
     from polyshard.sharding.placement import Placed
 

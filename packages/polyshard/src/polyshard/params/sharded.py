@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from polyshard._torch.private import (
 from polyshard.errors import LifecycleError, ModuleError
 from polyshard.memory.own_storage import Home, own_storage
 from polyshard.params.parameter import Owner, Registry, ShardedParameter, Source
-from polyshard.seams import ShardStorage, overrides
+from polyshard.plugins.seams import ShardStorage, overrides
 from polyshard.sharding.layout import GroupLayout, ParameterLayout
 from polyshard.sharding.mesh import MeshRoles
 
@@ -49,11 +49,27 @@ def local_view(flat: Tensor, placed: ParameterLayout, rank: int) -> Tensor:
     return slot.view(placed.local_shape(rank))
 
 
+class Vouching(Protocol):
+    """The turn of a root; see [Note: turns] of the freshness."""
+
+    number: int
+
+    def vouches(self, made: int) -> bool:
+        """Whether what was made of a shard in turn ``made`` is good without a look."""
+        ...
+
+
 class Shards:
     """Owns the shard buffer of a group and the sharded parameters that rest in it."""
 
     _prefetched: list[int] | None = None
     """Versions of the parameters when the storage was told to bring the shard near."""
+
+    turn: Vouching | None = None
+    """Of the root, when there is one."""
+
+    _told: tuple[int, list[int]] = (-1, [])
+    """Turn and versions when the storage was last told that the shard may have been written."""
 
     is_vacant = False
     """Whether some parameter is on the meta device still."""
@@ -142,6 +158,7 @@ class Shards:
         """Tell the storage that a gather comes soon."""
         if self._prefetched is None and not (self.is_vacant or self._strays):
             self._prefetched = self.versions()
+            self._tell_changed()
             self.storage.prefetch()
 
     def forget_prefetched(self) -> None:
@@ -165,7 +182,17 @@ class Shards:
         self._prefetched = None
         if self._strays:
             self._copy_strays()
+        self._tell_changed()
         self.storage.fetch()
+
+    def _tell_changed(self) -> None:
+        """Tell the storage of writes, if any can have been since it was told."""
+        if not overrides(self.storage.changed, ShardStorage.changed):
+            return
+        (told, seen), versions = self._told, self.versions()
+        if self.turn is None or not self.turn.vouches(told) or seen != versions:
+            self.storage.changed()
+        self._told = (-1 if self.turn is None else self.turn.number, versions)
 
     @property
     def has_strays(self) -> bool:
@@ -299,7 +326,7 @@ class Shards:
             }
             raise ModuleError(
                 "parameters of one group were converted to different dtypes or devices after "
-                f"fully_shard: {found}. Convert before fully_shard, or convert all of them alike."
+                f"fully_shard: {found}. Convert before fully_shard, or convert all the same way."
             )
         return kinds.pop()
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from polyshard.composition.transforms import Onion
 from polyshard.memory.buffers import Buffer, FixedBuffer, new_buffer
 from polyshard.memory.pages import PagePool
 from polyshard.params.sharded import Shards
+from polyshard.plugins.transforms import TransformStack
 from polyshard.sharding.layout import block_padded
 
 
@@ -24,7 +24,7 @@ class Unsharded:
         dtype: torch.dtype,
         device: torch.device,
         pool: PagePool | None,
-        onion: Onion,
+        transforms: TransformStack,
         block_size: int | None = None,
         *,
         is_decoded: bool = False,
@@ -34,7 +34,7 @@ class Unsharded:
         ``is_decoded`` says that a codec writes the buffer: then it is never the shard itself.
         """
         self._block_size = block_size
-        self._onion = onion
+        self._transforms = transforms
         self._is_decoded = is_decoded
         self.layout = shards.layout
         self._shards = shards
@@ -69,7 +69,11 @@ class Unsharded:
         """
         was_shard = isinstance(self.buffer, FixedBuffer)
         same = dtype == self.dtype and is_decoded == self._is_decoded and pool is self._pool
-        return same and was_shard == self._computes_with_shard() and not (was_shard and self._onion)
+        return (
+            same
+            and was_shard == self._computes_with_shard()
+            and not (was_shard and self._transforms)
+        )
 
     def follow(self) -> None:
         """Go on with the shards as they are now."""
@@ -84,7 +88,7 @@ class Unsharded:
     def _leaf(self, index: int) -> nn.Parameter:
         sharded = self._shards.parameters[index].parameter
         view = self._view(index)
-        if self._onion:
+        if self._transforms:
             view = self._unflattened(view, index)
         leaf = nn.Parameter(view, requires_grad=sharded.requires_grad)
         leaf.__dict__.update(sharded.__dict__)
@@ -102,7 +106,7 @@ class Unsharded:
     def _unflattened(self, view: Tensor, index: int) -> Tensor:
         parameter = self._shards.parameters[index]
         with torch.no_grad():  # the dtype is that of compute now, and a cast may have become a copy
-            return self._onion.rebuild(view, parameter.extensions, parameter.info)
+            return self._transforms.rebuild(view, parameter.extensions, parameter.info)
 
     def region(self, index: int) -> Tensor:
         """``[W, chunk_numel]`` of a direct parameter."""

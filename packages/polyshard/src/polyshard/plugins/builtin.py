@@ -1,21 +1,11 @@
-"""The engine's own answers to hooks and seams: they count where no plugin gives one."""
+"""The engine's own specs and parts: they count where no plugin gives one."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from typing_extensions import override
 
-from polyshard.__about__ import __version__
-from polyshard._torch.fsdp1 import chunk_sharded_tensor, local_shards
-from polyshard.errors import PluginError
-from polyshard.plugins.contract import Plugin, hookimpl
-from polyshard.seams import (
+from polyshard.plugins.seams import (
     CollectivesBackend,
     GatherCodec,
     GradientLanding,
@@ -29,56 +19,6 @@ from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import Transport, choose_transport
 
 
-class EnginePlugin(Plugin):
-    """Lowest in priority: its answers count only where no plugin has one.
-
-    What it answers to exclusive hooks about groups stands in :mod:`polyshard.composition.roles`.
-    """
-
-    name = "engine"
-    version = __version__
-
-    @hookimpl
-    def chunk_tensor(
-        self,
-        tensor: Tensor,
-        rank: int,
-        world_size: int,
-        num_devices_per_node: int,
-        pg: dist.ProcessGroup,
-    ) -> Tensor:
-        """Cut on dim 0, as FSDP1 does."""
-        # A ShardedTensor takes contiguous shards only; a plugin may have unflattened into a view.
-        whole = tensor.contiguous()
-        return chunk_sharded_tensor(whole, rank, world_size, num_devices_per_node, pg)
-
-    @hookimpl
-    def chunk_dtensor(self, tensor: Tensor, device_mesh: DeviceMesh) -> DTensor:
-        """Shard dim 0 over the last axis and repeat over the others; scalars are repeated."""
-        placements: list[Placement] = [Replicate()] * device_mesh.ndim
-        if tensor.ndim:
-            placements[-1] = Shard(0)
-        # Every rank holds the whole tensor already, so each cuts its own part.
-        return distribute_tensor(tensor.detach(), device_mesh, placements, src_data_rank=None)
-
-    @hookimpl
-    def all_gather_dtensor(self, tensor: DTensor) -> Tensor:
-        """Gather every axis."""
-        whole = [Replicate()] * tensor.device_mesh.ndim
-        return tensor.redistribute(placements=whole).to_local()
-
-    @hookimpl
-    def pre_load_state_dict_transform(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
-        """The tensor itself with its shards."""
-        shards = local_shards(tensor)
-        if shards is None:
-            raise PluginError(
-                f"a sharded state dict holds a {type(tensor).__name__} where a ShardedTensor was "
-                "expected; load a state dict of the type that was saved."
-            )
-        return tensor, shards
-
-
 class NativeGatherCodec(GatherCodec):
     """Parameters travel as they are, cast to the parameter dtype, straight into their regions."""
 
@@ -87,7 +27,6 @@ class NativeGatherCodec(GatherCodec):
     @override
     def bind(self, group: GroupInfo, layout: GroupLayout) -> None:
         """The engine's own transfer needs no codec."""
-        del group, layout
 
 
 class NativeReduceCodec(ReduceCodec):
@@ -98,7 +37,6 @@ class NativeReduceCodec(ReduceCodec):
     @override
     def bind(self, group: GroupInfo, layout: GroupLayout) -> None:
         """The engine's own transfer needs no codec."""
-        del group, layout
 
 
 class ShardLanding(GradientLanding):
@@ -138,8 +76,7 @@ class DeviceStorageFactory(StorageFactory):
     name = "device"
 
     @override
-    def create(self, group: GroupInfo, layout: GroupLayout) -> DeviceStorage:
-        del group, layout
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> DeviceStorage:
         return DeviceStorage()
 
 
@@ -149,5 +86,5 @@ class DefaultBackend(CollectivesBackend):
     name = "default"
 
     @override
-    def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
-        return choose_transport(roles, device)
+    def bind(self, group: GroupInfo, roles: MeshRoles) -> Transport:
+        return choose_transport(roles, group.device)

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import pluggy
+from packaging.version import InvalidVersion, Version
 
 from polyshard.errors import PluginError
 
@@ -64,8 +65,14 @@ class Contract:
             PluginError: naming the plugin and the field.
         """
         name: object = self.name
-        if not (isinstance(name, str) and name):
+        if not (isinstance(name, str) and name.strip()):
             raise PluginError(f"a plugin's name must be a text that is not empty, got {name!r}.")
+        try:
+            Version(self.version)
+        except (InvalidVersion, TypeError) as error:
+            raise PluginError(
+                f"plugin '{name}': its version must be one such as '1.2', got {self.version!r}."
+            ) from error
         for relation in _RELATIONS:
             value = _words(self.name, relation, getattr(self, relation))
             object.__setattr__(self, relation, value)
@@ -109,8 +116,9 @@ class Plugin:
     plugin manager tells plugins apart by identity.
     """
 
-    name: ClassVar[str] = ""
-    version: ClassVar[str] = ""
+    name: ClassVar[str]
+    """That of the class, unless given."""
+    version: ClassVar[str]
     """That of the distribution which holds the class, unless given."""
     provides: ClassVar[Iterable[str]] = ()
     requires: ClassVar[Iterable[str]] = ()
@@ -122,17 +130,24 @@ class Plugin:
     @property
     def polyshard_contract(self) -> Contract:
         """The class attributes as a contract."""
-        name = self.name or type(self).__name__
+        plain = _plain(self)
+        relations: dict[str, Any] = {relation: getattr(self, relation) for relation in _RELATIONS}
         return Contract(
-            name=name,
-            version=self.version or _version_of(type(self).__module__.partition(".")[0]),
-            provides=_words(name, "provides", self.provides),
-            requires=_words(name, "requires", self.requires),
-            conflicts_with=_words(name, "conflicts_with", self.conflicts_with),
-            before=_words(name, "before", self.before),
-            after=_words(name, "after", self.after),
+            getattr(self, "name", plain.name),
+            getattr(self, "version", plain.version),
             hook_api=self.hook_api,
+            **relations,
         )
+
+
+def _plain(plugin: object) -> Contract:
+    """A contract under the name of the module or class of a plugin that declares nothing."""
+    if isinstance(plugin, ModuleType):
+        name, home = plugin.__name__.rpartition(".")[2], plugin.__name__
+    else:
+        kind = plugin if isinstance(plugin, type) else type(plugin)
+        name, home = kind.__name__, kind.__module__
+    return Contract(name, _version_of(home.partition(".")[0]))
 
 
 def contract_of(plugin: object) -> Contract:
@@ -153,10 +168,7 @@ def contract_of(plugin: object) -> Contract:
             f"plugin '{owner}': its {ATTRIBUTE} is a {type(declared).__name__}; make it a "
             "polyshard.Contract(...)."
         )
-    if isinstance(plugin, ModuleType):
-        package = plugin.__name__.partition(".")[0]
-        return Contract(plugin.__name__.rpartition(".")[2], _version_of(package))
-    return Contract(type(plugin).__name__, _version_of(type(plugin).__module__.partition(".")[0]))
+    return _plain(plugin)
 
 
 @functools.cache  # looking through every installed distribution takes a tenth of a second

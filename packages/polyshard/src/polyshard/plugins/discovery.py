@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import difflib
 import importlib.metadata
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from types import ModuleType
 
-from polyshard.errors import PluginError, UnsupportedError
-from polyshard.plugins.needs import unmet_by_polyshard
-from polyshard.policies import CPUOffloadPolicy, OffloadPolicy
+from polyshard.errors import PluginError
+from polyshard.plugins.relations import unmet_by_polyshard
 
 ENTRY_POINTS = "polyshard.plugins"
-OFFLOAD = "offload"
-"""The plugin with ``for_policy(CPUOffloadPolicy)``, which gives a plugin that does the same."""
-TENSOR_PARALLEL = "tensor_parallel"
-"""The plugin with ``for_dtensors()``, which gives one that takes ``DTensor`` s as they are."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +38,7 @@ class Installed:
                 f"plugin '{self.name}': {self.distribution} {problem}. Install versions that fit; "
                 "'polyshard plugins doctor' checks all."
             )
+        label = f"plugin '{self.name}' of {self.distribution} ({self.entry_point.value})"
         try:
             found = self.entry_point.load()
             plugin: object = found() if callable(found) and not _is_plugin(found) else found
@@ -51,15 +46,11 @@ class Installed:
             raise
         except BaseException as error:  # a module may leave with SystemExit, say: its own problem
             raise PluginError(
-                f"plugin '{self.name}' of {self.distribution} ({self.entry_point.value}) failed to "
-                f"load: {type(error).__name__}: {error}. If it has settings without defaults, pass "
-                "an object instead of the name."
+                f"{label} failed to load: {type(error).__name__}: {error}. If it has settings "
+                "without defaults, pass an object instead of the name."
             ) from error
         if plugin is None:
-            raise PluginError(
-                f"plugin '{self.name}' of {self.distribution} ({self.entry_point.value}) is None; "
-                "a factory must return the plugin."
-            )
+            raise PluginError(f"{label} is None; a factory must return the plugin.")
         return plugin
 
 
@@ -101,31 +92,23 @@ def load_plugin(name: str) -> object:
     return matches[0].load()
 
 
-def with_policy(plugins: Sequence[object | str], policy: object) -> Sequence[object | str]:
-    """``plugins``, and what stands for ``policy``.
+def stand_in(name: str, method: str, purpose: str, *given: object) -> object | None:
+    """What ``method(*given)`` of the plugin installed as ``name`` gives; ``None`` without one.
 
     Raises:
-        UnsupportedError: for an unknown policy, or when the plugin is not installed.
-        PluginError: when what is installed under its name is something else.
+        PluginError: when what is installed under its name is something else; ``purpose`` says what
+            it cannot do then.
     """
-    if type(policy) is OffloadPolicy or isinstance(plugins, str):
-        return plugins
-    if not isinstance(policy, CPUOffloadPolicy):
-        raise UnsupportedError(
-            f"offload_policy {policy!r} is not known to polyshard; offloading is a plugin."
-        )
-    if not any(installed.name == OFFLOAD for installed in installed_plugins()):
-        raise UnsupportedError(
-            "offload_policy=CPUOffloadPolicy() needs a plugin for offload: pip install "
-            "polyshard-offload; it will be found. For more choices pass plugins=[Offload(...)]."
-        )
-    adapt = getattr(load_plugin(OFFLOAD), "for_policy", None)
-    if not callable(adapt):
+    if not any(installed.name == name for installed in installed_plugins()):
+        return None
+    make = getattr(load_plugin(name), method, None)
+    if not callable(make):
         raise PluginError(
-            f"the plugin installed as '{OFFLOAD}' has no for_policy(), so it cannot stand for "
-            "offload_policy=CPUOffloadPolicy(); pass plugins=[...] instead."
+            f"the plugin installed as '{name}' has no {method}(), so it cannot {purpose}; pass "
+            "plugins=[...] instead."
         )
-    return [*plugins, adapt(policy)]
+    made: object = make(*given)
+    return made
 
 
 def for_dtensors() -> object | None:
@@ -134,13 +117,4 @@ def for_dtensors() -> object | None:
     Raises:
         PluginError: when what is installed under its name is something else, or several are.
     """
-    if not any(installed.name == TENSOR_PARALLEL for installed in installed_plugins()):
-        return None
-    adapt = getattr(load_plugin(TENSOR_PARALLEL), "for_dtensors", None)
-    if not callable(adapt):
-        raise PluginError(
-            f"the plugin installed as '{TENSOR_PARALLEL}' has no for_dtensors(), so it cannot take "
-            "parameters that are DTensors already; pass plugins=[...] instead."
-        )
-    plugin: object = adapt()
-    return plugin
+    return stand_in("tensor_parallel", "for_dtensors", "take parameters that are DTensors already")

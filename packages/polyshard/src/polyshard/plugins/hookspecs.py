@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-    from polyshard.seams import (
+    from polyshard.plugins.seams import (
         Around,
         CollectivesBackend,
         GatherCodec,
@@ -50,7 +50,6 @@ def polyshard_prepare_model(module: nn.Module, mesh: DeviceMesh) -> None:
     Ranks: must change the module alike. The same plugin meets many calls, and nested modules again
         with the module that contains them: preparing twice must be harmless.
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -63,10 +62,9 @@ def pre_flatten_transform(
         reduced.
     Return: the tensor to shard and an extension object; ``None``, or ``tensor`` and ``None``, to
         stay out.
-    Combine: an onion: each plugin gets the tensor the one before it in plugin order returned.
+    Combine: nested: each plugin gets the tensor the one before it in plugin order returned.
     Ranks: must return tensors of the same shape and dtype.
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -79,7 +77,6 @@ def polyshard_parameter_facts(tensor: Tensor, param: ParamInfo) -> str | None:
     Combine: all, in plugin order.
     Ranks: are compared before the first transfer; a difference is an error naming the parameter.
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -91,7 +88,6 @@ def polyshard_sharding_constraint(group: GroupInfo) -> ShardingConstraint | None
     Combine: all hold; one that the layout breaks is an error naming the plugin.
     Ranks: must return the same.
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -111,7 +107,6 @@ def chunk_tensor(
     Combine: exclusive for each parameter; two answers are an error.
     Ranks: every rank calls it and gets its own part of the same tensor.
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -130,7 +125,6 @@ def chunk_dtensor(
     Combine: exclusive for each parameter; two answers are an error.
     Ranks: must return the same placements.
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -139,11 +133,9 @@ def polyshard_shard_storage(group: GroupInfo) -> StorageFactory | Around[Storage
 
     When: once for each group, before it is sharded.
     Return: a storage factory; ``Around(make)`` to go around the one that has the role.
-    Combine: exclusive; two claims are an error. Wrappers nest around the claim, the first in plugin
-        order outermost.
+    Combine: exclusive; wrappers nest (see Around).
     Ranks: must return the same kind with the same settings.
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -154,11 +146,9 @@ def polyshard_collectives_backend(
 
     When: once for each group, before its layout is planned.
     Return: a backend; ``Around(make)`` to go around the one that has the role.
-    Combine: exclusive; two claims are an error. Wrappers nest around the claim, the first in plugin
-        order outermost.
+    Combine: exclusive; wrappers nest (see Around).
     Ranks: must return the same kind with the same settings.
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -167,11 +157,9 @@ def polyshard_gather_codec(group: GroupInfo) -> GatherCodec | Around[GatherCodec
 
     When: once for each group, while its plan is built.
     Return: a codec; ``Around(make)`` to go around the one that has the role.
-    Combine: exclusive; two claims are an error. Wrappers nest around the claim, the first in plugin
-        order outermost.
+    Combine: exclusive; wrappers nest (see Around).
     Ranks: must return the same kind with the same settings; payloads are equal in size.
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -183,10 +171,9 @@ def post_unflatten_transform(
     When: once for each parameter before it is sharded, to see that it is undone; and whenever its
         unsharded form is made.
     Return: the tensor that modules compute with; it must alias ``tensor``. A copy is refused.
-    Combine: the onion in reverse; each plugin gets back the extension it returned.
+    Combine: in reverse; each plugin gets back the extension it returned.
     Ranks: must return tensors of the same shape and dtype.
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -195,11 +182,9 @@ def polyshard_reduce_codec(group: GroupInfo) -> ReduceCodec | Around[ReduceCodec
 
     When: once for each group, while its plan is built.
     Return: a codec; ``Around(make)`` to go around the one that has the role.
-    Combine: exclusive; two claims are an error. Wrappers nest around the claim, the first in plugin
-        order outermost.
+    Combine: exclusive; wrappers nest (see Around).
     Ranks: must return the same kind with the same settings; payloads are equal in size.
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -210,12 +195,10 @@ def polyshard_gradient_landing(
 
     When: once for each group, before its layout is planned.
     Return: a landing; ``Around(make)`` to go around the one that has the role.
-    Combine: exclusive; two claims are an error. Wrappers nest around the claim, the first in plugin
-        order outermost.
+    Combine: exclusive; wrappers nest (see Around).
     Ranks: must return the same kind with the same settings, and the same owners, which are part of
         the plan.
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -227,7 +210,6 @@ def polyshard_observer(group: GroupInfo) -> Observer | None:
     Combine: all, in plugin order.
     Ranks: may differ; an observer must not communicate.
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -239,7 +221,6 @@ def polyshard_state_dict_adapter(group: GroupInfo) -> StateDictAdapter | None:
     Combine: all: on save in plugin order, on load in reverse.
     Ranks: must return the same.
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -252,7 +233,6 @@ def polyshard_plugin_state(group: GroupInfo) -> Stateful | None:
     Combine: all, each under the name of its plugin.
     Ranks: may differ: every rank saves and loads its own.
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -266,7 +246,6 @@ def all_gather_dtensor(
     Combine: exclusive for each parameter; two answers are an error.
     Ranks: every rank calls it; it may communicate.
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -280,7 +259,6 @@ def pre_load_state_dict_transform(
     Combine: exclusive for each parameter; two answers are an error.
     Ranks: must return shards of the same global tensor.
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -294,4 +272,3 @@ def polyshard_teardown(group: GroupInfo) -> None:
     Combine: every plugin, in reverse; one that raises keeps none of the others.
     Ranks: may do it at different moments; it must not communicate.
     """
-    raise NotImplementedError

@@ -8,11 +8,10 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from abc import ABC, ABCMeta
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType, ModuleType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from polyshard.errors import PluginError
 from polyshard.plugins import hookspecs
@@ -22,7 +21,7 @@ T = TypeVar("T")
 
 _IMPLEMENTATION = f"{PROJECT}_impl"
 _PREFIX = f"{PROJECT}_"
-_ONION = ("pre_flatten_transform", "post_unflatten_transform")
+_UNDOING = ("pre_flatten_transform", "post_unflatten_transform")
 
 
 @functools.cache
@@ -101,7 +100,7 @@ def _problems_together(found: Sequence[tuple[str, Any]]) -> Iterator[str]:
         if len(names) > 1:
             shown = " and ".join(f"'{name}'" for name in names)
             yield f"{shown} all implement '{hook}'; a plugin has one answer, so keep one"
-    for one, other in (_ONION, _ONION[::-1]):
+    for one, other in (_UNDOING, _UNDOING[::-1]):
         if one in implemented and other not in implemented:
             yield f"it implements '{one}' without '{other}'; one undoes the other, so add it"
 
@@ -157,84 +156,25 @@ def _problems_of_argument(
         yield f"'{name}' gives '{parameter.name}' a default, which would hide the real value"
 
 
-class HasName(Protocol):
-    """Whatever an error can call by its name."""
-
-    @property
-    def name(self) -> str:
-        """Short public name."""
-        ...
-
-
 def misfit(value: object, seam: type) -> str | None:
-    """What is wrong with ``value`` as a ``seam``, to be read after "returned"; else ``None``.
-
-    [Note: adoption]
-    A part need not inherit from its seam: one that has every member without a default serves as
-    well, as all parts did before seams were classes. The engine reads members that have defaults
-    too, so the class of such a part is given those that it lacks, once, where it is first met.
-    """
+    """What is wrong with ``value`` as a ``seam``, to be read after "returned"; else ``None``."""
     if isinstance(value, type):
         return f"the class {value.__name__}; return an instance"
-    inherits = isinstance(value, seam)
-    missing = [name for name in _required(seam) if not hasattr(value, name)]
-    if not inherits:
-        # Nothing tells an observer from any other object but that it has methods of one.
-        of_all = _required(seam) or [n for n, v in _defaults(seam).items() if inspect.isfunction(v)]
-        missing = [name for name in of_all if not hasattr(value, name)] or _adopt(value, seam)
+    if not isinstance(value, seam):
+        home = "polyshard.transport" if "transport" in seam.__module__ else "polyshard"
+        return (
+            f"a {type(value).__name__}, which is no {seam.__name__}; inherit from "
+            f"{home}.{seam.__name__}"
+        )
+    declared = [name for base in seam.__mro__ for name in inspect.get_annotations(base)]
+    missing = sorted(name for name in declared if not hasattr(value, name))
     if not missing:
         return None
-    lacks = f"a {type(value).__name__}, which lacks {', '.join(missing)} of {seam.__name__}"
-    return lacks if inherits else f"{lacks}; inherit from {_home_of(seam)}.{seam.__name__}"
+    return f"a {type(value).__name__}, which lacks {', '.join(missing)} of {seam.__name__}"
 
 
-def _own(seam: type) -> Iterator[type]:
-    """``seam`` and the bases that it shares with other seams."""
-    return (base for base in seam.__mro__ if base not in {object, ABC})
-
-
-@functools.cache
-def _required(seam: type) -> tuple[str, ...]:
-    """Members that an author has to write: abstract methods, attributes without a value."""
-    declared = {n for base in _own(seam) for n in inspect.get_annotations(base)}
-    abstract = seam.__abstractmethods__ if isinstance(seam, ABCMeta) else frozenset()
-    return tuple(sorted(abstract | {n for n in declared if not hasattr(seam, n)}))
-
-
-@functools.cache
-def _defaults(seam: type) -> Mapping[str, object]:
-    """Members that an author may leave out."""
-    every = {n: found for base in _own(seam) for n, found in vars(base).items()}
-    required = _required(seam)
-    return {n: v for n, v in every.items() if not n.startswith("_") and n not in required}
-
-
-def _adopt(part: object, seam: type) -> list[str]:
-    """Give the class of ``part`` the defaults that it lacks; returns those it cannot be given."""
-    kind = type(part)
-    delegates = hasattr(kind, "__getattr__")  # a part around another one has what that has
-    lacking = {
-        name: default
-        for name, default in _defaults(seam).items()
-        # Not hasattr alone: that would run properties, which may not be read yet.
-        if inspect.getattr_static(part, name, None) is None
-        and not (delegates and hasattr(part, name))
-    }
-    try:
-        for name, default in lacking.items():
-            setattr(kind, name, default)
-    except TypeError:  # a class of an extension module, or a module itself
-        return sorted(lacking)
-    return []
-
-
-def _home_of(seam: type) -> str:
-    """Where authors import a seam from."""
-    return "polyshard" if seam.__module__.startswith("polyshard.seams") else "polyshard.transport"
-
-
-def fitting(value: T, seam: type, factory: HasName, method: str) -> T:
-    """``value``, which ``factory.method(...)`` returned.
+def fitting(value: T, seam: type, factory: Any, method: str) -> T:
+    """``value``, which ``factory.method(...)`` returned; the factory has a name.
 
     Raises:
         PluginError: naming the factory, when it does not fit ``seam``.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from polyshard._torch.private import NO_SPAN, profiler_runs, profiler_span
+from polyshard.errors import PolyshardError
 from polyshard.memory.streams import Event, Lanes, Streams, streams_of
 from polyshard.program.ops import ENTRY, Frame, Lane, Program
 
@@ -82,6 +83,9 @@ def run(frame: Frame, stop: int, part: Part, label: str) -> None:
                         frame.is_over = True
                         return
     except Exception as error:
+        if frame.at and not isinstance(error, PolyshardError):  # those say who and where
+            op = frame.program.ops[frame.at - 1]
+            error.add_note(f"in operation '{op.name}' of {op.plugin}, {label} of group '{part}'")
         handler.explain(part, error)
         raise
     if stop == len(frame.program.ops):

@@ -89,6 +89,75 @@ class Traffic(NamedTuple):
 NO_TRAFFIC = Traffic()
 
 
+@dataclass(frozen=True)
+class OpPlan:
+    """One operation of a program, in text and numbers of this rank."""
+
+    name: str
+    lane: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    plugin: str
+    traffic: Traffic
+    takes: int
+    """Bytes of device memory that it takes."""
+    frees: int
+    """Bytes of what the program took that are free after it, or of a block's slice."""
+
+    @override
+    def __str__(self) -> str:
+        """One line for people, and for ranks to compare."""
+        lane = "" if self.lane == Lane.COMPUTE.value else f" on {self.lane}"
+        by = "" if self.plugin == "polyshard" else f" by {self.plugin}"
+        uses = f"{_listed(' reads', self.reads)}{_listed(' writes', self.writes)}"
+        return f"{self.name}{by}{lane}{uses}"
+
+
+def _listed(what: str, memory: Sequence[str]) -> str:
+    return f"{what} {', '.join(memory)};" if memory else ""
+
+
+@dataclass(frozen=True)
+class ProgramPlan:
+    """What one group runs in one phase, with the gradients of all trainable parameters.
+
+    Of memory it says what the program takes for itself. Gradients are autograd's, and their sums
+    lie in memory that is kept from step to step.
+    """
+
+    name: str
+    ops: tuple[OpPlan, ...]
+    cut: int
+    """How many operations start the work; the others join it."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes of one run."""
+        return sum((op.traffic for op in self.ops), NO_TRAFFIC)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What a run leaves taken: unsharded parameters, less the slice they came from."""
+        return sum(op.takes - op.frees for op in self.ops)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The most that a run takes beside what it leaves taken."""
+        taken = most = 0
+        for op in self.ops:
+            taken += op.takes
+            most = max(most, taken)
+            taken -= op.frees
+        return most - max(taken, 0)
+
+    @override
+    def __str__(self) -> str:
+        """A line for each operation; a rule between the parts."""
+        lines = [f"  {op}" for op in self.ops]
+        lines.insert(self.cut, "  --")
+        return "\n".join([f"{self.name}:", *lines])
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """One operation of a program."""
@@ -103,6 +172,8 @@ class Op:
     """Called when a run is abandoned after this operation started."""
     traffic: Callable[[frozenset[int]], Traffic] | None = None
     """Bytes of a run, for the parameters whose gradients are present."""
+    memory: Callable[[frozenset[int]], tuple[int, int]] | None = None
+    """Bytes that it takes and frees on the device, likewise."""
     plugin: str = "polyshard"
     """Whose code it calls."""
     waits: tuple[int, ...] = ()
@@ -110,17 +181,12 @@ class Op:
     marks: bool = False
     """Whether an operation of another lane waits for the end of this one."""
 
-    @override
-    def __str__(self) -> str:
-        """One line for people, and for ranks to compare."""
-        lane = "" if self.lane is Lane.COMPUTE else f" on {self.lane.value}"
-        by = "" if self.plugin == "polyshard" else f" by {self.plugin}"
-        uses = f"{_listed(' reads', self.reads)}{_listed(' writes', self.writes)}"
-        return f"{self.name}{by}{lane}{uses}"
-
-
-def _listed(what: str, memory: Sequence[Memory]) -> str:
-    return f"{what} {', '.join(m.value for m in memory)};" if memory else ""
+    def planned(self, present: frozenset[int]) -> OpPlan:
+        """What is said of it, for the parameters whose gradients are present."""
+        reads, writes = (tuple(m.value for m in ms) for ms in (self.reads, self.writes))
+        traffic = NO_TRAFFIC if self.traffic is None else self.traffic(present)
+        memory = (0, 0) if self.memory is None else self.memory(present)
+        return OpPlan(self.name, self.lane.value, reads, writes, self.plugin, traffic, *memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +221,9 @@ class Program:
         """Bytes of one run, for the parameters whose gradients are present."""
         return _traffic(self.ops, present)
 
-    @override
-    def __str__(self) -> str:
-        """A line for each operation; a rule between the parts."""
-        lines = [f"  {op}" for op in self.ops]
-        lines.insert(self.cut, "  --")
-        return "\n".join([f"{self.name}:", *lines])
+    def planned(self, present: frozenset[int] = frozenset()) -> ProgramPlan:
+        """What is said of it, for the parameters whose gradients are present."""
+        return ProgramPlan(self.name, tuple(op.planned(present) for op in self.ops), self.cut)
 
 
 class Frame:

@@ -16,8 +16,8 @@ from polyshard._torch.private import dtensor_spec, local_tensor, wrap_local
 from polyshard._torch.whole_rows import WholeRows
 from polyshard.errors import LifecycleError
 from polyshard.params.parameter import ShardedParameter
+from polyshard.plugins.seams import OwnedParameter, ParamInfo, Rows
 from polyshard.program.unshard import ShardAxis
-from polyshard.seams import OwnedParameter, ParamInfo, Rows
 from polyshard.sharding.layout import ParameterLayout
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import owner_route_over
@@ -85,7 +85,7 @@ class _Rows(Rows):
 
 
 class Owned(OwnedParameter):
-    """The engine's :class:`~polyshard.seams.OwnedParameter`."""
+    """The engine's :class:`~polyshard.plugins.seams.OwnedParameter`."""
 
     def __init__(
         self, index: int, owner: int, sharded: ShardedParameter, placed: ParameterLayout, axes: Axes

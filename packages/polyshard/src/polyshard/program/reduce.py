@@ -40,6 +40,7 @@ from polyshard.memory.own_storage import own_storage_of_gradient
 from polyshard.memory.pages import PagePool
 from polyshard.memory.streams import Lanes
 from polyshard.params.sharded import Shards
+from polyshard.plugins.seams import BoundReduceCodec, ShardStorage, overrides
 from polyshard.plugins.validation import wordless
 from polyshard.program.accumulation import Accumulation, Slot, part_of
 from polyshard.program.executor import new_frame
@@ -47,7 +48,6 @@ from polyshard.program.landing import Landing, Placing, check_hook
 from polyshard.program.ops import Frame, Lane, Memory, Op, Program, Traffic, compiled
 from polyshard.program.packing import Packing, extents_of
 from polyshard.program.unshard import ShardAxis, join
-from polyshard.seams import BoundReduceCodec, ShardStorage, overrides
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import all_gather, all_reduce, presence_of
 from polyshard.transport.base import ReduceRoute, Turns
@@ -235,6 +235,11 @@ class Reducer:
     def kept_bytes(self) -> int:
         """Memory of sums that the codec keeps between backwards, at most."""
         return 0 if self._codec is None else self._codec.kept_bytes
+
+    @property
+    def codec(self) -> BoundReduceCodec | None:
+        """What encodes gradients, if a plugin's codec does."""
+        return self._codec
 
     def rebind(self, codec: BoundReduceCodec | None) -> None:
         """Go on with another codec; nothing is in flight, and programs are made anew."""
@@ -439,17 +444,27 @@ class Reducer:
             nbytes = route.sent_bytes(packing.stand_ins(self.table(present).rows, wire))
             return Traffic(nbytes, nbytes)
 
+        def taken(present: frozenset[int]) -> tuple[int, int]:
+            pieces = packing.stand_ins(self.table(present).rows, wire)
+            packed = pieces[-1] if self._layout.staged else None
+            return (0 if packed is None else packed.nbytes) + route.scratch_bytes(pieces), 0
+
+        def freed(present: frozenset[int]) -> tuple[int, int]:
+            return 0, taken(present)[0]
+
         reads, made = (Memory.GRADIENTS,), (Memory.PACKED, Memory.TOTAL)
         lane = Lane.REDUCE if route.on_stream else Lane.COMPUTE
         parts.issue += [
-            Op("pack", pack, reads=reads, writes=made, undo=self._give_back),
+            Op("pack", pack, reads=reads, writes=made, undo=self._give_back, memory=taken),
             Op("scatter", scatter, lane, (*reads, Memory.PACKED), (Memory.TOTAL,), join, sent),
         ]
         if self._follows(key):
-            free = Op("free what was sent", self._give_back, writes=(Memory.PACKED,))
+            sent_memory = (Memory.PACKED,)
+            free = Op("free what was sent", self._give_back, writes=sent_memory, memory=freed)
             parts.complete.append(free)
         else:
-            ended = Op("join", self._join, reads=(Memory.TOTAL,), writes=(Memory.PACKED,))
+            reads, written = (Memory.TOTAL,), (Memory.PACKED,)
+            ended = Op("join", self._join, reads=reads, writes=written, memory=freed)
             parts.complete.append(ended)
 
     def _send_payloads(
@@ -485,18 +500,33 @@ class Reducer:
             self._give_back(frame)
 
         nbytes = (self._layout.world_size - 1) * codec.payload_bytes
-        moved, by = Traffic(nbytes, nbytes), self._plugin
+        moved, by, taken = Traffic(nbytes, nbytes), self._plugin, math.prod(shape)
         made = (Memory.PAYLOAD, Memory.PAYLOADS, Memory.TOTAL)
         read, written = (Memory.PAYLOAD,), (Memory.PAYLOADS,)
         lane = Lane.REDUCE if transport.exchanges_on_stream else Lane.COMPUTE
         undo = self._give_back
         parts.issue += [
-            Op("encode", encode, reads=(Memory.GRADIENTS,), writes=made, undo=undo, plugin=by),
+            Op(
+                "encode",
+                encode,
+                reads=(Memory.GRADIENTS,),
+                writes=made,
+                undo=undo,
+                memory=lambda _: (taken, 0),
+                plugin=by,
+            ),
             Op("exchange", exchange, lane, read, written, join, lambda _: moved),
         ]
         parts.complete += [
             Op("join", join, reads=(*read, *written)),
-            Op("decode", decode, reads=written, writes=(*read, Memory.TOTAL), plugin=by),
+            Op(
+                "decode",
+                decode,
+                reads=written,
+                writes=(*read, Memory.TOTAL),
+                memory=lambda _: (0, taken),
+                plugin=by,
+            ),
         ]
 
     def _keep(self, codec: BoundReduceCodec, parts: _Parts) -> None:
@@ -579,7 +609,7 @@ class Reducer:
         ops = parts.issue if follows else parts.complete
         ops += [
             Op("add partial", add, lane, (Memory.PARTIAL,), both),
-            Op("sum replicas", self._sum, lane, total, total, None, lambda _: moved, by),
+            Op("sum replicas", self._sum, lane, total, total, traffic=lambda _: moved, plugin=by),
         ]
         parts.complete.append(Op("let go", let_go, reads=total, writes=(Memory.PARTIAL,)))
         return True

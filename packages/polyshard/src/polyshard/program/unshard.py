@@ -21,17 +21,17 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from polyshard.memory.buffers import Buffer
+from polyshard.memory.buffers import Buffer, FixedBuffer
 from polyshard.memory.streams import launched
 from polyshard.params.parameter import Registry
 from polyshard.params.sharded import Shards, local_view
 from polyshard.params.unsharded import Unsharded
 from polyshard.plugins.builtin import DeviceStorage
+from polyshard.plugins.seams import BoundGatherCodec, ShardStorage, overrides
 from polyshard.plugins.validation import fitting, wordless
 from polyshard.program.freshness import Freshness, Turn, differs
 from polyshard.program.ops import Frame, Lane, Memory, Op, Program, Traffic, compiled
 from polyshard.program.packing import extents_of, home_pairs
-from polyshard.seams import BoundGatherCodec, ShardStorage, overrides
 from polyshard.transport.base import (
     Extents,
     GatherPiece,
@@ -66,11 +66,15 @@ class Gather(ABC):
     route: GatherRoute
     payload_bytes: int | None = None
     """What one payload takes, where there are payloads."""
+    codec: BoundGatherCodec | None = None
+    """What makes payloads."""
     sources: tuple[Memory, ...] = (Memory.SHARD,)
     """What the transfer reads."""
     targets: tuple[Memory, ...] = (Memory.UNSHARDED,)
     reads_shard = True
     """Whether the shard is read, so that a storage has to bring it near."""
+    kept_bytes: int = 0
+    """Memory that is kept between runs."""
 
     @abstractmethod
     def scratch(self) -> Buffer | None:
@@ -152,13 +156,15 @@ def unshard_program(
             scratch.release()
 
     storage = shards.storage
+    own = 0 if isinstance(buffer, FixedBuffer) else buffer.nbytes
+    nbytes = own + (0 if scratch is None else scratch.nbytes)
     is_fetched = gather.reads_shard and (
         shards.has_strays or overrides(storage.fetch, DeviceStorage.fetch)
     )
     is_released = gather.reads_shard and overrides(storage.release, ShardStorage.release)
     taken = tuple(dict.fromkeys((Memory.UNSHARDED, *gather.targets)))
     issue = [
-        Op("acquire", acquire, writes=taken, undo=release),
+        Op("acquire", acquire, writes=taken, undo=release, memory=lambda _: (nbytes, 0)),
         *gather.before(fetch if is_fetched else None),
         gather.transfer(),
     ]
@@ -227,7 +233,9 @@ class NativeGather(Gather):
     def after(self) -> list[Op]:
         if self._staging is None:
             return []
-        return [Op("home", self._home, reads=(Memory.STAGING,), writes=(Memory.UNSHARDED,))]
+        nbytes = self._staging.nbytes
+        reads, writes = (Memory.STAGING,), (Memory.UNSHARDED,)
+        return [Op("home", self._home, reads=reads, writes=writes, memory=lambda _: (0, nbytes))]
 
     def _home(self, frame: Frame) -> None:
         """Copy staged parameters home."""
@@ -327,7 +335,7 @@ class CodecGather(Gather):
         layout = unsharded.layout
         world, nbytes = layout.world_size, codec.payload_bytes
         self._codec: Any = codec  # its answer is looked at, though it should have none
-        self._plugin = plugin
+        self.codec, self._plugin = codec, plugin
         self.payload_bytes = nbytes
         self._shard = unsharded.shard_view()
         self._copies = _Copies()
@@ -338,6 +346,7 @@ class CodecGather(Gather):
                 continue
             row = unsharded.buffer.tensor.new_empty(world, placed.chunk_numel)
             self._rows.append(row)
+            self.kept_bytes += row.nbytes
             self._copies.add(home_pairs(unsharded.home(index), row, placed, axis.rank))
         keeps = codec.keeps_payload
         self._freshness = Freshness(self._shard, unsharded.versions, turn) if keeps else None
@@ -349,6 +358,7 @@ class CodecGather(Gather):
             if keeps
             else self._scratch.tensor[world * nbytes :]
         )
+        self.kept_bytes += self._payload.nbytes if keeps else 0
         self._writer = payload_writer(codec, self._shard, self._payload)
         extents = Extents(nbytes, (nbytes,) * world)
         self.route = axis.gather_route([GatherPiece(self._payload, self._received, extents)])
@@ -386,9 +396,18 @@ class CodecGather(Gather):
 
     @override
     def after(self) -> list[Op]:
-        writes = (Memory.UNSHARDED,)
-        reads = (Memory.PAYLOADS,)
-        return [Op("decode", self._decode, reads=reads, writes=writes, plugin=self._plugin)]
+        reads, writes, by = (Memory.PAYLOADS,), (Memory.UNSHARDED,), self._plugin
+        freed = (0, self._scratch.nbytes)
+        return [
+            Op(
+                "decode",
+                self._decode,
+                reads=reads,
+                writes=writes,
+                memory=lambda _: freed,
+                plugin=by,
+            )
+        ]
 
     def _decode(self, frame: Frame) -> None:
         """Decode everybody's payload, the own one too."""
@@ -452,7 +471,9 @@ class Block(Gather):
 
     @override
     def after(self) -> list[Op]:
-        return [Op("drop slice", lambda _: self.drop(), writes=(Memory.SLICE,))]
+        freed = (0, self._held.nbytes)
+        writes = (Memory.SLICE,)
+        return [Op("drop slice", lambda _: self.drop(), writes=writes, memory=lambda _: freed)]
 
     def drop(self) -> None:
         """Give the slice up."""

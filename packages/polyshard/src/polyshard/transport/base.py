@@ -115,6 +115,14 @@ class ReduceRoute(ABC):
     def sent_bytes(self, sources: Sequence[Tensor | None]) -> int:
         """Bytes that leave this rank for these sources."""
 
+    def scratch_bytes(self, sources: Sequence[Tensor | None]) -> int:
+        """Bytes of memory beside sources and sums until the wait; a plan asks, on the meta device.
+
+        By default what :meth:`prepare` makes of the sources.
+        """
+        made = zip(self.prepare(sources), sources, strict=True)
+        return sum(new.nbytes for new, old in made if new is not None and new is not old)
+
     def in_tree(self) -> ReduceRoute | None:
         """The same route with sums over a binary tree of the ranks; ``None`` where it cannot.
 
@@ -206,8 +214,8 @@ class Transport(ABC):
         """
         del dtype, tag
         raise UnsupportedError(
-            f"transport '{self.name}' brings no gradient whole to one rank: it has no owner_route. "
-            "Leave out the plugin whose gradients land on owners, or take another transport."
+            f"transport '{self.name}' has no owner_route, so it cannot send a whole gradient to "
+            "one rank. Remove the plugin whose gradients land on owners, or use another transport."
         )
 
     @abstractmethod

@@ -60,6 +60,10 @@ class _Reduce(ReduceRoute):
     def sent_bytes(self, sources: Sequence[Tensor | None]) -> int:
         return self._inner.sent_bytes(sources)
 
+    @override
+    def scratch_bytes(self, sources: Sequence[Tensor | None]) -> int:
+        return self._inner.scratch_bytes(sources)
+
 
 class _Owner(OwnerRoute):
     def __init__(self, inner: OwnerRoute, rank: int, started: Started) -> None:
@@ -91,7 +95,7 @@ class _Owner(OwnerRoute):
 
 
 class WrappedTransport(Transport):
-    """``inner`` under another roof: override :meth:`started`, or of the rest what should differ.
+    """Forwards to ``inner``: override :meth:`started`, or other members that should differ.
 
     Its settings are those of ``inner``, and setting them sets them there. A block of it is a copy
     of this object around the block of ``inner``.

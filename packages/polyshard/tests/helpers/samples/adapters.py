@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from polyshard import Plugin, hookimpl
-from polyshard.seams import GroupInfo, ParamInfo, StateDictAdapter
+from polyshard.plugins.seams import GroupInfo, ParamInfo, StateDictAdapter
 from samples.verdict import Right, Samples, Wrong, variant
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from polyshard import Around, BoundGatherCodec, GatherCodec, Plugin, hookimpl
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo
 from polyshard.sharding.layout import GroupLayout
 from samples import gather
 from samples.verdict import Right, Samples, Wrong

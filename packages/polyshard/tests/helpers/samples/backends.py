@@ -11,7 +11,7 @@ from torch import Tensor
 import polyshard
 from polyshard import Plugin, hookimpl
 from polyshard.plugins.builtin import DefaultBackend
-from polyshard.seams import CollectivesBackend, GroupInfo
+from polyshard.plugins.seams import CollectivesBackend, GroupInfo
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import Transport, choose_transport
 from polyshard.transport.base import Extents, GatherPiece, GatherRoute, Pending, ReduceRoute
@@ -48,8 +48,8 @@ class Backend(CollectivesBackend):
     def __init__(self, made: Any) -> None:
         self.made = made
 
-    def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
-        transport: Transport = self.made(roles, device)
+    def bind(self, group: GroupInfo, roles: MeshRoles) -> Transport:
+        transport: Transport = self.made(roles, group.device)
         return transport
 
 
@@ -92,8 +92,8 @@ class _Outer(CollectivesBackend):
     def __init__(self, inner: CollectivesBackend) -> None:
         self.inner = inner
 
-    def connect(self, roles: MeshRoles, device: torch.device) -> Transport:
-        transport = self.inner.connect(roles, device)
+    def bind(self, group: GroupInfo, roles: MeshRoles) -> Transport:
+        transport = self.inner.bind(group, roles)
         transport.name = f"sample {transport.name}"
         return transport
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from polyshard import Plugin, hookimpl
-from polyshard.seams import GroupInfo, ParamInfo, ShardingConstraint
+from polyshard.plugins.seams import GroupInfo, ParamInfo, ShardingConstraint
 from samples.verdict import Right, Samples, Wrong, variant
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyshard import Plugin, hookimpl
-from polyshard.seams import BoundGatherCodec, GatherCodec, GroupInfo
+from polyshard.plugins.seams import BoundGatherCodec, GatherCodec, GroupInfo
 from polyshard.sharding.layout import GroupLayout
 from samples.verdict import Right, Samples, Wrong, variant
 
@@ -195,6 +195,46 @@ class _OwnExact(Half):
             region[rank].copy_(part[0])
 
 
+class _RankOff(Half):
+    """Gives the second rank other values, within the tolerance."""
+
+    def decode(self, payloads: Tensor, regions: Sequence[Tensor]) -> None:
+        super().decode(payloads, regions)
+        if self.group.rank == 1:
+            for region in regions:
+                region.mul_(1 + 2.0**-20)
+
+
+class _Leaking(Half):
+    """Keeps what it decodes in every step."""
+
+    def __init__(self, group: GroupInfo, layout: GroupLayout) -> None:
+        super().__init__(group, layout)
+        self.seen: list[Tensor] = []
+
+    def decode(self, payloads: Tensor, regions: Sequence[Tensor]) -> None:
+        super().decode(payloads, regions)
+        self.seen.append(payloads[:, :64].clone())
+
+
+class _Keeping(Half):
+    """Keeps all unsharded parameters."""
+
+    def decode(self, payloads: Tensor, regions: Sequence[Tensor]) -> None:
+        super().decode(payloads, regions)
+        self.last = [region.clone() for region in regions]
+
+
+class _Truncating(Cast):
+    """Cuts bits off instead of rounding: every weight loses a little."""
+
+    dtype = torch.bfloat16
+
+    def encode(self, shard: Tensor, payload: Tensor) -> None:
+        bits = self.values(shard).view(torch.int32) & -(1 << 16)
+        payload.copy_(bits.view(torch.float32).to(self.dtype).view(torch.uint8))
+
+
 SAMPLES = Samples(
     right=[
         Right(Exact),
@@ -220,6 +260,22 @@ SAMPLES = Samples(
             variant(Exact, "OwnExact", bound=_OwnExact),
             "test_ranks_compute_with_the_same_values",
             tolerance=2.0**-8,
+        ),
+        Wrong(
+            variant(Exact, "RankOff", bound=_RankOff),
+            "test_ranks_compute_with_the_same_values",
+            tolerance=2.0**-8,
+        ),
+        Wrong(
+            variant(Exact, "Leaking", bound=_Leaking), "test_memory_is_released", tolerance=2.0**-8
+        ),
+        Wrong(
+            variant(Exact, "Keeping", bound=_Keeping), "test_memory_is_released", tolerance=2.0**-8
+        ),
+        Wrong(
+            variant(Exact, "Truncating", bound=_Truncating),
+            "test_gather_errors_are_no_bias",
+            tolerance=2.0**-7,
         ),
         Wrong(variant(Exact, "Shared", bound=_Shared), "test_gathers_of_two_groups_do_not_mix"),
     ],

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from polyshard import Observer, Plugin, hookimpl
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo
 from samples.verdict import Right, Samples, Wrong, variant
 
 

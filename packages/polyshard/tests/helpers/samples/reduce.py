@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyshard import Plugin, hookimpl
-from polyshard.seams import BoundReduceCodec, GroupInfo, ReduceCodec
+from polyshard.plugins.seams import BoundReduceCodec, GroupInfo, ReduceCodec
 from polyshard.sharding.layout import GroupLayout
 from samples.verdict import Right, Samples, Wrong, variant
 
@@ -181,6 +181,14 @@ class _Shared(TopHalf):
         Cast.encode(self, [values], payloads)
 
 
+class _Dropping(TopHalf):
+    """Sends the larger half of each row, and forgets the rest."""
+
+    def encode(self, chunks: Sequence[Tensor], payloads: Tensor) -> None:
+        super().encode(chunks, payloads)
+        self.left = torch.zeros(())
+
+
 SAMPLES = Samples(
     right=[
         Right(Exact),
@@ -201,6 +209,9 @@ SAMPLES = Samples(
             variant(Exact, "Feedback", bound=TopHalf),  # which no checkpoint holds
             "test_a_resumed_run_is_the_uninterrupted_one",
             tolerance=1.0,
+        ),
+        Wrong(
+            variant(Exact, "Dropping", bound=_Dropping), "test_sums_are_not_biased", tolerance=1.0
         ),
         Wrong(variant(Exact, "Shared", bound=_Shared), "test_reductions_of_two_groups_do_not_mix"),
     ],

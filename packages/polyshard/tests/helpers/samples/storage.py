@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polyshard import Plugin, hookimpl
 from polyshard.plugins.builtin import DeviceStorage
-from polyshard.seams import GroupInfo, ShardStorage, StorageFactory
+from polyshard.plugins.seams import GroupInfo, ShardStorage, StorageFactory
 from polyshard.sharding.layout import GroupLayout
 from samples.verdict import Right, Samples, Wrong, variant
 
@@ -66,7 +66,7 @@ class Factory(StorageFactory):
     def __init__(self, made: Any) -> None:
         self.made = made
 
-    def create(self, group: GroupInfo, layout: GroupLayout) -> ShardStorage:
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> ShardStorage:
         storage: ShardStorage = self.made(group, layout)
         return storage
 
@@ -86,6 +86,26 @@ class Abstaining(Moving):
     @hookimpl
     def polyshard_shard_storage(self, group: GroupInfo) -> StorageFactory | None:
         return Factory(self.made) if len(group.parameters) > 100 else None
+
+
+class Checked(Apart):
+    """Knows what it keeps by a checksum, which it takes anew when the shard was written."""
+
+    sum: float | None = None
+
+    def rest(self, shard: Tensor) -> Tensor:
+        self.sum = None
+        return super().rest(shard)
+
+    def changed(self) -> None:
+        self.sum = None
+
+    def fetch(self) -> None:
+        super().fetch()
+        found = float(self.resting.double().sum())
+        if self.sum is not None and self.sum != found:
+            raise OSError("the shard has changed by itself")
+        self.sum = found
 
 
 # Wrong -------------------------------------------------------------------------------------------
@@ -156,6 +176,13 @@ class _Shared(Apart):
         return self.resting.copy_(shard)
 
 
+class _Unaware(Checked):
+    """Takes every write for damage."""
+
+    def changed(self) -> None:
+        """Nothing."""
+
+
 class SomeRanks(Moving):
     """Claims the storage on one rank."""
 
@@ -165,7 +192,12 @@ class SomeRanks(Moving):
 
 
 SAMPLES = Samples(
-    right=[Right(Moving), Right(Abstaining), Right(variant(Moving, "Wrapping", made=Around))],
+    right=[
+        Right(Moving),
+        Right(Abstaining),
+        Right(variant(Moving, "Wrapping", made=Around)),
+        Right(variant(Moving, "Checking", made=Checked)),
+    ],
     wrong=[
         Wrong(variant(Moving, "NewView", made=_NewView), "test_storage_life_cycle"),
         Wrong(variant(Moving, "Stale", made=_Stale), "test_storage_life_cycle"),
@@ -176,6 +208,7 @@ SAMPLES = Samples(
         Wrong(
             variant(Moving, "OneGradient", made=_OneGradient), "test_two_backwards_before_a_step"
         ),
+        Wrong(variant(Moving, "Unaware", made=_Unaware), "test_storage_life_cycle"),
         Wrong(SomeRanks, "test_answers_are_the_same_on_every_rank"),
     ],
 )

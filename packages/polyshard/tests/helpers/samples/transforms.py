@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyshard import Plugin, hookimpl
-from polyshard.seams import GroupInfo, ParamInfo, StateDictAdapter
+from polyshard.plugins.seams import GroupInfo, ParamInfo, StateDictAdapter
 from samples.verdict import Right, Samples, Wrong
 
 

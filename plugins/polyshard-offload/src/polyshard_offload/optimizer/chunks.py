@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from polyshard.seams import local_of
+from polyshard.plugins.seams import local_of
 from polyshard_offload.optimizer.pipeline import Job
 from polyshard_offload.optimizer.records import Record
 from polyshard_offload.optimizer.spent import SpentGradient

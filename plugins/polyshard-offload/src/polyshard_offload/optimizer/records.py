@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from polyshard.memory.own_storage import own_storage
-from polyshard.seams import Stepper, like, local_of, spec_of
+from polyshard.plugins.seams import like, local_of, spec_of
 from polyshard_offload.tiers.state_store import Extent
+from polyshard_optimizers.stepping import Stepper
 
 ALIGNMENT_BYTES = 64
 

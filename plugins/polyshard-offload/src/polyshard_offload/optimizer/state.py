@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from polyshard.seams import Stepper, local_of, repointed
+from polyshard.plugins.seams import local_of, repointed
 from polyshard_offload.optimizer.chunks import NO_GROUP, Chunk, Slot, plan_chunks
 from polyshard_offload.optimizer.records import (
     Entry,
@@ -34,6 +34,7 @@ from polyshard_offload.optimizer.records import (
 from polyshard_offload.resources import Resources
 from polyshard_offload.tiers.host_memory import Slab, pages
 from polyshard_offload.tiers.state_store import DiskStore, Extent
+from polyshard_optimizers.stepping import Stepper
 
 
 class OptimizerState:

@@ -2,10 +2,10 @@
 
 [Note: lent chunks]
 The parameters of a chunk are lent to the optimizer's stepper with the state that the pipeline has
-just read; :class:`polyshard.seams.Stepper` has its twins step them, as runs if the optimizer is
-elementwise and else whole. The arithmetic is the optimizer's own, so results are the same to the
-last bit for every optimizer that treats parameters one by one, whatever its state looks like. What
-can be stepped where it is, is no part of any chunk: those are runs as without offload.
+just read; :class:`polyshard.plugins.seams.Stepper` has its twins step them, as runs if the
+optimizer is elementwise and else whole. The arithmetic is the optimizer's own, so results are the
+same to the last bit for every optimizer that treats parameters one by one, whatever its state looks
+like. What can be stepped where it is, is no part of any chunk: those are runs as without offload.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from polyshard.seams import Lent, Stepper, like, local_of, spec_of
+from polyshard.plugins.seams import like, local_of, spec_of
 from polyshard_offload.errors import OffloadError
 from polyshard_offload.optimizer.chunks import Chunk, Slot
 from polyshard_offload.optimizer.open_shards import OPEN_SHARDS, OpenShards
@@ -26,6 +26,7 @@ from polyshard_offload.optimizer.pipeline import Pipeline
 from polyshard_offload.optimizer.state import OptimizerState
 from polyshard_offload.resources import Resources
 from polyshard_offload.tiers.state_store import DiskStore
+from polyshard_optimizers.stepping import Lent, Stepper
 
 
 class StateOffload:

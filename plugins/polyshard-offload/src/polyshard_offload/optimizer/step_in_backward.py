@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyshard.seams import local_of
+from polyshard.plugins.seams import local_of
 from polyshard_offload._torch_private import at_end_of_backward, norms_of
 from polyshard_offload.errors import OffloadError
 from polyshard_offload.optimizer.chunks import Chunk, Slot, plan_chunks

@@ -1,9 +1,9 @@
 """The user's optimizer, with its state somewhere else between steps.
 
 [Note: wrapped, not replaced]
-The optimizer object stays, and is stepped as ``polyshard.flat`` has it stepped (see [Note: lent
-chunks] of ``step``). Between steps ``optimizer.state`` holds windows on what is kept, so state
-dicts, checkpoints and people see the state as always, without it being in memory.
+The optimizer object stays, and is stepped as ``polyshard_optimizers.flat`` has it stepped (see
+[Note: lent chunks] of ``step``). Between steps ``optimizer.state`` holds windows on what is kept,
+so state dicts, checkpoints and people see the state as always, without it being in memory.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from polyshard.seams import OptimizerKeeper, SteppedOptimizer, Stepper, check_takeable
 from polyshard_offload.errors import OffloadError
 from polyshard_offload.optimizer.chunks import Slot
 from polyshard_offload.optimizer.step import StateOffload
 from polyshard_offload.optimizer.step_in_backward import BackwardSteps
 from polyshard_offload.resources import Resources
+from polyshard_optimizers.stepping import OptimizerKeeper, SteppedOptimizer, Stepper, check_takeable
 
 
 @dataclass(frozen=True, eq=False)

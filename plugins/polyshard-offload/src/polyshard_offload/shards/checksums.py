@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from polyshard.seams import local_of
+from polyshard.plugins.seams import local_of
 from polyshard_offload.tiers.host_memory import bytes_of
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from polyshard.seams import local_of
+from polyshard.plugins.seams import local_of
 from polyshard_offload._torch_private import norms_of
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from polyshard.seams import ShardStorage
+from polyshard.plugins.seams import ShardStorage
 from polyshard_offload.shards.gradients import GradientStorage
 from polyshard_offload.shards.norms import GradientNorms
 from polyshard_offload.shards.staging import Staging, StagingState

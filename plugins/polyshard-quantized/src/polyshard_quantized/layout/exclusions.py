@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from polyshard.errors import SettingError
-from polyshard.seams import ParamInfo
+from polyshard.plugins.seams import ParamInfo
 from polyshard.sharding.layout import ParameterLayout
 from polyshard_quantized.formats.base import SCALE_BYTES, BlockFormat
 from polyshard_quantized.layout.blocks import RowBlocks

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from polyshard.seams import BoundGatherCodec, GatherCodec, GroupInfo
+from polyshard.plugins.seams import BoundGatherCodec, GatherCodec, GroupInfo
 from polyshard.sharding.layout import GroupLayout
 from polyshard_quantized.arithmetic.codec import BlockCodec, Nearest
 from polyshard_quantized.formats.base import BlockFormat

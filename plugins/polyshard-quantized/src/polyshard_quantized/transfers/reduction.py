@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from polyshard.seams import BoundReduceCodec, BoundReplicaCodec, GroupInfo, ReduceCodec
+from polyshard.plugins.seams import BoundReduceCodec, BoundReplicaCodec, GroupInfo, ReduceCodec
 from polyshard.sharding.layout import GroupLayout
 from polyshard_quantized.arithmetic.codec import BlockCodec, Nearest, Rounding
 from polyshard_quantized.arithmetic.rounding import Stochastic

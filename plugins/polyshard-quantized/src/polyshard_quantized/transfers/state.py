@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polyshard.errors import SettingError
-from polyshard.seams import GroupInfo
+from polyshard.plugins.seams import GroupInfo
 from polyshard_quantized.layout.payload import Payload
 from polyshard_quantized.transfers.feedback import Residuals
 
@@ -31,7 +31,7 @@ class ReductionState:
 
     def belong_to(self, group: GroupInfo) -> None:
         """Take the group's current names."""
-        self.group = group.name
+        self.group = str(group.identity)
         self.world_size = group.world_size
         self._fqns = tuple(p.fqn for p in group.parameters)
         self._device = group.device

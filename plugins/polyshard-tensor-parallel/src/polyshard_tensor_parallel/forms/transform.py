@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from polyshard.seams import ParamInfo
+from polyshard.plugins.seams import ParamInfo
 from polyshard_tensor_parallel._torch_private import (
     local_tensor,
     mark_flattened,

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from polyshard._torch.private import has_fsdp_protocol
-from polyshard.composition.roles import GATHER_CODEC, LANDING, STORAGE, Contributions, Role
 from polyshard.errors import (
     ConflictError,
     ModuleError,
@@ -17,7 +16,8 @@ from polyshard.errors import (
     UnsupportedError,
 )
 from polyshard.params.parameter import Source
-from polyshard.seams import GroupInfo
+from polyshard.plugins.contributions import GATHER_CODEC, LANDING, STORAGE, Contributions, Role
+from polyshard.plugins.seams import GroupInfo
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
@@ -78,8 +78,8 @@ def refuse_claims(contributions: Contributions, group: GroupInfo) -> None:
     if claimed:
         names = ", ".join(p.fqn for p in group.parameters)
         raise ConflictError(
-            f"the tensors of group '{group.name}' ({names}) bring FSDP2's all-gather protocol, and "
-            f"a plugin claims its {' and '.join(claimed)}. Leave them to one of the two: "
+            f"the tensors of group '{group.identity}' ({names}) bring FSDP2's all-gather protocol, "
+            f"and a plugin claims its {' and '.join(claimed)}. Leave them to one of the two: "
             "drop the plugin for this unit, or have it return None for this group."
         )
 

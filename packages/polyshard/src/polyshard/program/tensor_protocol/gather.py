@@ -90,7 +90,7 @@ class _Parameter:
             stride = torch.empty(self._shape, device="meta").stride()
             unsharded = torch.as_strided(unsharded, self._shape, stride, 0)
         info, extensions = self._sharded.info, self._sharded.extensions
-        unsharded = self._parts.onion.rebuild(unsharded, extensions, info)
+        unsharded = self._parts.transforms.rebuild(unsharded, extensions, info)
         trainable = self._sharded.parameter.requires_grad
         self.leaf = nn.Parameter(unsharded, requires_grad=trainable)
         self._releases = self._side.releases(info.fqn)
@@ -178,6 +178,7 @@ class ProtocolGather(Gather):
         self.buffer = ProtocolBuffer(storages)
         self._payload = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._received = torch.zeros(world, nbytes, dtype=torch.uint8, device=device)
+        self.kept_bytes = self._payload.nbytes + self._received.nbytes
         extents = Extents(nbytes, (nbytes,) * world)
         self.route = axis.gather_route([GatherPiece(self._payload, self._received, extents)])
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from polyshard.composition.transforms import Onion
 from polyshard.params.protocol_shards import ProtocolShards
 from polyshard.params.sharded import Shards
+from polyshard.plugins.transforms import TransformStack
 from polyshard.policies import MixedPrecisionPolicy
 from polyshard.program.tensor_protocol.checks import POST, PRE, releases_outputs
 
@@ -25,7 +25,7 @@ class ProtocolParts:
     mesh: DeviceMesh
     policy: MixedPrecisionPolicy
     param_dtype: torch.dtype
-    onion: Onion
+    transforms: TransformStack
 
 
 class Spoken:

@@ -116,6 +116,15 @@ class GlooReduce(ReduceRoute):
         )
 
     @override
+    def scratch_bytes(self, sources: Sequence[Tensor | None]) -> int:
+        """What arrives beside the sum, which the first peer's is written to where dtypes allow."""
+        return sum(
+            (len(self._peers) - (s.dtype == self._dtype)) * e.numels[self._rank] * s.itemsize
+            for s, e in zip(sources, self._extents, strict=True)
+            if s is not None
+        )
+
+    @override
     def start(self, sources: Sequence[Tensor | None], outs: Sequence[Tensor]) -> Pending:
         """Post everything; the sums are made in :meth:`_Sum.wait`."""
         own: list[Tensor] = []

@@ -1,0 +1,143 @@
+"""What a configuration asks of ``fully_shard`` and of the loop, and what it leaves to the hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+from polyshard_cli.migrate.editing.draft import Draft
+from polyshard_cli.migrate.editing.finding import Finding, Kind
+from polyshard_cli.migrate.source.config import Configuration, Setting
+from polyshard_cli.migrate.terms.term import Term, Verdict
+
+__all__ = ["Wish", "wish_of"]
+
+_DTYPES = {
+    "fp16": "torch.float16",
+    "fp32": "torch.float32",
+    "bf16": "torch.bfloat16",
+    "bfp16": "torch.bfloat16",
+}
+
+
+@dataclass
+class Wish:
+    """Keywords of ``fully_shard`` as text, the norm to clip by, and whether anything is left."""
+
+    keywords: dict[str, str] = field(default_factory=dict)
+    precision: dict[str, str] = field(default_factory=dict)
+    clipping: str = ""
+    is_left: bool = False
+
+    def arguments(self) -> list[str]:
+        """Keywords of ``fully_shard``, written out."""
+        given = dict(self.keywords)
+        if self.precision:
+            inner = ", ".join(f"{name}={value}" for name, value in self.precision.items())
+            given["mp_policy"] = f"MixedPrecisionPolicy({inner})"
+        return [f"{name}={value}" for name, value in given.items()]
+
+
+def wish_of(draft: Draft, node: cst.CSTNode, configuration: Configuration) -> Wish:
+    """Read every key, and say at ``node`` what becomes of it."""
+    wish = Wish(keywords={"plugins": "[SameValues()]"})
+    keys = set()
+    for setting in configuration.settings():
+        keys.add(setting.key)
+        _take(draft, node, setting, wish)
+    if "zero_optimization.stage" not in keys:
+        why = f"{configuration.name}: no `zero_optimization.stage`, so nothing is sharded."
+        instead = "keep DDP, or choose what to shard with `fully_shard`"
+        draft.say(node, Kind.HAND, "zero_optimization.stage", why, instead)
+        wish.is_left = True
+    return wish
+
+
+def _take(draft: Draft, node: cst.CSTNode, setting: Setting, wish: Wish) -> None:
+    term, said = setting.term, f"{setting.place}`{setting.key}`"
+    if term is None:
+        _say(draft, node, setting, Kind.HAND, f"{said} is unknown.", "see what it does there")
+        wish.is_left = True
+    elif setting.is_off and not _is_stage(setting):
+        return
+    elif setting.is_auto and term.verdict is not Verdict.DROPPED:
+        why = f'{said} is "auto", which transformers fills in.'
+        _say(draft, node, setting, Kind.HAND, why, "write the value")
+        wish.is_left = True
+    elif term.verdict is Verdict.REWRITTEN and _WISHES[setting.key](setting, wish):
+        _say_done(draft, node, setting, term)
+    elif term.verdict is Verdict.DROPPED:
+        message = f"{said} is left out. {term.differs}".strip()
+        _say(draft, node, setting, Kind.DIFFERS, message)
+    else:
+        kind = Kind.REFUSED if term.verdict is Verdict.REFUSED else Kind.HAND
+        _say(draft, node, setting, kind, f"{said} is {_short(setting.value)}.", term.ours)
+        wish.is_left = True
+
+
+def _is_stage(setting: Setting) -> bool:
+    return setting.key == "zero_optimization.stage"
+
+
+def _say_done(draft: Draft, node: cst.CSTNode, setting: Setting, term: Term) -> None:
+    said = f"{setting.place}`{setting.key}` is {_short(setting.value)}: {term.ours}."
+    _say(draft, node, setting, Kind.DIFFERS, f"{said} {term.differs}".strip())
+
+
+def _say(
+    draft: Draft, node: cst.CSTNode, setting: Setting, kind: Kind, message: str, instead: str = ""
+) -> None:
+    """At the line of the key, if that is in the script, else at ``node``."""
+    line = setting.line or draft.view.line(node)
+    draft.findings.append(Finding(line, kind, setting.key, message, instead))
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _stage(setting: Setting, wish: Wish) -> bool:
+    if setting.value in (1, 2):
+        wish.keywords.setdefault("reshard_after_forward", "False")
+    return setting.value in (1, 2, 3) and not isinstance(setting.value, bool)
+
+
+def _secondary(setting: Setting, wish: Wish) -> bool:
+    """hpZ: parameters are gathered again from a smaller group of ranks."""
+    is_size = isinstance(setting.value, int) and setting.value > 1
+    if is_size:
+        wish.keywords["reshard_after_forward"] = str(setting.value)
+    return is_size
+
+
+def _clipping(setting: Setting, wish: Wish) -> bool:
+    is_norm = isinstance(setting.value, int | float) and setting.value > 0
+    if is_norm:
+        wish.clipping = repr(setting.value)
+    return is_norm
+
+
+def _bf16(setting: Setting, wish: Wish) -> bool:
+    known = setting.value is True or set(setting.value) <= {"enabled"}
+    if known:
+        wish.precision["param_dtype"] = "torch.bfloat16"
+    return known
+
+
+def _communication(setting: Setting, wish: Wish) -> bool:
+    dtype = _DTYPES.get(setting.value)
+    if dtype:
+        wish.precision["reduce_dtype"] = dtype
+    return dtype is not None
+
+
+_WISHES: dict[str, Callable[[Setting, Wish], bool]] = {
+    "zero_optimization.stage": _stage,
+    "zero_optimization.zero_hpz_partition_size": _secondary,
+    "gradient_clipping": _clipping,
+    "bf16": _bf16,
+    "communication_data_type": _communication,
+}

@@ -1,0 +1,23 @@
+"""What a sharded training step will need, before it runs: memory, traffic and time."""
+
+from polyshard_cli.plan.drafting import draft
+from polyshard_cli.plan.errors import PlanError
+from polyshard_cli.plan.living import describe
+from polyshard_cli.plan.report.document import Document
+from polyshard_cli.plan.request.mesh import parse_mesh
+from polyshard_cli.plan.request.settings import Settings
+from polyshard_cli.plan.tuning.document import Tuning
+from polyshard_cli.plan.tuning.space import Open
+from polyshard_cli.plan.tuning.tune import tune
+
+__all__ = [
+    "Document",
+    "Open",
+    "PlanError",
+    "Settings",
+    "Tuning",
+    "describe",
+    "draft",
+    "parse_mesh",
+    "tune",
+]

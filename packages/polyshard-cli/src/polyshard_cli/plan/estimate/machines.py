@@ -1,0 +1,205 @@
+"""Machines that time is estimated for: a table with sources, or a file that ``--measure`` wrote."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from polyshard_cli.plan.errors import PlanError
+from polyshard_cli.plan.request.settings import Backend
+
+GIGA = 10**9
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one rank can send: bytes a second in one direction, and seconds until the first."""
+
+    bytes_per_second: float
+    latency_seconds: float
+
+
+@dataclass(frozen=True)
+class Roof:
+    """What matrix products reach, by their operations for each byte that they touch.
+
+    After Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for
+    multicore architectures", CACM 52(4), 2009; measured, instead of drawn from two peaks.
+    """
+
+    points: tuple[tuple[float, float], ...]
+    """Operations a byte, and operations a second; the former rise."""
+
+    def flops_per_second(self, intensity: float) -> float:
+        """Between two points as the line through their logarithms; beside them, memory's speed."""
+        (first, slow), (last, fast) = self.points[0], self.points[-1]
+        if intensity <= first:
+            return slow * intensity / first
+        if intensity >= last:
+            return fast
+        for (low, below), (high, above) in pairwise(self.points):
+            if intensity <= high:
+                part = math.log(intensity / low) / math.log(high / low)
+                return math.exp(math.log(below) + part * math.log(above / below))
+        return fast
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One rank's share of a machine."""
+
+    name: str
+    backend: Backend
+    ranks_per_host: int
+    memory_bytes: int
+    """Of a rank's device; 0 where that is not known."""
+    flops_per_second: Mapping[str, float]
+    """Of matrix products at their peak, by dtype."""
+    efficiency: float
+    """Part of that peak that matrix products of a model reach."""
+    memory_bytes_per_second: float
+    operation_seconds: float
+    """From one operation to the next, where neither computes much."""
+    products: Mapping[str, Roof] = field(default_factory=dict)
+    """By dtype: what products reach, where that was measured."""
+    is_ahead: bool = True
+    """Whether operations are launched while earlier ones compute, as on an accelerator."""
+    overlap: float = 1.0
+    """Part of a transfer that is free beside compute: 0 where the same cores do both."""
+    optimizer_bytes_per_second: float = 0.0
+    """What a fused optimizer reads and writes; 0: as fast as memory is."""
+    codec_bytes_per_second: float = 0.0
+    """What codecs read and write; 0: as fast as memory is."""
+    divided_seconds: float = 0.0
+    """Of an operation on ``DTensor``s beside those on their parts; 0 where that is not known."""
+    transfer_seconds: float = 0.0
+    """Of a transfer of the engine's beside its bytes; 0: the link's latency."""
+    collective_seconds: float = 0.0
+    """Of a collective of the model's own for each other rank; 0: the link's latency."""
+    inside: Link
+    """To ranks of the same host."""
+    between: Link
+    """To ranks of other hosts."""
+    host_bytes_per_second: float
+    """Between the device and the host's memory, in one direction."""
+    sources: tuple[str, ...]
+    """Where figures come from, and which are assumed."""
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the host is the device: nothing is ahead of what it does itself."""
+        return not self.is_ahead
+
+
+ASSUMED = (
+    "assumed: matrix products reach 0.6 of the peak, 5 microseconds an operation, latencies of 10 "
+    "(inside a host) and 25 microseconds; measure yours with --measure"
+)
+_DGX_H100 = (
+    "network: one 400 Gb/s ConnectX-7 a GPU, NVIDIA DGX H100/H200 User Guide, docs.nvidia.com/dgx"
+)
+_H100 = "NVIDIA H100 Tensor Core GPU, www.nvidia.com/en-us/data-center/h100 (SXM, dense)"
+_H200 = "NVIDIA H200 Tensor Core GPU, www.nvidia.com/en-us/data-center/h200 (SXM, dense)"
+_A100 = "NVIDIA A100 Tensor Core GPU, www.nvidia.com/en-us/data-center/a100 (80 GB SXM, dense)"
+_DGX_A100 = (
+    "network: one 200 Gb/s ConnectX-6 a GPU, NVIDIA DGX A100 User Guide, docs.nvidia.com/dgx"
+)
+
+_HOPPER: Final[Mapping[str, float]] = MappingProxyType({"bfloat16": 989e12, "float32": 67e12})
+_AMPERE: Final[Mapping[str, float]] = MappingProxyType({"bfloat16": 312e12, "float32": 19.5e12})
+
+
+def _machine(name: str, **chosen: Any) -> Machine:
+    assumed: dict[str, Any] = {"efficiency": 0.6, "operation_seconds": 5e-6, "backend": "nccl"}
+    chosen["sources"] = (*chosen["sources"], ASSUMED)
+    return Machine(name=name, ranks_per_host=8, **assumed, **chosen)
+
+
+MACHINES: Final[Mapping[str, Machine]] = MappingProxyType(
+    {
+        machine.name: machine
+        for machine in (
+            _machine(
+                "h100x8",
+                memory_bytes=80 * GIGA,
+                flops_per_second=_HOPPER,
+                memory_bytes_per_second=3350e9,
+                inside=Link(450e9, 10e-6),
+                between=Link(50e9, 25e-6),
+                host_bytes_per_second=64e9,
+                sources=(_H100, _DGX_H100),
+            ),
+            _machine(
+                "h200x8",
+                memory_bytes=141 * GIGA,
+                flops_per_second=_HOPPER,
+                memory_bytes_per_second=4800e9,
+                inside=Link(450e9, 10e-6),
+                between=Link(50e9, 25e-6),
+                host_bytes_per_second=64e9,
+                sources=(_H200, _DGX_H100),
+            ),
+            _machine(
+                "a100x8",
+                memory_bytes=80 * GIGA,
+                flops_per_second=_AMPERE,
+                memory_bytes_per_second=2039e9,
+                inside=Link(300e9, 10e-6),
+                between=Link(25e9, 25e-6),
+                host_bytes_per_second=32e9,
+                sources=(_A100, _DGX_A100),
+            ),
+        )
+    }
+)
+"""Per GPU. Links are one direction's share of the bandwidth that is given for both."""
+
+
+def load_machine(name: str) -> Machine:
+    """The machine of that name, or in that file.
+
+    Raises:
+        PlanError: for an unknown name, or a file that is none of ours.
+    """
+    if name in MACHINES:
+        return MACHINES[name]
+    if not name.endswith(".json"):
+        close = difflib.get_close_matches(name, MACHINES, n=1, cutoff=0) or ["h100x8"]
+        raise PlanError(
+            f"--machine {name}: no machine has this name; did you mean {close[0]}? Known: "
+            f"{', '.join(MACHINES)}, or a file.json that polyshard plan --measure file.json wrote"
+        )
+    try:
+        found = json.loads(Path(name).read_text("utf-8"))
+        made: dict[str, Any] = {key: Link(**found.pop(key)) for key in ("inside", "between")}
+        roofs = found.pop("products").items()
+        made["products"] = {dtype: _roof(roof["points"]) for dtype, roof in roofs}
+        return Machine(**found | made | {"sources": tuple(found["sources"])})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise PlanError(
+            f"--machine {name}: cannot be read ({type(error).__name__}: {error}); write one with "
+            f"polyshard plan --measure {name}; it has {', '.join(f.name for f in fields(Machine))}"
+        ) from error
+
+
+def _roof(points: Any) -> Roof:
+    return Roof(tuple((float(intensity), float(rate)) for intensity, rate in points))
+
+
+def save_machine(machine: Machine, path: Path) -> None:
+    """Write ``machine`` to where :func:`load_machine` finds it."""
+    plain = asdict(
+        replace(
+            machine,
+            flops_per_second=dict(machine.flops_per_second),
+            products=dict(machine.products),
+        )
+    )
+    path.write_text(json.dumps(plain, indent=2) + "\n", "utf-8")

@@ -1,0 +1,299 @@
+"""Figures of this machine, for ``--machine FILE``: what ranks reach that all work at once.
+
+Ranks of one host share its memory and, on a CPU, its cores. So as many processes as will train
+measure at the same time, each what it does in a step: products, copies, small operations, messages
+to its neighbour, and products beside such messages.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from polyshard_cli.plan.dry_run.recorder import Account, Recorder
+from polyshard_cli.plan.errors import PlanError
+from polyshard_cli.plan.estimate.machines import Link, Machine, Roof
+from polyshard_cli.plan.estimate.trials import (
+    codec_rate,
+    collective_seconds,
+    divided_seconds,
+    optimizer_rate,
+    transfer_seconds,
+)
+from polyshard_cli.plan.estimate.turns import PINGS, TURNS, seconds_of_turns
+from polyshard_cli.plan.request.settings import Backend
+
+WIDTH = 1024
+"""Of the matrices that are multiplied, by so many rows:"""
+ROWS = (1, 4, 16, 64, 256, 1024)
+COPIED = 64 << 20
+"""Bytes that are copied, more than a cache holds; as many are in the matrices of a turn."""
+SENT = 8 << 20
+BESIDE = 32 << 20
+"""Bytes of messages beside products, in so many turns:"""
+OVERLAPS = 15
+ROUNDS = 5
+"""Of everything: a machine that others use, too, is not the same one seconds later."""
+START_SECONDS = 120
+"""For the ranks to import torch and meet; they are given as long to measure."""
+
+
+Points = tuple[tuple[float, float], ...]
+"""Operations a byte, and operations a second."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one rank found in one round."""
+
+    products: dict[str, Points]
+    """Of matrices, by dtype."""
+    rates: dict[str, float]
+    """Fields of :class:`Machine` (those of its links, too) by name."""
+
+
+def measure(ranks: int, rounds: int = ROUNDS) -> Machine:
+    """This machine as one of ``ranks`` processes on it sees it, all of them at work.
+
+    Figures are medians over ranks and ``rounds``, of some five seconds each. Other hosts are
+    unknown: the link inside stands for both.
+
+    Raises:
+        PlanError: where the ranks cannot start or talk.
+    """
+    device, backend = _device(0), _backend(ranks)
+    found = _measured(ranks, backend, rounds)
+    products = {
+        dtype: Roof(_median_points([figures.products[dtype] for figures in found]))
+        for dtype in found[0].products
+    }
+    rates: dict[str, Any] = {
+        name: statistics.median(figures.rates[name] for figures in found) for name in found[0].rates
+    }
+    link = Link(**{field.name: rates.pop(field.name) for field in fields(Link)})
+    return Machine(
+        name=f"this machine ({os.uname().nodename})",
+        backend=backend,
+        ranks_per_host=ranks,
+        memory_bytes=_memory_bytes(device),
+        flops_per_second={d: max(rate for _, rate in roof.points) for d, roof in products.items()},
+        efficiency=1.0,
+        products=products,
+        is_ahead=device.type != "cpu",
+        inside=link,
+        between=link,
+        sources=(
+            f"measured by {ranks} processes at once, torch {torch.__version__}, {device.type}",
+        ),
+        **rates,
+    )
+
+
+def _device(rank: int) -> torch.device:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return torch.device("cpu")
+    return torch.device(found.type, rank % torch.accelerator.device_count())
+
+
+def _backend(ranks: int) -> Backend:
+    return "nccl" if torch.cuda.device_count() >= ranks else "gloo"
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type != "cpu":
+        return int(torch.accelerator.get_memory_info(device)[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _median_points(found: list[Points]) -> Points:
+    return tuple(
+        (points[0][0], statistics.median(rate for _, rate in points))
+        for points in zip(*found, strict=True)
+    )
+
+
+def _measured(ranks: int, backend: Backend, rounds: int) -> list[Figures]:
+    """Of every rank and round."""
+    context = mp.get_context("spawn")
+    with TemporaryDirectory() as folder:
+        store = Path(folder, "store").as_uri()
+        pipes, processes = [], []
+        for rank in range(ranks):
+            here, there = context.Pipe(duplex=False)
+            arguments = (rank, ranks, store, backend, rounds, there)
+            processes.append(context.Process(target=_rank, args=arguments, daemon=True))
+            processes[-1].start()
+            there.close()
+            pipes.append(here)
+        try:
+            return [figures for pipe in pipes for figures in _answer(pipe)]
+        finally:
+            _end(processes)
+
+
+def _answer(pipe: Connection) -> list[Figures]:
+    found: list[Figures] | None = None
+    if wait([pipe], 2 * START_SECONDS):
+        try:
+            found = pipe.recv()
+        except EOFError:
+            found = None
+    if found is None:
+        raise PlanError(
+            "--measure: the processes that measure could not exchange messages; 'polyshard doctor' "
+            "looks for the reason"
+        )
+    return found
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+
+
+def _rank(
+    rank: int, ranks: int, store: str, backend: Backend, rounds: int, answer: Connection
+) -> None:
+    """One of several that measure the same at the same time."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    device = _device(rank)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
+    timeout = timedelta(seconds=START_SECONDS)
+    dist.init_process_group(
+        backend, init_method=store, rank=rank, world_size=ranks, timeout=timeout
+    )
+    sent_on = device if backend == "nccl" else torch.device("cpu")
+    answer.send([_figures(rank, ranks, device, sent_on) for _ in range(rounds)])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _figures(rank: int, ranks: int, device: torch.device, sent_on: torch.device) -> Figures:
+    dtypes = (torch.float32, torch.bfloat16)
+    send_seconds = _exchange(rank, ranks, SENT, sent_on)
+    latency = _exchange(rank, ranks, 4, sent_on)
+    send_rate = SENT / max(send_seconds - latency, 1e-9)
+    products = {str(d).removeprefix("torch."): _products(device, d) for d in dtypes}
+    rates = {
+        "bytes_per_second": send_rate,
+        "latency_seconds": latency,
+        "memory_bytes_per_second": _copy_rate(device),
+        "host_bytes_per_second": _host_rate(device),
+        "operation_seconds": _operation_seconds(device),
+        "divided_seconds": divided_seconds(device, ranks),
+        "overlap": _overlap(rank, ranks, device, sent_on),
+        "optimizer_bytes_per_second": optimizer_rate(device),
+        "codec_bytes_per_second": codec_rate(device, send_rate),
+        "transfer_seconds": transfer_seconds(device),
+        "collective_seconds": collective_seconds(sent_on),
+    }
+    return Figures(products, rates)
+
+
+def _products(device: torch.device, dtype: torch.dtype) -> Points:
+    """Of matrices that are not in a cache."""
+    width = WIDTH if device.type == "cpu" else 8 * WIDTH
+    count = max(1, COPIED // (width * width * dtype.itemsize))
+    matrices = [torch.ones(width, width, dtype=dtype, device=device) for _ in range(count)]
+    points = []
+    for rows in ROWS:
+        left = torch.ones(rows, width, dtype=dtype, device=device)
+        used = matrices if rows < WIDTH else matrices[:1]
+        flops = 2 * rows * width * width
+        touched = (2 * rows * width + width * width) * dtype.itemsize
+        seconds = seconds_of_turns(partial(_multiply, left, used), device, 3)
+        points.append((flops / touched, flops * len(used) / seconds))
+    return tuple(points)
+
+
+def _multiply(left: Tensor, matrices: Sequence[Tensor]) -> None:
+    for matrix in matrices:
+        left @ matrix
+
+
+def _copy_rate(device: torch.device) -> float:
+    source = torch.ones(COPIED // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * COPIED / seconds_of_turns(lambda: target.copy_(source), device)
+
+
+def _host_rate(device: torch.device) -> float:
+    source = torch.ones(COPIED // 4, pin_memory=device.type != "cpu", device="cpu")
+    target = torch.empty_like(source, device=device)
+    return COPIED / seconds_of_turns(lambda: target.copy_(source), device)
+
+
+def _operation_seconds(device: torch.device) -> float:
+    """Of small operations, forward and backward, counted as a plan counts them."""
+    layers = [layer for _ in range(20) for layer in (nn.Linear(8, 8), nn.GELU())]
+    model, given = nn.Sequential(*layers).to(device), torch.ones(8, 8, device=device)
+    account, recorder = Account(), Recorder()
+    with recorder, recorder.on(account):
+        model(given).sum().backward()
+
+    def turn() -> None:
+        for _ in range(10):
+            model(given).sum().backward()
+
+    return seconds_of_turns(turn, device) / (10 * account.kernels.total())
+
+
+def _exchange(rank: int, ranks: int, nbytes: int, device: torch.device) -> float:
+    """Seconds until a rank has sent so much to the next one and got as much from the last."""
+    turns = TURNS if nbytes > WIDTH else PINGS
+    return seconds_of_turns(_messages(rank, ranks, nbytes, device), device, turns)
+
+
+def _messages(
+    rank: int, ranks: int, nbytes: int, device: torch.device, beside: Callable[[], object] = int
+) -> Callable[[], None]:
+    """What exchanges messages with neighbours, and does something ``beside``."""
+    out = torch.zeros(nbytes // 4, device=device)
+    into = torch.empty_like(out)
+
+    def turn() -> None:
+        operations = [
+            dist.P2POp(dist.isend, out, (rank + 1) % ranks),
+            dist.P2POp(dist.irecv, into, (rank - 1) % ranks),
+        ]
+        works = dist.batch_isend_irecv(operations)
+        beside()
+        for work in works:
+            work.wait()
+
+    return turn
+
+
+def _overlap(rank: int, ranks: int, device: torch.device, sent_on: torch.device) -> float:
+    """Part of the shorter of products and messages that is free when both are under way."""
+    matrix = torch.ones(WIDTH, WIDTH, device=device)
+    left = torch.ones(64, WIDTH, device=device)
+
+    def products(count: int) -> list[Tensor]:
+        return [left @ matrix for _ in range(count)]
+
+    sending = _exchange(rank, ranks, BESIDE, sent_on)
+    once = seconds_of_turns(partial(products, 16), device) / 16
+    compute = partial(products, max(1, round(sending / once)))
+    computing = seconds_of_turns(compute, device, OVERLAPS)
+    both = seconds_of_turns(_messages(rank, ranks, BESIDE, sent_on, compute), device, OVERLAPS)
+    return min(1.0, max(0.0, (computing + sending - both) / min(computing, sending)))

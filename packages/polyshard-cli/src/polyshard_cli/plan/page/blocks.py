@@ -1,0 +1,97 @@
+"""What a section is made of: text, lists, tables, bars and plots, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph."""
+
+    words: str
+
+
+@dataclass(frozen=True)
+class Items:
+    """A list; an item may have a name before its words, or an empty one."""
+
+    items: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows whose first cell names them."""
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    words: tuple[str, ...] = ()
+    """Columns that hold words; all but these and the first hold numbers."""
+    has_total: bool = False
+    """Whether the last row is what the others come to."""
+    marked: tuple[int, ...] = ()
+    """Rows that stand out."""
+
+    def __post_init__(self) -> None:
+        assert all(len(row) == len(self.columns) for row in self.rows), self.caption
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A piece of a row, from ``start`` on."""
+
+    row: int
+    start: float
+    length: float
+    series: int
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Rows of bars, in the unit of the axis below them. The page shows it, a terminal does not."""
+
+    name: str
+    """A word, of which a page has only one."""
+    title: str
+    """What it shows: read aloud where it cannot be seen."""
+    rows: tuple[str, ...]
+    series: tuple[str, ...]
+    bars: tuple[Bar, ...]
+    axis: str
+    limit: tuple[float, str] | None = None
+    """A line across that nothing should pass, and what it is."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of a plot; ``is_line``: joined."""
+
+    label: str
+    points: tuple[tuple[float, float], ...]
+    is_line: bool = False
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Points over two axes. The page shows it, a terminal does not."""
+
+    name: str
+    title: str
+    series: tuple[Series, ...]
+    across: str
+    up: str
+    limit: tuple[float, str] | None = None
+
+
+Block = Text | Items | Table | Bars | Plot
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a report with a heading of its own."""
+
+    name: str
+    """A word, of which a page has only one: it is linked by it."""
+    title: str
+    blocks: tuple[Block, ...]

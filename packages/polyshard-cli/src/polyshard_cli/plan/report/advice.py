@@ -1,0 +1,201 @@
+"""What to look at before running a plan: each a fact with its number, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from polyshard.planning import readable
+from polyshard_cli.plan.dry_run.planning import PlannedGroup
+from polyshard_cli.plan.estimate.machines import Machine
+from polyshard_cli.plan.estimate.memory import Memory
+from polyshard_cli.plan.estimate.timing import Timing, link_of
+from polyshard_cli.plan.estimate.transfers import native_gather_bytes
+from polyshard_cli.plan.request.mesh import MeshSpec
+
+TINY_ELEMENTS = 256
+"""A shard of a matrix below this many elements is mostly the cost of moving it."""
+MUCH_PADDING = 0.05
+SHORT_SECONDS = 50e-6
+"""A gather whose bytes take less than this, in seconds, is mostly latency."""
+LARGE_PART = 0.4
+VOCABULARY_MULTIPLE = 64
+
+
+@dataclass(frozen=True)
+class Notice:
+    """One line for a person, and a code for programs."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything that advice looks at."""
+
+    groups: Sequence[PlannedGroup]
+    memory: Memory
+    timing: Timing | None
+    machine: Machine
+    mesh: MeshSpec
+    problem: str = ""
+
+
+def advice_for(case: Case) -> tuple[Notice, ...]:
+    """All warnings, in a fixed order, each said once with how often it holds."""
+    found: dict[tuple[str, str], int] = {}
+    for check in CHECKS:
+        for warning in check(case):
+            key = (warning.code, warning.message)
+            found[key] = found.get(key, 0) + 1
+    return tuple(
+        Notice(code, message if count == 1 else f"{message} [{count} times]")
+        for (code, message), count in found.items()
+    )
+
+
+def _not_run(case: Case) -> Iterator[Notice]:
+    if case.problem:
+        yield Notice(
+            "no-activations",
+            f"the model did not run on the meta device ({case.problem}), so activations and time "
+            "count as nothing; give its inputs with --inputs module:function",
+        )
+
+
+def _too_large(case: Case) -> Iterator[Notice]:
+    peak, size = case.memory.peak, case.machine.memory_bytes
+    if size and peak.total > size:
+        yield Notice(
+            "memory",
+            f"{readable(peak.total)} in {peak.name} do not fit into the {readable(size)} of a "
+            f"device of {case.machine.name}; shard over more ranks, shorten --sequence, or "
+            "offload",
+        )
+
+
+def _tiny_shards(case: Case) -> Iterator[Notice]:
+    for group in case.groups:
+        world = group.plan.layout.world_size
+        matrices = [p for p in group.parameters if len(p.shape) > 1]
+        tiny = [p for p in matrices if p.elements // world < TINY_ELEMENTS <= p.elements]
+        if tiny:
+            yield Notice(
+                "tiny-shards",
+                f"{len(tiny)} matrices of a unit leave fewer than {TINY_ELEMENTS} elements to a "
+                f"rank, such as {pattern(tiny[0].name)} with {tiny[0].elements:,} over {world}; "
+                "shard over fewer ranks and replicate (HSDP)",
+            )
+
+
+def _padding(case: Case) -> Iterator[Notice]:
+    for group in case.groups:
+        layout = group.plan.layout
+        full = layout.shard_numel * layout.world_size
+        waste = (full - group.plan.numel) / full if full else 0.0
+        if waste > MUCH_PADDING:
+            name = pattern(group.plan.name)
+            yield Notice(
+                "padding",
+                f"{waste:.0%} of the shards of {name} are padding: sizes do not divide over "
+                f"{layout.world_size} ranks; shard another dim, or over fewer ranks",
+            )
+
+
+def _codecs(case: Case) -> Iterator[Notice]:
+    for group in case.groups:
+        plan, name = group.plan, pattern(group.plan.name)
+        native = native_gather_bytes(plan)
+        if plan.roles.gather_codec == "native" or not native:
+            continue
+        if plan.payloads.gather is None or plan.gather_bytes >= native * 0.95:
+            yield Notice(
+                "codec-without-effect",
+                f"{name}: {readable(plan.gather_bytes)} travel with the codec, and "
+                f"{readable(native)} would without it; parameters are too small or excluded",
+            )
+            continue
+        link = link_of(case.mesh.name("shard"), case.mesh, case.machine)
+        saved = (native - plan.gather_bytes) / link.bytes_per_second
+        # Encoding reads a shard, decoding writes every element once.
+        work = (native + plan.unsharded_bytes) / case.machine.memory_bytes_per_second
+        if work > saved:
+            yield Notice(
+                "codec-below-break-even",
+                f"{name}: quantizing saves {saved * 1e3:.2f} ms on the wire and reads and writes "
+                f"memory for {work * 1e3:.2f} ms; on this link native transfers are faster",
+            )
+
+
+def _group_sizes(case: Case) -> Iterator[Notice]:
+    link = link_of(case.mesh.name("shard"), case.mesh, case.machine)
+    total = sum(group.plan.unsharded_bytes for group in case.groups)
+    units = [group for group in case.groups if not group.is_root]
+    for group in units:
+        seconds = group.plan.gather_bytes / link.bytes_per_second
+        if group.plan.layout.world_size > 1 and seconds < SHORT_SECONDS:
+            yield Notice(
+                "small-unit",
+                f"{pattern(group.plan.name)}: a gather of {readable(group.plan.gather_bytes)} "
+                f"takes {seconds * 1e6:.1f} microseconds and is mostly latency; make larger units "
+                "with --units",
+            )
+    for group in case.groups:
+        if len(case.groups) > 1 and group.plan.unsharded_bytes > LARGE_PART * total:
+            name = "the root" if group.is_root else pattern(group.plan.name)
+            yield Notice(
+                "large-unit",
+                f"{name} holds {group.plan.unsharded_bytes / total:.0%} of the model; while it is "
+                "gathered, little else can be; make units of its parts with --units",
+            )
+    if not units:
+        yield Notice(
+            "one-unit",
+            "no repeated blocks were found, so the whole model is gathered at once; name units "
+            "with --units",
+        )
+
+
+def _vocabulary(case: Case) -> Iterator[Notice]:
+    for group in case.groups:
+        for parameter in group.parameters:
+            rows = parameter.shape[0] if len(parameter.shape) == 2 else 0
+            is_table = group.is_root and rows > 1000
+            if is_table and rows % VOCABULARY_MULTIPLE:
+                more = -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+                yield Notice(
+                    "odd-vocabulary",
+                    f"{parameter.name} has {rows:,} rows, which {VOCABULARY_MULTIPLE} does not "
+                    f"divide; {more:,} rows make even shards and faster matrix products",
+                )
+
+
+def _communication(case: Case) -> Iterator[Notice]:
+    if case.timing is None or case.timing.step_seconds == 0:
+        return
+    waits = sum(seconds for _, seconds in case.timing.exposed)
+    if waits > 0.3 * case.timing.step_seconds:
+        most = max(case.timing.exposed, key=lambda part: part[1])
+        yield Notice(
+            "exposed",
+            f"{waits / case.timing.step_seconds:.0%} of the step waits for transfers, most for "
+            f"{most[0]}; larger batches hide more",
+        )
+
+
+def pattern(name: str) -> str:
+    """``blocks.3.mlp`` and its like under one name: ``blocks.*.mlp``."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+CHECKS: tuple[Callable[[Case], Iterator[Notice]], ...] = (
+    _not_run,
+    _too_large,
+    _tiny_shards,
+    _padding,
+    _codecs,
+    _group_sizes,
+    _vocabulary,
+    _communication,
+)

@@ -1,0 +1,169 @@
+"""Plugins of a plan: installed names, objects to import, and shorthands."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from polyshard.errors import PluginError
+from polyshard.plugins.discovery import load_plugin
+from polyshard_cli.plan.errors import PlanError
+from polyshard_cli.plan.request.model import Loaded
+from polyshard_cli.plan.request.names import imported
+from polyshard_cli.plan.request.settings import Settings
+
+TIERS = ("params", "grads", "optimizer", "fraction")
+LLAMA_LIKE = "model.layers.0.self_attn.q_proj"
+
+
+def make_plugins(settings: Settings) -> list[Any]:
+    """The plugins of ``settings``, but for tensor parallelism.
+
+    Raises:
+        PlanError: for what is not installed, or settings that a plugin refuses.
+    """
+    made = [_named(name) for name in settings.plugins]
+    if settings.quantize:
+        made.append(_quantizing(settings.quantize))
+    if settings.offload:
+        made.append(_offloading(settings.offload))
+    return made
+
+
+def tensor_parallel(settings: Settings, loaded: Loaded, model: nn.Module) -> Any:
+    """What makes the plan for ``model``; ``None`` without a tensor axis.
+
+    Returns:
+        A function of the tensor axis' mesh that returns the plugin, not applied yet.
+
+    Raises:
+        PlanError: where the plugin, or a plan for this model, is missing.
+    """
+    size = settings.mesh.size("tensor")
+    if size == 1:
+        return None
+    package = _package("polyshard_tensor_parallel", f"--mesh with tp={size}")
+    plan = imported(tensor_plan(settings, loaded, model), "--tp-plan")
+
+    def make(mesh: DeviceMesh) -> Any:
+        return package.TensorParallel(plan(), mesh=mesh)
+
+    return make
+
+
+def tensor_plan(settings: Settings, loaded: Loaded, model: nn.Module) -> str:
+    """``module:function`` that returns the tensor-parallel plan for ``model``.
+
+    Raises:
+        PlanError: where there is none.
+    """
+    name = settings.tp_plan or loaded.tp_plan
+    if not settings.tp_plan and name == "*transformers*":
+        is_llama_like = any(found == LLAMA_LIKE for found, _ in model.named_modules())
+        name = "polyshard_tensor_parallel:llama_plan" if is_llama_like else ""
+    if not name:
+        raise PlanError(
+            f"tp={settings.mesh.size('tensor')}: no ready-made plan fits {loaded.name}; give "
+            "--tp-plan module:function, which returns a polyshard_tensor_parallel.Plan, or leave "
+            "tp out of --mesh"
+        )
+    return name
+
+
+def _named(name: str) -> Any:
+    if ":" in name:
+        found = imported(name, "--plugins")
+        return found if is_plugin(found) else _call(name, found)
+    try:
+        return load_plugin(name)
+    except PluginError as error:
+        raise PlanError(f"--plugins {name}: {error}") from error
+
+
+def is_plugin(found: object) -> bool:
+    """Whether it is a plugin, not something that makes one."""
+    return not isinstance(found, type) and hasattr(found, "polyshard_contract")
+
+
+def _call(name: str, factory: Any) -> Any:
+    try:
+        return factory()
+    except Exception as error:
+        raise PlanError(
+            f"--plugins {name}: calling it failed: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _package(name: str, option: str) -> Any:
+    if find_spec(name) is None:
+        dashed = name.replace("_", "-")
+        raise PlanError(
+            f"{option} needs the plugin {dashed}, which is not installed: pip install {dashed}"
+        )
+    return import_module(name)
+
+
+def _quantizing(text: str) -> Any:
+    package = _package("polyshard_quantized", f"--quantize {text}")
+    names = [name.strip() for name in text.split(",")]
+    known = (*package.format_names(), "native")
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1) or ["int8"]
+            raise PlanError(
+                f"--quantize {text}: no format is called {name!r}; did you mean {close[0]}? "
+                f"Known: {', '.join(known)}"
+            )
+    formats = [None if name == "native" else package.format_named(name) for name in names[:2]]
+    weights, gradients = formats[0], formats[-1]
+    needs_feedback = gradients is not None and gradients.needs_feedback
+    feedback = package.ErrorFeedback() if needs_feedback else None
+    return _settled(
+        f"--quantize {text}",
+        package.QuantizedComm,
+        weights=weights,
+        gradients=gradients,
+        error_feedback=feedback,
+    )
+
+
+def _offloading(text: str) -> Any:
+    package = _package("polyshard_offload", f"--offload {text}")
+    chosen: dict[str, Any] = {}
+    for part in (part.strip() for part in text.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals or key not in TIERS or key in chosen:
+            raise PlanError(
+                f"--offload {text}: cannot read {part!r}; write each of {', '.join(TIERS)} at most "
+                "once, as optimizer=host,params=host"
+            )
+        chosen[key] = _fraction(text, value) if key == "fraction" else value
+    return _settled(f"--offload {text}", package.Offload, **chosen)
+
+
+def _fraction(text: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise PlanError(f"--offload {text}: fraction={value} is no number; try 0.5") from None
+
+
+def _settled(option: str, make: Any, **chosen: Any) -> Any:
+    try:
+        return make(**chosen)
+    except ValueError as error:
+        raise PlanError(f"{option}: {error}") from error
+
+
+def tiers_of(plugins: Sequence[Any]) -> dict[str, Any]:
+    """Where parameters, gradients and optimizer state rest, and what part of the last is there."""
+    for plugin in plugins:
+        if getattr(plugin, "name", "") == "offload":
+            return {key: getattr(plugin, key) for key in TIERS}
+    return {"params": "device", "grads": "device", "optimizer": "device", "fraction": 1.0}

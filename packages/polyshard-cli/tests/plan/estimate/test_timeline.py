@@ -1,0 +1,89 @@
+"""The record of a step: lanes that add up to the times that are said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from polyshard_cli.plan import Settings, draft, parse_mesh
+from polyshard_cli.plan.estimate.machines import MACHINES, Link, save_machine
+from polyshard_cli.plan.estimate.timeline import LANES, Span, Timeline
+from polyshard_cli.plan.estimate.timing import Timing
+
+BALANCED = replace(
+    MACHINES["h100x8"],
+    flops_per_second={"float32": 1e9, "bfloat16": 1e9},
+    memory_bytes_per_second=1e30,
+    operation_seconds=0.0,
+    efficiency=0.5,
+    inside=Link(1e8, 0.0),
+)
+"""Neither compute nor transfers take all of the time."""
+
+
+def timing(tmp_path: Path, model: str, overlap: float = 1.0) -> Timing:
+    path = tmp_path / "machine.json"
+    save_machine(replace(BALANCED, overlap=overlap, memory_bytes_per_second=1e10), path)
+    mesh = parse_mesh("replicate=2,dp=2")
+    found = draft(Settings(model=model, mesh=mesh, machine=str(path), sequence=16)).timing
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("model", ["demo:tiny", "plan_models:frozen"])
+def test_lanes_add_up(tmp_path: Path, model: str, overlap: float) -> None:
+    found = timing(tmp_path, model, overlap)
+    lanes = {lane: [s for s in found.spans if s.lane == lane] for lane in LANES}
+    for spans in lanes.values():
+        for before, after in pairwise(spans):
+            assert before.start < before.end <= after.start + 1e-12
+    lengths = {lane: sum(s.end - s.start for s in spans) for lane, spans in lanes.items()}
+    computing = found.compute_seconds + found.optimizer_seconds
+    if overlap == 1.0:  # nothing is held up by anything
+        assert lengths["compute"] == pytest.approx(computing)
+        assert lengths["gathers"] == pytest.approx(found.gather_seconds)
+        assert lengths["reductions"] == pytest.approx(found.reduce_seconds)
+    else:
+        assert lengths["compute"] > computing
+        assert lengths["gathers"] + lengths["reductions"] > (
+            found.gather_seconds + found.reduce_seconds
+        )
+    waits = sum(seconds for _, seconds in found.exposed)
+    slowed = dict(found.exposed).get("transfers that take from compute", 0.0)
+    assert lengths["compute"] + waits - slowed == pytest.approx(found.step_seconds)
+    assert max(span.end for span in found.spans) == pytest.approx(found.step_seconds)
+
+
+def test_a_unit_computes_when_it_is_gathered_and_then_reduces(tmp_path: Path) -> None:
+    spans = timing(tmp_path, "demo:tiny").spans
+    units = [s.unit for s in spans if (s.lane, s.phase) == ("compute", "forward")]
+    assert units == ["blocks.0", "blocks.1", ""]
+    for unit in units:
+        for phase in ("forward", "backward"):
+            (compute,) = some(spans, "compute", unit, phase)
+            for gather in some(spans, "gathers", unit, phase):
+                assert gather.end <= compute.start + 1e-12
+        (reduction,) = some(spans, "reductions", unit, "backward")
+        assert reduction.start >= compute.end - 1e-12
+    (optimizer,) = some(spans, "compute", "", "optimizer")
+    assert optimizer.start >= max(s.end for s in spans if s is not optimizer) - 1e-12
+
+
+def some(spans: tuple[Span, ...], lane: str, unit: str, phase: str) -> list[Span]:
+    return [s for s in spans if (s.lane, s.unit, s.phase) == (lane, unit, phase)]
+
+
+def test_spans_without_time_are_left_out_and_others_grow() -> None:
+    timeline = Timeline()
+    timeline.add("gathers", "a", "forward", 0.0, 1.0)
+    timeline.add("compute", "", "forward", 0.0, 0.0)
+    timeline.stretch("gathers", 2.5)
+    timeline.add("compute", "a", "forward", 2.5, 3.0)
+    assert timeline.spans == (
+        Span("gathers", "a", "forward", 0.0, 2.5),
+        Span("compute", "a", "forward", 2.5, 3.0),
+    )

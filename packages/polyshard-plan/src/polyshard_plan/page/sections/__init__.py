@@ -1,1 +1,0 @@
-"""What a page is composed of: each file makes one section of it."""

@@ -1,3 +1,0 @@
-"""The version, and nothing that needs importing torch."""
-
-__version__ = "0.1.0"

@@ -1,1 +1,0 @@
-"""Several plugins on one group: their order, their claims, what goes around what."""
