@@ -162,8 +162,9 @@ def fully_shard(
         move_to_device(modules, collector, roles)
         sources = collector.sources(modules)
         _plan_groups(unit, sources, collector.stack)
+        made = tuple(unit.groups)
         _shard(unit, sources, collector)
-        unit.initial_values = initial_values(unit.groups, sources)
+        unit.initial_values = initial_values(made, sources)
     return module
 
 
