@@ -11,6 +11,7 @@ from torch import nn
 from polyshard.agreement.meeting import reporting
 from polyshard.engine.optimizers import prepare_steps, refuse_replaced
 from polyshard.engine.plans import audiences, compare_plans
+from polyshard.engine.ties import check_contained
 from polyshard.engine.unit import Unit, UnitWatch
 from polyshard.errors import LifecycleError, SettingError
 from polyshard.group.group import ParameterGroup
@@ -64,6 +65,7 @@ def initialize_root(root: Unit) -> None:
     try:
         with reporting(partial(audiences, root.roles.mesh)):
             _check_fresh(root, found)
+            check_contained(root, (unit for _, _, unit in found))
             substitutes = _substitutes(found)
             _gather_below(root, found, keep_memory=substitutes.keys())
             compare_plans(root.roles, root.context.units)

@@ -117,6 +117,8 @@ class Unit:
         self.policy = policy
         self.name = ", ".join(type(module).__name__ for module in modules)
         self.groups: list[ParameterGroup] = []
+        self.borrowed: list[ParameterGroup] = []
+        """Groups of units beside it that its modules use. See [Note: shared parameters]."""
         self.initial_values: tuple[InitialValues, ...] = ()  # until ranks have compared them
         self.watch: UnitWatch | None = None
         self.context = RootContext()
