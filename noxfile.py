@@ -49,7 +49,7 @@ WORKERS = int(os.environ.get("POLYSHARD_WORKERS", "3"))
 os.environ.setdefault("PIP_NO_COMPILE", "1")
 
 # What of a package is installed beyond what it needs itself.
-WITH_EXTRAS = {"polyshard-cli": "migrate,new,picture"}
+WITH_EXTRAS = {"polyshard-cli": "migrate,picture"}
 
 
 # [Note: one environment with torch]

@@ -151,8 +151,8 @@ def try_everything(options: argparse.Namespace) -> Iterator[Record]:
         "commit": subprocess.check_output(commit, cwd=ROOT, text=True).strip(),
     }
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["dependency-groups"]
-    command = f"{wheel('polyshard-cli', options.dist)}[new]"
-    core = (wheel("polyshard", options.dist), wheel("polyshard-testing", options.dist), command)
+    names = ("", "-cli", "-optimizers", "-resilience", "-testing")
+    core = tuple(wheel(f"polyshard{name}", options.dist) for name in names)
     needs = (f"torch=={options.torch}", *core, *groups["test"], *groups["type"])
     said = run("-m", "pip", "install", *needs)
     if not is_fine(said):

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.testing._internal.two_tensor import TwoTensor
 
-from benchmarks.silent.engines import Engine, Job, NotApplicableError, bare, whole
+from benchmarks.silent.engines import Engine, NotApplicableError, bare, whole
 
 
 class DifferentError(Exception):
@@ -29,18 +30,21 @@ class Case:
     source: str
     run: Callable[[Engine], None]
     ranks: int = 2
+    against: tuple[str, ...] = ()
+    """Engines whose documentation rules this use out."""
 
 
 CASES: dict[str, Case] = {}
+Run = Callable[[Engine], None]
 
 
 def case(
-    title: str, source: str, *, ranks: int = 2
-) -> Callable[[Callable[[Engine], None]], Callable[[Engine], None]]:
+    title: str, source: str, *, ranks: int = 2, against: tuple[str, ...] = ()
+) -> Callable[[Run], Run]:
     """Adds a function to the table under its own name."""
 
-    def add(run: Callable[[Engine], None]) -> Callable[[Engine], None]:
-        CASES[run.__name__] = Case(title, source, run, ranks)
+    def add(run: Run) -> Run:
+        CASES[run.__name__] = Case(title, source, run, ranks, against)
         return run
 
     return add
@@ -50,11 +54,11 @@ def case(
 
 
 class Tied(nn.Module):
-    """Two layers with one weight."""
+    """Two layers with one weight, which therefore belong to one unit."""
 
-    tied = True
+    one_unit = True
 
-    def __init__(self, rows: int = 7) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(rows, rows), nn.Linear(rows, rows)
         self.last.weight = self.first.weight
@@ -81,20 +85,22 @@ class Block(nn.Module):
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
-def mlp(width: int = 8) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+class OneUnit(nn.Sequential):
+    """Of which no layer is sharded on its own."""
+
+    one_unit = True
+
+
+def mlp(width: int = 8, kind: type[nn.Sequential] = nn.Sequential, **given: Any) -> nn.Sequential:
+    return kind(nn.Linear(width, width, **given), nn.Tanh(), nn.Linear(width, width, **given))
 
 
 def data(rank: int, width: int = 8) -> Tensor:
     return torch.randn(4, width, generator=torch.Generator().manual_seed(100 + rank))
 
 
-def mine(width: int = 8) -> Tensor:
-    return data(dist.get_rank(), width)
-
-
-def everyone(width: int = 8) -> Tensor:
-    return torch.cat([data(r, width) for r in range(dist.get_world_size())])
+def mine() -> Tensor:
+    return data(dist.get_rank())
 
 
 def loss(model: Any, x: Tensor) -> Tensor:
@@ -109,9 +115,7 @@ def sgd(parameters: Iterable[Any]) -> torch.optim.Optimizer:
 adam = partial(torch.optim.Adam, lr=0.1)
 
 
-def same(
-    got: dict[str, Tensor], want: dict[str, Tensor], what: str, *, allowed: float = 1e-5
-) -> None:
+def same(got: dict[str, Tensor], want: dict[str, Tensor], what: str, allowed: float = 1e-5) -> None:
     """The largest difference, in numbers."""
     for name, value in want.items():
         if name not in got:
@@ -137,28 +141,62 @@ def grads(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def backward(job: Job, x: Tensor | None = None) -> None:
-    """One of the engine's, by default with this rank's data."""
-    job.backward(loss(job.model, mine() if x is None else x))
+def grid(first: int, second: int, *names: str) -> DeviceMesh:
+    """A mesh of ``first`` by ``second`` ranks."""
+    return init_device_mesh("cpu", (first, second), mesh_dim_names=names or ("replicate", "shard"))
 
 
-def check_gradients(job: Job, plain: nn.Module, *, times: float = 1.0) -> None:
-    """Those of one backward beside one process with the global batch."""
-    backward(job)
-    (times * loss(plain, everyone())).backward()
-    same(job.gradients(), grads(plain), "gradient")
+class Twins:
+    """A model with an engine, and the oracle: a copy in this process with the global batch."""
 
+    def __init__(
+        self,
+        engine: Engine,
+        plain: Any = None,
+        make: Callable[[Iterable[Any]], torch.optim.Optimizer] = sgd,
+        **options: Any,
+    ) -> None:
+        self.plain: Any = mlp() if plain is None else plain
+        self.width = next(self.plain.parameters()).shape[-1]
+        self.theirs = make(self.plain.parameters())
+        self.job = engine(copy.deepcopy(self.plain), make, **options)
 
-def check_steps(job: Job, plain: nn.Module, make: Any = sgd, *, width: int = 8) -> None:
-    """Values after two steps beside one process with the global batch."""
-    theirs = make(plain.parameters())
-    for _ in range(2):
-        backward(job, mine(width))
-        job.step()
-        loss(plain, everyone(width)).backward()
-        theirs.step()
-        theirs.zero_grad()
-    same(job.parameters(), values(plain), "value")
+    def everyone(self) -> Tensor:
+        return torch.cat([data(rank, self.width) for rank in range(dist.get_world_size())])
+
+    def forward_backward(self, times: float = 1.0) -> None:
+        """``times`` is how often the oracle has this gradient."""
+        self.job.backward(loss(self.job.model, data(dist.get_rank(), self.width)))
+        (times * loss(self.plain, self.everyone())).backward()
+
+    def oracle_step(self) -> None:
+        self.theirs.step()
+        self.theirs.zero_grad()
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.forward_backward()
+            self.job.step()
+            self.oracle_step()
+
+    def check_steps(self, steps: int = 2) -> None:
+        self.train(steps)
+        self.same_values()
+
+    def check_gradients(self) -> None:
+        self.forward_backward()
+        self.same_gradients()
+
+    def same_gradients(self) -> None:
+        same(self.job.gradients(), grads(self.plain), "gradient")
+
+    def same_values(self, allowed: float = 1e-5) -> None:
+        same(self.job.parameters(), values(self.plain), "value", allowed)
+
+    def same_loss(self, model: Any = None, what: str = "loss") -> None:
+        with torch.no_grad():
+            found = loss(self.job.model if model is None else model, self.everyone())
+            close(found, loss(self.plain, self.everyone()), what)
 
 
 # Sharding -----------------------------------------------------------------------------------------
@@ -166,14 +204,12 @@ def check_steps(job: Job, plain: nn.Module, make: Any = sgd, *, width: int = 8) 
 
 @case("Tied weight, rows that do not divide", "pytorch#176076")
 def tied_uneven(engine: Engine) -> None:
-    plain = Tied()
-    check_steps(engine.prepare(copy.deepcopy(plain), sgd), plain, width=7)
+    Twins(engine, Tied(7)).check_steps()
 
 
 @case("Fewer rows than ranks", "pytorch#176076")
 def empty_shard(engine: Engine) -> None:
-    plain = mlp(1)
-    check_steps(engine.prepare(copy.deepcopy(plain), sgd), plain, width=1)
+    Twins(engine, mlp(1)).check_steps()
 
 
 @case("Layers made and sharded one after another", "pytorch#176225")
@@ -188,7 +224,7 @@ def one_after_another(engine: Engine) -> None:
     if len({id(p) for p in model.parameters()}) != 24:
         raise DifferentError("layers share parameters")
     loss(model, mine()).backward()
-    loss(alone, everyone()).backward()
+    loss(alone, torch.cat([data(0), data(1)])).backward()
     found = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     same(found, grads(alone), "gradient")
 
@@ -196,44 +232,39 @@ def one_after_another(engine: Engine) -> None:
 @case("Tied weight after meta and to_empty", "accelerate#3154")
 def tied_from_meta(engine: Engine) -> None:
     engine.only_units()
+    twins = Twins(engine, Tied(8))
     with torch.device("meta"):
-        job = engine.prepare(Tied(8))
-    job.model.to_empty(device="cpu")
-    if job.model.first.weight is not job.model.last.weight:
+        twins.job = engine(Tied(8))
+    model = twins.job.model
+    model.to_empty(device="cpu")
+    if model.first.weight is not model.last.weight:
         raise DifferentError("first.weight and last.weight are two parameters")
-    plain = Tied(8)
     with torch.no_grad():
-        for parameter in (*job.model.parameters(), *plain.parameters()):
+        for parameter in (*model.parameters(), *twins.plain.parameters()):
             parameter.fill_(0.125)
-    check_gradients(job, plain)
+    twins.check_gradients()
 
 
 @case("Shard axis of one rank beside replicas", "verl#7493, pytorch#154888")
 def size_one_axis(engine: Engine) -> None:
-    plain = mlp()
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    check_gradients(engine.prepare(copy.deepcopy(plain), sgd, mesh=mesh), plain)
+    Twins(engine, mesh=grid(2, 1)).check_gradients()
 
 
 @case("Mean over replicas and shards", "Arctic-Platform#55", ranks=4)
 def mean_over_both(engine: Engine) -> None:
-    plain = mlp()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    check_gradients(engine.prepare(copy.deepcopy(plain), sgd, mesh=mesh), plain)
+    Twins(engine, mesh=grid(2, 2)).check_gradients()
 
 
 @case("Replicas summed by the last micro-batch alone, compiled", "torchtitan#4505")
 def replicas_compiled(engine: Engine) -> None:
     engine.only_units()
-    plain = mlp()
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    job = engine.prepare(copy.deepcopy(plain), sgd, mesh=mesh)
-    compiled = torch.compile(job.model, backend="aot_eager")
+    twins = Twins(engine, mesh=grid(2, 1))
+    model = twins.job.model
+    twins.job.model = torch.compile(model, backend="aot_eager")
     for is_last in (False, True):
-        job.model.set_requires_all_reduce(is_last)
-        loss(compiled, mine()).backward()
-    (2 * loss(plain, everyone())).backward()
-    same(job.gradients(), grads(plain), "gradient")
+        model.set_requires_all_reduce(is_last)
+        twins.forward_backward()
+    twins.same_gradients()
 
 
 # Parameters that are more than a tensor -----------------------------------------------------------
@@ -248,9 +279,8 @@ class Scaled(nn.Parameter):
 class ScaledLinear(nn.Module):
     """A frozen layer of integers that are scaled when they are used, if their scale is there."""
 
-    def __init__(self) -> None:
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        weight = torch.randn(8, 8)
         scale = weight.abs().max() / 127
         self.weight = Scaled((weight / scale).round(), requires_grad=False)
         self.weight.scale = scale
@@ -263,85 +293,42 @@ class ScaledLinear(nn.Module):
 
 @case("Quantized parameter with state of its own", "axolotl#2992")
 def quantized_state(engine: Engine) -> None:
-    plain = nn.Sequential(ScaledLinear(), nn.Linear(8, 8))
-    for_engine = nn.Sequential(ScaledLinear(), nn.Linear(8, 8))
-    with torch.no_grad():
-        for ours, theirs in zip(for_engine.parameters(), plain.parameters(), strict=True):
-            ours.copy_(theirs)
-    for_engine[0].weight.scale = plain[0].weight.scale  # type: ignore[union-attr]
-    job = engine.prepare(for_engine, sgd)
-    with torch.no_grad():
-        close(loss(job.model, everyone()), loss(plain, everyone()), "loss")
+    twins, weight = Twins(engine), torch.randn(8, 8)
+    model, twins.plain = (
+        nn.Sequential(ScaledLinear(weight), copy.deepcopy(twins.plain[2])) for _ in range(2)
+    )
+    twins.job = engine(model, sgd)
+    twins.same_loss()
 
 
-class Halved(torch.Tensor):
-    """Asks by FSDP2's protocol to be gathered in bfloat16, as torchao's float8 weights do."""
+def _half(
+    self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+) -> Any:
+    return (self.a.to(torch.bfloat16),), True
 
-    gathers = 0
 
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Halved:
-        made: Halved = torch.Tensor._make_wrapper_subclass(
-            cls, inner.shape, dtype=inner.dtype, device=inner.device, strides=inner.stride()
-        )
-        return made
-
-    def __init__(self, inner: Tensor) -> None:
-        self.inner: Any = inner
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["inner"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> Halved:
-        return Halved(inner["inner"])
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        aten = torch.ops.aten
-        bare = torch.utils._pytree.tree_map_only(Halved, lambda t: t.inner, (args, kwargs or {}))
-        out = func(*bare[0], **bare[1])
-        if func is aten.copy_.default:
-            return args[0]
-        keeps = {
-            aten.detach.default, aten.split.Tensor, aten.clone.default, aten.new_zeros.default,
-            aten.slice.Tensor, aten.view.default, aten.as_strided.default, aten._to_copy.default,
-            aten.empty_like.default, aten.alias.default, aten.t.default, aten.chunk.default,
-        }  # fmt: skip
-        return torch.utils._pytree.tree_map_only(Tensor, Halved, out) if func in keeps else out
-
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> Any:
-        Halved.gathers += 1
-        return (self.inner.to(torch.bfloat16),), None
-
-    def fsdp_post_all_gather(
-        self, outputs: Any, metadata: Any, dtype: Any, *, out: Tensor | None = None
-    ) -> Any:
-        (gathered,) = outputs
-        if out is not None:
-            out.copy_(gathered)
-            return None
-        full = gathered.to(dtype)
-        return full, (full,)
+def _whole(self: Any, outputs: Any, metadata: Any, dtype: Any, *, out: Tensor | None = None) -> Any:
+    if out is not None:
+        out.copy_(outputs[0])
+        return None
+    full = outputs[0].to(dtype)
+    return full, (full,)
 
 
 @case("Low-precision gather asked for by a tensor's protocol", "torchtitan#3123")
 def codec_dropped(engine: Engine) -> None:
-    plain: Any = mlp()
-    for_engine = copy.deepcopy(plain)
-    for_engine[0].weight = nn.Parameter(Halved(for_engine[0].weight.detach().clone()))
-    job = engine.prepare(for_engine, sgd)
+    """FSDP2's protocol, as torchao's float8 weights have it, on torch's own toy subclass."""
+    if not engine.gathers_by_tensor:
+        raise NotApplicableError
+    half: Any = TwoTensor
+    half.fsdp_pre_all_gather, half.fsdp_post_all_gather = _half, _whole
+    twins = Twins(engine)
+    model, weight = copy.deepcopy(twins.plain), twins.plain[0].weight
+    model[0].weight = nn.Parameter(TwoTensor(weight.detach().clone(), weight.detach().clone()))
+    twins.job = engine(model, sgd)
     with torch.no_grad():
-        got = float(loss(job.model, mine()))
-        plain[0].weight.copy_(plain[0].weight.bfloat16())
-        want = float(loss(plain, mine()))
-    if not Halved.gathers:
-        raise DifferentError("fsdp_pre_all_gather was never called: fp32 is sent, or nothing")
-    close(got, want, "loss")
+        weight.copy_(weight.bfloat16())
+    twins.same_loss()
 
 
 # Optimizers ---------------------------------------------------------------------------------------
@@ -353,49 +340,59 @@ def parameter_twice(engine: Engine) -> None:
         every = list(parameters)
         return torch.optim.SGD([{"params": every}, {"params": every[:1]}], 0.5)
 
-    engine.prepare(Tied(8), twice)
+    engine(Tied(8), twice)
     raise DifferentError("an optimizer took one parameter in two groups")
 
 
 @case("Misuse: optimizer built before sharding", "accelerate#2665")
 def optimizer_before(engine: Engine) -> None:
-    plain = mlp()
-    model = copy.deepcopy(plain)
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    job = engine.prepare(model)
-    backward(job)
-    optimizer.step()
-    loss(plain, everyone()).backward()
-    sgd(plain.parameters()).step()
-    same(job.parameters(), values(plain), "value")
+    twins = Twins(engine)
+    model = copy.deepcopy(twins.plain)
+    optimizer = sgd(model.parameters())
+    twins.job = engine(model)
+    twins.job.take(optimizer)
+    twins.check_steps(1)
+
+
+@case("Misuse: optimizer built while parameters are gathered", "pytorch#149205")
+def optimizer_while_gathered(engine: Engine) -> None:
+    """A forward without a backward leaves the root gathered."""
+    twins = Twins(engine, mlp(kind=OneUnit))
+    twins.job = engine(copy.deepcopy(twins.plain))
+    loss(twins.job.model, mine())
+    twins.job.take(sgd(twins.job.model.parameters()))
+    twins.job.optimizer.zero_grad()
+    twins.check_steps(1)
 
 
 @case("Misuse: state of another optimizer loaded", "arXiv 2506.10426")
 def other_state(engine: Engine) -> None:
-    made: list[torch.optim.Optimizer] = []
-
     def momentum(parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        every = list(parameters)
-        made.append(torch.optim.Adam(every))
-        return torch.optim.SGD(every, 0.1, momentum=0.9)
+        return torch.optim.SGD(parameters, 0.1, momentum=0.9)
 
-    job = engine.prepare(mlp(), momentum)
-    backward(job)
-    job.optimizer.step()
-    other = torch.optim.Adam(job.model.parameters())
-    other.load_state_dict(job.optimizer.state_dict())
+    twins = Twins(engine, make=momentum)
+    twins.forward_backward()
+    twins.job.optimizer.step()
+    state = twins.job.optimizer.state_dict()
+    if "param_groups" not in state:
+        raise NotApplicableError  # has its own kind of state dict
+    other = torch.optim.Adam(twins.job.model.parameters())
+    other.load_state_dict(state)
     other.step()
     raise DifferentError("Adam stepped with the state of SGD")
 
 
 @case("Optimizer state is sharded as its parameter", "TransformerEngine#2795")
 def optimizer_state(engine: Engine) -> None:
-    job = engine.prepare(mlp(), adam)
+    twins = Twins(engine, make=adam)
+    job = twins.job
     if not isinstance(job.optimizer, torch.optim.Optimizer) or not job.optimizer.param_groups:
         raise NotApplicableError
-    backward(job)
+    twins.forward_backward()
     job.optimizer.step()
     for p in job.model.parameters():
+        if not p.numel() and not job.optimizer.state[p]:
+            continue  # FSDP1 has no state for a parameter of which this rank has nothing
         state = job.optimizer.state[p]["exp_avg"]
         if type(state) is not type(p.data) or whole(p).shape != whole(state).shape:
             raise DifferentError("a state has another type or shape than its parameter")
@@ -403,140 +400,111 @@ def optimizer_state(engine: Engine) -> None:
 
 @case("Muon on rows of matrices", "Megatron-LM#5961")
 def muon(engine: Engine) -> None:
-    def make(parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        return torch.optim.Muon(parameters, 0.1)
-
-    plain = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False))
-    job = engine.prepare(copy.deepcopy(plain), make)
-    backward(job)
-    job.step()
-    loss(plain, everyone()).backward()
-    make(plain.parameters()).step()
-    same(job.parameters(), values(plain), "value", allowed=1.5e-2)  # computed in bfloat16
+    twins = Twins(engine, mlp(bias=False), partial(torch.optim.Muon, lr=0.1))
+    twins.train(1)
+    twins.same_values(allowed=1.5e-2)  # computed in bfloat16
 
 
 @case("GradScaler, infinity in one rank's rows alone", "pytorch#132816")
 def scaler(engine: Engine) -> None:
-    plain = mlp()
-    job = engine.prepare(copy.deepcopy(plain), sgd)
-    grad_scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    x = everyone()
-    job.backward(grad_scaler.scale(loss(job.model, x)))
+    twins = Twins(engine)
+    job, grad_scaler = twins.job, twins.job.scaler()
+    job.backward(grad_scaler.scale(loss(job.model, twins.everyone())))
     for name, p in job.model.named_parameters():
-        if name.endswith("0.weight") and p.grad is not None and p.grad.numel():
-            with torch.no_grad():
-                local = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
-                if dist.get_rank() == 0 or local.shape == (8, 8):
-                    local[0, 0] = float("inf")
-    optimizer = getattr(job.optimizer, "optimizer", job.optimizer)
-    grad_scaler.step(optimizer)
+        if bare(name) == "0.weight" and p.grad is not None:
+            local = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
+            if dist.get_rank() == 0 or local.shape == (8, 8):
+                with torch.no_grad():
+                    local.view(-1)[0] = float("inf")
+    grad_scaler.step(getattr(job.optimizer, "optimizer", job.optimizer))
     grad_scaler.update()
-    same(job.parameters(), values(plain), "value")  # the step is left out on all ranks
+    twins.same_values()  # the step is left out on all ranks
     close(grad_scaler.get_scale(), 2.0, "scale")
 
 
 # Gradients ----------------------------------------------------------------------------------------
 
 
-def _norm(model: nn.Module) -> Tensor:
-    norm: Tensor = torch.cat([g.flatten() for g in grads(model).values()]).norm()
-    return norm
-
-
 @case("Norm that the engine's clipping returns, logged", "pytorch#170862")
 def norm_logged(engine: Engine) -> None:
-    plain = mlp()
-    job = engine.prepare(copy.deepcopy(plain), sgd)
-    backward(job)
-    loss(plain, everyone()).backward()
-    norm = job.clip(1e9)
-    close(norm.item(), _norm(plain).item(), "norm")
+    twins = Twins(engine, clip=1e9)
+    twins.forward_backward()
+    norm = torch.cat([g.flatten() for g in grads(twins.plain).values()]).norm()
+    found = twins.job.clipped_step()
+    close(found.item() if isinstance(found, Tensor) else found, norm, "norm")
 
 
 @case("Clipping by the norm", "pytorch#170862")
 def clipping(engine: Engine) -> None:
-    plain = mlp()
-    job = engine.prepare(copy.deepcopy(plain), sgd)
-    backward(job)
-    loss(plain, everyone()).backward()
-    job.clip(0.01)
-    nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
-    same(job.gradients(), grads(plain), "gradient")
+    twins = Twins(engine, clip=0.01)
+    twins.forward_backward()
+    nn.utils.clip_grad_norm_(twins.plain.parameters(), 0.01)
+    twins.job.clipped_step()
+    twins.oracle_step()
+    twins.same_values()
 
 
-@case("Clipping by torch.nn.utils", "RLinf#1542")
+@case("Clipping by torch.nn.utils", "RLinf#1542", against=("FSDP1", "DeepSpeed"))
 def clipping_of_torch(engine: Engine) -> None:
-    plain = mlp()
-    job = engine.prepare(copy.deepcopy(plain), sgd)
-    backward(job)
-    loss(plain, everyone()).backward()
-    for each in (job.model, plain):
+    twins = Twins(engine)
+    twins.forward_backward()
+    for each in (twins.job.model, twins.plain):
         nn.utils.clip_grad_norm_(each.parameters(), 0.01)
-    same(job.gradients(), grads(plain), "gradient")
+    twins.same_gradients()
 
 
-@case("Clipping beside tensor parallelism", "TrainCheck, BLOOM-176B; deepspeed#1801", ranks=4)
+@case("Clipping beside tensor parallelism", "TrainCheck's BLOOM-176B, deepspeed#1801", ranks=4)
 def clipping_divided(engine: Engine) -> None:
-    plain = nn.Sequential(Block(), Block())
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = grid(2, 2, "dp", "tp")
     plan = {f"{i}.{name}": style for i in range(2) for name, style in PLAN.items()}
-    job = engine.prepare(copy.deepcopy(plain), sgd, mesh=mesh, plan=plan)
-    backward(job, data(mesh.get_local_rank("dp")))
-    loss(plain, torch.cat([data(0), data(1)])).backward()
-    job.clip(0.01)
-    nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
-    same(job.gradients(), grads(plain), "gradient")
+    twins = Twins(engine, nn.Sequential(Block(), Block()), mesh=mesh, plan=plan)
+    twins.job.backward(loss(twins.job.model, data(mesh.get_local_rank("dp"))))
+    loss(twins.plain, torch.cat([data(0), data(1)])).backward()
+    twins.job.clip(0.01)
+    nn.utils.clip_grad_norm_(twins.plain.parameters(), 0.01)
+    twins.same_gradients()
 
 
 @case("Gradient scale, which Adam hides", "arXiv 2506.14813")
 def gradient_scale(engine: Engine) -> None:
-    plain = mlp()
-    check_gradients(engine.prepare(copy.deepcopy(plain), adam), plain)
+    Twins(engine, make=adam).check_gradients()
 
 
 @case("Accumulation without synchronisation", "cosmos-framework#161")
 def accumulation(engine: Engine) -> None:
-    plain = mlp()
-    job = engine.prepare(copy.deepcopy(plain), sgd)
-    with job.unsynchronised():
-        backward(job)
-    check_gradients(job, plain, times=2)
+    twins = Twins(engine)
+    with twins.job.unsynchronised():
+        twins.forward_backward()
+    twins.check_gradients()
 
 
 @case("Misuse: optimizer step before gradients are synchronised", "cosmos-framework#162")
 def step_unsynchronised(engine: Engine) -> None:
-    plain = mlp()
-    job = engine.prepare(copy.deepcopy(plain), sgd)
-    with job.unsynchronised():
-        backward(job)
-        job.optimizer.step()
-    loss(plain, everyone()).backward()
-    sgd(plain.parameters()).step()
-    same(job.parameters(), values(plain), "value")
+    twins = Twins(engine)
+    with twins.job.unsynchronised():
+        twins.forward_backward()
+        twins.job.optimizer.step()
+    twins.oracle_step()
+    twins.same_values()
 
 
-@case("Frozen layer trained later", "pytorch#104148")
+@case("Frozen layer trained later", "pytorch#104148", against=("DDP",))
 def thawed(engine: Engine) -> None:
     plain = mlp()
     plain[0].requires_grad_(False)
-    job, theirs = engine.prepare(copy.deepcopy(plain), sgd), sgd(plain.parameters())
-    backward(job)
-    job.step()
-    loss(plain, everyone()).backward()
-    theirs.step()
-    theirs.zero_grad()
-    for p in (*job.model.parameters(), *plain.parameters()):
+    twins = Twins(engine, plain)
+    twins.train(1)
+    for p in (*twins.job.model.parameters(), *plain.parameters()):
         p.requires_grad_(True)
-    check_gradients(job, plain)
+    twins.check_gradients()
 
 
 @case("NaN on one rank only", "arXiv 2512.20345")
 def nan_on_one(engine: Engine) -> None:
-    job = engine.prepare(mlp(), sgd)
-    x = mine()
+    job, x = engine(mlp(), sgd), mine()
     if dist.get_rank():
         x[0, 0] = float("nan")
-    backward(job, x)
+    job.backward(loss(job.model, x))
     if not job.gradients()["0.weight"].isnan().any():
         raise DifferentError("the gradient has no NaN")
 
@@ -548,14 +516,14 @@ class WithMethod(nn.Sequential):
         return self(x).square().mean()  # type: ignore[no-any-return]
 
 
-@case("Misuse: a method other than the prepared module's forward", "TrainCheck, ddp-out-of-sync")
+@case("Misuse: a method other than the prepared module's forward", "TrainCheck's ddp-out-of-sync")
 def other_method(engine: Engine) -> None:
-    plain = mlp()
-    job = engine.prepare(WithMethod(*copy.deepcopy(plain)), sgd)
-    inner = job.model if hasattr(job.model, "loss") else job.model.module
-    job.backward(inner.loss(mine()))
-    loss(plain, everyone()).backward()
-    same(job.gradients(), grads(plain), "gradient")
+    twins = Twins(engine, mlp(kind=WithMethod))
+    model = twins.job.model
+    inner = model if hasattr(model, "loss") else model.module
+    twins.job.backward(inner.loss(mine()))
+    loss(twins.plain, twins.everyone()).backward()
+    twins.same_gradients()
 
 
 # Values -------------------------------------------------------------------------------------------
@@ -563,34 +531,27 @@ def other_method(engine: Engine) -> None:
 
 @case("Evaluation between two training steps", "pytorch#110139")
 def after_evaluation(engine: Engine) -> None:
-    plain = mlp()
-    job, theirs = engine.prepare(copy.deepcopy(plain), sgd), sgd(plain.parameters())
+    twins = Twins(engine)
     for _ in range(3):
-        with torch.no_grad():
-            close(loss(job.model, everyone()), loss(plain, everyone()), "loss")
-        backward(job)
-        job.step()
-        loss(plain, everyone()).backward()
-        theirs.step()
-        theirs.zero_grad()
-    same(job.parameters(), values(plain), "value")
+        twins.same_loss()
+        twins.check_steps(1)
 
 
-@case("Parameters kept gathered, and a step between", "set_reshard_after_backward of FSDP2")
+@case("Misuse: parameters kept gathered over a step, then a forward", "pytorch#137348")
 def kept_gathered(engine: Engine) -> None:
     engine.only_units()
-    plain = mlp()
-    job = engine.prepare(copy.deepcopy(plain), sgd)
-    job.model.set_reshard_after_backward(False)
-    theirs = sgd(plain.parameters())
-    for _ in range(2):
-        backward(job)
-        job.step()
-        loss(plain, everyone()).backward()
-        theirs.step()
-        theirs.zero_grad()
-    with torch.no_grad():
-        close(loss(job.model, everyone()), loss(plain, everyone()), "loss")
+    twins = Twins(engine)
+    twins.job.model.set_reshard_after_backward(False)
+    twins.train(2)
+    twins.same_loss()
+
+
+@case("Misuse: parameters kept gathered over a step, then read", "pytorch#144289")
+def kept_and_read(engine: Engine) -> None:
+    engine.only_units()
+    twins = Twins(engine)
+    twins.job.model.set_reshard_after_backward(False)
+    twins.check_steps(1)
 
 
 @case("Weights published after each step", "Megatron-LM#6336, verl#2424")
@@ -598,37 +559,30 @@ def published(engine: Engine) -> None:
     """A peer (another trainer, an inference engine) is sent the full state dict, and computes."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    plain, peer = mlp(), mlp()
-    job = engine.prepare(copy.deepcopy(plain), sgd)
-    theirs = sgd(plain.parameters())
+    twins, peer = Twins(engine), mlp()
+    options = StateDictOptions(full_state_dict=True)
     for _ in range(3):
-        backward(job)
-        job.step()
-        loss(plain, everyone()).backward()
-        theirs.step()
-        theirs.zero_grad()
+        twins.train(1)
         if engine.name == "DeepSpeed":  # has its own state dicts
-            state: dict[str, Any] = job.parameters()
+            state: dict[str, Any] = twins.job.parameters()
         else:
-            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            state = get_model_state_dict(job.model, options=options)
-        if dist.get_rank() == 0:
-            peer.load_state_dict({bare(n): v for n, v in state.items()})
-            with torch.no_grad():
-                close(loss(peer, everyone()), loss(plain, everyone()), "the peer's loss")
+            state = get_model_state_dict(twins.job.model, options=options)
+        held: list[Any] = [{bare(n): v for n, v in state.items()}]
+        dist.broadcast_object_list(held)
+        peer.load_state_dict(held[0])
+        twins.same_loss(peer, "the peer's loss")
 
 
 @case("Misuse: a cached state dict published after another step", "verl#7014")
 def published_late(engine: Engine) -> None:
     """A state dict follows the model; what it shows after a step is the new weights."""
-    plain = mlp()
-    job = engine.prepare(copy.deepcopy(plain), sgd)
+    twins = Twins(engine)
     if engine.name == "DeepSpeed":
         raise NotApplicableError
-    state = job.model.state_dict()
-    check_steps(job, plain)
+    state = twins.job.model.state_dict()
+    twins.train(2)
     found = {bare(n): whole(v) for n, v in state.items()}
-    same(found, values(plain), "value")
+    same(found, values(twins.plain), "value")
 
 
 # Ranks that differ --------------------------------------------------------------------------------
@@ -636,42 +590,39 @@ def published_late(engine: Engine) -> None:
 
 @case("Misuse: ranks with different initial weights", "torchtitan#166")
 def initial_weights(engine: Engine) -> None:
-    plain = mlp()
     torch.manual_seed(dist.get_rank())
-    job = engine.prepare(plain if dist.get_rank() == 0 else mlp(), sgd)
+    job = engine(mlp(), sgd)
     with torch.no_grad():
         loss(job.model, mine())
     torch.manual_seed(0)
     same(job.parameters(), values(mlp()), "value")
 
 
+class Skips(nn.Sequential):
+    """One rank goes through its first layer alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self[0](x) if dist.get_rank() else self[2](self[1](self[0](x)))
+        return result
+
+
 @case("A layer skipped on one rank", "pytorch#115607")
 def skipped_layer(engine: Engine) -> None:
-    class Skips(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = self.a(x) if dist.get_rank() else self.b(self.a(x))
-            return result
-
-    job = engine.prepare(Skips(), sgd)
-    backward(job)
+    job = engine(mlp(kind=Skips), sgd)
+    for _ in range(2):
+        job.backward(loss(job.model, mine()))
     found = job.gradients()
-    if not {"a.weight", "b.weight"} <= set(found):
+    if not {"0.weight", "2.weight"} <= set(found):
         raise DifferentError(f"only {sorted(found)} have gradients")
 
 
 def check_divided(engine: Engine, dropout: float, seeds: list[int], batches: list[Tensor]) -> None:
     """Gradients on two tensor-parallel ranks are those of one process, with one of the batches."""
-    mesh, rank = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), dist.get_rank()
-    plain = nn.Sequential(Block(dropout))
-    plan = {f"0.{name}": style for name, style in PLAN.items()}
-    job = engine.prepare(copy.deepcopy(plain), sgd, mesh=mesh, plan=plan)
+    rank, plan = dist.get_rank(), {f"0.{name}": style for name, style in PLAN.items()}
+    twins = Twins(engine, nn.Sequential(Block(dropout)), mesh=grid(1, 2, "dp", "tp"), plan=plan)
     torch.manual_seed(seeds[rank])
-    backward(job, batches[rank])
-    found, wrong = job.gradients(), []
+    twins.job.backward(loss(twins.job.model, batches[rank]))
+    found, plain, wrong = twins.job.gradients(), twins.plain, []
     for seed, batch in zip(seeds, batches, strict=True):
         plain.zero_grad()
         torch.manual_seed(seed)

@@ -6,9 +6,8 @@ import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,26 +35,69 @@ def bare(name: str) -> str:
     return name
 
 
+def is_one_unit(model: nn.Module) -> bool:
+    """Whether nothing below the model is sharded on its own, as tied parameters need it."""
+    return getattr(model, "one_unit", False)
+
+
 class Job:
     """A model, prepared by DDP, and its optimizer. Other engines override what differs."""
 
+    name = "DDP"
+    library = "torch"
+    """What it is imported from; its version is said."""
+    environment = ""
+    """Which of ``ENVIRONMENTS`` it needs, if not this one."""
     has_units = False
     """Whether the engine shards module by module, with FSDP2's interface."""
+    gathers_by_tensor = False
+    """Whether it documents FSDP2's protocol, by which a tensor says how it is gathered."""
 
-    def __init__(self, model: nn.Module, make: Make | None = None, **options: Any) -> None:
+    def __init__(
+        self, model: nn.Module, make: Make | None = None, clip: float = 0.0, **options: Any
+    ) -> None:
+        """``clip`` is the norm of :meth:`clipped_step`; for the rest see :meth:`prepare`."""
+        self.limit = clip
+        self.optimizer: Any = None
+        self.prepare(model, make, **options)
+
+    def prepare(self, model: nn.Module, make: Make | None, **options: Any) -> None:
         """Prepare ``model``, and the optimizer that ``make`` gives for its parameters.
 
         Options are ``mesh`` (replicate, shard) and, for tensor parallelism, ``plan`` with a mesh
         (dp, tp).
         """
         self.model: Any = self.wrap(model, **options)
-        self.optimizer: Any = make(self.model.parameters()) if make else None
+        if make is not None:
+            self.take(make(self.model.parameters()))
+
+    @classmethod
+    def versions(cls) -> str:
+        """What it is run with, here."""
+        importlib.import_module(cls.library)
+        own = "" if cls.library == "torch" else f"{cls.library} {version(cls.library)}, "
+        return f"{own}torch {torch.__version__}"
+
+    @classmethod
+    def only_units(cls) -> None:
+        """Leave a case that is about an interface like FSDP2's to those that have one."""
+        if not cls.has_units:
+            raise NotApplicableError
+
+    @staticmethod
+    def fully_shard(module: Any, **options: Any) -> Any:
+        """Shard one unit, where the engine does it unit by unit."""
+        raise NotApplicableError
 
     def wrap(self, model: nn.Module, mesh: DeviceMesh | None = None, plan: Any = None) -> Any:
         """The module to call."""
         if plan is not None:
             raise NotApplicableError
         return nn.parallel.DistributedDataParallel(model)
+
+    def take(self, optimizer: torch.optim.Optimizer) -> None:
+        """Use this optimizer from now on."""
+        self.optimizer = optimizer
 
     def backward(self, loss: Tensor) -> None:
         """The backward of a loss."""
@@ -70,10 +112,19 @@ class Job:
         """Clip gradients in the engine's own way and return their norm."""
         return nn.utils.clip_grad_norm_(self.model.parameters(), limit)
 
+    def clipped_step(self) -> Any:
+        """A step after clipping; the norm that the engine reports."""
+        norm = self.clip(self.limit)
+        self.step()
+        return norm
+
+    def scaler(self) -> Any:
+        """The gradient scaler that the engine's documentation names, with a scale of 4."""
+        return torch.amp.GradScaler("cpu", init_scale=4.0)
+
     def unsynchronised(self) -> AbstractContextManager[Any]:
         """A block whose backwards accumulate only."""
-        context: AbstractContextManager[Any] = self.model.no_sync()
-        return context
+        return cast("AbstractContextManager[Any]", self.model.no_sync())
 
     def parameters(self) -> dict[str, Tensor]:
         """Full values by name."""
@@ -88,6 +139,8 @@ class Job:
 class Fsdp1(Job):
     """FSDP1 with ``use_orig_params``, one unit a linear layer."""
 
+    name = "FSDP1"
+
     def wrap(self, model: nn.Module, mesh: DeviceMesh | None = None, plan: Any = None) -> Any:
         from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -96,7 +149,7 @@ class Fsdp1(Job):
             raise NotApplicableError
         return FullyShardedDataParallel(
             model,
-            auto_wrap_policy=None if hasattr(model, "tied") else ModuleWrapPolicy({nn.Linear}),
+            auto_wrap_policy=None if is_one_unit(model) else ModuleWrapPolicy({nn.Linear}),
             use_orig_params=True,
             device_id=torch.device("cpu"),
             device_mesh=mesh,
@@ -118,6 +171,11 @@ class Fsdp1(Job):
     def clip(self, limit: float) -> Any:
         return self.model.clip_grad_norm_(limit)
 
+    def scaler(self) -> Any:
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        return ShardedGradScaler("cpu", init_scale=4.0)
+
 
 @contextmanager
 def _accumulating(model: Any) -> Iterator[None]:
@@ -129,14 +187,15 @@ def _accumulating(model: Any) -> Iterator[None]:
 class Fsdp2(Job):
     """FSDP2 and what has its interface: a unit for each child, and the root."""
 
-    has_units = True
+    name = "FSDP2"
+    has_units = gathers_by_tensor = True
 
     def wrap(self, model: nn.Module, mesh: DeviceMesh | None = None, plan: Any = None) -> Any:
         options: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
         if plan is not None:
             assert mesh is not None
             options = {"mesh": mesh["dp"], **self.parallelize(model, mesh["tp"], plan)}
-        if not hasattr(model, "tied"):  # tied parameters belong to one unit
+        if not is_one_unit(model):
             for child in model.children():
                 if any(True for _ in child.parameters()):
                     self.fully_shard(child, **options)
@@ -151,7 +210,6 @@ class Fsdp2(Job):
 
     @staticmethod
     def fully_shard(module: Any, **options: Any) -> Any:
-        """The engine's own function."""
         from torch.distributed.fsdp import fully_shard
 
         return fully_shard(module, **options)
@@ -160,8 +218,16 @@ class Fsdp2(Job):
         return _accumulating(self.model)
 
 
+class Fsdp2OfNextTorch(Fsdp2):
+    """The same, of another torch."""
+
+    name, environment = "FSDP2 of torch 2.15", "torch-2.15"
+
+
 class Polyshard(Fsdp2):
     """polyshard with its own clipping."""
+
+    name = library = "polyshard"
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh, plan: Any) -> dict[str, Any]:
         from polyshard_tensor_parallel import Plan, TensorParallel
@@ -189,28 +255,26 @@ class Accelerate(Fsdp2):
     told that this is an FSDP job, as it would be on an accelerator.
     """
 
+    name = library = "accelerate"
+    environment = "libraries"
     has_units = False
 
-    def __init__(self, model: nn.Module, make: Make | None = None, **options: Any) -> None:
+    def prepare(self, model: nn.Module, make: Make | None, **options: Any) -> None:
         from accelerate import Accelerator, FullyShardedDataParallelPlugin
         from accelerate.utils import DistributedType
 
         if options:
             raise NotApplicableError  # it takes replicas on accelerators alone
-        if hasattr(model, "tied"):
-            wrapping: dict[str, Any] = {"auto_wrap_policy": "no_wrap"}
-        else:
-            wrapping = {
-                "auto_wrap_policy": "transformer_based_wrap",
-                "transformer_cls_names_to_wrap": ["Linear"],
-            }
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wrapping)
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="no_wrap" if is_one_unit(model) else "transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Linear"],
+        )
         self.accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
         state = self.accelerator.state
         state._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
         if make is None:
             self.model = self.accelerator.prepare(model)
-            self.optimizer = None
         else:
             optimizer = make(model.parameters())
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
@@ -222,16 +286,16 @@ class Accelerate(Fsdp2):
         return self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
 
     def unsynchronised(self) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = self.accelerator.no_sync(self.model)
-        return context
+        return cast("AbstractContextManager[Any]", self.accelerator.no_sync(self.model))
 
 
 class Lightning(Fsdp2):
     """Lightning's Fabric with ``ModelParallelStrategy``, whose function is FSDP2's wrapping."""
 
+    name, library, environment = "Lightning", "lightning", "libraries"
     has_units = False
 
-    def __init__(self, model: nn.Module, make: Make | None = None, **options: Any) -> None:
+    def prepare(self, model: nn.Module, make: Make | None, **options: Any) -> None:
         from lightning.fabric import Fabric
         from lightning.fabric.strategies import ModelParallelStrategy
 
@@ -242,8 +306,7 @@ class Lightning(Fsdp2):
         def parallelize(module: nn.Module, made: DeviceMesh) -> nn.Module:
             if plan is not None:
                 Fsdp2.parallelize(self, module, made["tensor_parallel"], plan)
-            wrapped: nn.Module = Fsdp2.wrap(self, module, mesh=made["data_parallel"])
-            return wrapped
+            return cast("nn.Module", Fsdp2.wrap(self, module, mesh=made["data_parallel"]))
 
         ranks = dist.get_world_size()
         tensor_parallel = mesh["tp"].size() if mesh is not None and plan is not None else 1
@@ -256,9 +319,11 @@ class Lightning(Fsdp2):
         )
         self.fabric.launch()
         self.model = self.fabric.setup(model)
-        self.optimizer = None
         if make is not None:
-            self.optimizer = self.fabric.setup_optimizers(make(self.model.parameters()))
+            self.take(make(self.model.parameters()))
+
+    def take(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = self.fabric.setup_optimizers(optimizer)
 
     def backward(self, loss: Tensor) -> None:
         self.fabric.backward(loss)
@@ -267,14 +332,15 @@ class Lightning(Fsdp2):
         return self.fabric.clip_gradients(self.model, self.optimizer, max_norm=limit)
 
     def unsynchronised(self) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = self.fabric.no_backward_sync(self.model)
-        return context
+        return cast("AbstractContextManager[Any]", self.fabric.no_backward_sync(self.model))
 
 
 class DeepSpeed(Job):
-    """DeepSpeed with ZeRO-3. Its engine owns backward, step and accumulation."""
+    """DeepSpeed with ZeRO-3. Its engine owns backward, step, clipping and accumulation."""
 
-    def __init__(self, model: nn.Module, make: Make | None = None, **options: Any) -> None:
+    name, library, environment = "DeepSpeed", "deepspeed", "libraries"
+
+    def prepare(self, model: nn.Module, make: Make | None, **options: Any) -> None:
         import deepspeed  # type: ignore[import-not-found]
 
         if options:
@@ -282,6 +348,7 @@ class DeepSpeed(Job):
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
         config = {
             "train_micro_batch_size_per_gpu": 4,
+            "gradient_clipping": self.limit,  # by default it clips to a norm of 1
             "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
@@ -297,8 +364,15 @@ class DeepSpeed(Job):
     def step(self) -> None:
         self.model.step()
 
-    def clip(self, limit: float) -> Any:
-        raise NotApplicableError  # in its configuration, when it is made
+    def clipped_step(self) -> Any:
+        self.model.step()
+        return self.model.get_global_grad_norm()
+
+    def take(self, optimizer: torch.optim.Optimizer) -> None:
+        raise NotApplicableError  # it takes one when it is made
+
+    def scaler(self) -> Any:
+        raise NotApplicableError  # it scales losses itself, in fp16
 
     def unsynchronised(self) -> AbstractContextManager[Any]:
         raise NotApplicableError  # not with ZeRO-3
@@ -318,72 +392,26 @@ class DeepSpeed(Job):
         return {n: g.clone() for n, g in found.items() if g is not None}
 
 
-@dataclass(frozen=True)
-class Engine:
-    """A column of the table."""
-
-    name: str
-    job: type[Job]
-    library: str = "torch"
-    """What it is imported from; its version is said."""
-    torch_minor: str = ""
-    """The torch it is about, where that is not the one of this environment."""
-
-    def prepare(self, model: nn.Module, make: Make | None = None, **options: Any) -> Job:
-        """Shard ``model`` as the engine's documentation says."""
-        return self.job(model, make, **options)
-
-    def fully_shard(self, module: Any, **options: Any) -> Any:
-        """Shard one unit, where the engine does it unit by unit."""
-        self.only_units()
-        assert issubclass(self.job, Fsdp2)
-        return self.job.fully_shard(module, **options)
-
-    def only_units(self) -> None:
-        """Leave a case that is about an interface like FSDP2's to those that have one."""
-        if not self.job.has_units:
-            raise NotApplicableError
-
-    def why_not(self) -> str:
-        """Why it cannot run in this environment, if it cannot."""
-        if not torch.__version__.startswith(self.torch_minor):
-            return f"this is torch {torch.__version__}; give --python '{self.name}=PATH'"
-        try:
-            importlib.import_module(self.library)
-        except ImportError as error:
-            return f"{error}; give --python '{self.name}=PATH'"
-        return ""
-
-    @property
-    def versions(self) -> str:
-        """What it was run with."""
-        own = "" if self.library == "torch" else f"{self.library} {version(self.library)}, "
-        return f"{own}torch {torch.__version__}"
+ENVIRONMENTS = {
+    "libraries": ("torch==2.13.0", "numpy", "accelerate", "lightning", "deepspeed", "setuptools"),
+    "torch-2.15": ("torch==2.15.0", "numpy"),
+}
+"""What is installed where this environment does not have it."""
 
 
+Engine = type[Job]
 ENGINES: tuple[Engine, ...] = (
-    Engine("polyshard", Polyshard, "polyshard"),
-    Engine("FSDP2", Fsdp2),
-    Engine("FSDP2 of torch 2.15", Fsdp2, torch_minor="2.15"),
-    Engine("accelerate", Accelerate, "accelerate"),
-    Engine("Lightning", Lightning, "lightning"),
-    Engine("DeepSpeed", DeepSpeed, "deepspeed"),
-    Engine("FSDP1", Fsdp1),
-    Engine("DDP", Job),
+    *(Polyshard, Fsdp2, Fsdp2OfNextTorch, Accelerate, Lightning, DeepSpeed, Fsdp1, Job),
 )
+NOT_RUN = {
+    "Megatron-FSDP": "megatron-fsdp 0.6.1 calls `torch.cuda.current_device()` while it shards: "
+    "`AssertionError: Torch not compiled with CUDA enabled`",
+}
 
 
 def as_launched(rank: int, ranks: int) -> None:
     """Set what a launcher sets, which accelerate, Lightning and DeepSpeed read."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-        "TORCHELASTIC_RUN_ID": "silent",
-        "ACCELERATE_USE_CPU": "true",
-        "DS_ACCELERATOR": "cpu",
-    }
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "silent"}
+    os.environ |= {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from benchmarks.silent.__main__ import PAGE, RESULTS, classify, page
+from benchmarks.silent import __main__ as main
+from benchmarks.silent.__main__ import PAGE, load, page, run
 from benchmarks.silent.cases import CASES
-from benchmarks.silent.engines import ENGINES
+from benchmarks.silent.engines import ENGINES, ENVIRONMENTS
+from benchmarks.silent.run import classify
 
 
 @pytest.mark.parametrize(
@@ -21,8 +24,10 @@ from benchmarks.silent.engines import ENGINES
         ([(0, "off", "", ["said"]), (1, "off", "", [])], "reports"),
         ([(0, "off", "", ["OMP_NUM_THREADS"]), (1, "off", "", [])], "silently wrong"),
         ([(0, "off", "", []), (1, "", "ValueError: x", [])], "refuses"),
+        ([(0, "off", "", []), (1, "", "RuntimeError: Connection closed", [])], "silently wrong"),
+        ([(0, "off", "", [])], "silently wrong"),
         ([(0, "", "-", [])], "-"),
-        ([(0, "", "", []), (-1, "", "", [])], "hangs"),
+        ([(0, "", "", [])], "hangs"),
     ],
 )
 def test_verdicts(answers: list[tuple[int, str, str, list[str]]], verdict: str) -> None:
@@ -30,42 +35,44 @@ def test_verdicts(answers: list[tuple[int, str, str, list[str]]], verdict: str) 
 
 
 def test_every_case_is_in_the_table() -> None:
-    engines = json.loads(RESULTS.read_text())["engines"]
-    assert list(engines) == [engine.name for engine in ENGINES]
-    assert all(list(found.get("cells", CASES)) == list(CASES) for found in engines.values())
+    results = load()
+    assert list(results) == [engine.name for engine in ENGINES]
+    assert all(list(found.get("cells", CASES)) == list(CASES) for found in results.values())
 
 
 def test_polyshard_is_never_silently_wrong() -> None:
-    cells = json.loads(RESULTS.read_text())["engines"]["polyshard"]["cells"]
+    cells = load()["polyshard"]["cells"]
     assert {cell["verdict"] for cell in cells.values()} <= {"right", "refuses", "reports"}
-    assert len(cells) >= 30
+    assert len(cells) >= 36
 
 
 def test_the_page_is_made_of_the_results() -> None:
-    assert PAGE.read_text() == page(json.loads(RESULTS.read_text()))
+    assert PAGE.read_text() == page(load())
 
 
-def test_an_engine_may_have_a_python_of_its_own() -> None:
-    command = [sys.executable, "-m", "benchmarks.silent", "--case=parameter_twice"]
-    found = subprocess.run(
-        [*command, "--engine=DDP", f"--python=DDP={sys.executable}"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    (line,) = found.stdout.splitlines()
-    assert line.startswith("DDP ")
-    assert "refuses" in line
+def test_what_cannot_be_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENVIRONMENTS, "libraries", ("./no-such-folder",))
+    monkeypatch.setattr(main, "ROOT", tmp_path)
+    accelerate = next(engine for engine in ENGINES if engine.name == "accelerate")
+    run(accelerate, tmp_path / "results.json", [])
+    assert "pip" in json.loads((tmp_path / "results.json").read_text())["not_run"]
 
 
-def test_cells_are_run_in_ranks_of_their_own() -> None:
-    command = [sys.executable, "-m", "benchmarks.silent", "--case", "optimizer_before"]
-    found = subprocess.run(
-        [*command, "--engine", "polyshard", "--engine", "FSDP2"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    ours, theirs = found.stdout.splitlines()
-    assert "refuses" in ours
-    assert "silently wrong" in theirs
+def test_cells_are_run_in_ranks_of_their_own(tmp_path: Path) -> None:
+    engines = ["--engine=polyshard", "--engine=FSDP2", f"--results={tmp_path}"]
+    command = [sys.executable, "-m", "benchmarks.silent", "--case=optimizer_before", *engines]
+    subprocess.run(command, check=True)
+    results = load(tmp_path)
+    assert results["polyshard"]["cells"]["optimizer_before"]["verdict"] == "refuses"
+    assert results["FSDP2"]["cells"]["optimizer_before"]["verdict"] == "silently wrong"
+
+
+def test_cells_that_were_run_are_kept(tmp_path: Path) -> None:
+    ddp = next(engine for engine in ENGINES if engine.name == "DDP")
+    kept = {case: {"verdict": "hangs", "output": case} for case in CASES if case != "other_state"}
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps({"cells": kept}))
+    run(ddp, file, [])
+    cells = json.loads(file.read_text())["cells"]
+    assert cells.pop("other_state")["verdict"] == "refuses"
+    assert cells == kept

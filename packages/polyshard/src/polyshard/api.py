@@ -15,7 +15,6 @@ from polyshard._torch.newer import warn_if_untested
 from polyshard._torch.private import tag_managed_module
 from polyshard.agreement.meeting import reporting
 from polyshard.engine.collect import (
-    TIE,
     Collector,
     check_modules,
     move_to_device,
@@ -26,6 +25,7 @@ from polyshard.engine.initial_values import initial_values
 from polyshard.engine.plans import audiences
 from polyshard.engine.root import group_names, unit_of
 from polyshard.engine.state_dict import StateDictHooks
+from polyshard.engine.ties import adopt_shared, mark
 from polyshard.engine.unit import Unit
 from polyshard.errors import AlreadyShardedError, SettingError, UnsupportedError
 from polyshard.group.group import GroupSetup, ParameterGroup
@@ -162,8 +162,9 @@ def fully_shard(
         move_to_device(modules, collector, roles)
         sources = collector.sources(modules)
         _plan_groups(unit, sources, collector.stack)
-        _shard(unit, sources)
-        unit.initial_values = initial_values(unit.groups, sources)
+        made = tuple(unit.groups)
+        _shard(unit, sources, collector)
+        unit.initial_values = initial_values(made, sources)
     return module
 
 
@@ -253,18 +254,16 @@ def _block_size(unit: Unit, roles: MeshRoles) -> int | None:
     return wanted
 
 
-def _shard(unit: Unit, sources: Sequence[Source]) -> None:
+def _shard(unit: Unit, sources: Sequence[Source], collector: Collector) -> None:
     for group in unit.groups:
-        if group.block_size is not None:
-            # A backend that splits groups off needs every rank of the world, and a forward may be
-            # that of one pipeline stage. So the group is made here, and remembered.
-            group.transport.block(group.block_size)
+        group.set_block(group.block_size)
     for group in unit.groups:
-        group.shard()
+        mark(group, group.shard(), collector.terms)
     for source in sources:
-        setattr(source.parameter, TIE, f"'{unit.name}'")
         for owner in source.owners:
             tag_managed_module(owner.module)
+    for group in adopt_shared(unit, collector.shared):
+        group.set_block(_block_size(unit, group.roles))
     StateDictHooks(unit)
     hooks = UnitHooks(unit)
     hooks.attach()

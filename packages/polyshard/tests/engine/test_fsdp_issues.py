@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import random
-import warnings
 import weakref
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from toy_models import assert_same_parameters, build, full, loss_of, shard, tokens_for
 from toy_units import Tree, states
@@ -385,37 +383,6 @@ def test_names_that_begin_alike(rank: int, size: int) -> None:
         assert plans[f"blocks.{index}"] == expected
     assert set().union(*plans.values()) == own
     loss_of(model, tokens_for(0, rank)).backward()
-
-
-@pytest.mark.xfail(reason="the optimizer holds gathered parameters, and nothing says so")
-@ranks(2)
-def test_an_optimizer_built_while_parameters_are_gathered(rank: int, size: int) -> None:
-    """pytorch#149205: after a forward without a backward the root holds unsharded parameters."""
-    model: Any = fully_shard(nn.Linear(4, 4, bias=False))
-    model(torch.ones(1, 4))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        model.zero_grad()
-        model(torch.ones(1, 4)).sum().backward()
-        before = full(model.weight.detach())
-        optimizer.step()
-    assert caught or not torch.equal(full(model.weight.detach()), before)
-
-
-@pytest.mark.xfail(reason="modules hold gathered parameters until the next forward frees them")
-@ranks(2)
-def test_parameters_after_a_step_are_those_that_were_stepped(rank: int, size: int) -> None:
-    """Weights that are published from ``parameters()`` while a unit is kept gathered."""
-    model: Any = nn.Linear(4, 4, bias=False)
-    before = model.weight.detach().clone()
-    fully_shard(model).set_reshard_after_backward(False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    (weight,) = model.parameters()
-    value = weight.full_tensor() if isinstance(weight, DTensor) else weight
-    assert torch.equal(value, before - 0.1)
 
 
 @ranks(2)

@@ -15,7 +15,7 @@ from toy_models import full
 
 from polyshard import MixedPrecisionPolicy, describe, fully_shard
 from polyshard.engine.root import unit_of
-from polyshard.errors import IneffectiveSettingWarning, ModuleError
+from polyshard.errors import IneffectiveSettingWarning
 from polyshard_testing import World, ranks
 
 STEPS = 3
@@ -293,15 +293,6 @@ def test_recurrent_modules(rank: int, size: int) -> None:
         assert a.grad is not None
         assert b.grad is not None
         torch.testing.assert_close(full(a.grad), b.grad)
-
-
-@ranks(2)
-def test_ties_across_units_are_refused_when_sharding(rank: int, size: int) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
-    fully_shard(model[0])
-    with pytest.raises(ModuleError, match=r"weight.*took already.*one list"):
-        fully_shard(model[1])
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0, 3.0, 8.0])

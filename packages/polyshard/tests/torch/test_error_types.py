@@ -84,14 +84,6 @@ def on_meta(engine: Engine) -> None:
     engine(module)(torch.ones(1, 4))
 
 
-def tied(engine: Engine) -> None:
-    model = two()
-    model[1].weight = model[0].weight
-    engine(model[0])
-    engine(model[1])
-    engine(model)(torch.ones(1, 4))
-
-
 def forward_method(engine: Engine) -> None:
     module = engine(layer())
     ours = isinstance(module, polyshard.FSDPModule)
@@ -156,7 +148,6 @@ MISUSES: dict[str, Callable[[Engine], Any]] = {
     "backward prefetch of one": lambda e: e(layer()).set_modules_to_backward_prefetch([layer()]),
     "reset of an inner unit": inner_reset,
     "forward on meta": on_meta,
-    "tied over units": tied,
     "a method that is not there": forward_method,
     "a shared context of others": shared_context,
 }

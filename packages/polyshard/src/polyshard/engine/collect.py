@@ -14,6 +14,7 @@ from polyshard._torch.engine_state import is_replicated
 from polyshard._torch.newer import told_by_spmd_types
 from polyshard._torch.private import has_fsdp_protocol, local_tensor
 from polyshard.engine.root import unit_of
+from polyshard.engine.ties import Shared, Terms, shared
 from polyshard.errors import ModuleError, PluginError, SettingError, UnsupportedError
 from polyshard.params.parameter import Form, Owner, Source
 from polyshard.plugins.discovery import for_dtensors
@@ -27,9 +28,6 @@ from polyshard.sharding.layout import chunk_bounds
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.sharding.placement import Placed, PlacementFunction, resolve_placement, shard_shape
 from polyshard.sharding.rows import is_local_part, placements_of_rows
-
-TIE = "_polyshard_unit_name"
-"""Set on an original parameter when a unit takes it, so that a tie across units is seen at once."""
 
 
 def check_modules(modules: Sequence[nn.Module]) -> None:
@@ -113,6 +111,9 @@ class Collector:
         self._placement = placement
         self.stack = stack
         """The plugins of the unit, with the one that was found for ``DTensor`` s if any was."""
+        self._given = stack.lines()
+        self.shared: list[Shared] = []
+        """What :meth:`sources` left to units that took it before."""
 
     def takes(self, parameter: nn.Parameter) -> bool:
         """Whether the unit takes ``parameter`` if one of its modules registers it."""
@@ -130,12 +131,21 @@ class Collector:
                 if owner not in owners.setdefault(id(parameter), []):
                     owners[id(parameter)].append(owner)
                 found.setdefault(id(parameter), (f"{prefix}{name}", parameter))
-        for fqn, parameter in found.values():
-            _check_untied(fqn, parameter)
+        for key, (fqn, parameter) in list(found.items()):
+            at = shared(fqn, parameter, tuple(owners[key]), self.terms(parameter))
+            if at is not None:
+                self.shared.append(at)
+                del found[key]
         peeled = [self._peel(*found[key], tuple(owners[key])) for key in found]
         if any(isinstance(one.value, DTensor) for one in peeled) and self._find_tensor_parallel():
             peeled = [self._peel(*found[key], tuple(owners[key])) for key in found]
         return [self._source(one) for one in peeled]
+
+    def terms(self, parameter: nn.Parameter) -> Terms:
+        """What another call that shares ``parameter`` must say too."""
+        param = self._policy.param_dtype or parameter.dtype
+        reduce = self._policy.reduce_dtype or param
+        return Terms(self._roles.describe(), self._roles.key, param, reduce, self._given)
 
     def _find_tensor_parallel(self) -> bool:
         """Have the installed plugin take what is a ``DTensor`` still; whether there is one."""
@@ -271,16 +281,6 @@ def _check_shardable(fqn: str, value: Tensor) -> None:
             f"'{fqn}' is a DTensor already ({value.placements} on {value.device_mesh}). Sharding "
             "it once more over the data-parallel mesh needs a plugin for tensor parallelism "
             "(polyshard-tensor-parallel)."
-        )
-
-
-def _check_untied(fqn: str, parameter: nn.Parameter) -> None:
-    taken_by = getattr(parameter, TIE, None)
-    if taken_by is not None:
-        raise ModuleError(
-            f"'{fqn}' shares its values with a parameter that unit {taken_by} took already. Tied "
-            "parameters must be in one unit: pass both modules as one list to fully_shard, or "
-            "leave both to the unit that contains them."
         )
 
 

@@ -1,14 +1,21 @@
-"""Optimizers beside the engine: how often they step, and what they miss.
+"""Optimizers beside the engine: how often they step, what they miss, and what they make stale.
 
 [Note: steps that train nothing]
-Two mistakes leave a step of an optimizer without effect, and torch says nothing of either. An
-optimizer that was built before ``fully_shard`` holds the parameters that were replaced: they get no
-gradients any more. And gradients that wait to be reduced are not in ``.grad``: a step passes them
-by, and the next one that finds them uses them as if they were of its own batch. The engine refuses
-the first, where the optimizer steps, and warns of the second.
+Three mistakes leave a step of an optimizer without effect, and torch reports none of them. An
+optimizer that was built before ``fully_shard`` holds the parameters that were replaced, and one
+that was built while parameters were gathered holds unsharded ones: neither get gradients that last
+until the step. And gradients that wait to be reduced are not in ``.grad``: a step passes them by,
+and the next one that finds them uses them as if they were of its own batch. The engine refuses the
+first two, where the optimizer steps, and warns of the third.
 
 Replaced parameters are freed as soon as nothing holds them, so a model whose optimizer came later
 is not searched for: the garbage collector is asked only where one of them is still alive.
+
+[Note: steps and gathered parameters]
+A step changes shards, so unsharded parameters of the same group hold old values after it. Modules
+would show them in ``parameters()`` until the next forward, for example to code that publishes
+weights. So the group is freed before the step. All ranks free the same groups, since they gathered
+the same ones and step the same optimizers. Within a backward, the end of the iteration frees them.
 """
 
 from __future__ import annotations
@@ -20,7 +27,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from polyshard._torch.untraced import untraced
 from polyshard.errors import LifecycleError, warn
@@ -45,6 +55,48 @@ def watch_steps(turn: Turn, groups: Iterable[ParameterGroup]) -> None:
             warn(_left_waiting(optimizer, held, known))
 
     weakref.finalize(turn, register_optimizer_step_post_hook(after_step).remove)
+
+
+def prepare_steps(turn: Turn, groups: Iterable[ParameterGroup]) -> None:
+    """Before optimizers step, free what they make stale; refuse those that hold what was gathered.
+
+    Called once a root. See [Note: steps and gathered parameters].
+    """
+    root, every = weakref.ref(turn), weakref.WeakSet(groups)
+    seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[ParameterGroup]]]]
+    seen = weakref.WeakKeyDictionary()  # what each steps, and of how many parameters it was found
+
+    @untraced
+    def before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        del args, kwargs
+        turn, count = root(), sum(len(given["params"]) for given in optimizer.param_groups)
+        if turn is None:
+            return
+        if optimizer not in seen or seen[optimizer][0] != count:
+            held = {id(p) for given in optimizer.param_groups for p in given["params"]}
+            _refuse_gathered(optimizer, held, every)
+            stepped = [weakref.ref(g) for g in every if any(True for _ in _held_of(g, held))]
+            seen[optimizer] = count, stepped
+        if not (turn.in_forward or turn.in_backward):
+            for reference in seen[optimizer][1]:
+                group = reference()
+                if group is not None and not group.is_sharded and group.is_trained:
+                    group.reshard()
+
+    weakref.finalize(turn, register_optimizer_step_pre_hook(before_step).remove)
+
+
+def _refuse_gathered(
+    optimizer: Optimizer, held: Set[int], groups: Iterable[ParameterGroup]
+) -> None:
+    found = sorted(name for group in groups for name in group.unsharded_names(held))
+    if found:
+        raise LifecycleError(
+            f"this {type(optimizer).__name__} was built while parameters were gathered and holds "
+            f"{len(found)} unsharded ones ({_some(found)}): their gradients go to the sharded "
+            "parameters, and a step would not change the model. Build the optimizer right after "
+            "fully_shard(), or call reshard() on the model before."
+        )
 
 
 def _held_of(group: ParameterGroup, held: Set[int]) -> Iterator[str]:

@@ -9,8 +9,9 @@ from functools import partial
 from torch import nn
 
 from polyshard.agreement.meeting import reporting
-from polyshard.engine.optimizers import refuse_replaced
+from polyshard.engine.optimizers import prepare_steps, refuse_replaced
 from polyshard.engine.plans import audiences, compare_plans
+from polyshard.engine.ties import check_contained
 from polyshard.engine.unit import Unit, UnitWatch
 from polyshard.errors import LifecycleError, SettingError
 from polyshard.group.group import ParameterGroup
@@ -64,11 +65,14 @@ def initialize_root(root: Unit) -> None:
     try:
         with reporting(partial(audiences, root.roles.mesh)):
             _check_fresh(root, found)
+            check_contained(root, (unit for _, _, unit in found))
             substitutes = _substitutes(found)
             _gather_below(root, found, keep_memory=substitutes.keys())
             compare_plans(root.roles, root.context.units)
             _put_back(substitutes)
-        refuse_replaced(group for unit in root.context.units for group in unit.groups)
+        groups = [group for unit in root.context.units for group in unit.groups]
+        refuse_replaced(groups)
+        prepare_steps(root.context.turn, groups)
     except BaseException:
         root.context.units.clear()
         for unit, is_root, context in before:

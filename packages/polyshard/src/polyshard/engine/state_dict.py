@@ -17,6 +17,9 @@ from polyshard.group.group import ParameterGroup
 from polyshard.params.parameter import ShardedParameter
 from polyshard.plugins.seams import StateDictAdapter
 
+Owned = tuple[str, ShardedParameter, ParameterGroup]
+"""The name under which a module registers a parameter, and the parameter's group."""
+
 
 class StateDictHooks:
     """What happens around ``state_dict`` and ``load_state_dict`` of a unit's modules."""
@@ -25,7 +28,7 @@ class StateDictHooks:
         """Register with every module that owns a parameter of ``unit``."""
         self._unit = unit
         self._adapted: dict[ShardedParameter, Adapted] = {}
-        self._owned: dict[nn.Module, list[tuple[str, ShardedParameter, ParameterGroup]]] = {}
+        self._owned: dict[nn.Module, list[Owned]] = {}
         for group in unit.groups:
             for parameter in group.shards.parameters:
                 for owner in parameter.owners:
@@ -45,6 +48,10 @@ class StateDictHooks:
     def _has_adapters(self) -> bool:
         return any(group.contributions.adapters for group in self._unit.groups)
 
+    def _held(self, module: nn.Module) -> list[Owned]:
+        """Of what ``module`` registers: what has not moved to another unit."""
+        return [owned for owned in self._owned[module] if owned[2] in self._unit.groups]
+
     def _reshard(self, *args: object, **kwargs: object) -> None:
         del args, kwargs
         try:
@@ -58,7 +65,7 @@ class StateDictHooks:
     ) -> None:
         del rest
         self._unit.reshard()
-        for name, parameter, group in self._owned[module]:
+        for name, parameter, group in self._held(module):
             adapters = group.contributions.adapters
             if adapters and prefix + name in state_dict:
                 _refuse_itself(parameter, state_dict[prefix + name], adapters)
@@ -80,7 +87,7 @@ class StateDictHooks:
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: object
     ) -> None:
         del rest
-        for name, parameter, group in self._owned[module]:
+        for name, parameter, group in self._held(module):
             for adapter in group.contributions.adapters:
                 value = state_dict[prefix + name]
                 found = adapter.on_save(parameter.info, value)
@@ -88,8 +95,8 @@ class StateDictHooks:
 
     def adapted(self) -> Iterator[tuple[int, Adapted]]:
         """Parameters with adapters, by the ``id`` of every object that is one of them now."""
-        for module, owned in self._owned.items():
-            for name, parameter, group in owned:
+        for module in self._owned:
+            for name, parameter, group in self._held(module):
                 if not group.contributions.adapters:
                     continue
                 if parameter not in self._adapted:

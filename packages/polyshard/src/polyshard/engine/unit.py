@@ -117,6 +117,8 @@ class Unit:
         self.policy = policy
         self.name = ", ".join(type(module).__name__ for module in modules)
         self.groups: list[ParameterGroup] = []
+        self.borrowed: list[ParameterGroup] = []
+        """Groups of units beside it that its modules use. See [Note: shared parameters]."""
         self.initial_values: tuple[InitialValues, ...] = ()  # until ranks have compared them
         self.watch: UnitWatch | None = None
         self.context = RootContext()
@@ -190,12 +192,13 @@ class Unit:
                 self.context.post_backward(group)
 
     def end_step(self) -> None:
-        """Free what was prefetched for nothing.
+        """Free what was prefetched for nothing, and what optimizers changed in this backward.
 
         A gather still under way would read shards that the optimizer is about to change.
         """
         for group in self.groups:
-            is_freed = group.reshard_after_backward or group.state is State.GATHERING
+            is_stale = group.made_at_step != self.context.turn.steps
+            is_freed = group.reshard_after_backward or is_stale or group.state is State.GATHERING
             if is_freed and group.state is not State.SHARDED:
                 group.reshard()
             if group.block_size is not None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
@@ -44,7 +44,7 @@ from polyshard.group.gradients import Gradients
 from polyshard.group.traffic import Meter
 from polyshard.memory.pages import PagePool
 from polyshard.memory.streams import Lanes
-from polyshard.params.parameter import Source, Told
+from polyshard.params.parameter import Owner, Source, Told
 from polyshard.params.protocol_shards import ProtocolShards
 from polyshard.params.sharded import Shards
 from polyshard.plugins.contributions import GATHER_CODEC, LANDING, REDUCE_CODEC
@@ -196,8 +196,12 @@ class ParameterGroup:
         self.promised_at_step: int | None = None  # see [Note: kept parameters]
         self._stale, self._is_outdated, self.keeps_memory = True, False, False
 
-    def shard(self) -> None:
-        """Cut the parameters and register their sharded forms; called once, when all plans hold."""
+    def shard(self) -> Sequence[Source]:
+        """Cut the parameters and register their sharded forms; called once, when all plans hold.
+
+        Returns:
+            What was cut; not kept here.
+        """
         if uses_protocol(self._sources):
             self.shards = ProtocolShards(self._sources, self._layout, self.roles)
         else:
@@ -205,7 +209,23 @@ class ParameterGroup:
             self.shards = Shards(self._sources, self._layout, self.roles, self._storage, rest)
         self.gradients = Gradients(self.shards, self.setup.stack.transforms)
         self._originals = [weakref.ref(source.parameter) for source in self._sources]
-        self._sources = ()  # the full parameters may go now
+        sources, self._sources = self._sources, ()  # the full parameters may go now
+        return sources
+
+    def index_of(self, original: nn.Parameter) -> int | None:
+        """Which of its parameters ``original`` was, until :meth:`take_originals`."""
+        found = (i for i, held in enumerate(self._originals) if held() is original)
+        return next(found, None)
+
+    def add_owners(self, index: int, owners: tuple[Owner, ...]) -> None:
+        """Have modules of other units register the parameter at ``index`` too."""
+        self.reshard()
+        self.shards.add_owners(index, owners)
+        self._stale = self._is_outdated = True
+
+    def users(self) -> set[nn.Module]:
+        """Modules that register any of its parameters."""
+        return {owner.module for p in self.shards.parameters for owner in p.owners}
 
     def take_originals(self) -> list[weakref.ref[nn.Parameter]]:
         """What was sharded, parameter by parameter, if it is still alive; forgotten here."""
@@ -361,6 +381,17 @@ class ParameterGroup:
         """Whether nothing is gathered or on the way."""
         return self.state is State.SHARDED
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether any parameter is not frozen."""
+        return any(p.parameter.requires_grad for p in self.shards.parameters)
+
+    def unsharded_names(self, identities: Set[int]) -> list[str]:
+        """Names of the parameters whose unsharded forms are among those with these identities."""
+        leaves = () if self._generation is None else self._generation.leaves
+        every = zip(self.shards.parameters, leaves, strict=False)
+        return [p.info.fqn for p, leaf in every if id(leaf) in identities]
+
     def differs(self) -> Tensor:
         """Whether this rank's shard is not what is unsharded (a 0-dim bool)."""
         found = self.prepare().gather.differs(self.shards.fetch)
@@ -428,13 +459,17 @@ class ParameterGroup:
         if self._generation is not None and self.is_sharded and not keep:
             self._generation.buffer.release()
 
-    def end_block(self) -> None:
-        """Have no block keep the parameters between forward and backward from now on."""
-        if self.block_size is not None:
+    def set_block(self, size: int | None) -> None:
+        """Have blocks of ``size`` ranks, or none, keep parameters between forward and backward."""
+        if size != self.block_size:
             self.reshard()
             self.drop_block()
-            self.block_size = None
+            self.block_size = size
             self._stale = self._is_outdated = True
+        if size is not None:
+            # A backend that splits groups off needs every rank of the world, and a forward may be
+            # that of one pipeline stage. So the group is made here, and remembered.
+            self.transport.block(size)
 
     def set_comms(self, comms: CustomComms) -> None:
         """Have the user's own objects move bytes, where there are any and more than one rank."""

@@ -127,7 +127,7 @@ class ScheduleSettings(Access):
         for unit in self._units(recurse):
             unit.reshard_after_forward = reshard_after_forward
             for group in unit.groups:
-                group.end_block()
+                group.set_block(None)
 
     @override
     def set_reshard_after_backward(

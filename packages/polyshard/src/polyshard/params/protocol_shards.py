@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from polyshard._torch.private import Watched
 from polyshard.params.parameter import ShardedParameter, Source
 from polyshard.params.sharded import Shards
 from polyshard.plugins.builtin import DeviceStorage
@@ -70,6 +71,10 @@ class ProtocolShards(Shards):
             if getattr(padded, name, None) is None:
                 setattr(padded, name, value)
         return padded
+
+    @override
+    def _new_watched(self) -> list[Watched]:
+        return []  # see have_moved()
 
     @override
     def have_moved(self) -> bool:

@@ -34,7 +34,7 @@ from polyshard._torch.private import (
 )
 from polyshard.errors import LifecycleError, ModuleError
 from polyshard.memory.own_storage import Home, own_storage
-from polyshard.params.parameter import Registry, ShardedParameter, Source
+from polyshard.params.parameter import Owner, Registry, ShardedParameter, Source
 from polyshard.plugins.seams import ShardStorage, overrides
 from polyshard.sharding.layout import GroupLayout, ParameterLayout
 from polyshard.sharding.mesh import MeshRoles
@@ -128,6 +128,13 @@ class Shards:
 
     def _new_registry(self) -> Registry:
         return Registry((p.owners, p.parameter) for p in self.parameters)
+
+    def add_owners(self, index: int, owners: tuple[Owner, ...]) -> None:
+        """Register the parameter at ``index`` with more modules."""
+        self.parameters[index].owners += owners
+        self.registry = self._new_registry()
+        self.registry.register()
+        self._watched = self._new_watched()
 
     @property
     def dtype(self) -> torch.dtype:
