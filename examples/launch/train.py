@@ -36,9 +36,10 @@ import polyshard_resilience
 from polyshard import fully_shard
 from polyshard_checkpoint import Checkpoints, TrainingState
 
-ROWS = 12  # of a step's batch, on all ranks together
+ROWS = 96  # of a step's batch, on all ranks together
 WIDTH, CLASSES = 33, 7
 TRY_AGAIN = 75
+MISTAKE = 64  # EX_USAGE: the same again would fail the same way
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -133,7 +134,10 @@ def train(settings: Settings) -> bool:
     """
     rank, ranks, here = dist.get_rank(), dist.get_world_size(), device()
     if ROWS % ranks:
-        raise ValueError(f"{ranks} ranks cannot share {ROWS} rows evenly; start a divisor of them.")
+        print(
+            f"{ranks} ranks cannot share {ROWS} rows evenly; start a divisor of them.", flush=True
+        )
+        sys.exit(MISTAKE)
     torch.set_num_threads(1)  # kernels cut work by threads, and launchers give other numbers
     model = build().to(here)
     mesh = init_device_mesh(here.type, (ranks,))

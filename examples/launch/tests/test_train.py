@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 from launch_ranks import (
+    MISTAKE,
     PAUSE,
     SCRIPT,
     STEPS,
@@ -85,5 +86,5 @@ def test_asked_to_leave_all_save_and_go_on_later(
 
 
 def test_ranks_that_cannot_share_a_batch_are_refused(tmp_path: Path) -> None:
-    assert by_hand(5, tmp_path) == [1] * 5
-    assert "5 ranks cannot share 12 rows evenly" in (tmp_path / "log").read_text()
+    assert by_hand(5, tmp_path) == [MISTAKE] * 5
+    assert "5 ranks cannot share 96 rows evenly" in (tmp_path / "log").read_text()

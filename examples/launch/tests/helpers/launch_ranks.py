@@ -21,6 +21,7 @@ STEPS = 40
 PAUSE = "--pause=0.15"
 """So that a run takes long enough for something to happen to it."""
 TRY_AGAIN = 75
+MISTAKE = 64
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,8 @@ AROUND = Table(
             "torch.nn.utils.clip_grad_norm_",
             Verdict.REWRITTEN,
             "`polyshard.clip_grad_norm_`, in files that shard something",
-            "It returns a plain tensor: drop `.full_tensor()`.",
+            "It returns a plain tensor: drop `.full_tensor()`. It sums in another order than "
+            "torch's, so clipped steps differ in the last bits; torch's works too, on one mesh.",
         ),
         Term("torch.distributed.checkpoint", TORCH, "works as before"),
         Term(
@@ -93,7 +94,6 @@ AROUND = Table(
 
 GUIDE = Guide(
     "FSDP2",
-    "Only the import changes; losses are bitwise the same. Parameters shared between units are "
-    "refused.",
+    "Only the import changes, and losses are bitwise the same, but for clipping (see below).",
     (NAMES, KEYWORDS, METHODS, AROUND),
 )
