@@ -30,6 +30,7 @@ nox.options.reuse_venv = "yes"
 GATE = ["lint", "typecheck", "docs", "build"]
 nox.options.sessions = [*GATE, *nightly_parts(changed_paths()), "tests"]
 
+PAGES = ("README.md", "CONTRIBUTING.md", "docs", *map(str, Path().glob("p*/*/README.md")))
 ROOT = Path(__file__).parent
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 TORCH = os.environ.get("POLYSHARD_TORCH", "torch==2.13.0")
@@ -112,7 +113,8 @@ def lint(session: nox.Session) -> None:
     session.run("python", "tools/check_layout.py")
     session.run("python", "tools/addresses.py", "--check")
     session.run("python", "tools/check_api.py")
-    session.run("python", "tools/check_prose.py")
+    session.run("python", "tools/check_prose.py")  # our list; proselint has no sentence cap
+    session.run("proselint", "check", "--config", "tools/proselint.json", *PAGES)
     sources = os.pathsep.join(f"{folder}/src" for folder in FOLDERS)
     session.run("lint-imports", env={"PYTHONPATH": sources})  # reads files, imports nothing
 
