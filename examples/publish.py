@@ -33,7 +33,7 @@ def generate(trainer: Connection) -> None:
         trainer.send(server.address)
         for version in range(STEPS):
             inputs = trainer.recv()
-            receiver.wait(version, timeout_seconds=60)
+            receiver.wait(version, timeout_seconds=300)
             with receiver.serving() as served, torch.no_grad():
                 answer = functional_call(model, dict(served.tensors), inputs)
             trainer.send((served.version, answer.tolist()))  # no tensor: it would go with us
@@ -47,6 +47,7 @@ def main() -> None:
     address: list[str] = [""]
     if dist.get_rank() == 0:
         context.Process(target=generate, args=(theirs,), daemon=True).start()
+        theirs.close()  # so that its end is noticed here
         address = [generator.recv()]
     dist.broadcast_object_list(address)
 

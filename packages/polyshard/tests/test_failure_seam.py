@@ -86,8 +86,8 @@ def test_a_handler_comes_before_anything_is_sharded() -> None:
     """Groups keep the handler that there was; a late one is refused with what to do."""
     script = """
 import torch, polyshard, polyshard_resilience
-store = torch.distributed.HashStore()
-torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+from torch.testing._internal.distributed.fake_pg import FakeStore
+torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 polyshard.fully_shard(torch.nn.Linear(2, 2))
 polyshard_resilience.enable()
 """

@@ -15,14 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING
 
+import torch.distributed as dist
 from typing_extensions import override
 
 from polyshard.errors import LifecycleError
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 
 class Kind(Enum):
@@ -172,12 +169,12 @@ def handle_failures(current: Callable[[], FailureHandler]) -> None:
     """Have ``current`` return the handler of the default process group from now on.
 
     Raises:
-        LifecycleError: after something was sharded, whose groups keep the handler before.
+        LifecycleError: after something was sharded among ranks, whose groups keep the handler.
     """
     registry = _registry()
     if registry.current is current:
         return
-    if registry.is_used:
+    if registry.is_used and dist.is_initialized() and dist.get_world_size() > 1:
         raise LifecycleError(
             "a model was sharded before failures were to be handled, and its groups would not take "
             "part. Call polyshard_resilience.enable() on every rank before fully_shard."

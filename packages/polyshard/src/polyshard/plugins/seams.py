@@ -223,7 +223,7 @@ class Around(Generic[P]):
     Attributes:
         make: gives the spec that is used in place of the one it is given, for one group. It raises
             :class:`polyshard.errors.PluginError` where it cannot go around that, and returns the
-            very spec that it was given to stay out.
+            same spec to stay out.
     """
 
     make: Callable[[P], P]
