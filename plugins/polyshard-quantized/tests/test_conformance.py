@@ -21,6 +21,8 @@ EVERYTHING = Exclusions(min_ndim=0, min_numel=0)
 
 
 class TestInt8(PluginConformance):
+    kept_share = 3.5  # the workspace, which all groups share
+
     tolerance = 0.55 / 127  # half a scale; the kit takes 4 for the largest value of its gradients
 
     @pytest.fixture
@@ -29,6 +31,8 @@ class TestInt8(PluginConformance):
 
 
 class TestFloat8(PluginConformance):
+    kept_share = 3.5  # the workspace, which all groups share
+
     tolerance = 1 / 16
 
     @pytest.fixture
@@ -38,6 +42,8 @@ class TestFloat8(PluginConformance):
 
 
 class TestInt4Gradients(PluginConformance):
+    kept_share = 3.5  # the workspace, which all groups share
+
     tolerance = 0.55 / 7
 
     @pytest.fixture
