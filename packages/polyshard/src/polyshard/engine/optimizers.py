@@ -20,6 +20,7 @@ the same ones and step the same optimizers. Within a backward, the end of the it
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -31,6 +32,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from polyshard._torch.untraced import untraced
 from polyshard.errors import LifecycleError, warn
@@ -54,7 +56,7 @@ def watch_steps(turn: Turn, groups: Iterable[ParameterGroup]) -> None:
             turn.steps += 1
             warn(_left_waiting(optimizer, held, known))
 
-    weakref.finalize(turn, register_optimizer_step_post_hook(after_step).remove)
+    _keep_while(turn, register_optimizer_step_post_hook(after_step))
 
 
 def prepare_steps(turn: Turn, groups: Iterable[ParameterGroup]) -> None:
@@ -83,7 +85,7 @@ def prepare_steps(turn: Turn, groups: Iterable[ParameterGroup]) -> None:
                 if group is not None and not group.is_sharded and group.is_trained:
                     group.reshard()
 
-    weakref.finalize(turn, register_optimizer_step_pre_hook(before_step).remove)
+    _keep_while(turn, register_optimizer_step_pre_hook(before_step))
 
 
 def _refuse_gathered(
@@ -164,3 +166,16 @@ def refuse_replaced(groups: Iterable[ParameterGroup]) -> None:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+@functools.cache
+def _retired() -> list[RemovableHandle]:
+    """Hooks of roots that are gone. A root may go in the middle of a step, while torch iterates."""
+    return []
+
+
+def _keep_while(turn: Turn, handle: RemovableHandle) -> None:
+    """Keep a hook while ``turn`` lives; it is removed when the next one is registered."""
+    while _retired():
+        _retired().pop().remove()
+    weakref.finalize(turn, _retired().append, handle)
