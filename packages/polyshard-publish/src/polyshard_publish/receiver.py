@@ -362,8 +362,8 @@ class ReceiverServer:
                     answer = {"error": type(found).__name__, "message": str(found)}
                 if answer is not None:
                     wire.send("answer", answer)
-        except (OSError, PublishError, ValueError):
-            pass  # the other end has withdrawn the version, or `close` took the file from the read
+        except (OSError, PublishError):
+            pass  # the other end has withdrawn the version, or this one was closed
         finally:
             self.receiver.abandon(session.nonce)
             self._wires.discard(wire)

@@ -103,10 +103,11 @@ class Wire:
             OSError: when the other end is gone.
             PublishError: when it sends something else.
         """
-        first = self._file.read(_SIZES.size)
-        if not first:
+        first = bytearray(_SIZES.size)
+        count = self._read_into(first)
+        if not count:
             return None
-        if len(first) < _SIZES.size:
+        if count < _SIZES.size:
             raise ConnectionResetError("the other end hung up")
         magic, text_bytes, content_bytes = _SIZES.unpack(first)
         if magic != MAGIC:
@@ -128,9 +129,15 @@ class Wire:
 
     def _exactly(self, count: int) -> bytearray:
         found = bytearray(count)
-        if self._file.readinto(found) < count:
+        if self._read_into(found) < count:
             raise ConnectionResetError("the other end hung up")
         return found
+
+    def _read_into(self, found: bytearray) -> int:
+        try:
+            return self._file.readinto(found)
+        except ValueError as error:  # `close`, from another thread
+            raise ConnectionResetError("this end closed the connection") from error
 
     def ask(
         self, kind: str, head: Mapping[str, Any], content: Iterable[Buffer] = ()

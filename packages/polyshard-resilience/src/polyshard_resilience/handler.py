@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -59,32 +58,12 @@ def enable() -> None:
 
 def current_handler() -> FailureHandler:
     """That of the default process group; core's where there is no other rank to tell."""
-    alarm = current_alarm()
-    return _without_ranks() if alarm.board is None else _handlers().of(alarm)
+    return _handler_of(current_alarm())
 
 
-@functools.cache
-def _without_ranks() -> FailureHandler:
-    return FailureHandler()
-
-
-class _Handlers:
-    """One for each alarm."""
-
-    def __init__(self) -> None:
-        self._made: weakref.WeakKeyDictionary[Alarm, AlarmHandler] = weakref.WeakKeyDictionary()
-
-    def of(self, alarm: Alarm) -> AlarmHandler:
-        """The alarm's; made if need be."""
-        made = self._made.get(alarm)
-        if made is None:
-            made = self._made[alarm] = AlarmHandler(alarm)
-        return made
-
-
-@functools.cache
-def _handlers() -> _Handlers:
-    return _Handlers()
+@functools.lru_cache(maxsize=1)
+def _handler_of(alarm: Alarm) -> FailureHandler:
+    return FailureHandler() if alarm.board is None else AlarmHandler(alarm)
 
 
 class AlarmHandler(FailureHandler):

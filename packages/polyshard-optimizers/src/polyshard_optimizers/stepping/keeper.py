@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -48,26 +48,3 @@ class OptimizerKeeper(ABC):
     @abstractmethod
     def is_pinned(self, parameter: Tensor) -> bool:
         """Whether the state of a parameter that is part of it has to stay in its memory."""
-
-
-@runtime_checkable
-class Undoable(Protocol):
-    """An optimizer that keeps more than ``optimizer.state`` shows.
-
-    An attempt (of polyshard-resilience) that failed writes parameters, state and settings of its
-    optimizers back to what they were. What a plugin keeps of a model is
-    put back through ``polyshard_plugin_state``.
-    """
-
-    @property
-    def polyshard_steps_early(self) -> bool:
-        """Whether parameters change before ``step()`` is called: in backward."""
-        ...
-
-    def polyshard_undo(self) -> None:
-        """Let go of a step that failed.
-
-        After this, values are written back into parameters, and ``optimizer.state`` gets new
-        tensors, with the values that those in it had.
-        """
-        ...

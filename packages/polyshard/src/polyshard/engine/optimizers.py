@@ -23,8 +23,9 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,12 +33,42 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.hooks import RemovableHandle
 
 from polyshard._torch.untraced import untraced
 from polyshard.errors import LifecycleError, warn
 from polyshard.group.group import ParameterGroup
 from polyshard.program.freshness import Turn
+
+Calls = weakref.WeakKeyDictionary[Turn, Callable[[Optimizer], None]]
+
+
+class _Hooks:
+    """What roots do at steps of any optimizer, by their turns.
+
+    torch knows two hooks for the process, which stay: one for each root would have to be removed
+    when the root goes, which may be in the middle of a step, while torch iterates over hooks.
+    """
+
+    def __init__(self) -> None:
+        """Register with torch."""
+        self.before: Calls = weakref.WeakKeyDictionary()
+        self.after: Calls = weakref.WeakKeyDictionary()
+        for register, calls in (
+            (register_optimizer_step_pre_hook, self.before),
+            (register_optimizer_step_post_hook, self.after),
+        ):
+            register(untraced(partial(_call_all, calls)))
+
+
+def _call_all(calls: Calls, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    del args, kwargs
+    for call in list(calls.values()):
+        call(optimizer)
+
+
+@functools.cache
+def _hooks() -> _Hooks:
+    return _Hooks()
 
 
 def watch_steps(turn: Turn, groups: Iterable[ParameterGroup]) -> None:
@@ -47,16 +78,14 @@ def watch_steps(turn: Turn, groups: Iterable[ParameterGroup]) -> None:
     """
     counted, known = weakref.ref(turn), weakref.WeakSet(groups)
 
-    @untraced
-    def after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-        del args, kwargs
+    def after_step(optimizer: Optimizer) -> None:
         turn = counted()
         held = {id(p) for given in optimizer.param_groups for p in given["params"]}
         if turn is not None and any(True for group in known for _ in _held_of(group, held)):
             turn.steps += 1
             warn(_left_waiting(optimizer, held, known))
 
-    _keep_while(turn, register_optimizer_step_post_hook(after_step))
+    _hooks().after[turn] = after_step
 
 
 def prepare_steps(turn: Turn, groups: Iterable[ParameterGroup]) -> None:
@@ -68,9 +97,7 @@ def prepare_steps(turn: Turn, groups: Iterable[ParameterGroup]) -> None:
     seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[ParameterGroup]]]]
     seen = weakref.WeakKeyDictionary()  # what each steps, and of how many parameters it was found
 
-    @untraced
-    def before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-        del args, kwargs
+    def before_step(optimizer: Optimizer) -> None:
         turn, count = root(), sum(len(given["params"]) for given in optimizer.param_groups)
         if turn is None:
             return
@@ -85,7 +112,7 @@ def prepare_steps(turn: Turn, groups: Iterable[ParameterGroup]) -> None:
                 if group is not None and not group.is_sharded and group.is_trained:
                     group.reshard()
 
-    _keep_while(turn, register_optimizer_step_pre_hook(before_step))
+    _hooks().before[turn] = before_step
 
 
 def _refuse_gathered(
@@ -166,16 +193,3 @@ def refuse_replaced(groups: Iterable[ParameterGroup]) -> None:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-@functools.cache
-def _retired() -> list[RemovableHandle]:
-    """Hooks of roots that are gone. A root may go in the middle of a step, while torch iterates."""
-    return []
-
-
-def _keep_while(turn: Turn, handle: RemovableHandle) -> None:
-    """Keep a hook while ``turn`` lives; it is removed when the next one is registered."""
-    while _retired():
-        _retired().pop().remove()
-    weakref.finalize(turn, _retired().append, handle)

@@ -247,8 +247,8 @@ class Undoable(Protocol):
     """An optimizer that keeps more than ``optimizer.state`` shows.
 
     An attempt (of polyshard-resilience) that failed writes parameters, state and settings of its
-    optimizers back to what they were. What a plugin keeps of a model is
-    put back through ``polyshard_plugin_state``.
+    optimizers back to what they were. What a plugin keeps of a model is put back through
+    ``polyshard_plugin_state``.
     """
 
     @property
