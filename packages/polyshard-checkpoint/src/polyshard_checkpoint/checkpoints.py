@@ -322,8 +322,8 @@ class Checkpoints:
         ranks, planner = self._ranks, CheckpointPlanner()
         if manifest.missing:
             raise CheckpointError(
-                f"'{path}' is what some ranks were left to save: {'; '.join(manifest.missing)}. "
-                "torch.distributed.checkpoint loads tensors that are whole; go on from a whole one."
+                f"'{path}' has the state of some ranks only: {'; '.join(manifest.missing)}. "
+                "torch.distributed.checkpoint cannot load it; resume from a complete checkpoint."
             )
 
         def begin() -> tuple[CheckpointReader, Entries, tuple[str, ...]]:

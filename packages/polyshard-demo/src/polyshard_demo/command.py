@@ -71,7 +71,7 @@ def _ranks(given: int | None, engine: EngineName) -> int:
 
 def _output_of_auto(out: Path | None) -> Path:
     if out is None:
-        raise DemoError("--resume auto goes on in a directory of its own: give it as --out")
+        raise DemoError("--resume auto needs a directory of its own: give it as --out")
     return out
 
 

@@ -153,15 +153,15 @@ class Settings:
         Path | None,
         _option(
             OUTPUT,
-            "Folder for what each rank does when, every step, a file per "
-            "rank and one of all, for Perfetto and `polyshard trace`.",
+            "Folder for timelines of every step, a file per rank and one "
+            "of all, for Perfetto and `polyshard trace`.",
         ),
     ] = None
     page: Annotated[
         bool,
         _option(
             OUTPUT,
-            "Write report.html in the end: what happened beside what was predicted.",
+            "Write report.html at the end: measured and predicted figures.",
             "--page/--no-page",
         ),
     ] = True

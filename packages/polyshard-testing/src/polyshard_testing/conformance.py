@@ -205,7 +205,7 @@ class PluginConformance(CodecConformance):
                 found = adapter.on_load(info, adapter.on_save(info, given))
                 assert found.dtype == kept.dtype
                 assert torch.equal(found, kept)
-                assert torch.equal(given, kept), "on_save changed what it was given"
+                assert torch.equal(given, kept), "on_save changed its argument"
 
     # Training ---------------------------------------------------------------------------------
 

@@ -198,7 +198,7 @@ class Attempt(Generic[T]):
         is_shared = len(scope.ranks) > 1 and open_board(scope.ranks) is not None
         if is_shared and not isinstance(failure_handler(), AlarmHandler):
             raise LifecycleError(
-                "an attempt needs ranks that hear of each other's failures. Call "
+                "an attempt needs ranks that report failures to each other. Call "
                 "polyshard_resilience.enable() on every rank before fully_shard."
             )
         self._groups = groups
@@ -361,20 +361,18 @@ def _message(verdict: Verdict, *, is_final: bool) -> str:
     if is_final:
         return (
             f"{failed}. Optimizers had begun to step, and undo_steps=False keeps "
-            "nothing to go back to: weights of different ranks may belong to different steps. Load "
-            "the last checkpoint."
+            "no earlier state: weights of different ranks may belong to different steps. Load the "
+            "last checkpoint."
         )
-    text = f"{failed}. Every rank is where it was before the attempt"
+    text = f"{failed}. Every rank has the state from before the attempt"
     if verdict.kind is Kind.GONE:
         return (
-            f"{text}, and no step is possible any more. Save what is left "
-            "(Checkpoints.save_survivors) and start the job again."
+            f"{text}, and no further step is possible. Save the remaining state "
+            "(Checkpoints.save_survivors) and restart the job."
         )
     if verdict.kind is Kind.OUT_OF_MEMORY:
-        text += (
-            ": go on with a smaller micro-batch, as polyshard_resilience.attempts(sizes=...) does"
-        )
+        text += ": use a smaller micro-batch, as polyshard_resilience.attempts(sizes=...) does"
         if verdict.left == DISAGREED:
             return f"{text}. Ranks were given different numbers of sizes; give all the same."
         return f"{text}."
-    return f"{text}: catch AttemptError on every rank to go on, with another batch say."
+    return f"{text}: catch AttemptError on every rank to continue, with another batch say."
