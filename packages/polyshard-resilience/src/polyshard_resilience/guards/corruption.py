@@ -153,10 +153,10 @@ class Corruption:
             window.close()
 
     def rebase(self) -> None:
-        """What weights and state hold now is right: call it after writes that torch does not count.
+        """Accept the current weights and state: call it after writes that torch does not count.
 
-        Also the way to go on after a ``CorruptionError`` without loading a checkpoint. It reads
-        what an open window watches, and asks no other rank.
+        It also lets training continue after a ``CorruptionError`` without loading a checkpoint. It
+        reads the tensors of open windows, and does not communicate.
         """
         self._resting = self._look_at_rest()
         for window in self._windows:

@@ -92,7 +92,7 @@ def attempts(
     also: Sequence[Stateful] = (),
     undo_steps: bool = True,
 ) -> Iterator[Attempt[T]]:
-    """One step, tried with each of ``sizes`` until the memory of every rank suffices.
+    """Try one step with each of ``sizes`` until the memory of every rank suffices.
 
     Example::
 
@@ -103,21 +103,21 @@ def attempts(
                 optimizer.step()
                 optimizer.zero_grad()
 
-    When memory runs out on any rank, of a device or of the host, all ranks are put back to before
-    the block and go on to the next size. Any other failure raises as :func:`attempt` does, and so
-    does the last size. What follows the block in the body of the loop runs after each trial: see
+    When any rank runs out of memory, of a device or of the host, all ranks return to the state
+    before the block and try the next size. Any other failure raises as :func:`attempt` does, and so
+    does the last size. Code after the block in the body of the loop runs after each trial: see
     :attr:`Attempt.succeeded`.
 
     Args:
-        model: as of :func:`attempt`.
-        optimizers: as there.
-        sizes: what to try, largest first; as many on every rank. They mean what you make of them.
-        also: as there.
-        undo_steps: as there.
+        model: as in :func:`attempt`.
+        optimizers: as in :func:`attempt`.
+        sizes: values to try, largest first; the same number on every rank. Their meaning is yours.
+        also: as in :func:`attempt`.
+        undo_steps: as in :func:`attempt`.
 
     Raises:
-        SettingError: as there, or without sizes.
-        LifecycleError: when a trial was not entered.
+        SettingError: as :func:`attempt`, or without sizes.
+        LifecycleError: if a trial was not entered.
     """
     if not sizes:
         raise SettingError("attempts(sizes=()): there is nothing to try.")
