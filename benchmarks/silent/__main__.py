@@ -147,9 +147,10 @@ Each engine is used as its documentation says ([engines.py](../../benchmarks/sil
 - †: the engine's documentation rules out this use.
 
 No engine can make most rows of misuse right. The best answer there is an error or a warning. The
-name of an engine links to the output of all its cells. accelerate uses FSDP2 on accelerators only,
-so its state is told that this is an FSDP job. Lightning is `Fabric` with `ModelParallelStrategy`,
-and DeepSpeed is ZeRO-3.
+name of an engine links to the output of all its cells. polyshard runs with
+`polyshard_resilience.enable()`, as in the README; without it the skipped layer hangs, as in FSDP2.
+accelerate uses FSDP2 on accelerators only, so its state is told that this is an FSDP job. Lightning
+is `Fabric` with `ModelParallelStrategy`, and DeepSpeed is ZeRO-3.
 
 Of [TrainCheck's list](https://arxiv.org/abs/2506.14813), rows that name it belong to sharded
 training. Out of scope are hardware that corrupts transfers (pytorch#84803, #96600, Baichuan2#86),

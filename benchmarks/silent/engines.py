@@ -250,7 +250,7 @@ class Fsdp2OfNextTorch(Fsdp2):
 
 
 class Polyshard(Fsdp2):
-    """polyshard with its own clipping."""
+    """polyshard with its own clipping, and with ``enable()`` before sharding as in the README."""
 
     name = library = "polyshard"
 
@@ -264,7 +264,9 @@ class Polyshard(Fsdp2):
     @staticmethod
     def fully_shard(module: Any, **options: Any) -> Any:
         import polyshard
+        import polyshard_resilience
 
+        polyshard_resilience.enable()
         return polyshard.fully_shard(module, **options)
 
     def clip(self, limit: float) -> Any:
