@@ -57,7 +57,7 @@ def compare_plans(roles: MeshRoles, units: Sequence[Unit]) -> None:
     Raises:
         PlanMismatchError: on every rank.
     """
-    plans = [plan_of(group) for unit in units for group in unit.groups]
+    plans = [plan_of(g, frees=unit.reshards_in_training) for unit in units for g in unit.groups]
     wide = ranks_of(roles, units)
     notes = notes_of(value for unit in units for value in unit.initial_values)
     programs = [line for plan in plans for line in plan.program_lines()]  # what follows from plans
