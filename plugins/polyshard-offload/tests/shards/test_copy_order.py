@@ -32,7 +32,7 @@ CORE = (
     "polyshard.group.group",
     "polyshard.engine.unit",
 )
-HOST_MEMORY = ("settle", "synchronize", "ENTRY", "kept += (frame.total", "kept += (gradient")
+HOST_MEMORY = ("settle", "synchronize", "ENTRY", "kept += (frame.total")
 """What statements of core say that are there for shards and gradients on the host."""
 
 MUTANTS = [
@@ -62,7 +62,7 @@ ELSEWHERE = {
     ("TierStorage.hold", "self.norms.hold(parameters, self._shard)"): NAMED_ALIKE,
     ("TierStorage.place_gradient", "self.norms.record(gradient, placed)"): NAMED_ALIKE,
     ("StagingState.copy", "self.copied.append(host)"): REUSED,
-    ("Reducer._move", "frame.kept += (gradient,)"): REUSED,
+    ("_keep_sum", "frame.kept += (frame.total,)"): REUSED,
 }
 """Mutants that no step of this test fails, and why."""
 

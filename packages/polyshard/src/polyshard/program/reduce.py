@@ -19,9 +19,10 @@ waited for.
 
 [Note: departures]
 A storage that takes gradients off the device copies them: beside the computation, on the lane of
-the last transfer, where what makes a gradient of the sum runs as well. The sum's memory goes back
-when the reduction is joined. Two things keep this on the compute lane, after the join: a user's
-hook on sums and a codec. So does a storage for which the host has to wait (a file).
+the last transfer, where what makes a gradient of the sum runs as well. Where nothing else uses the
+sum, its memory is that lane's, and goes back there once the copy is launched. Two things keep this
+on the compute lane, after the join: a user's hook on sums and a codec. So does a storage for which
+the host has to wait (a file).
 """
 
 from __future__ import annotations
@@ -393,25 +394,38 @@ class Reducer:
         if self._coder is not None:
             self._send_payloads(self._coder, averaging, key, parts, is_seen=is_seen)
         else:
-            self._send_rows(averaging, key, parts, is_seen=is_seen)
+            departure = self._departure(key, settings)
+            self._send_rows(averaging, key, parts, departure, is_seen=is_seen)
         if self._codec is not None:
             self._keep(self._codec, parts)
 
-    def _send_rows(self, averaging: Averaging, key: Key, parts: _Parts, *, is_seen: bool) -> None:
-        """Each piece from where it is."""
+    def _send_rows(
+        self,
+        averaging: Averaging,
+        key: Key,
+        parts: _Parts,
+        departure: Lane,
+        *,
+        is_seen: bool,
+    ) -> None:
+        """Each piece from where it is. See [Note: departures]."""
         wire, packing, route, codec = key.wire, self._packing, self._sums, self._codec
+        leaves = departure is Lane.REDUCE
         prepare = route.prepare if overrides(route.prepare, ReduceRoute.prepare) else None
 
         def pack(frame: Frame) -> None:
             sources = averaging.sources_of(frame.gradients, wire)
             frame.gradients = {}  # what was cast is not needed any more
-            frame.total = self._new_total(frame, is_seen=is_seen)
+            if not leaves:
+                frame.total = self._new_total(frame, is_seen=is_seen)
             if codec is not None:
                 codec.begin(frozenset(sources))
             pieces, frame.packed = packing.pieces(sources, wire)
             frame.pieces = pieces if prepare is None else prepare(pieces)
 
         def scatter(frame: Frame) -> None:
+            if leaves:  # memory of this lane's, which alone uses it
+                frame.total = self._new_total(frame, is_seen=is_seen)
             frame.pending = route.start(frame.pieces, packing.piece_outs(frame.total))
 
         def sent(present: frozenset[int]) -> Traffic:
@@ -645,6 +659,8 @@ class Reducer:
         total, held = (Memory.TOTAL,), (Memory.HELD,)
         lane = self._departure(key, settings)
         ops = parts.complete if lane is Lane.COMPUTE else parts.issue
+        if lane is Lane.REPLICA:
+            ops.append(Op("keep sum", _keep_sum, lane, total))
         if averaging.after != 1.0:
             scale = partial(_scale, averaging.after)
             ops.append(Op("scale", scale, lane, total, total))
@@ -678,7 +694,6 @@ class Reducer:
         return lane if is_ours else Lane.COMPUTE
 
     def _cast(self, frame: Frame) -> None:
-        frame.kept += (frame.total,)
         frame.total = self._placing.cast(frame.total)
 
     def _hold(self, frame: Frame) -> bool:
@@ -707,7 +722,6 @@ class Reducer:
     def _move(self, frame: Frame) -> None:
         """Next to the resting shard; the storage's first answer is looked at."""
         gradient, begin = frame.total, time.perf_counter()
-        frame.kept += (gradient,)
         placed = self._storage.place_gradient(gradient)
         if self._watch is not None and self._is_moved:
             self._watch.staged("place", gradient.nbytes, time.perf_counter() - begin)
@@ -757,6 +771,10 @@ class Reducer:
             self._totals.drop()  # gradients live elsewhere: this would be a second copy of them
         else:
             self._totals.keep_only_if_used_by(total)
+
+
+def _keep_sum(frame: Frame) -> None:
+    frame.kept += (frame.total,)
 
 
 def _let_go(frame: Frame) -> None:
