@@ -60,7 +60,7 @@ def _mesh(spec: Spec, place: Place) -> DeviceMesh:
 
 
 def _options(spec: Spec, policy: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found = dict(spec.keywords)
     if spec.bf16:
         found["mp_policy"] = policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if spec.keep:
