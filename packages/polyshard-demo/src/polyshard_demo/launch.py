@@ -26,6 +26,7 @@ def launch(settings: Settings) -> None:
 
     Raises:
         DemoError: Settings, text or checkpoint cannot be used; found before any rank starts.
+        PlanError: A plugin refuses its settings, or is not installed; likewise.
         RankError: A rank died. The others have been ended; nothing is left running.
     """
     if "RANK" in os.environ:
@@ -39,6 +40,7 @@ def launch(settings: Settings) -> None:
 
 def check(settings: Settings) -> None:
     """Find in this process, with a short message, what every rank would trip over."""
+    from polyshard_cli.plan.request.plugins import offloading, quantizing
     from polyshard_demo.checkpoint import find_source
     from polyshard_demo.plugins import slot_sampler
     from polyshard_demo.text import Windows, load_corpus
@@ -46,6 +48,10 @@ def check(settings: Settings) -> None:
 
     if find_spec("matplotlib") is None:
         raise DemoError("matplotlib is missing; pip install matplotlib")
+    if settings.quantize:
+        quantizing(settings.quantize)
+    if settings.offload:
+        offloading(settings.offload)
     corpus = load_corpus(settings.text, settings.sequence)
     check_output(settings)
     if settings.reproducible:

@@ -4,7 +4,7 @@ Shapes in this file: B sequences, T bytes per sequence, D width, H heads, K = D 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from polyshard_demo.settings import PresetName
+from polyshard_demo.settings import PresetName, Settings
 
-__all__ = ["PRESETS", "Block", "LanguageModel", "ModelSettings", "Rotary"]
+__all__ = ["PRESETS", "Block", "LanguageModel", "ModelSettings", "Rotary", "shape_of"]
 
 INITIAL_STD = 0.02
 
@@ -58,6 +58,16 @@ PRESETS: Final[Mapping[PresetName, ModelSettings]] = MappingProxyType(
         "medium": ModelSettings(width=768, layers=12, heads=12, hidden=2048),
     }
 )
+
+
+def shape_of(settings: Settings) -> ModelSettings:
+    """The shape that the options of a run ask for."""
+    return replace(
+        PRESETS[settings.preset],
+        sequence=settings.sequence,
+        tied=settings.tied,
+        dropout=settings.dropout,
+    )
 
 
 class LanguageModel(nn.Module):

@@ -42,7 +42,7 @@ class Spec:
         formats: of weights and of gradients on the wire; empty: their own dtype.
         offload: tiers, by what rests there.
         plugins: formats without a direction, installed plugins, and ``module:object``.
-        keywords: more of ``fully_shard``'s, which no name says.
+        keywords: more of ``fully_shard``'s, which no name says; ``plugins`` join the others.
     """
 
     name: str
