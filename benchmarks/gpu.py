@@ -122,7 +122,7 @@ def step_table(case: Case) -> Table:
         ways = {name: lambda _, step=step: seconds(step, device) for name, step in steps.items()}
         samples = in_turns(ways, case.steps, case.warmup)
         counts = {name: count(step) for name, step in steps.items()}
-    rows = [
+    rows: Table = [
         {
             "engine": name,
             "step ms": 1e3 * median(samples[name]),

@@ -15,7 +15,6 @@ from dataclasses import asdict
 from functools import partial
 from statistics import median
 
-import torch
 import torch.distributed as dist
 
 from benchmarks.harness import Found, command, in_turns, paired, run_ranks
@@ -47,16 +46,11 @@ def time_engines(case: Case, names: list[str]) -> Found:
 
 
 def measure_memory(case: Case, name: str) -> dict[str, int]:
-    """Resident bytes of one rank: the peak of a few steps of one engine alone, and before them.
-
-    Before: with torch and the process group, and without a model.
-    """
-    torch.ones(8, 8).mm(torch.ones(8, 8))
-    before = resident("VmRSS:")
+    """Resident bytes of one rank: the peak of a few steps of one engine alone."""
     engine = build(name, case)
     for batch in batches(case, MEMORY_STEPS):
         engine.step(batch)
-    return {"peak": resident("VmHWM:"), "before": before}
+    return {"peak": resident("VmHWM:")}
 
 
 def ratios_of(seconds: Seconds, memory: dict[str, dict[str, int]]) -> dict[str, float]:
