@@ -20,7 +20,7 @@ from toy_pickles import Call, make
 from polyshard_checkpoint.manifest import FileSum, Manifest, file_sum
 from polyshard_demo.checkpoint import find_source, folder_of, write_run
 from polyshard_demo.errors import DemoError, RankError
-from polyshard_demo.launch import launch, run_local_ranks, threads_per_rank
+from polyshard_demo.launch import launch, run_local_ranks
 from polyshard_demo.settings import EngineName, Settings
 from polyshard_demo.text import load_corpus
 
@@ -260,8 +260,3 @@ def test_restarts_that_could_not_work_are_refused(
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(DemoError, match="set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         launch(tiny(tmp_path))
-
-
-def test_threads_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
-    assert [threads_per_rank(ranks) for ranks in (1, 2, 3, 16)] == [8, 4, 2, 1]
