@@ -10,13 +10,12 @@ those alike. The fastest, and the chosen ones, take turns once more; their ratio
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch.distributed as dist
 
@@ -26,6 +25,11 @@ from benchmarks.plan.step import measure_machine
 from benchmarks.step.case import Case
 from benchmarks.step.engines import Engine, batches, build_model, compared
 from polyshard_cli.compare.engines.spec import Spec
+from polyshard_cli.plan import Settings, parse_mesh
+from polyshard_cli.plan.drafting import subject_of
+from polyshard_cli.plan.dry_run.units import units_of
+from polyshard_cli.plan.tuning.choice import Choice
+from polyshard_cli.plan.tuning.search import Search
 
 RANKS = 2
 MODEL = Case(width=512, layers=8, tokens=16, steps=9, warmup=2)
@@ -37,79 +41,62 @@ FINAL_STEPS = 20
 
 @dataclass(frozen=True)
 class Setting:
-    """One that is planned and run; in the words of the command's options."""
+    """A choice of ``--tune``, and whether the optimizer's step is flat."""
 
-    units: tuple[str, ...] = ()
-    mesh: str = f"dp={RANKS}"
-    reshard: bool | None = None
-    quantize: str = ""
-    offload: str = ""
+    choice: Choice
     flat: bool = True
 
     @property
     def name(self) -> str:
-        words = [" ".join(self.units) or "blocks", self.mesh]
-        words += ["kept"] * (self.reshard is False) + [self.quantize] * bool(self.quantize)
-        words += [self.offload] * bool(self.offload) + ["not flat"] * (not self.flat)
-        return ", ".join(words)
+        return self.choice.name + ", not flat" * (not self.flat)
 
     def build(self, case: Case) -> Engine:
         """A model under polyshard, on the ranks."""
-        from polyshard_cli.plan.dry_run.units import units_of
-
-        tier, _, place = self.offload.partition("=")
+        choice = self.choice
+        tier, _, place = choice.offload.partition("=")
         spec = Spec(
             name=self.name,
             kind="polyshard",
-            keep=self.reshard is False,
-            replicas=RANKS if self.mesh.startswith("replicate") else 1,
-            flat=self.flat and not self.offload,
-            formats=(self.quantize, self.quantize),
+            keep=choice.reshard is False,
+            replicas=choice.mesh.size("replicate"),
+            flat=self.flat and not choice.offload,
+            formats=(choice.quantize, choice.quantize),
             offload=((tier, place),) if tier else (),
         )
         model = build_model(case)
-        units = units_of(model, self.units).values()
+        units = units_of(model, choice.units).values()
         made = compared(spec, model, units, **{"fused" if self.flat else "foreach": True})
         return Engine(made.model, made.optimizer, 1)
 
 
+SHARDS, COPIES = parse_mesh(f"dp={RANKS}"), parse_mesh(f"replicate={RANKS},dp=1")
 UNITS = ((), ("blocks.*/2",), ("blocks.*.attention", "blocks.*.feed_forward"), ("none",))
-OTHERS: tuple[dict[str, Any], ...] = (
-    {},
-    {"flat": False},
-    {"reshard": False},
-    {"reshard": False, "flat": False},
-    {"quantize": "int8"},
-    {"reshard": False, "quantize": "int8"},
-    {"offload": "optimizer=host"},
-    {"offload": "params=host"},
-    {"mesh": f"replicate={RANKS},dp=1"},
+SETTINGS = tuple(
+    Setting(replace(choice, units=units), flat)
+    for choice, flat in (
+        (Choice(SHARDS), True),
+        (Choice(SHARDS), False),
+        (Choice(SHARDS, reshard=False), True),
+        (Choice(SHARDS, reshard=False), False),
+        (Choice(SHARDS, quantize="int8"), True),
+        (Choice(SHARDS, reshard=False, quantize="int8"), True),
+        (Choice(SHARDS, offload="optimizer=host"), True),
+        (Choice(SHARDS, offload="params=host"), True),
+        (Choice(COPIES), True),
+    )
+    for units in UNITS
 )
-SETTINGS = tuple(Setting(units, **other) for other, units in product(OTHERS, UNITS))
 """36 of them: what differs in kind, each with every choice of units."""
 
 
 def predict(case: Case, machine: str) -> list[dict[str, float]]:
     """Seconds and bytes of each, as ``--tune`` plans them; in a process without a process group."""
-    from polyshard_cli.plan import Settings, parse_mesh
-    from polyshard_cli.plan.drafting import subject_of
-    from polyshard_cli.plan.tuning.choice import Choice
-    from polyshard_cli.plan.tuning.search import Search
-
     base = Settings(
-        model=name_of(case),
-        batch=RANKS,
-        sequence=case.tokens,
-        machine=machine,
-        mesh=parse_mesh(f"dp={RANKS}"),
+        model=name_of(case), batch=RANKS, sequence=case.tokens, machine=machine, mesh=SHARDS
     )
     search = Search(base, subject_of(base))
-    said = []
-    for one in SETTINGS:
-        mesh = parse_mesh(one.mesh)
-        tried = search.one(Choice(mesh, one.units, one.reshard, one.quantize, one.offload))
-        said.append({"step": tried.seconds, "memory": float(tried.memory_bytes)})
-    return said
+    tried = [search.one(setting.choice) for setting in SETTINGS]
+    return [{"step": one.seconds, "memory": float(one.memory_bytes)} for one in tried]
 
 
 def time_settings(found: list[Setting], case: Case, at_once: int) -> list[list[float]]:
@@ -137,46 +124,37 @@ def measure(case: Case) -> Found:
         measure_machine(RANKS, path)
         predicted = run_alone(predict, case, path)
     times = run_ranks(RANKS, time_settings, list(SETTINGS), case, AT_ONCE)
-    rows: list[Found] = [
-        {
-            "name": setting.name,
-            "setting": asdict(setting),
-            "seconds": turns,
-            "predicted": said,
-            "measured": {"step": median(turns)},
-        }
-        for setting, turns, said in zip(SETTINGS, times, predicted, strict=True)
-    ]
-    chosen, kept = _chosen(rows), _chosen(_lossless(rows))
-    finalists = sorted(rows, key=lambda row: float(row["measured"]["step"]))[:FINALISTS]
-    finalists += [row for row in (chosen, kept) if row not in finalists]
+    measured = dict(zip(SETTINGS, map(median, times), strict=True))
+    said = dict(zip(SETTINGS, predicted, strict=True))
+    lossless = [setting for setting in SETTINGS if not setting.choice.quantize]
+
+    def chosen(among: Sequence[Setting]) -> Setting:
+        """A plan is for flat steps, so that of equal predictions the flat one is chosen."""
+        return min(among, key=lambda setting: (said[setting]["step"], not setting.flat))
+
+    best, exact = chosen(SETTINGS), chosen(lossless)
+    fastest = sorted(SETTINGS, key=lambda setting: measured[setting])[:FINALISTS]
+    finalists = list(dict.fromkeys([*fastest, best, exact]))
     final = replace(case, steps=FINAL_STEPS) if case == MODEL else case
-    again = [Setting(**row["setting"]) for row in finalists]
-    times = run_ranks(RANKS, time_settings, again, final, len(again))
-    for row, turns in zip(finalists, times, strict=True):
-        row["final"] = median(turns)
-    fastest, exact = (min(of, key=_final) for of in (finalists, _lossless(finalists)))
+    times = run_ranks(RANKS, time_settings, finalists, final, len(finalists))
+    again = dict(zip(finalists, map(median, times), strict=True))
     return {
         "case": asdict(case),
-        "rows": rows,
-        "chosen": chosen["name"],
-        "best": fastest["name"],
-        "chosen / best": chosen["final"] / fastest["final"],
-        "chosen / best, lossless": kept["final"] / exact["final"],
+        "rows": [
+            {
+                "name": setting.name,
+                "predicted": said[setting],
+                "measured": {"step": measured[setting]},
+                "final": again.get(setting),
+            }
+            for setting in SETTINGS
+        ],
+        "chosen": best.name,
+        "best": min(finalists, key=lambda setting: again[setting]).name,
+        "chosen / best": again[best] / min(again.values()),
+        "chosen / best, lossless": again[exact]
+        / min(spent for setting, spent in again.items() if setting in lossless),
     }
-
-
-def _chosen(rows: list[Found]) -> Found:
-    """A plan is for flat steps, so that of equal predictions the flat one is chosen."""
-    return min(rows, key=lambda row: (row["predicted"]["step"], not row["setting"]["flat"]))
-
-
-def _lossless(rows: list[Found]) -> list[Found]:
-    return [row for row in rows if not row["setting"]["quantize"]]
-
-
-def _final(row: Found) -> float:
-    return float(row["final"])
 
 
 if __name__ == "__main__":
