@@ -62,7 +62,6 @@ REPRODUCIBLE = (
     "step has SLOTS micro-batches. 0: off."
 )
 OUT = "Run directory. Default: runs/DATE-TIME, or the run that is resumed."
-LOG_EVERY = "Steps between lines when the output is not a terminal."
 RECORD = "Folder for digests of every step, for `polyshard bisect`; needs --reproducible."
 TRACE = (
     "Folder for what each rank does when, every step, a file per rank and one of all, for Perfetto "
@@ -117,7 +116,7 @@ class Settings:
     eval_batches: int = 8
     out: Annotated[Path, _output(OUT)]
     checkpoint_every: Annotated[int, _output("Steps between checkpoints; 0: only the last.")] = 100
-    log_every: Annotated[int, _output(LOG_EVERY)] = 10
+    log_every: Annotated[int, _output("Steps between lines.")] = 10
     record: Annotated[Path | None, _output(RECORD)] = None
     trace: Annotated[Path | None, _output(TRACE)] = None
     page: Annotated[bool, _output(PAGE, "--page/--no-page")] = True

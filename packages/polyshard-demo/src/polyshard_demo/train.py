@@ -133,20 +133,14 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Train to the last step, with evaluations and checkpoints on the way; the report."""
-        first = self.history.last
-        settings = self.settings
-        silent = not self.worker.leads
+        first, settings, silent = self.history.last, self.settings, not self.worker.leads
         if self.worker.leads:
             write_run(settings, self.corpus)
         before = resident("VmRSS:") - _held_bytes(self.model)
         step_sent: int | None = None
-        with (
-            self.tracing,
-            self.recorder,
-            Checkpoints(folder_of(settings.out)) as checkpoints,
-            Display(first, settings.steps, settings.log_every, silent=silent) as display,
-        ):
-            self._introduce(display)
+        display = Display(first, settings.steps, settings.log_every, silent=silent)
+        self._introduce(display)
+        with self.tracing, self.recorder, Checkpoints(folder_of(settings.out)) as checkpoints:
             for step in range(first + 1, settings.steps + 1):
                 sent = self._sent() if step == settings.steps else None
                 done = self.train_step(step)
