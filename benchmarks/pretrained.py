@@ -53,7 +53,7 @@ import polyshard
 from benchmarks import harness
 from benchmarks.harness import Found, command, local, run_alone, run_ranks, sharded
 from polyshard_checkpoint import load_pretrained
-from polyshard_cli.compare.training.memory import resident
+from polyshard_cli.compare.training.memory import Meter, resident
 
 FILE_BYTES = 1 << 30
 SAMPLE_SECONDS = 0.005
@@ -226,13 +226,13 @@ def _measure(way: str, root: Path) -> Found:
     fill(root / "tiny", root / "tiny-dcp")
     gc.collect()
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory begins here
-    read, held = _read_bytes(), resident("VmRSS:")
+    meter, read = Meter(harness.CPU), _read_bytes()
+    meter.begin_steps()
     with _anonymous_peak() as anonymous:
         begin = time.perf_counter()
         model = fill(root / "whole", root / "whole-dcp")
         spent = time.perf_counter() - begin
-    peak = resident("VmHWM:") - held
+    peak = meter.read().peak_bytes
     own = {"read": _read_bytes() - read, "peak": peak, "anonymous": anonymous[0]}
     every: list[Any] = [None] * dist.get_world_size()
     shards = local(model.parameters())

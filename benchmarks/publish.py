@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from benchmarks import harness
 from benchmarks.harness import Found, Training
 from benchmarks.links import Host, linked, run_hosts
-from polyshard_cli.compare.training.memory import resident
+from polyshard_cli.compare.training.memory import Meter
 from polyshard_publish import Publisher, Receiver, ReceiverServer, SocketTarget
 from polyshard_publish.blocks import Block
 from polyshard_publish.digests import digest_of
@@ -158,13 +157,13 @@ def _hold(_: Host, case: Case, addresses: Addresses, way: str) -> int:
     training.optimizer.step()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5", "ascii")  # the highest becomes what is held now
-    before = resident("VmRSS:")
+    meter = Meter(harness.CPU)
+    meter.begin_steps()
     publish = _publishing(way, training.model, addresses[way])
     for version in range(2):
         publish(version)
         training.optimizer.step()
-    return resident("VmHWM:") - before
+    return meter.read().peak_bytes
 
 
 def _each_tensor(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import harness
 from benchmarks.harness import Found, Training, Work
-from polyshard_cli.compare.training.memory import resident
+from polyshard_cli.compare.training.memory import Meter
 from polyshard_reproducible import Reproducible, clip_grad_norm_
 
 PLAIN, REPRODUCIBLE = "without", "Reproducible"
@@ -84,10 +84,11 @@ def _time(case: Case) -> Found:
 
 def _peak(name: str, case: Case) -> int:
     _, step = trained(name, case)
-    before = resident("VmRSS:")
+    meter = Meter(harness.CPU)
+    meter.begin_steps()
     for _ in range(4):
         step()
-    return int(harness.slowest(resident("VmHWM:") - before)[0])
+    return int(harness.slowest(meter.read().peak_bytes)[0])
 
 
 if __name__ == "__main__":
