@@ -94,7 +94,7 @@ class Settings:
     accumulate: Annotated[int, _data("Micro-batches each rank splits its share into.")] = 1
     preset: Annotated[PresetName, _model("Size of the model.")] = "small"
     tied: Annotated[bool, _model("Share embedding and head.", "--tied")] = False
-    dropout: Annotated[float, _model("Probability after attention and feed-forward.")] = 0.0
+    dropout: Annotated[float, _model("Dropout after attention and feed-forward.")] = 0.0
     engine: Annotated[EngineName, _model("Library that shards the model.")] = "polyshard"
     plugins: Annotated[tuple[str, ...], _model("polyshard plugins: name[,name...].")] = ()
     quantize: Annotated[str, _model(QUANTIZE)] = ""
