@@ -146,7 +146,8 @@ def test_the_same_training_as_inside_one_unit(rank: int, size: int, name: str) -
         found.append((trained(model, plugins, rank // stack.tp), values(model)))
         assert are_tied(model)
     (losses, weights), (expected, others) = found
-    most = 0.02 if stack.quantized else 0.0  # blocks of what is sent lie otherwise
+    # Blocks of what is sent lie otherwise; norms are summed where matrices landed.
+    most = 0.02 if stack.quantized else 1e-5 if stack.muon else 0.0
     tolerance = {"rtol": most, "atol": most}
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), **tolerance)
     for key, value in others.items():
