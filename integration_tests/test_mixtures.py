@@ -116,10 +116,10 @@ def asked(
     return values(model), architecture.answer(model)
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:
+def same(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float, atol: float) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, msg=name, **tolerance)
+        torch.testing.assert_close(found[name], value, msg=name, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -210,7 +210,7 @@ def test_a_checkpoint_goes_on_with_experts_divided_otherwise(
 
 
 def are_matrices(name: str, shape: tuple[int, ...]) -> bool:
-    """All but routers: their gradients add up to zero, and Muon makes much of what rounding left."""
+    """Not routers: their gradients add up to zero, and Muon makes much of what rounding leaves."""
     return hidden_matrices(name, shape) and not name.endswith("gate.weight")
 
 

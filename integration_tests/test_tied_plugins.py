@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,8 @@ class Stack:
             everything = Exclusions(min_numel=0)
             found["quantized"] = QuantizedComm(gradients=Int8Block(64), exclude=everything)
         if self.muon:
-            rows = "rows" if self.quantized else "whole"
-            found["muon"] = MatrixOptimizer(torch.optim.Muon, lr=0.02, gradients=rows)
+            muon = partial(MatrixOptimizer, torch.optim.Muon, lr=0.02)
+            found["muon"] = muon(gradients="rows") if self.quantized else muon()
         return found
 
 
@@ -148,10 +149,10 @@ def test_the_same_training_as_inside_one_unit(rank: int, size: int, name: str) -
     (losses, weights), (expected, others) = found
     # Blocks of what is sent lie otherwise; norms are summed where matrices landed.
     most = 0.02 if stack.quantized else 1e-5 if stack.muon else 0.0
-    tolerance = {"rtol": most, "atol": most}
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), **tolerance)
+    compare = partial(torch.testing.assert_close, rtol=most, atol=most)
+    compare(torch.tensor(losses), torch.tensor(expected))
     for key, value in others.items():
-        torch.testing.assert_close(weights[key], value, msg=key, **tolerance)
+        compare(weights[key], value, msg=key)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "by unit"])

@@ -55,7 +55,8 @@ class Block(nn.Module):
         hidden = self.norm(x)
         scores = self.gate(hidden).masked_fill(~only, -torch.inf).softmax(-1)
         weights, index = scores.topk(2, dim=-1)
-        return x + self.experts(hidden, index, weights)
+        out: Tensor = x + self.experts(hidden, index, weights)
+        return out
 
 
 class Mixture(nn.Module):
@@ -223,9 +224,9 @@ def test_both_meshes_of_a_block_are_gathered_together(rank: int, size: int) -> N
 @ranks(2)
 def test_a_copy_dispatches_for_itself(rank: int, size: int) -> None:
     mesh = mesh_of(1, 2)
-    model = Mixture(5)
+    model: Any = Mixture(5)
     ExpertParallel(mesh["ep"], mesh["efsdp"]).apply(model, "**.experts")
-    other = copy.deepcopy(model)
+    other: Any = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()

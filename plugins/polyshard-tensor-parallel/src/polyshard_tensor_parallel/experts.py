@@ -178,12 +178,12 @@ class ExpertParallel:
         dist.all_to_all_single(arriving, counts, [own] * len(sizes), sizes, group=group)
         sent = [int(part.sum()) for part in counts.split(sizes)]
         came: list[int] = arriving.view(len(sizes), own).sum(1).tolist()
-        rows = _Exchange.apply(hidden[order // k], came, sent, group, float(self.batches))
+        rows = _exchange(hidden[order // k], came, sent, group, float(self.batches))
         which = (
             torch.arange(own, device=index.device).repeat(len(sizes)).repeat_interleave(arriving)
         )
         made = _computed(module, own, rows, which)
-        back = _Exchange.apply(made, sent, came, group, 1 / self.batches)
+        back = _exchange(made, sent, came, group, 1 / self.batches)
         placed = back.new_empty(back.shape).index_copy(0, order, back)
         by_token = placed.view(*index.shape, hidden.shape[-1])
         return (by_token * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)  # weights may be wider
@@ -208,6 +208,13 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         sent, came, group, scale = ctx.back
         return _exchanged(gradients[0], sent, came, group) * scale, None, None, None, None
+
+
+def _exchange(
+    rows: Tensor, came: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup, scale: float
+) -> Tensor:
+    found: Tensor = _Exchange.apply(rows, came, sent, group, scale)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _exchanged(
