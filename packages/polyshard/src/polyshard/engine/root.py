@@ -70,7 +70,7 @@ def initialize_root(root: Unit) -> None:
             compare_plans(root.roles, root.context.units)
             _put_back(substitutes)
         groups = [group for unit in root.context.units for group in unit.groups]
-        refuse_replaced(groups)
+        refuse_replaced(groups, root.modules[0])
         prepare_steps(root.context.turn, groups)
     except BaseException:
         root.context.units.clear()

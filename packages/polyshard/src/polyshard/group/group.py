@@ -285,6 +285,14 @@ class ParameterGroup:
         if self.shards.try_adopt_replaced():
             self._is_outdated = True
 
+    def take_memory(self, device: torch.device) -> None:
+        """Have parameters on the meta device rest in memory of ``device``, without values.
+
+        Those that cannot, are left to ``to_empty``.
+        """
+        if self.shards.take_memory(device):
+            self._stale, self._is_outdated, self.promised_at_step = True, True, None
+
     def prepare(self) -> Generation:
         """Everything the step needs, made on first use and after a conversion."""
         generation = self._generation
