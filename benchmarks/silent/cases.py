@@ -280,7 +280,8 @@ class Numbered(nn.Sequential):
 @case("Attributes of modules with common names", "TrainCheck's DeepSpeed#6772")
 def own_attributes(engine: Engine) -> None:
     plain = mlp(kind=Numbered)
-    for number, layer in enumerate(plain):
+    layers: list[Any] = list(plain)
+    for number, layer in enumerate(layers):
         layer.id, layer.state = number + 2.0, 0.5
     Twins(engine, plain).check_steps()
 

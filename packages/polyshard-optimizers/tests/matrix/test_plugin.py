@@ -104,6 +104,18 @@ def test_models_without_matrices_are_refused(rank: int, size: int) -> None:
     assert len(plugin.rest(model)) == 2
 
 
+@ranks(1)
+def test_an_embedding_that_is_a_unit_is_none(rank: int, size: int) -> None:
+    """It is called "weight" there, as a matrix would be."""
+    mesh = init_device_mesh(torch.get_default_device().type, (size,))
+    plugin = MatrixOptimizer(torch.optim.Muon)
+    model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 4))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, plugins=[plugin])
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert [names[id(p)] for p in plugin.rest(model)] == ["0.weight", "1.bias"]
+
+
 class Codec(ReduceCodec):
     name = "codec"
 

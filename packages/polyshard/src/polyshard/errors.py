@@ -112,6 +112,10 @@ class DifferentValuesWarning(UserWarning):
     """Ranks have different values of something that should be equal; every rank warns."""
 
 
+class UntiedWarning(UserWarning):
+    """A module keeps a parameter that was shared with one that is sharded now."""
+
+
 class UntestedVersionWarning(UserWarning):
     """A torch newer than any that polyshard was tested with."""
 

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.tensor import DTensor
 
 from polyshard._torch.staged import checkpoint_name
+from polyshard.engine.root import units_below
 from polyshard.errors import CheckpointError, SettingError
 from polyshard_checkpoint.safetensors.origin import Traced
 from polyshard_checkpoint.safetensors.reading import SafetensorsReader
@@ -43,7 +44,12 @@ def give_memory(model: nn.Module, filled: Collection[str]) -> None:
             "buffers outside of torch.device('meta'), or call model.to_empty(device=...) and "
             "initialise all of them."
         )
-    held, device = _held(model), _device(model)
+    device = _device(model)
+    for _, _, unit in units_below(model):
+        unit.reshard()
+        for group in unit.groups:
+            group.take_memory(torch.device(device))
+    held = _held(model)
     model._apply(lambda tensor: _with_memory(tensor, device))
     # Outside of sharded modules that has made a parameter of its own of every name.
     for (first, key), *others in held:

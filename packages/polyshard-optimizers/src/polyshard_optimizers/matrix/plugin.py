@@ -15,7 +15,13 @@ from typing_extensions import override
 import polyshard
 from polyshard.errors import warn
 from polyshard.plugins.contract import Contract, Plugin, hookimpl
-from polyshard.plugins.seams import GradientLanding, GroupIdentity, GroupInfo, OwnedParameter
+from polyshard.plugins.seams import (
+    GradientLanding,
+    GroupIdentity,
+    GroupInfo,
+    OwnedParameter,
+    ParamInfo,
+)
 from polyshard.sharding.layout import chunk_bounds
 from polyshard_optimizers.matrix.choosing import (
     Balance,
@@ -202,10 +208,12 @@ class MatrixOptimizer(Plugin):
 
     def cuts(self, group: GroupInfo) -> list[Cut | None]:
         """How each parameter of ``group`` holds matrices, if it does."""
-        return [
-            self.cut(p.fqn, p.shape) if self.matrices(p.fqn, p.shape) else None
-            for p in group.parameters
-        ]
+        return [self.cut(p.fqn, p.shape) if self._chooses(p) else None for p in group.parameters]
+
+    def _chooses(self, parameter: ParamInfo) -> bool:
+        if self.matrices is hidden_matrices and issubclass(parameter.module_class, nn.Embedding):
+            return False  # one that is a unit by itself is called "weight"
+        return self.matrices(parameter.fqn, parameter.shape)
 
     def cut(self, name: str, shape: tuple[int, ...]) -> Cut:
         """How one parameter does.

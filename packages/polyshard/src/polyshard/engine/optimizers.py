@@ -9,7 +9,8 @@ and the next one that finds them uses them as if they were of its own batch. The
 first two, where the optimizer steps, and warns of the third.
 
 Replaced parameters are freed as soon as nothing holds them, so a model whose optimizer came later
-is not searched for: the garbage collector is asked only where one of them is still alive.
+is not searched for: the garbage collector is asked only where one of them is still alive. A module
+outside of all units may hold it too, by which a tie is lost: that is warned of.
 
 [Note: steps and gathered parameters]
 A step changes shards, so unsharded parameters of the same group hold old values after it. Modules
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
@@ -35,7 +37,7 @@ from torch.optim.optimizer import (
 )
 
 from polyshard._torch.untraced import untraced
-from polyshard.errors import LifecycleError, warn
+from polyshard.errors import LifecycleError, UntiedWarning, warn
 from polyshard.group.group import ParameterGroup
 from polyshard.program.freshness import Turn
 
@@ -159,6 +161,13 @@ class _Replaced:
         found = [(p, *self.parameters[id(p)]) for p in held if id(p) in self.parameters]
         return [name for p, original, name in found if original() is p]
 
+    def kept_by(self, module: nn.Module) -> Iterator[tuple[str, str]]:
+        """Those that ``module`` has, by its name and by that of the model."""
+        for own, parameter in module.__dict__.get("_parameters", {}).items():
+            original, name = self.parameters.get(id(parameter), (None, ""))
+            if original is not None and original() is parameter:
+                yield own, name
+
     def refuse(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Called before a step; others may have exchanged the parameters meanwhile."""
         del args, kwargs
@@ -172,10 +181,11 @@ class _Replaced:
             )
 
 
-def refuse_replaced(groups: Iterable[ParameterGroup]) -> None:
+def refuse_replaced(groups: Iterable[ParameterGroup], root: nn.Module) -> None:
     """Have optimizers that hold parameters from before ``fully_shard`` refuse to step.
 
-    Called once a root. See [Note: steps that train nothing].
+    Called once a ``root``. Warns of modules that hold such parameters. See [Note: steps that train
+    nothing].
     """
     alive = {
         id(parameter): (original, sharded.info.fqn)
@@ -185,10 +195,32 @@ def refuse_replaced(groups: Iterable[ParameterGroup]) -> None:
     }
     if not alive:
         return
-    replaced = _Replaced(alive)
+    replaced, modules = _Replaced(alive), []
     for found in gc.get_objects():
-        if issubclass(type(found), Optimizer) and replaced.names_in(found):
+        kind = type(found)
+        if issubclass(kind, Optimizer) and replaced.names_in(found):
             found.register_step_pre_hook(replaced.refuse)
+        elif issubclass(kind, nn.Module) and any(replaced.kept_by(found)):
+            modules.append(weakref.ref(found))
+        del found
+    if modules:
+        gc.collect()  # modules that nothing can use any more count for nothing
+        names = {id(module): f"'{name}'" for name, module in root.named_modules()}
+        for module in (m for reference in modules if (m := reference()) is not None):
+            place = names.get(id(module), f"a {type(module).__name__} outside of the model")
+            for own, name in replaced.kept_by(module):
+                _warn_of_untied(place, own, name)
+
+
+def _warn_of_untied(place: str, own: str, name: str) -> None:
+    warnings.warn(
+        f"{place} keeps as its {own} what '{name}' was before fully_shard: they were one "
+        f"parameter, and are two now. '{name}' is trained sharded; {place} computes with the old "
+        "values. Shard both in one model, so that one unit contains them; if they are to be two, "
+        "filter polyshard.errors.UntiedWarning.",
+        UntiedWarning,
+        stacklevel=2,
+    )
 
 
 def _some(names: list[str]) -> str:

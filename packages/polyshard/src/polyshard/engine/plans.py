@@ -1,9 +1,10 @@
 """All ranks of a model compare their plans before the first collective.
 
 [Note: digest]
-Ranks of the data-parallel mesh compare everything. Where the sharded parameters lie on a larger
-mesh (tensor parallelism), its ranks then compare what must hold on all of them; sizes of what a
-rank shards may differ there. A larger mesh counts only where parameters of the root lie on it, so
+Ranks of the data-parallel mesh compare everything. Sizes of what a rank shards may differ on other
+axes, so groups with a mesh of their own (experts) are compared whole by its ranks alone, and where
+the sharded parameters lie on a larger mesh (tensor parallelism), its ranks compare what must hold
+on all of them. A larger mesh counts only where parameters of the root lie on it, so
 the stages of a pipeline, which run different models, do not meet.
 """
 
@@ -57,17 +58,26 @@ def compare_plans(roles: MeshRoles, units: Sequence[Unit]) -> None:
     Raises:
         PlanMismatchError: on every rank.
     """
-    plans = [plan_of(group) for unit in units for group in unit.groups]
     wide = ranks_of(roles, units)
     notes = notes_of(value for unit in units for value in unit.initial_values)
-    programs = [line for plan in plans for line in plan.program_lines()]  # what follows from plans
-    told = [*_lines(plans, GroupPlan.lines), *programs]
-    differing = agree(roles.ranks, told, notes=notes.pop(roles.ranks, {}))
+    every: list[GroupPlan] = []
+    own: dict[tuple[int, ...], list[GroupPlan]] = {roles.ranks: []}
+    for unit in units:
+        for group in unit.groups:
+            plan, ranks = plan_of(group, frees=unit.reshards_in_training), group.roles.ranks
+            every.append(plan)
+            is_inside = set(ranks) < set(roles.ranks)
+            own.setdefault(ranks if is_inside else roles.ranks, []).append(plan)
+    everywhere = own.pop(roles.ranks)
+    shared = _lines(every, GroupPlan.shared_lines)
+    told = [*_all_lines(everywhere), *shared]
+    differing = agree(roles.ranks, told, notes=notes.get(roles.ranks, {}))
     if wide != roles.ranks:
-        agree(wide, _lines(plans, GroupPlan.shared_lines))
-    for ranks in notes:  # parameters with meshes of their own
-        if set(ranks) <= set(roles.ranks):
-            differing |= agree(ranks, (), notes=notes[ranks])
+        agree(wide, shared)
+    for ranks, plans in own.items():
+        differing |= agree(ranks, _all_lines(plans), notes=notes.get(ranks, {}))
+    if own:
+        agree(roles.ranks, ())  # all hear of a difference among some
     for unit in units:
         unit.initial_values = ()
     warn_of_different(differing)
@@ -101,6 +111,11 @@ def _meshes(units: Sequence[Unit]) -> Iterator[DeviceMesh]:
             if id(mesh) not in seen:
                 seen.add(id(mesh))
                 yield mesh
+
+
+def _all_lines(plans: Sequence[GroupPlan]) -> list[str]:
+    programs = [line for plan in plans for line in plan.program_lines()]  # what follows from plans
+    return [*_lines(plans, GroupPlan.lines), *programs]
 
 
 def _lines(plans: Sequence[GroupPlan], facts: Callable[[GroupPlan], tuple[str, ...]]) -> list[str]:

@@ -73,6 +73,11 @@ class ProtocolShards(Shards):
         return padded
 
     @override
+    def take_memory(self, device: torch.device) -> bool:
+        """No: it is their class that knows how."""
+        return False
+
+    @override
     def _new_watched(self) -> list[Watched]:
         return []  # see have_moved()
 

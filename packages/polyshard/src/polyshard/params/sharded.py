@@ -31,6 +31,7 @@ from polyshard._torch.private import (
     have_moved,
     local_tensor,
     set_local_tensor,
+    wrap_parameter,
 )
 from polyshard.errors import LifecycleError, ModuleError
 from polyshard.memory.own_storage import Home, own_storage
@@ -122,6 +123,39 @@ class Shards:
                 value = value.narrow(placed.dim, start, stop - start)
             local_view(shard, placed, self._rank).copy_(value)
         return shard
+
+    @torch.no_grad()
+    def take_memory(self, device: torch.device) -> bool:
+        """Have parameters rest in memory of ``device`` without values, objects kept.
+
+        ``to_empty`` gives each its own, from which what is in it is copied to the buffer.
+
+        Returns:
+            Whether it was done: not so unless all are on the meta device, without gradients.
+        """
+        given = [p.parameter for p in self.parameters]
+        if not all(p.is_meta and p.grad is None for p in given) or not self.buffer.is_meta:
+            return False
+        shard = torch.empty(self.layout.shard_numel, dtype=self.buffer.dtype, device=device)
+        end = 0
+        for start, length in sorted(
+            (p.shard_offset, p.local_numel(self._rank)) for p in self.layout.parameters
+        ):
+            shard[end:start].zero_()  # padding
+            end = start + length
+        shard[end:].zero_()
+        self.buffer = self._rest(shard)
+        self._homes = [self._new_home(placed) for placed in self.layout.parameters]
+        for parameter, home in zip(self.parameters, self._homes, strict=True):
+            own = parameter.parameter
+            made = wrap_parameter(home.alias, parameter.spec, requires_grad=own.requires_grad)
+            made.__dict__.update(own.__dict__)
+            torch.utils.swap_tensors(own, made)
+            parameter.adopt(own)
+        self.is_vacant = False
+        self._watched = self._new_watched()
+        self._introduce()
+        return True
 
     def _new_home(self, placed: ParameterLayout) -> Home:
         return Home.at(own_storage(local_view(self.buffer, placed, self._rank)))

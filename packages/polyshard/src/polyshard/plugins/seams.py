@@ -392,6 +392,10 @@ class ShardStorage(ABC):
     """Whether the engine accumulates gradients on the device until the last backward (see
     ``set_is_last_backward``), and :meth:`place_gradient` gets only their sum."""
 
+    places_on_stream: bool = False
+    """Whether :meth:`place_gradient` only launches copies on the current stream, which
+    :meth:`settle` waits for: then it is called on a transfer's stream, beside the computation."""
+
     @abstractmethod
     def rest(self, shard: Tensor) -> Tensor:
         """Take ownership of a new shard buffer; return the tensor that the optimizer will see."""
