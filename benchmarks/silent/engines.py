@@ -411,12 +411,13 @@ class DeepSpeed(Job):
         self.model.load_checkpoint(folder)
 
     def parameters(self) -> dict[str, Tensor]:
-        from deepspeed.utils import (  # type: ignore[import-not-found]
-            safe_get_full_fp32_param,
-        )
+        import deepspeed
 
-        named = self.model.module.named_parameters()
-        return {bare(n): safe_get_full_fp32_param(p).clone() for n, p in named}
+        found = {}
+        for name, p in self.model.module.named_parameters():
+            with deepspeed.zero.GatheredParameters([p]):
+                found[bare(name)] = p.detach().clone()
+        return found
 
     def gradients(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_grad
