@@ -15,30 +15,27 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-import polyshard
-from benchmarks.harness import Found, command, in_turns, median_of, run_ranks, sharded, shards
+from benchmarks import harness
+from benchmarks.harness import Found, Training
 from polyshard_checkpoint import Checkpoints, TrainingState
 
 MEMCPY, OURS, DCP, DCP_KEPT = "memcpy", "polyshard", "dcp", "dcp, memory kept"
-Timed = tuple[float, float]
-"""Seconds that training stood still, and until the save was complete."""
 Begin = Callable[[int], Callable[[], object]]
 """Begins a save; what it returns waits for the end."""
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(harness.Case, width=64, layers=2, turns=1):
     """What is measured."""
 
     ranks: int = 2
@@ -46,50 +43,40 @@ class Case:
     layers: int = 8
     turns: int = 7
 
-    def quick(self) -> Case:
-        return replace(self, width=64, layers=2, turns=1)
-
 
 def measure(case: Case) -> Found:
     """Medians in seconds, the slowest rank's of every turn; rank 0's view of all."""
-    found: Found = run_ranks(case.ranks, _measure, case)
-    return found
+    return harness.run_ranks(case.ranks, _measure, case)
 
 
 def _measure(case: Case) -> Found:
-    torch.manual_seed(0)
-    layers = [nn.Linear(case.width, case.width) for _ in range(case.layers)]
-    model = sharded(nn.Sequential(*layers), layers, polyshard.fully_shard)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, case.width)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    training = harness.linear_training(case.width, case.layers, rows=2)
+    training.step()
     names = [tempfile.mkdtemp(prefix="polyshard-bench-")]
     dist.broadcast_object_list(names)
     folder = Path(names[0])
     try:
         with Checkpoints(folder / "ours", keep=1) as checkpoints:
-            begins = _begins(model, optimizer, checkpoints, folder)
-            found = in_turns({name: _timed(each) for name, each in begins.items()}, case.turns)
+            begins = _begins(training, checkpoints, folder)
+            ways = {name: _timed(each) for name, each in begins.items()}
+            found = harness.in_turns(ways, case.turns)
     finally:
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(folder)
-    stalls, ends = ({n: [t[i] for t in turns] for n, turns in found.items()} for i in (0, 1))
-    medians = median_of(stalls)
+    stalls = harness.median_of({name: [t[0] for t in turns] for name, turns in found.items()})
+    ends = harness.median_of({name: [t[1] for t in turns] for name, turns in found.items()})
     return {
         "ranks": case.ranks,
-        "shard_bytes": sum(tensor.nbytes for tensor in shards(model, optimizer)),
-        "stall_seconds": medians,
-        "complete_seconds": median_of(ends),
-        "stall_over_memcpy": {name: medians[name] / medians[MEMCPY] for name in medians},
+        "shard_bytes": harness.nbytes(training.shards()),
+        "stall_seconds": stalls,
+        "complete_seconds": ends,
+        "stall_over_memcpy": {name: stall / stalls[MEMCPY] for name, stall in stalls.items()},
     }
 
 
-def _begins(
-    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoints: Checkpoints, folder: Path
-) -> dict[str, Begin]:
-    own = shards(model, optimizer)
+def _begins(training: Training, checkpoints: Checkpoints, folder: Path) -> dict[str, Begin]:
+    model, optimizer, own = training.model, training.optimizer, training.shards()
     copies = [torch.empty_like(shard).zero_() for shard in own]
     group = dist.new_group(backend="gloo")
     kept = DefaultStager(
@@ -126,18 +113,18 @@ def _begins(
     }
 
 
-def _timed(begin_save: Begin) -> Callable[[int], Timed]:
-    def turn(number: int) -> Timed:
+def _timed(begin_save: Begin) -> Callable[[int], list[float]]:
+    """Seconds that training stood still, and until the save was complete."""
+
+    def turn(number: int) -> list[float]:
         begin = time.perf_counter()
         wait = begin_save(number)
         stall = time.perf_counter() - begin
         wait()
-        spent = torch.tensor((stall, time.perf_counter() - begin))
-        dist.all_reduce(spent, dist.ReduceOp.MAX)
-        return float(spent[0]), float(spent[1])
+        return harness.slowest(stall, time.perf_counter() - begin)
 
     return turn
 
 
 if __name__ == "__main__":
-    command(measure, Case(), __doc__)
+    harness.command(measure, Case(), __doc__)

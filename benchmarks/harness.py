@@ -1,7 +1,8 @@
-"""What every measurement needs: fresh processes, turns, a command, and tables of Markdown.
+"""What every measurement needs: a case, fresh processes, turns, a command, a table of Markdown.
 
-Engines take turns on the same ranks and data (:func:`polyshard_cli.compare.turns.in_turns`), so
-that whatever else the machine does hits all of them alike.
+A measurement is a function from a case to figures. Engines take turns on the same ranks and data
+(:func:`polyshard_cli.compare.turns.in_turns`), so that whatever else the machine does hits all of
+them alike.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import polyshard
 from benchmarks.result import save
 from polyshard_cli.compare.turns import in_turns, median_of, paired
 from polyshard_demo.model import LanguageModel, ModelSettings
@@ -31,15 +33,40 @@ __all__ = ["in_turns", "median_of", "paired"]
 
 COLLECTIVE_SECONDS = 120.0
 """A rank may wait that long for its peers; ranks may compute for as long as they like."""
+MIB = 1 << 20
 CPU = torch.device("cpu")
+T = TypeVar("T")
 Work = Callable[[], object]
 Found = dict[str, Any]
 
 
-def run_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> Any:
+@dataclass(frozen=True)
+class Case:
+    """What is measured. A command has an option for each field.
+
+    Keywords of a subclass (``class Mine(Case, width=64)``) are what a quick run changes.
+    """
+
+    _small: ClassVar[Mapping[str, Any]]
+
+    def __init_subclass__(cls, **small: Any) -> None:
+        """Keep what a quick run changes."""
+        super().__init_subclass__()
+        cls._small = small
+
+    def quick(self) -> Self:
+        """The same code in seconds; figures of it mean nothing."""
+        return replace(self, **self._small)
+
+
+# Processes ----------------------------------------------------------------------------------------
+
+
+def run_ranks(ranks: int, work: Callable[..., T], *args: Any) -> T:
     """Call ``work(*args)`` on ``ranks`` fresh processes; return what rank 0's call returned."""
     with closing(World(ranks, COLLECTIVE_SECONDS, "spawn")) as world:
-        return world.run(_on_rank, work, args, timeout=None)[0]
+        found: T = world.run(_on_rank, work, args, timeout=None)[0]
+    return found
 
 
 def _on_rank(rank: int, _: int, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -48,11 +75,14 @@ def _on_rank(rank: int, _: int, work: Callable[..., Any], args: tuple[Any, ...])
     return None if rank else answer
 
 
-def run_alone(work: Callable[..., Any], *args: Any) -> Any:
+def run_alone(work: Callable[..., T], *args: Any) -> T:
     """Call ``work(*args)`` in a fresh process without a process group; return what it returned."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn, torch.set_num_threads, (1,)) as pool:
         return pool.submit(work, *args).result()
+
+
+# Time ---------------------------------------------------------------------------------------------
 
 
 def seconds(work: Work, device: torch.device = CPU) -> float:
@@ -69,16 +99,53 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize()
 
 
-def slowest(work: Work) -> Callable[[int], float]:
-    """A way to take a turn: all ranks begin together, and the slowest one's seconds count."""
+def slowest(*spent: float) -> list[float]:
+    """The largest of all ranks, of each."""
+    most = torch.tensor(spent)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return [float(each) for each in most]
 
-    def turn(_: int) -> float:
+
+def time_steps(steps: Mapping[str, Work], turns: int, warmup: int = 1) -> dict[str, list[float]]:
+    """Seconds of steps in turns: all ranks begin together, and the slowest one's count."""
+
+    def turn(step: Work) -> float:
         dist.barrier()
-        spent = torch.tensor(seconds(work))
-        dist.all_reduce(spent, dist.ReduceOp.MAX)
-        return float(spent)
+        return slowest(seconds(step))[0]
 
-    return turn
+    ways = {name: lambda _, step=step: turn(step) for name, step in steps.items()}
+    return in_turns(ways, turns, warmup)
+
+
+# Models -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Training:
+    """A sharded model, its optimizer, and the loss of its batch."""
+
+    model: Any
+    optimizer: Any
+    loss: Callable[[], Tensor]
+
+    def step(self) -> None:
+        self.loss().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def shards(self) -> list[Tensor]:
+        """This rank's part of the weights, and of what the optimizer keeps of each."""
+        kept = [v for state in self.optimizer.state.values() for v in state.values() if v.ndim]
+        return local([*self.model.parameters(), *kept])
+
+
+def local(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """This rank's parts."""
+    return [t.to_local().detach() if isinstance(t, DTensor) else t.detach() for t in tensors]
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def language_model(width: int, layers: int, tokens: int, hidden: int) -> LanguageModel:
@@ -96,6 +163,37 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
+def language_training(
+    case: Any, hidden: int, layers: int = 8, setting: str = "", **keywords: Any
+) -> Training:
+    """A language model of the case's width and tokens under polyshard, with AdamW.
+
+    ``setting`` is one of AdamW's: ``foreach`` or ``fused``. ``keywords`` are ``fully_shard``'s.
+    """
+    model = language_model(case.width, layers, case.tokens, hidden)
+    sharded(model, model.blocks, polyshard.fully_shard, **keywords)
+    batch = torch.randint(0, 256, (1, case.tokens + 1))
+    chosen: dict[str, Any] = {setting: True} if setting else {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **chosen)
+    return Training(model, optimizer, lambda: loss_of(model, batch))
+
+
+def linear_training(
+    width: int, layers: int, rows: int, lr: float = 1e-3, **keywords: Any
+) -> Training:
+    """Square layers under polyshard, each a unit, with AdamW; ``rows`` is the batch's."""
+    model = linear_model(width, layers, **keywords)
+    batch = torch.randn(rows, width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    return Training(model, optimizer, lambda: model(batch).square().mean())
+
+
+def linear_model(width: int, layers: int, bias: bool = True, **keywords: Any) -> Any:
+    torch.manual_seed(0)
+    stack = [nn.Linear(width, width, bias=bias) for _ in range(layers)]
+    return sharded(nn.Sequential(*stack), stack, polyshard.fully_shard, **keywords)
+
+
 def sharded(model: Any, units: Iterable[nn.Module], fully_shard: Any, **keywords: Any) -> Any:
     """``model`` with its ``units`` sharded one by one, and the rest as one more."""
     for unit in units:
@@ -103,29 +201,29 @@ def sharded(model: Any, units: Iterable[nn.Module], fully_shard: Any, **keywords
     return fully_shard(model, **keywords)
 
 
-def shards(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
-    """This rank's part of the weights, and of what the optimizer keeps of each."""
-    values: list[Any] = [p.detach() for p in model.parameters()]
-    if optimizer is not None:
-        values += [v for state in optimizer.state.values() for v in state.values() if v.ndim]
-    return [v.to_local() if isinstance(v, DTensor) else v for v in values]
+# Command and tables -------------------------------------------------------------------------------
 
 
 def command(measure: Callable[[Any], Found], case: Any, words: str | None) -> None:
-    """``python -m`` of a measurement: an option for each number or word of ``case``, ``--json``."""
+    """``python -m`` of a measurement: an option for each field of ``case``, and ``--json``."""
     parser = argparse.ArgumentParser(description=(words or "").splitlines()[0])
     for field in fields(case):
         default = getattr(case, field.name)
         if isinstance(default, bool):
             parser.add_argument(f"--{field.name}", action=argparse.BooleanOptionalAction)
             parser.set_defaults(**{field.name: default})
+        elif isinstance(default, tuple):
+            kind = int if "int" in str(field.type) else str
+            parser.add_argument(f"--{field.name}", nargs="+", type=kind, default=default)
         elif isinstance(default, int | float | str):
             parser.add_argument(f"--{field.name}", type=type(default), default=default)
     parser.add_argument("--quick", action="store_true", help="small and short, to see that it runs")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = vars(parser.parse_args())
     quick, path = options.pop("quick"), options.pop("json")
-    chosen = type(case)(**options)
+    chosen = type(case)(
+        **{name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
+    )
     torch.set_num_threads(1)
     found = measure(chosen.quick() if quick else chosen)
     show(found)

@@ -27,7 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.scenarios import LIBRARIES, SCENARIOS
+from benchmarks.harness import table
+from benchmarks.scenarios import SCENARIOS
+from benchmarks.sim import LIBRARIES
 from polyshard_sim.testing import MODES, Ranks
 from polyshard_testing import RankError
 from polyshard_testing.streams.mutants import Mutant, mutants
@@ -269,23 +271,20 @@ def _row(mutant: Mutant, exposed: dict[str, str]) -> dict[str, Any]:
     return row
 
 
-def lines(results: dict[str, list[dict[str, Any]]]) -> list[str]:
+def lines(results: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
     """The tables of the page, which count reasons; the JSON has each mutant's."""
-    made = [
-        "| engine | left out | exposed | with numbers | with an error or a hang | not exposed |"
-    ]
-    made.append("|---" * 6 + "|")
+    counts, reasons = [], []
     for engine, rows in results.items():
         exposed = [row for row in rows if "setting" in row]
-        numbers = [row for row in exposed if row["how"].startswith("numbers")]
-        counts = [len(rows), len(exposed), len(numbers), len(exposed) - len(numbers)]
-        counts.append(len(rows) - len(exposed))
-        made.append(f"| {engine} | " + " | ".join(map(str, counts)) + " |")
-    made += ["", "| engine | not exposed | reason |", "|---|---|---|"]
-    for engine, rows in results.items():
-        reasons = Counter(row["reason"] or "not known" for row in rows if "setting" not in row)
-        made += [f"| {engine} | {count} | {reason} |" for reason, count in reasons.most_common()]
-    return made
+        numbers = sum(row["how"].startswith("numbers") for row in exposed)
+        other = (len(exposed) - numbers, len(rows) - len(exposed))
+        counts.append([engine, *map(str, (len(rows), len(exposed), numbers, *other))])
+        why = Counter(row["reason"] or "not known" for row in rows if "setting" not in row)
+        reasons += [(engine, str(count), reason) for reason, count in why.most_common()]
+    heads = ("left out", "exposed", "with numbers", "with an error or a hang", "not exposed")
+    yield from table(("engine", *heads), counts)
+    yield ""
+    yield from table(("engine", "not exposed", "reason"), reasons)
 
 
 def main() -> None:

@@ -13,22 +13,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
-from torch import nn
 
-from benchmarks.harness import Found, command, in_turns, paired, run_ranks, seconds, sharded
-from polyshard import fully_shard
+from benchmarks import harness
+from benchmarks.harness import MIB, Found
 from polyshard_offload import DiskSettings, Offload
 from polyshard_offload.tiers.host_memory import Slab
 from polyshard_offload.tiers.swap_file import SwapFile
 
-MIB = 1 << 20
 TIERS = (
     ("device", "device", "host"),
     ("device", "device", "disk"),
@@ -41,7 +39,7 @@ TIERS = (
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(harness.Case, width=64, layers=2, mib=1, repeats=1):
     """What is measured."""
 
     directory: str = "."
@@ -51,44 +49,33 @@ class Case:
     mib: int = 256
     repeats: int = 5
 
-    def quick(self) -> Case:
-        return replace(self, width=64, layers=2, mib=1, repeats=1)
-
 
 class Subject:
     """A stack of layers and its optimizer on some tiers; none is no offload."""
 
     def __init__(self, tiers: tuple[str, ...], case: Case) -> None:
-        torch.manual_seed(0)
         self.offload = None
         if tiers:
-            params, grads, optimizer = tiers
-            self.offload = Offload(  # type: ignore[call-overload, unused-ignore]
-                params=params,  # type: ignore[arg-type]
-                grads=grads,  # type: ignore[arg-type]
-                optimizer=optimizer,  # type: ignore[arg-type]
-                disk=DiskSettings(path=Path(case.directory)),
-                chunk_bytes=16 << 20,
-            )
+            places: Any = dict(zip(("params", "grads", "optimizer"), tiers, strict=True))
+            disk = DiskSettings(path=Path(case.directory))
+            self.offload = Offload(**places, disk=disk, chunk_bytes=16 << 20)
         plugins = [] if self.offload is None else [self.offload]
-        layers = [nn.Linear(case.width, case.width) for _ in range(case.layers)]
-        self.model = sharded(nn.Sequential(*layers), layers, fully_shard, plugins=plugins)
+        self.model = harness.linear_model(case.width, case.layers, plugins=plugins)
         made = torch.optim.AdamW(self.model.parameters(), fused=True)
         self.optimizer = made if self.offload is None else self.offload.wrap(made)
         self.input = torch.randn(64, case.width)
 
     def turn(self, _: int) -> tuple[float, float]:
         """Seconds of the optimizer's step, and of all."""
-        backward = seconds(lambda: self.model(self.input).square().mean().backward())
-        step = seconds(self.optimizer.step)
+        backward = harness.seconds(lambda: self.model(self.input).square().mean().backward())
+        step = harness.seconds(self.optimizer.step)
         self.optimizer.zero_grad()
         return step, backward + step
 
 
 def measure(case: Case) -> Found:
     """By parameters, gradients and optimizer; or of the disk."""
-    found: Found = _disk(case) if case.disk else run_ranks(1, _steps, case)
-    return found
+    return _disk(case) if case.disk else harness.run_ranks(1, _steps, case)
 
 
 def _steps(case: Case) -> Found:
@@ -96,17 +83,15 @@ def _steps(case: Case) -> Found:
     found: Found = {"parameters": sum(p.numel() for p in plain.model.parameters())}
     for tiers in TIERS:
         subject = Subject(tiers, case)
-        ways: dict[str, Callable[[int], tuple[float, float]]] = {
-            "plain": plain.turn,
-            "offload": subject.turn,
-        }
-        times = in_turns(ways, case.repeats, warmup=2)
+        times = harness.in_turns(
+            {"plain": plain.turn, "offload": subject.turn}, case.repeats, warmup=2
+        )
         step, whole = ({n: [t[i] for t in turns] for n, turns in times.items()} for i in (0, 1))
         assert subject.offload is not None
         found["-".join(tiers)] = {
             "step ms": 1e3 * median(step["offload"]),
-            "x none": paired(step["offload"], step["plain"]),
-            "whole x none": paired(whole["offload"], whole["plain"]),
+            "x none": harness.paired(step["offload"], step["plain"]),
+            "whole x none": harness.paired(whole["offload"], whole["plain"]),
             "memory": str(subject.offload.memory(subject.optimizer)),
         }
         del subject
@@ -142,9 +127,9 @@ def _rates(settings: DiskSettings, nbytes: int, repeats: int) -> tuple[float, fl
         os.fdatasync(file.descriptor)
         writes.append(nbytes / (time.perf_counter() - begin) / 1e9)
         os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        reads.append(nbytes / seconds(lambda: file.read(offset, memory)) / 1e9)
+        reads.append(nbytes / harness.seconds(lambda: file.read(offset, memory)) / 1e9)
     return median(writes), median(reads)
 
 
 if __name__ == "__main__":
-    command(measure, Case(), __doc__)
+    harness.command(measure, Case(), __doc__)

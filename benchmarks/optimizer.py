@@ -19,7 +19,8 @@ from torch.optim import AdamW
 
 import polyshard
 import polyshard_optimizers
-from benchmarks.harness import Found, command, in_turns, median_of, run_ranks, seconds, sharded
+from benchmarks import harness
+from benchmarks.harness import Found, command, median_of, run_ranks, sharded, time_steps
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -31,20 +32,16 @@ BARS = {
     "large, flat fused / FSDP2 default": 0.35,
     "large, flat fused / FSDP2 fused": 1.05,
 }
-Size = tuple[int, int, int]
-"""Units, parameters of each, and elements of a parameter on a rank."""
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(harness.Case, host=(4, 5, 64), large=(2, 1, 1 << 10), turns=2):
     """What is measured."""
 
-    host: Size = (40, 25, 64)
-    large: Size = (16, 1, 1 << 20)
-    steps: int = 15
-
-    def quick(self) -> Case:
-        return Case((4, 5, 64), (2, 1, 1 << 10), 2)
+    host: tuple[int, ...] = (40, 25, 64)
+    """Units, parameters of each, and elements of a parameter on a rank."""
+    large: tuple[int, ...] = (16, 1, 1 << 20)
+    turns: int = 15
 
 
 class Layer(nn.Module):
@@ -60,7 +57,7 @@ class Layer(nn.Module):
         return x
 
 
-def _trained(size: Size, engine: str, setting: str) -> tuple[nn.Module, AdamW]:
+def _trained(size: tuple[int, ...], engine: str, setting: str) -> tuple[nn.Module, AdamW]:
     """A sharded model with gradients, and its optimizer. ``engine`` is ``flat`` or ``FSDP2``."""
     torch.manual_seed(0)
     layers = [Layer(*size[1:]) for _ in range(size[0])]
@@ -73,11 +70,10 @@ def _trained(size: Size, engine: str, setting: str) -> tuple[nn.Module, AdamW]:
     return model, optimizer
 
 
-def _time(size: Size, steps: int) -> dict[str, float]:
+def _time(size: tuple[int, ...], turns: int) -> dict[str, float]:
     """Median seconds of a step, by engine and setting; weights have to be the same bits."""
     made = {f"{e} {s}": _trained(size, e, s) for e in ("flat", "FSDP2") for s in SETTINGS}
-    ways = {name: lambda _, step=each.step: seconds(step) for name, (_, each) in made.items()}
-    found = in_turns(ways, steps, warmup=3)
+    found = time_steps({name: each.step for name, (_, each) in made.items()}, turns, warmup=3)
     for setting in SETTINGS:
         pair = (made[f"{e} {setting}"][0].parameters() for e in ("flat", "FSDP2"))
         for one, other in zip(*pair, strict=True):
@@ -88,7 +84,7 @@ def _time(size: Size, steps: int) -> dict[str, float]:
 def measure(case: Case) -> Found:
     """Medians and ratios."""
     sizes = {"host": case.host, "large": case.large}
-    found = {name: run_ranks(1, _time, size, case.steps) for name, size in sizes.items()}
+    found = {name: run_ranks(1, _time, size, case.turns) for name, size in sizes.items()}
     host, large = found["host"], found["large"]
     ratios = (
         host["flat fused"] / min(host[f"FSDP2 {setting}"] for setting in SETTINGS),

@@ -29,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from threading import Event, Thread
@@ -50,9 +50,10 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import polyshard
-from benchmarks.harness import Found, command, run_alone, run_ranks, sharded, shards
+from benchmarks import harness
+from benchmarks.harness import Found, command, local, run_alone, run_ranks, sharded
 from polyshard_checkpoint import load_pretrained
-from polyshard_cli.compare.training.memory import resident
+from polyshard_cli.compare.training.memory import Meter, resident
 
 FILE_BYTES = 1 << 30
 SAMPLE_SECONDS = 0.005
@@ -60,16 +61,13 @@ DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(harness.Case, width=64, layers=2, turns=1):
     """What is measured."""
 
     ranks: int = 2
     width: int = 2048
     layers: int = 52
     turns: int = 3
-
-    def quick(self) -> Case:
-        return replace(self, width=64, layers=2, turns=1)
 
     @property
     def config(self) -> Any:
@@ -131,13 +129,10 @@ def _torch_shards(folder: Path) -> nn.Module:
 
 
 def _broadcast(folder: Path, converted: Path) -> nn.Module:
-    model = _torch_shards(folder)
-    whole = {}
-    if not dist.get_rank():
-        whole = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    set_model_state_dict(
-        model, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    )
+    model, rank = _torch_shards(folder), dist.get_rank()
+    whole = {} if rank else AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, whole, options=options)
     return model
 
 
@@ -231,21 +226,22 @@ def _measure(way: str, root: Path) -> Found:
     fill(root / "tiny", root / "tiny-dcp")
     gc.collect()
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory begins here
-    read, held = _read_bytes(), resident("VmRSS:")
+    meter, read = Meter(harness.CPU), _read_bytes()
+    meter.begin_steps()
     with _anonymous_peak() as anonymous:
         begin = time.perf_counter()
         model = fill(root / "whole", root / "whole-dcp")
         spent = time.perf_counter() - begin
-    peak = resident("VmHWM:") - held
-    own = {"seconds": spent, "read": _read_bytes() - read, "peak": peak, "anonymous": anonymous[0]}
+    peak = meter.read().peak_bytes
+    own = {"read": _read_bytes() - read, "peak": peak, "anonymous": anonymous[0]}
     every: list[Any] = [None] * dist.get_world_size()
-    bits = sum(int(shard.view(torch.int16).sum(dtype=torch.int64)) for shard in shards(model))
-    dist.all_gather_object(every, own | {"bits": bits})
+    shards = local(model.parameters())
+    bits = sum(int(shard.view(torch.int16).sum(dtype=torch.int64)) for shard in shards)
+    dist.all_gather_object(every, own | {"bits": bits, "seconds": spent})
     return {
         "seconds": max(each["seconds"] for each in every),
-        **{f"{key}_bytes": max(each[key] for each in every) for key in own if key != "seconds"},
-        **{f"{key}_bytes_sum": sum(each[key] for each in every) for key in own if key != "seconds"},
+        **{f"{key}_bytes": max(each[key] for each in every) for key in own},
+        **{f"{key}_bytes_sum": sum(each[key] for each in every) for key in own},
         "bits": sum(each["bits"] for each in every),
     }
 

@@ -8,6 +8,7 @@ import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,47 +17,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+
+from benchmarks import sim
+from benchmarks.harness import local
+from benchmarks.sim import bf16
 
 WIDTH, HIDDEN, ROWS, STEPS = 16, 48, 4, 2
-LIBRARIES = {"polyshard": "polyshard", "FSDP2": "torch.distributed.fsdp"}
-
+sharded = partial(sim.sharded, sizes=(4, WIDTH, HIDDEN))
 Scenario = Callable[[Any], list[Tensor]]
 """Takes the engine's module; returns what the ranks compare."""
-
-
-class Block(nn.Module):
-    """A norm and two layers: small, large and uneven parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, HIDDEN)
-        self.down = nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Residual."""
-        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return out
-
-
-def sharded(library: Any, mesh: tuple[int, ...] = (2,), layers: int = 4, **keywords: Any) -> Any:
-    """Blocks, each a unit, below a root."""
-    with torch.device("cpu"):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(Block() for _ in range(layers)))
-    model.to("sim")
-    names = ("replicas", "shards")[-len(mesh) :]
-    placed = init_device_mesh("sim", mesh, mesh_dim_names=names)
-    for layer in model:
-        library.fully_shard(layer, mesh=placed, **keywords)
-    return library.fully_shard(model, mesh=placed, **keywords)
-
-
-def bf16(library: Any) -> dict[str, Any]:
-    """Compute in bfloat16, reduce in float32."""
-    return {"mp_policy": library.MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
 
 
 def batch(number: int = 0) -> Tensor:
@@ -80,12 +49,7 @@ def train(model: nn.Module, steps: int = STEPS, optimizer: Any = None) -> list[T
         losses.append(backward(model, number))
         optimizer.step()
         optimizer.zero_grad()
-    return losses + weights(model)
-
-
-def weights(model: nn.Module) -> list[Tensor]:
-    """This rank's part of each."""
-    return [p.to_local().detach() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return losses + local(model.parameters())
 
 
 def bystanders() -> list[Tensor]:
@@ -174,7 +138,7 @@ def evaluated(library: Any) -> list[Tensor]:
     with torch.no_grad():
         for number in range(3):
             seen.append(model(batch(number)))
-            for parameter in weights(model):
+            for parameter in local(model.parameters()):
                 parameter.mul_(0.9)
     return seen + train(model, 1)
 
@@ -193,7 +157,7 @@ def optimizer_on_a_stream(library: Any) -> list[Tensor]:
         model.set_post_optim_event(event)
     losses.append(model(batch()).detach())
     module.current_stream().wait_stream(side)  # gradients are freed below
-    return losses + weights(model)
+    return losses + local(model.parameters())
 
 
 def offloaded(library: Any) -> list[Tensor]:

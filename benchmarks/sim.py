@@ -8,12 +8,11 @@ the engines ask of a device; no time is measured. Needs polyshard-sim.
 
 from __future__ import annotations
 
-import argparse
 import gc
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+import importlib
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,14 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.harness import show, table
-from benchmarks.result import save
+from benchmarks import harness
+from benchmarks.harness import MIB, Found, command, table
 from polyshard_testing import World
 
 BLOCKS, WIDTH, HIDDEN, TOKENS, STEPS = 6, 512, 2048, 32, 3
-ENGINES = ("polyshard", "FSDP2")
-MIB = 1 << 20
-COLUMNS = ("at_rest", "forward", "backward", "peak", "reserved", "launches", "host_waits")
+LIBRARIES = {"polyshard": "polyshard", "FSDP2": "torch.distributed.fsdp"}
 SHOWN = ("forward", "peak", "reserved", "launches", "host_waits")
 
 
@@ -60,24 +57,11 @@ ROWS = {
 }
 
 
-@dataclass
-class Figures:
-    """Of the last step on rank 0; memory in MiB."""
+@dataclass(frozen=True)
+class Case(harness.Case, rows=("fp32",)):
+    """Names of rows."""
 
-    at_rest: float = 0.0
-    """Allocated before the step, after ``zero_grad``."""
-    forward: float = 0.0
-    backward: float = 0.0
-    peak: float = 0.0
-    """Allocated at most, in forward, backward and the optimizer's step."""
-    reserved: float = 0.0
-    launches: int = 0
-    host_waits: int = 0
-    collectives: int = 0
-    collective_bytes: int = 0
-    host_bytes: int = 0
-    """Copied between host and device."""
-    losses: list[float] = field(default_factory=list)
+    rows: tuple[str, ...] = tuple(ROWS)
 
 
 class Block(nn.Module):
@@ -95,41 +79,46 @@ class Block(nn.Module):
         return out
 
 
-def sharded(row: Row, engine: str) -> Any:
-    """The model under ``engine``."""
-    if engine == "FSDP2":
-        import torch.distributed.fsdp as library
-    else:
-        import polyshard as library  # type: ignore[no-redef]
-    shape = (row.replicas, row.ranks // row.replicas) if row.replicas > 1 else (row.ranks,)
-    names = ("replicas", "shards")[-len(shape) :]
-    settings: dict[str, Any] = {
-        "mesh": init_device_mesh("sim", shape, mesh_dim_names=names),
-        "reshard_after_forward": row.reshard,
-    }
-    if row.bf16:
-        settings["mp_policy"] = library.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    if row.offload:
-        settings["offload_policy"] = library.CPUOffloadPolicy()
+def sharded(
+    library: Any,
+    mesh: tuple[int, ...] = (2,),
+    sizes: tuple[int, int, int] = (BLOCKS, WIDTH, HIDDEN),
+    **keywords: Any,
+) -> Any:
+    """Blocks on the device, each a unit, below a root; ``mesh`` is ``(replicas,) shards``."""
+    layers, width, hidden = sizes
     with torch.device("cpu"):
         torch.manual_seed(0)
-        model = nn.Sequential(*(Block(WIDTH, HIDDEN) for _ in range(BLOCKS)))
-    model.to("sim")
-    for block in model:
-        library.fully_shard(block, **settings)
-    return library.fully_shard(model, **settings)
+        model = nn.Sequential(*(Block(width, hidden) for _ in range(layers)))
+    names = ("replicas", "shards")[-len(mesh) :]
+    placed = init_device_mesh("sim", mesh, mesh_dim_names=names)
+    return harness.sharded(model.to("sim"), model, library.fully_shard, mesh=placed, **keywords)
 
 
-def train(rank: int, size: int, name: str, engine: str) -> dict[str, Any]:
-    """Some steps of the row ``name`` on a rank; figures of the last one."""
+def bf16(library: Any) -> dict[str, Any]:
+    """Compute in bfloat16, reduce in float32."""
+    return {"mp_policy": library.MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+
+
+def _trained(row: Row, engine: str) -> Any:
+    library: Any = importlib.import_module(LIBRARIES[engine])
+    mesh = (row.replicas, row.ranks // row.replicas) if row.replicas > 1 else (row.ranks,)
+    keywords: dict[str, Any] = bf16(library) if row.bf16 else {}
+    if row.offload:
+        keywords["offload_policy"] = library.CPUOffloadPolicy()
+    return sharded(library, mesh, reshard_after_forward=row.reshard, **keywords)
+
+
+def train(rank: int, size: int, name: str, engine: str) -> Found:
+    """Some steps of the row ``name`` on a rank; figures of the last one, memory in MiB."""
     import polyshard_sim
 
     del size
-    row, figures = ROWS[name], Figures()
+    row, figures = ROWS[name], dict[str, float]()
     gc.collect()
     torch.accelerator.synchronize()
     torch.accelerator.empty_cache()  # of the row before
-    model = sharded(row, engine)
+    model = _trained(row, engine)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator("cpu").manual_seed(rank)
     losses = []
@@ -137,61 +126,57 @@ def train(rank: int, size: int, name: str, engine: str) -> dict[str, Any]:
         torch.accelerator.synchronize()
         gc.collect()
         polyshard_sim.reset_counters()
-        figures = Figures(at_rest=polyshard_sim.counters().allocated_bytes / MIB)
+        figures = {"at_rest": polyshard_sim.counters().allocated_bytes / MIB}
         for micro in range(row.micro):
             model.set_requires_gradient_sync(micro == row.micro - 1)
             batch = torch.randn(TOKENS, WIDTH, generator=generator, device="cpu").to("sim")
             loss = model(batch).float().square().mean()
-            figures.forward = max(figures.forward, _phase(figures))
+            _end_of("forward", figures)
             loss.backward()
-            figures.backward = max(figures.backward, _phase(figures))
+            _end_of("backward", figures)
             losses.append(loss.detach())
             del loss, batch
         optimizer.step()
         optimizer.zero_grad()
-        _phase(figures)
-    figures.losses = [float(loss) for loss in losses]
-    return asdict(figures)
+        _end_of("optimizer", figures)
+    return {**figures, "losses": [float(loss) for loss in losses]}
 
 
-def _phase(figures: Figures) -> float:
-    """The peak since the last call, in MiB; what was counted meanwhile is added to ``figures``."""
+def _end_of(phase: str, figures: dict[str, float]) -> None:
+    """Add what was counted since the last call; peaks are the largest so far."""
     import polyshard_sim
 
     seen = polyshard_sim.counters()
     for name in ("launches", "host_waits", "collectives", "collective_bytes"):
-        setattr(figures, name, getattr(figures, name) + getattr(seen, name))
-    figures.host_bytes += seen.bytes_to_device + seen.bytes_to_host
-    peak = seen.peak_allocated_bytes / MIB
-    figures.peak = max(figures.peak, peak)
-    figures.reserved = max(figures.reserved, seen.peak_reserved_bytes / MIB)
+        figures[name] = figures.get(name, 0) + getattr(seen, name)
+    moved = seen.bytes_to_device + seen.bytes_to_host
+    figures["host_bytes"] = figures.get("host_bytes", 0) + moved
+    allocated, reserved = seen.peak_allocated_bytes / MIB, seen.peak_reserved_bytes / MIB
+    for name, peak in ((phase, allocated), ("peak", allocated), ("reserved", reserved)):
+        figures[name] = max(figures.get(name, 0.0), peak)
     polyshard_sim.reset_counters()
-    return peak
 
 
-def measure(names: Iterable[str] = ROWS) -> dict[str, Any]:
+def measure(case: Case) -> Found:
     """Figures of rank 0, by row and engine."""
-    found: dict[str, Any] = {}
-    with ExitStack() as worlds:
-        started: dict[int, World] = {}
-        for name in names:
-            size = ROWS[name].ranks
-            if size not in started:
-                world = World(size, device="sim", start_method="spawn")
-                started[size] = worlds.enter_context(closing(world))
-            world = started[size]
-            found[name] = {e: world.run(train, name, e, timeout=600)[0] for e in ENGINES}
-    return {"simulated": True, "rows": found}
+    found: Found = {}
+    for ranks in {ROWS[name].ranks for name in case.rows}:
+        with closing(World(ranks, device="sim", start_method="spawn")) as world:
+            for name in case.rows:
+                if ROWS[name].ranks == ranks:
+                    runs = {e: world.run(train, name, e, timeout=600)[0] for e in LIBRARIES}
+                    found[name] = runs
+    return {"simulated": True, "rows": {name: found[name] for name in case.rows}}
 
 
-def lines(found: dict[str, Any]) -> Iterator[str]:
+def lines(found: Found) -> Iterator[str]:
     """The table of the page."""
     heads = ["row", *(c.replace("_", " ") for c in SHOWN), "forward and backward / FSDP2", "losses"]
     yield from table(heads, (_cells(*item) for item in found["rows"].items()))
 
 
-def _cells(name: str, row: dict[str, dict[str, Any]]) -> list[str]:
-    ours, theirs = (row[engine] for engine in ENGINES)
+def _cells(name: str, row: dict[str, Found]) -> list[str]:
+    ours, theirs = (row[engine] for engine in LIBRARIES)
     cells = [" / ".join(_text(side[c]) for side in (ours, theirs)) for c in SHOWN]
     ratio = max(ours["forward"], ours["backward"]) / max(theirs["forward"], theirs["backward"])
     same = "bitwise" if ours["losses"] == theirs["losses"] else "differ"
@@ -202,16 +187,5 @@ def _text(value: int | float) -> str:
     return f"{value:.1f}" if isinstance(value, float) else str(value)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    options = parser.parse_args()
-    found = measure(options.rows)
-    show(found)
-    if options.json:
-        save(found, options.json)
-
-
 if __name__ == "__main__":
-    main()
+    command(measure, Case(), __doc__)

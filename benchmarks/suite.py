@@ -15,96 +15,57 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from benchmarks import checkpoint, gpu, guards, matrix, optimizer, pretrained, reproducible, sim
 from benchmarks import publish as publishing
-from benchmarks.harness import Found, run_alone, run_ranks, show
+from benchmarks.harness import Case, Found, run_alone, show
 from benchmarks.host import cost
 from benchmarks.report import figures, headline, page
 from benchmarks.result import RESULTS, ROOT, About, Result, read_all
 from benchmarks.step import breakdown, steadiness
 from benchmarks.step import time as step_time
-from benchmarks.step.rows import MAIN_ROWS, ROWS, STEADY_ROW, Row, row
+from benchmarks.step.rows import MAIN_ROWS, ROWS, row
 
 QUICK_RESULTS = ROOT / "runs" / "bench"
-QUICK_STEADY_STEPS = 20
 
 
 @dataclass(frozen=True)
 class Part:
-    """One file of results. ``measure`` is told whether to be quick."""
+    """One file of results; ``kind`` is that of the page's section."""
 
     name: str
     kind: str
-    measure: Callable[[bool], Found]
+    measure: Callable[[Any], Found]
+    case: Case
 
 
-@cache
-def _quick_timings(ranks: int) -> Found:
-    """Every row of ``ranks`` in the same processes: starting them is most of a quick run."""
-    rows = [each for each in ROWS if each.case.ranks == ranks]
-    cases = [each.quick().case for each in rows]
-    found = run_ranks(ranks, step_time.time_cases, cases)
-    return dict(zip((each.name for each in rows), found, strict=True))
+def _gpu(case: gpu.Case) -> Found:
+    return run_alone(gpu.measure, case if torch.cuda.is_available() else case.quick())
 
 
-def _row(each: Row, quick: bool) -> Found:
-    if quick:
-        timed = _quick_timings(each.case.ranks)[each.name]
-        return step_time.summarize(each.quick().case, timed, {})
-    return step_time.measure(step_time.Timing(**asdict(each.case), memory=each.memory))
-
-
-def _steadiness(quick: bool) -> Found:
-    chosen = row(STEADY_ROW)
-    case, steps = chosen.case, steadiness.STEPS
-    if quick:
-        case, steps = chosen.quick().case, QUICK_STEADY_STEPS
-    return steadiness.measure(replace(case, steps=steps))
-
-
-def _host_cost(quick: bool) -> Found:
-    return cost.measure(cost.QUICK, 3) if quick else cost.measure(cost.CROSS, 10)
-
-
-def _gpu(quick: bool) -> Found:
-    settings = gpu.Settings.default(tiny=quick or not gpu.has_device())
-    found: Found = run_alone(gpu.measure, settings)
-    return found
-
-
-def _sim(quick: bool) -> Found:
-    return sim.measure(list(sim.ROWS)[:1] if quick else sim.ROWS)
-
-
-def _of(measure: Callable[..., Found], case: object) -> Callable[[bool], Found]:
-    """A measurement of ``case``, which knows a quick one."""
-    quickly: Callable[[], object] = getattr(case, "quick")  # noqa: B009
-    return lambda quick: measure(quickly() if quick else case)
-
-
-WIDE = reproducible.Case(width=1024, tokens=16)
 PARTS: tuple[Part, ...] = (
-    *(Part(each.name, "step-time", partial(_row, each)) for each in ROWS),
-    *(Part(f"breakdown-{n}", "breakdown", _of(breakdown.measure, row(n).case)) for n in MAIN_ROWS),
-    Part("steadiness", "steadiness", _steadiness),
-    Part("host-cost", "host-cost", _host_cost),
-    Part("optimizer-step", "optimizer", _of(optimizer.measure, optimizer.Case())),
-    Part("checkpoint-stall", "checkpoint", _of(checkpoint.measure, checkpoint.Case())),
+    *(Part(each.name, "step-time", step_time.measure, each.case) for each in ROWS),
+    *(Part(f"breakdown-{n}", "breakdown", breakdown.measure, row(n).case) for n in MAIN_ROWS),
+    Part("steadiness", "steadiness", steadiness.measure, steadiness.CASE),
+    Part("host-cost", "host-cost", cost.measure, cost.Case()),
+    Part("optimizer-step", "optimizer", optimizer.measure, optimizer.Case()),
+    Part("checkpoint-stall", "checkpoint", checkpoint.measure, checkpoint.Case()),
     *(
-        Part(f"pretrained-{n}", "pretrained", _of(pretrained.measure, pretrained.Case(n)))
+        Part(f"pretrained-{n}", "pretrained", pretrained.measure, pretrained.Case(n))
         for n in (2, 4)
     ),
-    *(Part(f"publish-{n}", "publish", _of(publishing.measure, publishing.Case(n))) for n in (2, 4)),
-    Part("guards", "guards", _of(guards.measure, guards.Case())),
-    *(Part(f"muon-{n}", "matrix", _of(matrix.measure, matrix.Case(ranks=n))) for n in (2, 4)),
-    Part("reproducible", "reproducible", _of(reproducible.measure, reproducible.Case())),
-    Part("reproducible-wide", "reproducible", _of(reproducible.measure, WIDE)),
-    Part("gpu", "gpu", _gpu),
-    Part("sim", "simulated", _sim),
+    *(Part(f"publish-{n}", "publish", publishing.measure, publishing.Case(n)) for n in (2, 4)),
+    Part("guards", "guards", guards.measure, guards.Case()),
+    Part("muon-2", "matrix", matrix.measure, matrix.Case(ranks=2)),
+    Part("muon-4", "matrix", matrix.measure, matrix.Case(ranks=4)),
+    Part("reproducible", "reproducible", reproducible.measure, reproducible.Case()),
+    Part("gpu", "gpu", _gpu, gpu.Case()),
+    Part("sim", "simulated", sim.measure, sim.Case()),
 )
 
 
@@ -113,7 +74,7 @@ def run_part(part: Part, folder: Path, about: About) -> bool:
     begin = time.perf_counter()
     print(f"\n=== {part.name}", flush=True)
     try:
-        found = part.measure(about.quick)
+        found = part.measure(part.case.quick() if about.quick else part.case)
     except Exception:
         traceback.print_exc()
         return False

@@ -6,7 +6,7 @@ By itself it starts two local processes; under torchrun it is one of torchrun's:
     torchrun --nproc-per-node 4 examples/train_lm.py --steps 200
     python examples/train_lm.py --help
 
-The part that shards is four lines (``polyshard_demo/engine.py``)::
+The part that shards is four lines (``polyshard_cli/compare/engines/sharded.py``)::
 
     from polyshard import fully_shard
 

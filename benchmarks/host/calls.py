@@ -7,12 +7,12 @@ collectives of torch's fake process group, which stand for a device's. ``--list`
 
 from __future__ import annotations
 
-import argparse
 import ast
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import polyshard
-from benchmarks.harness import run_alone, run_ranks
+from benchmarks import harness
+from benchmarks.harness import Found, command, run_alone, run_ranks
 
 CORE = Path(polyshard.__file__).parent
 Calls = Counter[tuple[str, str]]
@@ -115,22 +116,29 @@ def _name(node: ast.expr) -> str:
     return ast.unparse(node)
 
 
-def main() -> None:
-    """Print the counts."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--list", action="store_true", help="name every function")
-    listed = parser.parse_args().list
-    print("core:", ", ".join(f"{count} {what}" for what, count in size_of_core().items()))
-    rows = [("gloo", 1), ("collectives", 1), ("collectives", 4), ("collectives", 8)]
-    for way, parameters in rows:
-        gloo = way == "gloo"
-        both = run_ranks(2, one_unit, 1) if gloo else run_alone(on_collectives, parameters)
-        for phase, found in zip(("forward", "backward"), both, strict=True):
-            files = len({file for file, _ in found})
-            print(f"{way}, {parameters} parameters, {phase}: {found.total()} calls, {files} files")
-            for (file, function), count in sorted(found.items()) if listed else ():
-                print(f"    {count} {file} {function}")
+@dataclass(frozen=True)
+class Case(harness.Case, parameters=(1,)):
+    """Parameters of the unit on collectives; whether every function is named."""
+
+    parameters: tuple[int, ...] = (1, 4, 8)
+    list: bool = False
+
+
+def measure(case: Case) -> Found:
+    """Sizes of core, and calls and files by way and phase."""
+    ways = {"gloo, 1 parameters": run_ranks(2, one_unit, 1)}
+    for count in case.parameters:
+        ways[f"collectives, {count} parameters"] = run_alone(on_collectives, count)
+    found: Found = {"core": size_of_core()}
+    for way, both in ways.items():
+        for phase, calls in zip(("forward", "backward"), both, strict=True):
+            files = len({file for file, _ in calls})
+            found[f"{way}, {phase}"] = {"calls": calls.total(), "files": files}
+            if case.list:
+                named = {" ".join(key): count for key, count in sorted(calls.items())}
+                found[f"{way}, {phase}"]["by function"] = named
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    command(measure, Case(), __doc__)

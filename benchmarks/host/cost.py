@@ -12,38 +12,33 @@ are there, and what a step launches is counted too.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import statistics
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
+from statistics import linear_regression
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import polyshard
-from benchmarks.harness import Found, in_turns, median_of, run_alone, seconds, sharded, show
-from benchmarks.host.launches import count_launches
+from benchmarks import harness
+from benchmarks.harness import Found, command, in_turns, median_of, run_alone, seconds, sharded
+from benchmarks.host.launches import count
 from benchmarks.host.silent import silent_group
-from benchmarks.result import save
 
 WIDTH = 1
-ENGINES = ("polyshard", "torch")
+LIBRARIES = {"polyshard": polyshard.fully_shard, "torch": torch_fully_shard}
 
 
 @dataclass(frozen=True)
-class Size:
+class Size(harness.Case, groups=4):
     """A model of ``groups`` units of ``parameters`` each, over ``ranks``."""
 
     ranks: int = 64
     groups: int = 40
     parameters: int = 8
-
-    def quick(self) -> Size:
-        return replace(self, groups=4)
 
 
 CROSS = (
@@ -54,10 +49,25 @@ CROSS = (
     Size(groups=10, parameters=200),
 )
 """Each size varied around (64 ranks, 40 groups, 8 parameters), and two corners."""
-QUICK = (
-    *(Size(ranks=n, groups=4) for n in (8, 64)),
-    *(Size(groups=4, parameters=n) for n in (1, 50)),
-)
+
+
+@dataclass(frozen=True)
+class Case(harness.Case, ranks=(8, 64), groups=(4,), parameters=(1, 50), steps=3):
+    """Every combination of sizes; without any, a cross of them."""
+
+    ranks: tuple[int, ...] = ()
+    groups: tuple[int, ...] = ()
+    parameters: tuple[int, ...] = ()
+    steps: int = 10
+
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        base, given = Size(), (self.ranks, self.groups, self.parameters)
+        if not any(given):
+            return CROSS
+        default = (base.ranks, base.groups, base.parameters)
+        chosen = (own or (one,) for own, one in zip(given, default, strict=True))
+        return tuple(Size(*numbers) for numbers in product(*chosen))
 
 
 class Layer(nn.Module):
@@ -89,23 +99,30 @@ def train(model: nn.Module) -> None:
 def measure_size(size: Size, steps: int) -> Found:
     """Medians in seconds, and the ratio of what is left without the layers' own work."""
     with silent_group(size.ranks):
-        models = {name: build(size) for name in (*ENGINES, "plain")}
-        libraries = {"polyshard": polyshard.fully_shard, "torch": torch_fully_shard}
+        models = {name: build(size) for name in (*LIBRARIES, "plain")}
         init = {
             name: seconds(partial(sharded, models[name], models[name], fully_shard))
-            for name, fully_shard in libraries.items()
+            for name, fully_shard in LIBRARIES.items()
         }
         medians = median_seconds(models, steps)
-        launches = {name: count_launches(partial(train, model)) for name, model in models.items()}
-    engine = {name: medians[name] - medians["plain"] for name in ENGINES}
+        launches: dict[str, int] = {}
+        if torch.cuda.is_available():
+            counted = {name: count(partial(train, model)) for name, model in models.items()}
+            launches = {name: each.launches or 0 for name, each in counted.items()}
     groups = size.groups + 1  # the root is one, empty here, which both engines visit
+
+    def per_group(found: dict[str, float]) -> dict[str, float]:
+        """What engines take beyond the plain model."""
+        return {name: (found[name] - found["plain"]) / groups for name in LIBRARIES}
+
+    engine = per_group({name: 1e6 * spent for name, spent in medians.items()})
     return {
         **asdict(size),
-        "microseconds_per_group": {n: 1e6 * engine[n] / groups for n in engine},
+        "microseconds_per_group": engine,
         "ratio": engine["polyshard"] / engine["torch"],
         "init_seconds": init,
         "init_ratio": init["polyshard"] / init["torch"],
-        "launches_per_group": _per_group(launches, groups),
+        "launches_per_group": per_group(dict(launches)) if launches else None,
     }
 
 
@@ -126,14 +143,6 @@ def median_seconds(models: dict[str, nn.Sequential], steps: int) -> dict[str, fl
     return median_of(in_turns(ways, steps, warmup=2))
 
 
-def _per_group(launches: dict[str, int | None], groups: int) -> dict[str, float] | None:
-    """What engines launch beyond the plain model; ``None`` without CUDA."""
-    plain = launches["plain"]
-    if plain is None:
-        return None
-    return {n: ((launches[n] or 0) - plain) / groups for n in ENGINES}
-
-
 def fit(rows: list[Found]) -> dict[str, dict[str, float]]:
     """Microseconds a group as a line in its parameters, at the ranks and groups most rows have.
 
@@ -145,9 +154,9 @@ def fit(rows: list[Found]) -> dict[str, dict[str, float]]:
     if len(set(counts)) < 2:
         return {}
     found = {}
-    for name in ENGINES:
+    for name in LIBRARIES:
         times = [row["microseconds_per_group"][name] for row in chosen]
-        line = statistics.linear_regression(counts, times)
+        line = linear_regression(counts, times)
         pairs = zip(counts, times, strict=True)
         residual = max(abs(line.slope * n + line.intercept - t) / t for n, t in pairs)
         found[name] = {
@@ -158,36 +167,20 @@ def fit(rows: list[Found]) -> dict[str, dict[str, float]]:
     return found
 
 
-def measure(sizes: tuple[Size, ...], steps: int) -> Found:
+def measure(case: Case) -> Found:
     """Every size, and the fit; in a process of its own."""
-    found: Found = run_alone(_measure, sizes, steps)
-    return found
+    return run_alone(_measure, case)
 
 
-def _measure(sizes: tuple[Size, ...], steps: int) -> Found:
+def _measure(case: Case) -> Found:
     measure_size(Size(2, 2, 2), steps=1)  # imports and first calls
     # Large models take seconds a step, and average over their own groups.
     rows = [
-        measure_size(size, steps if size.groups * size.parameters < 5000 else 3) for size in sizes
+        measure_size(size, case.steps if size.groups * size.parameters < 5000 else 3)
+        for size in case.sizes
     ]
     return {"rows": rows, "fit": fit(rows)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    for name in asdict(Size()):
-        parser.add_argument(f"--{name}", type=int, nargs="+")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    options = parser.parse_args()
-    given = [getattr(options, name) or [default] for name, default in asdict(Size()).items()]
-    chosen = any(getattr(options, name) for name in asdict(Size()))
-    sizes = tuple(Size(*numbers) for numbers in product(*given)) if chosen else CROSS
-    found = measure(sizes, options.steps)
-    show(found)
-    if options.json:
-        save(found, options.json)
-
-
 if __name__ == "__main__":
-    main()
+    command(measure, Case(), __doc__)

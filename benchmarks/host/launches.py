@@ -64,11 +64,6 @@ def count(work: Callable[[], object]) -> Counts:
     )
 
 
-def count_launches(work: Callable[[], object]) -> int | None:
-    """Launches of ``work``; ``None`` without CUDA, and then ``work`` is not run."""
-    return count(work).launches if torch.cuda.is_available() else None
-
-
 def _inside_copy(event: object) -> bool:
     parent = getattr(event, "cpu_parent", None)
     return parent is not None and parent.name in COPY_OPERATORS

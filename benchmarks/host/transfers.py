@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 import time
+from statistics import median
 from typing import Any
 
 import torch
@@ -36,57 +36,39 @@ def _row(name: str, target: Tensor, source: Tensor, matrix: Tensor) -> dict[str,
     def copy() -> None:
         target.copy_(source, non_blocking=True)
 
-    alone = _median(copy, matrix.device)
-    row: dict[str, Any] = {"direction": name, "GB/s alone": source.nbytes / alone / 1e9}
+    def alone(work: Work) -> float:
+        return median([seconds(work, matrix.device) for _ in range(TURNS + 1)][1:])
+
+    copying = alone(copy)
+    row: dict[str, Any] = {"direction": name, "GB/s alone": source.nbytes / copying / 1e9}
     row |= {"GB/s under matmul": None, "matmul slowdown": None, "overlap": None}
     if matrix.device.type != "cuda":
         return row
-    compute_alone = _median(compute, matrix.device)
+    computing = alone(compute)
     copied, computed, both = _together(copy, compute)
-    hidden = alone + compute_alone - both
     return row | {
         "GB/s under matmul": source.nbytes / copied / 1e9,
-        "matmul slowdown": computed / compute_alone,
-        "overlap": hidden / min(alone, compute_alone),
+        "matmul slowdown": computed / computing,
+        "overlap": (copying + computing - both) / min(copying, computing),
     }
-
-
-def _median(work: Work, device: torch.device) -> float:
-    return statistics.median([seconds(work, device) for _ in range(TURNS + 1)][1:])
 
 
 def _together(copy: Work, compute: Work) -> tuple[float, float, float]:
     """Median seconds of the copy, of the matmuls, and of both, on two streams at once."""
-    side = torch.cuda.Stream()
+    streams = [(torch.cuda.Stream(), copy), (torch.cuda.current_stream(), compute)]
     samples = []
     for _ in range(TURNS + 1):
         torch.cuda.synchronize()
-        copying, computing = _Clock(side), _Clock(torch.cuda.current_stream())
+        events = []
         begin = time.perf_counter()
-        with torch.cuda.stream(side), copying:
-            copy()
-        with computing:
-            compute()
+        for stream, work in streams:
+            with torch.cuda.stream(stream):
+                events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
+                events[-1][0].record()
+                work()
+                events[-1][1].record()
         torch.cuda.synchronize()
-        samples.append((copying.seconds, computing.seconds, time.perf_counter() - begin))
-    first, second, third = zip(*samples[1:], strict=True)
-    return statistics.median(first), statistics.median(second), statistics.median(third)
-
-
-class _Clock:
-    """Seconds between two points of a stream."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
-        self._events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def __enter__(self) -> None:
-        self._events[0].record(self._stream)
-
-    def __exit__(self, *_: object) -> None:
-        self._events[1].record(self._stream)
-
-    @property
-    def seconds(self) -> float:
-        """What has passed; ask only after the stream was synchronized."""
-        return float(self._events[0].elapsed_time(self._events[1])) / 1e3
+        both = time.perf_counter() - begin
+        samples.append([*(first.elapsed_time(last) / 1e3 for first, last in events), both])
+    first, second, third = (median(column) for column in zip(*samples[1:], strict=True))
+    return first, second, third

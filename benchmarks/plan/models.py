@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import nn
 from torch.distributed.tensor import Shard
 
 from benchmarks.step.case import Case
 from benchmarks.step.engines import build_model
-from benchmarks.step.rows import NARROW, WIDE
-from polyshard_demo.model import LanguageModel
 
 LONGEST = 512
 """Tokens of the longest row; those that are not used cost nothing."""
-
-
-def wide() -> LanguageModel:
-    return _model(WIDE)
-
-
-def narrow() -> LanguageModel:
-    return _model(NARROW)
 
 
 def columns(parameter: nn.Parameter) -> Shard | None:
@@ -27,10 +19,11 @@ def columns(parameter: nn.Parameter) -> Shard | None:
     return Shard(1) if parameter.ndim == 2 else None
 
 
-def tiny() -> LanguageModel:
-    """To see that a benchmark runs."""
-    return _model(Case(width=128, layers=2))
+width_1024 = partial(build_model, Case(width=1024, tokens=LONGEST))
+width_512 = partial(build_model, Case(width=512, tokens=LONGEST))
+width_128 = partial(build_model, Case(width=128, layers=2, tokens=LONGEST))
 
 
-def _model(case: Case) -> LanguageModel:
-    return build_model(Case(width=case.width, layers=case.layers, tokens=LONGEST))
+def name_of(case: Case) -> str:
+    """What ``polyshard plan`` imports the model of a case by."""
+    return f"{__name__}:width_{case.width}"

@@ -10,49 +10,59 @@ of a row is the median of its rounds'.
 
 from __future__ import annotations
 
-import argparse
-import statistics
-from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_low
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.harness import run_alone, run_ranks, show
-from benchmarks.result import save
+from benchmarks import harness
+from benchmarks.harness import Found, command, run_alone, run_ranks
+from benchmarks.plan.models import columns, name_of
 from benchmarks.step.case import Case
-from benchmarks.step.rows import ROWS, WIDE, Row
-from benchmarks.step.time import OUR_BEST, time_engines
+from benchmarks.step.rows import ROWS, row
+from benchmarks.step.time import OUR_BEST, medians, time_engines
 
-ROUNDS = 3
 MACHINE_ROUNDS = 2
+RATIO = "predicted / measured"
+
+
+@dataclass(frozen=True)
+class Rows(harness.Case, rounds=1, small=True):
+    """Names of step rows, and how often each is measured; with ``small`` their quick cases."""
+
+    only: tuple[str, ...] = tuple(row.name for row in ROWS)
+    rounds: int = 3
+    small: bool = False
 
 
 def settings_of(case: Case, machine: str) -> dict[str, Any]:
     """What ``polyshard plan`` is asked for ``case``, as keywords of its settings."""
     half = case.ranks // 2
     meshes = {"hsdp": f"replicate=2,dp={half}", "tensor-parallel": f"dp={half},tp=2"}
-    settings: dict[str, Any] = {
-        "model": f"benchmarks.plan.models:{'wide' if case.width == WIDE.width else 'narrow'}",
+    data_ranks = half if case.mode == "tensor-parallel" else case.ranks
+    modes: dict[str, dict[str, Any]] = {
+        "keep": {"reshard": False},
+        "blocks": {"reshard": half},
+        "quantized": {"quantize": "int8"},
+        "columns": {"placement": f"{columns.__module__}:columns"},
+        "tensor-parallel": {"tp_plan": "polyshard_tensor_parallel:demo_plan"},
+        "offload-params": {"offload": "params=host"},
+        "offload-optimizer": {"offload": "optimizer=host"},
+    }
+    return {
+        "model": name_of(case),
         "mesh": meshes.get(case.mode, f"dp={case.ranks}"),
         "sequence": case.tokens,
         "accumulate": case.micro_batches,
-        "batch": case.micro_batches * (half if case.mode == "tensor-parallel" else case.ranks),
+        "batch": case.micro_batches * data_ranks,
         "machine": machine,
         "bf16": case.dtype == "bfloat16",
-        "reshard": {"keep": False, "blocks": half}.get(case.mode),
+        **modes.get(case.mode, {}),
     }
-    if case.mode == "quantized":
-        settings["quantize"] = "int8"
-    if case.mode == "columns":
-        settings["placement"] = "benchmarks.plan.models:columns"
-    if case.mode == "tensor-parallel":
-        settings["tp_plan"] = "polyshard_tensor_parallel:demo_plan"
-    if case.mode.startswith("offload-"):
-        settings["offload"] = case.mode.removeprefix("offload-") + "=host"
-    return settings
 
 
-def predict(settings: dict[str, Any]) -> dict[str, Any]:
+def predict(settings: dict[str, Any]) -> Found:
     """What the plan says; in a process that has no process group."""
     from polyshard_cli.plan import Settings, draft, parse_mesh
 
@@ -78,60 +88,31 @@ def measure_machine(ranks: int, path: str) -> None:
     save_machine(measured(ranks, MACHINE_ROUNDS), Path(path))
 
 
-def measure(
-    rows: Iterable[Row] = ROWS, *, quick: bool = False, rounds: int = ROUNDS
-) -> Iterator[dict[str, Any]]:
-    """Predicted and measured seconds of every row, after each round: they take minutes."""
-    chosen = [row.quick() if quick else row for row in rows]
-    done: list[dict[str, Any]] = []
-    for _ in range(rounds):
-        done.append(_round(chosen))
-        yield {"rows": {r.name: _middle([found[r.name] for found in done]) for r in chosen}}
-
-
-def _round(rows: Iterable[Row]) -> dict[str, Any]:
+def measure(asked: Rows) -> Found:
+    """Predicted and measured seconds of every row: of the round whose ratio is the median."""
+    cases = {name: row(name).case for name in asked.only}
+    if asked.small:
+        cases = {name: case.quick() for name, case in cases.items()}
     with TemporaryDirectory() as folder:
-        return {row.name: _row(row.case, str(Path(folder, "machine.json"))) for row in rows}
+        path = str(Path(folder, "machine.json"))
+        rounds = [{n: _row(c, path) for n, c in cases.items()} for _ in range(asked.rounds)]
+    rows = {name: _middle([each[name] for each in rounds]) for name in cases}
+    close = sum(abs(found[RATIO] - 1) <= 0.1 for found in rows.values())
+    return {"rows": rows, "within 10 %": f"{close} of {len(rows)}"}
 
 
-def _middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """The round whose ratio is the median, and the ratios of all."""
-    ratios = [found["predicted / measured"] for found in rounds]
-    middle = rounds[ratios.index(statistics.median_low(ratios))]
-    return {**middle, "rounds": ratios}
+def _middle(rounds: list[Found]) -> Found:
+    ratios = [found[RATIO] for found in rounds]
+    return {**rounds[ratios.index(median_low(ratios))], "rounds": ratios}
 
 
-def _row(case: Case, machine: str) -> dict[str, Any]:
+def _row(case: Case, machine: str) -> Found:
     measure_machine(case.ranks, machine)
     predicted = run_alone(predict, settings_of(case, machine))
     timed = run_ranks(case.ranks, time_engines, case, [OUR_BEST])
-    turns = timed["seconds"][OUR_BEST]
-    phases = {phase: statistics.median(turn[phase] for turn in turns) for phase in turns[0]}
-    ratio = predicted["step"] / phases["step"]
-    return {"predicted": predicted, "measured": phases, "predicted / measured": ratio}
-
-
-def close(found: dict[str, Any]) -> str:
-    """How many rows are predicted well."""
-    middles = [row["predicted / measured"] for row in found["rows"].values()]
-    return f"within 10 %: {sum(abs(r - 1) <= 0.1 for r in middles)} of {len(middles)}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = [row.name for row in ROWS]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    options = parser.parse_args()
-    chosen = [row for row in ROWS if row.name in options.only]
-    for found in measure(chosen, quick=options.quick, rounds=options.rounds):
-        show(found)
-        print(close(found), flush=True)
-        if options.json:
-            save(found, options.json)
+    phases = medians(timed["seconds"][OUR_BEST])
+    return {"predicted": predicted, "measured": phases, RATIO: predicted["step"] / phases["step"]}
 
 
 if __name__ == "__main__":
-    main()
+    command(measure, Rows(), __doc__)

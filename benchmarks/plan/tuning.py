@@ -4,34 +4,32 @@
 
 The machine is measured first, as ``--measure`` does. Each setting is then planned, and run on two
 ranks: some take turns in the same processes, so that whatever else the machine does hits all of
-those XX"""
+those alike. The fastest, and the chosen ones, take turns once more; their ratios are of that.
+"""
 
 from __future__ import annotations
 
 import gc
-import statistics
-import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from benchmarks.harness import (
-    command,
-    in_turns,
-    loss_of,
-    run_alone,
-    run_ranks,
-)
+from benchmarks.harness import Found, command, in_turns, run_alone, run_ranks
+from benchmarks.plan.models import name_of
 from benchmarks.plan.step import measure_machine
 from benchmarks.step.case import Case
-from benchmarks.step.engines import batches, build_model, compared
+from benchmarks.step.engines import Engine, batches, build_model, compared
 from polyshard_cli.compare.engines.spec import Spec
+from polyshard_cli.plan import Settings, parse_mesh
+from polyshard_cli.plan.drafting import subject_of
+from polyshard_cli.plan.dry_run.units import units_of
+from polyshard_cli.plan.tuning.choice import Choice
+from polyshard_cli.plan.tuning.search import Search
 
 RANKS = 2
 MODEL = Case(width=512, layers=8, tokens=16, steps=9, warmup=2)
@@ -39,176 +37,124 @@ AT_ONCE = 6
 """Settings that take turns: all of their models are in memory."""
 FINALISTS = 6
 FINAL_STEPS = 20
-UNITS: tuple[tuple[str, ...], ...] = (
-    (),
-    ("blocks.*/2",),
-    ("blocks.*.attention", "blocks.*.feed_forward"),
-    ("none",),
-)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One that is planned and run; in the words of the command's options."""
+    """A choice of ``--tune``, and whether the optimizer's step is flat."""
 
-    units: tuple[str, ...] = ()
-    mesh: str = "dp=2"
-    reshard: bool | None = None
-    quantize: str = ""
-    offload: str = ""
+    choice: Choice
     flat: bool = True
 
     @property
     def name(self) -> str:
-        words = [" ".join(self.units) or "blocks", self.mesh]
-        words += ["kept"] * (self.reshard is False) + [self.quantize] * bool(self.quantize)
-        words += [self.offload] * bool(self.offload) + ["not flat"] * (not self.flat)
-        return ", ".join(words)
+        return self.choice.name + ", not flat" * (not self.flat)
 
-
-def settings() -> tuple[Setting, ...]:
-    """36 of them: what differs in kind, each with every choice of units."""
-    others: tuple[dict[str, Any], ...] = (
-        {},
-        {"flat": False},
-        {"reshard": False},
-        {"reshard": False, "flat": False},
-        {"quantize": "int8"},
-        {"reshard": False, "quantize": "int8"},
-        {"offload": "optimizer=host"},
-        {"offload": "params=host"},
-        {"mesh": "replicate=2,dp=1"},
-    )
-    return tuple(Setting(units, **other) for other, units in product(others, UNITS))
-
-
-def model_of(case: Case) -> str:
-    """What ``polyshard plan`` imports it by."""
-    return f"benchmarks.plan.models:{'narrow' if case.width == MODEL.width else 'tiny'}"
-
-
-def predict(found: list[Setting], case: Case, machine: str) -> list[dict[str, float]]:
-    """Seconds and bytes of each, as ``--tune`` plans them; in a process without a process group."""
-    from polyshard_cli.plan import Settings, parse_mesh
-    from polyshard_cli.plan.drafting import subject_of
-    from polyshard_cli.plan.tuning.choice import Choice
-    from polyshard_cli.plan.tuning.search import Search
-
-    base = Settings(
-        model=model_of(case),
-        batch=RANKS,
-        sequence=case.tokens,
-        machine=machine,
-        mesh=parse_mesh(f"dp={RANKS}"),
-    )
-    search = Search(base, subject_of(base))
-    said = []
-    for one in found:
-        mesh = parse_mesh(one.mesh)
-        tried = search.one(Choice(mesh, one.units, one.reshard, one.quantize, one.offload))
-        said.append({"step": tried.seconds, "memory": float(tried.memory_bytes)})
-    return said
-
-
-class Engine:
-    """A model as a setting shards it, and its optimizer."""
-
-    def __init__(self, setting: Setting, case: Case) -> None:
-        from polyshard_cli.plan.dry_run.units import units_of
-
-        tier, _, place = setting.offload.partition("=")
+    def build(self, case: Case) -> Engine:
+        """A model under polyshard, on the ranks."""
+        choice = self.choice
+        tier, _, place = choice.offload.partition("=")
         spec = Spec(
-            name=setting.name,
+            name=self.name,
             kind="polyshard",
-            keep=setting.reshard is False,
-            replicas=RANKS if setting.mesh.startswith("replicate") else 1,
-            flat=setting.flat and not setting.offload,
-            formats=(setting.quantize, setting.quantize),
+            keep=choice.reshard is False,
+            replicas=choice.mesh.size("replicate"),
+            flat=self.flat and not choice.offload,
+            formats=(choice.quantize, choice.quantize),
             offload=((tier, place),) if tier else (),
         )
         model = build_model(case)
-        units = units_of(model, setting.units).values()
-        made = compared(spec, model, units, **{"fused" if setting.flat else "foreach": True})
-        self.model, self.optimizer = made.model, made.optimizer
-
-    def step(self, batch: torch.Tensor) -> float:
-        """Seconds of one."""
-        begin = time.perf_counter()
-        loss_of(self.model, batch).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return time.perf_counter() - begin
+        units = units_of(model, choice.units).values()
+        made = compared(spec, model, units, **{"fused" if self.flat else "foreach": True})
+        return Engine(made.model, made.optimizer, 1)
 
 
-def time_settings(found: list[Setting], case: Case) -> list[list[float]]:
-    """Seconds of every step of each, which take turns, beginning with another one each time."""
-    every = batches(case)
+SHARDS, COPIES = parse_mesh(f"dp={RANKS}"), parse_mesh(f"replicate={RANKS},dp=1")
+UNITS = ((), ("blocks.*/2",), ("blocks.*.attention", "blocks.*.feed_forward"), ("none",))
+SETTINGS = tuple(
+    Setting(replace(choice, units=units), flat)
+    for choice, flat in (
+        (Choice(SHARDS), True),
+        (Choice(SHARDS), False),
+        (Choice(SHARDS, reshard=False), True),
+        (Choice(SHARDS, reshard=False), False),
+        (Choice(SHARDS, quantize="int8"), True),
+        (Choice(SHARDS, reshard=False, quantize="int8"), True),
+        (Choice(SHARDS, offload="optimizer=host"), True),
+        (Choice(SHARDS, offload="params=host"), True),
+        (Choice(COPIES), True),
+    )
+    for units in UNITS
+)
+"""36 of them: what differs in kind, each with every choice of units."""
+
+
+def predict(case: Case, machine: str) -> list[dict[str, float]]:
+    """Seconds and bytes of each, as ``--tune`` plans them; in a process without a process group."""
+    base = Settings(
+        model=name_of(case), batch=RANKS, sequence=case.tokens, machine=machine, mesh=SHARDS
+    )
+    search = Search(base, subject_of(base))
+    tried = [search.one(setting.choice) for setting in SETTINGS]
+    return [{"step": one.seconds, "memory": float(one.memory_bytes)} for one in tried]
+
+
+def time_settings(found: list[Setting], case: Case, at_once: int) -> list[list[float]]:
+    """Seconds of every step of each; ``at_once`` of them take turns, all in the same processes."""
+    every = batches(case, case.warmup + case.steps)
 
     def turn(engine: Engine, index: int) -> float:
         dist.barrier()
-        return engine.step(every[index])
+        return engine.step(every[index])[1]["step"]
 
-    ways = {setting.name: partial(turn, Engine(setting, case)) for setting in found}
-    return list(in_turns(ways, case.steps, case.warmup).values())
-
-
-def time_parts(found: list[Setting], case: Case) -> list[list[float]]:
-    """The same for all, some at once: processes are started once."""
-    seconds = []
-    for first in range(0, len(found), AT_ONCE):
-        seconds += time_settings(found[first : first + AT_ONCE], case)
+    times: list[list[float]] = []
+    for first in range(0, len(found), at_once):
+        chosen = found[first : first + at_once]
+        ways = {setting.name: partial(turn, setting.build(case)) for setting in chosen}
+        times += in_turns(ways, case.steps, case.warmup).values()
+        del ways
         gc.collect()  # models hold themselves in circles
-    return seconds
+    return times
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: Case) -> Found:
     """Predicted and measured seconds of every setting, and what follows."""
-    found = list(settings())
     with TemporaryDirectory() as folder:
         path = str(Path(folder, "machine.json"))
         measure_machine(RANKS, path)
-        predicted = run_alone(predict, found, case, path)
-    seconds = run_ranks(RANKS, time_parts, found, case)
-    rows: list[dict[str, Any]] = [
-        {"name": setting.name, "setting": asdict(setting), "seconds": turns}
-        for setting, turns in zip(found, seconds, strict=True)
-    ]
-    for row, said in zip(rows, predicted, strict=True):
-        row["predicted"], row["measured"] = said, {"step": statistics.median(row["seconds"])}
-    chosen, kept = _chosen(rows), _chosen(_lossless(rows))
-    finalists = _finalists(rows, [chosen, kept])
+        predicted = run_alone(predict, case, path)
+    times = run_ranks(RANKS, time_settings, list(SETTINGS), case, AT_ONCE)
+    measured = dict(zip(SETTINGS, map(median, times), strict=True))
+    said = dict(zip(SETTINGS, predicted, strict=True))
+    lossless = [setting for setting in SETTINGS if not setting.choice.quantize]
+
+    def chosen(among: Sequence[Setting]) -> Setting:
+        """A plan is for flat steps, so that of equal predictions the flat one is chosen."""
+        return min(among, key=lambda setting: (said[setting]["step"], not setting.flat))
+
+    best, exact = chosen(SETTINGS), chosen(lossless)
+    fastest = sorted(SETTINGS, key=lambda setting: measured[setting])[:FINALISTS]
+    finalists = list(dict.fromkeys([*fastest, best, exact]))
     final = replace(case, steps=FINAL_STEPS) if case == MODEL else case
-    again = run_ranks(RANKS, time_settings, [Setting(**row["setting"]) for row in finalists], final)
-    for row, turns in zip(finalists, again, strict=True):
-        row["final"] = statistics.median(turns)
-    fastest, exact = (min(of, key=_final) for of in (finalists, _lossless(finalists)))
+    times = run_ranks(RANKS, time_settings, finalists, final, len(finalists))
+    again = dict(zip(finalists, map(median, times), strict=True))
     return {
         "case": asdict(case),
-        "rows": rows,
-        "chosen": chosen["name"],
-        "best": fastest["name"],
-        "chosen / best": chosen["final"] / fastest["final"],
-        "chosen / best, lossless": kept["final"] / exact["final"],
+        "rows": [
+            {
+                "name": setting.name,
+                "predicted": said[setting],
+                "measured": {"step": measured[setting]},
+                "final": again.get(setting),
+            }
+            for setting in SETTINGS
+        ],
+        "chosen": best.name,
+        "best": min(finalists, key=lambda setting: again[setting]).name,
+        "chosen / best": again[best] / min(again.values()),
+        "chosen / best, lossless": again[exact]
+        / min(spent for setting, spent in again.items() if setting in lossless),
     }
-
-
-def _chosen(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """A plan is for flat steps, so that of equal predictions the flat one is chosen."""
-    return min(rows, key=lambda row: (row["predicted"]["step"], not row["setting"]["flat"]))
-
-
-def _lossless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [row for row in rows if not row["setting"]["quantize"]]
-
-
-def _finalists(rows: list[dict[str, Any]], chosen: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The fastest, and the chosen ones where they are not among them."""
-    found = sorted(rows, key=lambda row: row["measured"]["step"])[:FINALISTS]
-    return found + [row for row in chosen if row not in found]
-
-
-def _final(row: dict[str, Any]) -> float:
-    return float(row["final"])
 
 
 if __name__ == "__main__":

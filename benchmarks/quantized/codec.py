@@ -8,12 +8,13 @@ a busy machine. Errors are relative, of 2-norms, of one round trip. Needs polysh
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Found, Work, command, in_turns, median_of, seconds
+from benchmarks import harness
+from benchmarks.harness import MIB, Found, Work, command, in_turns, median_of, seconds
 from polyshard.sharding.layout import ParameterShape, plan_layout
 from polyshard_quantized import (
     BlockFormat,
@@ -32,16 +33,13 @@ FORMATS: tuple[BlockFormat, ...] = tuple(map(format_named, format_names()))
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(harness.Case, mib=1, turns=1):
     """What is measured."""
 
     mib: int = 64
     threads: int = 1
     turns: int = 9
     device: str = "cpu"
-
-    def quick(self) -> Case:
-        return replace(self, mib=1, turns=1)
 
 
 def codec_of(form: BlockFormat, values: Tensor) -> tuple[Work, Work]:
@@ -57,7 +55,7 @@ def codec_of(form: BlockFormat, values: Tensor) -> tuple[Work, Work]:
 
 def speeds(mib: int, turns: int, device: torch.device) -> dict[str, float]:
     """Median milliseconds of a copy and of each format, by name."""
-    values = torch.randn(mib * (1 << 20) // 4 // WIDTH, WIDTH, device=device)
+    values = torch.randn(mib * MIB // 4 // WIDTH, WIDTH, device=device)
     target = torch.empty_like(values)
     works: dict[str, Work] = {"copy": lambda: target.copy_(values)}
     for form in FORMATS:

@@ -7,14 +7,13 @@ Bars, and the reasons why some are missed, come from step/rows.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 from benchmarks import sim
-from benchmarks.harness import table
+from benchmarks.harness import MIB, Found, table
 from benchmarks.matrix import BARS as MUON_BARS
 from benchmarks.optimizer import BARS as STEP_BARS
-from benchmarks.report.steps import step_time
+from benchmarks.report.steps import held, step_time
 from benchmarks.result import RESULTS, ROOT, Result, read_all
 from benchmarks.step.spans import COLUMNS
 
@@ -31,7 +30,6 @@ compute, optimizer and bytes without an engine. **Bold** misses its bar.
 """
 STALL_BAR = 1.2
 GUARDS_BAR = 0.01
-EVERY_STEP = "every=1"
 REPRODUCIBLE_BAR = 1.05
 WITH_PICTURE = ("breakdown", "steadiness", "host-cost")
 BREAKDOWN_HEAD = """
@@ -63,20 +61,7 @@ def page(results: dict[str, Result], assets: str = "../assets") -> str:
     if quick := [f"`{result.name}`" for result in results.values() if result.about.quick]:
         parts.append(f"{QUICK.rstrip()} {', '.join(quick)}.")
     parts.extend(step_time(results, assets))
-    for title, kind, head, section in (
-        ("Where the time goes", "breakdown", BREAKDOWN_HEAD, _breakdown),
-        ("200 steps", "steadiness", "", _steadiness),
-        ("Host cost", "host-cost", "", _host_cost),
-        ("Optimizer steps", "optimizer", "", _optimizer),
-        ("Checkpoints", "checkpoint", "", _checkpoint),
-        ("Pretrained models", "pretrained", PRETRAINED_HEAD, _pretrained),
-        ("Publishing weights", "publish", PUBLISH_HEAD, _publish),
-        ("Guards", "guards", "", _guards),
-        ("Whole matrices", "matrix", MATRIX_HEAD, _matrix),
-        ("The same bits at every world size", "reproducible", "", _reproducible),
-        ("Device", "gpu", "", _gpu),
-        ("On a simulated accelerator", "simulated", "", _simulated),
-    ):
+    for title, kind, head, section in SECTIONS:
         chosen = [result for result in results.values() if result.kind == kind and _says(result)]
         if chosen:
             parts.extend(["", f"## {title}", *([head.rstrip()] if head else [])])
@@ -95,27 +80,30 @@ def _says(result: Result) -> bool:
     return all(v is not None for rows in tables.values() for row in rows for v in row.values())
 
 
-def _breakdown(found: dict[str, Any]) -> Iterator[str]:
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f}"
+
+
+def _mib(size: float) -> str:
+    return f"{size / MIB:.0f}"
+
+
+def _breakdown(found: Found) -> Iterator[str]:
     case = found["case"]
     yield f"Width {case['width']}, {case['tokens']} tokens:\n"
-    head = ("engine", *COLUMNS, "MiB sent")
-    yield from table(head, _breakdown_rows(found))
-
-
-def _breakdown_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    sent = sum(found["sent_bytes"].values()) / MIB  # polyshard's count
+    rows = []
     for engine, groups in found["groups"].items():
         totals = (1e3 * sum(parts[part] for parts in groups.values()) for part in COLUMNS)
-        sent = sum(found["sent_bytes"].values()) / 2**20  # polyshard's count
         known = f"{sent:.1f}" if engine == "polyshard" else ""
-        yield engine, *(f"{total:.2f}" for total in totals), known
+        rows.append((engine, *(f"{total:.2f}" for total in totals), known))
+    yield from table(("engine", *COLUMNS, "MiB sent"), rows)
 
 
-def _steadiness(found: dict[str, Any]) -> Iterator[str]:
-    case = found["case"]
+def _steadiness(found: Found) -> Iterator[str]:
+    case, percents = found["case"], ("p50", "p95", "p99")
     yield f"{case['steps']} steps at width {case['width']}, {case['tokens']} tokens; the first"
     yield "quarter is left out. Engines run in sequence.\n"
-    head = ("engine", "growth, KiB a step", "largest spike, KiB", "median RSS, MiB")
-    percents = ("p50", "p95", "p99")
     rows = (
         (
             engine,
@@ -126,18 +114,25 @@ def _steadiness(found: dict[str, Any]) -> Iterator[str]:
         )
         for engine, values in found["summary"].items()
     )
+    head = ("engine", "growth, KiB a step", "largest spike, KiB", "median RSS, MiB")
     yield from table((*head, *(f"{p}, ms" for p in percents)), rows)
 
 
-def _host_cost(found: dict[str, Any]) -> Iterator[str]:
+def _host_cost(found: Found) -> Iterator[str]:
     yield "Microseconds of host time per group and step beyond the same unsharded layers, in one"
     yield "process with torch's fake process group, whose collectives return at once.\n"
     launches = any(row["launches_per_group"] for row in found["rows"])
+    shown = [("microseconds_per_group", ".0f")] + [("launches_per_group", ".1f")] * launches
+    rows = []
+    for row in found["rows"]:
+        times, *counts = (
+            [f"{row[key][name]:{form}}" for name in ("polyshard", "torch")] for key, form in shown
+        )
+        sizes = (f"{row[key]}" for key in ("ranks", "groups", "parameters"))
+        ratios = (f"{row[key]:.2f}" for key in ("ratio", "init_ratio"))
+        rows.append((*sizes, *times, *ratios, *(cell for cells in counts for cell in cells)))
     head = ["ranks", "groups", "parameters", "polyshard", "FSDP2", "ratio", "`fully_shard` ratio"]
-    yield from table(
-        head + (["launches a group", "FSDP2's"] if launches else []),
-        (_host_row(row, launches) for row in found["rows"]),
-    )
+    yield from table(head + ["launches a group", "FSDP2's"] * launches, rows)
     yield ""
     for engine, line in found["fit"].items():
         yield (
@@ -149,67 +144,43 @@ def _host_cost(found: dict[str, Any]) -> Iterator[str]:
         yield "- Launches a group: no CUDA on this machine."
 
 
-def _host_row(row: dict[str, Any], launches: bool) -> tuple[str, ...]:
-    times = [f"{row['microseconds_per_group'][name]:.0f}" for name in ("polyshard", "torch")]
-    counts: list[str] = []
-    if launches:
-        counts = [f"{row['launches_per_group'][name]:.1f}" for name in ("polyshard", "torch")]
-    sizes = (f"{row[key]}" for key in ("ranks", "groups", "parameters"))
-    return (*sizes, *times, f"{row['ratio']:.2f}", f"{row['init_ratio']:.2f}", *counts)
-
-
-def _optimizer(found: dict[str, Any]) -> Iterator[str]:
+def _optimizer(found: Found) -> Iterator[str]:
     yield "AdamW alone on one rank: *host* has 1,000 parameters of 64 elements in 40 groups, and"
     yield "*large* 16.8 M elements. Weights are bitwise equal.\n"
-    seconds, same = found["seconds"], found["flat / FSDP2, same setting"]
-    rows = (
-        (
-            name,
-            setting,
-            *(f"{1e3 * seconds[name][f'{engine} {setting}']:.2f}" for engine in ("flat", "FSDP2")),
-            f"{ratio:.3f}",
-        )
-        for name, ratios in same.items()
-        for setting, ratio in ratios.items()
-    )
+    rows = []
+    for name, ratios in found["flat / FSDP2, same setting"].items():
+        for setting, ratio in ratios.items():
+            times = (found["seconds"][name][f"{e} {setting}"] for e in ("flat", "FSDP2"))
+            rows.append((name, setting, *(f"{1e3 * t:.2f}" for t in times), f"{ratio:.3f}"))
     yield from table(("size", "setting", "flat ms", "FSDP2 ms", "flat / FSDP2"), rows)
     yield ""
     for name, ratio in found["ratios"].items():
-        bar = STEP_BARS[name]
-        text = f"**{ratio:.3f}**" if ratio > bar else f"{ratio:.3f}"
-        yield f"- {name}: {text}, bar {bar}"
+        yield f"- {name}: {held(ratio, STEP_BARS[name], '.3f')}, bar {STEP_BARS[name]}"
 
 
-def _checkpoint(found: dict[str, Any]) -> Iterator[str]:
-    shard = found["shard_bytes"] / 2**20
-    yield f"How long an asynchronous save stops training, {found['ranks']} ranks with {shard:.0f}"
+def _checkpoint(found: Found) -> Iterator[str]:
+    shard = _mib(found["shard_bytes"])
+    yield f"How long an asynchronous save stops training, {found['ranks']} ranks with {shard}"
     yield f"MiB each. *memcpy* copies them to existing memory; the bar is {STALL_BAR} of that."
     yield "polyshard's files have checksums, DCP's have none.\n"
-    rows = (
-        (name, f"{1e3 * stall:.0f}", _stall(name, found), f"{1e3 * ended:.0f}")
-        for (name, stall), ended in zip(
-            found["stall_seconds"].items(), found["complete_seconds"].values(), strict=True
-        )
-    )
+    rows = []
+    for name, stall in found["stall_seconds"].items():
+        bar = STALL_BAR if name == "polyshard" else None
+        ratio = held(found["stall_over_memcpy"][name], bar)
+        rows.append((name, _ms(stall), ratio, _ms(found["complete_seconds"][name])))
     yield from table(("save", "stop, ms", "/ memcpy", "complete after, ms"), rows)
 
 
-def _stall(name: str, found: dict[str, Any]) -> str:
-    ratio = found["stall_over_memcpy"][name]
-    missed = name == "polyshard" and ratio > STALL_BAR
-    return f"**{ratio:.2f}**" if missed else f"{ratio:.2f}"
-
-
-def _pretrained(found: dict[str, Any]) -> Iterator[str]:
+def _pretrained(found: Found) -> Iterator[str]:
     yield f"{found['ranks']} ranks, {found['model_bytes'] / 1e9:.2f} GB, turns: {found['turns']}.\n"
     keys = ("read_bytes", "peak_bytes", "peak_bytes_sum", "anonymous_bytes_sum")
-    ours = found["ways"]["polyshard"]
+    ours, compared = found["ways"]["polyshard"], ("seconds", "read_bytes", "peak_bytes_sum")
     rows = (
         (
             name,
             f"{way['seconds']:.1f}",
             *(f"{way[key] / 1e9:.2f}" for key in keys),
-            *(_ours(ours[key] / way[key]) for key in ("seconds", "read_bytes", "peak_bytes_sum")),
+            *(held(round(ours[key] / way[key], 2), 1) for key in compared),
         )
         for name, way in found["ways"].items()
     )
@@ -217,91 +188,89 @@ def _pretrained(found: dict[str, Any]) -> Iterator[str]:
     yield from table((*head, "time: ours / this", "read", "peak, all"), rows)
 
 
-def _ours(ratio: float) -> str:
-    return f"**{ratio:.2f}**" if ratio >= 1.005 else f"{ratio:.2f}"
-
-
-def _publish(found: dict[str, Any]) -> Iterator[str]:
-    size = found["model_bytes"] / 2**20
-    yield f"{found['ranks']} ranks, {size:.0f} MiB of fp32, links of {found['link']} each way:\n"
+def _publish(found: Found) -> Iterator[str]:
+    size = _mib(found["model_bytes"])
+    yield f"{found['ranks']} ranks, {size} MiB of fp32, links of {found['link']} each way:\n"
     rows = (
         (
             f"`{way}`",
-            f"{1e3 * seconds:.0f}",
+            _ms(seconds),
             f"{found['full_tensor_over'][way]:.1f}",
             f"{found['rank_0_over'][way]:.1f}",
-            f"{found['link_bytes'][way] / 2**20:.1f}",
-            f"{found['rank_0_bytes'][way] / 2**20:.0f}" if "rank_0_bytes" in found else "",
+            f"{found['link_bytes'][way] / MIB:.1f}",
+            _mib(found["rank_0_bytes"][way]),
         )
         for way, seconds in found["seconds"].items()
     )
-    head = (
-        "way",
-        "ms",
-        "`full_tensor` / this",
-        "`rank 0` / this",
-        "sent, MiB",
-        "held by rank 0, MiB",
-    )
-    yield from table(head, rows)
+    head = ("way", "ms", "`full_tensor` / this", "`rank 0` / this", "sent, MiB")
+    yield from table((*head, "held by rank 0, MiB"), rows)
 
 
-def _guards(found: dict[str, Any]) -> Iterator[str]:
-    step = 1e3 * found["step_seconds"]["no guard"]
-    yield f"Time that guards add to a step of {step:.0f} ms: {found['ranks']} ranks with"
-    yield f"{found['watched_bytes'] / 2**20:.0f} MiB of weights and moments each, {found['tokens']}"
+def _guards(found: Found) -> Iterator[str]:
+    step = _ms(found["step_seconds"]["no guard"])
+    yield f"Time that guards add to a step of {step} ms: {found['ranks']} ranks with"
+    yield f"{_mib(found['watched_bytes'])} MiB of weights and moments each, {found['tokens']}"
     yield f"tokens. The bar is {GUARDS_BAR:.0%} at the defaults.\n"
-    rows = ((f"`{name}`", _added(name, part)) for name, part in found["added_to_a_step"].items())
+    rows = []
+    for name, part in found["added_to_a_step"].items():
+        bar = None if name.endswith("every=1") else GUARDS_BAR
+        rows.append((f"`{name}`", held(part, bar, ".2%")))
     yield from table(("guard", "added to a step"), rows)
 
 
-def _added(name: str, part: float) -> str:
-    missed = not name.endswith(EVERY_STEP) and part > GUARDS_BAR
-    return f"**{part:.2%}**" if missed else f"{part:.2%}"
-
-
-def _matrix(found: dict[str, Any]) -> Iterator[str]:
+def _matrix(found: Found) -> Iterator[str]:
     case, sent = found["case"], found["bytes"]
     yield f"{case['layers']} layers of {case['width']}², {case['ranks']} ranks:\n"
     rows = (
-        (name, f"{1e3 * m['muon']:.0f}", f"{1e3 * m['step']:.0f}", f"{sent[name] / 2**20:.1f}")
-        for name, m in found["median_seconds"].items()
+        (name, _ms(spent["muon"]), _ms(spent["step"]), f"{sent[name] / MIB:.1f}")
+        for name, spent in found["median_seconds"].items()
     )
     yield from table(("way", "Muon, ms", "step, ms", "MiB"), rows)
     for name, bar in MUON_BARS[case["ranks"]].items():
-        ratio = found["ratios"][name]
-        text = f"{ratio:.2f}" if ratio <= bar else f"**{ratio:.2f}**"
-        yield f"- {name}: {text} (bar {bar})"
+        yield f"- {name}: {held(found['ratios'][name], bar)} (bar {bar})"
 
 
-def _reproducible(found: dict[str, Any]) -> Iterator[str]:
-    case, gradient = found["case"], found["gradient_bytes"]
+def _reproducible(found: Found) -> Iterator[str]:
+    case, gradient, peak = found["case"], found["gradient_bytes"], found["peak_bytes"]
     yield f"{case['slots']} slots of {case['tokens']} tokens on {case['ranks']} ranks, d="
     yield f"{case['width']}, each reduced, with and without the plugin.\n"
-    rows = ((name, f"{1e3 * seconds:.0f}") for name, seconds in found["step_seconds"].items())
-    yield from table(("", "step, ms"), rows)
+    yield from table(("", "step, ms"), ((n, _ms(s)) for n, s in found["step_seconds"].items()))
     for name, ratio in found["ratios"].items():
-        text = f"{ratio:.2f}" if ratio <= REPRODUCIBLE_BAR else f"**{ratio:.2f}**"
-        yield f"- step, paired{name}: {text} (bar {REPRODUCIBLE_BAR})"
-    more = (found["peak_bytes"]["Reproducible"] - found["peak_bytes"]["without"]) / gradient
-    yield f"- peak of memory: {more:+.1f} sharded gradients of {gradient / 2**20:.0f} MiB (bar +1)"
+        yield f"- step, paired{name}: {held(ratio, REPRODUCIBLE_BAR)} (bar {REPRODUCIBLE_BAR})"
+    more = (peak["Reproducible"] - peak["without"]) / gradient
+    yield f"- peak of memory: {more:+.1f} sharded gradients of {_mib(gradient)} MiB (bar +1)"
 
 
-def _gpu(found: dict[str, Any]) -> Iterator[str]:
+def _gpu(found: Found) -> Iterator[str]:
     yield f"On {found['device']}, {found['model']}, torch's process group {found['group']}.\n"
     for name, rows in found["tables"].items():
         yield f"\n### {name}\n"
-        heads = list(rows[0])
-        yield from table(heads, ([_value(row[head]) for head in heads] for row in rows))
+        yield from table(rows[0], (map(_value, row.values()) for row in rows))
 
 
-def _simulated(found: dict[str, Any]) -> Iterator[str]:
+def _simulated(found: Found) -> Iterator[str]:
     yield "**Simulated**, without times: polyshard / FSDP2 ([columns](simulated.md)), in MiB.\n"
     yield from sim.lines(found)
 
 
 def _value(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+SECTIONS: tuple[tuple[str, str, str, Callable[[Found], Iterator[str]]], ...] = (
+    ("Where the time goes", "breakdown", BREAKDOWN_HEAD, _breakdown),
+    ("200 steps", "steadiness", "", _steadiness),
+    ("Host cost", "host-cost", "", _host_cost),
+    ("Optimizer steps", "optimizer", "", _optimizer),
+    ("Checkpoints", "checkpoint", "", _checkpoint),
+    ("Pretrained models", "pretrained", PRETRAINED_HEAD, _pretrained),
+    ("Publishing weights", "publish", PUBLISH_HEAD, _publish),
+    ("Guards", "guards", "", _guards),
+    ("Whole matrices", "matrix", MATRIX_HEAD, _matrix),
+    ("The same bits at every world size", "reproducible", "", _reproducible),
+    ("Device", "gpu", "", _gpu),
+    ("On a simulated accelerator", "simulated", "", _simulated),
+)
 
 
 def _machines(results: Iterable[Result]) -> Iterator[str]:

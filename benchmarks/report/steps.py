@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
-from benchmarks.harness import table
+from benchmarks.harness import MIB, Found, table
 from benchmarks.result import Result
 from benchmarks.step.rows import (
     BEST_STEP,
@@ -14,8 +13,10 @@ from benchmarks.step.rows import (
     FLAT_MEMORY,
     FLOOR,
     KEPT,
+    LOSSY,
     MEMORY,
     OTHERS,
+    ROUNDED,
     ROWS,
     STEP,
     Row,
@@ -73,7 +74,7 @@ _PEAK_HEAD = (
 _BEST_NAMES, _OTHER_NAMES = ("polyshard best", "torch best"), (KEPT, *OTHERS)
 
 
-def _best(rows: list[Row], found: dict[str, dict[str, Any]]) -> Iterator[str]:
+def _best(rows: list[Row], found: dict[str, Found]) -> Iterator[str]:
     """Three tables: steps, those of other engines, and peaks, of the rows that have them."""
     yield from table(_BEST_HEAD, (_best_row(row, found[row.name]) for row in rows))
     for head, key, names in (
@@ -86,35 +87,38 @@ def _best(rows: list[Row], found: dict[str, dict[str, Any]]) -> Iterator[str]:
             yield from table(head, (_others_row(row, found[row.name], key, names) for row in known))
 
 
-def _best_row(row: Row, found: dict[str, Any]) -> tuple[str, ...]:
+def _best_row(row: Row, found: Found) -> tuple[str, ...]:
     times = (f"{1e3 * found['median_seconds'][name]['step']:.1f}" for name in _BEST_NAMES)
     return f"`{row.name}`", *times, _cell(row, found["ratios"], BEST_STEP), _bar(row, BEST_STEP)
 
 
-def _others_row(
-    row: Row, found: dict[str, Any], key: str, names: tuple[str, ...]
-) -> tuple[str, ...]:
-    given = found[key]
-    if key == "median_seconds":
-        cells = [f"{1e3 * given[name]['step']:.1f}" if name in given else "" for name in names]
-        return f"`{row.name}`", *cells
-    cells = [f"{given[name]['peak'] / 2**20:.0f}" if name in given else "" for name in names]
-    return f"`{row.name}`", *cells, _cell(row, found["ratios"], FLAT_MEMORY)
+def _others_row(row: Row, found: Found, key: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    given, is_time = found[key], key == "median_seconds"
+    what, factor, form = ("step", 1e3, ".1f") if is_time else ("peak", 1 / MIB, ".0f")
+    cells = [f"{factor * given[name][what]:{form}}" if name in given else "" for name in names]
+    last = [] if is_time else [_cell(row, found["ratios"], FLAT_MEMORY)]
+    return f"`{row.name}`", *cells, *last
+
+
+def held(value: float, bar: float | None, form: str = ".2f") -> str:
+    """A figure, in bold where it is above its bar."""
+    return f"**{value:{form}}**" if bar is not None and value > bar else f"{value:{form}}"
+
+
+def _limit(row: Row, quantity: str) -> float | None:
+    return next((bar.at_most for bar in row.bars if bar.quantity == quantity), None)
 
 
 def _cell(row: Row, ratios: dict[str, float], quantity: str) -> str:
-    """A ratio, in bold where it misses its bar."""
-    if quantity not in ratios:
-        return ""
-    missed = any(b.quantity == quantity and ratios[quantity] > b.at_most for b in row.bars)
-    return f"**{ratios[quantity]:.2f}**" if missed else f"{ratios[quantity]:.2f}"
+    return held(ratios[quantity], _limit(row, quantity)) if quantity in ratios else ""
 
 
 def _bar(row: Row, quantity: str) -> str:
-    return "".join(f"{bar.at_most:.2f}" for bar in row.bars if bar.quantity == quantity)
+    limit = _limit(row, quantity)
+    return "" if limit is None else f"{limit:.2f}"
 
 
-def _step_row(row: Row, found: dict[str, Any]) -> tuple[str, ...]:
+def _step_row(row: Row, found: Found) -> tuple[str, ...]:
     case, ratios = found["case"], found["ratios"]
     medians = {name: 1e3 * phases["step"] for name, phases in found["median_seconds"].items()}
     cell = partial(_cell, row, ratios)
@@ -132,18 +136,18 @@ def _step_row(row: Row, found: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _losses(row: Row, found: dict[str, Any]) -> str:
+def _losses(row: Row, found: Found) -> str:
     difference = found["losses_largest_relative_difference"]
     if found["losses_equal"]:
         return "bitwise"
     text = f"within {difference:.0e}"
-    if row.losses == "lossy":
+    if row.losses == LOSSY:
         return f"{text} (lossy)"
-    ok = row.losses == "close" and difference <= CLOSE[row.case.dtype]
+    ok = row.losses == ROUNDED and difference <= CLOSE[row.case.dtype]
     return text if ok else f"**{text}**"
 
 
-def _missed(row: Row, found: dict[str, Any]) -> Iterator[str]:
+def _missed(row: Row, found: Found) -> Iterator[str]:
     for bar in row.bars:
         ratio = found["ratios"].get(bar.quantity)
         if ratio is not None and ratio > bar.at_most:

@@ -9,33 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
-
-import polyshard
 import polyshard_resilience
-from benchmarks.harness import (
-    Found,
-    command,
-    in_turns,
-    median_of,
-    paired,
-    run_ranks,
-    sharded,
-    shards,
-    slowest,
-)
+from benchmarks import harness
+from benchmarks.harness import Found
 from polyshard_resilience.rollback.undo import memories_of
 
 PLAIN, AGREED, COPIED = "without", "undo_steps=False", "undo_steps=True"
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(harness.Case, width=64, turns=1):
     """Bound by communication; with 512 tokens by computation."""
 
     ranks: int = 2
@@ -43,23 +30,15 @@ class Case:
     tokens: int = 16
     turns: int = 15
 
-    def quick(self) -> Case:
-        return replace(self, width=64, turns=1)
-
 
 def measure(case: Case) -> Found:
     """Medians of the slowest rank's seconds, ratios to the step without, and bytes on the host."""
-    found: Found = run_ranks(case.ranks, _measure, case)
-    return found
+    return harness.run_ranks(case.ranks, _measure, case)
 
 
 def _measure(case: Case) -> Found:
-    torch.manual_seed(0)
-    layers = [nn.Linear(case.width, case.width) for _ in range(8)]
-    model = sharded(nn.Sequential(*layers), layers, polyshard.fully_shard)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    x = torch.randn(case.tokens, case.width)
-    attempt = partial(polyshard_resilience.attempt, model, optimizer)
+    training = harness.linear_training(case.width, 8, case.tokens, lr=1e-4)
+    attempt = partial(polyshard_resilience.attempt, training.model, training.optimizer)
     ways: dict[str, Callable[[], Any]] = {
         PLAIN: nullcontext,
         AGREED: partial(attempt, undo_steps=False),
@@ -68,18 +47,16 @@ def _measure(case: Case) -> Found:
 
     def step(way: Callable[[], Any]) -> None:
         with way():
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            training.step()
 
-    seconds = in_turns({n: slowest(partial(step, way)) for n, way in ways.items()}, case.turns)
+    times = harness.time_steps({name: partial(step, way) for name, way in ways.items()}, case.turns)
     return {
-        "seconds": median_of(seconds),
-        "ratios": {name: paired(each, seconds[PLAIN]) for name, each in seconds.items()},
-        "shard_bytes": sum(shard.nbytes for shard in shards(model)),
-        "host_bytes": memories_of(model).nbytes,
+        "seconds": harness.median_of(times),
+        "ratios": {name: harness.paired(each, times[PLAIN]) for name, each in times.items()},
+        "shard_bytes": harness.nbytes(harness.local(training.model.parameters())),
+        "host_bytes": memories_of(training.model).nbytes,
     }
 
 
 if __name__ == "__main__":
-    command(measure, Case(), __doc__)
+    harness.command(measure, Case(), __doc__)

@@ -1,9 +1,11 @@
-"""What a measurement trains; plain values, so that pages can be made from it without torch."""
+"""What a measurement of steps trains."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Self
+
+from benchmarks import harness
 
 MODES = (
     "plain",  # weights are freed after forward
@@ -17,13 +19,13 @@ MODES = (
     "offload-params",  # parameters, gradients and optimizer state rest on the host
     "tensor-parallel",  # layers are divided over two ranks
 )
-"""What each is to polyshard and to torch stands in modes.py."""
-
-DTYPES = ("float32", "bfloat16", "float16")
+"""What each is to polyshard and to torch stands in engines.py."""
+ON_FOUR = ("hsdp", "tensor-parallel", "blocks")
+DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(harness.Case):
     """A Llama-style model and how it is trained.
 
     Attributes:
@@ -35,6 +37,7 @@ class Case:
         mode: One of :data:`MODES`.
         steps: Timed, after ``warmup`` more.
         warmup: Steps before the first that counts.
+        memory: Whether peaks are measured too, in runs of their own.
     """
 
     width: int = 1024
@@ -45,6 +48,7 @@ class Case:
     mode: str = "plain"
     steps: int = 15
     warmup: int = 3
+    memory: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what no engine can run.
@@ -52,13 +56,10 @@ class Case:
         Raises:
             ValueError: a field that is out of its range.
         """
-        if self.mode not in MODES:
-            raise ValueError(f"mode '{self.mode}' is none of {', '.join(MODES)}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype '{self.dtype}' is none of {', '.join(DTYPES)}")
-        if self.mode in ("hsdp", "tensor-parallel", "blocks") and (
-            self.ranks < 4 or self.ranks % 2
-        ):
+        for name, known in (("mode", MODES), ("dtype", DTYPES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} '{getattr(self, name)}' is none of {', '.join(known)}")
+        if self.mode in ON_FOUR and (self.ranks < 4 or self.ranks % 2):
             raise ValueError(f"mode '{self.mode}' divides an even number of 4 or more ranks")
         if min(self.width, self.layers, self.tokens, self.ranks, self.steps) < 1 or self.warmup < 0:
             raise ValueError("sizes and steps are at least 1, warmup at least 0")
@@ -66,7 +67,7 @@ class Case:
     def quick(self) -> Self:
         """The same code in seconds; figures of it mean nothing."""
         width, layers = min(self.width, 128), min(self.layers, 2)
-        return replace(self, width=width, layers=layers, steps=3, warmup=1)
+        return replace(self, width=width, layers=layers, steps=3, warmup=1, memory=False)
 
     @property
     def micro_batches(self) -> int:

@@ -1,25 +1,25 @@
-"""The engines of the benchmark; one step of each.
+"""The engines of the benchmark, made as `polyshard compare` makes them; one step of each.
 
 polyshard, torch's FSDP2 and the floor step AdamW with ``foreach``. ``polyshard best`` and ``torch
 best`` are the first two with their best optimizer setting: fused, and flat in polyshard where no
-plugin steps the optimizer. DDP and FSDP1 (as polyshard compare makes them) are fused too.
+plugin steps the optimizer. DDP and FSDP1 are fused too.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
-from benchmarks.harness import language_model, loss_of, sharded
+from benchmarks.harness import language_model, loss_of
 from benchmarks.step.case import Case
 from benchmarks.step.floor import Floor
-from benchmarks.step.modes import Setup, data_rank, set_up
 from benchmarks.step.rows import OTHERS
 from polyshard_cli.compare.engines.building import BUILDERS
 from polyshard_cli.compare.engines.built import Built, Place, Unit
@@ -32,11 +32,7 @@ LEARNING_RATE = 1e-3
 BEST = " best"
 KEPT = "polyshard kept"
 """polyshard in the mode ``keep``, whatever the others do: to be compared with DDP."""
-
-
-def param_dtype(case: Case) -> torch.dtype | None:
-    """Compute dtype, or ``None`` for that of the parameters."""
-    return None if case.dtype == "float32" else getattr(torch, case.dtype)
+KINDS = {KEPT: "polyshard", "torch": "fsdp2"}
 
 
 def build_model(case: Case) -> LanguageModel:
@@ -45,78 +41,101 @@ def build_model(case: Case) -> LanguageModel:
     return language_model(case.width, case.layers, case.tokens, hidden)
 
 
-class Sharded:
-    """A model sharded by polyshard or torch."""
+class Engine:
+    """A sharded model and its optimizer."""
 
-    def __init__(self, case: Case, engine: str) -> None:
-        is_best = engine.endswith(BEST)
-        engine = engine.removesuffix(BEST)
-        fully_shard, policy = library(engine)
-        self.model: Any = build_model(case)
-        setup = set_up(engine, case.mode, self.model)
-        keywords = dict(setup.keywords)
-        if compute := param_dtype(case):
-            keywords["mp_policy"] = policy(param_dtype=compute, reduce_dtype=torch.float32)
-        self.micro_batches = case.micro_batches
-        sharded(self.model, self.model.blocks, fully_shard, **keywords)
-        self.optimizer = _optimizer(self.model, setup, engine, is_best=is_best)
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, micro_batches: int) -> None:
+        self.model, self.optimizer, self._micro_batches = model, optimizer, micro_batches
+        self.zero_grad: Any = optimizer.zero_grad
 
     def step(self, batch: Tensor) -> tuple[float, dict[str, float]]:
         """One training step: loss, and seconds by phase."""
         begin = time.perf_counter()
-        for _ in range(self.micro_batches - 1):
+        for _ in range(self._micro_batches - 1):
             self.model.set_requires_gradient_sync(False)
             loss_of(self.model, batch).backward()
             self.model.set_requires_gradient_sync(True)
-        return _last_part(self.model, self.optimizer, batch, begin)
+        loss = self.forward(batch)
+        forward = time.perf_counter()
+        self.backward(loss)
+        backward = time.perf_counter()
+        self.optimizer.step()
+        self.zero_grad()
+        end = time.perf_counter()
+        values = (forward - begin, backward - forward, end - backward, end - begin)
+        return loss.item(), dict(zip(PHASES, values, strict=True))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return loss_of(self.model, batch)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
 
 
-def _optimizer(
-    model: nn.Module, setup: Setup, engine: str, *, is_best: bool
-) -> torch.optim.Optimizer:
-    setting: dict[str, Any] = {"fused" if is_best else "foreach": True}
-    made = torch.optim.AdamW(_by_mesh(model), lr=LEARNING_RATE, **setting)
-    if is_best and engine == "polyshard" and not setup.wraps:
-        from polyshard_optimizers import flat
-
-        return flat(made)
-    return setup.wrap(made)
-
-
-class Wrapped:
-    """A model wrapped by DDP or FSDP1, as `polyshard compare` does it."""
-
-    def __init__(self, case: Case, engine: str) -> None:
-        plain = build_model(case)
-        spec = Spec(name=engine, kind=engine, bf16=case.dtype == "bfloat16")
-        made = compared(spec, plain, [(block,) for block in plain.blocks], fused=True)
-        self.model, self.optimizer = made.model, made.optimizer
-
-    def step(self, batch: Tensor) -> tuple[float, dict[str, float]]:
-        return _last_part(self.model, self.optimizer, batch, time.perf_counter())
-
-
-class Unsharded:
-    """The floor, with the same phases."""
+class Unsharded(Engine):
+    """A plain model between the floor's transfers."""
 
     def __init__(self, case: Case) -> None:
-        model = build_model(case)
-        if compute := param_dtype(case):
-            model = model.to(compute)
-        self.floor = Floor(model, list(model.blocks), LEARNING_RATE)
+        model = build_model(case).to(getattr(torch, case.dtype))
+        self._floor = Floor(model, list(model.blocks), LEARNING_RATE)
+        super().__init__(model, self._floor.optimizer, 1)
+        self.zero_grad = model.zero_grad  # the optimizer's gradients are the floor's memory
 
-    def step(self, batch: Tensor) -> tuple[float, dict[str, float]]:
-        begin = time.perf_counter()
-        self.floor.gather()
-        loss = loss_of(self.floor.model, batch)
-        forward = time.perf_counter()
+    def forward(self, batch: Tensor) -> Tensor:
+        self._floor.gather()
+        return loss_of(self.model, batch)
+
+    def backward(self, loss: Tensor) -> None:
         loss.backward()
-        self.floor.gather_again_and_reduce()
-        backward = time.perf_counter()
-        self.floor.zero_grad()
-        self.floor.optimizer.step()
-        end = time.perf_counter()
-        return loss.item(), _phases(begin, forward, backward, end)
+        self._floor.gather_again_and_reduce()
+
+
+def build(engine: str, case: Case) -> Engine:
+    """``polyshard``, ``torch``, ``floor``, the first two with :data:`BEST`, ``ddp``, ``fsdp1``."""
+    if engine == "floor":
+        return Unsharded(case)
+    name = engine.removesuffix(BEST)
+    kind, is_best = KINDS.get(name, name), name != engine
+    mode = "keep" if name == KEPT else case.mode
+    offload = {"offload-optimizer": "optimizer", "offload-params": "params"}.get(mode)
+    if offload == "optimizer" and kind == "fsdp2":
+        offload = None  # torch has no such thing
+    model = build_model(case)
+    spec = Spec(
+        name=engine,
+        kind=kind,
+        bf16=case.dtype == "bfloat16",
+        keep=mode == "keep",
+        replicas=2 if mode == "hsdp" else 1,
+        flat=is_best and kind == "polyshard" and not offload,
+        formats=("int8", "int8") if mode == "quantized" else ("", ""),
+        offload=((offload, "host"),) if offload else (),
+        keywords=_keywords(kind, mode, model),
+    )
+    setting = "fused" if is_best or kind in OTHERS else "foreach"
+    made = compared(spec, model, [(block,) for block in model.blocks], **{setting: True})
+    return Engine(made.model, made.optimizer, case.micro_batches)
+
+
+def _keywords(kind: str, mode: str, model: nn.Module) -> dict[str, Any]:
+    """What ``fully_shard`` is given that no name of an engine says."""
+    if mode == "blocks":
+        return {"reshard_after_forward": dist.get_world_size() // 2}
+    if mode == "columns":
+        return {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 else None}
+    if mode != "tensor-parallel":
+        return {}
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from polyshard_tensor_parallel import TensorParallel, demo_plan
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    if kind == "fsdp2":
+        parallelize_module(model, mesh["tp"], dict(demo_plan().styles))
+        return {"mesh": mesh["dp"]}
+    plugin = TensorParallel(demo_plan(), mesh=mesh["tp"])
+    plugin.apply(model)
+    return {"mesh": mesh["dp"], "plugins": [plugin]}
 
 
 def compared(spec: Spec, model: nn.Module, units: Iterable[Unit], **setting: bool) -> Built:
@@ -127,38 +146,10 @@ def compared(spec: Spec, model: nn.Module, units: Iterable[Unit], **setting: boo
 
     def adamw(made: nn.Module) -> torch.optim.Optimizer:
         kind: Any = setting
-        return torch.optim.AdamW(made.parameters(), lr=LEARNING_RATE, **kind)
+        return torch.optim.AdamW(_by_mesh(made), lr=LEARNING_RATE, **kind)
 
     place = Place(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     return BUILDERS[spec.kind](spec, Job(model, unused, unused, adamw), units, place)
-
-
-def build(engine: str, case: Case) -> Sharded | Unsharded | Wrapped:
-    """``polyshard``, ``torch``, ``floor``, the first two with :data:`BEST`, ``ddp``, ``fsdp1``."""
-    if engine in OTHERS:
-        return Wrapped(case, engine)
-    if engine.startswith(KEPT):
-        return Sharded(replace(case, mode="keep"), engine.replace(KEPT, "polyshard"))
-    return Unsharded(case) if engine == "floor" else Sharded(case, engine)
-
-
-def batches(case: Case, count: int | None = None) -> list[Tensor]:
-    """One batch a step (``case``'s number of steps by default), different on every data rank."""
-    generator = torch.Generator().manual_seed(1 + data_rank(case.mode))
-    shape = (1, case.tokens + 1)
-    number = case.warmup + case.steps if count is None else count
-    return [torch.randint(0, 256, shape, generator=generator) for _ in range(number)]
-
-
-def library(engine: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """``fully_shard`` and the class of its mixed-precision policy."""
-    if engine == "polyshard":
-        import polyshard
-
-        return polyshard.fully_shard, polyshard.MixedPrecisionPolicy
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    return fully_shard, MixedPrecisionPolicy
 
 
 def _by_mesh(model: nn.Module) -> list[dict[str, Any]]:
@@ -169,20 +160,9 @@ def _by_mesh(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": parameters} for parameters in groups.values()]
 
 
-def _last_part(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, begin: float
-) -> tuple[float, dict[str, float]]:
-    """The last micro-batch of a step that began at ``begin``, and the optimizer's."""
-    loss = loss_of(model, batch)
-    forward = time.perf_counter()
-    loss.backward()
-    backward = time.perf_counter()
-    optimizer.step()
-    optimizer.zero_grad()
-    end = time.perf_counter()
-    return loss.item(), _phases(begin, forward, backward, end)
-
-
-def _phases(begin: float, forward: float, backward: float, end: float) -> dict[str, float]:
-    values = (forward - begin, backward - forward, end - backward, end - begin)
-    return dict(zip(PHASES, values, strict=True))
+def batches(case: Case, count: int) -> list[Tensor]:
+    """One batch a step, different on every data rank."""
+    rank = dist.get_rank() // 2 if case.mode == "tensor-parallel" else dist.get_rank()
+    generator = torch.Generator().manual_seed(1 + rank)
+    shape = (1, case.tokens + 1)
+    return [torch.randint(0, 256, shape, generator=generator) for _ in range(count)]

@@ -62,7 +62,6 @@ class Floor:
 
     def __init__(self, model: nn.Module, units: list[nn.Module], learning_rate: float) -> None:
         """``units`` are freed after forward, and so gathered twice; the rest is gathered once."""
-        self.model = model
         group = dist.group.WORLD
         assert group is not None
         inner = {p for unit in units for p in unit.parameters()}
@@ -70,10 +69,10 @@ class Floor:
         self._transfers = [_transfer(list(unit.parameters()), group) for unit in units]
         self._outer = _transfer(outer, group)
         shards = [s for t in (*self._transfers, self._outer) for s in t.shards]
-        self._parameters = [nn.Parameter(torch.randn_like(s) * 0.02) for s in shards]
-        for parameter, shard in zip(self._parameters, shards, strict=True):
+        parameters = [nn.Parameter(torch.randn_like(s) * 0.02) for s in shards]
+        for parameter, shard in zip(parameters, shards, strict=True):
             parameter.grad = shard
-        self.optimizer = torch.optim.AdamW(self._parameters, lr=learning_rate, foreach=True)
+        self.optimizer = torch.optim.AdamW(parameters, lr=learning_rate, foreach=True)
 
     def gather(self) -> None:
         """All bytes of a forward."""
@@ -86,11 +85,6 @@ class Floor:
             transfer.gather()
             transfer.reduce()
         self._outer.reduce()
-
-    def zero_grad(self) -> None:
-        """Drop the plain model's gradients, as a sharded step does."""
-        for parameter in self.model.parameters():
-            parameter.grad = None
 
 
 def _transfer(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> _Transfer:

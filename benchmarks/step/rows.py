@@ -7,7 +7,7 @@ is kept here beside it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any
 
 from benchmarks.step.case import Case
 
@@ -19,10 +19,9 @@ FLAT_MEMORY = "peak memory, flat / torch"
 KEPT = "polyshard kept best"
 OTHERS = ("ddp", "fsdp1")
 
-# Equal to FSDP2's to the last bit; to the rounding of another order of sums; not meant to be.
-Losses = Literal["bitwise", "close", "lossy"]
-
-CLOSE = {"float32": 5e-5, "bfloat16": 2e-2, "float16": 1e-2}
+BITWISE, ROUNDED, LOSSY = "bitwise", "close", "lossy"
+"""Losses equal to FSDP2's to the last bit; to the rounding of another order of sums; not at all."""
+CLOSE = {"float32": 5e-5, "bfloat16": 2e-2}
 """Relative difference of losses that counts as close, by compute dtype."""
 
 
@@ -38,16 +37,15 @@ class Bar:
     reason: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Row:
-    """One row. Memory is measured, in runs of its own, where ``memory`` says so."""
+    """One row of the tables."""
 
     name: str
     case: Case
-    bars: tuple[Bar, ...] = (Bar(STEP, 1.00),)
-    losses: Losses = "bitwise"
-    memory: bool = False
     note: str = ""
+    losses: str = BITWISE
+    bars: tuple[Bar, ...] = (Bar(STEP, 1.00),)
 
     def __post_init__(self) -> None:
         """A bar on memory that nobody measures would pass unseen.
@@ -55,16 +53,12 @@ class Row:
         Raises:
             ValueError: for such a bar.
         """
-        if not self.memory and any("memory" in bar.quantity for bar in self.bars):
+        if not self.case.memory and any("memory" in bar.quantity for bar in self.bars):
             raise ValueError(f"row '{self.name}' has a bar on memory, which it does not measure")
 
     def quick(self) -> Row:
         """The same code in seconds; figures of it mean nothing."""
-        return replace(self, case=self.case.quick(), memory=False, bars=())
-
-
-def _bars(step: float, *, memory_reason: str = "") -> tuple[Bar, ...]:
-    return (Bar(STEP, step), Bar(FLOOR, 1.10), Bar(MEMORY, 0.75, memory_reason))
+        return replace(self, case=self.case.quick(), bars=())
 
 
 WIDE, NARROW = Case(width=1024, steps=5, warmup=2), Case(width=512, steps=7, warmup=2)
@@ -75,99 +69,72 @@ MOSTLY_TORCH = "Of the 642 MiB, 262 are the process with torch, equal for every 
 FOUR_ON_TWO = "Four ranks and their transfers share two cores; the floor is no faster."
 ACTIVATIONS = "Mostly activations, equal for every engine."
 
-_MAIN = (
+
+def _bars(step: float, memory_reason: str) -> tuple[Bar, ...]:
+    return (Bar(STEP, step), Bar(FLOOR, 1.10), Bar(MEMORY, 0.75, memory_reason))
+
+
+def _mode(mode: str, note: str, losses: str = BITWISE, **sizes: Any) -> Row:
+    return Row(mode, replace(NARROW, mode=mode, **sizes), note, losses)
+
+
+ROWS: tuple[Row, ...] = (
     Row(
-        name="wide-2",
-        case=WIDE,
+        "wide-2",
+        replace(WIDE, memory=True),
+        "communication-bound",
         bars=(
-            *_bars(0.40, memory_reason=OPTIMIZER_PEAK),
+            *_bars(0.40, OPTIMIZER_PEAK),
             Bar(BEST_STEP, 0.35),
             Bar(FLAT_MEMORY, 0.80, NO_ROOM),
         ),
-        memory=True,
-        note="communication-bound",
     ),
     Row(
-        name="wide-4",
-        case=replace(WIDE, ranks=4),
-        bars=_bars(0.45, memory_reason=OPTIMIZER_PEAK),
-        losses="close",
-        memory=True,
-        note="communication-bound",
+        "wide-4",
+        replace(WIDE, ranks=4, memory=True),
+        "communication-bound",
+        ROUNDED,
+        _bars(0.45, OPTIMIZER_PEAK),
     ),
     Row(
-        name="wide-bf16",
-        case=replace(WIDE, dtype="bfloat16"),
-        bars=(Bar(STEP, 1.00), Bar(FLOOR, 1.10)),
-        losses="close",
-        note="computes in bf16, reduces in fp32",
+        "wide-bf16",
+        replace(WIDE, dtype="bfloat16"),
+        "computes in bf16, reduces in fp32",
+        ROUNDED,
+        (Bar(STEP, 1.00), Bar(FLOOR, 1.10)),
     ),
-    Row(name="narrow-2", case=NARROW, bars=_bars(0.55, memory_reason=MOSTLY_TORCH), memory=True),
+    Row("narrow-2", replace(NARROW, memory=True), bars=_bars(0.55, MOSTLY_TORCH)),
     Row(
-        name="narrow-4",
-        case=replace(NARROW, ranks=4),
+        "narrow-4",
+        replace(NARROW, ranks=4),
+        losses=ROUNDED,
         bars=(Bar(STEP, 0.55, FOUR_ON_TWO), Bar(FLOOR, 1.10)),
-        losses="close",
     ),
     Row(
-        name="compute-2",
-        case=replace(NARROW, tokens=512),
-        bars=_bars(0.90, memory_reason=ACTIVATIONS),
+        "compute-2",
+        replace(NARROW, tokens=512, memory=True),
+        "compute-bound",
+        bars=_bars(0.90, ACTIVATIONS),
+    ),
+    _mode("keep", "`reshard_after_forward=False`"),
+    _mode("blocks", "`reshard_after_forward=2`", ROUNDED, ranks=4),
+    _mode("hsdp", "2 replicas of 2 shards", ROUNDED, ranks=4),
+    _mode("columns", "matrices sharded on dim 1"),
+    _mode("accumulate", "2 micro-batches, the first without communication"),
+    _mode("quantized", "int8 weights and gradients; FSDP2 sends fp32", LOSSY),
+    _mode(
+        "offload-optimizer",
+        "state on the host; FSDP2 leaves it on the device (both are RAM here)",
         memory=True,
-        note="compute-bound",
+    ),
+    _mode("offload-params", "all on the host; FSDP2 with `CPUOffloadPolicy`", memory=True),
+    _mode(
+        "tensor-parallel",
+        "TP 2 × FSDP 2; torch's `parallelize_module` and `fully_shard`",
+        ROUNDED,
+        ranks=4,
     ),
 )
-
-_MODES = (
-    Row(name="keep", case=replace(NARROW, mode="keep"), note="`reshard_after_forward=False`"),
-    Row(
-        name="blocks",
-        case=replace(NARROW, ranks=4, mode="blocks"),
-        losses="close",
-        note="`reshard_after_forward=2`",
-    ),
-    Row(
-        name="hsdp",
-        case=replace(NARROW, ranks=4, mode="hsdp"),
-        losses="close",
-        note="2 replicas of 2 shards",
-    ),
-    Row(name="columns", case=replace(NARROW, mode="columns"), note="matrices sharded on dim 1"),
-    Row(
-        name="accumulate",
-        case=replace(NARROW, mode="accumulate"),
-        note="2 micro-batches, the first without communication",
-    ),
-)
-
-_PLUGINS = (
-    Row(
-        name="quantized",
-        case=replace(NARROW, mode="quantized"),
-        losses="lossy",
-        note="int8 weights and gradients; FSDP2 sends fp32",
-    ),
-    Row(
-        name="offload-optimizer",
-        case=replace(NARROW, mode="offload-optimizer"),
-        memory=True,
-        note="state on the host; FSDP2 leaves it on the device (both are RAM here)",
-    ),
-    Row(
-        name="offload-params",
-        case=replace(NARROW, mode="offload-params"),
-        memory=True,
-        note="all on the host; FSDP2 with `CPUOffloadPolicy`",
-    ),
-    Row(
-        name="tensor-parallel",
-        case=replace(NARROW, ranks=4, mode="tensor-parallel"),
-        losses="close",
-        note="TP 2 × FSDP 2; torch's `parallelize_module` and `fully_shard`",
-    ),
-)
-
-ROWS: tuple[Row, ...] = (*_MAIN, *_MODES, *_PLUGINS)
 MAIN_ROWS = ("wide-2", "compute-2")
 """Those taken apart by group (see breakdown.py)."""
 STEADY_ROW = "narrow-2"

@@ -9,19 +9,18 @@ of its own (memory cannot be told apart otherwise), so their step times are not 
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import asdict, replace
-from typing import Any
+from statistics import linear_regression, median
 
 import torch.distributed as dist
 
-from benchmarks.harness import command, run_ranks
+from benchmarks.harness import Found, command, run_ranks
 from benchmarks.step.case import Case
 from benchmarks.step.engines import batches, build
 from benchmarks.step.rows import STEADY_ROW, row
 from polyshard_cli.compare.training.memory import resident
 
-STEPS = 200
+CASE = replace(row(STEADY_ROW).case, steps=200)
 PERCENTILES = (50, 95, 99)
 Samples = dict[str, list[float]]
 
@@ -29,43 +28,37 @@ Samples = dict[str, list[float]]
 def run_steps(case: Case, engine: str) -> Samples:
     """Resident bytes after, and seconds of, every step on rank 0."""
     built = build(engine, case)
-    held: list[float] = []
-    seconds: list[float] = []
+    found: Samples = {"resident_bytes": [], "seconds": []}
     for batch in batches(case, case.steps):
         dist.barrier()
-        seconds.append(built.step(batch)[1]["step"])
-        held.append(float(resident("VmRSS:")))
-    return {"resident_bytes": held, "seconds": seconds}
+        found["seconds"].append(built.step(batch)[1]["step"])
+        found["resident_bytes"].append(float(resident("VmRSS:")))
+    return found
 
 
 def summarize(samples: Samples) -> dict[str, float]:
     """Growth in KiB a step, the largest spike in KiB, and percentiles of seconds."""
     begin = len(samples["seconds"]) // 4
     kib = [value / 1024 for value in samples["resident_bytes"][begin:]]
-    slope = statistics.linear_regression(range(len(kib)), kib).slope
     times = sorted(samples["seconds"][begin:])
-    found = {
-        "growth_kib_per_step": slope,
-        "spike_kib": max(kib) - statistics.median(kib),
-        "median_resident_kib": statistics.median(kib),
+    return {
+        "growth_kib_per_step": linear_regression(range(len(kib)), kib).slope,
+        "spike_kib": max(kib) - median(kib),
+        "median_resident_kib": median(kib),
+        **{
+            f"p{percent}_seconds": times[min(len(times) * percent // 100, len(times) - 1)]
+            for percent in PERCENTILES
+        },
     }
-    for percent in PERCENTILES:
-        found[f"p{percent}_seconds"] = times[min(len(times) * percent // 100, len(times) - 1)]
-    return found
 
 
-def measure(long: Case) -> dict[str, Any]:
-    samples = {
-        name: run_ranks(long.ranks, run_steps, long, name) for name in ("polyshard", "torch")
-    }
+def measure(case: Case) -> Found:
+    """Samples of both engines, and what they come to."""
+    engines = ("polyshard", "torch")
+    samples = {name: run_ranks(case.ranks, run_steps, case, name) for name in engines}
     summary = {name: summarize(found) for name, found in samples.items()}
-    ratios = {
-        f"p{percent} / torch": summary["polyshard"][f"p{percent}_seconds"]
-        / summary["torch"][f"p{percent}_seconds"]
-        for percent in PERCENTILES
-    }
-    return {"case": asdict(long), "samples": samples, "summary": summary, "ratios": ratios}
+    return {"case": asdict(case), "samples": samples, "summary": summary}
 
 
 if __name__ == "__main__":
-    command(measure, replace(row(STEADY_ROW).case, steps=STEPS), __doc__)
+    command(measure, CASE, __doc__)

@@ -23,7 +23,7 @@ def tiny(out: Path, **options: Any) -> Settings:
 def sent(run: Path) -> list[int]:
     """Bytes of the last step, by rank."""
     found = json.loads((run / "report.json").read_text("utf-8"))
-    return [rank["step_wire"]["sent"] for rank in found["ranks"]]
+    return [rank["step_sent_bytes"] for rank in found["ranks"]]
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,8 @@ def test_the_page_has_both_sides(run: Path) -> None:
     assert "Time is not predicted: no machine was named" in text
     assert "Traffic by axis" in text
     for rank in json.loads((run / "report.json").read_text("utf-8"))["ranks"]:
-        held = rank["memory"]["resident_bytes"] - rank["memory"]["before_bytes"]
-        assert 0 < held < rank["memory"]["resident_bytes"]
+        held = rank["resident_bytes"] - rank["before_bytes"]
+        assert 0 < held < rank["resident_bytes"]
         assert f"({held:,})" in text
 
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from polyshard.errors import SettingError
 from polyshard_cli import main as cli
+from polyshard_cli.plan.errors import PlanError
 from polyshard_demo import plugins
 from polyshard_demo.errors import DemoError
 from polyshard_demo.launch import run_local_ranks
@@ -46,8 +47,7 @@ def sampler(samples: int, batch_size: int, slots: int, *, seed: int) -> tuple[in
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the plugin."""
     package = SimpleNamespace(Reproducible=made, SlotSampler=sampler, ReproducibleError=FakeError)
-    monkeypatch.setattr(plugins, "find_spec", lambda name: object())
-    monkeypatch.setattr(plugins, "import_module", lambda name: package)
+    monkeypatch.setattr(plugins, "package_of", lambda name, option: package)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_what_does_not_fit_is_refused(installed: None, given: Any, message: str)
 
 
 def test_an_absent_plugin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugins, "find_spec", lambda name: None)
-    with pytest.raises(DemoError, match="pip install polyshard-reproducible"):
+    monkeypatch.setattr("polyshard_cli.plan.request.plugins.find_spec", lambda name: None)
+    with pytest.raises(PlanError, match="pip install polyshard-reproducible"):
         Settings(out=OUT, reproducible=4)
 
 

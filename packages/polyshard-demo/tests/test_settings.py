@@ -27,6 +27,7 @@ OUT = Path("run")
         ({"batch": 8, "ranks": 2, "accumulate": 3}, "use a multiple of 6"),
         ({"engine": "torch", "plugins": ("offload",)}, "--plugins needs --engine polyshard"),
         ({"engine": "torch", "offload": "params=host"}, "--offload needs --engine polyshard"),
+        ({"engine": "torch", "quantize": "int8"}, "--quantize needs --engine polyshard"),
         ({"engine": "torch", "trace": Path("t")}, "--trace needs --engine polyshard"),
         ({"engine": "single"}, "use --ranks 1"),
         ({"engine": "single", "ranks": 1, "bf16": True}, "--bf16"),

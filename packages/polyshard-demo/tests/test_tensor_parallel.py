@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from polyshard_cli.plan.errors import PlanError
 from polyshard_demo import plugins
 from polyshard_demo.errors import DemoError
 from polyshard_demo.settings import Settings
@@ -20,8 +21,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         demo_plan=lambda: "the plan",
         TensorParallel=lambda plan, mesh: (plan, mesh),
     )
-    monkeypatch.setattr(plugins, "find_spec", lambda name: object())
-    monkeypatch.setattr(plugins, "import_module", lambda name: package)
+    monkeypatch.setattr(plugins, "package_of", lambda name, option: package)
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def test_what_does_not_fit_is_refused(installed: None, given: Any, pattern: str)
 
 
 def test_an_absent_plugin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugins, "find_spec", lambda name: None)
-    with pytest.raises(DemoError, match="pip install polyshard-tensor-parallel"):
+    monkeypatch.setattr("polyshard_cli.plan.request.plugins.find_spec", lambda name: None)
+    with pytest.raises(PlanError, match="pip install polyshard-tensor-parallel"):
         Settings(out=Path("run"), ranks=4, tp=2)
 
 

@@ -157,11 +157,10 @@ def test_every_format_keeps_the_bound_it_declares(registered: None) -> None:
         assert form.error_bound / 4 < worst <= form.error_bound + 2**-16, name
 
 
-def test_the_demo_takes_it_by_name(registered: None) -> None:
-    quantize: Any = pytest.importorskip("polyshard_demo.plugins")
-    errors: Any = pytest.importorskip("polyshard_demo.errors")
-    plugin = quantize.quantizing_plugin("int8,six")
+def test_commands_take_it_by_name(registered: None) -> None:
+    plugins: Any = pytest.importorskip("polyshard_cli.plan.request.plugins")
+    plugin = plugins.quantizing("int8,six")
     assert plugin.gradients == Six()
     assert plugin.error_feedback is not None
-    with pytest.raises(errors.DemoError, match="one of int8, e4m3, int4, six, native"):
-        quantize.check_quantize("int9")
+    with pytest.raises(ValueError, match="Known: int8, e4m3, int4, six, native"):
+        plugins.quantizing("int9")

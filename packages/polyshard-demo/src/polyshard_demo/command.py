@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from polyshard_cli.output import told_in_one_message
+from polyshard_cli.plan.errors import PlanError
 from polyshard_demo.errors import DemoError, RankError
 from polyshard_demo.launch import launch
-from polyshard_demo.plugins import make_offload
 from polyshard_demo.settings import EngineName, Settings
 
 __all__ = ["train"]
@@ -29,17 +29,18 @@ def train(**given: Any) -> None:
 
     Writes checkpoints, report.json, loss.png and report.html to the run directory.
     """
-    with told_in_one_message(DemoError), told_in_one_message(RankError, code=FAILURE_EXIT):
+    told = told_in_one_message(DemoError, PlanError)
+    with told, told_in_one_message(RankError, code=FAILURE_EXIT):
         out, resume = given["out"], given["resume"]
         auto = resume == Path("auto")
-        given["resume"] = resume = _output_of_auto(out) if auto else resume
+        if auto and out is None:
+            raise DemoError("--resume auto goes on in a directory of its own: give it as --out")
+        given["resume"] = resume = out if auto else resume
         given["out"] = out or _default_out(resume)
         given["ranks"] = _ranks(given["ranks"], given["engine"])
         names = (name.strip() for name in given["plugins"].split(","))
         given["plugins"] = tuple(name for name in names if name)
-        settings = Settings(**given, auto=auto)
-        make_offload(settings.offload)  # so that a mistake is told before any rank starts
-        launch(settings)
+        launch(Settings(**given, auto=auto))
 
 
 def _signature() -> Signature:
@@ -67,12 +68,6 @@ def _ranks(given: int | None, engine: EngineName) -> int:
     if given is not None:
         return given
     return 1 if engine == "single" else Settings.ranks
-
-
-def _output_of_auto(out: Path | None) -> Path:
-    if out is None:
-        raise DemoError("--resume auto goes on in a directory of its own: give it as --out")
-    return out
 
 
 def _default_out(resume: Path | None) -> Path:

@@ -64,10 +64,6 @@ class History:
         """Median tokens per second over all ranks; 0 before the first step."""
         return median(step.speed for step in self.steps) if self.steps else 0.0
 
-    def evaluated(self, step: int) -> bool:
-        """Whether the held-out loss after a step is known."""
-        return any(evaluation.step == step for evaluation in self.evaluations)
-
     def state_dict(self) -> dict[str, Any]:
         """Plain data, for checkpoints and reports."""
         return asdict(self)

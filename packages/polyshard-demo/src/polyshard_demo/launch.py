@@ -9,13 +9,14 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from polyshard_cli.compare.ranks.crew import threads_of_rank
 from polyshard_demo.errors import DemoError, RankError
 from polyshard_demo.settings import Settings
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-__all__ = ["launch", "run_local_ranks", "threads_per_rank"]
+__all__ = ["launch", "run_local_ranks"]
 
 
 def launch(settings: Settings) -> None:
@@ -26,6 +27,7 @@ def launch(settings: Settings) -> None:
 
     Raises:
         DemoError: Settings, text or checkpoint cannot be used; found before any rank starts.
+        PlanError: A plugin refuses its settings, or is not installed; likewise.
         RankError: A rank died. The others have been ended; nothing is left running.
     """
     if "RANK" in os.environ:
@@ -39,6 +41,7 @@ def launch(settings: Settings) -> None:
 
 def check(settings: Settings) -> None:
     """Find in this process, with a short message, what every rank would trip over."""
+    from polyshard_cli.plan.request.plugins import offloading, quantizing
     from polyshard_demo.checkpoint import find_source
     from polyshard_demo.plugins import slot_sampler
     from polyshard_demo.text import Windows, load_corpus
@@ -46,6 +49,10 @@ def check(settings: Settings) -> None:
 
     if find_spec("matplotlib") is None:
         raise DemoError("matplotlib is missing; pip install matplotlib")
+    if settings.quantize:
+        quantizing(settings.quantize)
+    if settings.offload:
+        offloading(settings.offload)
     corpus = load_corpus(settings.text, settings.sequence)
     check_output(settings)
     if settings.reproducible:
@@ -72,11 +79,6 @@ def check_restarts() -> None:
             "that it restarts would connect to ranks that are gone; set "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and use --standalone or --rdzv-backend=c10d"
         )
-
-
-def threads_per_rank(ranks: int) -> int:
-    """Compute threads for each of `ranks` processes that share this machine."""
-    return max(1, (os.cpu_count() or 1) // ranks)
 
 
 def _run_under_torchrun(settings: Settings) -> None:
@@ -110,9 +112,7 @@ def run_local_ranks(work: Callable[[Settings], None], settings: Settings) -> Non
         max_restarts=0,
     )
     try:
-        # What is to be the same at every number of ranks has the same threads.
-        threads = 1 if settings.reproducible else threads_per_rank(settings.ranks)
-        with _quiet_elastic(), _limited_threads(threads):
+        with _quiet_elastic(), _limited_threads(settings):
             elastic_launch(config, work)(settings)
     except ChildFailedError as error:
         raise _rank_error(error) from None
@@ -121,9 +121,13 @@ def run_local_ranks(work: Callable[[Settings], None], settings: Settings) -> Non
 
 
 @contextmanager
-def _limited_threads(threads: int) -> Iterator[None]:
-    """Let new processes share the cores, unless the user has said otherwise."""
+def _limited_threads(settings: Settings) -> Iterator[None]:
+    """Let new processes share the cores, unless the user has said otherwise.
+
+    What is to be the same at every number of ranks has the same threads.
+    """
     given = os.environ.get("OMP_NUM_THREADS")
+    threads = 1 if settings.reproducible else threads_of_rank(settings.ranks)
     os.environ["OMP_NUM_THREADS"] = given or str(threads)
     try:
         yield

@@ -4,7 +4,7 @@ Shapes in this file: B sequences, T bytes per sequence, D width, H heads, K = D 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from polyshard_demo.settings import PresetName
+from polyshard_demo.settings import PresetName, Settings
 
-__all__ = ["PRESETS", "Block", "LanguageModel", "ModelSettings", "Rotary"]
+__all__ = ["PRESETS", "Block", "LanguageModel", "ModelSettings", "Rotary", "shape_of"]
 
-VOCABULARY = 256
 INITIAL_STD = 0.02
 
 
@@ -33,6 +32,8 @@ class ModelSettings:
         sequence: Longest T the rotary tables cover, in bytes.
         tied: Whether the head uses the embedding's weight.
         dropout: Share of what each half of a block adds that is left out in training.
+        vocabulary: Values of a token; those of a byte.
+        key_heads: Heads of keys and values, which queries share in groups; as many as `heads` if 0.
     """
 
     width: int
@@ -42,6 +43,8 @@ class ModelSettings:
     sequence: int = 128
     tied: bool = False
     dropout: float = 0.0
+    vocabulary: int = 256
+    key_heads: int = 0
 
     def __post_init__(self) -> None:
         if self.width % self.heads or (self.width // self.heads) % 2:
@@ -57,16 +60,26 @@ PRESETS: Final[Mapping[PresetName, ModelSettings]] = MappingProxyType(
 )
 
 
+def shape_of(settings: Settings) -> ModelSettings:
+    """The shape that the options of a run ask for."""
+    return replace(
+        PRESETS[settings.preset],
+        sequence=settings.sequence,
+        tied=settings.tied,
+        dropout=settings.dropout,
+    )
+
+
 class LanguageModel(nn.Module):
     """Predicts the next byte. Each module resets its own parameters, so meta init works."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
         self.settings = settings
-        self.embedding = Embedding(VOCABULARY, settings.width)
+        self.embedding = Embedding(settings.vocabulary, settings.width)
         self.blocks = nn.ModuleList(Block(settings) for _ in range(settings.layers))
         self.norm = nn.RMSNorm(settings.width, eps=1e-6)
-        self.head = Projection(settings.width, VOCABULARY, INITIAL_STD)
+        self.head = Projection(settings.width, settings.vocabulary, INITIAL_STD)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -76,7 +89,7 @@ class LanguageModel(nn.Module):
 
     @override
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, T, 256) of the byte that follows each of the tokens (B, T), int64."""
+        """Logits (B, T, vocabulary) of the token that follows each of the tokens (B, T), int64."""
         hidden = self.embedding(tokens)
         for block in self.blocks:
             hidden = block(hidden)
@@ -119,8 +132,9 @@ class Attention(nn.Module):
         width = settings.width
         self.head_width = width // settings.heads
         self.query = Projection(width, width, INITIAL_STD)
-        self.key = Projection(width, width, INITIAL_STD)
-        self.value = Projection(width, width, INITIAL_STD)
+        keys = (settings.key_heads or settings.heads) * self.head_width
+        self.key = Projection(width, keys, INITIAL_STD)
+        self.value = Projection(width, keys, INITIAL_STD)
         self.output = Projection(width, width, _residual_std(settings))
         self.rotary = Rotary(self.head_width, settings.sequence)
 
@@ -130,7 +144,9 @@ class Attention(nn.Module):
         query = self.rotary(self._heads(self.query(hidden)))
         key = self.rotary(self._heads(self.key(hidden)))
         value = self._heads(self.value(hidden))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=key.shape[1] < query.shape[1]
+        )
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
 

@@ -5,16 +5,13 @@ It is made from ``report.json``.
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyshard.files import replace_file
 from polyshard_demo.prediction import predicted, unplanned
 from polyshard_demo.settings import Settings
 
-if TYPE_CHECKING:
-    from polyshard_cli.plan.report.outcome import Outcome
-
-__all__ = ["PAGE", "write_page"]
+__all__ = ["write_page"]
 
 PAGE = "report.html"
 
@@ -33,17 +30,17 @@ def write_page(settings: Settings) -> str:
     """
     path = settings.out / PAGE
     try:
-        replace_file(path, _page(settings).encode())
+        found = json.loads((settings.out / "report.json").read_text("utf-8"))
+        replace_file(path, _page(settings, found).encode())
     except Exception as error:  # whatever it is, the run's results are written
         return f"without {PAGE}: {type(error).__name__}: {error}"
     return f"the run beside its prediction: {path}"
 
 
-def _page(settings: Settings) -> str:
-    from polyshard_cli.plan.report.outcome import run_page
+def _page(settings: Settings, found: Mapping[str, Any]) -> str:
+    from polyshard_cli.plan.report.outcome import Outcome, RankFacts, run_page
 
-    found = json.loads((settings.out / "report.json").read_text("utf-8"))
-    is_cpu = found["ranks"][0]["memory"]["device_bytes"] is None
+    is_cpu = found["ranks"][0]["device_bytes"] is None
     why = unplanned(settings)
     plans: Mapping[int, Any] = {}
     if not why:
@@ -59,36 +56,22 @@ def _page(settings: Settings) -> str:
             "Time is not predicted: no machine was named. polyshard plan --measure FILE.json "
             "measures this one; polyshard train --machine FILE.json then predicts for it."
         )
-    return run_page(
-        f"Run of {settings.preset}, {settings.ranks} ranks",
-        _lead(found),
-        _outcome(found, tuple(notes), is_cpu=is_cpu),
-        plans,
-        is_timed=bool(settings.machine),
+    held = (
+        rank["resident_bytes"] - rank["before_bytes"] if is_cpu else rank["device_bytes"]
+        for rank in found["ranks"]
     )
-
-
-def _lead(found: Mapping[str, Any]) -> str:
-    settings = found["settings"]
-    return (
-        f"{found['parameters']:,} parameters, engine {settings['engine']}, {len(found['steps'])} "
-        f"steps of {settings['batch']} x {settings['sequence']} bytes on {found['text']['name']}."
-    )
-
-
-def _outcome(found: Mapping[str, Any], notes: tuple[str, ...], *, is_cpu: bool) -> "Outcome":
-    from polyshard_cli.plan.report.outcome import Outcome, RankFacts
-
-    ranks = []
-    for rank in found["ranks"]:
-        memory, wire = rank["memory"], rank["step_wire"]
-        held = memory["resident_bytes"] - memory["before_bytes"]
-        ranks.append(RankFacts(held if is_cpu else memory["device_bytes"], wire and wire["sent"]))
-    steps, evaluations = found["steps"], found["evaluations"]
-    return Outcome(
-        tuple(ranks),
+    sent = (rank["step_sent_bytes"] for rank in found["ranks"])
+    steps = found["steps"]
+    outcome = Outcome(
+        tuple(map(RankFacts, held, sent)),
         tuple(step["seconds"] for step in steps),
         tuple((step["step"], step["loss"]) for step in steps),
-        tuple((one["step"], one["loss"]) for one in evaluations),
-        notes,
+        tuple((one["step"], one["loss"]) for one in found["evaluations"]),
+        tuple(notes),
     )
+    lead = (
+        f"{found['parameters']:,} parameters, engine {settings.engine}, {len(steps)} steps of "
+        f"{settings.batch} x {settings.sequence} bytes on {found['text']['name']}."
+    )
+    title = f"Run of {settings.preset}, {settings.ranks} ranks"
+    return run_page(title, lead, outcome, plans, is_timed=bool(settings.machine))

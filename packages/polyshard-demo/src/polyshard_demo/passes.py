@@ -7,16 +7,14 @@ that results are the same bits at every number of ranks (`SlotPasses`).
 
 import random
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyshard.clipping import clip_grads_with_norm_
-from polyshard_demo.engine import Engine, clip_gradients
-from polyshard_demo.model import LanguageModel
-from polyshard_demo.plugins import package_of, slot_sampler
+from polyshard.clipping import clip_grad_norm_, clip_grads_with_norm_
+from polyshard_demo.plugins import reproducible
 from polyshard_demo.settings import Settings
 from polyshard_demo.text import Batches, Corpus, Windows
 from polyshard_demo.worker import Worker
@@ -28,76 +26,55 @@ Pair = tuple[Tensor, Tensor]
 """Inputs and targets, each int64, shape (B, T)."""
 
 
-class Passes(Protocol):
-    """What the training loop needs of them."""
-
-    def train(self, step: int) -> float:
-        """Leave the gradients of a step; the mean loss over all of its rows, nats per byte."""
-        ...
-
-    def clip(self) -> float:
-        """Clip all gradients; their norm before that."""
-        ...
-
-    def held_out(self) -> float:
-        """Mean held-out loss over all ranks, nats per byte."""
-        ...
-
-
 @dataclass(frozen=True)
 class RankPasses:
-    """Each rank has its share of the rows of a step."""
+    """Each rank has its share of the rows of a step; ranks that share layers share their rows.
+
+    Attributes:
+        settings: of the run.
+        worker: this rank.
+        model: sharded.
+        corpus: the text.
+        finite: the guard of steps, where there is one.
+    """
 
     settings: Settings
     worker: Worker
-    engine: Engine
-    model: LanguageModel
-    batches: Batches
+    model: Any
+    corpus: Corpus
     finite: NonFinite | None = None
 
-    @staticmethod
-    def start(
-        settings: Settings,
-        worker: Worker,
-        engine: Engine,
-        model: LanguageModel,
-        corpus: Corpus,
-        finite: NonFinite | None,
-    ) -> "RankPasses":
-        """Those of a run; ranks that share layers share their rows."""
-        batches = Batches(
-            corpus,
-            settings.batch,
-            settings.sequence,
-            settings.seed,
-            worker.rank // settings.tp,
-            settings.data_ranks,
-        )
-        return RankPasses(settings, worker, engine, model, batches, finite)
+    @property
+    def batches(self) -> Batches:
+        """This rank's rows."""
+        given = self.settings
+        rank, ranks = self.worker.rank // given.tp, given.data_ranks
+        return Batches(self.corpus, given.batch, given.sequence, given.seed, rank, ranks)
 
     def train(self, step: int) -> float:
-        """Accumulate the gradients of all micro-batches."""
-        count = self.settings.accumulate
-        total = torch.zeros((), device=self.worker.device)
+        """Leave the gradients of a step; the mean loss over all of its rows, nats per byte."""
+        count, device = self.settings.accumulate, self.worker.device
+        total = torch.zeros((), device=device)
         for index, pair in enumerate(self.batches.micro_batches(step, count), 1):
             self._draw(step, index)
-            self.engine.sync_gradients(self.model, index == count)
-            loss = _loss(self.model, pair, self.worker.device) / count
+            if self.settings.engine != "single":
+                self.model.set_requires_gradient_sync(index == count)
+            loss = _loss(self.model, pair, device) / count
             loss.backward()
             total += loss.detach()
         return self.worker.mean(total)
 
     def clip(self) -> float:
-        """A finite norm tells the guard that all gradients are."""
+        """Clip all gradients; their norm before that, which tells the guard if all are finite."""
+        largest = self.settings.clip
         if self.finite is not None:
-            return float(self.finite.clip_grad_norm_(self.settings.clip))
-        return clip_gradients(self.model, self.settings.clip)
+            return float(self.finite.clip_grad_norm_(largest))
+        return float(clip_grad_norm_(self.model.parameters(), largest))
 
     def held_out(self) -> float:
-        """Every rank reads its share of the same rows."""
-        device = self.worker.device
+        """Mean held-out loss over all ranks, nats per byte: each reads its share of the rows."""
         pairs = self.batches.held_out(self.settings.eval_batches)
-        losses = [_loss(self.model, pair, device) for pair in pairs]
+        losses = [_loss(self.model, pair, self.worker.device) for pair in pairs]
         return self.worker.mean(torch.stack(losses).double().mean())
 
     def _draw(self, step: int, index: int) -> None:
@@ -109,7 +86,7 @@ class RankPasses:
 
 @dataclass(frozen=True)
 class SlotPasses:
-    """Rows of a step go by slots; which rank runs a slot changes nothing.
+    """The same by slots; which rank runs a slot changes nothing.
 
     Attributes:
         settings: of the run.
@@ -122,20 +99,10 @@ class SlotPasses:
 
     settings: Settings
     worker: Worker
-    model: LanguageModel
+    model: Any
     plugin: Any
     windows: Windows
     sampler: Any
-
-    @staticmethod
-    def start(
-        settings: Settings, worker: Worker, model: LanguageModel, plugin: Any, corpus: Corpus
-    ) -> "SlotPasses":
-        """Those of a run."""
-        windows = Windows(corpus, settings.sequence)
-        slots = settings.reproducible
-        sampler = slot_sampler(windows, settings.batch, slots, settings.seed)
-        return SlotPasses(settings, worker, model, plugin, windows, sampler)
 
     def train(self, step: int) -> float:
         """Run the slots of this rank; the plugin adds up what they give."""
@@ -149,7 +116,7 @@ class SlotPasses:
     def clip(self) -> float:
         """Gradients that are not finite stay as they are, so that a guard can name them."""
         parameters = list(self.model.parameters())
-        norm: Tensor = package_of("--reproducible").grad_norm(parameters)
+        norm: Tensor = reproducible().grad_norm(parameters)
         if not self.settings.guards or bool(norm.isfinite()):
             clip_grads_with_norm_(parameters, self.settings.clip, norm)
         return float(norm)
@@ -166,7 +133,10 @@ class SlotPasses:
         return self.worker.exact_mean([float(_loss(self.model, p, device)) for p in pieces])
 
 
-def _loss(model: LanguageModel, pair: Pair, device: torch.device) -> Tensor:
+Passes = RankPasses | SlotPasses
+
+
+def _loss(model: Any, pair: Pair, device: torch.device) -> Tensor:
     """Mean cross-entropy in float32, nats per byte."""
     inputs, targets = pair
     logits: Tensor = model(inputs.to(device))

@@ -7,19 +7,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from polyshard_demo.model import PRESETS, LanguageModel
+from polyshard_demo.model import LanguageModel, shape_of
 from polyshard_demo.settings import Settings
 
 if TYPE_CHECKING:
     from polyshard_cli import plan
     from polyshard_cli.plan.report.outcome import RankFacts
 
-__all__ = ["predicted", "unplanned"]
+__all__ = ["plan_settings", "predicted", "unplanned"]
 
 MOST = 8
 """Ranks that a plan is made for, one by one, the first ones; each takes about a second."""
-
-
 TP_PLAN = "polyshard_tensor_parallel:demo_plan"
 
 
@@ -50,16 +48,8 @@ def predicted(
     from polyshard_cli.plan.report.outcome import predicted_facts
     from polyshard_cli.plan.request.model import Loaded
 
-    shape = replace(
-        PRESETS[settings.preset],
-        sequence=settings.sequence,
-        tied=settings.tied,
-        dropout=settings.dropout,
-    )
-    loaded = Loaded(
-        f"demo:{settings.preset}", lambda: LanguageModel(shape), _tokens, settings.sequence, TP_PLAN
-    )
-    asked = plan_settings(settings, is_cpu=is_cpu)
+    asked, shape = plan_settings(settings, is_cpu=is_cpu), shape_of(settings)
+    loaded = Loaded(asked.model, lambda: LanguageModel(shape), _tokens, settings.sequence, TP_PLAN)
     found = {}
     for rank in range(min(settings.ranks, MOST)):
         document = draft(replace(asked, rank=rank), loaded)

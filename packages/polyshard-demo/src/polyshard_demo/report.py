@@ -1,10 +1,13 @@
-"""The final report: a table, ``report.json`` and the loss curve ``loss.png``."""
+"""The final report: a table, ``report.json`` and the loss curve ``loss.png``.
+
+All of it, and the page, is made of one mapping, which is what ``report.json`` holds: times in
+seconds, losses in nats per byte, sizes in bytes.
+"""
 
 import io
 import json
 import platform
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,114 +16,98 @@ from rich.console import Console
 from rich.table import Table
 
 from polyshard.files import replace_file
-from polyshard_demo.engine import Wire
 from polyshard_demo.history import History
 from polyshard_demo.settings import Settings
 from polyshard_demo.text import Corpus
-from polyshard_demo.worker import Memory
 
-__all__ = ["Report", "draw", "write_report"]
+__all__ = ["report_of", "write_report"]
 
 MIB = 1 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
+def report_of(
+    settings: Settings,
+    corpus: Corpus,
+    parameters: int,
+    history: History,
+    ranks: Sequence[Mapping[str, int | None]],
+) -> dict[str, Any]:
     """What a finished run has to say.
 
-    Attributes:
-        settings: Options of the run.
-        corpus: The text.
-        parameters: Elements in the whole model.
-        history: Steps and evaluations, those before a resume included.
-        memory: Peak memory of each rank.
-        wire: Bytes each rank moved since it started; None where the engine does not count.
-        before: Resident memory of each rank before its first step, without its part of the model.
-        step_wire: Bytes each rank moved in the last step; None as above, or without a step.
+    Args:
+        settings: of the run.
+        corpus: the text.
+        parameters: elements in the whole model.
+        history: steps and evaluations, those before a resume included.
+        ranks: of each, ``resident_bytes`` and ``device_bytes`` (``None`` on the CPU), which are
+            peaks; ``before_bytes``, resident before the first step and without its part of the
+            model; ``sent_bytes`` since the start and ``step_sent_bytes`` in the last step, ``None``
+            where the engine does not count.
     """
-
-    settings: Settings
-    corpus: Corpus
-    parameters: int
-    history: History
-    memory: Sequence[Memory]
-    wire: Sequence[Wire | None]
-    before: Sequence[int]
-    step_wire: Sequence[Wire | None]
-
-    @property
-    def held_out(self) -> float | None:
-        """Last held-out loss, nats per byte."""
-        evaluations = self.history.evaluations
-        return evaluations[-1].loss if evaluations else None
-
-    def to_plain(self) -> dict[str, Any]:
-        """JSON-ready data; times in seconds, losses in nats per byte, sizes in bytes."""
-        return {
-            "settings": self.settings.to_plain(),
-            "environment": {
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-                "threads_per_rank": torch.get_num_threads(),
-            },
-            "text": {
-                "name": self.corpus.name,
-                "digest": self.corpus.digest,
-                "train_bytes": len(self.corpus.train),
-                "held_out_bytes": len(self.corpus.held_out),
-                "unigram_entropy": self.corpus.entropy,
-            },
-            "parameters": self.parameters,
-            "held_out_loss": self.held_out,
-            "training_seconds": self.history.seconds,
-            "tokens_per_second": self.history.speed,
-            "ranks": [
-                {
-                    "memory": memory._asdict() | {"before_bytes": before},
-                    "wire": wire._asdict() if wire else None,
-                    "step_wire": last._asdict() if last else None,
-                }
-                for memory, before, wire, last in zip(
-                    self.memory, self.before, self.wire, self.step_wire, strict=True
-                )
-            ],
-            **self.history.state_dict(),
-        }
+    evaluations = history.evaluations
+    return {
+        "settings": settings.to_plain(),
+        "environment": {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "threads_per_rank": torch.get_num_threads(),
+        },
+        "text": {
+            "name": corpus.name,
+            "digest": corpus.digest,
+            "train_bytes": len(corpus.train),
+            "held_out_bytes": len(corpus.held_out),
+            "unigram_entropy": corpus.entropy,
+        },
+        "parameters": parameters,
+        "held_out_loss": evaluations[-1].loss if evaluations else None,
+        "training_seconds": history.seconds,
+        "tokens_per_second": history.speed,
+        "ranks": list(ranks),
+        **history.state_dict(),
+    }
 
 
-def write_report(report: Report, directory: Path) -> None:
+def write_report(found: Mapping[str, Any], directory: Path) -> None:
     """Write both files and print the table."""
     directory.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(report.to_plain(), indent=1) + "\n"
+    text = json.dumps(found, indent=1) + "\n"
     replace_file(directory / "report.json", text.encode())
-    draw(report, directory / "loss.png")
+    replace_file(directory / "loss.png", _drawn(found))
     console = Console(highlight=False)
-    console.print(table(report))
+    console.print(_table(found))
     console.print(f"written to {directory}: report.json, loss.png, checkpoints", soft_wrap=True)
 
 
-def table(report: Report) -> Table:
+def _table(found: Mapping[str, Any]) -> Table:
     """The run at a glance."""
-    settings, history = report.settings, report.history
-    rows = Table(title=f"{settings.engine}, {settings.ranks} ranks, {settings.preset}")
+    settings, steps = found["settings"], found["steps"]
+    rows = Table(title=f"{settings['engine']}, {settings['ranks']} ranks, {settings['preset']}")
     rows.add_column("what")
     rows.add_column("value", justify="right")
-    rows.add_row("steps", f"{history.last:,}")
-    if history.steps:
-        rows.add_row("training loss, first step", f"{history.steps[0].loss:.4f} nats/byte")
-        rows.add_row("training loss, last step", f"{history.steps[-1].loss:.4f} nats/byte")
-    if report.held_out is not None:
-        rows.add_row("held-out loss", f"{report.held_out:.4f} nats/byte")
-    rows.add_row("unigram entropy of the text", f"{report.corpus.entropy:.4f} nats/byte")
-    rows.add_row("training time", f"{history.seconds:,.1f} s")
-    rows.add_row("throughput (median step)", f"{history.speed:,.0f} tokens/s")
-    for rank, (memory, wire) in enumerate(zip(report.memory, report.wire, strict=True)):
-        rows.add_row(f"rank {rank}: peak memory", _memory_text(memory))
-        rows.add_row(f"rank {rank}: on the wire", _wire_text(wire))
+    losses = {"unigram entropy of the text": found["text"]["unigram_entropy"]}
+    if found["held_out_loss"] is not None:
+        losses = {"held-out loss": found["held_out_loss"], **losses}
+    if steps:
+        first, last = (steps[index]["loss"] for index in (0, -1))
+        losses = {"training loss, first step": first, "training loss, last step": last, **losses}
+    rows.add_row("steps", f"{steps[-1]['step'] if steps else 0:,}")
+    for name, loss in losses.items():
+        rows.add_row(name, f"{loss:.4f} nats/byte")
+    rows.add_row("training time", f"{found['training_seconds']:,.1f} s")
+    rows.add_row("throughput (median step)", f"{found['tokens_per_second']:,.0f} tokens/s")
+    for number, rank in enumerate(found["ranks"]):
+        memory = f"{rank['resident_bytes'] / MIB:,.0f} MiB"
+        if rank["device_bytes"] is not None:
+            memory += f" + {rank['device_bytes'] / MIB:,.0f} MiB device"
+        sent = rank["sent_bytes"]
+        wire = "not counted by this engine" if sent is None else f"{sent / MIB:,.1f} MiB sent"
+        rows.add_row(f"rank {number}: peak memory", memory)
+        rows.add_row(f"rank {number}: on the wire", wire)
     return rows
 
 
-def draw(report: Report, path: Path) -> None:
+def _drawn(found: Mapping[str, Any]) -> bytes:
     """Loss and throughput over the steps, as a PNG; needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -128,49 +115,28 @@ def draw(report: Report, path: Path) -> None:
     figure = Figure(figsize=(8, 6.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     losses, speeds = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    history = report.history
-    steps = [step.step for step in history.steps]
-    losses.plot(steps, [step.loss for step in history.steps], lw=1, label="training batch")
-    losses.plot(
-        [found.step for found in history.evaluations],
-        [found.loss for found in history.evaluations],
-        "o-",
-        label="held-out text",
-    )
-    losses.axhline(
-        report.corpus.entropy, color="black", ls="--", lw=1, label="unigram entropy of the text"
-    )
+    steps, settings, text = found["steps"], found["settings"], found["text"]
+    for rows, style, width, label in (
+        (steps, "-", 1, "training batch"),
+        (found["evaluations"], "o-", 1.5, "held-out text"),
+    ):
+        x, y = ([row[key] for row in rows] for key in ("step", "loss"))
+        losses.plot(x, y, style, lw=width, label=label)
+    label = "unigram entropy of the text"
+    losses.axhline(text["unigram_entropy"], color="black", ls="--", lw=1, label=label)
     losses.set_ylabel("loss (nats per byte)")
-    losses.set_title(_title(report))
+    losses.set_title(
+        f"{found['parameters'] / 1e6:.2f} M parameters on {text['name']}, {settings['engine']} "
+        f"engine, {settings['ranks']} ranks, {'bf16' if settings['bf16'] else 'fp32'}"
+    )
     losses.legend()
     losses.grid(alpha=0.3)
-    speeds.plot(steps, [step.speed for step in history.steps], lw=1, color="tab:green")
+    speed = [row["tokens"] / row["seconds"] for row in steps]
+    speeds.plot([row["step"] for row in steps], speed, lw=1, color="tab:green")
     speeds.set_ylim(bottom=0)
     speeds.set_ylabel("tokens per second")
     speeds.set_xlabel("optimizer step")
     speeds.grid(alpha=0.3)
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
-    replace_file(path, picture.getvalue())
-
-
-def _title(report: Report) -> str:
-    settings = report.settings
-    precision = "bf16" if settings.bf16 else "fp32"
-    return (
-        f"{report.parameters / 1e6:.2f} M parameters on {report.corpus.name}, "
-        f"{settings.engine} engine, {settings.ranks} ranks, {precision}"
-    )
-
-
-def _memory_text(memory: Memory) -> str:
-    text = f"{memory.resident_bytes / MIB:,.0f} MiB"
-    if memory.device_bytes is not None:
-        text += f" + {memory.device_bytes / MIB:,.0f} MiB device"
-    return text
-
-
-def _wire_text(wire: Wire | None) -> str:
-    if wire is None:
-        return "not counted by this engine"
-    return f"{wire.sent / MIB:,.1f} MiB sent, {wire.received / MIB:,.1f} MiB received"
+    return picture.getvalue()

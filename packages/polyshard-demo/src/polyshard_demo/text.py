@@ -89,19 +89,16 @@ class Batches:
             Pairs of inputs and targets, each int64, shape (batch / world_size / count, sequence);
             a target is the byte after its input.
         """
-        rows = _rows(self.corpus.train, self._own(self.starts(step)), self.sequence)
+        share = self.batch // self.world_size
+        own = self.starts(step)[self.rank * share : (self.rank + 1) * share]
+        rows = _rows(self.corpus.train, own, self.sequence)
         return [_pair(part) for part in rows.chunk(count)]
 
     def held_out(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's share of `count` fixed batches spread evenly over the held-out text."""
-        starts = _spread(len(self.corpus.held_out), self.sequence, count * self.batch)
-        for first in range(0, len(starts), self.batch):
-            own = self._own(starts[first : first + self.batch])
-            yield _pair(_rows(self.corpus.held_out, own, self.sequence))
-
-    def _own(self, starts: list[int]) -> list[int]:
         share = self.batch // self.world_size
-        return starts[self.rank * share : (self.rank + 1) * share]
+        pieces = range(self.rank, count * self.world_size, self.world_size)
+        return Windows(self.corpus, self.sequence).held_out(count * self.batch, share, pieces)
 
 
 @dataclass(frozen=True)

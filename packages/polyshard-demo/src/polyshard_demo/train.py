@@ -14,6 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from polyshard.errors import CheckpointError
 from polyshard_checkpoint import Checkpoints, Restored, TrainingState
+from polyshard_cli.compare.engines.built import Built
+from polyshard_cli.compare.training.memory import resident
+from polyshard_cli.trace import Trace
 from polyshard_demo.checkpoint import (
     Source,
     find_source,
@@ -21,18 +24,18 @@ from polyshard_demo.checkpoint import (
     has_checkpoints,
     write_run,
 )
-from polyshard_demo.engine import Engine, Wire, choose_engine
+from polyshard_demo.engine import build
 from polyshard_demo.errors import DemoError
 from polyshard_demo.history import Evaluation, History, Step
-from polyshard_demo.model import PRESETS, LanguageModel
+from polyshard_demo.model import LanguageModel, shape_of
 from polyshard_demo.page import write_page
 from polyshard_demo.passes import Passes, RankPasses, SlotPasses
-from polyshard_demo.plugins import merge_trace, package_of, reproducible_plugin, tracer
+from polyshard_demo.plugins import merge_trace, reproducible, reproducible_plugin, slot_sampler
 from polyshard_demo.progress import Display
-from polyshard_demo.report import Report, write_report
+from polyshard_demo.report import report_of, write_report
 from polyshard_demo.settings import Settings
-from polyshard_demo.text import Corpus, load_corpus
-from polyshard_demo.worker import Worker, fix_kernels, join, peak_memory, resident_memory
+from polyshard_demo.text import Corpus, Windows, load_corpus
+from polyshard_demo.worker import Worker, fix_kernels, join
 from polyshard_resilience import Corruption, NonFinite
 
 __all__ = ["Trainer", "learning_rate", "run_worker"]
@@ -86,9 +89,7 @@ class Trainer:
     settings: Settings
     worker: Worker
     corpus: Corpus
-    engine: Engine
-    model: LanguageModel
-    optimizer: torch.optim.Optimizer
+    built: Built
     passes: Passes
     history: History
     restored: Restored | None = None
@@ -98,54 +99,72 @@ class Trainer:
     @staticmethod
     def start(settings: Settings, worker: Worker, corpus: Corpus) -> "Trainer":
         """Build and shard the model; with ``resume``, fill it from the checkpoint."""
-        slots = settings.reproducible
-        plugin = reproducible_plugin(slots, settings.seed) if slots else None
-        trace = None if settings.trace is None else tracer(settings.trace)
-        more = [one for one in (plugin, trace) if one is not None]
-        engine = choose_engine(settings, worker.device, *more)
-        model = engine.shard(_initial_model(settings))
-        optimizer = engine.wrap(_optimizer(model, settings))
-        finite = _guards(model, optimizer) if settings.guards else None
-        passes: Passes = (
-            SlotPasses.start(settings, worker, model, plugin, corpus)
-            if slots
-            else RankPasses.start(settings, worker, engine, model, corpus, finite)
+        plugin = (
+            reproducible_plugin(settings.reproducible, settings.seed)
+            if settings.reproducible
+            else None
         )
-        trainer = Trainer(settings, worker, corpus, engine, model, optimizer, passes, History())
-        trainer = trainer._recorded(plugin) if slots else trainer
+        trace = None if settings.trace is None else Trace(settings.trace)
+        more = [one for one in (plugin, trace) if one is not None]
+        # Every rank draws the same weights, then keeps its part. That makes the start independent
+        # of engine, world size and device.
+        torch.manual_seed(settings.seed)
+        model = LanguageModel(shape_of(settings))
+        built = build(settings, worker.device, model, lambda made: _adamw(made, settings), *more)
+        finite = _guards(built) if settings.guards else None
+        passes: Passes = RankPasses(settings, worker, built.model, corpus, finite)
+        trainer = Trainer(settings, worker, corpus, built, passes, History())
+        if plugin is not None:
+            trainer = trainer._in_slots(plugin)
         if trace is not None:
-            trainer = replace(trainer, tracing=trace.recording(model, optimizer))
+            trainer = replace(trainer, tracing=trace.recording(built.model, built.optimizer))
         source = find_source(settings)
         return trainer if source is None else replace(trainer, restored=trainer._resumed(source))
 
-    def run(self) -> Report:
-        """Train to the last step, with evaluations and checkpoints on the way."""
-        first = self.history.last
-        settings = self.settings
-        silent = not self.worker.leads
+    @property
+    def model(self) -> Any:
+        """As it is sharded."""
+        return self.built.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Of its parameters."""
+        return self.built.optimizer
+
+    def run(self) -> dict[str, Any]:
+        """Train to the last step, with evaluations and checkpoints on the way; the report."""
+        first, settings, silent = self.history.last, self.settings, not self.worker.leads
         if self.worker.leads:
             write_run(settings, self.corpus)
-        before = resident_memory() - _held_bytes(self.model)
-        wire: Wire | None = None
-        with (
-            self.tracing,
-            self.recorder,
-            Checkpoints(folder_of(settings.out)) as checkpoints,
-            Display(first, settings.steps, settings.log_every, silent=silent) as display,
-        ):
-            self._introduce(display)
+        before = resident("VmRSS:") - _held_bytes(self.model)
+        step_sent: int | None = None
+        display = Display(first, settings.steps, settings.log_every, silent=silent)
+        self._introduce(display)
+        with self.tracing, self.recorder, Checkpoints(folder_of(settings.out)) as checkpoints:
             for step in range(first + 1, settings.steps + 1):
-                sent = self.engine.wire(self.model) if step == settings.steps else None
+                sent = self._sent() if step == settings.steps else None
                 done = self.train_step(step)
-                wire = None if sent is None else _since(sent, self.engine.wire(self.model))
+                step_sent = None if sent is None else (self._sent() or 0) - sent
                 self.history.steps.append(done)
-                display.step(done, peak_memory(self.worker.device).resident_bytes)
+                display.step(done, resident("VmHWM:"))
                 if _due(step, settings.eval_every, settings.steps):
                     self._evaluate(step, display)
                 if _due(step, settings.checkpoint_every, settings.steps):
                     checkpoints.save_async(step, self._state)
                     display.say(f"saving step {step} in {folder_of(settings.out)}")
-        return self._report(before, wire)
+        device = self.worker.device
+        ranks = self.worker.gather(
+            {
+                "resident_bytes": resident("VmHWM:"),
+                "device_bytes": None
+                if device.type == "cpu"
+                else torch.accelerator.max_memory_allocated(device),
+                "before_bytes": before,
+                "sent_bytes": self._sent(),
+                "step_sent_bytes": step_sent,
+            }
+        )
+        return report_of(settings, self.corpus, self._parameters, self.history, ranks)
 
     def train_step(self, step: int) -> Step:
         """One optimizer step over the global batch of that step."""
@@ -170,13 +189,25 @@ class Trainer:
         self.model.train()
         return loss
 
-    def _recorded(self, plugin: Any) -> "Trainer":
+    def _in_slots(self, plugin: Any) -> "Trainer":
         """The same, for a plugin that keeps results the same bits, with what ``--record`` asks."""
-        package, folder = package_of("--reproducible"), self.settings.record
+        given, windows = self.settings, Windows(self.corpus, self.settings.sequence)
+        sampler = slot_sampler(windows, given.batch, given.reproducible, given.seed)
+        passes = SlotPasses(given, self.worker, self.model, plugin, windows, sampler)
+        package = reproducible()
         package.check_optimizer(self.optimizer)
-        if folder is None:
-            return self
-        return replace(self, recorder=package.Recorder(folder, plugin, self.model, self.optimizer))
+        if given.record is None:
+            return replace(self, passes=passes)
+        recorder = package.Recorder(given.record, plugin, self.model, self.optimizer)
+        return replace(self, passes=passes, recorder=recorder)
+
+    @property
+    def _parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def _sent(self) -> int | None:
+        """Bytes that this rank has put on the wire, or ``None`` if the engine does not count."""
+        return self.built.counted() if self.built.counted else None
 
     def _evaluate(self, step: int, display: Display) -> None:
         found = Evaluation(step, self.evaluate())
@@ -199,61 +230,34 @@ class Trainer:
             raise DemoError(f"cannot resume from {source.run}: {error}") from error
 
     def _introduce(self, display: Display) -> None:
-        corpus, parameters = self.corpus, self.model.parameters()
+        corpus, settings = self.corpus, self.settings
         display.say(
             f"text {corpus.name}: {len(corpus.train):,} bytes to train on, "
             f"{len(corpus.held_out):,} held out, unigram entropy {corpus.entropy:.4f} nats/byte"
         )
         display.say(
-            f"model {self.settings.preset}: {sum(one.numel() for one in parameters):,} parameters, "
-            f"engine {self.settings.engine}, {self.worker.world_size} ranks on "
-            f"{self.worker.device.type}"
+            f"model {settings.preset}: {self._parameters:,} parameters, engine {settings.engine}, "
+            f"{self.worker.world_size} ranks on {self.worker.device.type}"
         )
-        display.say(self.engine.plan(self.model))
-        if self.settings.record is not None:
-            display.say(f"recording digests of every step in {self.settings.record}")
-        if self.settings.trace is not None:
-            display.say(f"tracing every step in {self.settings.trace}")
+        if self.built.plan is not None:
+            display.say(self.built.plan())
+        if settings.record is not None:
+            display.say(f"recording digests of every step in {settings.record}")
+        if settings.trace is not None:
+            display.say(f"tracing every step in {settings.trace}")
         if self.restored is not None:
             display.say(f"going on after step {self.history.last}, from {self.restored.path}")
             for note in self.restored.notes:
                 display.say(note)
 
-    def _report(self, before: int, step_wire: Wire | None) -> Report:
-        return Report(
-            settings=self.settings,
-            corpus=self.corpus,
-            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
-            history=self.history,
-            memory=self.worker.gather(peak_memory(self.worker.device)),
-            wire=self.worker.gather(self.engine.wire(self.model)),
-            before=self.worker.gather(before),
-            step_wire=self.worker.gather(step_wire),
-        )
 
-
-def _initial_model(settings: Settings) -> LanguageModel:
-    """The whole model on the CPU: every rank draws the same weights, then keeps its part.
-
-    That makes the start independent of engine, world size and device.
-    """
-    torch.manual_seed(settings.seed)
-    shape = replace(
-        PRESETS[settings.preset],
-        sequence=settings.sequence,
-        tied=settings.tied,
-        dropout=settings.dropout,
-    )
-    return LanguageModel(shape)
-
-
-def _guards(model: nn.Module, optimizer: torch.optim.Optimizer) -> NonFinite:
+def _guards(built: Built) -> NonFinite:
     """Guard steps and memory; the optimizer keeps both guards."""
-    Corruption(model, optimizer)
-    return NonFinite(optimizer, model=model)
+    Corruption(built.model, built.optimizer)
+    return NonFinite(built.optimizer, model=built.model)
 
 
-def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+def _adamw(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     """AdamW that decays matrices and leaves vectors alone."""
 
     def having(matrix: bool) -> Iterator[nn.Parameter]:
@@ -270,13 +274,6 @@ def _held_bytes(model: nn.Module) -> int:
     """What this rank holds of the parameters, where that is resident memory."""
     held = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     return sum(tensor.nbytes for tensor in held if tensor.device.type == "cpu")
-
-
-def _since(before: Wire, after: Wire | None) -> Wire | None:
-    """What moved between the two."""
-    if after is None:
-        return None
-    return Wire(after.sent - before.sent, after.received - before.received)
 
 
 def _due(step: int, every: int, last: int) -> bool:

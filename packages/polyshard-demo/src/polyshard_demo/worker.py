@@ -1,16 +1,13 @@
-"""One rank of a run: its place among the others, its device, its memory."""
+"""One rank of a run: its place among the others, and its device."""
 
 import math
 import os
-import resource
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,19 +16,12 @@ from polyshard_demo.errors import DemoError
 from polyshard_demo.settings import DeviceName
 from polyshard_resilience import enable
 
-__all__ = ["Memory", "Worker", "fix_kernels", "join", "peak_memory", "resident_memory"]
+__all__ = ["Worker", "fix_kernels", "join"]
 
 T = TypeVar("T")
 
 PEER_GONE = ("closed by peer", "reset by peer", "remote process exited")
 GRACE_SECONDS = 3.0
-
-
-class Memory(NamedTuple):
-    """Peak memory of one process in bytes; `device_bytes` is None on the CPU."""
-
-    resident_bytes: int
-    device_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -108,22 +98,6 @@ def fix_kernels(device: torch.device) -> None:
 def _is_restarted() -> bool:
     """Whether the launcher goes on after an error; then every rank is heard in the log."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
-
-
-def peak_memory(device: torch.device) -> Memory:
-    """Peak memory of this process so far."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    on_device = None if device.type == "cpu" else torch.accelerator.max_memory_allocated(device)
-    return Memory(resident, on_device)
-
-
-def resident_memory() -> int:
-    """Bytes that this process holds now; where the system does not say, its peak so far."""
-    statm = Path("/proc/self/statm")
-    if not statm.exists():
-        return peak_memory(torch.device("cpu")).resident_bytes
-    return int(statm.read_text("ascii").split()[1]) * resource.getpagesize()
 
 
 def _choose_device(name: DeviceName) -> torch.device:

@@ -12,7 +12,7 @@ import pytest
 from polyshard.errors import PeerError
 
 
-def ranks(*sizes: int, timeout: float = 60.0) -> Callable[[Callable[..., None]], Any]:
+def ranks(*sizes: int, timeout: float = 150.0) -> Callable[[Callable[..., None]], Any]:
     """Run the decorated test on ``sizes`` ranks, once for each size, in the session's worlds.
 
     The function takes ``rank`` and ``size`` first; what follows are parameters of

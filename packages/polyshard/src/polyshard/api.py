@@ -235,8 +235,7 @@ def _plan_groups(unit: Unit, sources: Sequence[Source], stack: PluginStack) -> N
     for name, members in zip(group_names(unit.name, len(kinds)), kinds, strict=True):
         roles = members[0].placed.roles
         policy, block_size = members[0].policy, _block_size(unit, roles)
-        setup = GroupSetup(roles, policy, stack, unit.reshards_in_training, block_size)
-        group = ParameterGroup(members, setup, name)
+        group = ParameterGroup(members, GroupSetup(roles, policy, stack), name, block_size)
         group.pool = unit.context.pool
         unit.groups.append(group)
 

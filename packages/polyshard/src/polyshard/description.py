@@ -161,7 +161,8 @@ def _described(model: nn.Module) -> Description:
     fqns = {id(p): name for name, p in model.named_parameters()}
     for name, _, unit in units_below(model):
         if unit.is_root is not None:
-            plans.extend(plan_of(group) for group in unit.groups)
+            frees = unit.reshards_in_training
+            plans.extend(plan_of(group, frees=frees) for group in unit.groups)
             continue
         # Before the first forward nobody knows the root: take ``model`` for it, as it will be.
         stays = not name and unit.reshard_after_forward is None
@@ -169,18 +170,15 @@ def _described(model: nn.Module) -> Description:
     return Description(tuple(plans))
 
 
-def _preview(
-    unit: Unit, name: str, frees: bool | int, fqns: Mapping[int, str]
-) -> Iterator[GroupPlan]:
+def _preview(unit: Unit, name: str, frees: bool, fqns: Mapping[int, str]) -> Iterator[GroupPlan]:
     labels = group_names(name or ROOT, len(unit.groups))
     for group, label in zip(unit.groups, labels, strict=True):
-        plan = plan_of(group)
+        plan = plan_of(group, frees=frees)
         parameters = tuple(
             replace(info, fqn=fqns.get(id(sharded.parameter), info.fqn))
             for info, sharded in zip(plan.parameters, group.shards.parameters, strict=True)
         )
-        reshard = plan.reshard_after_forward if group.block_size else frees
-        yield replace(plan, name=label, parameters=parameters, reshard_after_forward=reshard)
+        yield replace(plan, name=label, parameters=parameters)
 
 
 _COUNTED = ("group", "gathers", "reductions", "sent", "received", "waited")

@@ -50,6 +50,8 @@ class Part:
         self.place = name if place is None else place
         self.kind = kind
         self.handler = failure_handler()
+        self.is_watched = type(self.handler) is not FailureHandler
+        """Whether the handler does anything when the part begins: core's does not."""
 
     @override
     def __str__(self) -> str:

@@ -27,29 +27,29 @@ MODULES = (
 )
 
 FOR_GLOO = "a message of gloo: transport/test_gloo_waits.py leaves this out"
-FOR_LANDINGS = "no step here has gradients that land whole: program/test_landing.py has"
+FOR_LANDINGS = "no step here has gradients that land whole: the recording device reduces none"
 FOR_VALUES = "what is copied in the wait would be missing: transport/test_gloo_waits.py sees it"
-FOR_LANES = "lanes of storages and owners: a plugin's test leaves this out (polyshard-offload)"
+FOR_STORAGES = "no storage here is on the host: a plugin's test leaves this out (polyshard-offload)"
 FOR_HOST_MEMORY = "host memory is a plugin's: its own test leaves this out (polyshard-offload)"
 FOR_FINALIZATION = "no step here ends by hand: engine/test_finalization.py has gradients that do"
 ELSEWHERE = {
     ("Reducer._tell", "frame.said.works.wait()"): FOR_GLOO,
     ("Reducer._land", "frame.landing.wait()"): FOR_LANDINGS,
-    ("Reducer._play_out", "pending.wait()"): FOR_GLOO,
-    ("join", "pending.wait()"): FOR_VALUES,
-    ("Reducer._join", "pending.wait()"): FOR_VALUES,
     (
         "Passage.__init__",
         "weakref.finalize(self, _go_behind, streams.current(), end)",
-    ): FOR_LANES,
-    ("Passage.wait", "self._streams.current().wait_event(self._end)"): FOR_LANES,
-    ("_go_behind", "stream.wait_event(end)"): FOR_LANES,
-    ("Lane.enter", "self.stream.wait_stream(self._streams.current())"): FOR_LANES,
-    ("Lane._end", "end.record(self.stream)"): FOR_LANES,
-    ("Lane.__init__", "weakref.finalize(self, _outlast, self._held)"): FOR_HOST_MEMORY,
-    ("Lane.drain", "_outlast(self._held)"): FOR_HOST_MEMORY,
-    ("_outlast", "held[-1][0].synchronize()"): FOR_HOST_MEMORY,
+    ): FOR_LANDINGS,
+    ("Passage.wait", "self._streams.current().wait_event(self._end)"): FOR_LANDINGS,
+    ("_go_behind", "stream.wait_event(end)"): FOR_LANDINGS,
+    ("Lane.enter", "self.stream.wait_stream(self._streams.current())"): FOR_LANDINGS,
+    ("Lane._end", "end.record(self.stream)"): FOR_LANDINGS,
+    ("Reducer._play_out", "pending.wait()"): FOR_GLOO,
+    ("join", "pending.wait()"): FOR_VALUES,
+    ("Reducer._join", "pending.wait()"): FOR_VALUES,
     ("Reducer._put", "self._storage.settle()"): FOR_HOST_MEMORY,
+    ("_keep_sum", "frame.kept += (frame.total,)"): FOR_STORAGES,
+    ("Reducer._take_held", "frame.kept += (earlier,)"): FOR_STORAGES,
+    ("_run_from_home", "frame.events[ENTRY] = streams.mark()"): FOR_STORAGES,
     ("FSDPModule.finalize_backward", "finalize(unit)"): FOR_FINALIZATION,
     ("ParameterGroup.wait", "self.settle()"): FOR_HOST_MEMORY,
     ("ParameterGroup.settle", "self.shards.storage.settle()"): FOR_HOST_MEMORY,

@@ -39,8 +39,8 @@ class Offload(Plugin):
         fraction: part of the optimizer state (by elements of its parameters, in their order) that
             goes to its tier; the rest stays beside the parameters.
         pin: page-lock host memory; ``"auto"`` does where there is an accelerator.
-        prefetch: units whose shards are brought to the device ahead of their gather, and chunks of
-            state that are read ahead.
+        prefetch: units whose shards are read from disk ahead of their gather, and chunks of state
+            that are read ahead. Shards in host memory come with their gather.
         chunk_bytes: state that is stepped at once; a parameter whose state is larger is a chunk.
         disk: how the disk tier uses its file system.
         step_in_backward: step each parameter as soon as its gradient is reduced, and free that;

@@ -102,7 +102,7 @@ class Resources:
             )
         else:
             arena = self.arena("parameters", group.orig_dtype)
-            storage = HostStorage(arena, group.device, self.staging, gradients, settings.prefetch)
+            storage = HostStorage(arena, group.device, self.staging, gradients)
         self.storages.add(storage)  # the group owns it, and takes it along when the model goes
         return storage
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from polyshard import fully_shard
+from polyshard import MixedPrecisionPolicy, fully_shard
 from polyshard_offload import DiskSettings, Offload
 from polyshard_offload.tiers.host_memory import Slab
 from polyshard_offload.tiers.swap_file import SwapFile
@@ -87,21 +87,28 @@ def on_host(**keywords: Any) -> Offload:
     return Offload(params="host", optimizer="host", **keywords)
 
 
-def sharded(offload: Offload, mesh: tuple[int, ...] = (2,), frozen: int | None = None) -> Any:
+def sharded(
+    offload: Offload,
+    mesh: tuple[int, ...] = (2,),
+    frozen: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    **keywords: Any,
+) -> Any:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).to(dtype)
     if frozen is not None:
         model[frozen].requires_grad_(False)
     placed = init_device_mesh(
         torch.get_default_device().type, mesh, mesh_dim_names=("replicas", "shards")[-len(mesh) :]
     )
     for layer in model:
-        fully_shard(layer, mesh=placed, plugins=[offload])
-    return fully_shard(model, mesh=placed, plugins=[offload])
+        fully_shard(layer, mesh=placed, plugins=[offload], **keywords)
+    return fully_shard(model, mesh=placed, plugins=[offload], **keywords)
 
 
 def backward(model: nn.Module) -> None:
-    model(torch.ones(2, WIDTH)).square().sum().backward()
+    dtype = next(model.parameters()).dtype
+    model(torch.ones(2, WIDTH, dtype=dtype)).float().square().sum().backward()
 
 
 def step(model: nn.Module, steps: int = 3) -> None:
@@ -129,8 +136,21 @@ def host_with_replicas(recorder: Recorder, path: Path) -> None:
     step(sharded(on_host(), (2, 2)))
 
 
-def host_without_prefetch(recorder: Recorder, path: Path) -> None:
-    step(sharded(on_host(prefetch=0)))
+def in_bf16(recorder: Recorder, path: Path) -> None:
+    """Sums are in float32, and become gradients of the parameters' dtype."""
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    step(sharded(on_host(), dtype=torch.bfloat16, mp_policy=policy))
+
+
+def held(recorder: Recorder, path: Path) -> None:
+    """Gradients of several backwards are added up on the device."""
+    model = sharded(on_host())
+    for _ in range(2):
+        for is_last in (False, False, True):
+            model.set_is_last_backward(is_last)
+            backward(model)
+        touch(model)
+        model.zero_grad()
 
 
 def a_frozen_unit(recorder: Recorder, path: Path) -> None:
@@ -171,15 +191,14 @@ def by_hand(recorder: Recorder, path: Path) -> None:
     touch(model)
 
 
-def begun_early(recorder: Recorder, path: Path) -> None:
-    """What was brought near and not gathered goes again."""
+def fetched_twice(recorder: Recorder, path: Path) -> None:
+    """What was fetched and not gathered is fetched again."""
     model = sharded(on_host())
     storage = model[0]._polyshard_unit.groups[0].shards.storage
     backward(model)
-    storage.prefetch()
+    storage.fetch()
     storage.release()
-    storage.prefetch()
-    storage.prefetch()
+    storage.fetch()
     storage.fetch()
     storage.release()
     storage.settle()
@@ -223,8 +242,8 @@ def disk(recorder: Recorder, path: Path) -> None:
 
 
 STEPS = (
-    host, host_with_replicas, host_without_prefetch, a_frozen_unit, summed, hooked, evaluated,
-    by_hand, begun_early, dropped, plugin_dropped, disk,
+    host, host_with_replicas, in_bf16, held, a_frozen_unit, summed, hooked, evaluated,
+    by_hand, fetched_twice, dropped, plugin_dropped, disk,
 )  # fmt: skip
 
 

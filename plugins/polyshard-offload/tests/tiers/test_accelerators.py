@@ -165,20 +165,19 @@ def test_host_memory_is_pinned() -> None:
 @needs_gpu
 @ranks(1)
 def test_copies_wait_for_the_memory_they_fill(rank: int, size: int) -> None:
-    """A prefetched copy runs beside the compute stream, into memory whose last use has ended."""
+    """A copy into memory whose last use has not ended yet comes behind it."""
     from polyshard_offload.shards.host_storage import HostStorage
     from polyshard_offload.shards.staging import StagingState
     from polyshard_offload.tiers.host_memory import Arena
 
     class Nowhere:
+        places_on_stream = True
+
         def place(self, gradient: torch.Tensor) -> torch.Tensor:
             return gradient
 
-        def settle(self) -> None:
-            pass
-
     device = torch.device("cuda", 0)
-    storage = HostStorage(Arena(pinned=True), device, StagingState(), Nowhere(), 2)
+    storage = HostStorage(Arena(pinned=True), device, StagingState(), Nowhere())
     numel = 16 << 20
     resting = storage.rest(torch.ones(numel, device=device))
     storage.fetch()
@@ -189,7 +188,6 @@ def test_copies_wait_for_the_memory_they_fill(rank: int, size: int) -> None:
         torch.cuda._sleep(100_000_000)
         kept = scratch + 1  # reads scratch late
         del scratch  # its memory may be what the storage is given next
-        storage.prefetch()
         resting.is_pinned()
         storage.fetch()
         near = storage.view().clone()

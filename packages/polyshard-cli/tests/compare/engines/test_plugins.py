@@ -82,7 +82,8 @@ def test_what_is_not_installed_is_named(
     name: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     absent: Callable[[str], None] = lambda _: None  # noqa: E731
-    monkeypatch.setattr("polyshard_cli.compare.engines.plugins.find_spec", absent)
+    for room in ("compare.engines", "plan.request"):
+        monkeypatch.setattr(f"polyshard_cli.{room}.plugins.find_spec", absent)
     assert refused(name).endswith(f"which is not installed: pip install {package}")
 
 

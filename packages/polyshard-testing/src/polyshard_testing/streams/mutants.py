@@ -21,12 +21,12 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 LEFT_OUT = frozenset({
-    "wait", "wait_event", "wait_stream", "record", "synchronize", "drain", "hold", "settle",
-    "launched", "result", "exception", "idle", "_outlast", "_copied",
+    "wait", "wait_event", "wait_stream", "record", "synchronize", "hold", "settle", "launched",
+    "result", "exception", "idle", "_copied",
 })  # fmt: skip
 """Statements that call one of these are left out."""
-LET_GO = frozenset({"_on_the_way", "leaving"})
-"""Attributes that hold a passage: setting them to ``None`` orders a stream, and is left out."""
+KEPT = frozenset({"kept", "copied"})
+"""Attributes that keep memory in use: adding to them is left out."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,10 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, Change]]:
         yield "not keeping", _keep_nothing
     if isinstance(node, ast.Call) and _name(node) == "finalize":
         yield "without", _finalize_nothing
-    if isinstance(node, ast.Assign) and _lets_go(node):
+    if _keeps(node):
+        yield "not keeping", _pass_over
+    is_made = isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+    if is_made and _name(node.value) == "mark":
         yield "without", _pass_over
 
 
@@ -115,10 +118,17 @@ def _name(call: ast.Call) -> str:
     return function.id if isinstance(function, ast.Name) else ""
 
 
-def _lets_go(node: ast.Assign) -> bool:
-    is_none = isinstance(node.value, ast.Constant) and node.value.value is None
-    targets = [t for t in node.targets if isinstance(t, ast.Attribute)]
-    return is_none and any(t.attr in LET_GO for t in targets)
+def _keeps(node: ast.AST) -> bool:
+    """``x.kept += ...``, or ``x.copied.append(...)``."""
+    if isinstance(node, ast.AugAssign):
+        held: ast.AST = node.target
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        if _name(node.value) != "append" or not isinstance(node.value.func, ast.Attribute):
+            return False
+        held = node.value.func.value
+    else:
+        return False
+    return isinstance(held, ast.Attribute) and held.attr in KEPT
 
 
 def _leave_out(statement: ast.Expr) -> None:
@@ -150,10 +160,15 @@ def _finalize_nothing(call: ast.Call) -> None:
     call.args[1:] = [ast.Name("bool", ast.Load())]
 
 
-def _pass_over(statement: ast.Assign) -> None:
-    target = statement.targets[0]
-    assert isinstance(target, ast.Attribute)
-    statement.value = ast.Attribute(target.value, target.attr, ast.Load())
+def _pass_over(statement: Any) -> None:
+    """Have the statement do nothing, whatever kind it is."""
+    if isinstance(statement, ast.Expr):
+        statement.value = ast.Constant(None)
+    else:
+        statement.value = ast.Tuple([], ast.Load())
+        target = statement.target if isinstance(statement, ast.AugAssign) else statement.targets[0]
+        if isinstance(target, ast.Subscript):  # of the ends of streams: one that is over
+            statement.targets[0] = ast.Name("_", ast.Store())
 
 
 def _live(module: str, function: str) -> FunctionType:

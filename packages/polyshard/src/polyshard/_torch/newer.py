@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.distributed.tensor import _redistribute, debug
+from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
 from polyshard.errors import UntestedVersionWarning
 
@@ -195,10 +195,13 @@ def forget_shardings() -> None:
 
     See [Note: equal meshes] in ``clipping.py``.
     """
-    remembered = getattr(_redistribute, "_gen_transform_infos", None)
+    steps = getattr(_redistribute, "_gen_transform_infos", None)
+    costs = getattr(_collective_utils, "MeshTopoInfo", None)
     for clear in (
         getattr(debug, "_clear_sharding_prop_cache", None),
-        getattr(remembered, "cache_clear", None),
+        getattr(_redistribute, "clear_redistribute_planner_cache", None),
+        getattr(steps, "cache_clear", None),
+        getattr(getattr(costs, "build_from_mesh", None), "cache_clear", None),
     ):
         if clear is not None:  # not with every torch
             clear()

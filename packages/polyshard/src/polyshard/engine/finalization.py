@@ -46,7 +46,10 @@ class Finalization:
 
     def __init__(self) -> None:
         self.enabled = False
+        self.is_last_backward = True
+        """What the user says of backwards that end by themselves."""
         self.is_ending = False
+        """Whether a call ends the iteration now."""
         self.is_busy = False
         """Whether forwards or backwards have begun that no end of an iteration followed yet."""
         self.pending: dict[ParameterGroup, None] = {}
@@ -89,6 +92,13 @@ class Finalization:
     def is_manual(self) -> bool:
         """Whether the iteration under way, or else the next, ends by a call."""
         return self.enabled if self._active is None else self._active
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no backward of this iteration will follow."""
+        active = self._active
+        is_manual = self.enabled if active is None else active
+        return self.is_ending if is_manual else self.is_last_backward
 
     def end_iteration(self) -> None:
         """The iteration has ended, or was given up."""

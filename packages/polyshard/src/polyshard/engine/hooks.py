@@ -273,7 +273,7 @@ class UnitHooks:
             for group in reversed(target.groups):
                 if group.unshard_in_backward:
                     group.unshard()
-        if before is not None:
+        if before is not None and prefetcher.reach:
             prefetcher.tell_before(before)
 
 

@@ -50,19 +50,20 @@ class Prefetcher(Generic[G]):
         self.order: StepOrder[G] = StepOrder()
         self._early: dict[G, None] = {}
         self._near: dict[ParameterGroup, None] = {}
-        self._wanted = self._reach = 0
+        self._wanted = self.reach = 0
+        """Units ahead that storages are told of: from the next forward on, and in this one."""
 
     def begin(self, caller: G) -> None:
         """``caller`` is called from outside of any other."""
-        self._reach = self._wanted
+        self.reach = self._wanted
         self.order.begin(caller)
 
     def enter(self, unit: G) -> G | None:
         """``unit`` is being gathered for its forward; returns the unit expected after it."""
         self._early.pop(unit, None)
         follower = self.order.enter(unit)
-        if self._reach:
-            self._bring_near(self.order.following(self._reach))
+        if self.reach:
+            self._bring_near(self.order.following(self.reach))
         return follower
 
     def gather_early(self, follower: G) -> None:
@@ -79,8 +80,7 @@ class Prefetcher(Generic[G]):
 
     def tell_before(self, unit: G) -> None:
         """``unit`` is being gathered for the backward that comes next."""
-        if self._reach:
-            self._bring_near(self.order.preceding(unit, self._reach))
+        self._bring_near(self.order.preceding(unit, self.reach))
 
     def forget_near(self) -> None:
         """A turn has ended: what was brought near and not gathered may be out of date soon."""

@@ -38,8 +38,10 @@ class Reductions:
                 oldest.free_sent(frame)
                 self._summing.append((oldest, frame))
             else:
-                self._finish(oldest, frame)
+                oldest.finish_reduction(frame)
         self._sending.append((group, group.start_reduction(gradients, is_last=is_last)))
+        if not is_last:
+            self._may_hold[group] = None
 
     def lack_replicas(self, group: ParameterGroup) -> bool:
         """Whether some of ``group`` will end in sums that lack those of other replicas."""
@@ -48,18 +50,15 @@ class Reductions:
     def finish_sums(self) -> None:
         """A backward has ended: put in place what replicas were still summing."""
         while self._summing:
-            self._finish(*self._summing.popleft())
+            group, frame = self._summing.popleft()
+            group.finish_reduction(frame)
 
     def finish(self) -> None:
         """Put all sharded gradients in place."""
         self.finish_sums()
         while self._sending:
-            self._finish(*self._sending.popleft())
-
-    def _finish(self, group: ParameterGroup, frame: Frame) -> None:
-        group.finish_reduction(frame)
-        if not frame.key.is_last:
-            self._may_hold[group] = None
+            group, frame = self._sending.popleft()
+            group.finish_reduction(frame)
 
     def place_held(self) -> None:
         """Put in place what earlier backwards left, and no reduction of the last took along."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 from torch import nn
@@ -119,9 +118,10 @@ def _gather_below(
             group.pool = group.pool if unit in keep_memory else context.pool
             group.transport.use_lanes(context.lanes)
             group.transport.use_turns(context.turn)
-            group.setup = replace(group.setup, reshard_after_forward=unit.reshards_in_training)
+    groups = [group for unit in context.units for group in unit.groups]
+    context.observers = tuple({id(o): o for g in groups for o in g.meter.observers}.values())
     if not root.groups:  # it computes nevertheless
-        root.watch = UnitWatch.of(group for unit in context.units for group in unit.groups)
+        root.watch = UnitWatch.of(groups)
 
 
 def _substitutes(

@@ -26,7 +26,7 @@ from polyshard.failures import Kind, Part, failure_handler
 from polyshard.group.group import ParameterGroup, State, free_outdated
 from polyshard.memory.pages import PagePool, pages_can_move
 from polyshard.memory.streams import Lanes, streams_of
-from polyshard.plugins.seams import StepObserver
+from polyshard.plugins.seams import Observer, StepObserver
 from polyshard.policies import MixedPrecisionPolicy
 from polyshard.program.freshness import Turn
 from polyshard.sharding.mesh import MeshRoles
@@ -78,20 +78,6 @@ def end_backward(watch: UnitWatch | None, unit: str) -> None:
     """What ``unit`` computed in backward is there, for those who watch."""
     if watch is not None:
         watch.end_backward(unit)
-
-
-def tell_step_end(groups: Iterable[ParameterGroup]) -> None:
-    """Tell every observer once, however many groups it watches."""
-    found = {id(o): o for group in groups for o in group.meter.observers}
-    for observer in found.values():
-        observer.on_step_end()
-
-
-def tell_broken(groups: Iterable[ParameterGroup]) -> None:
-    """Tell every observer that asks once that the step was broken off."""
-    found = {id(o): o for group in groups for o in group.meter.step_observers}
-    for observer in found.values():
-        observer.on_broken()
 
 
 class Phase(Enum):
@@ -191,19 +177,6 @@ class Unit:
             else:
                 self.context.post_backward(group)
 
-    def end_step(self) -> None:
-        """Free what was prefetched for nothing, and what optimizers changed in this backward.
-
-        A gather still under way would read shards that the optimizer is about to change.
-        """
-        for group in self.groups:
-            is_stale = group.made_at_step != self.context.turn.steps
-            is_freed = group.reshard_after_backward or is_stale or group.state is State.GATHERING
-            if is_freed and group.state is not State.SHARDED:
-                group.reshard()
-            if group.block_size is not None:
-                group.drop_block()
-
     def leave_broken(self) -> None:
         """The forward was broken off; end sharded."""
         if self.phase is Phase.FORWARD:
@@ -229,11 +202,12 @@ class RootContext:
     def __init__(self) -> None:
         """For one unit at first; a root hands its own to all units below."""
         self.units: list[Unit] = []
+        self.observers: tuple[Observer, ...] = ()
+        """Those of all groups, each once."""
         self.pool = PagePool() if pages_can_move() else None
         self.lanes = Lanes()
         self.forward_root: Unit | None = None
         self.turn = Turn()
-        self.is_last_backward = True
         self.finalization = Finalization()
         self.reductions = Reductions()
         self.post_optim_event: torch.Event | None = None
@@ -282,13 +256,16 @@ class RootContext:
 
     def end_forward(self) -> None:
         """The outermost forward has ended."""
+        self._end_turn()
+        if not (self.turn.in_backward or torch.is_grad_enabled()):  # else a backward ends alike
+            self.settle()
+            self._lend_pages()
+
+    def _end_turn(self) -> None:
         self.forward_root = None
         self.turn.in_forward = False
         if not self.turn.in_backward:
             self.prefetcher.forget_near()
-            if not torch.is_grad_enabled():  # else a backward follows, which ends alike
-                self.settle()
-                self._lend_pages()
 
     def settle(self) -> None:
         """A turn has ended: have the host wait for copies from and to it.
@@ -320,7 +297,7 @@ class RootContext:
         if group.reshard_after_backward:
             group.reshard()
         if gradients or group.expects_gradients():
-            self.reductions.start(group, gradients, is_last=self._is_last)
+            self.reductions.start(group, gradients, is_last=self.finalization.is_last)
 
     def holds_partial(self, group: ParameterGroup) -> bool:
         """Whether ``group`` has, or is about to have, sums that lack those of other replicas."""
@@ -328,12 +305,6 @@ class RootContext:
             return False
         on_their_way = self.reductions.lack_replicas(group)
         return on_their_way or group.gradients.waiting.awaits_replicas
-
-    @property
-    def _is_last(self) -> bool:
-        """Whether no backward of this iteration will follow."""
-        finalization = self.finalization
-        return finalization.is_ending if finalization.is_manual else self.is_last_backward
 
     # End of backward --------------------------------------------------------------------------
 
@@ -352,17 +323,18 @@ class RootContext:
         Or leave that to the user: see [Note: manual finalization] of the finalization.
         """
         self.turn.in_backward = False
-        self.end_forward()
+        self._end_turn()
         for unit in self.units:
             unit.pending_modules.clear()
             if unit.phase is not Phase.POST_BACKWARD:
                 unit.end_unreached()
             unit.phase = Phase.IDLE
         self.reductions.finish_sums()
-        if self._is_last:
+        if self.finalization.is_last:
             self.end_iteration()
         else:
             self._promise(is_last=False)
+            self._lend_pages()
         self.settle()
 
     def _promise(self, *, is_last: bool) -> None:
@@ -377,12 +349,27 @@ class RootContext:
         self.reductions.finish()
         self.reductions.place_held()
         self.prefetcher.order.end_step()
-        for unit in self.units:
-            unit.end_step()
+        self._end_step()
         self._promise(is_last=True)
         self.finalization.end_iteration()
         self._lend_pages()
-        tell_step_end(self._groups())
+        for observer in self.observers:
+            observer.on_step_end()
+
+    def _end_step(self) -> None:
+        """Free what was prefetched for nothing, and what optimizers changed in this backward.
+
+        A gather still under way would read shards that the optimizer is about to change.
+        """
+        for unit in self.units:
+            for group in unit.groups:
+                if group.state is not State.SHARDED:
+                    is_stale = group.made_at_step != self.turn.steps
+                    under_way = group.state is State.GATHERING
+                    if group.reshard_after_backward or is_stale or under_way:
+                        group.reshard()
+                if group.block_size is not None:
+                    group.drop_block()
 
     def remember(self) -> Callable[[], None]:
         """What puts back, after :meth:`reset`, gradients that wait for a later backward.
@@ -427,7 +414,7 @@ class RootContext:
             unit.leave_broken()
         self.prefetcher.reset()
         self.end_forward()
-        tell_broken(self._groups())
+        self._tell_broken()
 
     def _backward_broke(self, error: Exception | None, caller: FrameType | None) -> None:
         for group in self._groups():
@@ -452,7 +439,13 @@ class RootContext:
                 unit.reset()
             self.end_forward()
             self.finalization.reset()
-        tell_broken(self._groups())
+        self._tell_broken()
+
+    def _tell_broken(self) -> None:
+        """The step was broken off."""
+        for observer in self.observers:
+            if isinstance(observer, StepObserver):
+                observer.on_broken()
 
     @property
     def _is_in_mid_step(self) -> bool:

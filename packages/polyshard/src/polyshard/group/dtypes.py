@@ -95,6 +95,12 @@ class GradientDtypes:
     is_told: bool = False
     """Whether any parameter says what it takes."""
 
+    def wire(self, dtypes: Dtypes) -> torch.dtype:
+        """The dtype in which gradients of one backward travel. See [Note: reduction]."""
+        param, reduce = dtypes.param, dtypes.reduce
+        is_wider = self.is_told or param.itemsize > reduce.itemsize  # told: wider than compute
+        return reduce if is_wider or param.itemsize == reduce.itemsize else param
+
     def open_among(self, indices: Sequence[int]) -> list[int]:
         """Those of ``indices`` for which no dtype is settled before there is a gradient."""
         return [index for index in indices if self.kept[index] is None]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
+import torch
 from torch import nn
 
 from polyshard._torch.newer import set_grad_dtype
@@ -154,6 +155,8 @@ class Generation:
     registry: Registry
     dtypes: Dtypes
     gradients: GradientDtypes
+    wire: torch.dtype
+    """In which gradients of one backward travel; sums of several do in the reduce dtype."""
     unsharded: Unsharded | None
     """What owns buffer and leaves, unless a tensor class does."""
     block: Block | None = None
@@ -217,6 +220,7 @@ def build_generation(parts: Parts, last: Generation | None) -> Generation:
         registry,
         dtypes,
         parts.gradients,
+        parts.gradients.wire(dtypes),
         unsharded,
         block,
         None if block is None else unshard_program(block, buffer, shards, registry, fetch),

@@ -155,26 +155,18 @@ class Gradients:
             with torch.no_grad():
                 torch._foreach_add_(sums, terms)
 
-    def wire_dtype(self, generation: Generation) -> torch.dtype:
-        """The dtype gradients travel in, from settings alone. See [Note: reduction]."""
-        dtypes = generation.dtypes
-        told = generation.gradients.is_told  # then gradients may be wider than compute
-        if self._has_unreduced or told or dtypes.param.itemsize > dtypes.reduce.itemsize:
-            return dtypes.reduce
-        same = dtypes.param.itemsize == dtypes.reduce.itemsize
-        return dtypes.reduce if same else dtypes.param
-
     def reducing(self, generation: Generation, gradients: dict[int, Tensor]) -> torch.dtype:
-        """The dtype that what :meth:`take` returned travels in, as it is reduced now.
+        """The dtype that what :meth:`take` returned travels in, from settings alone.
+
+        See [Note: reduction]. It is reduced now.
 
         Raises:
             SettingError: see :meth:`_check_open`.
         """
-        wire = self.wire_dtype(generation)
         if generation.gradients.is_told:
             self._check_open(generation, gradients)
-        self._has_unreduced = False
-        return wire
+        has_unreduced, self._has_unreduced = self._has_unreduced, False
+        return generation.dtypes.reduce if has_unreduced else generation.wire
 
     def _check_open(self, generation: Generation, gradients: dict[int, Tensor]) -> None:
         """Refuse to round gradients of which nobody said that they may be rounded.

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
@@ -78,9 +78,6 @@ class GroupSetup:
     roles: MeshRoles
     policy: MixedPrecisionPolicy
     stack: PluginStack
-    reshard_after_forward: bool
-    block_size: int | None = None
-    """Ranks that together keep the parameters between forward and backward, if not all free."""
 
     def info(
         self, identity: GroupIdentity, parameters: Sequence[ParamInfo], dtypes: Dtypes
@@ -147,10 +144,17 @@ def _outdated(groups: list[ParameterGroup]) -> list[bool]:
 class ParameterGroup:
     """The parameters of a unit that communicate together."""
 
-    def __init__(self, sources: Sequence[Source], setup: GroupSetup, name: str) -> None:
-        """Plan a group of ``sources``, which share one original dtype; nothing changes yet.
+    def __init__(
+        self, sources: Sequence[Source], setup: GroupSetup, name: str, block_size: int | None
+    ) -> None:
+        """Plan a group; nothing changes yet.
 
-        ``name`` is what it is called until :meth:`rename`.
+        Args:
+            sources: its parameters, which share one original dtype.
+            setup: what they share beside that.
+            name: what it is called until :meth:`rename`.
+            block_size: ranks that together keep the parameters between forward and backward, if
+                not all free; see :meth:`set_block`.
         """
         self.setup = setup
         self.roles = setup.roles
@@ -159,7 +163,7 @@ class ParameterGroup:
         self.reshard_after_backward = self.unshard_in_backward = True
         self.pool: PagePool | None = None
         self.turn, self.lanes, self._reduce_settings = Turn(), Lanes(), ReduceSettings()
-        self.block_size, self.device = setup.block_size, setup.roles.device
+        self.block_size, self.device = block_size, setup.roles.device
         told = [Told.by(s.parameter) for s in sources]
         dtypes, _ = resolve_dtypes(setup.policy, sources[0].value.dtype, told)
         info = setup.info(self.identity, [s.info for s in sources], dtypes)
@@ -168,7 +172,7 @@ class ParameterGroup:
         self.contributions = setup.stack.contributions(info)
         if uses_protocol(sources):
             refuse_claims(self.contributions, info)
-            refuse_block(setup.block_size, info)
+            refuse_block(block_size, info)
         self.meter = Meter(self.identity, self.contributions.observers)
         self._base_transport = self.contributions.transport(info, setup.roles)
         self.transport: Transport = self._base_transport
@@ -339,9 +343,9 @@ class ParameterGroup:
     def unshard(self) -> None:
         """Begin to gather, unless gathered or on the way; see [Note: kept parameters]."""
         is_sharded = self.state is State.SHARDED
-        if is_sharded and not in_backward() and self.shards.have_moved():
-            self._stale = True
         generation, turn = self._generation, self.turn
+        if is_sharded and not (turn.in_backward or in_backward()) and self.shards.have_moved():
+            self._stale = True
         if generation is None or self._stale or self.shards.is_vacant:
             generation = self._prepare_anew()
         if not is_sharded and (turn.in_backward or self._stays_unsharded()):
@@ -423,8 +427,11 @@ class ParameterGroup:
         if self.settles and not (turn.in_forward or turn.in_backward):
             self.settle()  # asked for by hand: the caller may change the shard next
         self.sync_requires_grad(generation)
-        self.state = State.UNSHARDED
-        self._waited(begin, self.meter.gathered)
+        self.state, meter = State.UNSHARDED, self.meter
+        seconds = time.perf_counter() - begin
+        meter.traffic.wait_seconds += seconds
+        if meter.observers:
+            meter.gathered(seconds)
 
     def sync_requires_grad(self, generation: Generation) -> None:
         """Have leaves follow the sharded parameters, on which users freeze and unfreeze."""
@@ -531,7 +538,9 @@ class ParameterGroup:
 
     def start_reduction(self, gradients: dict[int, Tensor], *, is_last: bool) -> Frame:
         """Begin to reduce what :meth:`take_gradients` returned."""
-        generation, meter = self.prepare(), self.meter
+        generation, meter = self._generation, self.meter
+        if generation is None or self._stale:
+            generation = self._prepare_anew()
         if meter.step_observers:
             meter.starting("reduce")
         try:
@@ -573,14 +582,10 @@ class ParameterGroup:
         with torch.no_grad():
             run(frame, len(frame.program.ops), self._part, "polyshard.reduced")
         if frame.has_placed or frame.key.has_rows:  # else only messages went around
-            self._waited(begin, self.meter.reduced)
-
-    def _waited(self, begin: float, tell: Callable[[float], None]) -> None:
-        """Count the host's wait since ``begin``."""
-        seconds = time.perf_counter() - begin
-        self.meter.traffic.wait_seconds += seconds
-        if self.meter.observers:
-            tell(seconds)
+            seconds, meter = time.perf_counter() - begin, self.meter
+            meter.traffic.wait_seconds += seconds
+            if meter.observers:
+                meter.reduced(seconds)
 
     def place_held(self) -> None:
         """Put gradients in place that wait for a last backward which did not reach this group."""

@@ -15,8 +15,11 @@ from polyshard.program.tensor_protocol import ProtocolGather
 from polyshard.program.unshard import Gather
 
 
-def plan_of(group: ParameterGroup) -> GroupPlan:
-    """What ranks compare and ``describe()`` shows: what the programs of ``group`` carry out."""
+def plan_of(group: ParameterGroup, *, frees: bool) -> GroupPlan:
+    """What ranks compare and ``describe()`` shows: what the programs of ``group`` carry out.
+
+    ``frees``: whether a training forward of its unit frees parameters, where no block keeps them.
+    """
     if group.is_sharded and group.shards.speaks_anew():  # no hook tells of that
         group.adopt_replaced()
     generation = group.prepare()
@@ -33,7 +36,7 @@ def plan_of(group: ParameterGroup) -> GroupPlan:
         mesh=group.roles.describe(),
         dtypes=generation.dtypes,
         roles=_roles(group, gather_codec),
-        reshard_after_forward=group.block_size or group.setup.reshard_after_forward,
+        reshard_after_forward=group.block_size or frees,
         programs=(*(gathered.planned() for gathered in generation.gathers), reduction),
         ways=ways,
         transfers=summary(ways, transport),
@@ -79,7 +82,7 @@ def reduction_of(group: ParameterGroup) -> ProgramPlan:
         for index, sharded in enumerate(group.shards.parameters)
         if sharded.parameter.requires_grad
     ]
-    program = generation.reducer.planned(trainable, group.gradients.wire_dtype(generation))
+    program = generation.reducer.planned(trainable, generation.wire)
     return program.planned(frozenset(trainable))
 
 

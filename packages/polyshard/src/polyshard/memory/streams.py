@@ -12,9 +12,8 @@ On an accelerator transfers run beside the computation, on lanes. Three rules ke
   a step failed, the stream the work was started from goes behind the end first. The host is not
   held up by any of this, and ``record_stream`` is never used: memory is deterministic.
 
-Host memory follows no stream. A lane keeps what it copies from and to there until the device is
-through with it (:meth:`Lane.hold`), and :meth:`Lane.drain` has the host wait, before it may write
-what is read or read what is written.
+Host memory follows no stream. What copies from and to it keeps it until the device is through with
+it, and has the host wait before it may write what is read or read what is written.
 
 Lanes are shared by all groups below a root (or several roots, see ``share_comm_ctx``). Gathers and
 reductions have priority over the computation, whose kernels could hold them up; sums over replicas
@@ -28,7 +27,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -154,9 +152,6 @@ class Lane:
         """A new stream; nothing at all without ``streams``."""
         self._streams = streams
         self.stream: Any = None if streams is None else streams.new(priority)
-        self._held: deque[tuple[Event, object]] = deque()
-        if streams is not None:
-            weakref.finalize(self, _outlast, self._held).atexit = False
 
     def enter(self) -> AbstractContextManager[Any]:
         """Run the block on the lane, behind all that the current stream was given so far."""
@@ -179,25 +174,6 @@ class Lane:
         end = self._streams.new_event()
         end.record(self.stream)
         return end
-
-    def hold(self, memory: object) -> None:
-        """Keep host ``memory`` until the lane is through with what it was given so far."""
-        if self._streams is None:
-            return
-        while self._held and self._held[0][0].query():
-            self._held.popleft()
-        self._held.append((self._end(), memory))
-
-    def drain(self) -> None:
-        """Have the host wait for the copies whose memory :meth:`hold` keeps."""
-        _outlast(self._held)
-
-
-def _outlast(held: deque[tuple[Event, object]]) -> None:
-    """Wait for the last of one stream's copies: it comes after all others."""
-    if held:
-        held[-1][0].synchronize()
-        held.clear()
 
 
 PRIORITIES = {"gather": HIGH_PRIORITY, "reduce": HIGH_PRIORITY}

@@ -67,7 +67,7 @@ class ScheduleSettings(Access):
     @override
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last of an iteration and so finishes reductions."""
-        self._unit().context.is_last_backward = is_last_backward
+        self._unit().context.finalization.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Whether an iteration is ended by :meth:`FSDPModule.finalize_backward`, not by a backward.

@@ -91,8 +91,9 @@ class Registry:
                 else:
                     self._watched.append(Registration(owner, value))
 
-    def register(self) -> None:
-        """Make this form the one that modules hold."""
+    def register(self, run: object = None) -> None:
+        """Make this form the one that modules hold; an operation, of any ``run``."""
+        del run
         for parameters, name, value in self._slots:
             parameters[name] = value
         for registration in self._watched:

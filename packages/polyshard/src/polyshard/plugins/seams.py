@@ -393,6 +393,10 @@ class ShardStorage(ABC):
     """Have gradients of backwards that ``set_is_last_backward(False)`` says are not the last add up
     on the device, and :meth:`place_gradient` get their sum."""
 
+    places_on_stream: bool = False
+    """Whether :meth:`place_gradient` only launches copies on the current stream, which
+    :meth:`settle` waits for: then it is called on a transfer's stream, beside the computation."""
+
     @abstractmethod
     def rest(self, shard: Tensor) -> Tensor:
         """Take over a freshly built shard buffer; return the tensor the optimizer will see."""

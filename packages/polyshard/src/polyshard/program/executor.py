@@ -30,11 +30,8 @@ if TYPE_CHECKING:
 class LaneFrame(Frame):
     """A run on a device with streams. See [Note: lifetime]."""
 
-    __slots__ = ("events", "lanes", "streams")
-
-    def __init__(self, program: Program, lanes: Lanes, streams: Streams) -> None:
+    def __init__(self, lanes: Lanes, streams: Streams) -> None:
         """``lanes`` are those of the root."""
-        super().__init__(program)
         self.lanes = lanes
         self.streams = streams
         self.events: dict[int, Event] = {}
@@ -54,7 +51,9 @@ class LaneFrame(Frame):
 def new_frame(program: Program, lanes: Lanes, device: torch.device) -> Frame:
     """A run of ``program`` that has not begun, with memory on ``device``."""
     streams = streams_of(device)
-    return Frame(program) if streams is None else LaneFrame(program, lanes, streams)
+    frame = Frame() if streams is None else LaneFrame(lanes, streams)
+    frame.program = program
+    return frame
 
 
 def run(frame: Frame, stop: int, part: Part, label: str) -> None:
@@ -70,7 +69,8 @@ def run(frame: Frame, stop: int, part: Part, label: str) -> None:
         PeerError: when another rank failed first, here or before.
     """
     handler = part.handler
-    handler.begin(part)
+    if part.is_watched:
+        handler.begin(part)
     try:
         with profiler_span(label, str(part)) if profiler_runs() else NO_SPAN:
             if isinstance(frame, LaneFrame):

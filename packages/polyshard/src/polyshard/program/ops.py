@@ -227,37 +227,34 @@ class Program:
 
 
 class Frame:
-    """One run of a program in flight: how far it is, and what differs between runs."""
+    """One run of a program in flight: how far it is, and what differs between runs.
 
-    __slots__ = (
-        "at", "gradients", "has_placed", "home", "is_over", "key", "landing", "packed", "partial",
-        "pending", "pieces", "present", "program", "said", "table", "total",
-    )  # fmt: skip
+    Values here are those of a run that has not begun.
+    """
 
-    def __init__(self, program: Program) -> None:
-        """Nothing has run yet."""
-        self.program = program
-        self.at = 0
-        """How many operations have started."""
-        self.is_over = False
-        self.home: Any = None
-        """The stream of its compute lane, on a device that has some."""
-        self.pending: Pending | None = None
-        """The transfer to be waited for."""
-        self.gradients: dict[int, Tensor]
-        self.present: list[int]
-        """Parameters with a gradient in what is reduced, by index."""
-        self.key: Any
-        self.table: Any = None
-        self.said: Any = None
-        self.pieces: Any = None
-        self.packed: Any = None
-        self.total: Any = None
-        """The sum (``[shard_numel]``), once there is memory for it."""
-        self.partial: Tensor | None = None
-        self.landing: Any = None
-        self.has_placed = False
-        """Whether sharded gradients were put in place."""
+    program: Program
+    at = 0
+    """How many operations have started."""
+    is_over = False
+    home: Any = None
+    """The stream of its compute lane, on a device that has some."""
+    pending: Pending | None = None
+    """The transfer to be waited for."""
+    gradients: dict[int, Tensor]
+    present: list[int]
+    """Parameters with a gradient in what is reduced, by index."""
+    key: Any
+    table: Any = None
+    said: Any = None
+    pieces: Any = None
+    packed: Any = None
+    total: Any = None
+    """The sum (``[shard_numel]``), once there is memory for it."""
+    kept: tuple[Tensor, ...] = ()
+    """Memory of the compute lane that other lanes use, until they are joined."""
+    landing: Any = None
+    has_placed = False
+    """Whether sharded gradients were put in place."""
 
     def join(self) -> None:
         """Order the home stream behind every lane of the run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -73,6 +74,38 @@ def home_pairs(
     return chunk_pairs(home, rows, placed)
 
 
+@dataclass(frozen=True)
+class Averaging:
+    """How sums become means: divide every source by ``before``, the sum by ``after``."""
+
+    before: float
+    after: float
+
+    @classmethod
+    def of(cls, divisor: float, dtype: torch.dtype) -> Averaging:
+        """Split ``divisor`` around the sum where the sum could overflow (fp16)."""
+        if dtype is not torch.float16:
+            return cls(1.0, divisor)
+        before = 1.0
+        while divisor % before == 0 and divisor / before > before:
+            before *= 2
+        return cls(before, divisor / before)
+
+    def sources_of(self, gradients: Mapping[int, Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
+        """What is sent of gradients: their own memory, which is read only, or copies."""
+        sources: dict[int, Tensor] = {}
+        for index, gradient in gradients.items():
+            source = gradient if gradient.dtype == dtype else gradient.to(dtype)
+            if not source.is_contiguous():
+                source = source.contiguous()
+            if self.before != 1.0:
+                # Autograd may have given this memory to another parameter, or a user may hold it.
+                is_own = source is not gradient
+                source = source.div_(self.before) if is_own else source.div(self.before)
+            sources[index] = source
+        return sources
+
+
 class Packing:
     """Maps gradients of one group to memory that is sent, and to memory that receives."""
 
@@ -80,7 +113,8 @@ class Packing:
         """``rank`` is that on the shard axis; buffers share pages through ``pool``."""
         self._layout = layout
         self._pool = pool
-        self._scratch: Buffer | None = None
+        self.scratch: Buffer | None = None
+        """Freed, for :meth:`take_scratch`."""
         staged = [layout.parameters[i] for i in layout.reduced]
         self._fills_rows = all(p.is_even for p in staged) and (
             sum(p.chunk_numel for p in staged) == layout.reduced_numel
@@ -189,16 +223,11 @@ class Packing:
 
         ``is_shown``: to plugins, which could keep views of them.
         """
-        scratch, self._scratch = self._scratch, None  # a second reduction in flight makes its own
+        scratch, self.scratch = self.scratch, None  # a second reduction in flight makes its own
         if scratch is None or scratch.nbytes != nbytes:
             scratch = new_buffer(nbytes, torch.uint8, device, self._pool, is_shown=is_shown)
         scratch.acquire()
         return scratch
-
-    def give_back(self, scratch: Buffer) -> None:
-        """Nothing is read from or written to it any more."""
-        scratch.release()
-        self._scratch = scratch
 
     # What arrives -----------------------------------------------------------------------------
 

@@ -16,13 +16,20 @@ device has streams they follow the reduce-scatter on a lane of their own, up to 
 backward: what the reduce-scatter read is free before. Two things keep them on the compute lane,
 after the join: a codec, whose working memory belongs to that lane, and a transfer that has to be
 waited for.
+
+[Note: departures]
+A storage that takes gradients off the device copies them: beside the computation, on the lane of
+the last transfer, where what makes a gradient of the sum runs as well. Where nothing else uses the
+sum, its memory is that lane's, and goes back there once the copy is launched. Two things keep this
+on the compute lane, after the join: a user's hook on sums and a codec. So does a storage for which
+the host has to wait (a file).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol, cast
@@ -46,11 +53,11 @@ from polyshard.program.accumulation import Accumulation, Slot, part_of
 from polyshard.program.executor import new_frame
 from polyshard.program.landing import Landing, Placing, check_hook
 from polyshard.program.ops import Frame, Lane, Memory, Op, Program, Traffic, compiled
-from polyshard.program.packing import Packing, extents_of
+from polyshard.program.packing import Averaging, Packing, extents_of
 from polyshard.program.unshard import ShardAxis, join
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import all_gather, all_reduce, presence_of
-from polyshard.transport.base import ReduceRoute, Turns
+from polyshard.transport.base import DONE, ReduceRoute, Turns
 from polyshard.transport.gloo.presence import Difference, Presence
 
 ReduceHook = Callable[[Tensor], None]
@@ -94,38 +101,6 @@ class Table:
     """Ranges of the sum that none of them fills."""
     sent_bytes: dict[Key, int] = field(default_factory=dict)
     """What leaves this rank, by program."""
-
-
-@dataclass(frozen=True)
-class Averaging:
-    """How sums become means: divide every source by ``before``, the sum by ``after``."""
-
-    before: float
-    after: float
-
-    @classmethod
-    def of(cls, divisor: float, dtype: torch.dtype) -> Averaging:
-        """Split ``divisor`` around the sum where the sum could overflow (fp16)."""
-        if dtype is not torch.float16:
-            return cls(1.0, divisor)
-        before = 1.0
-        while divisor % before == 0 and divisor / before > before:
-            before *= 2
-        return cls(before, divisor / before)
-
-    def sources_of(self, gradients: Mapping[int, Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
-        """What is sent of gradients: their own memory, which is read only, or copies."""
-        sources: dict[int, Tensor] = {}
-        for index, gradient in gradients.items():
-            source = gradient if gradient.dtype == dtype else gradient.to(dtype)
-            if not source.is_contiguous():
-                source = source.contiguous()
-            if self.before != 1.0:
-                # Autograd may have given this memory to another parameter, or a user may hold it.
-                is_own = source is not gradient
-                source = source.div_(self.before) if is_own else source.div(self.before)
-            sources[index] = source
-        return sources
 
 
 class Watch(Protocol):
@@ -310,7 +285,7 @@ class Reducer:
         if key.has_rows:
             self._sum_shards(averaging, key, settings, parts)
         if self._sum_replicas(key, parts):
-            self._place(averaging, key, settings, parts.complete)
+            self._place(averaging, key, settings, parts)
         # What a storage moves off the device should leave while the computation goes on.
         frees = self._follows(key) and self._landing is None and not self._is_moved
         return compiled("reduce", parts.issue, parts.complete, present, early=int(frees))
@@ -419,25 +394,38 @@ class Reducer:
         if self._coder is not None:
             self._send_payloads(self._coder, averaging, key, parts, is_seen=is_seen)
         else:
-            self._send_rows(averaging, key, parts, is_seen=is_seen)
+            departure = self._departure(key, settings)
+            self._send_rows(averaging, key, parts, departure, is_seen=is_seen)
         if self._codec is not None:
             self._keep(self._codec, parts)
 
-    def _send_rows(self, averaging: Averaging, key: Key, parts: _Parts, *, is_seen: bool) -> None:
-        """Each piece from where it is."""
+    def _send_rows(
+        self,
+        averaging: Averaging,
+        key: Key,
+        parts: _Parts,
+        departure: Lane,
+        *,
+        is_seen: bool,
+    ) -> None:
+        """Each piece from where it is. See [Note: departures]."""
         wire, packing, route, codec = key.wire, self._packing, self._sums, self._codec
+        leaves = departure is Lane.REDUCE
         prepare = route.prepare if overrides(route.prepare, ReduceRoute.prepare) else None
 
         def pack(frame: Frame) -> None:
             sources = averaging.sources_of(frame.gradients, wire)
             frame.gradients = {}  # what was cast is not needed any more
-            frame.total = self._new_total(frame, is_seen=is_seen)
+            if not leaves:
+                frame.total = self._new_total(frame, is_seen=is_seen)
             if codec is not None:
                 codec.begin(frozenset(sources))
             pieces, frame.packed = packing.pieces(sources, wire)
             frame.pieces = pieces if prepare is None else prepare(pieces)
 
         def scatter(frame: Frame) -> None:
+            if leaves:  # memory of this lane's, which alone uses it
+                frame.total = self._new_total(frame, is_seen=is_seen)
             frame.pending = route.start(frame.pieces, packing.piece_outs(frame.total))
 
         def sent(present: frozenset[int]) -> Traffic:
@@ -541,7 +529,7 @@ class Reducer:
     def _join(self, frame: Frame) -> None:
         """Wait for the transfer, and give back what was sent."""
         pending, frame.pending = frame.pending, None
-        if pending is not None:
+        if pending is not None and pending is not DONE:
             pending.wait()
         self._give_back(frame)
 
@@ -549,7 +537,8 @@ class Reducer:
         """Nothing reads what was sent any more."""
         packed, frame.packed, frame.pieces = frame.packed, None, None
         if packed is not None:
-            self._packing.give_back(packed)
+            packed.release()
+            self._packing.scratch = packed
 
     def _new_total(self, frame: Frame, *, is_seen: bool) -> Tensor:
         """Memory for the sums, with zeros where no gradient comes if anything may look there."""
@@ -584,16 +573,14 @@ class Reducer:
         def add(frame: Frame) -> bool:
             if not partial:
                 return frame.total is None
-            frame.partial, present = partial.take()
+            earlier, present = partial.take()
+            frame.kept += (earlier,)
             if frame.total is None:
-                frame.total, frame.present = frame.partial, present
+                frame.total, frame.present = earlier, present
             else:
-                frame.total.add_(frame.partial)
+                frame.total.add_(earlier)
                 frame.present = sorted({*present, *frame.present})
             return False
-
-        def let_go(frame: Frame) -> None:
-            frame.partial = None  # its memory goes back to the compute lane
 
         total, both = (Memory.TOTAL,), (Memory.TOTAL, Memory.PARTIAL)
         if not key.all_reduces:
@@ -611,7 +598,7 @@ class Reducer:
             Op("add partial", add, lane, (Memory.PARTIAL,), both),
             Op("sum replicas", self._sum, lane, total, total, traffic=lambda _: moved, plugin=by),
         ]
-        parts.complete.append(Op("let go", let_go, reads=total, writes=(Memory.PARTIAL,)))
+        parts.complete.append(Op("let go", _let_go, reads=total, writes=(Memory.PARTIAL,)))
         return True
 
     def _sum(self, frame: Frame) -> None:
@@ -666,27 +653,45 @@ class Reducer:
     # In place ---------------------------------------------------------------------------------
 
     def _place(
-        self, averaging: Averaging, key: Key, settings: ReduceSettings, complete: list[Op]
+        self, averaging: Averaging, key: Key, settings: ReduceSettings, parts: _Parts
     ) -> None:
         """From a sum to sharded gradients."""
         total, held = (Memory.TOTAL,), (Memory.HELD,)
+        lane = self._departure(key, settings)
+        ops = parts.complete if lane is Lane.COMPUTE else parts.issue
+        if lane is Lane.REPLICA:
+            ops.append(Op("keep sum", _keep_sum, lane, total))
         if averaging.after != 1.0:
             scale = partial(_scale, averaging.after)
-            complete.append(Op("scale", scale, reads=total, writes=total))
+            ops.append(Op("scale", scale, lane, total, total))
         if settings.hook is not None:
             call = partial(_call, settings.hook)
-            complete.append(Op("hook", call, reads=total, writes=total, plugin="user"))
+            ops.append(Op("hook", call, lane, total, total, plugin="user"))
         if not self._placing.keeps(self._dtype):
-            complete.append(Op("cast", self._cast, reads=total, writes=total))
+            ops.append(Op("cast", self._cast, lane, total, total))
         if self._storage.holds_gradients and not key.is_last:
-            complete.append(Op("hold", self._hold, reads=total, writes=held))
+            ops.append(Op("hold", self._hold, reads=total, writes=held))
             return
         if self._storage.holds_gradients:
-            complete.append(Op("take held", self._take_held, reads=held, writes=total))
+            ops.append(Op("take held", self._take_held, lane, held, total))
         if self._is_moved:
-            by = self._storage_plugin
-            complete.append(Op("place", self._move, reads=total, writes=total, plugin=by))
-        complete.append(Op("store", self._store, reads=total, writes=(Memory.GRAD,)))
+            ops.append(Op("place", self._move, lane, total, total, plugin=self._storage_plugin))
+        if lane is not Lane.COMPUTE:
+            parts.complete.append(Op("let go", _let_go, reads=total, writes=held))
+        parts.complete.append(Op("store", self._store, reads=total, writes=(Memory.GRAD,)))
+
+    def _departure(self, key: Key, settings: ReduceSettings) -> Lane:
+        """Where a sum becomes a gradient that leaves the device. See [Note: departures]."""
+        if not (self._storage.places_on_stream and self._is_moved and key.is_last):
+            return Lane.COMPUTE
+        if self._follows(key):
+            lane = Lane.REPLICA
+        elif self._sums.on_stream and not (self._sums.is_awaited or self._roles.is_replicated):
+            lane = Lane.REDUCE
+        else:
+            return Lane.COMPUTE
+        is_ours = key.has_rows and self._codec is None and settings.hook is None
+        return lane if is_ours else Lane.COMPUTE
 
     def _cast(self, frame: Frame) -> None:
         frame.total = self._placing.cast(frame.total)
@@ -698,38 +703,36 @@ class Reducer:
     def _take_held(self, frame: Frame) -> None:
         held = self._waiting.held
         if held:
-            held.add(frame.total, frame.present)
-            frame.total, frame.present = held.take()
-
-    def _move(self, frame: Frame) -> None:
-        frame.total = self._placed(frame.total)
+            earlier, present = held.take()
+            frame.kept += (earlier,)
+            frame.total.add_(earlier.to(frame.total.device))
+            frame.present = sorted({*present, *frame.present})
 
     def place_held(self) -> bool:
         """Put in place what was held and no reduction of the last backward took along, if any."""
         held = self._waiting.held
         if not held:
             return False
-        total, present = held.take()
-        self._put_all(self._placed(total), present)
+        frame = Frame()
+        frame.total, frame.present = held.take()
+        self._move(frame)
+        self._store(frame)
         return True
 
-    def _placed(self, gradient: Tensor) -> Tensor:
+    def _move(self, frame: Frame) -> None:
         """Next to the resting shard; the storage's first answer is looked at."""
-        begin = time.perf_counter()
+        gradient, begin = frame.total, time.perf_counter()
         placed = self._storage.place_gradient(gradient)
         if self._watch is not None and self._is_moved:
             self._watch.staged("place", gradient.nbytes, time.perf_counter() - begin)
         if self._check_placed is not None:
             self._check_placed(gradient, placed)
             self._check_placed = None
-        return placed
+        frame.total = placed
 
     def _store(self, frame: Frame) -> None:
-        frame.has_placed = True
-        self._put_all(frame.total, frame.present)
-
-    def _put_all(self, total: Tensor, present: Sequence[int]) -> None:
         """Set or add to ``.grad`` of the sharded parameters, then run their hooks."""
+        total, present, frame.has_placed = frame.total, frame.present, True
         hooked: list[Tensor] = []
         for index in present:
             held = self._shards.parameters[index].parameter
@@ -747,18 +750,20 @@ class Reducer:
         """The part of one dtype; ``is_seen`` where hooks look at it at once."""
         accumulate_into: list[Tensor] = []
         accumulate_from: list[Tensor] = []
-        parts = self._totals.parts_of(total)
-        owns_memory(total)
+        parts, is_cut = self._totals.parts_of(total), False
         for index in present:
             sharded, slot = self._shards.parameters[index], self._slots[index]
             if sharded.parameter.grad is None:
                 part = parts.get(index)
                 if part is None:
+                    is_cut = True
                     part = parts[index] = own_storage_of_gradient(part_of(total, slot))
                 sharded.parameter.grad = sharded.wrap(part.detach())
             else:
                 accumulate_into.append(local_tensor(cast("DTensor", sharded.parameter.grad)))
                 accumulate_from.append(part_of(total, slot))
+        if is_cut:
+            owns_memory(total)
         if accumulate_into or is_seen:
             self._storage.settle()
         if accumulate_into:
@@ -766,6 +771,14 @@ class Reducer:
             self._totals.drop()  # gradients live elsewhere: this would be a second copy of them
         else:
             self._totals.keep_only_if_used_by(total)
+
+
+def _keep_sum(frame: Frame) -> None:
+    frame.kept += (frame.total,)
+
+
+def _let_go(frame: Frame) -> None:
+    frame.kept = ()  # it goes back to the compute lane
 
 
 def _scale(divisor: float, frame: Frame) -> None:

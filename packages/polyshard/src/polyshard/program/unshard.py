@@ -33,6 +33,7 @@ from polyshard.program.freshness import Freshness, Turn, differs
 from polyshard.program.ops import Frame, Lane, Memory, Op, Program, Traffic, compiled
 from polyshard.program.packing import extents_of, home_pairs
 from polyshard.transport.base import (
+    DONE,
     Extents,
     GatherPiece,
     GatherRoute,
@@ -82,7 +83,16 @@ class Gather(ABC):
 
     def before(self, fetch: Callable[[], None] | None) -> list[Op]:
         """What comes between taking memory and the transfer; ``fetch`` brings the shard near."""
-        return [] if fetch is None else [fetching(fetch)]
+        return [] if fetch is None else [self.fetching(fetch)]
+
+    def fetching(self, fetch: Callable[[], None]) -> Op:
+        """A storage brings the shard to where the transfer reads it, ahead of it on its lane."""
+        return Op("fetch", lambda _: fetch(), self.lane, writes=(Memory.SHARD,))
+
+    @property
+    def lane(self) -> Lane:
+        """Where the transfer runs."""
+        return Lane.GATHER if self.route.on_stream else Lane.COMPUTE
 
     @abstractmethod
     def after(self) -> list[Op]:
@@ -104,8 +114,7 @@ class Gather(ABC):
             frame.pending = route.start()
 
         moved = Traffic(route.sent_bytes, route.received_bytes)
-        lane = Lane.GATHER if route.on_stream else Lane.COMPUTE
-        return Op("gather", start, lane, self.sources, self.targets, join, lambda _: moved)
+        return Op("gather", start, self.lane, self.sources, self.targets, join, lambda _: moved)
 
     def join(self) -> Op:
         """What orders the rest behind the transfer."""
@@ -115,13 +124,8 @@ class Gather(ABC):
 def join(frame: Frame) -> None:
     """Wait for the transfer of a run, once."""
     pending, frame.pending = frame.pending, None
-    if pending is not None:
+    if pending is not None and pending is not DONE:
         pending.wait()
-
-
-def fetching(fetch: Callable[[], None]) -> Op:
-    """A storage brings the shard to where it is read."""
-    return Op("fetch", lambda _: fetch(), writes=(Memory.SHARD,))
 
 
 def unshard_program(
@@ -171,7 +175,7 @@ def unshard_program(
     complete = [gather.join(), *gather.after()]
     if is_released or is_fetched:
         complete.append(Op("release", lambda _: shards.release(), writes=(Memory.SHARD,)))
-    complete.append(Op("register", lambda _: registry.register(), reads=(Memory.UNSHARDED,)))
+    complete.append(Op("register", registry.register, reads=(Memory.UNSHARDED,)))
     name = "unshard" if gather.reads_shard else "unshard from a block"
     return compiled(name, issue, complete)
 

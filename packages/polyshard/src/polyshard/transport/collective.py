@@ -98,10 +98,18 @@ class CollectiveReduce(ReduceRoute):
     @override
     def prepare(self, sources: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Cast and pad."""
-        return [
-            None if source is None else self._padded(source, extents)
-            for source, extents in zip(sources, self._extents, strict=True)
-        ]
+        prepared: list[Tensor | None] = []
+        for source, extents in zip(sources, self._extents, strict=True):
+            full = extents.chunk_numel * len(extents.numels)
+            if source is None:
+                prepared.append(None)
+            elif source.numel() == full:
+                prepared.append(source.to(self._dtype))
+            else:
+                padded = source.new_zeros(full, dtype=self._dtype)
+                padded[: source.numel()].copy_(source)
+                prepared.append(padded)
+        return prepared
 
     @override
     def start(self, sources: Sequence[Tensor | None], outs: Sequence[Tensor]) -> Pending:
@@ -111,14 +119,6 @@ class CollectiveReduce(ReduceRoute):
                 if source is not None and extents.chunk_numel:
                     reduce_single(out, source, group=group)
         return DONE
-
-    def _padded(self, source: Tensor, extents: Extents) -> Tensor:
-        full = extents.chunk_numel * len(extents.numels)
-        if source.numel() == full:
-            return source.to(self._dtype)
-        padded = source.new_zeros(full, dtype=self._dtype)
-        padded[: source.numel()].copy_(source)
-        return padded
 
 
 class CollectiveTransport(Transport):

@@ -35,7 +35,8 @@ class DiskStorage(TierStorage):
         step_staging: StagingState,
     ) -> None:
         """Shards rest in ``file``; ``step_staging`` counts what the optimizer has opened."""
-        super().__init__(device, staging, gradients, prefetch_units)
+        super().__init__(device, staging, gradients)
+        self.prefetch_units = prefetch_units
         self._file = file
         self._step_staging = step_staging
         self._offset = 0

@@ -9,7 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from polyshard.memory.streams import Lane
 from polyshard_offload.shards.staging import StagingState
 from polyshard_offload.tiers.host_memory import Arena, typed
 from polyshard_offload.tiers.swap_file import SwapFile
@@ -18,46 +17,27 @@ from polyshard_offload.tiers.swap_file import SwapFile
 class GradientStorage(Protocol):
     """Takes the gradients of one group to where they rest."""
 
+    places_on_stream: bool
+    """As a storage's."""
+
     def place(self, gradient: Tensor) -> Tensor:
         """``gradient`` (``[shard_numel]``) at rest; valid as long as anybody looks at it."""
-        ...
-
-    def settle(self) -> None:
-        """Have the host wait for gradients that are on their way."""
         ...
 
 
 @dataclass(eq=False)
 class HostGradients:
-    """Gradients in host memory.
-
-    [Note: departures]
-    They leave on a lane, beside the computation, and one after another: a gradient's memory on the
-    device goes back when the next one comes, so no more than two are there at a time, and the host
-    goes on. It waits once, when it may look: see :meth:`ShardStorage.settle`.
-    """
+    """Gradients in host memory; the host waits for them in the ``settle()`` of their storage."""
 
     arena: Arena
     state: StagingState
-    _lane: Lane | None = None
+    places_on_stream = True
 
     def place(self, gradient: Tensor) -> Tensor:
         """Copy to the host. See [Note: leases] for when the memory is used again."""
         resting = typed(self.arena.take(gradient.nbytes), gradient.dtype)
-        lane = self.state.departures(gradient.device)
-        self.state.leaving = None  # dropping it orders the memory's next use behind the copy
-        with lane.enter():
-            resting.copy_(gradient, non_blocking=True)
-        self.state.leaving = lane.leave(gradient)
-        lane.hold(resting)
-        self._lane = lane
+        self.state.copy(resting, gradient)
         return resting
-
-    def settle(self) -> None:
-        """Wait for the last: the others went before it on the same lane."""
-        if self._lane is not None:
-            self._lane.drain()
-            self.state.leaving = None
 
 
 @dataclass(eq=False)
@@ -69,6 +49,7 @@ class DiskGradients:
     """
 
     file: SwapFile
+    places_on_stream = False
     _free: dict[int, list[int]] = field(default_factory=dict)
 
     def place(self, gradient: Tensor) -> Tensor:
@@ -85,9 +66,6 @@ class DiskGradients:
         self.file.write(offset, gradient.view(torch.uint8))
         self.file.check_written(offset, gradient.view(torch.uint8))
         return typed(self.file.window(offset, nbytes, giver(free, offset)), gradient.dtype)
-
-    def settle(self) -> None:
-        """Nothing is on its way: files are written before :meth:`place` returns."""
 
 
 def giver(free: list[int], offset: int) -> Callable[[], None]:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from polyshard.memory.streams import Arrived, Passage, streams_of
 from polyshard_offload.shards.gradients import GradientStorage
 from polyshard_offload.shards.staging import StagingState
 from polyshard_offload.shards.storage import TierStorage
@@ -14,23 +13,18 @@ from polyshard_offload.tiers.host_memory import Arena, typed
 
 
 class HostStorage(TierStorage):
-    """A shard in host memory: page-locked beside an accelerator, in an arena always."""
+    """A shard in host memory: page-locked beside an accelerator, in an arena always.
+
+    It is copied to the device ahead of its gather, on that one's stream. Gathers are started while
+    another unit computes, so nothing has to be brought near before.
+    """
 
     def __init__(
-        self,
-        arena: Arena,
-        device: torch.device,
-        staging: StagingState,
-        gradients: GradientStorage,
-        prefetch_units: int,
+        self, arena: Arena, device: torch.device, staging: StagingState, gradients: GradientStorage
     ) -> None:
         """Shards rest in ``arena``."""
-        # On the host a copy ahead of time hides behind nothing.
-        self._is_apart = streams_of(device) is not None
-        super().__init__(device, staging, gradients, prefetch_units if self._is_apart else 0)
-        self._wanted_units = self.prefetch_units
+        super().__init__(device, staging, gradients)
         self._arena = arena
-        self._on_the_way: Passage | Arrived | None = None
 
     def _keep(self, shard: Tensor) -> Tensor:
         resting = typed(self._arena.take(shard.nbytes), shard.dtype)
@@ -43,49 +37,13 @@ class HostStorage(TierStorage):
         return 0 if self._serves_codec else self.shard_bytes
 
     @override
-    def serve_codec(self, enable: bool) -> None:
-        # A codec reads the shard itself: nothing is copied, and nothing ahead of time.
-        super().serve_codec(enable)
-        self.prefetch_units = 0 if enable else self._wanted_units
-
-    @override
     def view(self) -> Tensor:
         return self._shard if self._serves_codec else super().view()
 
     @override
-    def prefetch(self) -> None:
-        # Without an accelerator there is nothing that a copy could hide behind.
-        if self._is_apart and not self._serves_codec:
-            self._copy()
-
-    def _copy(self) -> None:
-        """Start to copy, unless that is under way. See [Note: lanes] of the streams."""
-        if self._on_the_way is not None:
-            return
-        staging, lane = self._stage(), self._staging_state.fetches(self._device)
-        staging.in_use()
-        with lane.enter():
-            staging.tensor.copy_(self._shard, non_blocking=True)
-        self._on_the_way = lane.leave(staging.tensor)
-        lane.hold(self._shard)
-
-    @override
     def fetch(self) -> None:
-        if self._serves_codec:
+        if self._serves_codec:  # it reads the shard itself
             return
-        self._copy()
-        on_the_way, self._on_the_way = self._on_the_way, None
-        assert on_the_way is not None
-        on_the_way.wait()
-
-    @override
-    def release(self) -> None:
-        # A copy that nobody waited for: dropping it orders the memory's next use behind it.
-        self._on_the_way = None
-        super().release()
-
-    @override
-    def settle(self) -> None:
-        super().settle()
-        if self._is_apart:
-            self._staging_state.fetches(self._compute_device).drain()
+        staging = self._stage()
+        staging.in_use()
+        self._staging_state.copy(staging.tensor, self._shard)

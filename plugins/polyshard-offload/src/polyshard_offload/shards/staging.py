@@ -10,42 +10,53 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from polyshard.memory.streams import HIGH_PRIORITY, Arrived, Lane, Lanes, Passage
+from polyshard.memory.streams import Event, streams_of
 
 
 @dataclass(eq=False)
 class StagingState:
     """Staging memory of all shards together, in bytes, and the one whose views were just made.
 
-    ``lanes`` carry what moves between device and host. ``ahead`` lets one thread read the next
-    shards while a step computes. ``gradient_moves`` counts shards of gradients that left the
-    device, ``leaving`` is the one that does; ``records_norms`` has their norms taken before.
+    ``ahead`` lets one thread read the next shards while a step computes. ``gradient_moves`` counts
+    shards of gradients that left the device; ``records_norms`` has their norms taken before.
     """
 
     bytes_now: int = 0
     gradient_moves: int = 0
     records_norms: bool = False
     peak_bytes: int = 0
-    lanes: Lanes = field(default_factory=Lanes)
     idle: Staging | None = None
-    leaving: Passage | Arrived | None = None
+    copied: list[Tensor] = field(default_factory=list)
+    """Host memory that the device may still copy from or to."""
+    ends: dict[Any, Event] = field(default_factory=dict)
+    """By stream, the end of what was copied there."""
     ahead: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="polyshard-fetch")
     )
 
-    def fetches(self, device: torch.device) -> Lane:
-        """The lane on which shards come to ``device``."""
-        return self.lanes.lane("fetches", device, HIGH_PRIORITY)
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy on the current stream; what lies on the host is kept until :meth:`settle`."""
+        target.copy_(source, non_blocking=True)
+        host, device = (source, target) if source.device.type == "cpu" else (target, source)
+        streams = streams_of(device.device)
+        if streams is not None:
+            self.copied.append(host)
+            self.ends[streams.current()] = streams.mark()
 
-    def departures(self, device: torch.device) -> Lane:
-        """The lane on which gradients leave ``device``."""
-        return self.lanes.lane("departures", device, HIGH_PRIORITY)
+    def settle(self) -> None:
+        """Have the host wait for all copies: it may read what left, and write what came."""
+        for end in self.ends.values():
+            end.synchronize()
+        self.ends.clear()
+        self.copied.clear()
 
     def __del__(self) -> None:
+        self.settle()  # else host memory could go while it is in use
         self.ahead.shutdown(wait=False)
 
 

@@ -24,11 +24,10 @@ class TierStorage(ShardStorage):
         device: torch.device,
         staging: StagingState,
         gradients: GradientStorage,
-        prefetch_units: int,
     ) -> None:
         """Shards are computed with on ``device``."""
-        self.prefetch_units = prefetch_units
         self.gradients = gradients
+        self.places_on_stream = gradients.places_on_stream
         self.norms = GradientNorms()
         self._device = device
         self._compute_device = device
@@ -91,7 +90,7 @@ class TierStorage(ShardStorage):
 
     @override
     def settle(self) -> None:
-        self.gradients.settle()
+        self._staging_state.settle()
 
     @override
     def hold(self, parameters: Sequence[Tensor]) -> None:

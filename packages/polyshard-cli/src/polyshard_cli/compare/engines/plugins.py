@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,6 +16,7 @@ from polyshard_cli.compare.engines.spec import Spec
 from polyshard_cli.compare.errors import CompareError
 from polyshard_cli.plan.errors import PlanError
 from polyshard_cli.plan.request.names import imported
+from polyshard_cli.plan.request.plugins import NATIVE, is_plugin, offloading, quantizing
 
 __all__ = ["Stack", "make_stack"]
 
@@ -57,13 +57,18 @@ def make_stack(spec: Spec) -> Stack:
             weights = gradients = name
         else:
             plugins.append(_named(spec, name))
-    if weights or gradients:
-        plugins.append(_quantizing(spec, weights, gradients))
+    option = f"engine {spec.name!r}"
     wraps: list[Callable[[Optimizer], Optimizer]] = []
-    if spec.offload:
-        offload = _offloading(spec)
-        plugins.append(offload)
-        wraps.append(offload.wrap)
+    try:
+        if weights or gradients:
+            text = f"{weights or NATIVE},{gradients or NATIVE}"
+            plugins.append(quantizing(text, option))
+        if spec.offload:
+            text = ",".join(f"{tier}={place}" for tier, place in spec.offload)
+            plugins.append(offloading(text, option))
+            wraps.append(plugins[-1].wrap)
+    except PlanError as error:
+        raise CompareError(str(error)) from error
     if spec.flat:
         if not find_spec("polyshard_optimizers"):
             raise CompareError("flat needs polyshard-optimizers: pip install polyshard-optimizers")
@@ -87,8 +92,7 @@ def _named(spec: Spec, name: str) -> Any:
         known = ", ".join(_formats())
         hint = f" Formats: {known}." if known and ":" not in name else ""
         raise CompareError(f"engine {spec.name!r}: {error}{hint}") from error
-    is_plugin = not isinstance(found, type) and hasattr(found, "polyshard_contract")
-    return found if is_plugin else _settled(spec, found)
+    return found if is_plugin(found) else _settled(spec, found)
 
 
 def _formats() -> tuple[str, ...]:
@@ -97,52 +101,8 @@ def _formats() -> tuple[str, ...]:
     return tuple(import_module("polyshard_quantized").format_names())
 
 
-def _quantizing(spec: Spec, weights: str, gradients: str) -> Any:
-    package = _package(spec, "polyshard_quantized")
-    known = package.format_names()
-    for name in filter(None, (weights, gradients)):
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1) or [known[0]]
-            raise CompareError(
-                f"engine {spec.name!r}: no format is called {name!r}; did you mean {close[0]}? "
-                f"Known: {', '.join(known)}"
-            )
-    formats = [package.format_named(name) if name else None for name in (weights, gradients)]
-    needs_feedback = formats[1] is not None and formats[1].needs_feedback
-    return _settled(
-        spec,
-        package.QuantizedComm,
-        weights=formats[0],
-        gradients=formats[1],
-        error_feedback=package.ErrorFeedback() if needs_feedback else None,
-    )
-
-
-def _offloading(spec: Spec) -> Any:
-    package = _package(spec, "polyshard_offload")
-    chosen: dict[str, Any] = dict(spec.offload)
-    if "fraction" in chosen:
-        try:
-            chosen["fraction"] = float(chosen["fraction"])
-        except ValueError:
-            raise CompareError(
-                f"engine {spec.name!r}: {chosen['fraction']} is no number; try 0.5"
-            ) from None
-    return _settled(spec, package.Offload, **chosen)
-
-
-def _package(spec: Spec, name: str) -> Any:
-    if find_spec(name) is None:
-        dashed = name.replace("_", "-")
-        raise CompareError(
-            f"engine {spec.name!r} needs the plugin {dashed}, which is not installed: "
-            f"pip install {dashed}"
-        )
-    return import_module(name)
-
-
-def _settled(spec: Spec, make: Any, **chosen: Any) -> Any:
+def _settled(spec: Spec, make: Any) -> Any:
     try:
-        return make(**chosen)
+        return make()
     except Exception as error:
         raise CompareError(f"engine {spec.name!r}: {error}") from error

@@ -21,8 +21,8 @@ def polyshard(spec: Spec, job: Job, units: Iterable[Unit], place: Place) -> Buil
     from polyshard import MixedPrecisionPolicy, describe, fully_shard, stats
 
     stack = make_stack(spec)
-    keywords: dict[str, Any] = {"mesh": _mesh(spec, place), "plugins": stack.plugins}
-    keywords |= _options(spec, MixedPrecisionPolicy)
+    keywords = _keywords(spec, place, MixedPrecisionPolicy)
+    keywords["plugins"] = (*stack.plugins, *keywords.get("plugins", ()))
     model = job.model
     for unit in (*units, (model,)):
         fully_shard(_called(unit), **keywords)
@@ -38,8 +38,7 @@ def fsdp2(spec: Spec, job: Job, units: Iterable[Unit], place: Place) -> Built:
     """``torch.distributed.fsdp.fully_shard`` on the same modules."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    keywords: dict[str, Any] = {"mesh": _mesh(spec, place)}
-    keywords |= _options(spec, MixedPrecisionPolicy)
+    keywords = _keywords(spec, place, MixedPrecisionPolicy)
     if spec.offload:
         keywords["offload_policy"] = CPUOffloadPolicy(pin_memory=place.device.type != "cpu")
     for unit in (*units, (job.model,)):
@@ -59,8 +58,11 @@ def _mesh(spec: Spec, place: Place) -> DeviceMesh:
     return init_device_mesh(place.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def _options(spec: Spec, policy: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _keywords(spec: Spec, place: Place, policy: Any) -> dict[str, Any]:
+    """What both libraries' ``fully_shard`` take alike."""
+    found = dict(spec.keywords)
+    if "mesh" not in found:
+        found["mesh"] = _mesh(spec, place)
     if spec.bf16:
         found["mp_policy"] = policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if spec.keep:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from polyshard_cli.compare.errors import CompareError
 
@@ -42,6 +42,7 @@ class Spec:
         formats: of weights and of gradients on the wire; empty: their own dtype.
         offload: tiers, by what rests there.
         plugins: formats without a direction, installed plugins, and ``module:object``.
+        keywords: more of ``fully_shard``'s, which no name says; ``plugins`` join the others.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Spec:
     formats: tuple[str, str] = ("", "")
     offload: tuple[tuple[str, str], ...] = ()
     plugins: tuple[str, ...] = ()
+    keywords: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 def parse(names: Sequence[str], ranks: int) -> tuple[Spec, ...]:

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,7 @@ from polyshard_cli.plan.request.names import imported
 from polyshard_cli.plan.request.settings import Settings
 
 TIERS = ("params", "grads", "optimizer", "fraction")
+NATIVE = "native"
 LLAMA_LIKE = "model.layers.0.self_attn.q_proj"
 
 
@@ -30,9 +32,9 @@ def make_plugins(settings: Settings) -> list[Any]:
     """
     made = [_named(name) for name in settings.plugins]
     if settings.quantize:
-        made.append(_quantizing(settings.quantize))
+        made.append(quantizing(settings.quantize))
     if settings.offload:
-        made.append(_offloading(settings.offload))
+        made.append(offloading(settings.offload))
     return made
 
 
@@ -48,7 +50,7 @@ def tensor_parallel(settings: Settings, loaded: Loaded, model: nn.Module) -> Any
     size = settings.mesh.size("tensor")
     if size == 1:
         return None
-    package = _package("polyshard_tensor_parallel", f"--mesh with tp={size}")
+    package = package_of("polyshard_tensor_parallel", f"--mesh with tp={size}")
     plan = imported(tensor_plan(settings, loaded, model), "--tp-plan")
 
     def make(mesh: DeviceMesh) -> Any:
@@ -100,7 +102,12 @@ def _call(name: str, factory: Any) -> Any:
         ) from error
 
 
-def _package(name: str, option: str) -> Any:
+def package_of(name: str, option: str) -> Any:
+    """The module ``name`` of a plugin's distribution, which ``option`` needs.
+
+    Raises:
+        PlanError: where it is not installed, with what to install.
+    """
     if find_spec(name) is None:
         dashed = name.replace("_", "-")
         raise PlanError(
@@ -109,52 +116,86 @@ def _package(name: str, option: str) -> Any:
     return import_module(name)
 
 
-def _quantizing(text: str) -> Any:
-    package = _package("polyshard_quantized", f"--quantize {text}")
+def quantizing(text: str, option: str = "") -> Any:
+    """The plugin as ``text`` asks for it: a format, or two of parameters and of gradients.
+
+    Args:
+        text: names of formats, or ``native``, with a comma.
+        option: what the user wrote, for errors.
+
+    Raises:
+        PlanError: for other text, or without the plugin.
+    """
+    option = option or f"--quantize {text}"
+    package = package_of("polyshard_quantized", option)
     names = [name.strip() for name in text.split(",")]
-    known = (*package.format_names(), "native")
+    known = (*package.format_names(), NATIVE)
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1) or ["int8"]
+            close = difflib.get_close_matches(name, known, n=1) or [known[0]]
             raise PlanError(
-                f"--quantize {text}: no format is called {name!r}; did you mean {close[0]}? "
+                f"{option}: no format is called {name!r}; did you mean {close[0]}? "
                 f"Known: {', '.join(known)}"
             )
-    formats = [None if name == "native" else package.format_named(name) for name in names[:2]]
-    weights, gradients = formats[0], formats[-1]
+    if len(names) > 2 or set(names) == {NATIVE}:
+        raise PlanError(
+            f"{option}: give one format, or two with a comma (parameters, gradients), one of which "
+            f"may be {NATIVE}"
+        )
+    weights, gradients = (
+        None if name == NATIVE else package.format_named(name) for name in (names[0], names[-1])
+    )
     needs_feedback = gradients is not None and gradients.needs_feedback
-    feedback = package.ErrorFeedback() if needs_feedback else None
-    return _settled(
-        f"--quantize {text}",
+    return settled(
+        option,
         package.QuantizedComm,
         weights=weights,
         gradients=gradients,
-        error_feedback=feedback,
+        error_feedback=package.ErrorFeedback() if needs_feedback else None,
     )
 
 
-def _offloading(text: str) -> Any:
-    package = _package("polyshard_offload", f"--offload {text}")
+def offloading(text: str, option: str = "") -> Any:
+    """The plugin that ``text``, such as ``optimizer=disk,params=host``, asks for.
+
+    Args:
+        text: tiers, and ``fraction`` and ``path``, each at most once.
+        option: what the user wrote, for errors.
+
+    Raises:
+        PlanError: for other text, a combination that cannot work, or without the plugin.
+    """
+    option = option or f"--offload {text}"
+    package = package_of("polyshard_offload", option)
     chosen: dict[str, Any] = {}
-    for part in (part.strip() for part in text.split(",")):
+    for part in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = part.partition("=")
-        if not equals or key not in TIERS or key in chosen:
+        if not equals or key not in (*TIERS, "path") or key in chosen:
             raise PlanError(
-                f"--offload {text}: cannot read {part!r}; write each of {', '.join(TIERS)} at most "
+                f"{option}: cannot read {part!r}; write each of {', '.join(TIERS)}, path at most "
                 "once, as optimizer=host,params=host"
             )
-        chosen[key] = _fraction(text, value) if key == "fraction" else value
-    return _settled(f"--offload {text}", package.Offload, **chosen)
+        chosen[key] = value
+    if "fraction" in chosen:
+        chosen["fraction"] = _number(option, chosen["fraction"])
+    if path := chosen.pop("path", ""):
+        chosen["disk"] = settled(option, package.DiskSettings, path=Path(path))
+    return settled(option, package.Offload, **chosen)
 
 
-def _fraction(text: str, value: str) -> float:
+def _number(option: str, value: str) -> float:
     try:
         return float(value)
     except ValueError:
-        raise PlanError(f"--offload {text}: fraction={value} is no number; try 0.5") from None
+        raise PlanError(f"{option}: fraction={value} is no number; try 0.5") from None
 
 
-def _settled(option: str, make: Any, **chosen: Any) -> Any:
+def settled(option: str, make: Any, **chosen: Any) -> Any:
+    """What ``make`` returns.
+
+    Raises:
+        PlanError: in the name of ``option``, for settings that it refuses.
+    """
     try:
         return make(**chosen)
     except ValueError as error:

@@ -20,7 +20,7 @@ from polyshard.program.freshness import differs
 from polyshard.program.ops import Frame, Memory, Op
 from polyshard.program.tensor_protocol.checks import PRE, check_protocol
 from polyshard.program.tensor_protocol.sides import ProtocolParts, Silent, Spoken
-from polyshard.program.unshard import Gather, ShardAxis, fetching
+from polyshard.program.unshard import Gather, ShardAxis
 from polyshard.sharding.layout import align
 from polyshard.transport.base import Extents, GatherPiece
 
@@ -190,7 +190,7 @@ class ProtocolGather(Gather):
     def before(self, fetch: Callable[[], None] | None) -> list[Op]:
         reads = (Memory.SHARD, Memory.PAYLOADS)
         ask = Op("ask", self._ask, reads=reads, writes=(Memory.PAYLOAD,))
-        return [ask] if fetch is None else [fetching(fetch), ask]
+        return [ask] if fetch is None else [self.fetching(fetch), ask]
 
     @torch.no_grad()
     def _ask(self, frame: Frame) -> None:
