@@ -62,7 +62,7 @@ class Fault:
 
 
 AGAIN = "reset_iter_state() on every rank"
-CHECKPOINT = "start the job again from its last checkpoint"
+CHECKPOINT = "restart the job from its last checkpoint"
 
 
 def _raised(name: str, what: str, kind: str, *words: str) -> Fault:
@@ -83,7 +83,7 @@ def _ended(name: str, what: str, *words: str, keeper: bool = False) -> Fault:
     return Fault(name, what, "", "PeerError", words, Way.RESTART, keeper)
 
 
-SAVE = "Save what is left"
+SAVE = "Save the remaining state"
 
 
 def _attempted(
@@ -123,9 +123,9 @@ FAULTS = (
     _apart("unused", "it leaves a layer out",
            "rank 0 is at", "rank 1 is at"),
     _ended("optimizer", "the optimizer raises, uncaught",
-           "rank 1 failed with an exception that nobody caught", "ArithmeticError: on purpose"),
+           "rank 1 failed with an uncaught exception", "ArithmeticError: on purpose"),
     _ended("loop", "the training loop does",
-           "rank 1 failed with an exception that nobody caught", "ArithmeticError: on purpose"),
+           "rank 1 failed with an uncaught exception", "ArithmeticError: on purpose"),
     _ended("exit", "the process exits a step early",
            "rank 1 has ended", CHECKPOINT),
     _ended("killed", "the process is killed (SIGKILL)",
@@ -146,7 +146,7 @@ FAULTS = (
                "control flow differs between ranks", "rank 0 is at",
                "rank 1 is at the vote of an attempt", ended=False),
     _attempted("loop", "the loop raises between attempts, uncaught",
-               "rank 1 failed with an exception that nobody caught", "ArithmeticError: on purpose",
+               "rank 1 failed with an uncaught exception", "ArithmeticError: on purpose",
                SAVE),
     _attempted("exit", "in `attempt`, the process exits",
                "rank 1: SystemExit", "it leaves", SAVE),

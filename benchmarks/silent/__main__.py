@@ -108,6 +108,8 @@ REPOSITORIES = {
     "axolotl": "axolotl-ai-cloud/axolotl",
     "Megatron-LM": "NVIDIA/Megatron-LM",
     "TransformerEngine": "NVIDIA/TransformerEngine",
+    "DeepSpeed": "deepspeedai/DeepSpeed",
+    "mmpretrain": "open-mmlab/mmpretrain",
 }
 
 
@@ -115,7 +117,7 @@ def _links(source: str) -> str:
     """Threads and papers, as links where the address is known."""
     made = []
     for text in source.split(", "):
-        repository, _, number = text.partition("#")
+        repository, _, number = text.removeprefix("TrainCheck's ").partition("#")
         if text.startswith("arXiv "):
             made.append(f"[{text}](https://arxiv.org/abs/{text[6:]})")
         elif repository in REPOSITORIES:
@@ -149,8 +151,15 @@ name of an engine links to the output of all its cells. accelerate uses FSDP2 on
 so its state is told that this is an FSDP job. Lightning is `Fabric` with `ModelParallelStrategy`,
 and DeepSpeed is ZeRO-3.
 
+Of [TrainCheck's list](https://arxiv.org/abs/2506.14813), rows that name it belong to sharded
+training. Out of scope are hardware that corrupts transfers (pytorch#84803, #96600, Baichuan2#86),
+the compiler Thunder (#725), models and their data (pytorch#51800, transformers#17877, #23723,
+#33844, #34204, workers with one seed), loops that freeze everything or never clear gradients, and
+DeepSpeed's own expert and pipeline parallelism (#6714, #6809). Two of its 20 reproductions are not
+published.
+
 `python -m benchmarks.silent` makes this page and installs missing engines into `runs/silent`.
-`--engine` and `--case` run parts, and `--resume` runs what is missing.
+`--engine` and `--case` run parts, and `--resume` runs missing cells.
 """
 
 

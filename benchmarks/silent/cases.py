@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -267,6 +268,24 @@ def replicas_compiled(engine: Engine) -> None:
     twins.same_gradients()
 
 
+class Numbered(nn.Sequential):
+    """Computes with attributes of its layers that have common names."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x) * layer.id * layer.state
+        return x
+
+
+@case("Attributes of modules with common names", "TrainCheck's DeepSpeed#6772")
+def own_attributes(engine: Engine) -> None:
+    plain = mlp(kind=Numbered)
+    layers: list[Any] = list(plain)
+    for number, layer in enumerate(layers):
+        layer.id, layer.state = number + 2.0, 0.5
+    Twins(engine, plain).check_steps()
+
+
 # Parameters that are more than a tensor -----------------------------------------------------------
 
 
@@ -344,7 +363,7 @@ def parameter_twice(engine: Engine) -> None:
     raise DifferentError("an optimizer took one parameter in two groups")
 
 
-@case("Misuse: optimizer built before sharding", "accelerate#2665")
+@case("Misuse: optimizer built before sharding", "TrainCheck's accelerate#2665, DeepSpeed#6770")
 def optimizer_before(engine: Engine) -> None:
     twins = Twins(engine)
     model = copy.deepcopy(twins.plain)
@@ -398,6 +417,21 @@ def optimizer_state(engine: Engine) -> None:
             raise DifferentError("a state has another type or shape than its parameter")
 
 
+@case("Compiled optimizer, one step without gradients", "TrainCheck's pytorch#115607")
+def compiled_step(engine: Engine) -> None:
+    twins = Twins(engine, make=adam)
+    if not isinstance(twins.job.optimizer, torch.optim.Optimizer):
+        raise NotApplicableError
+    step = torch.compile(twins.job.optimizer.step, backend="eager")
+    for has_gradients in (True, True, False, True, True):
+        if has_gradients:
+            twins.forward_backward()
+        step()
+        twins.job.optimizer.zero_grad()
+        twins.oracle_step()
+    twins.same_values(allowed=1e-4)
+
+
 @case("Muon on rows of matrices", "Megatron-LM#5961")
 def muon(engine: Engine) -> None:
     twins = Twins(engine, mlp(bias=False), partial(torch.optim.Muon, lr=0.1))
@@ -416,7 +450,7 @@ def scaler(engine: Engine) -> None:
             if dist.get_rank() == 0 or local.shape == (8, 8):
                 with torch.no_grad():
                     local.view(-1)[0] = float("inf")
-    grad_scaler.step(getattr(job.optimizer, "optimizer", job.optimizer))
+    grad_scaler.step(job.plain_optimizer())
     grad_scaler.update()
     twins.same_values()  # the step is left out on all ranks
     close(grad_scaler.get_scale(), 2.0, "scale")
@@ -453,7 +487,7 @@ def clipping_of_torch(engine: Engine) -> None:
     twins.same_gradients()
 
 
-@case("Clipping beside tensor parallelism", "TrainCheck's BLOOM-176B, deepspeed#1801", ranks=4)
+@case("Clipping beside tensor parallelism", "TrainCheck's BLOOM-176B, DeepSpeed#1801", ranks=4)
 def clipping_divided(engine: Engine) -> None:
     mesh = grid(2, 2, "dp", "tp")
     plan = {f"{i}.{name}": style for i in range(2) for name, style in PLAN.items()}
@@ -497,6 +531,24 @@ def thawed(engine: Engine) -> None:
     for p in (*twins.job.model.parameters(), *plain.parameters()):
         p.requires_grad_(True)
     twins.check_gradients()
+
+
+@case("Layer frozen after a step", "TrainCheck's mmpretrain#702", against=("DDP",))
+def frozen_later(engine: Engine) -> None:
+    twins = Twins(engine)
+    twins.train(1)
+    for name, p in (*twins.job.model.named_parameters(), *twins.plain.named_parameters()):
+        p.requires_grad_(not bare(name).startswith("0."))
+    twins.check_steps(2)
+
+
+@case("Misuse: model cast to float64 and back", "TrainCheck's pytorch#104336", against=("DDP",))
+def cast_and_back(engine: Engine) -> None:
+    """Replaces what holds the values, as a move to the host and back does with an accelerator."""
+    twins = Twins(engine)
+    twins.job.model.double()
+    twins.job.model.float()
+    twins.check_steps(2)
 
 
 @case("NaN on one rank only", "arXiv 2512.20345")
@@ -573,6 +625,25 @@ def published(engine: Engine) -> None:
         twins.same_loss(peer, "the peer's loss")
 
 
+@case("Checkpoint of a model with a frozen layer", "TrainCheck's DeepSpeed#6771")
+def frozen_saved(engine: Engine) -> None:
+    def frozen() -> nn.Sequential:
+        model = mlp()
+        model[0].requires_grad_(False)
+        return model
+
+    twins = Twins(engine, frozen(), adam)
+    twins.train(2)
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        twins.job.save(folder[0])
+        twins.job = engine(frozen(), adam)
+        twins.job.load(folder[0])
+        dist.barrier()
+    twins.check_steps()
+
+
 @case("Misuse: a cached state dict published after another step", "verl#7014")
 def published_late(engine: Engine) -> None:
     """A state dict follows the model; what it shows after a step is the new weights."""
@@ -606,7 +677,7 @@ class Skips(nn.Sequential):
         return result
 
 
-@case("A layer skipped on one rank", "pytorch#115607")
+@case("A layer skipped on one rank", "TrainCheck's DeepSpeed#5794")
 def skipped_layer(engine: Engine) -> None:
     job = engine(mlp(kind=Skips), sgd)
     for _ in range(2):

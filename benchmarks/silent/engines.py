@@ -11,7 +11,9 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -125,6 +127,29 @@ class Job:
     def unsynchronised(self) -> AbstractContextManager[Any]:
         """A block whose backwards accumulate only."""
         return cast("AbstractContextManager[Any]", self.model.no_sync())
+
+    def save(self, folder: str) -> None:
+        """Save model and optimizer."""
+        torch.distributed.checkpoint.save(self._state(), checkpoint_id=folder)
+
+    def load(self, folder: str) -> None:
+        """Load what :meth:`save` wrote into a job that has made no step."""
+        state = self._state()
+        torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+        set_state_dict(
+            self.model,
+            self.plain_optimizer(),
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+    def _state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.plain_optimizer())
+        return {"model": model, "optimizer": optimizer}
+
+    def plain_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer without the engine's wrapper."""
+        return cast("torch.optim.Optimizer", getattr(self.optimizer, "optimizer", self.optimizer))
 
     def parameters(self) -> dict[str, Tensor]:
         """Full values by name."""
@@ -376,6 +401,12 @@ class DeepSpeed(Job):
 
     def unsynchronised(self) -> AbstractContextManager[Any]:
         raise NotApplicableError  # not with ZeRO-3
+
+    def save(self, folder: str) -> None:
+        self.model.save_checkpoint(folder)
+
+    def load(self, folder: str) -> None:
+        self.model.load_checkpoint(folder)
 
     def parameters(self) -> dict[str, Tensor]:
         from deepspeed.utils import (  # type: ignore[import-not-found]

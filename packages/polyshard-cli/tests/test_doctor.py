@@ -41,7 +41,7 @@ def test_problems_end_with_1_and_are_counted(monkeypatch: pytest.MonkeyPatch) ->
     assert code == 1
     assert "✘ disk: /no/such/place cannot be written to: " in text
     assert "✘ plugin gone" in text
-    assert text.splitlines()[-1].startswith("2 to mend: disk, plugin gone")
+    assert text.splitlines()[-1].startswith("2 to fix: disk, plugin gone")
     assert "two ranks" not in text
 
 

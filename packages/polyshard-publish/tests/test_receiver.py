@@ -103,7 +103,7 @@ def test_a_version_needs_all_ranks_and_all_elements() -> None:
     receiver.begin(update(ranks=2), rank=1)
     send(receiver, "a", rows=slice(0, 1))
     receiver.end("a", 0)
-    with pytest.raises(VersionError, match=r"lacks what ranks \[1\] send"):
+    with pytest.raises(VersionError, match=r"lacks the tensors of ranks \[1\]"):
         receiver.commit("a", said())
     receiver.end("a", 1)
     with pytest.raises(ProofError, match=r"3 of 6 elements of 'w'"):
@@ -171,7 +171,7 @@ def test_patches_of_other_tensors_and_places_are_refused() -> None:
         _stage(receiver, "a", patch)
         with pytest.raises(CatalogueError, match=message):
             receiver.end("a", 0)
-        with pytest.raises(VersionError, match="lacks what ranks"):
+        with pytest.raises(VersionError, match="lacks the tensors of ranks"):
             receiver.commit("a", said())
         assert serves(receiver, 3, OLD)
 

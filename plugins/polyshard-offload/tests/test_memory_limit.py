@@ -23,7 +23,6 @@ from torch import nn
 
 from polyshard import fully_shard
 from polyshard_demo.model import (
-    VOCABULARY,
     Block,
     Embedding,
     LanguageModel,
@@ -53,9 +52,9 @@ def build(offload: Offload | None, shape: ModelSettings) -> LanguageModel:
         model = LanguageModel(shape)
     for index in range(shape.layers):
         model.blocks[index] = fully_shard(Block(shape), plugins=plugins)
-    model.embedding = Embedding(VOCABULARY, shape.width)
+    model.embedding = Embedding(shape.vocabulary, shape.width)
     model.norm = nn.RMSNorm(shape.width, eps=1e-6)
-    model.head = Projection(shape.width, VOCABULARY, 0.02)
+    model.head = Projection(shape.width, shape.vocabulary, 0.02)
     return fully_shard(model, plugins=plugins)
 
 
@@ -68,7 +67,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> list
     losses = []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(10 * step + rank)
-        tokens = torch.randint(0, VOCABULARY, (2, 33), generator=generator)
+        tokens = torch.randint(0, LARGE.vocabulary, (2, 33), generator=generator)
         logits = model(tokens[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()

@@ -44,7 +44,7 @@ def resumed_elsewhere(rank: int, size: int, states: list[dict[str, Any]]) -> str
 def test_feedback_belongs_to_a_world_size(world2: World, world3: World) -> None:
     found = world3.run(resumed_elsewhere, world2.run(resumable))
     for rank in (0, 1):
-        assert "saved on 2 ranks and cannot go on on 3" in found[rank]
+        assert "saved on 2 ranks and cannot be loaded on 3" in found[rank]
     assert "has no 'rank2." in found[2]
 
 

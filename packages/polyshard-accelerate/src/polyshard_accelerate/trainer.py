@@ -70,7 +70,7 @@ class PolyshardTrainer(Trainer):
             raise UnsupportedError(
                 "PolyshardTrainer: TrainingArguments ask for "
                 f"{'fsdp' if self.args.fsdp else 'deepspeed'}, which would shard as well. Leave it "
-                "out; what is sharded how is said by PolyshardTrainer(sharding=Sharding(...))."
+                "out; PolyshardTrainer(sharding=Sharding(...)) configures sharding."
             )
         super().create_accelerator_and_postprocess()
         self.accelerator = PolyshardAccelerator.of(self.accelerator, self.sharding)

@@ -103,13 +103,13 @@ PATIENCE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Restored:
-    """What a run goes on from.
+    """The checkpoint that a run resumes from.
 
     Attributes:
-        step: the step that was saved; go on with the next.
+        step: the saved step; continue with the next.
         path: the checkpoint's folder.
-        notes: what was passed over (damaged checkpoints) or could not be restored (state of ranks
-            that there are no more), one sentence each.
+        notes: a sentence for each checkpoint that was skipped as damaged, and for state that could
+            not be restored (of ranks beyond the current number).
     """
 
     step: int
@@ -119,7 +119,7 @@ class Restored:
 
 @dataclass
 class Saving:
-    """A save that goes on while training does."""
+    """A save that runs beside training."""
 
     _path: Future[Path] = field(repr=False)
     _is_said: bool = field(default=False, init=False, repr=False)
@@ -189,14 +189,14 @@ class Checkpoints:
         return self._write(step, entries)
 
     def save_async(self, step: int, state: TrainingState) -> Saving:
-        """As :meth:`save`, but training waits for a copy of this rank's shards only.
+        """As :meth:`save`, but training waits only for a copy of this rank's shards.
 
-        The copy takes as much host memory as they do, which is kept for the next time. A save that
-        is still going on is waited for first.
+        The copy takes host memory of their size, which later saves reuse. The call first waits for
+        a save that is still running.
 
         Raises:
-            CheckpointError: on every rank alike, when an earlier save failed that nobody waited
-                for. That of this one comes when it is waited for, at the latest by the next call.
+            CheckpointError: on every rank, if an earlier save failed and its error has not been
+                raised. :meth:`Saving.wait` or the next call raises the error of this save.
         """
         self.wait()
         self._ranks.group  # noqa: B018  # made here: not from a thread, beside the job's transfers
@@ -220,17 +220,17 @@ class Checkpoints:
         ranks: Sequence[int] | None = None,
         partial: bool = False,
     ) -> Path:
-        """Save what is left after a rank has died; called by every rank that is still there.
+        """Save the remaining state after a rank has died; every remaining rank calls this.
 
-        They need the folder and nothing else: no process group, and no store, which may be gone
-        with the rank that kept it. Where every shard has a replica (HSDP) the checkpoint is
-        complete, and as any other. Otherwise the error names what is missing.
+        It needs only the folder: no process group, and no store, which may have been on the dead
+        rank. If every shard has a replica (HSDP), the checkpoint is complete, like any other.
+        Otherwise the error names the missing tensors.
 
         Args:
             step: that each of these ranks has completed last; they compare it.
             state: as of :meth:`save`. Gathered parameters and gradients on their way are dropped.
-            ranks: those that are left; by default all but those known to be gone.
-            partial: save what there is where something is missing, in a folder ``partial-step-...``
+            ranks: the remaining ranks; by default all but those known to be dead.
+            partial: save an incomplete state too, in a folder ``partial-step-...``
                 that :meth:`load` takes for no checkpoint; its manifest says what is missing.
 
         Raises:
@@ -322,8 +322,8 @@ class Checkpoints:
         ranks, planner = self._ranks, CheckpointPlanner()
         if manifest.missing:
             raise CheckpointError(
-                f"'{path}' is what some ranks were left to save: {'; '.join(manifest.missing)}. "
-                "torch.distributed.checkpoint loads tensors that are whole; go on from a whole one."
+                f"'{path}' has the state of some ranks only: {'; '.join(manifest.missing)}. "
+                "torch.distributed.checkpoint cannot load it; resume from a complete checkpoint."
             )
 
         def begin() -> tuple[CheckpointReader, Entries, tuple[str, ...]]:

@@ -85,7 +85,7 @@ class Manifest:
             missing = tuple(content.pop("missing", ()))
             found = Manifest(files=files, missing=missing, **content)
             if not found.is_typed():
-                raise TypeError("what it says is not of the types that it should be")
+                raise TypeError("its fields have wrong types")
             return found
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(

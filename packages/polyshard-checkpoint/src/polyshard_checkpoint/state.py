@@ -46,18 +46,18 @@ PLUGINS, RANDOM = "plugins", "random"
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Everything that a run needs to go on as if it had not been interrupted.
+    """Everything that a run needs to resume exactly.
 
     Attributes:
         model: sharded or not.
         optimizers: of the model's parameters.
         shared: other state that is the same on every rank: the scheduler, the position in the data.
-        per_rank: other state that differs between ranks. It is lost where a run goes on with
-            another number of ranks; what was restored says so.
-        random: whether random number generators belong to it; they are state per rank.
+        per_rank: other state that differs between ranks. It is lost when a run resumes with
+            another number of ranks; :attr:`Restored.notes` then says so.
+        random: whether to save random number generators, as state per rank.
 
     Raises:
-        SettingError: when ``per_rank`` has a name that plugins or random numbers are saved under.
+        SettingError: if ``per_rank`` has a name reserved for plugins or random numbers.
     """
 
     model: nn.Module

@@ -160,8 +160,8 @@ class Survivors(Ranks):
                 said = absent.said.values() if absent else [f"not all came within {seconds:.0f} s"]
                 who = "; ".join(said)
                 raise CheckpointError(
-                    f"ranks {list(self._members)} were to save what is left, but {who}. Call "
-                    "save_survivors again, on those that are still there"
+                    f"ranks {list(self._members)} were to save their state, but {who}. Call "
+                    "save_survivors again, on the remaining ranks"
                 )
 
     # Writing ----------------------------------------------------------------------------------

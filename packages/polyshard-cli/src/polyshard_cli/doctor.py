@@ -30,7 +30,7 @@ def doctor(disk: Disk = None, *, quick: bool = typer.Option(False, help="Start n
         found.append(finding)
     problems = [finding for finding in found if finding.state is State.PROBLEM]
     if problems:
-        typer.echo(f"{len(problems)} to mend: {', '.join(finding.what for finding in problems)}")
+        typer.echo(f"{len(problems)} to fix: {', '.join(finding.what for finding in problems)}")
         raise typer.Exit(1)
 
 

@@ -26,7 +26,10 @@ OWN = {
         "polyshard_cli.compare.command:compare",
         "One job under several engines: time, memory, bytes, losses",
     ),
-    "doctor": ("polyshard_cli.doctor:doctor", "Whether this machine can train, and what to mend"),
+    "doctor": (
+        "polyshard_cli.doctor:doctor",
+        "Check this machine for training",
+    ),
     "migrate": (
         "polyshard_cli.migrate.command:migrate",
         "Rewrite scripts that use FSDP2, FSDP1, DDP or DeepSpeed",
@@ -36,7 +39,7 @@ OWN = {
         "Memory, traffic and time of a training step, before it runs",
     ),
     "plugins": ("polyshard_cli.plugins:app", "Installed plugins, and a template for new ones"),
-    "trace": ("polyshard_cli.trace.command:app", "What ranks did and when, after a run"),
+    "trace": ("polyshard_cli.trace.command:app", "Timelines of ranks, after a run"),
 }
 """Verb by name: where it is, and what it does."""
 

@@ -62,7 +62,7 @@ def test_writing_keeps_the_mode_and_follows_links(tmp_path: Path) -> None:
 def test_what_is_left_is_the_exit_code(tmp_path: Path) -> None:
     code, text = run(made(tmp_path, HAND))
     assert code == 1
-    assert "What is left to do" in text
+    assert "To do by hand" in text
     assert "line 1: torch.distributed.fsdp: a star import" in text
     assert "1 to do by hand." in text
 

@@ -163,5 +163,5 @@ def _rank_error(error: "ChildFailedError") -> RankError:
     elif failure.exitcode < 0:
         text = f"killed by {failure.signal_name()}, without a traceback"
     else:
-        text = "it left without a traceback; what it printed is above"
+        text = "it exited without a traceback; its output is above"
     return RankError(f"rank {rank} failed (exit code {failure.exitcode}):\n{text}")

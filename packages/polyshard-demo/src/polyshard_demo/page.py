@@ -16,10 +16,10 @@ __all__ = ["write_page"]
 PAGE = "report.html"
 
 ON_CPU = (
-    "Memory that happened is the process's peak, less what it held before the first step without "
-    "its part of the model: whatever libraries allocate for themselves meanwhile is in it."
+    "Measured memory is the process's peak, less its memory before the first step without its "
+    "part of the model. It includes allocations of libraries in the meantime."
 )
-ON_DEVICE = "Memory that happened is the most that torch's allocator handed out on the device."
+ON_DEVICE = "Measured memory is the peak of torch's allocator on the device."
 
 
 def write_page(settings: Settings) -> str:

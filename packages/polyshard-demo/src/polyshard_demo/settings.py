@@ -64,10 +64,10 @@ REPRODUCIBLE = (
 OUT = "Run directory. Default: runs/DATE-TIME, or the run that is resumed."
 RECORD = "Folder for digests of every step, for `polyshard bisect`; needs --reproducible."
 TRACE = (
-    "Folder for what each rank does when, every step, a file per rank and one of all, for Perfetto "
-    "and `polyshard trace`."
+    "Folder for timelines of every step, a file per rank and one of all, for Perfetto and "
+    "`polyshard trace`."
 )
-PAGE = "Write report.html in the end: what happened beside what was predicted."
+PAGE = "Write report.html at the end: measured and predicted figures."
 MACHINE = (
     "Machine for which that page predicts time: a file that `polyshard plan --measure` wrote, or a "
     "name such as h100x8. Default: predict memory and bytes only."

@@ -67,7 +67,7 @@ def check_output(settings: Settings) -> None:
     """Refuse to mix a new run's checkpoints with those of an older one."""
     if settings.resume is None and has_checkpoints(settings.out):
         raise DemoError(
-            f"--out {settings.out} already holds checkpoints; go on from them with "
+            f"--out {settings.out} already holds checkpoints; resume from them with "
             f"--resume {settings.out}, or give another --out"
         )
 

@@ -177,7 +177,7 @@ def test_updates_begin_when_gradients_have_landed(rank: int, size: int) -> None:
     run.check(Reference(size, parts=2).train(3).model)
     run.backward(3, rank)
     clip_grad_norm_(run.model.parameters(), 1e-3)
-    with pytest.raises(MatrixError, match="was changed after its update had been begun"):
+    with pytest.raises(MatrixError, match="was changed after its update had begun"):
         run.optimizer.step()
 
 

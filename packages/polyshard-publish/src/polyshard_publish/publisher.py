@@ -288,7 +288,7 @@ class Publisher:
         said = [f"rank {rank}: {one}" for rank, (one, _) in enumerate(every) if one]
         if said:
             raise PublishError(
-                f"version {version} was not published; receivers serve what they served. "
+                f"version {version} was not published; receivers keep the version before. "
                 f"{'; '.join(said)}"
             ) from failure
         for index, link in enumerate(links):

@@ -220,7 +220,7 @@ class Receiver:
             version = staged.update.version
             missing = sorted(set(range(staged.update.ranks)) - staged.ended)
             if missing:
-                raise VersionError(f"version {version} lacks what ranks {missing} send.")
+                raise VersionError(f"version {version} lacks the tensors of ranks {missing}.")
             if staged.update.base is None:
                 _check_whole(staged)
             if len(digests) != len(staged.catalogue):

@@ -6,13 +6,13 @@ from polyshard.errors import PolyshardError
 
 
 class AttemptError(PolyshardError, RuntimeError):
-    """An attempt failed on some rank; raised on every rank alike.
+    """An attempt failed on some rank; raised on every rank.
 
     Attributes:
-        ranks: those that failed, as far as it is known.
+        ranks: the ranks that are known to have failed.
         is_out_of_memory: whether one of them ran out of memory.
-        is_gone: whether one of them will not come back.
-        is_undone: whether this rank is where it was before the attempt.
+        is_gone: whether one of them has died.
+        is_undone: whether this rank has the state from before the attempt.
     """
 
     ranks: tuple[int, ...] = ()
@@ -21,8 +21,8 @@ class AttemptError(PolyshardError, RuntimeError):
 
 
 class CorruptionError(PolyshardError, RuntimeError):
-    """Weights or optimizer state that changed though nobody wrote them, or replicas that differ."""
+    """Weights or optimizer state changed without a write, or replicas differ."""
 
 
 class SkippedStepWarning(UserWarning):
-    """A step of the optimizer that all ranks left out; the message says why."""
+    """All ranks skipped a step of the optimizer; the message has the reason."""

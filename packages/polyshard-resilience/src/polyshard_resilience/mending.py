@@ -50,14 +50,14 @@ def _mend_all(alarm: Alarm, broken: Broken) -> None:
     if final:
         raise OutOfStepError(
             f"ranks have begun different numbers of collectives in the process groups {final}, "
-            "which cannot be connected anew: the next one there would mix up what belongs to "
-            "different collectives, or never end. Start the job again from the last checkpoint"
+            "which cannot be connected anew: the next collective would mix data of different "
+            "ones, or never end. Restart the job from the last checkpoint"
         )
     if len(groups) > MOST_GROUPS:
         warnings.warn(
             f"process groups {broken} stay broken: there are {len(groups)}, and at most "
-            f"{MOST_GROUPS} are mended. Destroy those that are not used any more, or start again "
-            "from the last checkpoint.",
+            f"{MOST_GROUPS} are repaired. Destroy unused groups, or restart from the last "
+            "checkpoint.",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -74,10 +74,10 @@ def _mend_all(alarm: Alarm, broken: Broken) -> None:
     except ConnectionLostError as error:
         alarm.say_cut()
         if alarm.report is not None:
-            raise alarm.because("process groups could not be mended") from error
+            raise alarm.because("process groups could not be repaired") from error
         raise PeerError(
-            f"process groups {broken} could not be mended: {error}. Call reset_iter_state() on "
-            "every rank, or start again from the last checkpoint."
+            f"process groups {broken} could not be repaired: {error}. Call reset_iter_state() "
+            "on every rank, or restart from the last checkpoint."
         ) from error
     if mended or alarm.rank in broken.cut:
         alarm.say_mended(mended)

@@ -100,7 +100,7 @@ def test_any_bit_of_anything_is_found_and_named() -> None:
         with pytest.raises(CorruptionError) as caught:
             training.optimizer.step()
         what = f"'{entry}' of '{name}'" if entry else f"'{name}'"
-        assert f"{what} changed while nobody wrote it, on rank 0" in str(caught.value)
+        assert f"{what} changed without a write on rank 0" in str(caught.value)
         assert "more" not in str(caught.value).split(". Nothing")[0]  # and nothing else is named
         flip(value, bit)
         training.optimizer.zero_grad()
@@ -280,7 +280,7 @@ def test_flips_on_one_rank_stop_all(rank: int, size: int, shape: tuple[int, ...]
             flip(value, 7)
         with pytest.raises(CorruptionError) as caught:
             training.optimizer.step()
-        assert f"{words} while nobody wrote it, on rank {odd}" in str(caught.value)
+        assert f"{words} without a write on rank {odd}" in str(caught.value)
         same_everywhere(str(caught.value))
         if rank == odd:
             flip(value, 7)

@@ -311,7 +311,7 @@ def one_rank_dies(rank: int, size: int, place: str) -> None:
     if rank == size - 1:
         job.place, job.raises = place, lambda: os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
-    error = failure(job.attempted(), lambda: job.step(2), "rank 2 is gone.*Save what is left")
+    error = failure(job.attempted(), lambda: job.step(2), "rank 2 is gone.*Save the remaining")
     assert time.monotonic() - begin < PATIENT_SECONDS
     assert error.is_gone
     assert error.is_undone

@@ -78,7 +78,7 @@ def dies_while_others_are_elsewhere(rank: int, size: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
 
-    error = failure(job.attempted(), body, f"rank {size - 1} is gone.*Save what is left")
+    error = failure(job.attempted(), body, f"rank {size - 1} is gone.*Save the remaining state")
     assert error.is_gone
     assert error.ranks == (size - 1,)
     job.model.reset_iter_state()
@@ -167,7 +167,7 @@ def leaves(rank: int, size: int, kind: type[BaseException]) -> None:
         with pytest.raises(kind), job.attempted():
             raise kind("now")
         return
-    said = f"rank 1: {kind.__name__}: now, with which it leaves.*Save what is left"
+    said = f"rank 1: {kind.__name__}: now, with which it leaves.*Save the remaining state"
     error = failure(job.attempted(), lambda: job.step(1), said)
     assert error.is_gone
     assert error.ranks == (1,)

@@ -193,7 +193,7 @@ class PluginConformance(CodecConformance):
                 assert back.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
 
     def test_adapters_undo_what_they_do(self, stack: PluginStack) -> None:
-        """What is saved can be loaded, and is no view of what training goes on to change."""
+        """Saved state can be loaded, and shares no memory with parameters."""
         at = case(2, 0)
         adapters = self.contributions(stack, at).adapters
         if not adapters:
@@ -205,7 +205,7 @@ class PluginConformance(CodecConformance):
                 found = adapter.on_load(info, adapter.on_save(info, given))
                 assert found.dtype == kept.dtype
                 assert torch.equal(found, kept)
-                assert torch.equal(given, kept), "on_save changed what it was given"
+                assert torch.equal(given, kept), "on_save changed its argument"
 
     # Training ---------------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class PluginConformance(CodecConformance):
         assert first == second
 
     def test_a_resumed_run_is_the_uninterrupted_one(self, factory: Factory, world2: World) -> None:
-        """To the last bit, with what checkpoints hold of model, optimizer and plugin."""
+        """Bitwise, with the state of model, optimizer and plugin from a checkpoint."""
         for uninterrupted, resumed in world2.run(resumed_with, factory):
             assert resumed == uninterrupted, "the plugin keeps something that it does not save"
 
@@ -279,7 +279,7 @@ class PluginConformance(CodecConformance):
             )
 
     def test_state_dict_round_trip(self, factory: Factory, world2: World) -> None:
-        """What one sharded model saved, another one with the plugin loads, to the last bit."""
+        """Another sharded model with the plugin loads the saved state bitwise."""
         assert all(world2.run(reload_with, factory))
 
     def test_plugin_state_round_trip(self, factory: Factory, world2: World) -> None:
@@ -297,7 +297,7 @@ class PluginConformance(CodecConformance):
             assert found.host_waits <= self.host_waits, found
 
     def test_one_of_two_models_is_closed(self, factory: Factory, world2: World) -> None:
-        """A plugin that lets go of one model goes on to serve another."""
+        """A plugin that has closed one model still serves another."""
         assert all(world2.run(close_with, factory))
 
     def test_a_second_copy_is_refused_by_name(self, factory: Factory) -> None:

@@ -14,7 +14,7 @@ from polyshard_testing.world import World
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--late-rank=N``, which :mod:`late_rank` explains."""
-    text = "run tests that expect exceptions with rank N late, so that it hears of others' first"
+    text = "delay rank N in tests that expect exceptions, so that others fail first"
     parser.addoption("--late-rank", type=int, metavar="N", help=text)
 
 

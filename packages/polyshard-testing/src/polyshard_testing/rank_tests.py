@@ -55,14 +55,14 @@ def ranks(*sizes: int, timeout: float = 150.0) -> Callable[[Callable[..., None]]
 
 
 def raises_in_step(error: type[Exception], match: str) -> pytest.RaisesExc[Exception]:
-    """``pytest.raises`` for an error that every rank meets in a step of its own accord.
+    """``pytest.raises`` for an error that every rank raises by itself in a step.
 
-    A rank that is slower hears first of a rank that has failed, and rightly raises ``PeerError``,
-    which quotes that rank's error. ``pytest --late-rank=N`` shows where a test needs this.
+    A slower rank may first learn of another rank's failure. It then correctly raises ``PeerError``,
+    which quotes that rank's error. ``pytest --late-rank=N`` finds tests that need this.
 
     Args:
-        error: what a rank raises, or quotes of another.
-        match: a regular expression, found in the message of either.
+        error: class of the error, raised or quoted.
+        match: a regular expression, found in either message.
     """
     return pytest.raises(
         (error, PeerError),

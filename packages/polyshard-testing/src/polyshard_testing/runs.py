@@ -287,10 +287,10 @@ def resume_with(rank: int, size: int, factory: Factory) -> str | None:
     saved = copy.deepcopy(state)
     load_plugin_state_dict(second, state)
     if not _equal(plugin_state_dict(second), saved):
-        return "what is saved after loading is not what was loaded"
+        return "the state saved after loading differs from the loaded state"
     step(second)
     if not _equal(plugin_state_dict(first), saved):
-        return "what was loaded goes on to change with the model that it was loaded from"
+        return "the loaded state changes with the model that it was saved from"
     return ""
 
 

@@ -59,7 +59,7 @@ def with_policy(plugins: Sequence[object | str], policy: object) -> Sequence[obj
         raise UnsupportedError(
             f"offload_policy {policy!r} is not known to polyshard; offloading is a plugin."
         )
-    purpose = "stand for offload_policy=CPUOffloadPolicy()"
+    purpose = "implement offload_policy=CPUOffloadPolicy()"
     plugin = stand_in("offload", "for_policy", purpose, policy)
     if plugin is None:
         raise UnsupportedError(

@@ -1,7 +1,7 @@
-"""Every error a user can meet, with the message formats in one place.
+"""Every error that users can meet.
 
-Messages say who, what, where and how to fix it. Classes derive from what torch raises in the same
-place, so that callers who match on torch's type keep working.
+Messages name the rank or plugin, the problem, its place and the fix. Classes derive from those that
+torch raises in the same situation, so that code which catches torch's types keeps working.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ProtocolError(ModuleError, AssertionError):
 
 
 class SettingError(PolyshardError, ValueError, TypeError):
-    """A keyword or setter received a value it does not take."""
+    """A keyword or setter received an invalid value."""
 
 
 class ShardDimError(SettingError, AssertionError):
@@ -47,26 +47,26 @@ class ShardDimError(SettingError, AssertionError):
 
 
 class CustomCommsError(SettingError, AssertionError):
-    """Memory for transfers that are the user's own (torch raises ``AssertionError`` here)."""
+    """An allocation setting beside custom transfers (torch raises ``AssertionError`` here)."""
 
 
 class UnsupportedError(PolyshardError, ValueError, NotImplementedError):
-    """Something FSDP can mean but this version does not do; the message says what to do instead."""
+    """A feature that this version does not support; the message names an alternative."""
 
 
 class PlanMismatchError(PolyshardError, ValueError):
     """Ranks planned different things; raised on every rank before the first collective."""
 
     told: tuple[int, ...] = ()
-    """The ranks that raise it alike."""
+    """The ranks that raise the same error."""
 
 
 class GradientMismatchError(PolyshardError, ValueError, RuntimeError):
-    """Ranks have gradients of different parameters; raised on every rank before any sum is kept."""
+    """Ranks have gradients of different parameters; raised on every rank before any sum is used."""
 
 
 class LifecycleError(PolyshardError, RuntimeError):
-    """A call at a moment when it cannot work (forward on meta, reset on a non-root, ...)."""
+    """A call in a state that does not permit it (forward on meta, reset on a non-root, ...)."""
 
 
 class PeerError(PolyshardError, RuntimeError):
@@ -74,15 +74,15 @@ class PeerError(PolyshardError, RuntimeError):
 
 
 class ControlFlowError(PeerError):
-    """Ranks wait for each other at different places; the message says where each of them is."""
+    """Ranks wait for each other at different places; the message lists the place of each rank."""
 
 
 class OutOfStepError(PeerError):
-    """Ranks have begun different numbers of collectives in a group that cannot be made anew."""
+    """Ranks have begun different numbers of collectives in a group that cannot be rebuilt."""
 
 
 class ConnectionLostError(PolyshardError, RuntimeError):
-    """A transfer ended before it was complete; what ranks see is the :class:`PeerError` of it."""
+    """A transfer ended before it was complete; ranks raise a :class:`PeerError` from it."""
 
     peer: int | None = None
     """The rank it was to come from or go to, if known."""
@@ -93,7 +93,7 @@ class NonFiniteError(PolyshardError, RuntimeError):
 
 
 class CheckpointError(PolyshardError, ValueError):
-    """A checkpoint that cannot be read safely, or does not mean what it is loaded for."""
+    """A checkpoint that cannot be read safely, or does not fit the model."""
 
 
 class PluginError(PolyshardError, ValueError):
@@ -105,11 +105,11 @@ class ConflictError(PluginError):
 
 
 class IneffectiveSettingWarning(UserWarning):
-    """A setting that changes nothing where it was given; ``describe()`` says so as well."""
+    """A setting without effect in this place; ``describe()`` lists it too."""
 
 
 class DifferentValuesWarning(UserWarning):
-    """Ranks were given different values of what should be alike; every rank is told."""
+    """Ranks have different values of something that should be equal; every rank warns."""
 
 
 class UntiedWarning(UserWarning):
@@ -121,6 +121,6 @@ class UntestedVersionWarning(UserWarning):
 
 
 def warn(notices: Iterable[str]) -> None:
-    """Say each once (by Python's filter of repeated warnings)."""
+    """Issue each warning once (by Python's filter of repeated warnings)."""
     for notice in notices:
         warnings.warn(notice, IneffectiveSettingWarning, stacklevel=2)

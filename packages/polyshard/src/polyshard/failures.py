@@ -178,7 +178,7 @@ def handle_failures(current: Callable[[], FailureHandler]) -> None:
         return
     if registry.is_used and dist.is_initialized() and dist.get_world_size() > 1:
         raise LifecycleError(
-            "a model was sharded before failures were to be handled, and its groups would not take "
-            "part. Call polyshard_resilience.enable() on every rank before fully_shard."
+            "a model was sharded before the failure handler was set, and its groups would not use "
+            "it. Call polyshard_resilience.enable() on every rank before fully_shard."
         )
     registry.current = current

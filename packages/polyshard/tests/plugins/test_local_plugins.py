@@ -96,4 +96,4 @@ def test_lines_are_parted_in_plugin_order() -> None:
 def test_specifications_say_which_hooks_may_differ(hook: str) -> None:
     text = inspect.getdoc(getattr(hookspecs, hook)) or ""
     said = text.partition("\nRanks: ")[2]
-    assert said.startswith(("may differ", "may do it")) is (hook in RANKS_MAY_DIFFER)
+    assert said.startswith(("may differ", "may call it")) is (hook in RANKS_MAY_DIFFER)

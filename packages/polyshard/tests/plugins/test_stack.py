@@ -29,7 +29,7 @@ def test_the_engine_keeps_its_name() -> None:
     class Posing(Codecs):
         name = "engine"
 
-    with pytest.raises(PluginError, match=r"'engine' is what the engine is called; rename"):
+    with pytest.raises(PluginError, match=r"'engine' is the name of the engine; rename"):
         build_stack([Posing()])
 
 

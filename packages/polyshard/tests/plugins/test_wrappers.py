@@ -101,7 +101,7 @@ def test_one_that_cannot_go_around_says_so() -> None:
     with pytest.raises(PluginError, match="'count' cannot go around 'slow'") as caught:
         contributions(Wrapping("count", refuses="slow"), Resting())
     assert caught.value.__notes__ == [
-        "raised by plugin 'count' (0) in polyshard_collectives_backend, going around 'slow' of "
+        "raised by plugin 'count' (0) in polyshard_collectives_backend, wrapping 'slow' of "
         "plugin 'resting' (0) as collectives of group 'block'"
     ]
 
@@ -111,7 +111,7 @@ def test_what_a_wrapper_makes_has_to_fit() -> None:
         def around(self, inner: CollectivesBackend) -> Any:
             return None
 
-    expected = r"'odd' \(0\): polyshard_collectives_backend, going around 'slow' .* returned a None"
+    expected = r"'odd' \(0\): polyshard_collectives_backend, wrapping 'slow' .* returned a None"
     with pytest.raises(PluginError, match=expected):
         contributions(Odd("odd"), Resting())
 

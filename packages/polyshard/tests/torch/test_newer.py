@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from toy_models import full
 
 from polyshard import MixedPrecisionPolicy, fully_shard
@@ -178,3 +181,17 @@ def test_checkpoints_of_a_newer_torch_are_read(
     found: Any = CheckpointReader(tmp_path).read_metadata().state_dict_metadata["a"]
     assert type(found.properties) is TensorProperties
     assert found.properties.dtype == torch.float32
+
+
+@ranks(2)
+def test_meshes_are_forgotten(rank: int, size: int) -> None:
+    """torch keeps the steps between placements by mesh, and with the mesh its process groups."""
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("a", "b"))
+    for source in (Partial("max"), Partial("sum")):
+        value = DTensor.from_local(torch.ones(4), mesh, [source, source])
+        value.redistribute(mesh, [Replicate(), Replicate()])
+    known = weakref.ref(mesh)
+    del mesh, value
+    newer.forget_shardings()
+    gc.collect()
+    assert known() is None

@@ -47,7 +47,7 @@ def read(path: Path) -> tuple[BreakEven, ...]:
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT or isinstance(found, bool):
         raise SettingError(
-            f"'{path}' is no calibration of format {FORMAT} (it says {_short(found)}). Measure "
+            f"'{path}' is no calibration of format {FORMAT} (its format: {_short(found)}). Measure "
             "again with Calibration.measure().save(path)."
         )
     try:

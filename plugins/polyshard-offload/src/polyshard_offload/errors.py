@@ -37,7 +37,7 @@ _HINTS = {
     13: "Give DiskSettings(path=...) a directory that this user can write to.",
     30: "Give DiskSettings(path=...) a directory that can be written to.",
     2: "Create the directory first, or give DiskSettings(path=...) one that exists.",
-    5: "The device cannot be trusted any more: go on from the last checkpoint on another one.",
+    5: "The device is unreliable: resume from the last checkpoint on another one.",
     22: "Try DiskSettings(direct=False).",
 }
 assert os.strerror(28)  # numbers are those of Linux, the only system with this plugin's calls

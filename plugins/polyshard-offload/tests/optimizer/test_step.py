@@ -53,7 +53,7 @@ def test_what_cannot_be_wrapped_says_why(tmp_path: Path) -> None:
         offload.wrap(torch.optim.LBFGS(parameters()))
     optimizer = torch.optim.Adam(parameters())
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with pytest.raises(OffloadError, match="make the scheduler from what it returns"):
+    with pytest.raises(OffloadError, match="make the scheduler from its result"):
         offload.wrap(optimizer)
     optimizer = offload.wrap(torch.optim.Adam(parameters()))
     with pytest.raises(OffloadError, match="wrapped already"):
@@ -199,7 +199,7 @@ def test_a_failed_step_is_not_followed_by_another(tmp_path: Path) -> None:
     optimizer.step()
     saved = copy.deepcopy(optimizer.state_dict())
     fail[0] = True
-    with pytest.raises(StorageError, match="go on from the last checkpoint"):
+    with pytest.raises(StorageError, match="resume from the last checkpoint"):
         optimizer.step()
     fail[0] = False
     with pytest.raises(OffloadError, match="an earlier step failed half way"):

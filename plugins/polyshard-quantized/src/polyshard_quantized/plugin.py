@@ -215,7 +215,7 @@ class QuantizedComm(Plugin):
                 raise SettingError(
                     f"quantized: the state dict has no '{key}', only {sorted(state_dict)}. Call "
                     "polyshard.describe(model) first, so that groups have their names, and load "
-                    "what the same rank of the same model saved."
+                    "the state that the same rank of the same model saved."
                 )
             codec.state.load_state_dict(state_dict[key])
 

@@ -108,8 +108,8 @@ class BoundTreeReduce(BoundReduceCodec):
     def _incomplete(names: Sequence[str]) -> ReproducibleError:
         return ReproducibleError(
             f"reproducible: {list(names)} have gradients in some slots of a step and none in "
-            "others, which depends on what ranks see. Have every slot use them, or freeze them, or "
-            "call set_reduce_scatter_unused_params(True) and use each unit in every slot."
+            "others, which depends on the data of ranks. Use them in every slot, or freeze them, "
+            "or call set_reduce_scatter_unused_params(True) and use each unit in every slot."
         )
 
     @override

@@ -98,9 +98,9 @@ def _rows_of(parameter: Tensor, gradient: Tensor) -> _Rows:
         assert isinstance(gradient, DTensor)
         raise ReproducibleError(
             f"reproducible: the norm of a gradient {tuple(parameter.shape)} that is "
-            f"{gradient.placements} has no rows that stay whole at every world size. Only what a "
-            "data axis cuts by Shard(dim), after tensor parallelism if there is some, can be "
-            "clipped so."
+            f"{gradient.placements} has no rows that stay whole at every world size. Only "
+            "tensors that a data axis divides by Shard(dim), after tensor parallelism if any, can "
+            "be clipped so."
         )
     cut = part.cut
     if cut is None:

@@ -210,8 +210,8 @@ class Recorder(Watcher):
         if part is None:
             raise ReproducibleError(
                 f"reproducible: the {key.phase} of '{key.name}' are no rows that stay whole at "
-                "every world size; only what a data axis cuts by Shard(dim), after tensor "
-                "parallelism if there is some, can be recorded."
+                "every world size; only tensors that a data axis divides by Shard(dim), after "
+                "tensor parallelism if any, can be recorded."
             )
         if self._piece.count > 1:
             key = key._replace(name=f"{key.name} on tensor-parallel rank {self._piece.index}")

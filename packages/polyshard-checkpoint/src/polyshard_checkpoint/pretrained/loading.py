@@ -166,7 +166,7 @@ def _unfit(
         raise CheckpointError(
             f"the files do not fit this {library.class_name(model)}. {'; '.join(said)}. Is it the "
             "folder of this model, and of this config? ignore= takes patterns of names that may "
-            "differ; what the files lack must have values already then."
+            "differ; such tensors must have values before loading."
         )
     return made
 

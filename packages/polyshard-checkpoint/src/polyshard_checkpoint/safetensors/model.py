@@ -192,8 +192,8 @@ def _check_called(called: Mapping[str, str], names: Names | None) -> None:
     for name, file_name in called.items():
         if file_name in taken:
             raise SettingError(
-                f"names= gives '{taken[file_name]}' and '{name}' one name, '{file_name}'. Tensors "
-                "in the files have a name each; give None for what is not to be saved."
+                f"names= gives '{taken[file_name]}' and '{name}' one name, '{file_name}'. Give "
+                "each tensor a name of its own, or None to leave it out."
             )
         taken[file_name] = name
 

@@ -29,15 +29,15 @@ Tell = Callable[[str], None]
 def compare(settings: Settings, tell: Tell | None = None) -> Comparison:
     """Train the job under every engine, each in ranks of its own.
 
-    An engine that fails has its error in the result, and the others go on.
+    The result has the error of an engine that fails; the others continue.
 
     Args:
-        settings: what to compare.
-        tell: is given a line whenever something begins that takes a while.
+        settings: job, engines and sizes to compare.
+        tell: called with a line of text whenever a longer part begins.
 
     Raises:
-        CompareError: before any rank starts, for engines that mean nothing or are not installed.
-        JobError: for a job that no engine could train.
+        CompareError: before any rank starts, for engines that are unknown or not installed.
+        JobError: for a job that no engine can train.
     """
     say = tell or _nothing
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

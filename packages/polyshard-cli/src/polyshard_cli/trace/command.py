@@ -19,9 +19,9 @@ __all__ = ["app"]
 
 ROWS = 40
 
-app = typer.Typer(help="What ranks did and when, after a run with Trace.", no_args_is_help=True)
+app = typer.Typer(help="Timelines of ranks, after a run with Trace.", no_args_is_help=True)
 
-Folder = Annotated[Path, typer.Argument(help="What Trace(folder) wrote.", metavar="FOLDER")]
+Folder = Annotated[Path, typer.Argument(help="Folder of Trace(folder).", metavar="FOLDER")]
 Json = Annotated[bool, typer.Option("--json", help="For programs: one JSON object.")]
 
 

@@ -272,9 +272,9 @@ def _check_unchanged(matrix: Matrix) -> None:
     landed = owned.has_landed()
     if not landed or owned.gradient() is not begun.gradient or owned.writes != begun.writes:
         raise MatrixError(
-            f"the gradient of '{matrix.site.name}' was changed after its update had been begun "
-            "(early=True). Clip and accumulate without early=True, or have all backwards but the "
-            "last one told by set_is_last_backward(False)."
+            f"the gradient of '{matrix.site.name}' was changed after its update had begun "
+            "(early=True). Clip and accumulate without early=True, or call "
+            "set_is_last_backward(False) before all backwards but the last."
         )
 
 

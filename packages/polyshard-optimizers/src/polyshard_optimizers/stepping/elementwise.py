@@ -85,7 +85,7 @@ def check_takeable(optimizer: object, caller: str, error: type[Exception] | None
     if "step" in optimizer.__dict__:
         raise (error or LifecycleError)(
             f"something replaced step() of this {type(optimizer).__name__} object, as learning "
-            f"rate schedulers do. Call {caller} first and make the scheduler from what it returns."
+            f"rate schedulers do. Call {caller} first and make the scheduler from its result."
         )
 
 
@@ -99,8 +99,8 @@ def reason_against(
     known = known_against(kind)
     if known is not None:
         return (
-            f"{kind.__name__} cannot be stepped in runs: {known}. Use it as it is, if it is right "
-            "on shards at all."
+            f"{kind.__name__} cannot be stepped in runs: {known}. Use it unchanged, if its step is "
+            "correct on shards."
         )
     if not (is_declared or is_known(kind)):
         return (

@@ -14,25 +14,25 @@ O = TypeVar("O", bound=Optimizer)  # noqa: E741
 
 
 def flat(optimizer: O, *, elementwise: bool = False) -> O:
-    """Have ``optimizer`` step contiguous runs of shards instead of parameters, in place.
+    """Make ``optimizer`` step contiguous runs of shards instead of parameters, in place.
 
-    Weights and state are the same bits as without, in a fraction of the host time and with
-    temporaries below 64 MiB. Everything else stays: the object and its class, parameter groups,
-    hooks, ``state`` and ``state_dict`` by parameter. Where a plugin keeps state elsewhere, call it
-    before or after that plugin's own call.
+    Weights and state are bitwise equal, in a fraction of the host time and with temporaries below
+    64 MiB. The object, its class, parameter groups, hooks, ``state`` and ``state_dict`` by
+    parameter do not change. If a plugin stores optimizer state, call this before or after that
+    plugin's own call.
 
     Args:
         optimizer: an elementwise optimizer over any parameters, sharded or not.
-        elementwise: says that an optimizer nobody here knows computes each element from its own
-            weight, gradient and state alone. torch's own need no word.
+        elementwise: whether an optimizer that is not in the table computes each element only from
+            its own weight, gradient and state. Not needed for torch's optimizers.
 
     Returns:
         The same object.
 
     Raises:
-        SettingError: for what is no optimizer.
+        SettingError: for an object that is no optimizer.
         UnsupportedError: for an optimizer that is not elementwise, or not known to be.
-        LifecycleError: when somebody has replaced ``step`` of the object already.
+        LifecycleError: if ``step`` of the object has been replaced.
     """
     stepper = Stepper.of(optimizer)
     if stepper is None:

@@ -49,7 +49,7 @@ class ProcessEnd:
         alarm = self._alarm
         if alarm.turns and alarm.report is None:
             ends = not (sys.flags.interactive or hasattr(sys, "ps1"))
-            alarm.fail("with an exception that nobody caught", error, ends=ends)
+            alarm.fail("with an uncaught exception", error, ends=ends)
         else:
             alarm.add_detail(error)
         self._before(kind, error, trace)

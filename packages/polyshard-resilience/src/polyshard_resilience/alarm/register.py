@@ -147,7 +147,7 @@ class Register:
         if silence.of(rank, pulse, now) <= most:
             return None
         text = (
-            f"rank {rank} ({process}) has not been heard of for {most:.0f} s: it was stopped, or "
+            f"rank {rank} ({process}) has not responded for {most:.0f} s: it was stopped, or "
             "its host is down or cut off"
         )
         return Report(rank, Cause.GONE, text)

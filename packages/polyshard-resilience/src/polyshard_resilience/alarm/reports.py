@@ -27,11 +27,11 @@ class Cause(Enum):
 
 
 REMEDIES = {
-    Cause.RAISED: "After mending that, call reset_iter_state() on every rank.",
+    Cause.RAISED: "Fix that, then call reset_iter_state() on every rank.",
     Cause.STOPPED: "Continue the process (kill -CONT), then call reset_iter_state() on every rank.",
     Cause.GONE: (
-        "It will not come back to these ranks: save what is left if you need it, and start the job "
-        "again from its last checkpoint, which torchrun does by itself (--max-restarts)."
+        "It cannot rejoin these ranks: save the remaining state if you need it, and restart the "
+        "job from its last checkpoint, which torchrun does by itself (--max-restarts)."
     ),
     Cause.APART: (
         "Every rank must call the same modules, in the same order and equally often, and "

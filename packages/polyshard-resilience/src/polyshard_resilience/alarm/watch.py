@@ -97,7 +97,7 @@ class Watch:
             except UnansweredError:
                 pass
             except Exception:  # without this thread, no rank would hear of a failure of others
-                logger.exception("looking for ranks that wait in vain failed; it is tried again")
+                logger.exception("the search for deadlocked ranks failed and will be repeated")
 
     def _tick(self, now: float) -> None:
         alarm = self._alarm

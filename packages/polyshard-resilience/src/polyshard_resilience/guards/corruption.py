@@ -153,10 +153,10 @@ class Corruption:
             window.close()
 
     def rebase(self) -> None:
-        """What weights and state hold now is right: call it after writes that torch does not count.
+        """Accept the current weights and state: call it after writes that torch does not count.
 
-        Also the way to go on after a ``CorruptionError`` without loading a checkpoint. It reads
-        what an open window watches, and asks no other rank.
+        It also lets training continue after a ``CorruptionError`` without loading a checkpoint. It
+        reads the tensors of open windows, and does not communicate.
         """
         self._resting = self._look_at_rest()
         for window in self._windows:
@@ -229,10 +229,10 @@ class Corruption:
         found += differing(now, parameters, names, peers.device)
         if peers.any(torch.tensor(bool(found), device="cpu")):
             raise CorruptionError(
-                f"memory does not hold what was written to it: {listed(peers.union(found))}. "
-                "Nothing was stepped with it. Load the last checkpoint on all ranks; if it comes "
-                "again, look at the memory of that machine (its ECC counts). If your code wrote "
-                "there between two steps, call rebase() of the guard after it."
+                f"memory changed without a write: {listed(peers.union(found))}. "
+                "No optimizer stepped with it. Load the last checkpoint on all ranks; if it "
+                "happens again, check the memory of that machine (its ECC counts). If your code "
+                "wrote there between two steps, call rebase() of the guard after it."
             )
 
     def _rest(self) -> list[str]:
@@ -302,4 +302,4 @@ def _said(change: tuple[Seen, Seen], name: str) -> str:
     then, now = change
     entry = then.watched.entry
     what = f"'{name}'" if entry == WEIGHTS else f"'{entry}' of '{name}'"
-    return f"{what} changed while nobody wrote it, on rank {this_rank()}{then.place(now)}"
+    return f"{what} changed without a write on rank {this_rank()}{then.place(now)}"

@@ -92,7 +92,7 @@ def attempts(
     also: Sequence[Stateful] = (),
     undo_steps: bool = True,
 ) -> Iterator[Attempt[T]]:
-    """One step, tried with each of ``sizes`` until the memory of every rank suffices.
+    """Try one step with each of ``sizes`` until the memory of every rank suffices.
 
     Example::
 
@@ -103,21 +103,21 @@ def attempts(
                 optimizer.step()
                 optimizer.zero_grad()
 
-    When memory runs out on any rank, of a device or of the host, all ranks are put back to before
-    the block and go on to the next size. Any other failure raises as :func:`attempt` does, and so
-    does the last size. What follows the block in the body of the loop runs after each trial: see
+    When any rank runs out of memory, of a device or of the host, all ranks return to the state
+    before the block and try the next size. Any other failure raises as :func:`attempt` does, and so
+    does the last size. Code after the block in the body of the loop runs after each trial: see
     :attr:`Attempt.succeeded`.
 
     Args:
-        model: as of :func:`attempt`.
-        optimizers: as there.
-        sizes: what to try, largest first; as many on every rank. They mean what you make of them.
-        also: as there.
-        undo_steps: as there.
+        model: as in :func:`attempt`.
+        optimizers: as in :func:`attempt`.
+        sizes: values to try, largest first; the same number on every rank. Their meaning is yours.
+        also: as in :func:`attempt`.
+        undo_steps: as in :func:`attempt`.
 
     Raises:
-        SettingError: as there, or without sizes.
-        LifecycleError: when a trial was not entered.
+        SettingError: as :func:`attempt`, or without sizes.
+        LifecycleError: if a trial was not entered.
     """
     if not sizes:
         raise SettingError("attempts(sizes=()): there is nothing to try.")
@@ -198,7 +198,7 @@ class Attempt(Generic[T]):
         is_shared = len(scope.ranks) > 1 and open_board(scope.ranks) is not None
         if is_shared and not isinstance(failure_handler(), AlarmHandler):
             raise LifecycleError(
-                "an attempt needs ranks that hear of each other's failures. Call "
+                "an attempt needs ranks that report failures to each other. Call "
                 "polyshard_resilience.enable() on every rank before fully_shard."
             )
         self._groups = groups
@@ -361,20 +361,18 @@ def _message(verdict: Verdict, *, is_final: bool) -> str:
     if is_final:
         return (
             f"{failed}. Optimizers had begun to step, and undo_steps=False keeps "
-            "nothing to go back to: weights of different ranks may belong to different steps. Load "
-            "the last checkpoint."
+            "no earlier state: weights of different ranks may belong to different steps. Load the "
+            "last checkpoint."
         )
-    text = f"{failed}. Every rank is where it was before the attempt"
+    text = f"{failed}. Every rank has the state from before the attempt"
     if verdict.kind is Kind.GONE:
         return (
-            f"{text}, and no step is possible any more. Save what is left "
-            "(Checkpoints.save_survivors) and start the job again."
+            f"{text}, and no further step is possible. Save the remaining state "
+            "(Checkpoints.save_survivors) and restart the job."
         )
     if verdict.kind is Kind.OUT_OF_MEMORY:
-        text += (
-            ": go on with a smaller micro-batch, as polyshard_resilience.attempts(sizes=...) does"
-        )
+        text += ": use a smaller micro-batch, as polyshard_resilience.attempts(sizes=...) does"
         if verdict.left == DISAGREED:
             return f"{text}. Ranks were given different numbers of sizes; give all the same."
         return f"{text}."
-    return f"{text}: catch AttemptError on every rank to go on, with another batch say."
+    return f"{text}: catch AttemptError on every rank to continue, with another batch say."

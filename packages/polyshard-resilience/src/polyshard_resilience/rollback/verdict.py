@@ -228,6 +228,6 @@ class Ballot:
         limit = store_timeout_seconds(self._board.store)
         if seconds < limit:
             return None
-        said = f"waited in vain: not every rank came within {limit:.0f} s"
+        said = f"timed out: not every rank came within {limit:.0f} s"
         tell(TimeoutError(said))
         return Absent({self._board.rank: said}, is_final=False)

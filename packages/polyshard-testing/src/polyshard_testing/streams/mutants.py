@@ -104,9 +104,9 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, Change]]:
         yield "without", _finalize_nothing
     if _keeps(node):
         yield "not keeping", _pass_over
-    is_made = isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
-    if is_made and _name(node.value) == "mark":
-        yield "without", _pass_over
+    match node:
+        case ast.Assign(value=ast.Call() as made) if _name(made) == "mark":
+            yield "without", _pass_over
 
 
 def _name(call: ast.Call) -> str:

@@ -14,30 +14,30 @@ from polyshard.plugins.seams import Stateful
 
 
 def plugin_state_dict(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """What the plugins of ``model`` need to go on as they would have, as errors they feed back.
+    """Return the state that the plugins of ``model`` need to resume, such as error feedback.
 
-    Save it beside the model's state dict. Keys begin with the rank, because every rank has state of
-    its own: all of them together make one checkpoint. A model loads without it.
+    Save it beside the model's state dict. Keys begin with the rank: the state of all ranks together
+    makes one checkpoint. The model also loads without it.
 
     Args:
         model: the outermost sharded module.
 
     Raises:
-        SettingError: when nothing of it is sharded.
+        SettingError: if no part of the model is sharded.
     """
     return {key: _asked(state, "state_dict", key) for key, state in _states(model)}
 
 
 def load_plugin_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Go on from what :func:`plugin_state_dict` gave, on as many ranks.
+    """Restore the state from :func:`plugin_state_dict`, on the same number of ranks.
 
     Args:
-        model: the outermost sharded module, with the plugins that it had.
-        state_dict: what was saved, by this rank or by all.
+        model: the outermost sharded module, with the same plugins.
+        state_dict: saved state of this rank or of all ranks.
 
     Raises:
-        CheckpointError: when it has nothing for a plugin and group of this rank. Without calling
-            this, plugins start afresh.
+        CheckpointError: if it lacks the state of a plugin and group of this rank. Without this
+            call, plugins start without state.
     """
     states = dict(_states(model))
     missing = [key for key in states if key not in state_dict]
@@ -52,17 +52,17 @@ def load_plugin_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> N
 
 
 def close(model: nn.Module) -> None:
-    """Have plugins let go of what they made for ``model``: files, memory, threads.
+    """Release files, memory and threads that plugins made for ``model``.
 
-    For models that end before the process does; what nobody holds any more is let go of by itself,
-    sooner or later. Parameters stay as they are, gradients of a step that has not ended are lost,
-    and the model cannot run any more. Harmless the second time.
+    For models that end before the process; garbage collection releases them too, later. Parameters
+    keep their values, gradients of an unfinished step are lost, and the model cannot run again. A
+    second call does nothing.
 
     Args:
         model: the outermost sharded module.
 
     Raises:
-        Exception: the first that a plugin raised, when all have been asked.
+        Exception: the first that a plugin raised, after all plugins were called.
     """
     errors: list[Exception] = []
     for group in reversed(groups_of(model)):

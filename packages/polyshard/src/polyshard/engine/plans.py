@@ -58,25 +58,24 @@ def compare_plans(roles: MeshRoles, units: Sequence[Unit]) -> None:
     Raises:
         PlanMismatchError: on every rank.
     """
-    plans = [
-        (group.roles.ranks, plan_of(group, frees=unit.reshards_in_training))
-        for unit in units
-        for group in unit.groups
-    ]
     wide = ranks_of(roles, units)
     notes = notes_of(value for unit in units for value in unit.initial_values)
+    every: list[GroupPlan] = []
     own: dict[tuple[int, ...], list[GroupPlan]] = {roles.ranks: []}
-    for ranks, plan in plans:
-        is_inside = set(ranks) < set(roles.ranks)
-        own.setdefault(ranks if is_inside else roles.ranks, []).append(plan)
+    for unit in units:
+        for group in unit.groups:
+            plan, ranks = plan_of(group, frees=unit.reshards_in_training), group.roles.ranks
+            every.append(plan)
+            is_inside = set(ranks) < set(roles.ranks)
+            own.setdefault(ranks if is_inside else roles.ranks, []).append(plan)
     everywhere = own.pop(roles.ranks)
-    shared = _lines([plan for _, plan in plans], GroupPlan.shared_lines)
+    shared = _lines(every, GroupPlan.shared_lines)
     told = [*_all_lines(everywhere), *shared]
     differing = agree(roles.ranks, told, notes=notes.get(roles.ranks, {}))
     if wide != roles.ranks:
         agree(wide, shared)
-    for ranks, some in own.items():
-        differing |= agree(ranks, _all_lines(some), notes=notes.get(ranks, {}))
+    for ranks, plans in own.items():
+        differing |= agree(ranks, _all_lines(plans), notes=notes.get(ranks, {}))
     if own:
         agree(roles.ranks, ())  # all hear of a difference among some
     for unit in units:

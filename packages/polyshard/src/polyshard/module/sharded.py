@@ -75,7 +75,7 @@ class FSDPModule(ScheduleSettings, CommunicationSettings):
         """Gather this module's own parameters (not those of units below).
 
         Args:
-            async_op: return a handle at once; forward waits by itself if nobody did before.
+            async_op: return a handle at once; without a ``wait()`` on it, forward waits.
         """
         unit = self._unit()
         if unit.is_root is None and unit.is_sharded():

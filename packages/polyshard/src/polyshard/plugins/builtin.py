@@ -1,4 +1,4 @@
-"""The engine's own specs and parts: they count where no plugin gives one."""
+"""The engine's own specs and parts, which it uses where no plugin provides one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from polyshard.transport import Transport, choose_transport
 
 
 class NativeGatherCodec(GatherCodec):
-    """Parameters travel as they are, cast to the parameter dtype, straight into their regions."""
+    """Sends parameters unencoded, cast to the parameter dtype, directly into their regions."""
 
     name = "native"
 
@@ -30,7 +30,7 @@ class NativeGatherCodec(GatherCodec):
 
 
 class NativeReduceCodec(ReduceCodec):
-    """Gradients travel from where autograd wrote them and are summed in the reduce dtype."""
+    """Sends gradients from autograd's memory and sums them in the reduce dtype."""
 
     name = "native"
 
@@ -40,7 +40,7 @@ class NativeReduceCodec(ReduceCodec):
 
 
 class ShardLanding(GradientLanding):
-    """Every gradient lands on shards."""
+    """Scatters every gradient to shards."""
 
     name = "shards"
 
@@ -50,7 +50,7 @@ class ShardLanding(GradientLanding):
 
 
 class DeviceStorage(ShardStorage):
-    """The shard rests on the compute device; every step of its life cycle is immediate."""
+    """Keeps the shard on the compute device; no method has to copy or wait."""
 
     def __init__(self) -> None:
         self._shard: Tensor | None = None
@@ -67,11 +67,11 @@ class DeviceStorage(ShardStorage):
 
     @override
     def fetch(self) -> None:
-        """It is here already."""
+        """Do nothing: the shard is on the compute device."""
 
 
 class DeviceStorageFactory(StorageFactory):
-    """Shards rest on the compute device."""
+    """Keeps shards on the compute device."""
 
     name = "device"
 

@@ -470,7 +470,7 @@ def _nested(
     for wrapper in reversed(wrappers):
         within, label = layers[0], wrapper.label
         called = f"'{within.value.name}' of plugin {within.label}"
-        where = f"going around {called} as {role.name} of group '{group.identity}'"
+        where = f"wrapping {called} as {role.name} of group '{group.identity}'"
         try:
             made = wrapper.value.make(within.value)
         except Exception as error:
@@ -490,6 +490,6 @@ def _conflict(role: Role[Any], claims: Sequence[Answer[Any]], group: GroupInfo) 
     shown = ", ".join(parameters[:4]) + (", ..." if len(parameters) > 4 else "")
     return (
         f"plugins {plugins} both claim the {role.name} of group '{group.identity}' ({shown}). Pass "
-        "only one of them for this unit, or narrow one so that it returns None here. (One that "
-        "returns polyshard.Around(...) claims nothing: it goes around the other.)"
+        "only one of them for this unit, or make one return None for this group, or "
+        "polyshard.Around(...) to wrap the other."
     )

@@ -1,14 +1,14 @@
 """Every hook a plugin may implement, in the order a parameter meets them.
 
-All hooks are asked while plans are built; a training step asks none. (The functions of the two
-transforms are frozen into the plan, and run on gradients as plain objects do.) An implementation
-may take any subset of a hook's arguments, by name. ``None`` always means "not mine".
+The engine calls hooks while it builds plans, and none in a training step. (The functions of the
+two transforms are part of the plan; the engine also calls them on gradients.) An implementation may
+take any subset of a hook's arguments, by name. Returning ``None`` always declines.
 
-Each text says *When* a hook is called, what to *Return*, how answers of several plugins *Combine*,
-and what *Ranks* must agree on.
+Each docstring states *When* the engine calls the hook, what the hook *Returns*, how the results of
+several plugins *Combine*, and what *Ranks* must agree on.
 
-The first six carry the names, arguments and meaning of ``torch.distributed.fsdp``'s
-``FSDPExtensions``, plus ``param``, which says what the tensor is.
+Six hooks have the names, arguments and meaning of ``torch.distributed.fsdp``'s
+``FSDPExtensions``, plus ``param``, which describes the tensor.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def polyshard_prepare_model(module: nn.Module, mesh: DeviceMesh) -> None:
     When: once for each module of a ``fully_shard`` call, before anything is sharded.
     Return: nothing.
     Combine: every plugin, in plugin order.
-    Ranks: must change the module alike. The same plugin meets many calls, and nested modules again
-        with the module that contains them: preparing twice must be harmless.
+    Ranks: must make the same changes. The engine calls the hook again on nested modules when it
+        shards the module that contains them, so a second call must change nothing.
     """
 
 
@@ -56,37 +56,38 @@ def polyshard_prepare_model(module: nn.Module, mesh: DeviceMesh) -> None:
 def pre_flatten_transform(
     tensor: Tensor, param: ParamInfo | None
 ) -> tuple[Tensor, Any | None] | None:
-    """Give the tensor to shard in place of ``tensor``, and what undoing it will need.
+    """Return the tensor to shard instead of ``tensor``, and an object for the inverse transform.
 
     When: once for each parameter, before it is sharded, and for each of its gradients before it is
         reduced.
     Return: the tensor to shard and an extension object; ``None``, or ``tensor`` and ``None``, to
-        stay out.
-    Combine: nested: each plugin gets the tensor the one before it in plugin order returned.
+        decline.
+    Combine: nested: each plugin gets the tensor that the previous one in plugin order returned.
     Ranks: must return tensors of the same shape and dtype.
     """
 
 
 @hookspec
 def polyshard_parameter_facts(tensor: Tensor, param: ParamInfo) -> str | None:
-    """Say something of a parameter that all ranks must agree on, such as a digest of its values.
+    """Return a fact of a parameter that all ranks must agree on, such as a digest of its values.
 
-    When: once for each parameter, with what is about to be sharded of it.
+    When: once for each parameter, with the tensor that the engine is about to shard.
     Return: a short text without line breaks, which becomes part of the parameter's line in the
         plan.
     Combine: all, in plugin order.
-    Ranks: are compared before the first transfer; a difference is an error naming the parameter.
+    Ranks: compare the texts before the first transfer; a difference is an error that names the
+        parameter.
     """
 
 
 @hookspec
 def polyshard_sharding_constraint(group: GroupInfo) -> ShardingConstraint | None:
-    """Say which elements of a parameter must stay on one rank.
+    """Declare which elements of a parameter must stay on one rank.
 
     When: once for each group, before its layout is planned.
     Return: a constraint.
-    Combine: all hold; one that the layout breaks is an error naming the plugin.
-    Ranks: must return the same.
+    Combine: all apply; a layout that breaks one is an error that names the plugin.
+    Ranks: must return the same constraint.
     """
 
 
@@ -100,7 +101,7 @@ def chunk_tensor(
     device: torch.device | None,
     param: ParamInfo | None,
 ) -> Tensor | None:
-    """Give rank ``rank``'s part of ``tensor`` as a ``ShardedTensor``.
+    """Return the part of ``tensor`` for rank ``rank`` as a ``ShardedTensor``.
 
     When: a state dict of ``ShardedTensor`` values is made.
     Return: the sharded tensor.
@@ -113,15 +114,15 @@ def chunk_tensor(
 def chunk_dtensor(
     tensor: Tensor, rank: int, device_mesh: DeviceMesh, param: ParamInfo | None
 ) -> DTensor | None:
-    """Give ``tensor`` as a ``DTensor`` sharded over ``device_mesh``.
+    """Return ``tensor`` as a ``DTensor`` sharded over ``device_mesh``.
 
-    When: a parameter that :func:`pre_flatten_transform` took is sharded (``tensor`` is the
-        parameter as it was; a ``DTensor`` must be answered for); and when a state dict of
-        ``DTensor`` values is made.
-    Return: the ``DTensor``, whose placements must describe the rows that this rank holds of the
-        flattened tensor; others are refused, except that plain ones are made strided where they
-        cut a dim that a later axis had cut. Its mesh may have more axes than ``device_mesh``: the
-        sharded parameter will be such a ``DTensor``.
+    When: the engine shards a parameter that :func:`pre_flatten_transform` changed, or makes a state
+        dict of ``DTensor`` values. For sharding, ``tensor`` is the original parameter; if that is a
+        ``DTensor``, some plugin must answer.
+    Return: the ``DTensor``. Its placements must describe the rows of the flattened tensor that this
+        rank holds; the engine refuses others. It makes plain placements strided where they divide a
+        dim that a later axis divides too. The mesh may have more axes than ``device_mesh``; the
+        sharded parameter has them too.
     Combine: exclusive for each parameter; two answers are an error.
     Ranks: must return the same placements.
     """
@@ -132,8 +133,8 @@ def polyshard_shard_storage(group: GroupInfo) -> StorageFactory | Around[Storage
     """Decide where the shard of ``group`` rests between uses.
 
     When: once for each group, before it is sharded.
-    Return: a storage factory; ``Around(make)`` to go around the one that has the role.
-    Combine: exclusive; wrappers nest (see Around).
+    Return: a storage factory, or ``Around(make)`` to wrap the one in use.
+    Combine: exclusive; wrappers nest (see ``Around``).
     Ranks: must return the same kind with the same settings.
     """
 
@@ -145,19 +146,19 @@ def polyshard_collectives_backend(
     """Decide how the bytes of ``group`` move.
 
     When: once for each group, before its layout is planned.
-    Return: a backend; ``Around(make)`` to go around the one that has the role.
-    Combine: exclusive; wrappers nest (see Around).
+    Return: a backend, or ``Around(make)`` to wrap the one in use.
+    Combine: exclusive; wrappers nest (see ``Around``).
     Ranks: must return the same kind with the same settings.
     """
 
 
 @hookspec
 def polyshard_gather_codec(group: GroupInfo) -> GatherCodec | Around[GatherCodec] | None:
-    """Decide what travels in the all-gather of ``group``.
+    """Decide what the all-gather of ``group`` sends.
 
     When: once for each group, while its plan is built.
-    Return: a codec; ``Around(make)`` to go around the one that has the role.
-    Combine: exclusive; wrappers nest (see Around).
+    Return: a codec, or ``Around(make)`` to wrap the one in use.
+    Combine: exclusive; wrappers nest (see ``Around``).
     Ranks: must return the same kind with the same settings; payloads are equal in size.
     """
 
@@ -166,23 +167,24 @@ def polyshard_gather_codec(group: GroupInfo) -> GatherCodec | Around[GatherCodec
 def post_unflatten_transform(
     tensor: Tensor, param_extension: Any, param: ParamInfo | None
 ) -> Tensor | None:
-    """Undo :func:`pre_flatten_transform` on the unsharded tensor, without a copy.
+    """Invert :func:`pre_flatten_transform` on the unsharded tensor, without a copy.
 
-    When: once for each parameter before it is sharded, to see that it is undone; and whenever its
-        unsharded form is made.
-    Return: the tensor that modules compute with; it must alias ``tensor``. A copy is refused.
-    Combine: in reverse; each plugin gets back the extension it returned.
+    When: once for each parameter before it is sharded, as a check; then each time the engine makes
+        the unsharded parameter.
+    Return: the tensor that modules compute with. It must alias ``tensor``; the engine refuses a
+        copy.
+    Combine: in reverse order; each plugin gets back the extension that it returned.
     Ranks: must return tensors of the same shape and dtype.
     """
 
 
 @hookspec
 def polyshard_reduce_codec(group: GroupInfo) -> ReduceCodec | Around[ReduceCodec] | None:
-    """Own how the gradients of ``group`` travel and are summed.
+    """Decide how the gradients of ``group`` are sent and summed.
 
     When: once for each group, while its plan is built.
-    Return: a codec; ``Around(make)`` to go around the one that has the role.
-    Combine: exclusive; wrappers nest (see Around).
+    Return: a codec, or ``Around(make)`` to wrap the one in use.
+    Combine: exclusive; wrappers nest (see ``Around``).
     Ranks: must return the same kind with the same settings; payloads are equal in size.
     """
 
@@ -191,22 +193,22 @@ def polyshard_reduce_codec(group: GroupInfo) -> ReduceCodec | Around[ReduceCodec
 def polyshard_gradient_landing(
     group: GroupInfo,
 ) -> GradientLanding | Around[GradientLanding] | None:
-    """Decide which gradients of ``group`` land whole on one rank instead of on shards.
+    """Decide which gradients of ``group`` are reduced whole to one rank instead of scattered.
 
     When: once for each group, before its layout is planned.
-    Return: a landing; ``Around(make)`` to go around the one that has the role.
-    Combine: exclusive; wrappers nest (see Around).
-    Ranks: must return the same kind with the same settings, and the same owners, which are part of
-        the plan.
+    Return: a landing, or ``Around(make)`` to wrap the one in use.
+    Combine: exclusive; wrappers nest (see ``Around``).
+    Ranks: must return the same kind with the same settings, and choose the same owners, which are
+        part of the plan.
     """
 
 
 @hookspec
 def polyshard_observer(group: GroupInfo) -> Observer | None:
-    """Watch the life of ``group``.
+    """Observe the transfers and the life cycle of ``group``.
 
     When: once for each group, while its plan is built.
-    Return: an observer; the same object may watch many groups.
+    Return: an observer; one object may observe many groups.
     Combine: all, in plugin order.
     Ranks: may differ; an observer must not communicate.
     """
@@ -214,24 +216,24 @@ def polyshard_observer(group: GroupInfo) -> Observer | None:
 
 @hookspec
 def polyshard_state_dict_adapter(group: GroupInfo) -> StateDictAdapter | None:
-    """Keep checkpoints native where the plugin changes what a parameter looks like.
+    """Convert parameters that the plugin changed to and from their native form in checkpoints.
 
     When: once for each group, while its plan is built.
     Return: an adapter.
-    Combine: all: on save in plugin order, on load in reverse.
-    Ranks: must return the same.
+    Combine: all; on save in plugin order, on load in reverse.
+    Ranks: must return the same adapter.
     """
 
 
 @hookspec
 def polyshard_plugin_state(group: GroupInfo) -> Stateful | None:
-    """Give what a checkpoint must hold of the plugin, so that training goes on as it would have.
+    """Return the state of the plugin that checkpoints must hold to resume training exactly.
 
     When: once for each group, after all other hooks about it.
-    Return: an object with ``state_dict()`` and ``load_state_dict(state)``, called when
-        ``polyshard.plugin_state_dict(model)`` and ``load_plugin_state_dict`` are.
+    Return: an object with ``state_dict()`` and ``load_state_dict(state)``, which
+        ``polyshard.plugin_state_dict(model)`` and ``load_plugin_state_dict`` call.
     Combine: all, each under the name of its plugin.
-    Ranks: may differ: every rank saves and loads its own.
+    Ranks: may differ; every rank saves and loads its own state.
     """
 
 
@@ -239,7 +241,7 @@ def polyshard_plugin_state(group: GroupInfo) -> Stateful | None:
 def all_gather_dtensor(
     tensor: DTensor, parent_mesh: DeviceMesh | None, param: ParamInfo | None
 ) -> Tensor | None:
-    """Give the local tensor of ``tensor`` with every data-parallel axis gathered.
+    """Return the local tensor of ``tensor`` with every data-parallel axis gathered.
 
     When: a full state dict is made, or a ``DTensor`` state dict is loaded.
     Return: the gathered tensor.
@@ -252,7 +254,7 @@ def all_gather_dtensor(
 def pre_load_state_dict_transform(
     tensor: Tensor, param: ParamInfo | None
 ) -> tuple[Tensor, list[Any]] | None:
-    """Give the tensor and local shards to load from a sharded value of a state dict.
+    """Return the tensor and the local shards to load from a sharded value of a state dict.
 
     When: a sharded state dict is loaded.
     Return: the tensor and its local shards.
@@ -263,12 +265,12 @@ def pre_load_state_dict_transform(
 
 @hookspec
 def polyshard_teardown(group: GroupInfo) -> None:
-    """Let go of what the plugin made for ``group``: files, memory, threads.
+    """Release files, memory and threads that the plugin made for ``group``.
 
-    When: once for each group: in ``polyshard.close(model)``, when sharding it failed, or when
-        nobody holds the model any more. Not when the process ends. ``group.identity`` is that of
-        all infos of the group.
+    When: once for each group: in ``polyshard.close(model)``, after sharding it failed, or after the
+        model was garbage-collected. Not when the process ends. ``group.identity`` is the same
+        object as in all infos of the group.
     Return: nothing.
-    Combine: every plugin, in reverse; one that raises keeps none of the others.
-    Ranks: may do it at different moments; it must not communicate.
+    Combine: every plugin, in reverse order, even if one of them raises.
+    Ranks: may call it at different times; it must not communicate.
     """

@@ -1,9 +1,9 @@
-"""Plugins in one class: a plugin that is its own spec, and its own part of each group.
+"""Plugins in one class: the plugin is also its spec and its part of each group.
 
-Each base is a plugin and a seam at once. Of codecs, storages and backends the engine takes a copy
-of the plugin for each group that it serves, which knows its ``group`` and ``layout``: attributes
-that :meth:`GroupPlugin.setup` assigns belong to that group, and what the constructor made is shared
-by all. A plugin with several parts answers hooks with specs of its own instead.
+For codecs, storages and backends, the engine copies the plugin for each group that it serves. A
+copy has ``group`` and ``layout``; attributes that :meth:`GroupPlugin.setup` assigns belong to that
+group, and all copies share those of the constructor. A plugin with several parts returns specs of
+its own from hooks instead.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from polyshard.transport import Pending, Transport, WrappedTransport, choose_tra
 
 
 class ServingPlugin(Plugin):
-    """What all plugins in one class share."""
+    """Base of all plugins in one class."""
 
     def serves(self, group: GroupInfo) -> bool:
-        """Whether ``group`` is this plugin's; others stay free for another one.
+        """Whether this plugin serves ``group``; other plugins may serve the rest.
 
         ``group`` has no name yet: choose by its parameters.
         """
         return True
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Refuse a class that is two of them: each group would get two copies.
+        """Refuse a class with two of these bases: each group would get two copies.
 
         Raises:
-            PluginError: saying what to write instead.
+            PluginError: with what to write instead.
         """
         super().__init_subclass__(**arguments)
         bases = [b.__name__ for b in cls.__mro__ if "_is_base" in vars(b)]
@@ -60,12 +60,12 @@ class ServingPlugin(Plugin):
 
 
 class GroupPlugin(ServingPlugin):
-    """A plugin of which each group gets a copy: its spec, and what it is bound to."""
+    """A plugin that the engine copies for each group: spec and part in one object."""
 
     group: GroupInfo
-    """The group that this copy is for."""
+    """The group of this copy."""
     layout: GroupLayout
-    """Where the parameters of the group rest."""
+    """Positions of the parameters in the buffers of the group."""
     notices: tuple[str, ...] = ()
     _made_for: object = None
 
@@ -75,15 +75,15 @@ class GroupPlugin(ServingPlugin):
         return settings_of(self)
 
     def setup(self) -> None:
-        """Make what is kept for the group between its transfers: attributes of ``self``.
+        """Create the state of the group that lives between transfers, as attributes of ``self``.
 
         Called when the group is first bound, and again only if its sizes, dtypes or device changed.
-        A class with ``state_dict()`` and ``load_state_dict(state)`` is saved with
-        :func:`polyshard.plugin_state_dict`, each group for itself.
+        :func:`polyshard.plugin_state_dict` saves each copy that has ``state_dict()`` and
+        ``load_state_dict(state)``.
         """
 
     def for_group(self, group: GroupInfo) -> Self | None:
-        """A copy for ``group``, if it serves that."""
+        """Return a copy for ``group``, or ``None`` if the plugin does not serve it."""
         if not self.serves(group):
             return None
         made = copy.copy(self)
@@ -111,20 +111,20 @@ def _copies(kind: type) -> type:
 
 
 class CodecPlugin(GroupPlugin, ABC):
-    """What codecs share."""
+    """Base of codecs."""
 
     payload_bytes: int
 
     @abstractmethod
     def payload_size(self) -> int | None:
-        """Bytes every rank sends to each peer, equal on all ranks; ``None``: natively.
+        """Return the bytes sent to each peer, equal on all ranks; ``None`` for the native codec.
 
-        Follows from ``self.group`` and ``self.layout``; called for each binding, after
+        Compute it from ``self.group`` and ``self.layout``. Called for each binding, after
         :meth:`setup`.
         """
 
     def bind(self, group: GroupInfo, layout: GroupLayout) -> Self | None:
-        """Itself, for the group as it is now."""
+        """Bind this copy to the current group."""
         self._bound(group, layout)
         nbytes = self.payload_size()
         if nbytes is None:
@@ -134,7 +134,7 @@ class CodecPlugin(GroupPlugin, ABC):
 
 
 class GatherCodecPlugin(CodecPlugin, BoundGatherCodec, GatherCodec):
-    """A plugin that decides what travels in all-gathers."""
+    """Base of plugins that encode and decode all-gathers."""
 
     _is_base = True
 
@@ -145,7 +145,7 @@ class GatherCodecPlugin(CodecPlugin, BoundGatherCodec, GatherCodec):
 
 
 class ReduceCodecPlugin(CodecPlugin, BoundReduceCodec, ReduceCodec):
-    """A plugin that decides how gradients travel and are summed."""
+    """Base of plugins that encode and sum gradients."""
 
     _is_base = True
 
@@ -156,10 +156,10 @@ class ReduceCodecPlugin(CodecPlugin, BoundReduceCodec, ReduceCodec):
 
 
 class StoragePlugin(GroupPlugin, ShardStorage, StorageFactory):
-    """A plugin that decides where shards rest."""
+    """Base of plugins that store shards."""
 
     def bind(self, group: GroupInfo, layout: GroupLayout) -> Self:
-        """Itself, for the group."""
+        """Bind this copy to the group."""
         return self._bound(group, layout)
 
     _is_base = True
@@ -171,17 +171,17 @@ class StoragePlugin(GroupPlugin, ShardStorage, StorageFactory):
 
 
 class BackendPlugin(GroupPlugin, CollectivesBackend):
-    """A plugin that decides how bytes move: by default as without it, watched by :meth:`started`.
+    """Base of plugins that change transfers: by default the engine's, passed to :meth:`started`.
 
-    ``self.layout`` is not settled when a backend is bound.
+    ``self.layout`` is not known when a backend is bound.
     """
 
     def started(self, pending: Pending, sent_bytes: int) -> Pending:
-        """A transfer has started, which sends ``sent_bytes``; return what is waited for."""
+        """Called after a transfer of ``sent_bytes`` started; return the object to wait for."""
         return pending
 
     def bind(self, group: GroupInfo, roles: MeshRoles) -> Transport:
-        """The engine's transport for the group, with :meth:`started` around its transfers."""
+        """Return the engine's transport for the group, with transfers passed to :meth:`started`."""
         inner = choose_transport(roles, group.device)
         return inner if inner.size == 1 else _Watched(inner, self)
 
@@ -207,11 +207,11 @@ class _Watched(WrappedTransport):
 
 
 class ObserverPlugin(ServingPlugin, Observer):
-    """A plugin that watches: one object for all groups, which it is told by name."""
+    """Base of observers: one object for all groups, whose methods get the name of a group."""
 
     _is_base = True
 
     @hookimpl
     def polyshard_observer(self, group: GroupInfo) -> Observer | None:
-        """Itself."""
+        """Return the plugin itself."""
         return self if self.serves(group) else None

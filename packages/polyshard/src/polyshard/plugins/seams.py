@@ -1,15 +1,15 @@
 """The seams of the engine: what a plugin may replace or watch, as base classes with defaults.
 
 A hook about a group returns a *spec*: a ``name``, ``settings``, and ``bind(group, layout)``, which
-gives the part that works for that group. Specs are asked for at plan time and frozen into the plan;
-a step uses the parts as plain objects. The engine's own parts are written the same way
+makes the part that works for that group. The engine asks for specs when it builds a plan; a step
+calls the parts as plain objects. The engine's own parts are written the same way
 (:mod:`polyshard.plugins.builtin`).
 
-Rules that hold for all of them:
+Rules for all of them:
 
-* Answers must be the same on every rank; sizes are derived from metadata, never from values.
+* Results must be the same on every rank; derive sizes from metadata, never from values.
 * ``name`` and ``settings`` go into the plan that all ranks compare before the first collective.
-* Tensors handed in are owned by the engine and valid only during the call, unless said otherwise.
+* Tensor arguments belong to the engine and are valid only during the call, unless stated otherwise.
 """
 
 # ruff: noqa: B027  (an empty method is a default)
@@ -75,9 +75,9 @@ B_co = TypeVar("B_co", covariant=True)
 
 
 def overrides(method: Callable[..., Any], default: Callable[..., Any]) -> bool:
-    """Whether ``method``, looked up on an object, is its own and not the ``default`` of its base.
+    """Whether ``method``, looked up on an object, overrides the ``default`` of its base class.
 
-    For plan time: what a step needs of it is kept as a plain attribute.
+    For plan time: steps read the result from a plain attribute.
     """
     return (method.__func__ if inspect.ismethod(method) else method) is not default
 
@@ -87,14 +87,14 @@ def overrides(method: Callable[..., Any], default: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """What a plugin may know of one parameter; immutable and equal on every rank.
+    """Metadata of one parameter; immutable and equal on every rank.
 
-    ``fqn`` is relative to the unit that owns it. ``shape`` is the full shape in elements,
-    ``dtype`` the original dtype, ``module_class`` the class of the module that registers it.
-    ``placements`` are those of a parameter that came as a ``DTensor`` (on its own mesh), else
-    ``None``. ``shard_dim`` is the tensor dim that is sharded over ``mesh``, of what
-    ``pre_flatten_transform`` made of it; ``None`` while that is not settled, and for parameters
-    kept whole. ``reduce_dtype`` is what the policy says, ``None`` where it says nothing.
+    ``fqn`` is relative to the unit that owns the parameter. ``shape`` is the full shape in
+    elements, ``dtype`` the original dtype, ``module_class`` the class of the module that registers
+    it. ``placements`` are those of a parameter that was a ``DTensor`` before sharding (on its own
+    mesh), else ``None``. ``shard_dim`` is the dim of the tensor from ``pre_flatten_transform`` that
+    is sharded over ``mesh``; it is ``None`` before the engine has chosen it, and for parameters
+    kept whole. ``reduce_dtype`` is that of the policy, ``None`` if the policy sets none.
     """
 
     fqn: str
@@ -107,21 +107,21 @@ class ParamInfo:
     shard_dim: int | None = None
     reduce_dtype: torch.dtype | None = None
     facts: tuple[str, ...] = ()
-    """What plugins say of it (``polyshard_parameter_facts``)."""
+    """Texts from ``polyshard_parameter_facts``."""
     part_shape: tuple[int, ...] | None = None
-    """Of what is sharded over ``mesh``, if that is the parameter itself, or this rank's part of it
-    as a ``DTensor``, element by element; ``None`` where plugins made something else of it."""
+    """Shape of the tensor that is sharded over ``mesh``: the parameter, or this rank's part of a
+    ``DTensor``; ``None`` where a plugin shards another tensor instead."""
 
 
 class GroupIdentity:
-    """One parameter group for as long as it lives: the key for what a plugin keeps of a group.
+    """Identifies one parameter group for its whole life: the key for a plugin's state of the group.
 
-    The same object in every :class:`GroupInfo` of one group, and of no other; hashable, and may be
-    referred to weakly. ``str()`` gives what ``describe()`` calls the group now.
+    Every :class:`GroupInfo` of one group has the same object, and no other group has it. It is
+    hashable and supports weak references. ``str()`` gives the current name in ``describe()``.
     """
 
     def __init__(self, text: str, *, is_named: bool = False) -> None:
-        """``text`` is what errors call the group until its root names it."""
+        """``text`` is the name in errors until the root names the group."""
         self.text, self.is_named = text, is_named
 
     @override
@@ -131,9 +131,9 @@ class GroupIdentity:
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """What a plugin may know of a parameter group.
+    """Metadata of a parameter group.
 
-    ``identity`` is the group itself: the key for what is kept of it. ``rank`` and ``world_size``
+    ``identity`` is the key for state that a plugin keeps of the group. ``rank`` and ``world_size``
     are those of the shard axis. ``param_dtype`` is the dtype of the unsharded parameters,
     ``reduce_dtype`` that of the gradient reduction.
     """
@@ -150,13 +150,13 @@ class GroupInfo:
 
     @property
     def name(self) -> str:
-        """What ``describe()`` calls the group; unique in a model.
+        """Name of the group in ``describe()``; unique in a model.
 
-        The root names its groups when it runs or is described for the first time. Codecs are bound
-        after that; hooks run and storages are bound before.
+        The root names its groups when it first runs or is first described. Codecs are bound after
+        that; hooks run and storages are bound before.
 
         Raises:
-            PluginError: before that.
+            PluginError: before the root has named the group.
         """
         if not self.identity.is_named:
             shown = ", ".join(p.fqn for p in self.parameters[:4])
@@ -173,11 +173,11 @@ class GroupInfo:
 
 
 class Named:
-    """Anything that shows up in a plan.
+    """An object that plans list.
 
-    ``name`` is short and public; ``settings``, empty by default, says as text all that changes
-    results or sizes, and ranks compare it; ``notices`` is what ``describe()`` says of the group,
-    read after it was bound. Each is a class attribute, an attribute that an instance sets, or a
+    ``name`` is short and public. ``settings``, empty by default, lists as text everything that
+    changes results or sizes; ranks compare it. ``notices`` are lines that ``describe()`` shows
+    for the group, read after binding. Each is a class attribute, an instance attribute, or a
     property.
     """
 
@@ -185,11 +185,11 @@ class Named:
 
         @property
         def name(self) -> str:
-            """As in errors and ``describe()``."""
+            """Name in errors and ``describe()``."""
 
         @property
         def settings(self) -> str:
-            """As text."""
+            """Settings as text."""
 
         @property
         def notices(self) -> tuple[str, ...]:
@@ -202,28 +202,28 @@ class Named:
 
 
 class Spec(Named, ABC, Generic[B_co]):
-    """What a hook about a group returns: settings, and what makes the part of each group."""
+    """The result of a hook about a group: settings, and a factory for the part of each group."""
 
     @abstractmethod
     def bind(self, group: GroupInfo, layout: GroupLayout) -> B_co | None:
-        """The part for one group; ``None`` leaves the group to the engine's own.
+        """Return the part for one group, or ``None`` to use the engine's own part.
 
-        Codecs are bound again after parameters were frozen, unfrozen, converted or renamed:
-        ``requires_grad`` of a parameter says whether a gradient of it may come.
+        The engine binds codecs again after parameters were frozen, unfrozen, converted or renamed:
+        only parameters with ``requires_grad`` can get a gradient.
         """
 
 
 @dataclass(frozen=True)
 class Around(Generic[P]):
-    """An answer to an exclusive hook that is no claim, but goes around whoever has the role.
+    """A result of an exclusive hook that wraps the spec in use instead of replacing it.
 
-    Wrappers nest in plugin order, the first outermost, around what another plugin claims or else
-    around the engine's own part. Plans show the nesting, and ranks compare it.
+    Wrappers nest in plugin order, the first outermost, around the spec of another plugin or of the
+    engine. Plans show the nesting, and ranks compare it.
 
     Attributes:
-        make: gives the spec that is used in place of the one it is given, for one group. It raises
-            :class:`polyshard.errors.PluginError` where it cannot go around that, and returns the
-            same spec to stay out.
+        make: takes the spec in use for one group and returns the spec to use instead. It raises
+            :class:`polyshard.errors.PluginError` if it cannot wrap that spec, and returns its
+            argument to decline.
     """
 
     make: Callable[[P], P]
@@ -231,36 +231,35 @@ class Around(Generic[P]):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What a checkpoint can hold, as ``torch.distributed.checkpoint`` calls it as well."""
+    """An object with saved state, as ``torch.distributed.checkpoint`` defines it too."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save: plain values and tensors."""
+        """Return the state to save: plain values and tensors."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what was saved."""
+        """Restore the saved state."""
         ...
 
 
 @runtime_checkable
 class Undoable(Protocol):
-    """An optimizer that keeps more than ``optimizer.state`` shows.
+    """An optimizer with state outside of ``optimizer.state``.
 
-    An attempt (of polyshard-resilience) that failed writes parameters, state and settings of its
-    optimizers back to what they were. What a plugin keeps of a model is put back through
-    ``polyshard_plugin_state``.
+    After a failed attempt, polyshard-resilience restores parameters, state and settings of the
+    optimizers. It restores a plugin's own state through ``polyshard_plugin_state``.
     """
 
     @property
     def polyshard_steps_early(self) -> bool:
-        """Whether parameters change before ``step()`` is called: in backward."""
+        """Whether parameters change in backward, before ``step()``."""
         ...
 
     def polyshard_undo(self) -> None:
-        """Let go of a step that failed.
+        """Discard a failed step.
 
-        After this, values are written back into parameters, and ``optimizer.state`` gets new
-        tensors, with the values that those in it had.
+        The caller then restores the values of parameters, and replaces the tensors in
+        ``optimizer.state`` by new ones with the old values.
         """
         ...
 
@@ -269,12 +268,12 @@ class Undoable(Protocol):
 
 
 class Measured:
-    """A part that may show numbers."""
+    """A part with statistics."""
 
     def numbers(self) -> Mapping[str, float]:
-        """What ``stats(model)`` shows of the group, by name: an error, a share of saturated values.
+        """Return statistics of the group for ``stats(model)``, by name: an error, say.
 
-        Called when somebody asks for it, and may wait for the device then.
+        Only ``stats`` calls it, so it may wait for the device.
         """
         return {}
 
@@ -283,11 +282,11 @@ class BoundGatherCodec(Measured, ABC):
     """An all-gather codec bound to one group."""
 
     payload_bytes: int
-    """Bytes every rank sends to each peer; equal on all ranks."""
+    """Bytes that every rank sends to each peer; equal on all ranks."""
 
     keeps_payload: bool = False
-    """Have the engine keep this rank's payload between gathers, and call :meth:`encode` only after
-    the shard changed."""
+    """Whether the engine keeps this rank's payload between gathers, and calls :meth:`encode` only
+    after the shard changed."""
 
     @abstractmethod
     def encode(self, shard: Tensor, payload: Tensor) -> None:
@@ -298,19 +297,19 @@ class BoundGatherCodec(Measured, ABC):
         """Fill each parameter's ``[W, chunk_numel]`` region (param dtype) from all payloads.
 
         ``payloads`` is ``[W, payload_bytes]`` uint8 in rank order. A region may be a strided view.
-        The owner's own chunk is decoded too: every rank must compute with the same values.
+        Each rank decodes its own chunk too, so that all ranks compute with the same values.
         """
 
 
 class GatherCodec(Spec[BoundGatherCodec]):
-    """Turns a shard into what travels in the all-gather, and back. Exclusive per group."""
+    """Encodes a shard for the all-gather, and decodes it. Exclusive per group."""
 
 
 class BoundReplicaCodec(ABC):
-    """Sums over the replicate axis, as the second hop of a reduction."""
+    """Sums over the replicate axis: the second stage of a reduction."""
 
     payload_bytes: int
-    """Bytes every replica sends to each other one; equal on all ranks."""
+    """Bytes that every replica sends to each other replica; equal on all ranks."""
 
     @abstractmethod
     def encode(self, total: Tensor, payload: Tensor) -> None:
@@ -328,34 +327,34 @@ class BoundReduceCodec(Measured, ABC):
     """Bytes sent to each peer; equal on all ranks."""
 
     replicas: BoundReplicaCodec | None = None
-    """Owns how sums travel between replicas, on a mesh that has some; ``None`` leaves it to the
-    engine."""
+    """Codec of the sums between replicas, on a mesh with a replicate axis; ``None``: the engine
+    sums them."""
 
     divisor: float | None = None
-    """What the engine divides sums by, unless ``set_gradient_divide_factor`` says; ``None``: the
-    number of ranks. For a codec whose sums are not of one gradient from each rank."""
+    """Divisor of the sums, unless ``set_gradient_divide_factor`` sets one; ``None``: the number of
+    ranks. For a codec whose sums do not have one gradient from each rank."""
 
     sums_in_tree: bool = False
-    """Whether :meth:`decode_sum` gives, to the last bit, sums of unchanged gradients in the reduce
-    dtype over a binary tree of the ranks, ``(g0 + g1) + (g2 + g3)``. Where the transport can make
-    the same sums it does, and :meth:`encode` and :meth:`decode_sum` are not called."""
+    """Whether :meth:`decode_sum` is bitwise equal to summing unchanged gradients in the reduce
+    dtype over a binary tree of the ranks, ``(g0 + g1) + (g2 + g3)``. If the transport can do that,
+    the engine uses it instead of :meth:`encode` and :meth:`decode_sum`."""
 
     kept_bytes: int = 0
-    """Memory that sums which :meth:`keep` keeps take at most; equal on all ranks."""
+    """Most bytes of sums that :meth:`keep` holds back; equal on all ranks."""
 
     def begin(self, present: frozenset[int]) -> None:
-        """A reduction starts: these parameters have a gradient, by index, the same on all ranks.
+        """Called when a reduction starts, with the indices of parameters that have a gradient.
 
-        Called before :meth:`encode`. For a codec that keeps something of a gradient for the next
-        reduction: what is sent for other parameters reaches no ``.grad``.
+        The indices are the same on all ranks. Called before :meth:`encode`, for codecs that carry
+        part of a gradient to the next reduction: the engine discards sums of other parameters.
         """
 
     @abstractmethod
     def encode(self, chunks: Sequence[Tensor], payloads: Tensor) -> None:
         """Write each parameter's ``[W, chunk_numel]`` gradient chunks into ``[W, bytes]`` uint8.
 
-        Chunks are in the reduce dtype, zero where a parameter got no gradient. They may be the
-        memory autograd wrote, or one zero expanded: read them only.
+        Chunks are in the reduce dtype, zero where a parameter got no gradient. Do not write to
+        them: they may be memory of autograd, or one expanded zero.
         """
 
     @abstractmethod
@@ -363,20 +362,21 @@ class BoundReduceCodec(Measured, ABC):
         """Sum the ``W`` received payloads into each ``[chunk_numel]`` out (reduce dtype).
 
         ``payloads[r]`` came from rank ``r``. Sum in rank order, so that results are deterministic.
-        Averaging is the engine's: return plain sums.
+        Do not average: the engine divides.
         """
 
     def keep(self, total: Tensor) -> Tensor | None:
-        """The sum of one backward over the shard axis (``[shard_numel]``, reduce dtype), undivided.
+        """Return what to add to ``.grad`` for ``total`` (``[shard_numel]``, reduce dtype).
 
-        Return it, or another in its place; ``None`` keeps it from ``.grad`` for now: whoever keeps
-        ``total`` may change it, and gives the sum of all that was kept after a later backward.
+        ``total`` is the undivided sum of one backward over the shard axis. ``None`` adds nothing
+        now: the codec then owns ``total``, and returns the sum of all it held back after a later
+        backward.
         """
         return total
 
 
 class ReduceCodec(Spec[BoundReduceCodec]):
-    """Owns how gradients travel and are summed. Exclusive per group."""
+    """Decides how gradients are sent and summed. Exclusive per group."""
 
 
 # Storage ------------------------------------------------------------------------------------------
@@ -386,12 +386,11 @@ class ShardStorage(ABC):
     """Where one group's shard rests between uses (device, host, disk)."""
 
     prefetch_units: int = 0
-    """Units whose shards may be brought near ahead of the one that computes; with 0,
-    :meth:`prefetch` is not called."""
+    """How many units ahead of the computing one the engine calls :meth:`prefetch`; 0: never."""
 
     holds_gradients: bool = False
-    """Have gradients of backwards that ``set_is_last_backward(False)`` says are not the last add up
-    on the device, and :meth:`place_gradient` get their sum."""
+    """Whether the engine accumulates gradients on the device until the last backward (see
+    ``set_is_last_backward``), and :meth:`place_gradient` gets only their sum."""
 
     places_on_stream: bool = False
     """Whether :meth:`place_gradient` only launches copies on the current stream, which
@@ -399,71 +398,72 @@ class ShardStorage(ABC):
 
     @abstractmethod
     def rest(self, shard: Tensor) -> Tensor:
-        """Take over a freshly built shard buffer; return the tensor the optimizer will see."""
+        """Take ownership of a new shard buffer; return the tensor that the optimizer will see."""
 
     @abstractmethod
     def view(self) -> Tensor:
-        """``[shard_numel]`` on the compute device: what :meth:`fetch` fills. Always one tensor.
+        """Return the tensor that :meth:`fetch` fills: ``[shard_numel]`` on the compute device.
 
-        Transfers are bound to it once, so its memory may come and go but not its storage. Views of
-        it are made whenever it is asked for: it must have memory then, if not yet its values.
+        Always return the same tensor: transfers are bound to it once. Its memory may be freed and
+        allocated again, its storage object must stay. When the engine calls this, the tensor must
+        have memory, not yet values.
         """
 
     def changed(self) -> None:
-        """The shard may have been written since it was last fetched; :meth:`fetch` follows.
+        """Called when the shard may have changed since the last fetch; :meth:`fetch` follows.
 
-        Called before the first fetch of a turn (a forward, or ``unshard()``) where anything may
-        have written: an optimizer, a loaded checkpoint, ``.data``. Within a forward and its
-        backward the shard holds still.
+        Called before the first fetch of a forward or of ``unshard()``, if an optimizer, a loaded
+        checkpoint or ``.data`` may have written. The shard does not change within a forward and its
+        backward.
         """
 
     def prefetch(self) -> None:
-        """A gather of this group comes soon: start bringing the shard to the device.
+        """Start to copy the shard to the device for a gather that follows soon.
 
-        :meth:`fetch` follows, or :meth:`release` if the shard changed or is not wanted after all.
+        :meth:`fetch` follows, or :meth:`release` if the shard changed or the gather is cancelled.
         """
 
     @abstractmethod
     def fetch(self) -> None:
-        """Fill :meth:`view` with the shard; it is read until :meth:`release`.
+        """Fill :meth:`view` with the shard; the gather reads it until :meth:`release`.
 
         A gather that sends a kept payload again does not fetch.
         """
 
     def release(self) -> None:
-        """The gather has read the shard."""
+        """Called when the gather has read the shard."""
 
     def place_gradient(self, gradient: Tensor) -> Tensor:
         """Move a reduced gradient (``[shard_numel]``, original dtype) next to the resting shard.
 
-        Without an override it stays where it was reduced. An override sees zeros where no gradient
-        comes: in padding, and for parameters without one. What it returns becomes ``.grad``, so it
-        needs memory of its own as long as that lives.
+        By default it stays where it was reduced. An override gets zeros in padding and for
+        parameters without a gradient. Its result becomes ``.grad``, so it must not share memory
+        with anything else while ``.grad`` exists.
         """
         return gradient
 
     def settle(self) -> None:
-        """Have the host wait for copies under way: it may read gradients and write the shard next.
+        """Make the host wait for copies in flight, before it reads gradients or writes the shard.
 
-        For storages that copy beside the computation: no stream orders what the host does. Called
-        when a turn has ended (a backward, a forward without grad mode), and before gradients that
-        :meth:`place_gradient` returned are added to or shown to hooks.
+        For storages that copy asynchronously: streams do not order the host. Called at the end of a
+        backward or of a forward without grad mode, and before the engine adds to gradients from
+        :meth:`place_gradient` or passes them to hooks.
         """
 
     def hold(self, parameters: Sequence[Tensor]) -> None:
-        """See the sharded parameters, all of which rest in the memory :meth:`rest` returned.
+        """Receive the sharded parameters, all in the memory that :meth:`rest` returned.
 
-        Called when they are made and again after they were replaced or moved. Each is the start of
-        a storage of its own that keeps that memory alive, as do parts of what
-        :meth:`place_gradient` returns: who counts on memory being unused asks its owner. With an
-        override, parameters that somebody holds are moved along instead of left where they were.
+        Called when they are made and again after they were replaced or moved. Each has a storage
+        of its own that keeps that memory alive, as do parts of the result of
+        :meth:`place_gradient`: ask the owner of memory whether it is unused. With an override, the
+        engine moves existing parameters instead of leaving them in the old memory.
         """
 
     def serve_codec(self, enable: bool) -> None:
-        """Hear whether a codec reads the shard; called before :meth:`view`, for each binding.
+        """Called for each binding, before :meth:`view`: ``enable`` is whether a codec reads it.
 
-        For storages on the host: for a codec the view may lie there, or be what :meth:`rest`
-        returned, and the payload is what moves to the compute device.
+        For storages on the host: a codec may read a view there, or the tensor from :meth:`rest`,
+        and only the payload moves to the compute device.
         """
 
 
@@ -479,39 +479,40 @@ class CollectivesBackend(Named, ABC):
 
     @abstractmethod
     def bind(self, group: GroupInfo, roles: MeshRoles) -> Transport:
-        """A transport between the ranks of the shard axis, on ``group.device``."""
+        """Return a transport between the ranks of the shard axis, on ``group.device``."""
 
 
 class ShardingConstraint(Named, ABC):
-    """Says which elements of a parameter must not be separated."""
+    """Declares which elements of a parameter must not be separated."""
 
     @abstractmethod
     def block_elements(self, param: ParamInfo) -> int:
-        """Contiguous elements that must stay on one rank; 1 when anything goes."""
+        """Return how many contiguous elements must stay on one rank; 1 for no constraint."""
 
 
 class StateDictAdapter(Named, ABC):
-    """Keeps checkpoints native when a plugin changes what a parameter looks like."""
+    """Converts parameters that a plugin changed to and from their native form in checkpoints."""
 
     @abstractmethod
     def on_save(self, param: ParamInfo, value: Any) -> Any:
-        """The value to store under the parameter's original name."""
+        """Return the value to store under the parameter's original name."""
 
     @abstractmethod
     def on_load(self, param: ParamInfo, value: Any) -> Any:
-        """The value to load into the parameter."""
+        """Return the value to load into the parameter."""
 
     def on_save_state(self, param: ParamInfo, name: str, value: Any) -> Any:
-        """The value to store for optimizer state ``name`` of the parameter's shape.
+        """Return the value to store for optimizer state ``name`` of the parameter's shape.
 
-        Right as it is for an adapter that moves elements. One that changes values overrides this
-        and :meth:`on_load_state`; else its state is saved as the plugin sees it, with a warning.
+        The default is correct for an adapter that only moves elements. An adapter that changes
+        values overrides this and :meth:`on_load_state`; otherwise the engine saves the state
+        unconverted, with a warning.
         """
         del name
         return self.on_save(param, value)
 
     def on_load_state(self, param: ParamInfo, name: str, value: Any) -> Any:
-        """The value to load into optimizer state ``name``."""
+        """Return the value to load into optimizer state ``name``."""
         del name
         return self.on_load(param, value)
 
@@ -520,18 +521,18 @@ class StateDictAdapter(Named, ABC):
 
 
 class Observer:
-    """Watches the life cycle of groups: override what should be seen.
+    """Observes the life cycle of groups: override the methods of interest.
 
-    Must not change anything; costs nothing when absent. Groups are called by name, as
-    ``describe()`` calls them. Names repeat between models: a plugin that tells models apart gives
-    each group an observer of its own, made for :attr:`GroupInfo.identity`.
+    It must not change anything. ``group`` is the name in ``describe()``. Names repeat between
+    models: to tell models apart, a plugin gives each group an observer of its own, made for
+    :attr:`GroupInfo.identity`.
     """
 
     if TYPE_CHECKING:  # as in Named
 
         @property
         def notices(self) -> tuple[str, ...]:
-            """What ``describe()`` says of the groups it watches."""
+            """Lines that ``describe()`` shows for the observed groups."""
             raise NotImplementedError
 
     else:
@@ -557,18 +558,18 @@ class Observer:
 
 
 class StepObserver(Observer):
-    """Hears more of a step: when units compute, and what moves beside gathers and reductions.
+    """Also observes when units compute, and transfers other than gathers and reductions.
 
-    Units are called by name; a group has the name of its unit, and a number where a unit has
-    several. Seconds are the host's: on an accelerator they end when work was launched. Every begin
-    is followed by its end, or by :meth:`on_broken`.
+    ``unit`` is a name; a group has the name of its unit, and a number where a unit has several.
+    Seconds are host time: on an accelerator they end when the work was launched. After every begin
+    follows its end, or :meth:`on_broken`.
     """
 
     def on_start(self, group: str, what: str) -> None:
         """A gather (``what`` is ``"gather"``) or a reduction (``"reduce"``) is about to start.
 
-        :meth:`on_unshard` or :meth:`on_reduce` follows when it has, by which time peers may have
-        got all they need; not so where starting failed, or there was nothing to reduce.
+        :meth:`on_unshard` or :meth:`on_reduce` follows after the start; by then peers may have
+        received everything. Neither follows if the start failed or there was nothing to reduce.
         """
 
     def on_forward(self, unit: str) -> None:
@@ -581,58 +582,58 @@ class StepObserver(Observer):
         """The module has returned or raised."""
 
     def on_backward(self, unit: str) -> None:
-        """The backward of ``unit`` computes, gathered; others may begin before its end."""
+        """The backward of ``unit`` runs, gathered; that of other units may begin before its end."""
 
     def on_backward_end(self, unit: str) -> None:
-        """Its gradients are there, or the backward as a whole has ended."""
+        """The gradients of ``unit`` are ready, or the whole backward has ended."""
 
     def on_replicas_summed(self, group: str, payload_bytes: int, seconds: float) -> None:
-        """``payload_bytes`` of gradients were summed over replicas, which took the host so long.
+        """``payload_bytes`` of gradients were summed over replicas, in ``seconds`` of host time.
 
-        Not told of gradients that land whole on an owner.
+        Not called for gradients that are reduced whole to an owner.
         """
 
     def on_staged(self, group: str, direction: str, num_bytes: int, seconds: float) -> None:
-        """The storage of a shard that rests elsewhere was asked to move it, and so long it took.
+        """A storage moved a shard or a gradient, or began to, in ``seconds`` of host time.
 
-        ``direction`` is ``"fetch"`` (the shard comes, before a gather) or ``"place"`` (a reduced
-        gradient goes). What a storage does beside the host ends later.
+        ``direction`` is ``"fetch"`` (the shard, before a gather) or ``"place"`` (a reduced
+        gradient). Asynchronous copies end later.
         """
 
     def on_broken(self) -> None:
-        """An exception broke the step off: what began will not end."""
+        """An exception ended the step: no end follows what has begun."""
 
 
 # Landing ------------------------------------------------------------------------------------------
 
 
 class Rows(Protocol):
-    """Rows of an owner on their way to this rank."""
+    """Rows in flight from an owner to this rank."""
 
     def wait(self) -> Tensor:
-        """This rank's rows, in the shape of its shard. Call exactly once; all ranks alike."""
+        """Return this rank's rows, in the shape of its shard. Call exactly once on every rank."""
         ...
 
 
 class OwnedParameter(Protocol):
-    """A parameter whose gradient lands whole on one rank; the engine makes it.
+    """A parameter whose gradient is reduced whole to one rank, its owner; the engine makes it.
 
-    Calls that move something are made on all ranks of the group's mesh, in the same order.
+    All ranks of the group's mesh must call the methods that communicate, in the same order.
     """
 
     @property
     def info(self) -> ParamInfo:
-        """Name and shape, as they are now."""
+        """Current name and shape."""
         ...
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The sharded parameter, as it is now."""
+        """The current sharded parameter."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the gradient that lands: ``info.part_shape``."""
+        """Shape of the whole gradient: ``info.part_shape``."""
         ...
 
     @property
@@ -646,7 +647,7 @@ class OwnedParameter(Protocol):
         ...
 
     def has_landed(self) -> bool:
-        """Whether ``.grad`` is what landed; else it is rows, which somebody has put there.
+        """Whether ``.grad`` is the whole gradient; else it is rows that other code assigned.
 
         Raises:
             LifecycleError: without any gradient.
@@ -654,66 +655,66 @@ class OwnedParameter(Protocol):
         ...
 
     def gradient(self) -> Tensor | None:
-        """What landed, whole, on the owner: the memory of ``.grad``. ``None`` on other ranks."""
+        """Return the whole gradient on the owner (the memory of ``.grad``), ``None`` elsewhere."""
         ...
 
     @property
     def writes(self) -> int:
-        """Counts what has written to the gradient since it landed."""
+        """Number of writes to the gradient since it was reduced."""
         ...
 
     def scatter(self, whole: Tensor | None, dtype: torch.dtype, *, key: int = 0) -> Rows:
-        """Begin to send rows of ``whole``, which the owner alone has, to all ranks.
+        """Start to send each rank its rows of ``whole``, which only the owner has.
 
-        ``key`` tells what is under way at once for one parameter apart.
+        ``key`` distinguishes concurrent transfers of one parameter.
         """
         ...
 
     def gather(self, rows: Tensor) -> Tensor | None:
-        """The whole of what every rank has some ``rows`` of: on the owner, ``None`` elsewhere."""
+        """Gather the ``rows`` of all ranks: the whole tensor on the owner, ``None`` elsewhere."""
         ...
 
 
 class GradientLanding(Named, ABC):
-    """Decides which gradients land whole on an owner, and on which. Exclusive per group.
+    """Decides which gradients are reduced whole to an owner, and its rank. Exclusive per group.
 
-    ``.grad`` of such a parameter is a ``DTensor`` all of whose rows lie with the owner. Norms and
-    scaling take it as any other; what needs rows in their places refuses it.
+    ``.grad`` of such a parameter is a ``DTensor`` whose rows are all on the owner. Norms and
+    scaling accept it; operations that need rows on their own ranks refuse it.
     """
 
     @abstractmethod
     def owners(self, group: GroupInfo) -> Sequence[int | None]:
-        """For each parameter its owner, or ``None`` where its gradient lands on shards.
+        """Return the owner of each parameter, or ``None`` to scatter its gradient to shards.
 
-        An owner is a position in ``group.mesh``, counted row by row. Asked once for each group.
+        An owner is a position in ``group.mesh``, counted row by row. Called once for each group.
         """
 
     lands: bool = True
-    """Whether gradients land with their owners.
+    """Whether gradients are reduced to their owners.
 
-    Where not, they land on shards as all others do, so that other plugins may own how they are
-    summed: :meth:`hold` is called all the same, :meth:`landed` never, and who needs a whole
-    gradient gathers its rows.
+    If not, they are scattered to shards, so that other plugins can decide how they are summed. The
+    engine then calls :meth:`hold` but never :meth:`landed`; the plugin gathers the rows of a
+    gradient that it needs whole.
     """
 
     takes_parts: bool = False
-    """Whether it puts parts of a matrix together that other axes of a ``DTensor`` 's mesh divide.
+    """Whether the plugin joins parts of a matrix that other axes of a ``DTensor`` 's mesh divide.
 
-    What lands on an owner is whole on ``group.mesh`` alone then: a part, of ``info.part_shape``.
+    The owner's gradient is then whole only over ``group.mesh``: a part, of ``info.part_shape``.
     """
 
     def show(self, group: GroupInfo, parameters: Sequence[nn.Parameter]) -> None:
-        """See all sharded parameters of the group, in order; each time before :meth:`hold`."""
+        """Receive all sharded parameters of the group, in order, before each :meth:`hold`."""
 
     def hold(self, group: GroupInfo, parameters: Sequence[OwnedParameter]) -> None:
-        """See the parameters that have an owner.
+        """Receive the parameters that have an owner.
 
-        Called when what moves them is made, and made anew: the last ones given for a parameter are
-        those to use.
+        Called again when the engine makes the transfers of a parameter anew: use the last object
+        given for it.
         """
 
     def landed(self, parameter: OwnedParameter) -> None:
-        """The gradient of ``parameter`` is in place, on all ranks of the mesh.
+        """Called when the gradient of ``parameter`` is complete, on all ranks of the mesh.
 
-        Called within the backward, after the last one of an iteration alone. Must not communicate.
+        Called in the last backward of an iteration only. Must not communicate.
         """

@@ -333,7 +333,7 @@ def _check_names(members: Sequence[Member]) -> None:
     for name, same in by_name.items():
         origins = " and ".join(f"{m.origin} ({m.contract.version})" for m in same)
         if name == ENGINE and same:
-            problems.append(f"'{ENGINE}' is what the engine is called; rename {origins}.")
+            problems.append(f"'{ENGINE}' is the name of the engine; rename {origins}.")
         elif len(same) > 1:
             problems.append(f"{len(same)} plugins are named '{name}': {origins}; pass one of them.")
     if problems:

@@ -112,9 +112,9 @@ class TransformStack:
         if _differ(found, given):
             layers = ", ".join(f"'{name}'" for name in self.layers_of(extensions))
             raise PluginError(
-                f"plugins {layers}: unflattening what they made of '{param.fqn}' {param.shape} "
+                f"plugins {layers}: the inverse of their transform of '{param.fqn}' {param.shape} "
                 f"gives {_form(found)} that is not the parameter; post_unflatten_transform must "
-                "undo pre_flatten_transform."
+                "invert pre_flatten_transform."
             )
 
     def rebuild(self, tensor: Tensor, extensions: Extensions, param: ParamInfo | None) -> Tensor:

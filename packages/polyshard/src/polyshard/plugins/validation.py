@@ -64,7 +64,7 @@ def problems_of(plugin: object) -> list[str]:
     problems: list[str] = []
     if not isinstance(plugin, ModuleType) and type(plugin).__eq__ is not object.__eq__:
         problems.append(
-            "it overrides __eq__, and plugins are told apart by identity; use "
+            "it overrides __eq__, and plugins are compared by identity; use "
             "@dataclass(frozen=True, eq=False)"
         )
     try:

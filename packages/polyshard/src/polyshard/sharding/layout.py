@@ -65,7 +65,7 @@ def chunk_shape(shape: tuple[int, ...], dim: int | None, world_size: int) -> tup
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """What the layout needs to know of one parameter.
+    """Input of the layout for one parameter.
 
     ``dim`` is the sharded tensor dim, or ``None`` for a parameter every rank holds whole.
     """
@@ -82,10 +82,10 @@ class ParameterShape:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """Where one parameter rests in its group's buffers. See [Note: layout].
+    """Position of one parameter in the buffers of its group. See [Note: layout].
 
-    ``shard_offset`` is its chunk's first element in the shard buffer, ``region_offset`` its first
-    element in the unsharded buffer.
+    ``shard_offset`` is the first element of its chunk in the shard buffer, ``region_offset`` its
+    first element in the unsharded buffer.
     """
 
     name: str
@@ -108,12 +108,12 @@ class ParameterLayout:
 
     @cached_property
     def chunk_numel(self) -> int:
-        """Elements of a padded chunk."""
+        """Number of elements of a padded chunk."""
         return math.prod(self.chunk_shape)
 
     @cached_property
     def region_numel(self) -> int:
-        """Elements it takes in the unsharded buffer: ``W`` padded chunks, or just itself."""
+        """Elements in the unsharded buffer: ``W`` padded chunks, or the parameter alone."""
         return self.numel if self.staged else self.world_size * self.chunk_numel
 
     @property
@@ -122,26 +122,26 @@ class ParameterLayout:
         return self.dim is None or self.shape[self.dim] % self.world_size == 0
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """Half-open range of ``rank`` along ``dim``."""
+        """Return the half-open range of ``rank`` along ``dim``."""
         if self.dim is None:
             raise ValueError(f"'{self.name}' is replicated: it has no bounds")
         return chunk_bounds(self.shape[self.dim], self.world_size, rank)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of what ``rank`` really holds, without padding."""
+        """Return the shape of the part of ``rank``, without padding."""
         if self.dim is None:
             return self.shape
         start, stop = self.bounds(rank)
         return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
 
     def local_numel(self, rank: int) -> int:
-        """Elements ``rank`` really holds."""
+        """Return the number of elements of ``rank``, without padding."""
         return math.prod(self.local_shape(rank))
 
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Where a whole group rests. Parameters keep the order they were given in."""
+    """Positions of a group's parameters in its buffers, in the order of the group."""
 
     parameters: tuple[ParameterLayout, ...]
     world_size: int
@@ -150,11 +150,11 @@ class GroupLayout:
     shard_numel: int
     unsharded_numel: int
     reduced_stop: int
-    """Where the shards' part of a packed reduction ends: what owners get whole lies behind it."""
+    """End of the packed chunks that a reduction scatters; gradients for owners follow."""
     owners: tuple[int | None, ...] = ()
-    """Of each parameter, the rank on which its gradient lands whole; ``None`` for shards."""
+    """For each parameter, the rank that gets its whole gradient; ``None``: scattered."""
     lands: bool = True
-    """Whether they do; else all land on shards, and owners gather them when somebody asks."""
+    """Whether owners get whole gradients; if not, all gradients are scattered."""
 
     @cached_property
     def with_owner(self) -> tuple[int, ...]:
@@ -163,32 +163,32 @@ class GroupLayout:
 
     @cached_property
     def owned(self) -> tuple[int, ...]:
-        """Indices of parameters whose gradients land whole on an owner."""
+        """Indices of parameters whose gradients are reduced whole to an owner."""
         return self.with_owner if self.lands else ()
 
     @cached_property
     def reduced(self) -> tuple[int, ...]:
-        """Indices of parameters that travel packed in reductions, too."""
+        """Indices of parameters whose gradients are packed too."""
         return tuple(i for i in self.staged if i not in self.owned)
 
     @cached_property
     def reduced_numel(self) -> int:
-        """Elements of one rank's packed chunks in a reduction."""
+        """Number of elements of one rank's packed chunks in a reduction."""
         return self.reduced_stop - self.staged_offset
 
     @cached_property
     def direct(self) -> tuple[int, ...]:
-        """Indices of parameters whose chunks travel straight into their regions."""
+        """Indices of parameters whose chunks are received directly in their regions."""
         return tuple(i for i, p in enumerate(self.parameters) if not p.staged)
 
     @cached_property
     def staged(self) -> tuple[int, ...]:
-        """Indices of parameters that travel packed."""
+        """Indices of parameters that are packed into one transfer."""
         return tuple(i for i, p in enumerate(self.parameters) if p.staged)
 
     @property
     def staged_numel(self) -> int:
-        """Elements of one rank's packed chunks."""
+        """Number of elements of one rank's packed chunks."""
         return self.shard_numel - self.staged_offset
 
 
@@ -208,8 +208,8 @@ def plan_layout(
         world_size: ranks that share the group.
         itemsize: bytes of an element.
         staging_bytes: chunks smaller than this many bytes are packed into one transfer.
-        owners: of each parameter, the rank on which its gradient lands whole, if any do.
-        lands: whether they do; owners gather gradients that land on shards otherwise.
+        owners: for each parameter, the rank that gets its whole gradient, if any.
+        lands: whether owners get whole gradients; if not, all are scattered.
     """
     parameters: dict[int, ParameterLayout] = {}
     shard_offset = region_offset = 0

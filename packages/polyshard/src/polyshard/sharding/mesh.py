@@ -1,4 +1,4 @@
-"""Which axis of a device mesh does what. `axis` is a mesh axis, `dim` a tensor dim."""
+"""Roles of the axes of a device mesh. `axis` is a mesh axis, `dim` a tensor dim."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from polyshard.policies import DataParallelMeshDims
 class MeshRoles:
     """A data-parallel mesh with a role for each axis.
 
-    ``shard_axis`` is the axis parameters are sharded over (``None`` where every rank holds them
-    whole), ``replicate_axes`` those that shards are repeated over.
+    Parameters are sharded over ``shard_axis`` (``None``: every rank holds them whole), and shards
+    replicated over ``replicate_axes``.
     """
 
     mesh: DeviceMesh
@@ -31,13 +31,13 @@ class MeshRoles:
 
     @cached_property
     def shard_group(self) -> dist.ProcessGroup:
-        """Process group of the shard axis; there must be one."""
+        """Process group of the shard axis, which must exist."""
         assert self.shard_axis is not None
         return self.mesh.get_group(self.shard_axis)
 
     @cached_property
     def shard_mesh(self) -> DeviceMesh:
-        """The shard axis alone, as a mesh; there must be one."""
+        """Mesh of the shard axis alone, which must exist."""
         assert self.shard_axis is not None
         names = self.mesh.mesh_dim_names
         return (
@@ -46,7 +46,7 @@ class MeshRoles:
 
     @cached_property
     def shard_ranks(self) -> tuple[int, ...]:
-        """Global ranks of the shard axis, in its order; none without one."""
+        """Global ranks of the shard axis, in its order; empty without a shard axis."""
         return (
             () if self.shard_axis is None else tuple(dist.get_process_group_ranks(self.shard_group))
         )
@@ -58,7 +58,7 @@ class MeshRoles:
 
     @cached_property
     def shard_size(self) -> int:
-        """Ranks on the shard axis; 1 without one."""
+        """Number of ranks on the shard axis; 1 without one."""
         return 1 if self.shard_axis is None else self.mesh.size(self.shard_axis)
 
     @cached_property
@@ -68,21 +68,21 @@ class MeshRoles:
 
     @cached_property
     def replicate_size(self) -> int:
-        """Ranks over all replicate axes; 1 without any."""
+        """Number of ranks over all replicate axes; 1 without any."""
         return math.prod(self.mesh.size(a) for a in self.replicate_axes)
 
     @cached_property
     def is_replicated(self) -> bool:
-        """Whether there is a replicate axis, of whatever size."""
+        """Whether the mesh has a replicate axis, even of size 1."""
         return bool(self.replicate_axes)
 
     def whole(self) -> MeshRoles:
-        """The same mesh for parameters that every rank holds whole."""
+        """Return the roles for parameters that every rank holds whole."""
         return MeshRoles(self.mesh, None, tuple(range(self.mesh.ndim)))
 
     @cached_property
     def _layout(self) -> Tensor:
-        """Global ranks in the shape of the mesh, which works them out anew at every access."""
+        """Global ranks in the shape of the mesh, cached: the mesh computes them at every access."""
         return self.mesh.mesh
 
     @cached_property
@@ -111,7 +111,7 @@ class MeshRoles:
 
     @cached_property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
-        """Global ranks of the mesh, those of one shard axis together."""
+        """Global ranks of the mesh, a tuple for each replica."""
         if self.shard_axis is None:
             return tuple((rank,) for rank in self.ranks)
         rows = self._layout.movedim(self.shard_axis, -1).reshape(-1, self.shard_size)
@@ -119,12 +119,12 @@ class MeshRoles:
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks whose gradients are averaged."""
+        """Number of ranks whose gradients are averaged."""
         return self.shard_size * self.replicate_size
 
     @cached_property
     def device(self) -> torch.device:
-        """The device this rank computes on; ``meta`` on a mesh that is only planned for."""
+        """Compute device of this rank; ``meta`` on a mesh that only a plan uses."""
         kind = self.mesh.device_type
         if kind in {"cpu", "meta"}:
             return torch.device(kind)

@@ -1,4 +1,4 @@
-"""What it means to move a group's bytes: pieces, routes and pending transfers.
+"""Base classes for moving the bytes of a group: pieces, routes and pending transfers.
 
 A *piece* is one contiguous chunk per rank: a direct parameter, the packed slice of all staged
 ones, or a codec's payload. A *route* binds the pieces of a group to memory once, so that a step
@@ -23,7 +23,7 @@ from polyshard.memory.streams import ARRIVED, Lanes
 
 @dataclass(frozen=True)
 class Extents:
-    """How many elements of a piece are real on each rank; the rest of a chunk is padding."""
+    """Number of elements of a piece on each rank; the rest of its chunk is padding."""
 
     chunk_numel: int
     numels: tuple[int, ...]
@@ -38,8 +38,8 @@ class Extents:
 class GatherPiece:
     """One piece of an all-gather.
 
-    ``source`` is this rank's chunk (``[chunk_numel]``) where it rests, ``region`` the target
-    (``[W, chunk_numel]``, contiguous). Their dtypes may differ: then the transfer casts.
+    ``source`` is this rank's chunk (``[chunk_numel]``) in its storage, ``region`` the target
+    (``[W, chunk_numel]``, contiguous). If their dtypes differ, the transfer casts.
     """
 
     source: Tensor
@@ -48,11 +48,11 @@ class GatherPiece:
 
 
 class Turns(Protocol):
-    """Counts the outermost forwards of a root, alike on all ranks."""
+    """Counts the outermost forwards of a root, equally on all ranks."""
 
     @property
     def count(self) -> int:
-        """How many there were since all ranks began anew."""
+        """Number of outermost forwards since the last reset of all ranks."""
         ...
 
 
@@ -66,10 +66,10 @@ NO_TURNS: Turns = _NoTurns()
 
 
 class Pending(Protocol):
-    """A transfer in flight. The engine keeps the memory it uses until it was waited for."""
+    """A transfer in flight. The engine keeps its memory until :meth:`wait` has returned."""
 
     def wait(self) -> None:
-        """Return when its results may be used on the current stream. Call exactly once."""
+        """Return when the current stream may use the results. Call exactly once."""
         ...
 
 
@@ -77,28 +77,28 @@ class GatherRoute(ABC):
     """An all-gather bound to memory."""
 
     sent_bytes: int
-    """Bytes that leave this rank with each :meth:`start`: what ``describe()`` predicts."""
+    """Bytes that this rank sends in each :meth:`start`; ``describe()`` shows them."""
     received_bytes: int
-    """Bytes that arrive."""
+    """Bytes that this rank receives."""
     on_stream: bool = False
-    """Whether :meth:`start` gives its work to the stream that is current, where the device has
-    streams, and takes no memory: the engine calls it on a lane then, and orders what follows."""
+    """Whether :meth:`start` puts its work on the current stream, if the device has streams, and
+    allocates no memory. The engine then calls it on a communication stream, and orders the rest."""
 
     @abstractmethod
     def start(self) -> Pending:
-        """Begin; sources must not change, nor regions be read, before the wait."""
+        """Start; do not change sources or read regions before the wait."""
 
 
 class ReduceRoute(ABC):
     """A reduce-scatter bound to a layout; gradients differ from step to step."""
 
     on_stream: bool = False
-    """As that of a gather's route."""
+    """As :attr:`GatherRoute.on_stream`."""
     is_awaited: bool = True
-    """Whether its transfers need :meth:`Pending.wait`, beside the order of streams."""
+    """Whether its transfers need :meth:`Pending.wait` in addition to the order of streams."""
 
     def prepare(self, sources: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """What :meth:`start` is to be given in place of ``sources``: memory is taken here."""
+        """Return the sources for :meth:`start`; allocates the memory that they need."""
         return sources
 
     @abstractmethod
@@ -113,18 +113,19 @@ class ReduceRoute(ABC):
 
     @abstractmethod
     def sent_bytes(self, sources: Sequence[Tensor | None]) -> int:
-        """Bytes that leave this rank for these sources."""
+        """Return the bytes that this rank sends for these sources."""
 
     def scratch_bytes(self, sources: Sequence[Tensor | None]) -> int:
-        """Bytes of memory beside sources and sums until the wait; a plan asks, on the meta device.
+        """Return the bytes used until the wait, without sources and sums.
 
-        By default what :meth:`prepare` makes of the sources.
+        Plans call it with tensors on the meta device. By default, the memory that :meth:`prepare`
+        allocates.
         """
         made = zip(self.prepare(sources), sources, strict=True)
         return sum(new.nbytes for new, old in made if new is not None and new is not old)
 
     def in_tree(self) -> ReduceRoute | None:
-        """The same route with sums over a binary tree of the ranks; ``None`` where it cannot.
+        """Return the route with sums over a binary tree of the ranks; ``None`` if unsupported.
 
         Node ``i`` of a level is the sum of nodes ``2 i`` and ``2 i + 1`` below it, in the dtype of
         sums; the ranks are a power of two.
@@ -132,20 +133,20 @@ class ReduceRoute(ABC):
         return None
 
     def answer(self, peer: int, takes_part: Sequence[bool], dtype: torch.dtype) -> Pending:
-        """Take part, with zeros, in the reduction of the pieces that ``peer`` started.
+        """Join the reduction that ``peer`` started for its pieces, with zeros.
 
-        What it sends is forgotten. For a route whose transfers can be ended when ranks turn out to
-        have gradients of different pieces: every rank answers every other one. Without an override
-        this is never called: a reduction starts when ranks are known to agree.
+        The peer discards the result. For routes that can complete transfers after ranks found that
+        they have gradients of different pieces: every rank answers every other one. Without an
+        override the engine never calls this, and starts a reduction only after ranks have agreed.
         """
         raise NotImplementedError
 
 
 class OwnerRoute(ABC):
-    """Whole tensors to one rank of an axis, and parts of them back.
+    """Sends whole tensors to one rank of an axis, and parts of them back.
 
-    ``key`` tells transfers apart that are under way at once; all ranks call alike. Tensors are flat
-    and contiguous, and must not change before the wait.
+    ``key`` distinguishes concurrent transfers; all ranks make the same calls. Tensors are flat and
+    contiguous, and must not change before the wait.
     """
 
     @abstractmethod
@@ -159,7 +160,7 @@ class OwnerRoute(ABC):
     def scatter(
         self, key: int, owner: int, parts: Sequence[Tensor] | None, out: Tensor, most: int
     ) -> Pending:
-        """Bring ``parts[r]`` of ``owner``, who alone has them, into ``out`` on rank ``r``.
+        """Send ``parts[r]``, which only ``owner`` has, to ``out`` on rank ``r``.
 
         No part has more than ``most`` elements.
         """
@@ -168,49 +169,49 @@ class OwnerRoute(ABC):
     def gather(
         self, key: int, owner: int, source: Tensor, parts: Sequence[Tensor] | None, most: int
     ) -> Pending:
-        """Bring ``source`` of rank ``r`` into ``parts[r]`` on ``owner``: a scatter mirrored."""
+        """Send ``source`` of rank ``r`` to ``parts[r]`` on ``owner``: the inverse of a scatter."""
 
     @abstractmethod
     def broadcast(self, key: int, owner: int, value: Tensor) -> Pending:
-        """Bring ``value`` of ``owner`` into that of all ranks."""
+        """Send ``value`` of ``owner`` to ``value`` on all ranks."""
 
 
 class Transport(ABC):
     """Moves bytes between the ranks of one shard axis."""
 
     name: str
-    """As plans show it; the same on every rank."""
+    """Name in plans; the same on every rank."""
     rank: int
     """This rank's position on the shard axis, or in its block."""
     size: int
-    """Ranks that take part."""
+    """Number of ranks."""
     staging_bytes: int
-    """Chunks below this many bytes are packed: one more message costs more than a small copy."""
+    """Chunks below this many bytes are packed: a small copy costs less than another message."""
 
     staging_reason: str = "built in"
-    """Where :attr:`staging_bytes` comes from, as ``describe()`` says it."""
+    """Origin of :attr:`staging_bytes`, as ``describe()`` shows it."""
 
     can_coalesce: bool = False
-    """Whether :attr:`coalesces` may be chosen, before routes are made."""
+    """Whether :attr:`coalesces` may be set, before routes are made."""
 
     coalesces: bool = False
-    """Whether the transfers of a group are one launch."""
+    """Whether one launch starts all transfers of a group."""
 
     exchanges_on_stream: bool = False
-    """As ``on_stream`` of a route, for :meth:`exchange`."""
+    """As :attr:`GatherRoute.on_stream`, for :meth:`exchange`."""
 
     @abstractmethod
     def gather_route(self, pieces: Sequence[GatherPiece], tag: int) -> GatherRoute:
-        """Bind an all-gather. ``tag`` is equal on all ranks and unique to the group."""
+        """Bind an all-gather to memory. ``tag`` is equal on all ranks and unique to the group."""
 
     @abstractmethod
     def reduce_route(self, extents: Sequence[Extents], dtype: torch.dtype, tag: int) -> ReduceRoute:
         """Bind a reduce-scatter whose sums are kept in ``dtype``."""
 
     def owner_route(self, dtype: torch.dtype, tag: int) -> OwnerRoute:
-        """A way for whole gradients to ranks that own them, with sums in ``dtype``.
+        """Return a route for whole gradients to their owners, with sums in ``dtype``.
 
-        Without an override there is none, and gradients land on shards alone.
+        Without an override it raises, and gradients can only be scattered to shards.
         """
         del dtype, tag
         raise UnsupportedError(
@@ -220,27 +221,28 @@ class Transport(ABC):
 
     @abstractmethod
     def block(self, size: int) -> Transport:
-        """The same way among the block of ``size`` consecutive ranks that holds this one.
+        """Return this transport for the block of ``size`` consecutive ranks that has this rank.
 
-        Every rank of the axis asks for its block at the same point.
+        Every rank of the axis calls it at the same point.
         """
 
     def use_lanes(self, lanes: Lanes) -> None:
-        """Run transfers on ``lanes`` from now on, which all groups of a root share.
+        """Run later transfers on ``lanes``, which all groups of a root share.
 
-        For transports on accelerators whose collectives run on streams; nothing is in flight.
+        For transports on accelerators whose collectives run on streams. Called with no transfer in
+        flight.
         """
 
     def use_turns(self, turns: Turns) -> None:
-        """Tell transfers of different turns apart from now on, where they have tags."""
+        """Include the count of ``turns`` in the tags of later transfers, if they have tags."""
 
     def separate_reductions(self, enable: bool) -> None:
-        """Whether reductions get a communicator of their own, so as not to queue behind gathers."""
+        """Set whether reductions use a second communicator, so as not to wait for gathers."""
 
     @abstractmethod
     def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
-        """All-to-all of equal rows: row ``r`` of ``payloads`` goes to rank ``r``."""
+        """Exchange equal rows, all-to-all: row ``r`` of ``payloads`` goes to rank ``r``."""
 
 
 DONE: Pending = ARRIVED
-"""A transfer that needed no waiting."""
+"""A transfer that is already complete."""

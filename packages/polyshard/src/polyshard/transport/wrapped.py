@@ -97,8 +97,8 @@ class _Owner(OwnerRoute):
 class WrappedTransport(Transport):
     """Forwards to ``inner``: override :meth:`started`, or other members that should differ.
 
-    Its settings are those of ``inner``, and setting them sets them there. A block of it is a copy
-    of this object around the block of ``inner``.
+    It reads and writes the settings of ``inner``. Its block is a copy of this object around the
+    block of ``inner``.
     """
 
     inner: Transport
@@ -115,9 +115,9 @@ class WrappedTransport(Transport):
         return self
 
     def started(self, pending: Pending, sent_bytes: int) -> Pending:
-        """See a transfer that just started, by which ``sent_bytes`` leave this rank.
+        """Called after a transfer started, in which this rank sends ``sent_bytes``.
 
-        Return what the engine is to wait for: ``pending``, or an object that waits for it.
+        Return the object that the engine waits for: ``pending``, or one that waits for it.
         """
         del sent_bytes
         return pending

@@ -234,9 +234,9 @@ class SwapFile:
     def corrupted(self, offset: int) -> CorruptedError:
         """The error for a place that does not hold what was written there."""
         error = CorruptedError(
-            f"rank {self._rank}: {self._kind} at byte {offset} below {self._settings.path} is not "
-            "what was written there: the device or memory changed it, or code wrote to it outside "
-            "of optimizer.step(). Go on from the last checkpoint."
+            f"rank {self._rank}: {self._kind} at byte {offset} below {self._settings.path} differs "
+            "from the written data: the device or memory changed it, or code wrote to it outside "
+            "of optimizer.step(). Resume from the last checkpoint."
         )
         error.errno = errno.EIO
         return error

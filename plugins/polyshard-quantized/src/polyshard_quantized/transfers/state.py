@@ -60,7 +60,7 @@ class ReductionState:
         if saved["world_size"] != self.world_size:
             raise SettingError(
                 f"quantized: the state of group '{self.group}' was saved on "
-                f"{saved['world_size']} ranks and cannot go on on {self.world_size}: errors "
+                f"{saved['world_size']} ranks and cannot be loaded on {self.world_size}: errors "
                 "belong to whole gradients of single ranks. Start without it; the first "
                 "reductions then lack at most one quantization error each."
             )

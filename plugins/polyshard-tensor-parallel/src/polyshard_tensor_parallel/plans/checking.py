@@ -173,8 +173,8 @@ def _check_module(one: Assignment, world_size: int) -> Iterator[str]:
             yield (
                 f"'{one.name}.{name}' {tuple(parameter.shape)} has {rows} "
                 f"on dim {placement.dim}, which {kind} divides over {world_size} ranks with a "
-                f"remainder, and {_PLAIN[type(style)]} plain local tensors, from whose sizes the "
-                f"remainder cannot be told. {_WHOLE[type(style)]}, pad it, leave the module out, "
+                f"remainder, and {_PLAIN[type(style)]} plain local tensors, whose sizes hide the "
+                f"remainder. {_WHOLE[type(style)]}, pad it, leave the module out, "
                 "or use another number of ranks."
             )
 
@@ -228,8 +228,8 @@ def _check_heads(heads: Heads, name: str, module: nn.Module, world_size: int) ->
     width = getattr(module, heads.width, None) if heads.projections else 1
     if not isinstance(width, int):
         yield (
-            f"'{name}' ({type(module).__name__}) has no whole number '{heads.width}' that says how "
-            "wide a head is; name the attribute with Heads(width=...)."
+            f"'{name}' ({type(module).__name__}) has no whole number '{heads.width}' for the width "
+            "of a head; name the attribute with Heads(width=...)."
         )
         return
     for child in heads.projections:

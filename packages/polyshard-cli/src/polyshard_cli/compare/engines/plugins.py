@@ -52,7 +52,7 @@ def make_stack(spec: Spec) -> Stack:
             if weights or gradients:
                 raise CompareError(
                     f"engine {spec.name!r}: +{name} is both +weights={name} and +gradients={name}; "
-                    "leave out what says otherwise"
+                    "leave out one of them"
                 )
             weights = gradients = name
         else:

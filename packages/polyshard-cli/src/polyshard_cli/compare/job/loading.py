@@ -133,8 +133,8 @@ def _module(path: Path) -> Any:
         ) from error
     except SystemExit as error:
         raise JobError(
-            f"JOB {path}: importing it left the program ({error.code}); what is to run only as a "
-            'script belongs below `if __name__ == "__main__":`'
+            f"JOB {path}: importing it left the program ({error.code}); put code that runs only as "
+            'a script below `if __name__ == "__main__":`'
         ) from error
     return module
 

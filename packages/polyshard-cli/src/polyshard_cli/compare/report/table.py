@@ -81,18 +81,18 @@ def _where(result: Result) -> str:
 
 def _notes(found: Comparison) -> Iterator[str]:
     yield (
-        f"Compared with {found.reference}: medians of the slowest rank's step; peak memory above "
-        "what a process holds without a model, bytes sent in a step (of the rank with most); the "
-        'loss of the last step; the largest difference of losses ("none": equal bit by bit).'
+        f"Compared with {found.reference}: medians of the slowest rank's step; peak memory beyond "
+        "that of a process without a model, bytes sent in a step (of the rank with most); the "
+        'loss of the last step; the largest difference of losses ("none": bitwise equal).'
     )
     if any(one.with_build for result in found.results for one in result.memory):
-        yield "Here the peak is also over building the whole model: the system cannot forget it."
+        yield "Here the peak includes building the whole model: the system cannot reset it."
     if any(result.name == "single" for result in found.results):
         yield f"single: one process for the batches of {found.settings.ranks} ranks."
     if found.settings.device == "cpu" and any(
         result.wire_bytes is None and result.timing for result in found.results
     ):
-        yield "This system does not say what was sent; what polyshard counts stands for it."
+        yield "This system does not count sent bytes; the table has those that polyshard counts."
 
 
 def _lines(name: str) -> Iterator[str]:

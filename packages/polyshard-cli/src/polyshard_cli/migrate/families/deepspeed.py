@@ -160,7 +160,9 @@ def _start_group(draft: Draft, site: Site) -> None:
             _start(draft, use, call)
     if not starts and "init_process_group" not in draft.view.module.code:
         why = "nothing in this file starts the process group, which `initialize` did."
-        instead = "call `torch.distributed.init_process_group()` before sharding, if nobody does"
+        instead = (
+            "call `torch.distributed.init_process_group()` before sharding, unless done already"
+        )
         draft.say(site.line, Kind.HAND, _INIT_DISTRIBUTED.theirs, why, instead)
 
 

@@ -58,7 +58,14 @@ def wish_of(draft: Draft, node: cst.CSTNode, configuration: Configuration) -> Wi
 def _take(draft: Draft, node: cst.CSTNode, setting: Setting, wish: Wish) -> None:
     term, said = setting.term, f"{setting.place}`{setting.key}`"
     if term is None:
-        _say(draft, node, setting, Kind.HAND, f"{said} is unknown.", "see what it does there")
+        _say(
+            draft,
+            node,
+            setting,
+            Kind.HAND,
+            f"{said} is unknown.",
+            "look up what it does",
+        )
         wish.is_left = True
     elif setting.is_off and not _is_stage(setting):
         return

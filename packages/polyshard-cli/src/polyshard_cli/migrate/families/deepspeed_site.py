@@ -46,7 +46,7 @@ def find_site(draft: Draft, call: cst.Call, given: dict[str, cst.Arg]) -> Site |
             return f"`{name}=` needs a choice."
     line, targets = view.statement(call), _targets(view, call)
     if line is None or len(targets) != 4:
-        return "what it returns is not taken apart into four names."
+        return "its result is not assigned to four names."
     if any(target.value != "_" for target in targets[2:]):
         return "its loader or scheduler is used."
     model, optimizer = (given.get(name) for name in ("model", "optimizer"))

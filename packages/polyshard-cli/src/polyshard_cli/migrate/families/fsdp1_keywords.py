@@ -109,7 +109,7 @@ def _offload(wrapping: Wrapping, arg: cst.Arg, term: Term) -> None:
     if any(is_word(f.value, "True") for f in fields.values()):
         wrapping.needed.add("CPUOffloadPolicy")
         wrapping.added["offload_policy"] = "CPUOffloadPolicy()"
-        _note(wrapping, arg, "CPUOffload", "It stands for a plugin: install polyshard-offload.")
+        _note(wrapping, arg, "CPUOffload", "It selects a plugin: install polyshard-offload.")
 
 
 def _precision(wrapping: Wrapping, arg: cst.Arg, term: Term) -> None:

@@ -73,7 +73,7 @@ def _prefix(draft: Draft, use: Use, name: str) -> None:
     """``fsdp.fully_shard`` becomes ``polyshard.fully_shard``."""
     assert use.known is not None
     written = draft.view.code(use.node)
-    instead = f"write polyshard.{name}, if that is what it is"
+    instead = f"write polyshard.{name} if it is that function"
     if not use.is_certain:
         why = f"`{written}`: its first name is bound to something else as well."
     elif not draft.can_want(use, WHOLE):

@@ -48,7 +48,7 @@ def _stray(draft: Draft, node: cst.CSTNode, name: str) -> None:
     last = name.rpartition(".")[2]
     private = any(part.startswith("_") for part in name.split(".") if part != "_composable")
     what = "is private to torch" if private else "is in no table"
-    instead = "see what it does there, and whether `polyshard` has a public name for it"
+    instead = "look up its effect in torch, and whether `polyshard` has a public name for it"
     draft.say(node, Kind.HAND, last, f"`{name}` {what}.", instead)
 
 
@@ -56,7 +56,7 @@ def _string(draft: Draft, node: cst.SimpleString) -> None:
     value = node.evaluated_value
     if isinstance(value, str) and _PATH.fullmatch(value):
         why = f"a name in a string, {value!r}, may be looked up."
-        draft.say(node, Kind.HAND, value, why, "write polyshard's name, if it is")
+        draft.say(node, Kind.HAND, value, why, "write polyshard's name, if so")
 
 
 def _annotations(draft: Draft) -> None:
@@ -77,7 +77,7 @@ def _uses(draft: Draft) -> None:
         written = draft.view.code(use.node)
         if use.known is None and leads_to_known(use.qualified):
             why = f"`{written}`, a module, is used in a way that cannot be followed."
-            instead = "name what is wanted from it, and migrate again"
+            instead = "import the names that you need from it, and migrate again"
             draft.say(use.node, Kind.HAND, use.qualified, why, instead)
         elif use.known is None and not _is_imported_by_name(draft.view, use.node):
             _stray(draft, use.node, use.qualified)

@@ -14,8 +14,8 @@ __all__ = ["WIDTH", "show"]
 WIDTH = 100
 _TITLES = {
     Kind.DIFFERS: "What will differ",
-    Kind.HAND: "What is left to do",
-    Kind.REFUSED: "What is refused",
+    Kind.HAND: "To do by hand",
+    Kind.REFUSED: "Refused",
 }
 
 

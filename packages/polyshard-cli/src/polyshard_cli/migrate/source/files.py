@@ -81,7 +81,7 @@ def parse(path: Path, content: bytes) -> cst.Module:
         return cst.parse_module(content)
     except cst.ParserSyntaxError as error:
         place = f"{path}:{error.raw_line}"
-        raise MigrateError(f"{place}: not Python that can be parsed; mend it first") from error
+        raise MigrateError(f"{place}: Python cannot parse it; fix its syntax first") from error
     except (UnicodeDecodeError, SyntaxError, LookupError) as error:  # an encoding it cannot be in
         raise MigrateError(f"{path}: not text in the encoding that it declares: {error}") from error
 

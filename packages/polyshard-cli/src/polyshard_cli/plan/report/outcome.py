@@ -77,7 +77,7 @@ def run_page(
     facts = {rank: found for rank, (_, found) in plans.items()}
     compared = tuple(_compared(outcome, facts, seconds))
     sections = [
-        Section("outcome", "What happened, and what was predicted", compared),
+        Section("outcome", "Measured and predicted", compared),
         Section("steps", "Step by step", tuple(_steps(outcome, seconds))),
     ]
     if document is not None and is_timed:
@@ -106,7 +106,7 @@ def _compared(
         for rank, pair in enumerate(zip(said, found, strict=True)):
             rows.append((f"rank {rank}: {what}", *map(_size, pair), _ratio(*pair)))
     columns = ("what", "predicted", "happened", "happened / predicted")
-    yield Table("What was predicted, and what happened", columns, tuple(rows))
+    yield Table("Predicted and measured", columns, tuple(rows))
 
 
 def _size(nbytes: int | None) -> str:

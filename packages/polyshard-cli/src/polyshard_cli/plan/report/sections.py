@@ -16,8 +16,8 @@ NEAR = 0.2
 """A limit that the peak is this part of, or more, is drawn; a farther one is said."""
 PHASES = ("forward", "backward", "optimizer", "plugins")
 READING = (
-    ("Bytes", "those of the engine's own transfers are exact; sums over replicas and collectives "
-     "of tensor parallelism are what a ring sends."),
+    ("Bytes", "exact for the engine's own transfers; for sums over replicas and collectives of "
+     "tensor parallelism, those of a ring."),
     ("Memory", "without the device's context, fragmentation and workspaces of libraries; the loss "
      "is taken to be cross entropy in float32, attention one that never holds its scores."),
     ("Time", "arithmetic over the machine's figures, kernel by kernel: what limits a step, not a "
@@ -50,7 +50,7 @@ def plan_sections(document: Document, *, parameters: bool = False) -> tuple[Sect
         Section("traffic", "Traffic by axis", tuple(_traffic(document))),
         Section("groups", "Groups", tuple(_groups(document, parameters=parameters))),
         Section("notices", "What to look at", (_notices(document),)),
-        Section("assumptions", "What was assumed, and sources", tuple(_assumptions(document))),
+        Section("assumptions", "Assumptions and sources", tuple(_assumptions(document))),
     )
 
 
@@ -120,7 +120,7 @@ def _time(document: Document) -> Iterator[Block]:
     words = ", ".join(f"{milliseconds(seconds)} of {what}" for what, seconds in rows[:4])
     axis = "milliseconds from the start of the step"
     yield Bars("timeline-picture", f"Timeline of a step: {words}", LANES, phases, bars, axis)
-    caption = "What the time goes into; parts overlap, so they come to more than the step"
+    caption = "Time by part; parts overlap, so their sum exceeds the step"
     cells = tuple((name, f"{seconds * 1e3:,.2f}") for name, seconds in rows)
     yield Table(caption, ("part", "ms"), cells, has_total=True)
 

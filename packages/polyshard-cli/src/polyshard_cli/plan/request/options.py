@@ -37,13 +37,11 @@ MEASURE = "Measure this machine for some seconds, write it to FILE.json, and pla
 HTML = "Write the plan to FILE, one page that needs no network, too."
 TUNE = (
     "Search for the fastest setting that fits: meshes of as many ranks, units, resharding, tiers. "
-    "What other options choose stays."
+    "Settings of other options stay."
 )
-BUDGET = "What a device may hold: 70GiB. Default: what the machine's have."
-KEEP = (
-    "What --tune leaves as it is: mesh, replicate, tp, units, reshard, quantize, offload. Repeat."
-)
-LOSSY = "Have --tune try codecs, which change values that travel."
+BUDGET = "Memory of a device: 70GiB. Default: the machine's."
+KEEP = "Settings that --tune keeps: mesh, replicate, tp, units, reshard, quantize, offload. Repeat."
+LOSSY = "Let --tune try codecs, which change the values that are sent."
 
 Model = Annotated[str, typer.Argument(help=MODEL)]
 Mesh = Annotated[str, _said(SHAPE, MESH)]

@@ -45,12 +45,12 @@ def _parts(summary: Summary, most: int) -> Iterator[RenderableType]:
     turns = summary.ranks * summary.steps
     each = f", {1e3 * summary.step_seconds / turns:,.2f} ms each" if turns else ""
     yield Text(
-        f"{summary.steps} steps on {summary.ranks} ranks{each}. Times and bytes are those of a "
-        "step of one rank. A transfer takes from its start until it was waited for; what was "
-        "waited is what computing did not hide."
+        f"{summary.steps} steps on {summary.ranks} ranks{each}. Times and bytes are per "
+        "step and rank. A transfer lasts from its start to the end of the wait for it; the wait is "
+        "the part that computation did not hide."
     )
     yield _rows("By kind", summary.kinds, max(1, turns))
-    yield _rows("By unit, what was waited for first", summary.rows[:most], max(1, turns))
+    yield _rows("By unit, longest wait first", summary.rows[:most], max(1, turns))
     if len(summary.rows) > most:
         yield Text(f"and {len(summary.rows) - most} more; --rows shows them")
 

@@ -73,8 +73,8 @@ class Difference:
         return (
             "ranks have gradients of different parameters, and cannot sum them: "
             f"{'; '.join(self._lines(names))}. Use the same parameters on every rank, or call "
-            "set_reduce_scatter_unused_params(True) on the model, which has ranks without a "
-            "gradient take part with zeros. Then call reset_iter_state() on every rank."
+            "set_reduce_scatter_unused_params(True) on the model, so that ranks without a gradient "
+            "send zeros. Then call reset_iter_state() on every rank."
         )
 
     def _lines(self, names: Sequence[str]) -> Iterator[str]:
