@@ -250,7 +250,7 @@ class Fsdp2OfNextTorch(Fsdp2):
 
 
 class Polyshard(Fsdp2):
-    """polyshard with its own clipping."""
+    """polyshard with its own clipping, and with ``enable()`` before sharding as in the README."""
 
     name = library = "polyshard"
 
@@ -264,7 +264,9 @@ class Polyshard(Fsdp2):
     @staticmethod
     def fully_shard(module: Any, **options: Any) -> Any:
         import polyshard
+        import polyshard_resilience
 
+        polyshard_resilience.enable()
         return polyshard.fully_shard(module, **options)
 
     def clip(self, limit: float) -> Any:
@@ -409,12 +411,13 @@ class DeepSpeed(Job):
         self.model.load_checkpoint(folder)
 
     def parameters(self) -> dict[str, Tensor]:
-        from deepspeed.utils import (  # type: ignore[import-not-found]
-            safe_get_full_fp32_param,
-        )
+        import deepspeed
 
-        named = self.model.module.named_parameters()
-        return {bare(n): safe_get_full_fp32_param(p).clone() for n, p in named}
+        found = {}
+        for name, p in self.model.module.named_parameters():
+            with deepspeed.zero.GatheredParameters([p]):
+                found[bare(name)] = p.detach().clone()
+        return found
 
     def gradients(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_grad

@@ -271,18 +271,18 @@ class Checkpoints:
     def load(
         self, state: TrainingState, path: str | os.PathLike[str] | None = None
     ) -> Restored | None:
-        """Go on from the newest intact checkpoint; ``None`` when the run has none at all.
+        """Load the newest intact checkpoint; return ``None`` if the run has none.
 
-        All files are compared with their checksums before anything is loaded; a damaged checkpoint
-        is passed over, with a warning.
+        The checksums of all files are verified before anything is loaded; a damaged checkpoint is
+        skipped, with a warning.
 
         Args:
-            state: what to fill, however it is sharded.
-            path: this checkpoint and no other.
+            state: the state to fill, sharded in any way.
+            path: load this checkpoint and no other.
 
         Raises:
-            CheckpointError: on every rank alike, when all checkpoints are damaged, or the one that
-                is loaded does not fit ``state``.
+            CheckpointError: on every rank, if all checkpoints are damaged, or the loaded one does
+                not fit ``state``.
         """
         self.wait()
         notes: list[str] = []

@@ -102,7 +102,7 @@ def keys(value: Any) -> set[str]:
     ("name", "content", "words"),
     [
         (None, b"", "there is no such file"),
-        ("train.py", b"import fsdp\ndef f(:\n", "train.py:2: not Python"),
+        ("train.py", b"import fsdp\ndef f(:\n", "train.py:2: Python cannot"),
         ("train.py", b"fsdp\0", "binary"),
         ("train.py", b"# -*- coding: utf-8 -*-\nx = 'fsdp \xff'\n", "encoding"),
         ("train.py", b"# -*- coding: nothing -*-\nfsdp\n", "encoding"),

@@ -241,10 +241,10 @@ class PluginConformance(CodecConformance):
             assert resumed == uninterrupted, "the plugin keeps something that it does not save"
 
     def test_checkpoints_are_native(self, factory: Factory, world2: World) -> None:
-        """What is saved with the plugin is what would be saved without: names, layout, values.
+        """A checkpoint has the same names, layout and values as without the plugin.
 
-        So it loads where the plugin is not installed. Of optimizer state too: a parameter that the
-        plugin keeps in another form needs an adapter, which both follow.
+        So it loads where the plugin is not installed. This includes optimizer state: a parameter
+        that the plugin stores in another form needs an adapter.
         """
         (found, state), (expected, wanted) = (
             world2.run(saved_with, each)[0] for each in (factory, None)
@@ -283,7 +283,7 @@ class PluginConformance(CodecConformance):
         assert all(world2.run(reload_with, factory))
 
     def test_plugin_state_round_trip(self, factory: Factory, world2: World) -> None:
-        """What the plugin keeps in checkpoints is loaded whole, into a model that has not run."""
+        """The saved state of the plugin loads completely, into a model that has not run."""
         found = world2.run(resume_with, factory)
         if found == [None, None]:
             pytest.skip("the plugin keeps no state")

@@ -175,7 +175,7 @@ class World:
         """Mark the end of a test: ranks destroy the process groups that it made.
 
         Each group of gloo's has threads that wake up a hundred times a second, so hundreds of them
-        would take more time than tests. What a function caches must not hold such groups then.
+        would take more time than tests. Caches of test functions must not keep such groups.
         Ranks of a fork server that have run very many functions are replaced.
         """
         if self._calls >= _CALLS_OF_A_RANK and self._start_method == "forkserver":

@@ -47,7 +47,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def with_policy(plugins: Sequence[object | str], policy: object) -> Sequence[object | str]:
-    """``plugins``, and what stands for ``policy``.
+    """Return ``plugins`` and the plugin that implements ``policy``.
 
     Raises:
         UnsupportedError: for an unknown policy, or when the plugin is not installed.
@@ -127,24 +127,24 @@ def fully_shard(
             dim 0; ``Replicate()`` to keep it whole; a :class:`polyshard.ShardPlacement` names the
             mesh too. Parameters of one mesh and dtype communicate together.
         mp_policy: dtypes of compute, reduction and outputs. Its ``param_dtype_override_fn`` (torch
-            2.15) is asked once for each parameter, here; parameters of one compute dtype
+            2.15) is called once for each parameter, here; parameters of one compute dtype
             communicate together.
-        offload_policy: the default, or ``CPUOffloadPolicy()``, which stands for the plugin
+        offload_policy: the default, or ``CPUOffloadPolicy()``, which selects the plugin
             installed as ``offload`` (polyshard-offload).
-        ignored_params: parameters to leave alone.
-        dp_mesh_dims: which axes of ``mesh`` are data-parallel, when it has others too.
+        ignored_params: parameters that stay unsharded.
+        dp_mesh_dims: the data-parallel axes of ``mesh``, if it has others too.
         plugins: plugin objects, or names from the ``polyshard.plugins`` entry points. Order does
-            not matter; being installed activates nothing. For parameters that are ``DTensor`` s
-            already, and that none of these takes, the plugin installed as ``tensor_parallel``
-            (polyshard-tensor-parallel) is found, as ``offload_policy`` finds offload.
+            not matter, and an installed plugin is inactive until it is passed. Only for parameters
+            that are ``DTensor`` s already, and that none of these takes, the engine adds the plugin
+            installed as ``tensor_parallel`` (polyshard-tensor-parallel).
 
     Returns:
-        What was passed in; each module is an :class:`polyshard.FSDPModule` now.
+        The ``module`` argument; each module is now a :class:`polyshard.FSDPModule`.
 
     Raises:
         ModuleError, MeshError, SettingError, UnsupportedError, PluginError: all ``ValueError`` s
-            that say what to change. Raised before anything is communicated, except to make process
-        groups that ``reshard_after_forward=<int>`` needs.
+            with the fix. Raised before any communication, except to make process groups that
+            ``reshard_after_forward=<int>`` needs.
     """
     warn_if_untested()
     modules = _modules_of(module)

@@ -137,7 +137,7 @@ def _plugins(plan: GroupPlan) -> Iterator[str]:
 
 
 def describe(model: nn.Module, *, programs: bool = False) -> Description:
-    """The plan of every group of ``model``: what it holds, what travels, who takes part.
+    """Return the plan of every group of ``model``: parameters, transfers, ranks and plugins.
 
     A mistake in a plugin that comes to light here is told to the ranks that will wait for this one.
 

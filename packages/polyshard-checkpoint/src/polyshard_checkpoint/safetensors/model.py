@@ -139,26 +139,25 @@ def save_safetensors(
 def load_safetensors(
     model: nn.Module, folder: str | os.PathLike[str], *, names: Names | None = None
 ) -> frozenset[str]:
-    """Fill a model, however it is sharded, from safetensors files; collective.
+    """Fill a model, sharded in any way, from safetensors files; every rank calls it.
 
-    Each rank reads its own shards. A name that the files lack is fine if it belongs to a tensor
-    that has another name which they have.
+    Each rank reads its own shards. The files need only one of the names of a tied tensor.
 
     A model on the meta device gets its memory here: each rank that of its shards, on the device of
-    the mesh. What is not in the files must have values then, as it would never get any.
+    the mesh. Tensors that are not in the files must already have values.
 
     Args:
         model: sharded or not.
-        folder: with ``*.safetensors`` files; all of them are looked at.
-        names: what each tensor is called in the files, and which are in none of them (``None``),
-            alike on all ranks; by default all are, by their own names.
+        folder: with ``*.safetensors`` files; all of them are read.
+        names: gives the name of each tensor in the files, or ``None`` for one that they do not
+            have, equally on all ranks. By default, tensors have their own names.
 
     Returns:
-        Names in the files that the model has no use for.
+        Names in the files that the model does not use.
 
     Raises:
-        CheckpointError: on every rank alike, when the files lack tensors or hold other shapes.
-        SettingError: when ``names`` leaves no tensor.
+        CheckpointError: on every rank, if the files lack tensors or have other shapes.
+        SettingError: if ``names`` leaves no tensor.
     """
     doing = f"Loading '{folder}'"
     with Ranks() as ranks:

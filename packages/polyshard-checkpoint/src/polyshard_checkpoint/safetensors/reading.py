@@ -89,16 +89,16 @@ class SafetensorsReader(StorageReader):
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         return frozenset(self._found)
 
     @property
     def stored(self) -> Mapping[str, Stored]:
-        """What is in the files."""
+        """The tensors in the files."""
         return {name: stored for name, (_, stored) in self._found.items()}
 
     def make(self, made: Mapping[str, Traced]) -> None:
-        """Have it offer ``made``, tensors of what is in the files, in place of those."""
+        """Offer the tensors ``made``, computed from those in the files, instead of them."""
         self._made = dict(made)
 
     @override

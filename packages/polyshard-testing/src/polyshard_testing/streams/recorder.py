@@ -28,10 +28,10 @@ _ASKED = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero"}
 
 
 class Recorder:
-    """Who used which memory when. See [Note: happens before]."""
+    """Records each use of memory with its stream. See [Note: happens before]."""
 
     def __init__(self) -> None:
-        """Nothing happened yet."""
+        """Start with an empty record."""
         self.timeline = Timeline()
         self.module = RecordedModule(self.timeline)
         self.ledger = Ledger(self.timeline)
@@ -43,28 +43,28 @@ class Recorder:
 
     @property
     def races(self) -> list[Race]:
-        """What nothing orders."""
+        """Pairs of uses that nothing orders."""
         return self.ledger.races
 
     def stop(self) -> None:
-        """What is freed from now on is nobody's business."""
+        """Stop recording."""
         self._is_on = False
 
     # What others say --------------------------------------------------------------------------
 
     def is_host_memory(self, start: int, nbytes: int) -> None:
-        """These bytes belong to the host for good: operations on them alone are not launched."""
+        """Mark bytes as host memory: operations on such memory alone are not launched."""
         self._host_memory.append((start, start + nbytes))
         self.ledger.take(start, nbytes, None)
 
     def host_uses(self, tensor: Tensor, what: str, *, writes: bool) -> None:
-        """A thread of the host uses memory without an operation, as a file system does."""
+        """Record that a host thread uses memory without an operation, as a file system does."""
         self._see(tensor)
         self._use(self.module.host, [tensor], writes=writes, what=what)
 
     @contextmanager
     def other_thread(self) -> Iterator[Clock]:
-        """The block runs in a thread of its own; whoever waits for that gives the clock on."""
+        """Record the block as another thread; pass the clock to :meth:`waited_for` after a join."""
         name = f"thread {next(self._numbers)}"
         ended: Clock = {}
         with self.module.thread(name):
@@ -72,7 +72,7 @@ class Recorder:
             ended.update(self.timeline.snapshot(name))
 
     def waited_for(self, ended: Clock) -> None:
-        """The host thread goes on after what ended."""
+        """Record that the host thread has joined the thread of the clock ``ended``."""
         self.timeline.learn(self.module.host, ended)
 
     def collective(
@@ -92,7 +92,7 @@ class Recorder:
         return self.timeline.snapshot(actor)
 
     def finish(self, token: Clock) -> None:
-        """The current stream goes on after a collective."""
+        """Record that the current stream waits for a collective."""
         self.timeline.learn(self.module.current, token)
 
     # Operations -------------------------------------------------------------------------------
@@ -234,10 +234,10 @@ def _non_blocking(func: Any, args: Any, kwargs: Any) -> bool:
 
 @contextmanager
 def recorded(size: int) -> Iterator[Recorder]:
-    """Record the block, which runs as rank 0 of ``size`` on a CPU that stands for an accelerator.
+    """Record the block, which runs as rank 0 of ``size`` on a CPU as if on an accelerator.
 
     Meshes are made on ``"cpu"``; streams and events are those of the recorder. Afterwards its
-    ``races`` are what an accelerator might have got wrong.
+    ``races`` are the accesses that an accelerator could reorder.
     """
     recorder = Recorder()
     resize = torch.UntypedStorage.resize_
