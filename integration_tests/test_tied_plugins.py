@@ -108,13 +108,15 @@ class Steps:
 
 def trained(model: Any, plugins: dict[str, Any], part: int) -> list[float]:
     optimizer, told = Steps(model, plugins), []
+    # Norms are summed where matrices landed, and Muon makes much of the last bit.
+    most = float("inf") if "muon" in plugins else 0.5
     for step in range(STEPS):
         for micro in range(MICRO):
             model.set_requires_gradient_sync(micro == MICRO - 1)
             loss = loss_of(model, tokens_for(MICRO * step + micro, part)) / MICRO
             loss.backward()
             told.append(float(loss.detach()))
-        told.append(float(full(clip_grad_norm_(model.parameters(), 0.5))))
+        told.append(float(full(clip_grad_norm_(model.parameters(), most))))
         optimizer.step()
     return told
 
@@ -147,12 +149,11 @@ def test_the_same_training_as_inside_one_unit(rank: int, size: int, name: str) -
         found.append((trained(model, plugins, rank // stack.tp), values(model)))
         assert are_tied(model)
     (losses, weights), (expected, others) = found
-    # Blocks of what is sent lie otherwise; norms are summed where matrices landed.
-    most = 0.02 if stack.quantized else 1e-5 if stack.muon else 0.0
-    compare = partial(torch.testing.assert_close, rtol=most, atol=most)
-    compare(torch.tensor(losses), torch.tensor(expected))
+    most = 0.02 if stack.quantized else 0.0  # blocks of what is sent lie otherwise
+    of_norms = max(most, 1e-6) if stack.muon else most
+    torch.testing.assert_close(losses, expected, rtol=of_norms, atol=of_norms)
     for key, value in others.items():
-        compare(weights[key], value, msg=key)
+        torch.testing.assert_close(weights[key], value, msg=key, rtol=most, atol=most)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "by unit"])

@@ -31,7 +31,7 @@ def test_it_trains_as_after_to_empty(rank: int, size: int) -> None:
         for index in range(len(group.shards.parameters)):
             group.shards.local(index).fill_(1.0)
         assert int(buffer.sum()) == used
-    after = list(model.parameters())
+    after: list[Any] = list(model.parameters())
     assert all(one is other for one, other in zip(before, after, strict=True))
     assert after[0].note == "kept"
     assert not after[1].requires_grad

@@ -18,6 +18,8 @@ from polyshard_checkpoint.safetensors.header import Stored
 
 BLOCK_BYTES = 16 << 20
 """The most that is between a tensor and its file at one time."""
+READERS = 4
+"""Threads that read at once: storage works on while one of them copies."""
 SHORT_BYTES = 256
 """Elements that lie together in fewer bytes are not read one by one, but with those between."""
 LONG_BYTES = 1 << 18
@@ -75,7 +77,7 @@ def fill(target: Tensor, view: Tensor, stored: Stored, file: int) -> None:
     if _is_plain(target, stored.dtype) and not _is_scattered(view):
         _each_run(memory_of(target), view, stored, lambda part, place: _read(file, part, place))
         return
-    most = max(1, BLOCK_BYTES // stored.dtype.itemsize)
+    most = max(1, BLOCK_BYTES // READERS // stored.dtype.itemsize)
     for part, where in in_blocks(most, target, view):
         part.copy_(_read_block(where, stored, file))
 

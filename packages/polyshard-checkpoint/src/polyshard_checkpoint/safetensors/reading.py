@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, ReadItem, StorageReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -20,9 +22,9 @@ from torch.futures import Future
 from typing_extensions import override
 
 from polyshard.errors import CheckpointError
-from polyshard_checkpoint.safetensors.blocks import boxed, fill
+from polyshard_checkpoint.safetensors.blocks import READERS, boxed, fill
 from polyshard_checkpoint.safetensors.header import Stored, read_header
-from polyshard_checkpoint.safetensors.origin import Traced, narrowed
+from polyshard_checkpoint.safetensors.origin import Piece, Traced, narrowed
 
 SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"
@@ -105,19 +107,28 @@ class SafetensorsReader(StorageReader):
 
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        targets = [planner.resolve_tensor(item).detach() for item in plan.items]
+        reads = [
+            (*self._found[piece.name], piece, target)
+            for item, target in zip(plan.items, targets, strict=True)
+            for piece in _asked(self._made[item.storage_index.fqn], item).pieces
+        ]
+        reads.sort(key=lambda read: (read[0], _begin(read[1], read[2])))
         with ExitStack() as stack:
-            open_files: dict[Path, int] = {}
-            for item in plan.items:
-                target = planner.resolve_tensor(item).detach()
-                asked = _asked(self._made[item.storage_index.fqn], item)
-                for piece in asked.pieces:
-                    path, stored = self._found[piece.name]
-                    if path not in open_files:
-                        open_files[path] = os.open(path, os.O_RDONLY)
-                        stack.callback(os.close, open_files[path])
-                    part = boxed(target, piece.offsets, tuple(piece.view.shape))
-                    fill(part, piece.view, stored, open_files[path])
-                planner.commit_tensor(item, target)
+            files: dict[Path, int] = {}
+            for path in {path: None for path, *_ in reads}:
+                files[path] = os.open(path, os.O_RDONLY)
+                stack.callback(os.close, files[path])
+
+            def read(path: Path, stored: Stored, piece: Piece, target: Tensor) -> None:
+                part = boxed(target, piece.offsets, tuple(piece.view.shape))
+                fill(part, piece.view, stored, files[path])
+
+            pool = stack.enter_context(ThreadPoolExecutor(READERS))
+            for _ in pool.map(read, *zip(*reads, strict=True)):
+                pass
+        for item, target in zip(plan.items, targets, strict=True):
+            planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -142,6 +153,10 @@ class SafetensorsReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return Path(checkpoint_id).is_dir()
+
+
+def _begin(stored: Stored, piece: Piece) -> int:
+    return stored.begin + int(piece.view.storage_offset()) * stored.dtype.itemsize
 
 
 def _metadata(made: Traced) -> TensorStorageMetadata:

@@ -392,6 +392,10 @@ class ShardStorage(ABC):
     """Whether the engine accumulates gradients on the device until the last backward (see
     ``set_is_last_backward``), and :meth:`place_gradient` gets only their sum."""
 
+    fetches_on_stream: bool = False
+    """Whether :meth:`fetch` only launches copies on the current stream, into memory taken there:
+    then :meth:`release` follows as soon as the gather is launched on that stream, too."""
+
     places_on_stream: bool = False
     """Whether :meth:`place_gradient` only launches copies on the current stream, which
     :meth:`settle` waits for: then it is called on a transfer's stream, beside the computation."""

@@ -174,7 +174,11 @@ def unshard_program(
     ]
     complete = [gather.join(), *gather.after()]
     if is_released or is_fetched:
-        complete.append(Op("release", lambda _: shards.release(), writes=(Memory.SHARD,)))
+        # Where the transfer alone reads memory of its lane, that goes back once it is launched.
+        at_once = storage.fetches_on_stream and Memory.SHARD in gather.sources
+        lane = gather.lane if at_once else Lane.COMPUTE
+        ops = complete if lane is Lane.COMPUTE else issue
+        ops.append(Op("release", lambda _: shards.release(), lane, writes=(Memory.SHARD,)))
     complete.append(Op("register", registry.register, reads=(Memory.UNSHARDED,)))
     name = "unshard" if gather.reads_shard else "unshard from a block"
     return compiled(name, issue, complete)

@@ -19,6 +19,8 @@ class HostStorage(TierStorage):
     another unit computes, so nothing has to be brought near before.
     """
 
+    fetches_on_stream = True
+
     def __init__(
         self, arena: Arena, device: torch.device, staging: StagingState, gradients: GradientStorage
     ) -> None:

@@ -100,7 +100,8 @@ class Staging:
         return self.tensor
 
     def in_use(self) -> None:
-        """Hold memory until :meth:`release`, whoever asks for views meanwhile."""
-        if self._state.idle is self:
+        """Hold memory of the current stream until :meth:`release`, whoever asks for views."""
+        if self._state.idle is self:  # made for views, by another stream
             self._state.idle = None
+            self.release()
         self.acquire()
