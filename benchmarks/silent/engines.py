@@ -420,7 +420,7 @@ class DeepSpeed(Job):
         return found
 
     def gradients(self) -> dict[str, Tensor]:
-        from deepspeed.utils import safe_get_full_grad
+        from deepspeed.utils import safe_get_full_grad  # type: ignore[import-not-found]
 
         found = {bare(n): safe_get_full_grad(p) for n, p in self.model.module.named_parameters()}
         return {n: g.clone() for n, g in found.items() if g is not None}
