@@ -67,6 +67,20 @@ def test_what_is_left_is_the_exit_code(tmp_path: Path) -> None:
     assert "1 to do by hand." in text
 
 
+def test_lines_are_those_of_the_file_that_is_there(tmp_path: Path) -> None:
+    """A wrap of one line becomes several; what follows it is found where it lies after."""
+    wrapped = (
+        "model = FSDP(model, auto_wrap_policy=functools.partial(P, transformer_layer_cls={B}))"
+    )
+    imports = "from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy as P"
+    names = "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP"
+    path = made(tmp_path, f"import functools\n{names}\n{imports}\n{wrapped}\n{HAND}")
+    before = json.loads(run(path, "--json")[1])["files"][0]["findings"][-1]["line"]
+    after = json.loads(run(path, "--write", "--json")[1])["files"][0]["findings"][-1]["line"]
+    assert (before, after > before) == (5, True)
+    assert path.read_text().splitlines()[after - 1] == HAND.splitlines()[0]
+
+
 def test_folders_are_searched_where_scripts_lie(tmp_path: Path) -> None:
     ours = made(tmp_path, CLEAN, "a/train.py")
     made(tmp_path, "def broken(:\n", "a/unconcerned.py")

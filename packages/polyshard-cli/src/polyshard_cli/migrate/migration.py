@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -67,7 +68,7 @@ def migrate_source(path: Path, content: bytes, beside: Beside) -> MigratedFile:
 
 
 def write_files(document: Document) -> Document:
-    """Write what changed; the same document, as written.
+    """Write what changed; the document as written, whose lines are those of the new text.
 
     Raises:
         MigrateError: when a file cannot be written; those before it were.
@@ -75,4 +76,15 @@ def write_files(document: Document) -> Document:
     for file in document.files:
         if file.is_changed:
             write(file.path, file.after)
-    return replace(document, is_written=True)
+    return Document(tuple(map(_written, document.files)), is_written=True)
+
+
+def _written(file: MigratedFile) -> MigratedFile:
+    """``file`` with its findings where they are now: a line that went is where others took over."""
+    old, new = (text.decode(file.encoding).splitlines() for text in (file.before, file.after))
+    at: dict[int, int] = {}
+    for _, i1, i2, j1, j2 in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        for place in range(i1, i2):
+            at[place + 1] = min(j1 + place - i1, max(j2 - 1, j1)) + 1
+    found = tuple(replace(f, line=min(at.get(f.line, f.line), len(new))) for f in file.findings)
+    return replace(file, findings=found)
