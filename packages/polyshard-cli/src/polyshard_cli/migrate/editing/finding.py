@@ -31,7 +31,8 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        line: in the script as it was, or as it is once it was written, from 1; 0 where a configuration beside it is meant.
+        line: in the script as it was, or as it is once it was written, from 1; 0 where a
+            configuration beside it is meant.
         kind: what it asks of the reader.
         term: the word of the other engine, as tables have it.
         message: what is done or why it is not, a sentence.
