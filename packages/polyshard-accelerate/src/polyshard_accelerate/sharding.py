@@ -14,8 +14,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from polyshard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from polyshard.errors import ModuleError, SettingError
 from polyshard_checkpoint import load_pretrained
-from polyshard_cli.plan.dry_run.units import units_of
-from polyshard_cli.plan.errors import PlanError
+from polyshard_cli.plan import PlanError, units_of
 
 __all__ = ["Sharding", "reshard"]
 

@@ -1,6 +1,7 @@
 """What a sharded training step will need, before it runs: memory, traffic and time."""
 
 from polyshard_cli.plan.drafting import draft
+from polyshard_cli.plan.dry_run.units import units_of
 from polyshard_cli.plan.errors import PlanError
 from polyshard_cli.plan.living import describe
 from polyshard_cli.plan.report.document import Document
@@ -20,4 +21,5 @@ __all__ = [
     "draft",
     "parse_mesh",
     "tune",
+    "units_of",
 ]
