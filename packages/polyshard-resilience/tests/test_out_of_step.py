@@ -54,7 +54,7 @@ def retries(rank: int, size: int, apart: bool) -> None:
     error = failure(polyshard_resilience.attempt(model, optimizer), body, "a step failed")
     assert error.is_gone == apart
     assert ("different numbers of collectives" in str(error)) == apart
-    assert ("go on, with another batch" in str(error)) != apart
+    assert ("continue, with another batch" in str(error)) != apart
     if not apart:
         with polyshard_resilience.attempt(model, optimizer):
             step()

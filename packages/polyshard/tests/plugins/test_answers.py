@@ -439,7 +439,7 @@ COPY = r"plugin 'odd': post_unflatten_transform returned a copy of 'weight'"
 TRANSFORMS: dict[str, tuple[Any, Any, str]] = {
     "copy": (torch.t, lambda t: t.t().contiguous(), COPY),
     "clone": (lambda t: t, torch.clone, COPY),
-    "not undone": (torch.t, lambda t: t, r"'odd': unflattening .* 'weight' .* must undo"),
+    "not undone": (torch.t, lambda t: t, r"'odd': the inverse .* 'weight' .* must invert"),
     "wrong shape": (
         lambda t: t.reshape(-1),
         lambda t: t,

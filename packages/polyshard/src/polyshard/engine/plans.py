@@ -69,11 +69,11 @@ def compare_plans(roles: MeshRoles, units: Sequence[Unit]) -> None:
             is_inside = set(ranks) < set(roles.ranks)
             own.setdefault(ranks if is_inside else roles.ranks, []).append(plan)
     everywhere = own.pop(roles.ranks)
-    shared = _lines(every, GroupPlan.shared_lines)
-    told = [*_all_lines(everywhere), *shared]
+    apart = [plan for plans in own.values() for plan in plans]
+    told = [*_all_lines(everywhere), *_lines(apart, GroupPlan.shared_lines)]
     differing = agree(roles.ranks, told, notes=notes.get(roles.ranks, {}))
     if wide != roles.ranks:
-        agree(wide, shared)
+        agree(wide, _lines(every, GroupPlan.shared_lines))
     for ranks, plans in own.items():
         differing |= agree(ranks, _all_lines(plans), notes=notes.get(ranks, {}))
     if own:
