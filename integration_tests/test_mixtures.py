@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers", reason="pip install transformers")
 
 import torch
-from pretrained_models import ARCHITECTURES, QWEN3_MOE, Architecture, train, values
+from pretrained_models import ARCHITECTURES, QWEN3_MOE, Architecture, train, train_steps, values
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import (
@@ -157,15 +157,8 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def steps(model: Any, optimizer: Any, place: int, parts: int, first: int) -> list[float]:
-    mixture, losses = MIXTURES["Mixtral"], []
-    for step in range(first, first + 2):
-        given = {n: rows.chunk(parts)[place] for n, rows in mixture.batch(step).items()}
-        loss = model(**given).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+    which = range(first, first + 2)
+    return train_steps(model, optimizer, MIXTURES["Mixtral"], which, place, parts)
 
 
 def saved(rank: int, size: int, grid: Grid, folder: Path) -> None:

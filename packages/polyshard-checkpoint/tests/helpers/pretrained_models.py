@@ -189,8 +189,20 @@ def train(
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer: Any = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
     optimizer = optimizer if wrap is None else wrap(optimizer)
+    return train_steps(model, optimizer, architecture, range(5), rank, size)
+
+
+def train_steps(
+    model: Any,
+    optimizer: Any,
+    architecture: Architecture,
+    which: range,
+    rank: int = 0,
+    size: int = 1,
+) -> list[float]:
+    """Losses of these steps, of this rank's rows."""
     losses = []
-    for step in range(5):
+    for step in which:
         given = {name: rows.chunk(size)[rank] for name, rows in architecture.batch(step).items()}
         loss = model(**given).loss
         loss.backward()

@@ -67,8 +67,7 @@ def _check(unit: Unit) -> None:
         raise LifecycleError(
             f"{_CALL} was called during a backward. Call it after the last backward has returned."
         )
-    groups = [group for unit in context.units for group in unit.groups]
-    for group in groups:
+    for group in context.groups():
         _check_replicas(group, context)
 
 

@@ -45,7 +45,8 @@ class Finalization:
     """Of one root. See [Note: manual finalization]."""
 
     def __init__(self) -> None:
-        self.enabled = False
+        self.is_manual = False
+        """Whether an iteration, the one under way or else the next, ends by a call."""
         self.is_last_backward = True
         """What the user says of backwards that end by themselves."""
         self.is_ending = False
@@ -55,7 +56,8 @@ class Finalization:
         self.pending: dict[ParameterGroup, None] = {}
         self.line = Line()
         self.line.roots.add(self)
-        self._active: bool | None = None
+        self._has_begun = False
+        """Whether a backward of the iteration has started, so that the mode holds to its end."""
 
     def join(self, line: Line) -> None:
         """Share the communication of other roots."""
@@ -70,39 +72,31 @@ class Finalization:
         Raises:
             LifecycleError: when it is too late for that.
         """
-        if enabled != self.enabled and in_backward():
+        if enabled != self.is_manual and in_backward():
             raise LifecycleError(
                 "set_manual_backward_finalization() cannot change the mode during a backward. Call "
                 "it before."
             )
-        if self._active is not None and enabled != self._active:
+        if self._has_begun and enabled != self.is_manual:
             raise LifecycleError(
                 "set_manual_backward_finalization() cannot change the mode after a backward of the "
                 "iteration has started. End the iteration with finalize_backward() (or drop it "
                 "with reset_iter_state()) first."
             )
-        self.enabled = enabled
+        self.is_manual = enabled
 
     def begin_backward(self) -> None:
         """A backward starts; the first one of an iteration settles how that ends."""
-        if self._active is None:
-            self._active = self.enabled
-
-    @property
-    def is_manual(self) -> bool:
-        """Whether the iteration under way, or else the next, ends by a call."""
-        return self.enabled if self._active is None else self._active
+        self._has_begun = True
 
     @property
     def is_last(self) -> bool:
         """Whether no backward of this iteration will follow."""
-        active = self._active
-        is_manual = self.enabled if active is None else active
-        return self.is_ending if is_manual else self.is_last_backward
+        return self.is_ending if self.is_manual else self.is_last_backward
 
     def end_iteration(self) -> None:
         """The iteration has ended, or was given up."""
-        self._active = None
+        self._has_begun = False
         self.is_ending = self.is_busy = False
 
     # The line ---------------------------------------------------------------------------------

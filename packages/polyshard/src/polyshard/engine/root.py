@@ -69,7 +69,7 @@ def initialize_root(root: Unit) -> None:
             _gather_below(root, found, keep_memory=substitutes.keys())
             compare_plans(root.roles, root.context.units)
             _put_back(substitutes)
-        groups = [group for unit in root.context.units for group in unit.groups]
+        groups = list(root.context.groups())
         refuse_replaced(groups, root.modules[0])
         prepare_steps(root.context.turn, groups)
     except BaseException:
@@ -92,7 +92,7 @@ def _check_fresh(root: Unit, found: Sequence[tuple[str, nn.Module, Unit]]) -> No
                 f"'{name}' already ran forward on its own and became a root. Call the outermost "
                 "sharded module first, or shard only the part you call."
             )
-        if unit is not root and unit.context.finalization.enabled:
+        if unit is not root and unit.context.finalization.is_manual:
             raise LifecycleError(
                 f"set_manual_backward_finalization() was called on '{name}', which is not the "
                 "root. Call it on the outermost sharded module."
@@ -118,10 +118,10 @@ def _gather_below(
             group.pool = group.pool if unit in keep_memory else context.pool
             group.transport.use_lanes(context.lanes)
             group.transport.use_turns(context.turn)
-    groups = [group for unit in context.units for group in unit.groups]
-    context.observers = tuple({id(o): o for g in groups for o in g.meter.observers}.values())
+    observers = {id(o): o for group in context.groups() for o in group.meter.observers}
+    context.observers = tuple(observers.values())
     if not root.groups:  # it computes nevertheless
-        root.watch = UnitWatch.of(groups)
+        root.watch = UnitWatch.of(context.groups())
 
 
 def _substitutes(

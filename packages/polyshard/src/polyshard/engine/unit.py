@@ -232,14 +232,14 @@ class RootContext:
         self.finalization.is_busy = self.finalization.is_busy or torch.is_grad_enabled()
         self.failures = failure_handler()
         self.turn.begin(self.failures.begin_step())
-        if not self._watches_steps and not all(g.reshard_after_backward for g in self._groups()):
+        if not self._watches_steps and not all(g.reshard_after_backward for g in self.groups()):
             self._watch_steps()
         if self.pool is not None:
             self.pool.recall()
 
     def _watch_steps(self) -> None:
         if not self._watches_steps:
-            watch_steps(self.turn, self._groups())
+            watch_steps(self.turn, self.groups())
             self._watches_steps = True
 
     @outside_transforms
@@ -382,7 +382,7 @@ class RootContext:
         self.finalization.check_line("an attempt")
         self.reductions.finish()
         pending, may_hold = dict(self.finalization.pending), self.reductions.remember()
-        groups = [group.gradients.remember() for unit in self.units for group in unit.groups]
+        groups = [group.gradients.remember() for group in self.groups()]
 
         def put_back() -> None:
             self.finalization.pending.update(pending)
@@ -417,11 +417,12 @@ class RootContext:
         self._tell_broken()
 
     def _backward_broke(self, error: Exception | None, caller: FrameType | None) -> None:
-        for group in self._groups():
+        for group in self.groups():
             group.promised_at_step = None
         self.failures.explain(Part(self.reached, kind=Kind.BACKWARD), error, caller)
 
-    def _groups(self) -> Iterator[ParameterGroup]:
+    def groups(self) -> Iterator[ParameterGroup]:
+        """Those of all units, outermost first."""
         return (group for unit in self.units for group in unit.groups)
 
     def reset(self) -> None:
@@ -450,6 +451,6 @@ class RootContext:
     @property
     def _is_in_mid_step(self) -> bool:
         """Whether others may wait for this rank: in a backward that it has not begun, say."""
-        gathers = (g.state is State.GATHERING for g in self._groups())
+        gathers = (g.state is State.GATHERING for g in self.groups())
         under_way = self.reductions or any(gathers)
         return self.finalization.is_busy or bool(under_way)
