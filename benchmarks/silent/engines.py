@@ -250,13 +250,15 @@ class Fsdp2OfNextTorch(Fsdp2):
 
 
 class Polyshard(Fsdp2):
-    """polyshard with its own clipping, and with ``enable()`` before sharding as in the README."""
+    """polyshard with its own clipping, and with ``enable()`` first, as in the README."""
 
     name = library = "polyshard"
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh, plan: Any) -> dict[str, Any]:
+        import polyshard_resilience
         from polyshard_tensor_parallel import Plan, TensorParallel
 
+        polyshard_resilience.enable()  # ranks compare plans of tensor parallelism, too
         plugin = TensorParallel(Plan(plan), mesh=mesh)
         plugin.apply(model)
         return {"plugins": [plugin]}
