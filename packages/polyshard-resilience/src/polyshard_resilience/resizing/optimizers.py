@@ -1,9 +1,9 @@
-"""State of optimizers on its way to other ranks: tensors like their parameters move, values stay."""
+"""State of optimizers for other ranks: tensors of the parameters' form move, numbers are told."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,28 +102,11 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group[PARAMS]]
 
 
-def filled(
-    known: State, held: State | None, device: torch.device, make: Callable[[str], Tensor]
-) -> dict[str, Any]:
-    """State of a parameter on a rank that will hold it: tensors that ``make`` gives, and values.
-
-    Args:
-        known: the form of it.
-        held: what the rank has; ``None`` for one that joins, which gets values of another.
-        device: of the parameter.
-        make: a tensor for each name of a :class:`Like`.
-    """
-
-    def value(name: str, form: object) -> Any:
-        if isinstance(form, Like):
-            return make(name)
-        if held is not None:
-            return held[name]
-        if isinstance(form, Number):
-            return form.value.to(device if form.is_beside else "cpu", copy=True)
-        return copy.deepcopy(form)
-
-    return {name: value(name, form) for name, form in known.items()}
+def value_of(form: object, device: torch.device) -> Any:
+    """What a rank that joins gets for ``form``, of a parameter on ``device``."""
+    if isinstance(form, Number):
+        return form.value.to(device if form.is_beside else "cpu", copy=True)
+    return copy.deepcopy(form)
 
 
 def _state(parameter: Tensor, name: str, state: object) -> State | None:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from polyshard._torch.private import local_tensor
 from polyshard.engine.collect import move
 from polyshard.engine.resizing import Resizing
-from polyshard.errors import LifecycleError, PeerError, SettingError
+from polyshard.errors import LifecycleError, PeerError, SettingError, UnsupportedError
 from polyshard.params.parameter import ShardedParameter
 from polyshard_resilience.alarm.peers import tell
 from polyshard_resilience.alarm.reports import NOBODY
@@ -38,8 +38,8 @@ from polyshard_resilience.resizing.optimizers import (
     OptimizerForm,
     State,
     check_optimizers,
-    filled,
     parameters_of,
+    value_of,
 )
 from polyshard_resilience.resizing.seats import Seats
 from polyshard_resilience.rollback.verdict import DONE, READY, Ballot, Kind, Verdict, go_back
@@ -172,9 +172,8 @@ class _Resize:
         self._model, self._optimizers, self._group, self._every = model, optimizers, group, every
         self._resizing: Resizing | None = None
         self._batches: list[list[Moving]] = []
-        """What is exchanged together: a group's tensors, and at last those that all have whole."""
+        """What is exchanged together: a group's tensors; at last what holders have whole."""
         self._states: list[tuple[Optimizer, Tensor, dict[str, Any] | None]] = []
-        self._plain: list[tuple[Tensor, Tensor]] = []
         self._moved: list[tuple[int, int]] = []
         self._is_idle = False
 
@@ -203,11 +202,12 @@ class _Resize:
     def _look(self) -> _Told:
         resizing = self._resizing = Resizing(self._model)
         groups = resizing.groups
-        sharded = {id(p.parameter): p for group in groups for p in group.shards.parameters}
-        self._sharded: dict[int, ShardedParameter] = sharded
-        named = {n: p for n, p in self._model.named_parameters() if id(p) not in sharded}
-        self._whole: dict[str, Tensor] = {**named, **dict(self._model.named_buffers())}
+        sharded = {id(p.parameter) for group in groups for p in group.shards.parameters}
         self._names = {id(p): name for name, p in self._model.named_parameters()}
+        self._plain = [p for p in self._model.parameters() if id(p) not in sharded]
+        self._plain += self._model.buffers()
+        if any(isinstance(tensor, DTensor) for tensor in self._plain):
+            raise UnsupportedError("resize() moves no ignored parameters that are DTensors.")
         check_optimizers(self._optimizers, self._names)
         empty = [group.shards.is_vacant for group in groups]
         if any(empty) and not all(empty):
@@ -228,15 +228,13 @@ class _Resize:
     def _lines(self) -> list[str]:
         assert self._resizing is not None
         lines = [
-            f"{g.name} {self._names[id(p.parameter)]} {placed.shape} {p.dim} {g.shards.dtype}"
-            for g in self._resizing.groups
+            f"{index} {self._names[id(p.parameter)]} {placed.shape} {p.dim} {g.shards.dtype}"
+            for index, g in enumerate(self._resizing.groups)
             for p, placed in zip(g.shards.parameters, g.shards.layout.parameters, strict=True)
         ]
-        lines += [f"{n} {tuple(t.shape)} {t.dtype}" for n, t in self._whole.items()]
+        lines += [f"{tuple(t.shape)} {t.dtype}" for t in self._plain]
         for optimizer in self._optimizers:
-            lines.append(
-                f"{type(optimizer).__name__}: {[len(g[PARAMS]) for g in optimizer.param_groups]}"
-            )
+            lines.append(f"groups of {[len(group[PARAMS]) for group in optimizer.param_groups]}")
             lines += [self._names[id(p)] for p in parameters_of(optimizer)]
         return lines
 
@@ -275,84 +273,53 @@ class _Resize:
                 held = local_tensor(cast("DTensor", before.parameter))
                 made = local_tensor(cast("DTensor", after.parameter))
                 homes[id(before.parameter)] = after, batch
-                batch.append(self._moving(before, held.dtype, held, made))
+                batch.append(_rows(after, None if held.is_meta else held, made))
             self._batches.append(batch)
             self._notes.update(
                 (f"{plugin}: what it kept for the old number of ranks was dropped", None)
                 for plugin, _ in one.before.contributions.states
             )
-        whole = self._make_whole(mesh is not None)
+        whole = [self._whole(tensor, tensor.dtype, tensor) for tensor in self._plain]
         for optimizer, form in zip(self._optimizers, self._forms, strict=True):
             for parameter, state in zip(parameters_of(optimizer), form.states, strict=True):
                 after, batch = homes.get(id(parameter), (None, whole))
-                self._make_state(optimizer, parameter, state, after, batch)
+                new = self._state(optimizer, parameter, state or {}, after, batch)
+                self._states.append((optimizer, parameter, new if state and self._group else None))
         self._batches.append(whole)
 
-    def _moving(
-        self, parameter: ShardedParameter, dtype: torch.dtype, held: Tensor, made: Tensor
-    ) -> Moving:
-        """Of a tensor with the form of ``parameter``; on the meta device there is nothing."""
-        shape = tuple(parameter.spec.shape)
-        parts = [None if part.is_meta else part for part in (held, made)]
-        return Moving(shape, dtype, parameter.dim, *parts)
-
-    def _make_whole(self, is_heir: bool) -> list[Moving]:
-        """Buffers and parameters that are not sharded: a rank that joins gets other memory."""
-        moving = []
-        for tensor in self._whole.values():
-            held = tensor.detach() if self._holds else None
-            made = held if is_heir else None
-            if is_heir and held is None:
-                where = self._exchange.device if tensor.is_meta else tensor.device
-                made = torch.empty(tensor.shape, dtype=tensor.dtype, device=where)
-                self._plain.append((tensor, made))
-            moving.append(Moving(tuple(tensor.shape), tensor.dtype, None, held, made))
-        return moving
-
-    def _make_state(
+    def _state(
         self,
         optimizer: Optimizer,
         parameter: Tensor,
-        state: State | None,
+        state: State,
         after: ShardedParameter | None,
         batch: list[Moving],
-    ) -> None:
-        """Room for the ``state`` of one parameter, sharded if it is ``after`` the resize."""
-        held = optimizer.state[parameter] if self._holds and state is not None else None
-        if state is None or self._group is None:
-            self._states.append((optimizer, parameter, None))
-        if state is None:
-            return
-        new: dict[str, Tensor] = {}
-        for name, dtype in ((n, f.dtype) for n, f in state.items() if isinstance(f, Like)):
-            old = None if held is None else held[name]
-            if after is None:
-                made = (
-                    old
-                    if old is not None
-                    else torch.empty_like(parameter, dtype=dtype, device=self._exchange.device)
-                )
-                new[name] = made
-                batch.append(
-                    Moving(
-                        tuple(parameter.shape),
-                        dtype,
-                        None,
-                        old,
-                        None if self._group is None else made,
-                    )
-                )
-                continue
-            like = local_tensor(cast("DTensor", after.parameter))
-            made = torch.empty(like.shape, dtype=dtype, device=like.device)
-            new[name] = after.wrap(made)
-            part = like.new_empty(0, device="meta") if old is None else local_tensor(old)
-            batch.append(self._moving(after, dtype, part, made))
-        if self._group is not None:
-            device = self._exchange.device
-            self._states.append(
-                (optimizer, parameter, filled(state, held, device, new.__getitem__))
-            )
+    ) -> dict[str, Any]:
+        """Room for the ``state`` of one parameter, which is sharded if it is ``after``."""
+        held = optimizer.state[parameter] if self._holds and state else {}
+        new: dict[str, Any] = {}
+        for name, form in state.items():
+            if not isinstance(form, Like):
+                new[name] = held[name] if held else value_of(form, self._exchange.device)
+            elif after is None:
+                moving = self._whole(parameter, form.dtype, held.get(name))
+                new[name] = moving.made
+                batch.append(moving)
+            else:
+                like = local_tensor(cast("DTensor", after.parameter))
+                made = torch.empty(like.shape, dtype=form.dtype, device=like.device)
+                new[name] = after.wrap(made)
+                batch.append(_rows(after, local_tensor(held[name]) if held else None, made))
+        return new
+
+    def _whole(self, like: Tensor, dtype: torch.dtype, held: Tensor | None) -> Moving:
+        """Of a tensor that every holder has whole: a rank that joins gets memory for it."""
+        held = held if self._holds else None
+        made = None if self._group is None else held
+        if self._group is not None and made is None:
+            where = self._exchange.device if like.is_meta else like.device
+            made = torch.empty(like.shape, dtype=dtype, device=where)
+        return Moving(tuple(like.shape), dtype, None, held, made)
 
     # Moving -----------------------------------------------------------------------------------
 
@@ -372,8 +339,9 @@ class _Resize:
             return Resized()
         assert self._resizing is not None
         self._resizing.commit()
-        for tensor, made in self._plain:
-            move(tensor, made)
+        for tensor, moving in zip(self._plain, self._batches[-1], strict=False):
+            if moving.held is None and moving.made is not None:
+                move(tensor, moving.made)
         for optimizer, parameter, state in self._states:
             if state is None:
                 optimizer.state.pop(parameter, None)
@@ -385,6 +353,12 @@ class _Resize:
                     group.update(copy.deepcopy(dict(settings)))
         sent, received = (sum(moved) for moved in zip(*self._moved, strict=True))
         return Resized(sent, received, tuple(self._notes))
+
+
+def _rows(parameter: ShardedParameter, held: Tensor | None, made: Tensor) -> Moving:
+    """Of a tensor with the form of ``parameter``; on the meta device there is nothing."""
+    shape = tuple(parameter.spec.shape)
+    return Moving(shape, made.dtype, parameter.dim, held, None if made.is_meta else made)
 
 
 def _checksum(lines: Iterable[str]) -> int:
