@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from toy_models import full, loss_of, tokens_for
+from toy_runs import assert_equal
 
 import polyshard
 import polyshard_resilience
@@ -138,21 +139,69 @@ def least_bytes(job: Job, before: Sequence[int], after: Sequence[int]) -> int:
     return least
 
 
-def assert_same(ours: Any, other: Any, where: str = "") -> None:
-    """Every bit, everywhere in two trees."""
-    if isinstance(ours, dict):
-        assert ours.keys() == other.keys(), where
-        for key, value in ours.items():
-            assert_same(value, other[key], f"{where}.{key}")
-    elif isinstance(ours, list | tuple):
-        for index, (value, wanted) in enumerate(zip(ours, other, strict=True)):
-            assert_same(value, wanted, f"{where}.{index}")
-    elif isinstance(ours, DTensor):
-        assert_same(ours.full_tensor(), other.full_tensor(), where)
-    elif isinstance(ours, Tensor):
-        assert torch.equal(ours, other), where
-    else:
-        assert ours == other, where
+class Placed(nn.Module):
+    """Parameters that are placed in other ways, and tensors that every rank has whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 6), nn.Linear(6, 2).bfloat16()
+        self.ignored = nn.Parameter(torch.ones(3))
+        self.register_buffer("table", torch.arange(6.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x)) + self.table
+        out: Tensor = self.second(x.bfloat16()).float().sum() * self.ignored.sum()
+        return out
+
+
+def placed(mesh: DeviceMesh, device: str) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: Any = Placed()
+
+    def place(parameter: nn.Parameter) -> Any:
+        return Shard(1) if parameter.ndim == 2 else Replicate() if len(parameter) == 2 else None
+
+    ignored = {model.ignored}
+    for module in (model.second, model):
+        polyshard.fully_shard(module, mesh=mesh, shard_placement_fn=place, ignored_params=ignored)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@ranks(3)
+def test_a_fresh_rank_joins(rank: int, size: int) -> None:
+    """It brings a model on the meta device, sharded over itself alone."""
+    polyshard_resilience.enable()
+    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2])]
+    model, optimizer = placed(meshes[rank == 2], "meta" if rank == 2 else "cpu")
+    parameters = list(model.parameters())
+
+    def step() -> None:
+        model(torch.ones(4, 7)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    told: list[Any] = [None]
+    if rank < 2:
+        step()
+        optimizer.param_groups[0]["lr"] = 0.05  # as a scheduler does
+        told = [_saved(model, optimizer)]
+    dist.broadcast_object_list(told)
+    polyshard_resilience.resize(model, optimizer, dist.group.WORLD)
+    assert list(model.parameters()) == parameters
+    assert_equal(_saved(model, optimizer), told[0])
+    step()
+    ends: list[Any] = [None] * size
+    dist.all_gather_object(ends, _saved(model, optimizer))
+    assert_equal(ends[2], ends[0])
+
+
+def _saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    tensors: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, p in model.named_parameters():
+        tensors[f"{name} momentum"] = optimizer.state[p]["momentum_buffer"]
+    tensors["lr"] = torch.tensor(optimizer.param_groups[0]["lr"], device="cpu")
+    return {name: _full(value) for name, value in tensors.items()}
 
 
 @ranks(4)
@@ -176,8 +225,8 @@ def test_ranks_leave_and_join(rank: int, size: int) -> None:
         if rank in target:
             wanted = Job(mesh)
             wanted.load(told[0])
-            assert_same(job.whole(), wanted.whole())
+            assert_equal(job.whole(), wanted.whole())
             job.steps(step + 1, step + 2)
             wanted.steps(step + 1, step + 2)
-            assert_same(job.whole(), wanted.whole())
+            assert_equal(job.whole(), wanted.whole())
         members, step = target, step + 2

@@ -27,7 +27,7 @@ from polyshard.engine.collect import move
 from polyshard.engine.resizing import Resizing
 from polyshard.errors import LifecycleError, PeerError, SettingError, UnsupportedError
 from polyshard.params.parameter import ShardedParameter
-from polyshard_resilience.alarm.peers import tell
+from polyshard_resilience.alarm.peers import go_on, tell
 from polyshard_resilience.alarm.reports import NOBODY
 from polyshard_resilience.errors import ResizeError
 from polyshard_resilience.handler import check_enabled, refusal_of
@@ -332,6 +332,7 @@ class _Resize:
         """Let go of what was made."""
         if self._resizing is not None:
             self._resizing.undo()
+        go_on()  # process groups are mended in the epoch after a failure
 
     def commit(self) -> Resized:
         """Let go of what was before."""
