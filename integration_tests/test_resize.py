@@ -106,5 +106,5 @@ def test_optimizers_with_state_elsewhere_are_refused(rank: int, size: int) -> No
     offload = Offload(optimizer="host")
     job = Job(mesh, offload)
     wrapped = offload.wrap(torch.optim.AdamW(job.model.parameters()))
-    with pytest.raises(ResizeError, match="state outside of optimizer.state"):
+    with pytest.raises(ResizeError, match="state outside of"):
         polyshard_resilience.resize(job.model, wrapped, dist.group.WORLD)

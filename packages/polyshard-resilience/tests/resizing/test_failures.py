@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from toy_runs import assert_equal, whole
 
 import polyshard
@@ -46,6 +48,13 @@ class Job:
         polyshard_resilience.resize(self.model, self.optimizer, group)
 
 
+def refusal(job: Job, group: Any, pattern: str) -> ResizeError:
+    """What a resize raises that fails."""
+    with pytest.raises(ResizeError, match=pattern) as caught:
+        job.resize(group)
+    return caught.value
+
+
 @ranks(3)
 def test_a_failure_of_one_rank_costs_nothing(rank: int, size: int) -> None:
     """Out of memory before rows move, or an error while they do: all have what they had."""
@@ -59,15 +68,11 @@ def test_a_failure_of_one_rank_costs_nothing(rank: int, size: int) -> None:
         ("polyshard_resilience.resizing.exchange.Exchange.move", ValueError("deliberate")),
     ):
         begin = time.monotonic()
-        named = mock.patch(target, side_effect=error if rank == 1 else None, autospec=True)
-        with pytest.raises(ResizeError, match=f"rank 1: {type(error).__name__}") as caught:
-            if rank == 1:
-                with named:
-                    job.resize(group)
-            else:
-                job.resize(group if rank < 2 else None)
-        assert caught.value.ranks == (1,)
-        assert caught.value.is_out_of_memory == (target is plan)
+        broken = mock.patch(target, side_effect=error) if rank == 1 else nullcontext()
+        with broken:
+            refused = refusal(job, group if rank < 2 else None, f"rank 1: {type(error).__name__}")
+        assert refused.ranks == (1,)
+        assert refused.is_out_of_memory == (target is plan)
         assert time.monotonic() - begin < PATIENT_SECONDS
         assert_equal(whole(job.model), before)
     job.step()  # the engine's wires, and process groups that had to be cut
@@ -98,16 +103,40 @@ def test_what_does_not_fit_is_refused_on_every_rank(rank: int, size: int) -> Non
     with pytest.raises(ResizeError, match=r"rank 1: .*'more' of '0.weight'"):
         job.resize(world)
     job.optimizer.state[job.model[0].weight].pop("more", None)
-    job.resize(world)  # nothing to do
+    job.resize(world)  # nothing moves
     job.step()
 
 
-def test_a_rank_dies(world3: World) -> None:
+@ranks(4)
+def test_what_does_not_follow_is_refused(rank: int, size: int) -> None:
+    """Replicas, blocks of ranks, gradients that wait: by name."""
+    polyshard_resilience.enable()
+    replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    settings: list[tuple[str, dict[str, Any]]] = [
+        ("several axes", {"mesh": replicas}),
+        ("into blocks", {"reshard_after_forward": 2}),
+    ]
+    for expected, given in settings:
+        model = polyshard.fully_shard(nn.Linear(6, 5), **given)
+        with pytest.raises(ResizeError, match=expected):
+            polyshard_resilience.resize(model, (), dist.group.WORLD)
+    job = Job()
+    with job.model.no_sync():
+        job.backward()
+    with pytest.raises(ResizeError, match="has gradients"):
+        job.resize(dist.group.WORLD)
+
+
+def test_a_rank_dies() -> None:
     """The others keep what they have, and say so within seconds."""
-    with pytest.raises(RankError) as caught:
-        world3.run(_dies)
-    assert str(caught.value).count("ended with -9") == 1, str(caught.value)
-    assert str(caught.value).count("resize() failed: rank 2") == 2, str(caught.value)
+    world = World(3)
+    try:
+        with pytest.raises(RankError) as caught:
+            world.run(_dies)
+    finally:
+        world.close()
+    assert str(caught.value).count("--- rank") == 1, str(caught.value)
+    assert "--- rank 2 ---\nthe process ended without an answer" in str(caught.value)
 
 
 def _dies(rank: int, size: int) -> None:
@@ -122,13 +151,10 @@ def _dies(rank: int, size: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return move(self, tensors)
 
-    begin = time.monotonic()
+    group, begin = dist.new_group([0, 1]), time.monotonic()
     with mock.patch.object(Exchange, "move", dying):
-        try:
-            job.resize(dist.new_group([0, 1]))
-        except ResizeError as error:
-            assert error.is_gone
-            assert time.monotonic() - begin < PATIENT_SECONDS
-            for p, before in zip(job.model.parameters(), held, strict=True):
-                assert torch.equal(p.to_local(), before)
-            raise
+        error = refusal(job, group, "rank 2 is gone.*save the remaining")
+    assert error.is_gone
+    assert time.monotonic() - begin < PATIENT_SECONDS
+    for p, before in zip(job.model.parameters(), held, strict=True):
+        assert torch.equal(p.to_local(), before)

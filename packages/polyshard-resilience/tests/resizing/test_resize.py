@@ -18,6 +18,7 @@ import polyshard
 import polyshard_resilience
 from polyshard_testing import ranks
 
+
 class Mixed(nn.Module):
     """Uneven, tied, frozen, zero-size, 0-dim and replicated parameters; buffers."""
 

@@ -175,7 +175,6 @@ class _Resize:
         """What is exchanged together: a group's tensors; at last what holders have whole."""
         self._states: list[tuple[Optimizer, Tensor, dict[str, Any] | None]] = []
         self._moved: list[tuple[int, int]] = []
-        self._is_idle = False
 
     # Before anything moves --------------------------------------------------------------------
 
@@ -196,8 +195,7 @@ class _Resize:
         if raised is not None:
             raise raised
         self._compare(told)
-        if not self._is_idle:
-            self._make()
+        self._make()
 
     def _look(self) -> _Told:
         resizing = self._resizing = Resizing(self._model)
@@ -254,7 +252,7 @@ class _Resize:
                     "be the same."
                 )
         assert first.forms is not None
-        self._forms, self._axes, self._is_idle = first.forms, first.axes, seats.is_same
+        self._forms, self._axes = first.forms, first.axes
 
     def _make(self) -> None:
         assert self._resizing is not None
@@ -336,8 +334,6 @@ class _Resize:
 
     def commit(self) -> Resized:
         """Let go of what was before."""
-        if self._is_idle:
-            return Resized()
         assert self._resizing is not None
         self._resizing.commit()
         for tensor, moving in zip(self._plain, self._batches[-1], strict=False):

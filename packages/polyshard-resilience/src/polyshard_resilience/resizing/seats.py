@@ -45,11 +45,6 @@ class Seats:
         """Ranks that will hold it, by their places."""
         return _by_place(self.after)
 
-    @property
-    def is_same(self) -> bool:
-        """Whether nothing changes."""
-        return self.before == self.after
-
     def held(self, extent: int, rank: int) -> tuple[int, int]:
         """The rows of ``rank`` now, of ``extent``: a half-open range."""
         return _rows(extent, len(self.holders), self.before[rank])
