@@ -21,6 +21,10 @@ from polyshard_resilience.errors import ResizeError
 from polyshard_testing import ranks
 
 
+def mesh_of(members: list[int]) -> DeviceMesh:
+    return DeviceMesh(torch.get_default_device().type, members)
+
+
 class Job:
     """A run on the ranks of a mesh."""
 
@@ -35,7 +39,8 @@ class Job:
 
     def backward(self, slot: int) -> None:
         generator = torch.Generator("cpu").manual_seed(slot)
-        self.model(torch.randn(4, 9, generator=generator)).square().mean().backward()
+        x = torch.randn(4, 9, generator=generator, device="cpu")
+        self.model(x).square().mean().backward()
 
     def step(self) -> None:
         self.optimizer.step()
@@ -59,14 +64,14 @@ class Job:
 def test_reproducible_runs_do_not_show_it(rank: int, size: int) -> None:
     """Bitwise a run that was never resized."""
     plugins = [Reproducible(slots=4) for _ in range(2)]
-    job, members = Job(DeviceMesh("cpu", [0, 1, 2, 3]), plugins[0]), [0, 1, 2, 3]
+    job, members = Job(mesh_of([0, 1, 2, 3]), plugins[0]), [0, 1, 2, 3]
     for step, target in enumerate(([1, 2], [2], [0, 1, 2, 3], [0, 1, 2, 3])):
         if rank in members:
             job.slots(plugins[0], step)
         group = dist.new_group(target)
         job.resize(group)
         members = target
-    mesh = DeviceMesh("cpu", [0, 1])
+    mesh = mesh_of([0, 1])
     told: list[Any] = [None]
     if rank < 2:
         steady = Job(mesh, plugins[1])
@@ -84,7 +89,7 @@ def test_with_plugins(rank: int, size: int, plugin: str) -> None:
     made: Any = Offload.cpu()
     if plugin == "quantized":
         made = QuantizedComm(gradients=Int8Block(), error_feedback=ErrorFeedback())
-    job = Job(DeviceMesh("cpu", [0, 1, 2]), made)
+    job = Job(mesh_of([0, 1, 2]), made)
     job.train(1)
     before = whole(job.model)
     resized = job.resize(dist.new_group([0, 2]))
@@ -98,7 +103,7 @@ def test_with_plugins(rank: int, size: int, plugin: str) -> None:
 
 @ranks(2)
 def test_optimizers_with_state_elsewhere_are_refused(rank: int, size: int) -> None:
-    mesh = DeviceMesh("cpu", [0, 1])
+    mesh = mesh_of([0, 1])
     muon = MatrixOptimizer(torch.optim.Muon)
     job = Job(mesh, muon)
     with pytest.raises(ResizeError, match="gradients land on owners"):

@@ -111,7 +111,9 @@ def test_what_does_not_fit_is_refused_on_every_rank(rank: int, size: int) -> Non
 def test_what_does_not_follow_is_refused(rank: int, size: int) -> None:
     """Replicas, blocks of ranks, gradients that wait: by name."""
     polyshard_resilience.enable()
-    replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    replicas = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
+    )
     settings: list[tuple[str, dict[str, Any]]] = [
         ("several axes", {"mesh": replicas}),
         ("into blocks", {"reshard_after_forward": 2}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,10 @@ import polyshard_resilience
 from polyshard_testing import ranks
 
 
+def mesh_of(members: list[int]) -> DeviceMesh:
+    return DeviceMesh(torch.get_default_device().type, members)
+
+
 class Mixed(nn.Module):
     """Uneven, tied, frozen, zero-size, 0-dim and replicated parameters; buffers."""
 
@@ -26,13 +31,13 @@ class Mixed(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(101, 20)
         self.block = nn.Sequential(nn.Linear(20, 7), nn.GELU(), nn.Linear(7, 20))
-        self.register_buffer("seen", torch.zeros((), device="cpu"))
+        self.register_buffer("seen", torch.zeros(()))
         self.head = nn.Linear(20, 101, bias=False)
         self.head.weight = self.embedding.weight
-        self.scale = nn.Parameter(torch.ones((), device="cpu"))
-        self.few = nn.Parameter(torch.ones(2, 3, device="cpu"))
-        self.none = nn.Parameter(torch.ones(0, 3, device="cpu"))
-        self.frozen = nn.Parameter(torch.ones(5, device="cpu"), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.few = nn.Parameter(torch.ones(2, 3))
+        self.none = nn.Parameter(torch.ones(0, 3))
+        self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -45,21 +50,14 @@ class Mixed(nn.Module):
 class Job:
     """A run on the ranks of a mesh."""
 
-    def __init__(self, mesh: DeviceMesh, device: str = "cpu") -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
         torch.manual_seed(0)
-        with torch.device(device):
-            self.model: Any = Mixed()
-        if device == "meta":
-            for name in ("scale", "few", "none", "frozen"):
-                given = getattr(self.model, name)
-                made = nn.Parameter(torch.empty_like(given, device="meta"), given.requires_grad)
-                setattr(self.model, name, made)
+        self.model: Any = Mixed()
         polyshard.fully_shard(self.model.block, mesh=mesh)
         polyshard.fully_shard(self.model, mesh=mesh)
-        inner = set(self.model.block.parameters())
-        outer = [p for p in self.model.parameters() if p not in inner]
-        groups = [{"params": list(inner), "lr": 1e-3}, {"params": outer, "weight_decay": 0.1}]
-        groups[0]["params"] = list(self.model.block.parameters())
+        inner = list(self.model.block.parameters())
+        outer = [p for p in self.model.parameters() if all(p is not other for other in inner)]
+        groups = [{"params": inner, "lr": 1e-3}, {"params": outer, "weight_decay": 0.1}]
         self.optimizer = torch.optim.AdamW(groups, lr=1e-2)
 
     def steps(self, start: int, stop: int) -> None:
@@ -155,9 +153,9 @@ class Placed(nn.Module):
         return out
 
 
-def placed(mesh: DeviceMesh, device: str) -> tuple[Any, torch.optim.Optimizer]:
+def placed(mesh: DeviceMesh, *, is_fresh: bool) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    with torch.device(device):
+    with torch.device("meta") if is_fresh else nullcontext():
         model: Any = Placed()
 
     def place(parameter: nn.Parameter) -> Any:
@@ -173,8 +171,8 @@ def placed(mesh: DeviceMesh, device: str) -> tuple[Any, torch.optim.Optimizer]:
 def test_a_fresh_rank_joins(rank: int, size: int) -> None:
     """It brings a model on the meta device, sharded over itself alone."""
     polyshard_resilience.enable()
-    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2])]
-    model, optimizer = placed(meshes[rank == 2], "meta" if rank == 2 else "cpu")
+    meshes = [mesh_of([0, 1]), mesh_of([2])]
+    model, optimizer = placed(meshes[rank == 2], is_fresh=rank == 2)
     parameters = list(model.parameters())
 
     def step() -> None:
@@ -201,7 +199,7 @@ def _saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     tensors: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, p in model.named_parameters():
         tensors[f"{name} momentum"] = optimizer.state[p]["momentum_buffer"]
-    tensors["lr"] = torch.tensor(optimizer.param_groups[0]["lr"], device="cpu")
+    tensors["lr"] = torch.tensor(optimizer.param_groups[0]["lr"])
     return {name: _full(value) for name, value in tensors.items()}
 
 
@@ -209,7 +207,7 @@ def _saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 def test_ranks_leave_and_join(rank: int, size: int) -> None:
     """As after a checkpoint that the new number of ranks has loaded, to the bit."""
     polyshard_resilience.enable()
-    job = Job(DeviceMesh("cpu", list(range(4))))
+    job = Job(mesh_of([0, 1, 2, 3]))
     members, step = [0, 1, 2, 3], 0
     for target in ([0, 1, 2], [0, 2], [0, 1, 2, 3]):
         told: list[Any] = [None]
@@ -217,7 +215,7 @@ def test_ranks_leave_and_join(rank: int, size: int) -> None:
             job.steps(step, step + 1)
             told = [job.whole()]
         dist.broadcast_object_list(told, src=members[0])
-        group, mesh = dist.new_group(target), DeviceMesh("cpu", target)
+        group, mesh = dist.new_group(target), mesh_of(target)
         moved = job.resize(group)
         bytes_of_all: list[Any] = [None] * size
         dist.all_gather_object(bytes_of_all, (moved.sent_bytes, moved.received_bytes))
