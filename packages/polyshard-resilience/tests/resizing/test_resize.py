@@ -27,6 +27,8 @@ def mesh_of(members: list[int]) -> DeviceMesh:
 class Mixed(nn.Module):
     """Uneven, tied, frozen, zero-size, 0-dim and replicated parameters; buffers."""
 
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(101, 20)
@@ -127,7 +129,7 @@ def rows_that_move(extent: int, before: Sequence[int], after: Sequence[int]) -> 
 def least_bytes(job: Job, before: Sequence[int], after: Sequence[int]) -> int:
     """What has to move: rows of AdamW's three tensors, and for those that join what is whole."""
     joining = len(set(after) - set(before))
-    least = joining * sum(b.nbytes for b in job.model.buffers())
+    least: int = joining * sum(b.nbytes for b in job.model.buffers())
     for p in job.model.parameters():
         copies = 3 if p.requires_grad else 1
         if p.ndim:
@@ -140,6 +142,8 @@ def least_bytes(job: Job, before: Sequence[int], after: Sequence[int]) -> int:
 
 class Placed(nn.Module):
     """Parameters that are placed in other ways, and tensors that every rank has whole."""
+
+    table: Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -202,8 +202,8 @@ class _Resize:
         groups = resizing.groups
         sharded = {id(p.parameter) for group in groups for p in group.shards.parameters}
         self._names = {id(p): name for name, p in self._model.named_parameters()}
-        self._plain = [p for p in self._model.parameters() if id(p) not in sharded]
-        self._plain += self._model.buffers()
+        every = (*self._model.parameters(), *self._model.buffers())
+        self._plain = [tensor for tensor in every if id(tensor) not in sharded]
         if any(isinstance(tensor, DTensor) for tensor in self._plain):
             raise UnsupportedError("resize() moves no ignored parameters that are DTensors.")
         check_optimizers(self._optimizers, self._names)
@@ -280,8 +280,8 @@ class _Resize:
         whole = [self._whole(tensor, tensor.dtype, tensor) for tensor in self._plain]
         for optimizer, form in zip(self._optimizers, self._forms, strict=True):
             for parameter, state in zip(parameters_of(optimizer), form.states, strict=True):
-                after, batch = homes.get(id(parameter), (None, whole))
-                new = self._state(optimizer, parameter, state or {}, after, batch)
+                heir, batch = homes.get(id(parameter), (None, whole))
+                new = self._state(optimizer, parameter, state or {}, heir, batch)
                 self._states.append((optimizer, parameter, new if state and self._group else None))
         self._batches.append(whole)
 
