@@ -3,6 +3,16 @@
 from polyshard_resilience.guards.corruption import Corruption
 from polyshard_resilience.guards.nonfinite import NonFinite
 from polyshard_resilience.handler import enable
+from polyshard_resilience.resizing.resize import Resized, resize
 from polyshard_resilience.rollback.attempt import Attempt, attempt, attempts
 
-__all__ = ["Attempt", "Corruption", "NonFinite", "attempt", "attempts", "enable"]
+__all__ = [
+    "Attempt",
+    "Corruption",
+    "NonFinite",
+    "Resized",
+    "attempt",
+    "attempts",
+    "enable",
+    "resize",
+]

@@ -20,6 +20,10 @@ class AttemptError(PolyshardError, RuntimeError):
     is_undone = True
 
 
+class ResizeError(AttemptError):
+    """Resizing failed on some rank; raised on every rank, which has the model that it had."""
+
+
 class CorruptionError(PolyshardError, RuntimeError):
     """Weights or optimizer state changed without a write, or replicas differ."""
 

@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from typing_extensions import override
 
-from polyshard.agreement.board import REQUESTS_PER_SECOND
+from polyshard.agreement.board import REQUESTS_PER_SECOND, open_board
 from polyshard.errors import (
     ConnectionLostError,
     GradientMismatchError,
@@ -29,7 +29,7 @@ from polyshard.errors import (
     PeerError,
     PolyshardError,
 )
-from polyshard.failures import FailureHandler, Kind, Part, handle_failures
+from polyshard.failures import FailureHandler, Kind, Part, failure_handler, handle_failures
 from polyshard_resilience._torch_private import is_from_gloo
 from polyshard_resilience.alarm.alarm import Alarm
 from polyshard_resilience.alarm.current import current_alarm
@@ -59,6 +59,26 @@ def enable() -> None:
 def current_handler() -> FailureHandler:
     """That of the default process group; core's where there is no other rank to tell."""
     return _handler_of(current_alarm())
+
+
+def check_enabled(ranks: Sequence[int], what: str) -> None:
+    """Refuse ``what`` among ``ranks`` that would not tell each other of failures.
+
+    Raises:
+        LifecycleError: without :func:`enable`.
+    """
+    is_shared = len(ranks) > 1 and open_board(ranks) is not None
+    if is_shared and not isinstance(failure_handler(), AlarmHandler):
+        raise LifecycleError(
+            f"{what} needs ranks that report failures to each other. Call "
+            "polyshard_resilience.enable() on every rank before fully_shard."
+        )
+
+
+def refusal_of(error: RuntimeError) -> PolyshardError | None:
+    """What to raise in place of ``error``, where another rank's failure explains it."""
+    handler = failure_handler()
+    return handler.refusal_of(error) if isinstance(handler, AlarmHandler) else None
 
 
 @functools.lru_cache(maxsize=1)

@@ -25,7 +25,6 @@ from polyshard.errors import PeerError
 from polyshard_resilience.alarm.current import current_alarm
 from polyshard_resilience.alarm.peers import tell_again
 from polyshard_resilience.errors import AttemptError
-from polyshard_resilience.rollback import attempt as attempt_module
 from polyshard_resilience.rollback import verdict
 from polyshard_testing import World, ranks
 from polyshard_testing.world import RankError
@@ -158,7 +157,7 @@ def test_groups_that_cannot_be_mended_end_the_attempt_on_all(rank: int, size: in
     job.train(1)
     before, begin = whole(job.model), time.monotonic()
     refused = mock.Mock(side_effect=PeerError("rank 2 did not come to mend group 7"))
-    with mock.patch.object(attempt_module, "mend_groups", refused if rank else mock.Mock()):
+    with mock.patch.object(verdict, "mend_groups", refused if rank else mock.Mock()):
         error = failure(job.attempted(), raising(ValueError("first")), "rank 1: PeerError: rank 2")
     assert error.ranks == (1,)
     assert time.monotonic() - begin < PATIENT_SECONDS

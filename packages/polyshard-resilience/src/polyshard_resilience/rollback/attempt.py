@@ -24,29 +24,24 @@ from torch.utils.hooks import RemovableHandle
 
 from polyshard._torch.private import in_backward
 from polyshard._torch.untraced import untraced
-from polyshard.agreement.board import open_board
 from polyshard.agreement.meeting import report_failure
 from polyshard.engine.plans import audiences
 from polyshard.engine.root import groups_of
-from polyshard.errors import LifecycleError, PeerError, PolyshardError, SettingError
-from polyshard.failures import failure_handler
+from polyshard.errors import LifecycleError, PeerError, SettingError
 from polyshard.plugins.seams import Stateful, Undoable
-from polyshard_resilience.alarm.current import current_alarm
-from polyshard_resilience.alarm.peers import go_on, lost, tell
+from polyshard_resilience.alarm.peers import tell
 from polyshard_resilience.alarm.reports import NOBODY
 from polyshard_resilience.errors import AttemptError
-from polyshard_resilience.handler import AlarmHandler
-from polyshard_resilience.mending import mend_groups
+from polyshard_resilience.handler import check_enabled, refusal_of
 from polyshard_resilience.rollback.undo import Scope, Undo
 from polyshard_resilience.rollback.verdict import (
     DISAGREED,
     DONE,
     READY,
-    TOLD,
-    UNDONE,
     Ballot,
     Kind,
     Verdict,
+    go_back,
 )
 
 T = TypeVar("T")
@@ -195,12 +190,7 @@ class Attempt(Generic[T]):
                 "an attempt of this model is under way, or was entered before. Put one step into "
                 "one block, and make a new attempt for the next."
             )
-        is_shared = len(scope.ranks) > 1 and open_board(scope.ranks) is not None
-        if is_shared and not isinstance(failure_handler(), AlarmHandler):
-            raise LifecycleError(
-                "an attempt needs ranks that report failures to each other. Call "
-                "polyshard_resilience.enable() on every rank before fully_shard."
-            )
+        check_enabled(scope.ranks, "an attempt")
         self._groups = groups
         self._ballot = Ballot(scope.ranks, self._left)
         try:
@@ -281,18 +271,10 @@ class Attempt(Generic[T]):
         if self.succeeded:
             return False
         refused = self._refused or self._error()
-        if not refused.is_gone:
-            self._ballot.cast(TOLD, None)
-        undo.put_back()
-        if not refused.is_gone:
-            # A rank that failed again while others still went back would be heard by none of them:
-            # what they begin anew is after that failure.
-            after = self._ballot.cast(UNDONE, _unmended())
-            go_on()
-            if not after:
-                self._verdict = after
-                refused = self._error()
-        lost(self._verdict.said if refused.is_gone else {})
+        verdict = go_back(self._ballot, self._verdict, undo.put_back)
+        if verdict is not self._verdict:
+            self._verdict = verdict
+            refused = self._error()
         if refused.is_out_of_memory and refused.is_undone and self._verdict.left > 0:
             return True
         if refused is error:
@@ -304,7 +286,7 @@ class Attempt(Generic[T]):
         if error is not None:
             self._tell(error)
             if isinstance(error, RuntimeError):
-                error = _refusal_of(error) or error
+                error = refusal_of(error) or error
         was_ready = self._is_ready
         if not was_ready:
             self._verdict = self._ballot.cast(READY, error)
@@ -338,20 +320,6 @@ class Attempt(Generic[T]):
         error.is_gone = verdict.kind is Kind.GONE
         error.is_undone = not is_final
         return error
-
-
-def _refusal_of(error: RuntimeError) -> PolyshardError | None:
-    handler = failure_handler()
-    return handler.refusal_of(error) if isinstance(handler, AlarmHandler) else None
-
-
-def _unmended() -> PeerError | None:
-    """Mend process groups that were broken; why that failed, if it did."""
-    try:
-        mend_groups(current_alarm())
-    except PeerError as error:
-        return error
-    return None
 
 
 def _message(verdict: Verdict, *, is_final: bool) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -30,8 +30,17 @@ from polyshard.agreement.board import REQUESTS_PER_SECOND, Board, open_board, sa
 from polyshard.errors import ControlFlowError, OutOfStepError, PeerError
 from polyshard_resilience.alarm.alarm import LEAVING
 from polyshard_resilience.alarm.current import current_alarm
-from polyshard_resilience.alarm.peers import Absent, Roll, gathering, tell, tell_again
+from polyshard_resilience.alarm.peers import (
+    Absent,
+    Roll,
+    gathering,
+    go_on,
+    lost,
+    tell,
+    tell_again,
+)
 from polyshard_resilience.alarm.reports import NOBODY, Cause
+from polyshard_resilience.mending import mend_groups
 
 BALLOTS = READY, DONE, TOLD, UNDONE = "ready", "done", "told", "undone"
 FIRST_PAUSE_SECONDS = 1e-4
@@ -105,6 +114,37 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     if isinstance(error, RuntimeError) and HOST_MEMORY in str(error):
         return True
     return is_out_of_memory(error.__cause__)
+
+
+def go_back(ballot: Ballot, verdict: Verdict, put_back: Callable[[], None]) -> Verdict:
+    """Undo together what ``verdict`` says has failed; what ranks say of it afterwards.
+
+    Args:
+        ballot: that was lost.
+        verdict: how.
+        put_back: what this rank undoes, without talking to others.
+    """
+    is_gone = verdict.kind is Kind.GONE
+    if not is_gone:
+        ballot.cast(TOLD, None)
+    put_back()
+    if not is_gone:
+        # A rank that failed again while others still went back would be heard by none of them:
+        # what they begin anew is after that failure.
+        after = ballot.cast(UNDONE, _unmended())
+        go_on()
+        verdict = verdict if after else after
+    lost(verdict.said if verdict.kind is Kind.GONE else {})
+    return verdict
+
+
+def _unmended() -> PeerError | None:
+    """Mend process groups that were broken; why that failed, if it did."""
+    try:
+        mend_groups(current_alarm())
+    except PeerError as error:
+        return error
+    return None
 
 
 class Ballot:

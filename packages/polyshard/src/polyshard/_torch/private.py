@@ -64,6 +64,7 @@ def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 __all__ = [
     "DataParallelMeshDims",
     "StorageGate",
+    "become",
     "chunk_cat",
     "coalescing",
     "default_store",
@@ -132,6 +133,20 @@ def local_tensor(value: DTensor) -> Tensor:
 def set_local_tensor(value: DTensor, local: Tensor) -> None:
     """Point a DTensor at other local memory, keeping the object (optimizers hold on to it)."""
     value._local_tensor = local
+
+
+def become(kept: nn.Parameter, made: nn.Parameter) -> None:
+    """Have a DTensor be what ``made`` is: its mesh, placements and local memory; objects stay.
+
+    Of another device it becomes another tensor, which torch refuses where a weak reference to
+    either exists.
+    """
+    if kept.device == made.device:
+        ours, other = cast("Any", kept), cast("Any", made)
+        ours._local_tensor, ours._spec = other._local_tensor, other._spec
+    else:
+        made.__dict__.update(kept.__dict__)
+        torch.utils.swap_tensors(kept, made)
 
 
 def storage_holders(tensor: Tensor) -> int:

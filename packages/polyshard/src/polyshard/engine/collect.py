@@ -291,10 +291,10 @@ def move_to_device(roots: Sequence[nn.Module], collector: Collector, roles: Mesh
         parameters = [p for p in module.parameters(recurse=False) if collector.takes(p)]
         for tensor in (*parameters, *module.buffers(recurse=False)):
             if tensor.device != device and tensor.device.type != "meta":
-                _move(tensor, tensor.detach().to(device))
+                move(tensor, tensor.detach().to(device))
 
 
-def _move(tensor: Tensor, moved: Tensor) -> None:
+def move(tensor: Tensor, moved: Tensor) -> None:
     """Have ``tensor``, which others hold too, be ``moved``."""
     try:
         tensor.data = moved

@@ -190,7 +190,8 @@ def refuse_replaced(groups: Iterable[ParameterGroup], root: nn.Module) -> None:
     alive = {
         id(parameter): (original, sharded.info.fqn)
         for group in groups
-        for original, sharded in zip(group.take_originals(), group.shards.parameters, strict=True)
+        # a group that took the place of another has none
+        for original, sharded in zip(group.take_originals(), group.shards.parameters, strict=False)
         if (parameter := original()) is not None
     }
     if not alive:

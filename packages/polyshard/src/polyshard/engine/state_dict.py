@@ -28,13 +28,8 @@ class StateDictHooks:
         """Register with every module that owns a parameter of ``unit``."""
         self._unit = unit
         self._adapted: dict[ShardedParameter, Adapted] = {}
-        self._owned: dict[nn.Module, list[Owned]] = {}
-        for group in unit.groups:
-            for parameter in group.shards.parameters:
-                for owner in parameter.owners:
-                    entry = (owner.name, parameter, group)
-                    self._owned.setdefault(owner.module, []).append(entry)
-        for module in self._owned:
+        self._modules = {module: None for group in unit.groups for module in group.users()}
+        for module in self._modules:
             module.register_state_dict_pre_hook(self._reshard)
             module.register_load_state_dict_pre_hook(self._before_load)
             module.register_load_state_dict_post_hook(self._after_load)
@@ -49,8 +44,14 @@ class StateDictHooks:
         return any(group.contributions.adapters for group in self._unit.groups)
 
     def _held(self, module: nn.Module) -> list[Owned]:
-        """Of what ``module`` registers: what has not moved to another unit."""
-        return [owned for owned in self._owned[module] if owned[2] in self._unit.groups]
+        """What ``module`` registers of the unit's groups, which may be others than at first."""
+        return [
+            (owner.name, parameter, group)
+            for group in self._unit.groups
+            for parameter in group.shards.parameters
+            for owner in parameter.owners
+            if owner.module is module
+        ]
 
     def _reshard(self, *args: object, **kwargs: object) -> None:
         del args, kwargs
@@ -95,13 +96,14 @@ class StateDictHooks:
 
     def adapted(self) -> Iterator[tuple[int, Adapted]]:
         """Parameters with adapters, by the ``id`` of every object that is one of them now."""
-        for module in self._owned:
+        before, self._adapted = self._adapted, {}
+        for module in self._modules:
             for name, parameter, group in self._held(module):
-                if not group.contributions.adapters:
+                adapters = group.contributions.adapters
+                if not adapters:
                     continue
-                if parameter not in self._adapted:
-                    self._adapted[parameter] = Adapted(parameter, group.contributions.adapters)
-                found = self._adapted[parameter]
+                known = self._adapted.get(parameter) or before.get(parameter)
+                found = self._adapted[parameter] = known or Adapted(parameter, adapters)
                 yield id(parameter.parameter), found
                 yield id(module._parameters.get(name)), found
 

@@ -217,6 +217,12 @@ class RootContext:
         self.prefetcher: Prefetcher[Unit] = Prefetcher()
         self._watches_steps = False
 
+    def begin_anew(self) -> None:
+        """Its units get other groups: the next forward starts as the first one did."""
+        self.units.clear()
+        self.observers, self._watches_steps = (), False
+        self.turn.count = 0  # ranks that come have counted none
+
     def wait_for_optimizer(self, device: torch.device) -> None:
         """Order the current stream behind the event the user recorded after the optimizer."""
         event, self.post_optim_event = self.post_optim_event, None

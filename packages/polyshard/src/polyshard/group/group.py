@@ -236,6 +236,16 @@ class ParameterGroup:
         originals, self._originals = self._originals, []
         return originals
 
+    def take_settings(self, other: ParameterGroup) -> None:
+        """Do as ``other``, whose parameters this group has on another mesh, was told to."""
+        self.pool, self.keeps_memory = other.pool, other.keeps_memory
+        self.reduces, self.all_reduces = other.reduces, other.all_reduces
+        self.reshard_after_backward = other.reshard_after_backward
+        self.unshard_in_backward = other.unshard_in_backward
+        self._reduce_settings = other.reduce_settings
+        if other.comms:
+            self.set_comms(other.comms)
+
     # --- plan ---------------------------------------------------------------------------------
 
     def info(self) -> GroupInfo:
@@ -304,7 +314,7 @@ class ParameterGroup:
     @torch.inference_mode(mode=False)
     def _prepare_anew(self) -> Generation:
         """All that is made here outlives the forward, which may run in inference mode or a jvp."""
-        if self._teardown.is_done:
+        if self.is_closed:
             raise LifecycleError(f"group '{self.name}' was closed; shard its model anew.")
         if self.shards.adopt_replaced():
             self._is_outdated = True
@@ -392,6 +402,11 @@ class ParameterGroup:
     def is_sharded(self) -> bool:
         """Whether nothing is gathered or on the way."""
         return self.state is State.SHARDED
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it can be used no more."""
+        return self._teardown.is_done
 
     @property
     def is_trained(self) -> bool:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from polyshard._torch.private import (
     Watched,
+    become,
     has_fsdp_protocol,
     have_moved,
     local_tensor,
@@ -156,6 +157,16 @@ class Shards:
         self._watched = self._new_watched()
         self._introduce()
         return True
+
+    def take_objects(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Have ``parameters``, which others hold, be the sharded parameters of this buffer."""
+        for own, kept in zip(self.parameters, parameters, strict=True):
+            become(kept, own.parameter)
+            own.adopt(kept)
+        self.registry = self._new_registry()
+        self.registry.register()
+        self._watched = self._new_watched()
+        self._introduce()
 
     def _new_home(self, placed: ParameterLayout) -> Home:
         return Home.at(own_storage(local_view(self.buffer, placed, self._rank)))

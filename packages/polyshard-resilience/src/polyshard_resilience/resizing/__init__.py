@@ -1,0 +1,1 @@
+"""A model changes its number of ranks in the living processes."""

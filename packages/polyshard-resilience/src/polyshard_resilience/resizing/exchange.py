@@ -1,0 +1,109 @@
+"""Tensors change their owners: each row goes from who holds it to who will, if that is another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from polyshard_resilience.resizing.seats import Seats
+
+
+@dataclass(frozen=True)
+class Moving:
+    """One tensor: what this rank holds of it, and where it will rest.
+
+    Attributes:
+        shape: of all of it.
+        dtype: the same on all ranks.
+        dim: that is cut into rows; ``None`` for a tensor that every holder has whole.
+        held: the part of this rank now, if it has one.
+        made: memory for the part that it will have, if it will; ``held`` itself where that stays.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dim: int | None
+    held: Tensor | None
+    made: Tensor | None
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Moves tensors among the ranks of ``group``, over memory of ``device``."""
+
+    seats: Seats
+    group: dist.ProcessGroup
+    device: torch.device
+
+    @torch.no_grad()
+    def move(self, tensors: Sequence[Moving]) -> tuple[int, int]:
+        """Fill what was made; all ranks call it with the same tensors, in the same order.
+
+        Returns:
+            Bytes that this rank sent to others, and that it received.
+        """
+        sent = received = 0
+        for dtype in sorted({t.dtype for t in tensors}, key=str):
+            out, into = self._move_alike([t for t in tensors if t.dtype is dtype], dtype)
+            sent, received = sent + out, received + into
+        return sent, received
+
+    def _move_alike(self, tensors: Sequence[Moving], dtype: torch.dtype) -> tuple[int, int]:
+        own, every = dist.get_rank(self.group), range(dist.get_world_size(self.group))
+        staying = zip(self._targets(tensors, own), self._sources(tensors, own), strict=True)
+        for target, source in staying:
+            if target is not source:
+                target.copy_(source)
+        going = [list(self._sources(tensors, rank)) if rank != own else [] for rank in every]
+        coming = [list(self._targets(tensors, rank)) if rank != own else [] for rank in every]
+        away = [part.detach().to(self.device).reshape(-1) for parts in going for part in parts]
+        out = torch.cat(away) if away else torch.empty(0, dtype=dtype, device=self.device)
+        come = [sum(part.numel() for part in parts) for parts in coming]
+        into = torch.empty(sum(come), dtype=dtype, device=self.device)
+        size = dtype.itemsize
+        dist.all_to_all_single(
+            into.view(torch.uint8),
+            out.view(torch.uint8),
+            [numel * size for numel in come],
+            [sum(part.numel() for part in parts) * size for parts in going],
+            group=self.group,
+        )
+        start = 0
+        for part in (part for parts in coming for part in parts):
+            part.copy_(into[start : start + part.numel()].view(part.shape))
+            start += part.numel()
+        return out.nbytes, into.nbytes
+
+    def _sources(self, tensors: Sequence[Moving], target: int) -> Iterator[Tensor]:
+        """What this rank has for ``target``."""
+        own, seats = dist.get_rank(self.group), self.seats
+        for one in tensors:
+            if one.dim is None:
+                if one.held is not None and seats.gives_whole(own, target):
+                    yield one.held
+            elif one.held is not None:
+                extent = one.shape[one.dim]
+                rows, start = seats.shared(extent, own, target), seats.held(extent, own)[0]
+                yield from _part(one.held, one.dim, rows, start)
+
+    def _targets(self, tensors: Sequence[Moving], source: int) -> Iterator[Tensor]:
+        """Where what ``source`` has for this rank belongs."""
+        own, seats = dist.get_rank(self.group), self.seats
+        for one in tensors:
+            if one.dim is None:
+                if one.made is not None and seats.gives_whole(source, own):
+                    yield one.made
+            elif one.made is not None:
+                extent = one.shape[one.dim]
+                rows, start = seats.shared(extent, source, own), seats.wanted(extent, own)[0]
+                yield from _part(one.made, one.dim, rows, start)
+
+
+def _part(local: Tensor, dim: int, rows: tuple[int, int], start: int) -> Iterator[Tensor]:
+    """``rows`` of ``local``, which begins with row ``start``; nothing where there are none."""
+    if rows[1] > rows[0]:
+        yield local.narrow(dim, rows[0] - start, rows[1] - rows[0])
