@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import polyshard_sim
@@ -26,10 +26,10 @@ from polyshard_sim.clock import (
 from polyshard_sim.testing import Ranks, run, sim
 
 RANKS, WIDTH, TOKENS, START, HOP = 8, 64, 16, 10.0, 1.0
-# A product of these sizes takes 16 x 64 x 64 x 2 = 131072 operations. Bytes cost nothing but where a
-# collective passes them on, and nothing takes the host any time.
+# A product of these sizes takes 16 x 64 x 64 x 2 = 131072 operations. Bytes cost nothing but where
+# a collective passes them on, and nothing takes the host any time.
 HARDWARE = Hardware(
-    half_flops_per_second=1e9,
+    half_flops_per_second=2048e6,
     float_flops_per_second=1024e6,
     efficiency=1.0,
     memory_bytes_per_second=float("inf"),
@@ -54,8 +54,8 @@ def rank() -> Iterator[Ranks]:
     ranks.close()
 
 
-def seconds(timeline: Timeline, stream: int) -> dict[str | tuple[str, int], float]:
-    """Microseconds on a stream, by name, and by what was waited for."""
+def microseconds(timeline: Timeline, stream: int) -> dict[str | tuple[str, int], float]:
+    """Of a stream, by name, and by what was waited for."""
     found: dict[str | tuple[str, int], float] = {}
     for span in timeline.spans:
         if span.stream == stream:
@@ -79,12 +79,12 @@ def beside(_: int, __: int, products: int) -> tuple[float, dict[Any, float]]:
         assert not sim().current_stream().query(), "in the host's time it has not begun"
         sim().synchronize()
         taken = host_time_us() - begin
-    found = seconds(timeline, sim().current_stream().stream_id)
+    found = microseconds(timeline, sim().current_stream().stream_id)
     return taken, {"lane": lane.stream_id, **found}
 
 
 def test_compute_hides_a_transfer_or_waits_for_it(rank: Ranks) -> None:
-    taken, found = rank.run(beside, 1)[0]
+    taken, found = rank.run(beside, 1, timeout=None)[0]
     assert GATHER == 31.0 < PRODUCT == 128.0
     assert (taken, found["aten::mm"]) == (2 * PRODUCT, 2 * PRODUCT)
     assert ("wait", found["lane"]) not in found
@@ -97,8 +97,8 @@ def durations(_: int, __: int) -> None:
     with rank_of(64), record() as timeline:
         assert dist.get_world_size() == 64
         value = torch.empty(64 * 1024, device="sim")
-        for kind in (dist.all_reduce, dist.barrier):
-            kind(*[value] * (kind is dist.all_reduce))
+        dist.all_reduce(value)
+        dist.barrier(device_ids=[0])
         pairs = init_device_mesh("sim", (8, 8), mesh_dim_names=("nodes", "ranks"))
         for axis in ("nodes", "ranks"):
             dist.all_reduce(value, group=pairs.get_group(axis))
@@ -116,8 +116,8 @@ def durations(_: int, __: int) -> None:
         START + sent * 7 / 8 / 32,  # one rank of each node: its own link, no hop of a node
         START + 2 * 7 * HOP + sent * 7 / 8 / 1024,
         value.nbytes / 512,
-        2 * 2 * 2 * 16 * 16 * 8 / 1000,
-        2 * 16 * 32 * 32 / 1000,
+        2 * 2 * 2 * 16 * 16 * 8 / 2048,
+        2 * 16 * 32 * 32 / 2048,
     ]
 
 
@@ -133,7 +133,7 @@ def late_host(_: int, __: int) -> tuple[float, dict[Any, float]]:
         for _ in range(3):
             rows @ matrix
         sim().synchronize()
-    return host_time_us() - begin, seconds(timeline, sim().current_stream().stream_id)
+    return host_time_us() - begin, microseconds(timeline, sim().current_stream().stream_id)
 
 
 def test_a_stream_is_idle_until_the_host_launches() -> None:
@@ -169,7 +169,7 @@ def forward(_: int, __: int, engine: str, tokens: int) -> tuple[float, dict[Any,
             model(x)
             sim().synchronize()
         taken = host_time_us() - begin
-    return taken, seconds(timeline, sim().current_stream().stream_id)
+    return taken, microseconds(timeline, sim().current_stream().stream_id)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -181,7 +181,7 @@ def test_units_are_gathered_beside_compute(rank: Ranks, engine: str) -> None:
     assert (taken, found["aten::mm"]) == (4 * GATHER + short, 4 * short)
 
 
-def one_unit(_: int, __: int, engine: str) -> tuple[float, dict[Any, float], Tensor]:
+def one_unit(_: int, __: int, engine: str) -> tuple[float, dict[str, float]]:
     """A step."""
     with rank_of(RANKS):
         model, x = layers(engine, 1, whole=True), torch.empty(TOKENS, WIDTH, device="sim")

@@ -7,10 +7,10 @@
 
 It is a simulation: nothing is computed, and no time of real hardware is measured.
 
-* A task begins when the one before it on its stream has ended and the host has launched it. A stream
-  that waits for an event goes on at the later of both times, and so does a host that waits.
-* A kernel takes as long as its multiplications or its bytes take, whichever is more. Each stream has
-  the whole device: kernels and collectives that run beside each other do not slow each other down.
+* A task begins when the one before it on its stream has ended and the host has launched it. A
+  stream that waits for an event goes on at the later of both times, and so does a host that waits.
+* A kernel takes as long as its multiplications or its bytes take, whichever is more. Each stream
+  has the whole device: what runs beside other work is not slowed down by it.
 * A launch takes the host a constant time. Python's own time is not in it.
 * All ranks are alike: a collective begins when this rank is ready. Those of one group follow one
   another.
@@ -28,6 +28,18 @@ import torch.distributed as dist
 from polyshard_sim.building import extension
 from polyshard_sim.errors import SimError
 
+__all__ = [
+    "HOST",
+    "NCCL_RINGS",
+    "Hardware",
+    "Protocol",
+    "Span",
+    "Timeline",
+    "host_time_us",
+    "rank_of",
+    "record",
+]
+
 HOST = -1
 """In :attr:`Span.awaited`: what was launched next had not been launched yet."""
 BACKEND = "fake-simccl"
@@ -38,7 +50,7 @@ _MICRO = 1e6
 
 @dataclass(frozen=True)
 class Protocol:
-    """How ranks pass parts around a ring: microseconds, and the part of the bandwidth it reaches."""
+    """How ranks pass parts around a ring: microseconds, and the part of the bandwidth reached."""
 
     start_us: float
     nvlink_us: float
@@ -54,11 +66,11 @@ NCCL_RINGS = (Protocol(8.4, 3.4, 14.0, 1.0), Protocol(14.0, 1.9, 4.0, 0.92))
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Nodes of accelerators that one rank each uses. The defaults are public figures of H100 nodes.
+    """Nodes of accelerators, one for each rank. The defaults are public figures of H100 nodes.
 
-    "H100" is NVIDIA's data sheet of the H100 SXM (www.nvidia.com/en-us/data-center/h100, dense), and
-    "DGX" the DGX H100/H200 User Guide (docs.nvidia.com/dgx). Bandwidths are one direction's half of
-    what the data sheet gives for both.
+    "H100" is NVIDIA's data sheet of the H100 SXM (www.nvidia.com/en-us/data-center/h100, dense),
+    and "DGX" the DGX H100/H200 User Guide (docs.nvidia.com/dgx). Bandwidths are one direction's
+    half of what the data sheet gives for both.
     """
 
     ranks_per_node: int = 8
@@ -83,7 +95,7 @@ class Hardware:
     """A collective uses the fastest."""
 
     def rings(self, ranks: Sequence[int]) -> list[tuple[float, float, float]]:
-        """Of a group of ``ranks``: microseconds to start and of one way around, bytes a microsecond.
+        """Of a group: microseconds to start and of one way around, and bytes a microsecond.
 
         There are as many rings as ranks of a node, and each leaves the node at another rank: nodes
         have the network of all those ranks between them.

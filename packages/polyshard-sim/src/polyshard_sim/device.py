@@ -280,11 +280,12 @@ settings: Settings
 def make_group(options: Any, _: object) -> Any:
     """The backend ``simccl``; without the other ranks where the clock is on."""
     rank, size = options.group_rank, options.group_size
-    gloo, hardware = None, settings.clock or Hardware()
-    if settings.clock is None:
+    clock: Hardware | None = globals()["settings"].clock
+    gloo = None
+    if clock is None:
         gloo = dist.ProcessGroupGloo(options.store, rank, size, options.timeout)
         gloo._set_default_timeout(timedelta(days=30))  # the group's watchdog ends collectives
-    rings = hardware.rings(options.global_ranks_in_group or range(size))
+    rings = (clock or Hardware()).rings(options.global_ranks_in_group or range(size))
     return _C.make_group(gloo, rank, size, options.timeout.total_seconds(), rings)
 
 
