@@ -38,7 +38,13 @@ COLLECTIVE_SECONDS = 30.0
 """How long a rank waits for its peers by default."""
 _ANSWER_SECONDS = 5.0  # for a rank to tell that it waited in vain
 _CALLS_OF_A_RANK = 300
-_PRELOADED = ["torch.distributed.tensor", "polyshard"]
+# A rank that imports these itself takes a second of a core for it, at each start.
+_PRELOADED = [
+    "polyshard.api",
+    "polyshard_resilience",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor.parallel",
+]
 _STACKS_SECONDS = 1.0  # for a rank to write where it is
 _STACKS_CHARACTERS = 4_000  # the last ones: the main thread's
 _START_SECONDS = 120.0  # for the ranks to import torch and find each other, on a busy machine

@@ -49,7 +49,7 @@ class Part:
         self._name = name
         self.place = name if place is None else place
         self.kind = kind
-        self.handler = failure_handler()
+        self.handler = kept_failure_handler()
         self.is_watched = type(self.handler) is not FailureHandler
         """Whether the handler does anything when the part begins: core's does not."""
 
@@ -152,7 +152,7 @@ class _Registry:
     def __init__(self) -> None:
         handler = FailureHandler()
         self.current: Callable[[], FailureHandler] = lambda: handler
-        self.is_used = False
+        self.is_kept = False
 
 
 @functools.cache
@@ -161,10 +161,14 @@ def _registry() -> _Registry:
 
 
 def failure_handler() -> FailureHandler:
-    """The handler of the default process group."""
-    registry = _registry()
-    registry.is_used = True
-    return registry.current()
+    """The handler of the default process group, for one call."""
+    return _registry().current()
+
+
+def kept_failure_handler() -> FailureHandler:
+    """The same for a caller that keeps it: :func:`handle_failures` sets no other from now on."""
+    _registry().is_kept = True
+    return failure_handler()
 
 
 def handle_failures(current: Callable[[], FailureHandler]) -> None:
@@ -176,7 +180,7 @@ def handle_failures(current: Callable[[], FailureHandler]) -> None:
     registry = _registry()
     if registry.current is current:
         return
-    if registry.is_used and dist.is_initialized() and dist.get_world_size() > 1:
+    if registry.is_kept and dist.is_initialized() and dist.get_world_size() > 1:
         raise LifecycleError(
             "a model was sharded before the failure handler was set, and its groups would not use "
             "it. Call polyshard_resilience.enable() on every rank before fully_shard."

@@ -35,14 +35,6 @@ FOR_FINALIZATION = "no step here ends by hand: engine/test_finalization.py has g
 ELSEWHERE = {
     ("Reducer._tell", "frame.said.works.wait()"): FOR_GLOO,
     ("Reducer._land", "frame.landing.wait()"): FOR_LANDINGS,
-    (
-        "Passage.__init__",
-        "weakref.finalize(self, _go_behind, streams.current(), end)",
-    ): FOR_LANDINGS,
-    ("Passage.wait", "self._streams.current().wait_event(self._end)"): FOR_LANDINGS,
-    ("_go_behind", "stream.wait_event(end)"): FOR_LANDINGS,
-    ("Lane.enter", "self.stream.wait_stream(self._streams.current())"): FOR_LANDINGS,
-    ("Lane._end", "end.record(self.stream)"): FOR_LANDINGS,
     ("Reducer._play_out", "pending.wait()"): FOR_GLOO,
     ("join", "pending.wait()"): FOR_VALUES,
     ("Reducer._join", "pending.wait()"): FOR_VALUES,

@@ -10,11 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from toy_steps import BF16, STEPS, backward, races_of, sharded, small_transfers, step
 
-from polyshard.transport.collective import CollectiveReduce, CollectiveTransport
+from polyshard.transport.collective import CollectiveReduce
 from polyshard_testing.streams import Recorder, recorded
 
 
@@ -63,34 +61,6 @@ def test_the_computation_waits_for_replicas_at_the_end_of_backward() -> None:
         assert known == [0]
         look()
         assert known[1] > 0, "and behind all of them afterwards"
-    assert recorder.races == []
-
-
-def test_owners_are_sent_to_beside_the_computation() -> None:
-    with recorded(2) as recorder:
-        group = init_device_mesh(torch.get_default_device().type, (2,)).get_group()
-        transport = CollectiveTransport(group, torch.device("cpu"))
-        owner = transport.owner_route(torch.float32, 0)
-        streams: list[str] = []
-
-        def note(*_: Any, **__: Any) -> None:
-            streams.append(recorder.module.current)
-
-        with (
-            mock.patch.object(dist, "reduce", note),
-            mock.patch.object(dist, "scatter", note),
-            mock.patch.object(dist, "gather", note),
-            mock.patch.object(dist, "broadcast", note),
-        ):
-            value, parts = torch.ones(4), [torch.ones(2), torch.ones(2)]
-            owner.reduce(0, 0, value, torch.empty(4)).wait()
-            owner.reduce(0, 1, value, None).wait()
-            owner.scatter(0, 0, parts, torch.empty(2), 3).wait()
-            owner.gather(0, 0, torch.ones(2), parts, 3).wait()
-            owner.broadcast(0, 0, value).wait()
-    assert len(set(streams)) == 1
-    assert len(streams) == 5
-    assert "compute" not in streams
     assert recorder.races == []
 
 

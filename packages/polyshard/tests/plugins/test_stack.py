@@ -60,11 +60,20 @@ def test_one_plugin_object_serves_many_stacks_without_a_search(
     plugins = [Plain(), Codecs()]
     expected = build_stack(plugins).lines()
 
-    def refuse() -> None:
+    def refuse(name: str) -> str:
         raise AssertionError("searched again")
 
-    monkeypatch.setattr(importlib.metadata, "packages_distributions", refuse)
+    monkeypatch.setattr(importlib.metadata, "version", refuse)
     assert {build_stack(plugins).lines() for _ in range(10)} == {expected}
+
+
+def test_a_version_is_that_of_the_distribution_named_like_the_package() -> None:
+    class OfPluggy(Plugin):
+        __module__ = "pluggy.hooks"
+
+    assert contract_of(OfPluggy()).version == importlib.metadata.version("pluggy")
+    OfPluggy.__module__ = "__main__"
+    assert contract_of(OfPluggy()).version == "0"
 
 
 def test_modules_and_plain_objects_may_be_plugins() -> None:

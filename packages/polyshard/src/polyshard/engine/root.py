@@ -116,7 +116,6 @@ def _gather_below(
         for group in unit.groups:
             group.turn, group.lanes = context.turn, context.lanes
             group.pool = group.pool if unit in keep_memory else context.pool
-            group.transport.use_lanes(context.lanes)
             group.transport.use_turns(context.turn)
     observers = {id(o): o for group in context.groups() for o in group.meter.observers}
     context.observers = tuple(observers.values())

@@ -119,7 +119,7 @@ class Plugin:
     name: ClassVar[str]
     """That of the class, unless given."""
     version: ClassVar[str]
-    """That of the distribution which holds the class, unless given."""
+    """That of the distribution named like the package of the class, unless given; else "0"."""
     provides: ClassVar[Iterable[str]] = ()
     requires: ClassVar[Iterable[str]] = ()
     conflicts_with: ClassVar[Iterable[str]] = ()
@@ -171,11 +171,13 @@ def contract_of(plugin: object) -> Contract:
     return _plain(plugin)
 
 
-@functools.cache  # looking through every installed distribution takes a tenth of a second
+@functools.cache
 def _version_of(package: str) -> str:
-    for name in importlib.metadata.packages_distributions().get(package, ()):
-        return importlib.metadata.version(name)
-    return "0"
+    """Of the distribution of the same name: reading all files of all takes half a second."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "0"
 
 
 def settings_of(plugin: object) -> str:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from polyshard.errors import UnsupportedError
-from polyshard.memory.streams import ARRIVED, Lanes
 
 
 @dataclass(frozen=True)
@@ -226,13 +225,6 @@ class Transport(ABC):
         Every rank of the axis calls it at the same point.
         """
 
-    def use_lanes(self, lanes: Lanes) -> None:
-        """Run later transfers on ``lanes``, which all groups of a root share.
-
-        For transports on accelerators whose collectives run on streams. Called with no transfer in
-        flight.
-        """
-
     def use_turns(self, turns: Turns) -> None:
         """Include the count of ``turns`` in the tags of later transfers, if they have tags."""
 
@@ -244,5 +236,10 @@ class Transport(ABC):
         """Exchange equal rows, all-to-all: row ``r`` of ``payloads`` goes to rank ``r``."""
 
 
-DONE: Pending = ARRIVED
+class _Done:
+    def wait(self) -> None:
+        """Nothing to do."""
+
+
+DONE: Pending = _Done()
 """A transfer that is already complete."""

@@ -18,7 +18,6 @@ from typing_extensions import override
 from polyshard._torch.newer import backend_of, coalesces
 from polyshard._torch.planned import stands_for
 from polyshard._torch.private import coalescing, shared_group
-from polyshard.memory.streams import Lane, Lanes
 from polyshard.transport.base import (
     DONE,
     Extents,
@@ -122,7 +121,7 @@ class CollectiveReduce(ReduceRoute):
 
 
 class CollectiveTransport(Transport):
-    """Standard collectives over the shard axis' group, on lanes of their own."""
+    """Standard collectives over the shard axis' group, on the current stream."""
 
     staging_bytes = STAGING_BYTES
     can_coalesce = True
@@ -139,16 +138,6 @@ class CollectiveTransport(Transport):
         self.name = f"{planned or backend}-collectives"
         self._device = device
         self.coalesces = planned == dist.Backend.NCCL or coalesces(group, device)
-        self._lanes = Lanes()
-
-    @property
-    def reduce_lane(self) -> Lane:
-        """Where reductions run."""
-        return self._lanes.lane("reduce", self._device)
-
-    @override
-    def use_lanes(self, lanes: Lanes) -> None:
-        self._lanes = lanes
 
     def together(self, group: dist.ProcessGroup) -> AbstractContextManager[Any]:
         """Launch the block's collectives on ``group`` at once where the backend can."""
@@ -168,7 +157,7 @@ class CollectiveTransport(Transport):
     @override
     def owner_route(self, dtype: torch.dtype, tag: int) -> CollectiveOwner:
         del tag  # collectives pair by order
-        return CollectiveOwner(self.reduce_group, dtype, lambda: self.reduce_lane)
+        return CollectiveOwner(self.reduce_group, dtype)
 
     @override
     def block(self, size: int) -> CollectiveTransport:
@@ -176,9 +165,7 @@ class CollectiveTransport(Transport):
         ranks = dist.get_process_group_ranks(self.group)
         first = self.rank // size * size
         members = ranks[first : first + size]
-        made = CollectiveTransport(shared_group(members, "block", self.group), self._device)
-        made.use_lanes(self._lanes)
-        return made
+        return CollectiveTransport(shared_group(members, "block", self.group), self._device)
 
     @override
     def separate_reductions(self, enable: bool) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from polyshard.errors import SettingError
-from polyshard.memory.streams import Lanes, streams_of
+from polyshard.memory.streams import streams_of
 from polyshard.transport.base import (
     Extents,
     GatherPiece,
@@ -247,10 +247,6 @@ class CustomTransport(Transport):
     def block(self, size: int) -> Transport:
         """The transport's own: the user's objects know the whole axis only."""
         return self._base.block(size)
-
-    @override
-    def use_lanes(self, lanes: Lanes) -> None:
-        self._base.use_lanes(lanes)
 
     @override
     def use_turns(self, turns: Turns) -> None:

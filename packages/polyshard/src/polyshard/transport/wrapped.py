@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from polyshard.memory.streams import Lanes
 from polyshard.transport.base import (
     Extents,
     GatherPiece,
@@ -141,10 +140,6 @@ class WrappedTransport(Transport):
     def block(self, size: int) -> Self:
         """A copy of this object, around the block of the inner transport."""
         return copy.copy(self)._wrap(self.inner.block(size))
-
-    @override
-    def use_lanes(self, lanes: Lanes) -> None:
-        self.inner.use_lanes(lanes)
 
     @override
     def use_turns(self, turns: Turns) -> None:

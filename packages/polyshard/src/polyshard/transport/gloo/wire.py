@@ -8,7 +8,7 @@ from typing import Protocol, cast
 
 import torch.distributed as dist
 
-from polyshard.failures import failure_handler
+from polyshard.failures import kept_failure_handler
 
 
 @dataclass
@@ -106,5 +106,5 @@ def wire_of(group: dist.ProcessGroup, among: Sequence[int] | None = None) -> Wir
             first transfer waits until they all have come.
     """
     ranks = tuple(dist.get_process_group_ranks(group) if among is None else among)
-    made = failure_handler().wire(group, ranks)
+    made = kept_failure_handler().wire(group, ranks)
     return Wire(group) if made is None else cast("Wire", made)
