@@ -216,6 +216,11 @@ def test_a_device_without_a_clock_says_so() -> None:
         host_time_us()
 
 
+def test_nothing_runs_beside_a_clock() -> None:
+    with pytest.raises(ValueError, match="leave out mode, seed, jitter_us and strict"):
+        polyshard_sim.enable("lowest", clock=HARDWARE)
+
+
 def test_the_fastest_protocol_is_used() -> None:
     rings = Hardware().rings(range(16))
     assert rings == [

@@ -91,7 +91,7 @@ class Hardware:
     """From a rank to other nodes. DGX: one ConnectX-7 of 400 Gb/s for each GPU, InfiniBand."""
     launch_seconds: float = 5e-6
     """Of the host, for each launch. Assumed, as ``polyshard plan`` does."""
-    protocols: Sequence[Protocol] = field(default=NCCL_RINGS)
+    protocols: Sequence[Protocol] = NCCL_RINGS
     """A collective uses the fastest."""
 
     def rings(self, ranks: Sequence[int]) -> list[tuple[float, float, float]]:
@@ -147,7 +147,7 @@ class Timeline:
 def rank_of(ranks: int, rank: int = 0) -> Iterator[None]:
     """Be one of so many ranks, without the others; the process must have no process group.
 
-    Collectives take their time and leave their outputs as they are.
+    Collectives of tensors on the device take their time, and leave their outputs as they are.
 
     Raises:
         SimError: where the device was enabled without ``clock``.

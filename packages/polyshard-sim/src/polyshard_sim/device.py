@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -277,10 +278,9 @@ _PROCESS = os.getpid()
 settings: Settings
 
 
-def make_group(options: Any, _: object) -> Any:
+def make_group(clock: Hardware | None, options: Any, _: object) -> Any:
     """The backend ``simccl``; without the other ranks where the clock is on."""
     rank, size = options.group_rank, options.group_size
-    clock: Hardware | None = globals()["settings"].clock
     gloo = None
     if clock is None:
         gloo = dist.ProcessGroupGloo(options.store, rank, size, options.timeout)
@@ -297,5 +297,7 @@ def start(given: Settings) -> None:
     _C.set_capacity(given.capacity_bytes)
     globals()["settings"] = given
     globals()["default_generators"] = tuple(map(_C.default_generator, range(given.devices)))
-    dist.Backend.register_backend(BACKEND if clock else "simccl", make_group, True, ["sim"])
+    dist.Backend.register_backend(
+        BACKEND if clock else "simccl", partial(make_group, clock), True, ["sim"]
+    )
     atexit.register(_C.shutdown)

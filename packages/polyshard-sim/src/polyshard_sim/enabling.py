@@ -48,15 +48,18 @@ def enable(
             legally fails that.
         devices: how many devices there are.
         clock: nothing is computed, collectives need no other ranks, and everything takes its
-            modelled time on this hardware (:mod:`polyshard_sim.clock`). ``mode`` and ``seed`` have
-            no effect then; values of tensors mean nothing.
+            modelled time on this hardware (:mod:`polyshard_sim.clock`). Values of tensors mean
+            nothing then, and ``mode``, ``seed``, ``jitter_us`` and ``strict`` must be left out.
 
     Raises:
+        ValueError: for an unknown mode, or one beside ``clock``.
         SimError: where the device cannot be compiled, another one has the place, or this one was
             enabled with other settings.
     """
     if mode not in get_args(Mode):
         raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, not {mode!r}")
+    if clock is not None and (mode, seed, jitter_us, strict) != ("threads", 0, 200, False):
+        raise ValueError("with clock nothing runs: leave out mode, seed, jitter_us and strict")
     if (name := private.claimed_name()) not in {"privateuseone", "sim"}:
         raise SimError(
             f"the device type {name!r} has torch's one place for device types of extensions; "
