@@ -21,7 +21,17 @@ from typing import Any
 
 import torch
 
-from benchmarks import checkpoint, gpu, guards, matrix, optimizer, pretrained, reproducible, sim
+from benchmarks import (
+    checkpoint,
+    clock,
+    gpu,
+    guards,
+    matrix,
+    optimizer,
+    pretrained,
+    reproducible,
+    sim,
+)
 from benchmarks import publish as publishing
 from benchmarks.harness import Case, Found, run_alone, show
 from benchmarks.host import cost
@@ -66,6 +76,7 @@ PARTS: tuple[Part, ...] = (
     Part("reproducible", "reproducible", reproducible.measure, reproducible.Case()),
     Part("gpu", "gpu", _gpu, gpu.Case()),
     Part("sim", "simulated", sim.measure, sim.Case()),
+    Part("clock", "clock", clock.measure, clock.Case()),
 )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from benchmarks import sim
+from benchmarks import clock, sim
 from benchmarks.harness import MIB, Found, table
 from benchmarks.matrix import BARS as MUON_BARS
 from benchmarks.optimizer import BARS as STEP_BARS
@@ -253,6 +253,12 @@ def _simulated(found: Found) -> Iterator[str]:
     yield from sim.lines(found)
 
 
+def _clock(found: Found) -> Iterator[str]:
+    yield "**Simulated** step of a 7B Llama on H100 nodes, computed from public figures, not"
+    yield "measured: polyshard / FSDP2, milliseconds ([columns](simulated.md#a-virtual-clock)).\n"
+    yield from clock.lines(found)
+
+
 def _value(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
@@ -270,6 +276,7 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[Found], Iterator[str]]], ...] = (
     ("The same bits at every world size", "reproducible", "", _reproducible),
     ("Device", "gpu", "", _gpu),
     ("On a simulated accelerator", "simulated", "", _simulated),
+    ("On a virtual clock", "clock", "", _clock),
 )
 
 

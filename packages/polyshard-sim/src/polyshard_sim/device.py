@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from polyshard_sim._torch_private import DEVICE_TYPE, as_stream
 from polyshard_sim.building import extension
+from polyshard_sim.clock import BACKEND, Hardware, set_costs
 
 _C = extension()
 Device = torch.device | str | int | None
@@ -31,6 +33,7 @@ class Settings:
     capacity_bytes: int
     strict: bool
     devices: int
+    clock: Hardware | None
 
 
 def _index(device: Device = None) -> int:
@@ -275,18 +278,26 @@ _PROCESS = os.getpid()
 settings: Settings
 
 
-def make_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """The backend ``simccl``."""
-    gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-    gloo._set_default_timeout(timedelta(days=30))  # the group's watchdog is what ends collectives
-    return _C.make_group(gloo, rank, size, timeout.total_seconds())
+def make_group(clock: Hardware | None, options: Any, _: object) -> Any:
+    """The backend ``simccl``; without the other ranks where the clock is on."""
+    rank, size = options.group_rank, options.group_size
+    gloo = None
+    if clock is None:
+        gloo = dist.ProcessGroupGloo(options.store, rank, size, options.timeout)
+        gloo._set_default_timeout(timedelta(days=30))  # the group's watchdog ends collectives
+    rings = (clock or Hardware()).rings(options.global_ranks_in_group or range(size))
+    return _C.make_group(gloo, rank, size, options.timeout.total_seconds(), rings)
 
 
 def start(given: Settings) -> None:
     """Make the device work; once a process."""
-    _C.configure(given.mode, given.seed, given.jitter_us, given.strict, given.devices)
+    mode, clock = ("lowest" if given.clock else given.mode), given.clock
+    _C.configure(mode, given.seed, given.jitter_us, given.strict, given.devices, clock is None)
+    set_costs(clock or Hardware())
     _C.set_capacity(given.capacity_bytes)
     globals()["settings"] = given
     globals()["default_generators"] = tuple(map(_C.default_generator, range(given.devices)))
-    dist.Backend.register_backend("simccl", make_group, devices=["sim"])
+    dist.Backend.register_backend(
+        BACKEND if clock else "simccl", partial(make_group, clock), True, ["sim"]
+    )
     atexit.register(_C.shutdown)

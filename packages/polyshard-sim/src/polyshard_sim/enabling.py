@@ -10,6 +10,7 @@ import torch
 
 from polyshard_sim import _torch_private as private
 from polyshard_sim.building import extension, missing_tools
+from polyshard_sim.clock import Hardware
 from polyshard_sim.errors import SimError
 
 Mode = Literal["threads", "random", "lowest", "highest"]
@@ -28,6 +29,7 @@ def enable(
     capacity_bytes: int | None = None,
     strict: bool = False,
     devices: int = 8,
+    clock: Hardware | None = None,
 ) -> None:
     """Register the device type ``sim`` with torch; once a process.
 
@@ -45,19 +47,25 @@ def enable(
         strict: freed memory is overwritten at once on the stream that owns it. Torch's FSDP2
             legally fails that.
         devices: how many devices there are.
+        clock: nothing is computed, collectives need no other ranks, and everything takes its
+            modelled time on this hardware (:mod:`polyshard_sim.clock`). Values of tensors mean
+            nothing then, and ``mode``, ``seed``, ``jitter_us`` and ``strict`` must be left out.
 
     Raises:
+        ValueError: for an unknown mode, or one beside ``clock``.
         SimError: where the device cannot be compiled, another one has the place, or this one was
             enabled with other settings.
     """
     if mode not in get_args(Mode):
         raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, not {mode!r}")
+    if clock is not None and (mode, seed, jitter_us, strict) != ("threads", 0, 200, False):
+        raise ValueError("with clock nothing runs: leave out mode, seed, jitter_us and strict")
     if (name := private.claimed_name()) not in {"privateuseone", "sim"}:
         raise SimError(
             f"the device type {name!r} has torch's one place for device types of extensions; "
             "polyshard-sim needs a process without it"
         )
-    given = (mode, seed, jitter_us, capacity_bytes or _CAPACITY, strict, devices)
+    given = (mode, seed, jitter_us, capacity_bytes or _CAPACITY, strict, devices, clock)
     if (module := getattr(torch, "sim", None)) is not None:
         if module.settings != module.Settings(*given):
             raise SimError(

@@ -50,7 +50,8 @@ class Ranks:
         Args:
             size: the number of ranks.
             collective_seconds: the group's time-out.
-            settings: of :func:`polyshard_sim.enable`: ``mode``, ``seed``, ``strict``, ...
+            settings: of :func:`polyshard_sim.enable`: ``mode``, ``seed``, ``strict``, ... With
+                ``clock`` there is no process group.
         """
         extension()  # compiled once here, not by each rank within its time
         self._world = World(size, collective_seconds)
@@ -118,6 +119,8 @@ def _begin(rank: int, size: int, store: str, seconds: float, settings: dict[str,
     enable(**settings)
     torch.accelerator.set_device_index(0)
     dist.destroy_process_group()  # of the CPU alone
+    if settings.get("clock") is not None:
+        return  # see clock.rank_of
     dist.init_process_group(
         "cpu:gloo,sim:simccl",
         store=dist.FileStore(store, size),

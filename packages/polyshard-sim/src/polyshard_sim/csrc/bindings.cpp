@@ -14,7 +14,8 @@ namespace py = pybind11;
 
 namespace {
 
-void configure(const std::string& mode, uint64_t seed, int jitter_us, bool strict, int devices) {
+void configure(const std::string& mode, uint64_t seed, int jitter_us, bool strict, int devices,
+               bool compute) {
   sim::Settings settings;
   const std::unordered_map<std::string, sim::Mode> modes = {{"threads", sim::Mode::threads},
                                                             {"random", sim::Mode::random},
@@ -25,6 +26,7 @@ void configure(const std::string& mode, uint64_t seed, int jitter_us, bool stric
   settings.jitter_us = jitter_us;
   settings.strict = strict;
   settings.devices = devices;
+  settings.compute = compute;
   sim::configure(settings);
   sim::register_device();
   sim::register_kernels();
@@ -61,6 +63,31 @@ void set_wait_filter(py::object filter) {
   });
 }
 
+void set_costs(double launch_us, double half_flops_per_us, double float_flops_per_us,
+               double bytes_per_us, double host_bytes_per_us) {
+  sim::cost_model() = {launch_us, half_flops_per_us, float_flops_per_us, bytes_per_us,
+                       host_bytes_per_us};
+}
+
+using RingTuple = std::tuple<double, double, double>;  // as in clock.h
+
+c10::intrusive_ptr<c10d::Backend> make_group(c10::intrusive_ptr<c10d::Backend> gloo, int rank,
+                                             int size, double timeout_seconds,
+                                             const std::vector<RingTuple>& rings) {
+  std::vector<sim::Ring> all;
+  for (const auto& [start, round, rate] : rings) all.push_back({start, round, rate});
+  return sim::make_group(std::move(gloo), rank, size, timeout_seconds, std::move(all));
+}
+
+using SpanTuple = std::tuple<std::string, int64_t, double, double, int64_t>;
+
+std::vector<SpanTuple> take_spans() {
+  std::vector<SpanTuple> taken;
+  for (auto& one : sim::take_spans())
+    taken.emplace_back(std::move(one.name), one.stream, one.begin_us, one.end_us, one.awaited);
+  return taken;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -75,5 +102,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("read_counters", &read_counters);
   module.def("reset_counters", &reset_counters);
   module.def("set_wait_filter", &set_wait_filter);
-  module.def("make_group", &sim::make_group);
+  module.def("make_group", &make_group);
+  module.def("set_costs", &set_costs);
+  module.def("host_time_us", &sim::host_time_us);
+  module.def("trace_spans", &sim::trace_spans);
+  module.def("take_spans", &take_spans);
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <limits>
 #include <mutex>
 
 namespace sim {
@@ -18,19 +19,20 @@ CostModel& cost_model() {
   return it;
 }
 
-double kernel_duration_us(double num_bytes, double flops) {
+double kernel_duration_us(double num_bytes, double half_flops, double float_flops) {
   const auto& costs = cost_model();
-  return costs.kernel_us + std::max(num_bytes / costs.bytes_per_us, flops / costs.flops_per_us);
+  return std::max({num_bytes / costs.bytes_per_us, half_flops / costs.half_flops_per_us,
+                   float_flops / costs.float_flops_per_us});
 }
 
-double copy_duration_us(double num_bytes) {
-  return cost_model().kernel_us + num_bytes / cost_model().host_bytes_per_us;
-}
+double copy_duration_us(double num_bytes) { return num_bytes / cost_model().host_bytes_per_us; }
 
-double collective_duration_us(double num_bytes, int ranks) {
-  const auto& costs = cost_model();
-  const int size = costs.world_size ? costs.world_size : ranks;
-  return costs.link_us + num_bytes * (size - 1) / size / costs.link_bytes_per_us;
+double collective_duration_us(const std::vector<Ring>& rings, int rounds, double num_bytes) {
+  double fastest = rings.empty() ? 0 : std::numeric_limits<double>::infinity();
+  for (const Ring& ring : rings)
+    fastest = std::min(fastest,
+                       ring.start_us + rounds * ring.round_us + num_bytes / ring.bytes_per_us);
+  return fastest;
 }
 
 double host_time_us() {
@@ -50,10 +52,10 @@ void host_time_reaches(double us) {
 
 void trace_spans(bool on) { tracing = on; }
 
-void note_span(const std::string& name, int64_t stream, double begin_us, double end_us) {
-  if (!tracing) return;
+void note_span(Span span) {
+  if (!tracing || span.begin_us >= span.end_us) return;
   std::lock_guard<std::mutex> lock(time_mutex);
-  spans.push_back({name, stream, begin_us, end_us});
+  spans.push_back(std::move(span));
 }
 
 std::vector<Span> take_spans() {

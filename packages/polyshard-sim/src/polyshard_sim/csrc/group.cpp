@@ -60,6 +60,7 @@ struct Exchange {
   std::function<Works()> start;
   std::function<void()> finish;
   int64_t num_bytes = 0;
+  int rounds = 1;             // around the ring
   bool ends_in_wait = false;  // gloo's messages and reduce-scatters report their end there only
 };
 
@@ -99,7 +100,6 @@ struct Collective : std::enable_shared_from_this<Collective> {
   std::string error;  // of a thread that waits for a message
 
   void start() {
-    if (!settings().compute) return;
     for (auto& exchange : exchanges)
       for (auto& work : exchange.start())
         started.emplace_back(work, exchange.ends_in_wait ? wait_in_thread(work) : nullptr);
@@ -111,9 +111,8 @@ struct Collective : std::enable_shared_from_this<Collective> {
       if (flag ? !*flag : !work->isCompleted()) return false;
     check_works();
     started.clear();
-    if (settings().compute)
-      for (auto& exchange : exchanges)
-        if (exchange.finish) exchange.finish();
+    for (auto& exchange : exchanges)
+      if (exchange.finish) exchange.finish();
     exchanges.clear();
     return true;
   }
@@ -251,8 +250,8 @@ struct Channel {
 class Group final : public c10d::Backend {
  public:
   Group(int rank, int size, c10::intrusive_ptr<c10d::Backend> gloo,
-        std::chrono::milliseconds timeout)
-      : Backend(rank, size), state_(std::make_shared<GroupState>()) {
+        std::chrono::milliseconds timeout, std::vector<Ring> rings)
+      : Backend(rank, size), state_(std::make_shared<GroupState>()), rings_(std::move(rings)) {
     state_->gloo = std::move(gloo);
     state_->timeout = timeout;
   }
@@ -431,7 +430,7 @@ class Group final : public c10d::Backend {
     collective->exchanges = std::move(one.exchanges);
     sim::launch(stream, task_of(one.name, collective));
     collective->end = channel.last = record(stream);
-    watchdog().watch(collective);
+    if (settings().compute) watchdog().watch(collective);
     auto work = c10::make_intrusive<SimWork>(getRank(), collective, one.outputs,
                                              one.async ? one.kept : Tensors(), device);
     work->future = future_of(one.outputs, stream);
@@ -440,14 +439,19 @@ class Group final : public c10d::Backend {
 
   Task task_of(const std::string& name, const CollectivePtr& collective) const {
     int64_t num_bytes = 0;
-    for (const auto& exchange : collective->exchanges) num_bytes += exchange.num_bytes;
+    int rounds = 0;
+    for (const auto& exchange : collective->exchanges) {
+      num_bytes += exchange.num_bytes;
+      rounds = std::max(rounds, exchange.rounds);
+    }
     counters().collectives++;
     counters().bytes_collective += num_bytes;
     Task task;
     task.name = name;
     task.run = [collective] { collective->start(); };
     task.finished = [collective] { return collective->finished(); };
-    task.duration_us = collective_duration_us(num_bytes, getSize());
+    const double passed_on = double(num_bytes) * (getSize() - 1) / getSize();
+    task.duration_us = collective_duration_us(rings_, rounds, passed_on);
     return task;
   }
 
@@ -509,6 +513,7 @@ class Group final : public c10d::Backend {
     const Operand operand = contiguous(tensor);
     auto result = std::make_shared<Tensor>();
     one.num_bytes = 2 * operand.num_bytes();
+    one.rounds = 2;
     one.start = [gloo = state_->gloo, operand, result, op = on_gloo(op)] {
       *result = staged(operand);
       if (!operand.num_bytes()) return Works();
@@ -686,6 +691,7 @@ class Group final : public c10d::Backend {
   }
 
   const std::shared_ptr<GroupState> state_;
+  const std::vector<Ring> rings_;
   std::map<int, Channel> channels_;  // by peer; -1: collectives
   uint64_t sequence_ = 0;
   bool coalescing_ = false;
@@ -695,9 +701,11 @@ class Group final : public c10d::Backend {
 }  // namespace
 
 c10::intrusive_ptr<c10d::Backend> make_group(c10::intrusive_ptr<c10d::Backend> gloo, int rank,
-                                             int size, double timeout_seconds) {
+                                             int size, double timeout_seconds,
+                                             std::vector<Ring> rings) {
   return c10::make_intrusive<Group>(rank, size, std::move(gloo),
-                                    std::chrono::milliseconds(int64_t(timeout_seconds * 1000)));
+                                    std::chrono::milliseconds(int64_t(timeout_seconds * 1000)),
+                                    std::move(rings));
 }
 
 }  // namespace sim

@@ -133,25 +133,51 @@ void store_all(const std::vector<std::vector<Operand>>& to, const Stack& from) {
 
 // ---- costs
 
-double flops_of(const std::string& name, const std::vector<Argument>& arguments) {
-  if (name.find("mm") == std::string::npos) return 0;  // mm, addmm, bmm, baddbmm
+// Multiplications and additions of matrix products and of attention, counted as torch's
+// `flop_counter` does: attention is two products forward and five backward, without its mask.
+double flops_of(const std::string& name, const Traits& traits,
+                const std::vector<Argument>& arguments) {
   std::vector<const Operand*> matrices;
-  for (const Argument& argument : arguments)
-    for (const Operand& operand : argument.operands)
-      if (operand.sizes.size() >= 2) matrices.push_back(&operand);
-  if (matrices.size() < 2) return 0;
-  const Operand &left = *matrices[matrices.size() - 2], &right = *matrices.back();
-  return 2.0 * c10::multiply_integers(left.sizes) * right.sizes.back();
+  for (size_t i = 0; i < arguments.size(); ++i)
+    for (const Operand& operand : arguments[i].operands)
+      if (operand.sizes.size() >= 2 && !traits.is_out[i]) matrices.push_back(&operand);
+  const auto product = [](const Operand& left, double columns) {
+    return 2.0 * c10::multiply_integers(left.sizes) * columns;
+  };
+  if (name.find("_scaled_dot_product") != std::string::npos) {
+    const bool backward = name.find("_backward") != std::string::npos;
+    if (matrices.size() < (backward ? 4 : 3)) return 0;
+    const Operand &query = *matrices[backward], &key = *matrices[backward + 1];
+    return (backward ? 5 : 2) * product(query, key.sizes[key.sizes.size() - 2]);
+  }
+  if (name.find("mm") == std::string::npos || matrices.size() < 2) return 0;  // mm, addmm, bmm ...
+  return product(*matrices[matrices.size() - 2], matrices.back()->sizes.back());
 }
 
-double duration_of(const std::string& name, const std::vector<Argument>& arguments,
-                   const Results& results) {
+// What kernels touch: an expanded tensor once, and one that is changed in place twice.
+double touched_bytes(const Operand& operand) {
+  double num_bytes = operand.num_bytes();
+  for (size_t dim = 0; dim < operand.sizes.size(); ++dim)
+    if (operand.strides[dim] == 0 && operand.sizes[dim]) num_bytes /= operand.sizes[dim];
+  return num_bytes;
+}
+
+double duration_of(const std::string& name, const Traits& traits,
+                   const std::vector<Argument>& arguments, const Results& results) {
   double num_bytes = 0;
-  for (const Argument& argument : arguments)
-    for (const Operand& operand : argument.operands) num_bytes += operand.num_bytes();
+  bool is_half = false;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const bool is_changed =
+        !traits.is_out[i] && std::count(traits.aliased.begin(), traits.aliased.end(), int(i));
+    for (const Operand& operand : arguments[i].operands) {
+      num_bytes += (1 + is_changed) * touched_bytes(operand);
+      is_half |= operand.sizes.size() >= 2 && c10::isReducedFloatingType(operand.dtype);
+    }
+  }
   for (const auto& operands : results.operands)
-    for (const Operand& operand : operands) num_bytes += operand.num_bytes();
-  return kernel_duration_us(num_bytes, flops_of(name, arguments));
+    for (const Operand& operand : operands) num_bytes += touched_bytes(operand);
+  const double flops = flops_of(name, traits, arguments);
+  return kernel_duration_us(num_bytes, is_half ? flops : 0, is_half ? 0 : flops);
 }
 
 // ---- the ways an operator runs
@@ -202,7 +228,10 @@ Tensor to_device(int device, const Tensor& result) {
 // What is returned depends on values: the host waits for them, as it does on CUDA.
 Stack run_now(const OperatorHandle& op, const Traits& traits, int device, Arguments arguments) {
   const std::vector<Argument> captured = capture(traits, arguments);
-  counters().launches++;
+  Task task;
+  task.name = op.schema().name();
+  task.duration_us = duration_of(task.name, traits, captured, {});
+  launch(current_stream(device), std::move(task));
   synchronize_stream(current_stream(device));
   const Stack computed = run_on_cpu(op, captured);
   Stack results;
@@ -234,6 +263,13 @@ Stack run_now(const OperatorHandle& op, const Traits& traits, int device, Argume
 Stack draw(const OperatorHandle& op, const Traits& traits, int device, Arguments arguments) {
   const int index = traits.aliased[0];
   const Tensor& target = arguments[index].toTensor();
+  Task task;
+  task.name = op.schema().name();
+  if (!settings().compute) {
+    task.duration_us = kernel_duration_us(target.nbytes(), 0, 0);
+    launch(current_stream(device), std::move(task));
+    return {arguments[index]};
+  }
   Stack stack(arguments.begin(), arguments.end());
   Tensor drawn;
   {
@@ -248,14 +284,11 @@ Stack draw(const OperatorHandle& op, const Traits& traits, int device, Arguments
     op.callBoxed(&stack);
   }
   if (target.sizes() != drawn.sizes()) target.resize_(drawn.sizes());
-  Task task;
-  task.name = op.schema().name();
-  task.duration_us = kernel_duration_us(target.nbytes(), 0);
-  if (settings().compute)
-    task.run = [to = Operand::of(target), drawn] {
-      KernelScope scope;
-      store(to, drawn);
-    };
+  task.duration_us = kernel_duration_us(target.nbytes(), 0, 0);
+  task.run = [to = Operand::of(target), drawn] {
+    KernelScope scope;
+    store(to, drawn);
+  };
   launch(current_stream(device), std::move(task));
   return {arguments[index]};
 }
@@ -276,11 +309,10 @@ Stack launch_kernel(const OperatorHandle& op, const Traits& traits, int device,
   Results results = make_results(device, *outcome, arguments);
   Task task;
   task.name = op.schema().name();
-  task.duration_us = duration_of(task.name, captured, results);
-  if (settings().compute)
-    task.run = [op, captured = std::move(captured), operands = std::move(results.operands)] {
-      store_all(operands, run_on_cpu(op, captured));
-    };
+  task.duration_us = duration_of(task.name, traits, captured, results);
+  task.run = [op, captured = std::move(captured), operands = std::move(results.operands)] {
+    store_all(operands, run_on_cpu(op, captured));
+  };
   launch(current_stream(device), std::move(task));
   return std::move(results.values);
 }

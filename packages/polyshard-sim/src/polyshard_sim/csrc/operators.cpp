@@ -94,11 +94,10 @@ Task copy_task(const char* name, double duration_us, Operand to, Operand from) {
   Task task;
   task.name = name;
   task.duration_us = duration_us;
-  if (settings().compute)
-    task.run = [to = std::move(to), from = std::move(from)] {
-      KernelScope scope;
-      to.as_cpu_tensor().copy_(from.as_cpu_tensor());
-    };
+  task.run = [to = std::move(to), from = std::move(from)] {
+    KernelScope scope;
+    to.as_cpu_tensor().copy_(from.as_cpu_tensor());
+  };
   return task;
 }
 
@@ -120,7 +119,7 @@ void copy_on_device(const Tensor& from, const Tensor& to) {
   Stream* stream = current_stream(source);
   if (source != target) wait_for(stream, record(current_stream(target)));
   const double num_bytes = 2.0 * from.numel() * from.itemsize();
-  launch(stream, copy_task("copy", kernel_duration_us(num_bytes, 0), Operand::of(to),
+  launch(stream, copy_task("copy", kernel_duration_us(num_bytes, 0, 0), Operand::of(to),
                            Operand::of(from)));
   if (source != target) wait_for(current_stream(target), record(stream));
 }
@@ -135,7 +134,7 @@ void copy_to_device(const Tensor& from, const Tensor& to, bool non_blocking) {
   counters().copies_to_device++;
   counters().bytes_to_device += from.nbytes();
   // Pageable memory is staged before the call returns; pinned memory is read by the copy.
-  Operand source = pinned ? raw_host(from) : Operand::of(from);
+  Operand source = pinned || !settings().compute ? raw_host(from) : Operand::of(from);
   launch(stream, copy_task("copy to device", copy_duration_us(from.nbytes()), Operand::of(to),
                            std::move(source)));
   if (pinned) pinned_used_on(from.storage().data(), stream);

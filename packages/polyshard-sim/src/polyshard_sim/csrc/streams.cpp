@@ -25,6 +25,10 @@ Counters& counters() {
 
 // ---- fences
 
+bool Fence::reached() const {
+  return reached_ && (settings().compute || time_us_ <= host_time_us());
+}
+
 void Fence::reach(double time_us) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -100,7 +104,7 @@ Stream* new_stream(int device, int priority) {
 
 bool Stream::idle() {
   std::lock_guard<std::mutex> lock(mutex);
-  return tasks.empty();
+  return tasks.empty() && (settings().compute || time_us <= host_time_us());
 }
 
 // ---- errors of kernels
@@ -144,22 +148,38 @@ bool has_ended(Task& task) {
   }
 }
 
-// Time of the virtual clock goes on, and the task leaves its stream.
+// [Note: Virtual clock] A task begins when the one before it on its stream has ended and the host
+// has launched it. What it depends on was launched before it, so its times are known at launch:
+// where nothing is computed, tasks end as they are launched, and no stream holds any.
+void advance(Stream* stream, const Task& task) {
+  const double begin = std::max(stream->time_us, task.launched_us);
+  note_span({"idle", stream->id, stream->time_us, begin, kHost});
+  if (begin > stream->time_us) stream->bound_by = stream->id;
+  stream->time_us = begin;
+  if (task.reaches) {
+    task.reaches->bound_by = stream->bound_by;
+    task.reaches->reach(begin);
+  } else if (task.waits_for) {
+    const double end = task.waits_for->time_us();
+    if (end <= begin) return;
+    note_span({"wait", stream->id, begin, end, task.waits_for->bound_by});
+    stream->time_us = end;
+    stream->bound_by = task.waits_for->bound_by;
+  } else {
+    stream->time_us = begin + task.duration_us;
+    stream->bound_by = stream->id;
+    note_span({task.name, stream->id, begin, stream->time_us});
+  }
+}
+
+// The task leaves its stream.
 void retire(Stream* stream) {
   Task task;
   {
     std::lock_guard<std::mutex> lock(stream->mutex);
     task = std::move(stream->tasks.front());
   }
-  if (task.reaches) {
-    task.reaches->reach(stream->time_us);
-  } else if (task.waits_for) {
-    stream->time_us = std::max(stream->time_us, task.waits_for->time_us());
-  } else {
-    const double begin = std::max(stream->time_us, task.launched_us);
-    stream->time_us = task.end_time ? task.end_time(begin) : begin + task.duration_us;
-    note_span(task.name, stream->id, begin, stream->time_us);
-  }
+  advance(stream, task);
   task = Task();  // what it holds is freed before the stream counts as idle
   {
     std::lock_guard<std::mutex> lock(stream->mutex);
@@ -273,6 +293,10 @@ void start_idle_thread() {
 }
 
 void append(Stream* stream, Task task) {
+  if (!settings().compute) {
+    std::lock_guard<std::mutex> lock(stream->mutex);
+    return advance(stream, task);
+  }
   const bool threads = settings().mode == Mode::threads;
   {
     std::lock_guard<std::mutex> lock(stream->mutex);
@@ -341,7 +365,7 @@ void await(Fence& fence) {
   WithoutInterpreterLock unlocked;
   if (settings().mode == Mode::threads) {
     fence.wait();
-  } else {
+  } else if (settings().compute) {
     run_until(fence);
   }
   host_time_reaches(fence.time_us());

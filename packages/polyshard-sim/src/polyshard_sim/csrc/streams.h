@@ -26,7 +26,7 @@ struct Settings {
   int jitter_us = 200;       // threads: the longest random delay before a kernel
   bool poison = true;        // fill memory with 0xff bytes when it is allocated
   bool strict = false;       // fill it on the stream that owns it when it is freed as well
-  bool compute = true;       // false: kernels are timed by the clock and not run
+  bool compute = true;       // false: nothing runs, see [Note: Virtual clock]
   int devices = 8;
 };
 Settings& settings();  // written by configure() before the first launch, read-only afterwards
@@ -37,8 +37,9 @@ class Fence {
  public:
   void reach(double time_us);
   void wait();
-  bool reached() const { return reached_; }
+  bool reached() const;
   double time_us() const { return time_us_; }
+  int64_t bound_by = 0;  // the stream whose work ended last, once the fence is reached
 
  private:
   std::mutex mutex_;
@@ -53,7 +54,6 @@ struct Task {
   std::string name;
   std::function<void()> run;
   std::function<bool()> finished;  // collectives: polled after run(); empty for kernels
-  std::function<double(double)> end_time;  // collectives: when one that starts at a time ends
   FencePtr reaches, waits_for;
   double launched_us = 0, duration_us = 0;
   bool started = false;
@@ -67,8 +67,10 @@ struct Stream {
   std::deque<Task> tasks;  // the first one is running; it leaves when it has ended
   std::thread thread;      // mode threads, from the first launch on
   double time_us = 0;
+  int64_t bound_by;  // the stream whose work ended at `time_us`: this one, or one it waited for
 
-  Stream(int64_t id, int device, int priority) : id(id), device(device), priority(priority) {}
+  Stream(int64_t id, int device, int priority)
+      : id(id), device(device), priority(priority), bound_by(id) {}
   bool idle();
 };
 

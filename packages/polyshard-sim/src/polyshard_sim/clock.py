@@ -1,0 +1,208 @@
+"""The virtual clock: modelled times of what is launched, on hardware of public figures.
+
+    enable(clock=Hardware())
+    with rank_of(64), record() as timeline:
+        step()
+    timeline.spans
+
+It is a simulation: nothing is computed, and no time of real hardware is measured.
+
+* A task begins when the one before it on its stream has ended and the host has launched it. A
+  stream that waits for an event goes on at the later of both times, and so does a host that waits.
+* A kernel takes as long as its multiplications or its bytes take, whichever is more. Each stream
+  has the whole device: what runs beside other work is not slowed down by it.
+* A launch takes the host a constant time. Python's own time is not in it.
+* All ranks are alike: a collective begins when this rank is ready. Those of one group follow one
+  another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from polyshard_sim.building import extension
+from polyshard_sim.errors import SimError
+
+__all__ = [
+    "HOST",
+    "NCCL_RINGS",
+    "Hardware",
+    "Protocol",
+    "Span",
+    "Timeline",
+    "host_time_us",
+    "rank_of",
+    "record",
+]
+
+HOST = -1
+"""In :attr:`Span.awaited`: what was launched next had not been launched yet."""
+BACKEND = "fake-simccl"
+"""The process group of :func:`rank_of`, which has no other processes."""
+_MICRO = 1e6
+"""Microseconds of a second."""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How ranks pass parts around a ring: microseconds, and the part of the bandwidth reached."""
+
+    start_us: float
+    nvlink_us: float
+    """Latency from one rank to the next of a node."""
+    network_us: float
+    """From a node to the next."""
+    part_of_bandwidth: float
+
+
+NCCL_RINGS = (Protocol(8.4, 3.4, 14.0, 1.0), Protocol(14.0, 1.9, 4.0, 0.92))
+"""``Simple`` and ``LL128`` of NCCL's tuning model (github.com/NVIDIA/nccl, src/graph/tuning.cc)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Nodes of accelerators, one for each rank. The defaults are public figures of H100 nodes.
+
+    "H100" is NVIDIA's data sheet of the H100 SXM (www.nvidia.com/en-us/data-center/h100, dense),
+    and "DGX" the DGX H100/H200 User Guide (docs.nvidia.com/dgx). Bandwidths are one direction's
+    half of what the data sheet gives for both.
+    """
+
+    ranks_per_node: int = 8
+    """DGX: 8 GPUs."""
+    half_flops_per_second: float = 989e12
+    """Of matrix products in bfloat16 and float16. H100: Tensor Cores."""
+    float_flops_per_second: float = 67e12
+    """In float32. H100: without TF32."""
+    efficiency: float = 0.6
+    """Part of these that products of a model reach. Assumed, as ``polyshard plan`` does."""
+    memory_bytes_per_second: float = 3350e9
+    """H100: HBM3."""
+    host_bytes_per_second: float = 64e9
+    """Between the device and the host's memory. H100: PCIe Gen5."""
+    nvlink_bytes_per_second: float = 450e9
+    """From a rank to another one of its node. H100: NVLink."""
+    network_bytes_per_second: float = 50e9
+    """From a rank to other nodes. DGX: one ConnectX-7 of 400 Gb/s for each GPU, InfiniBand."""
+    launch_seconds: float = 5e-6
+    """Of the host, for each launch. Assumed, as ``polyshard plan`` does."""
+    protocols: Sequence[Protocol] = NCCL_RINGS
+    """A collective uses the fastest."""
+
+    def rings(self, ranks: Sequence[int]) -> list[tuple[float, float, float]]:
+        """Of a group: microseconds to start and of one way around, and bytes a microsecond.
+
+        There are as many rings as ranks of a node, and each leaves the node at another rank: nodes
+        have the network of all those ranks between them.
+        """
+        nodes = len({rank // self.ranks_per_node for rank in ranks})
+        rate = self.nvlink_bytes_per_second
+        if nodes > 1:
+            rate = min(rate, self.network_bytes_per_second * len(ranks) / nodes)
+        between = nodes - 1
+        inside = len(ranks) - 1 - between
+        return [
+            (
+                one.start_us if len(ranks) > 1 else 0.0,
+                inside * one.nvlink_us + between * one.network_us,
+                rate * one.part_of_bandwidth / _MICRO,
+            )
+            for one in self.protocols
+        ]
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a stream did in an interval of the clock, in microseconds."""
+
+    name: str
+    """Of the operator or collective; ``wait`` and ``idle`` while nothing ran."""
+    stream: int
+    """Its ``stream_id``."""
+    begin_us: float
+    end_us: float
+    awaited: int | None = None
+    """For ``wait`` the stream that was waited for, for ``idle`` :data:`HOST`; else ``None``."""
+
+    @property
+    def duration_us(self) -> float:
+        """How long it took."""
+        return self.end_us - self.begin_us
+
+
+@dataclass
+class Timeline:
+    """Filled at the end of :func:`record`."""
+
+    spans: list[Span] = field(default_factory=list)
+    """In the order of launches; those of one stream follow one another without gaps."""
+
+
+@contextmanager
+def rank_of(ranks: int, rank: int = 0) -> Iterator[None]:
+    """Be one of so many ranks, without the others; the process must have no process group.
+
+    Collectives of tensors on the device take their time, and leave their outputs as they are.
+
+    Raises:
+        SimError: where the device was enabled without ``clock``.
+    """
+    _require()
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def record() -> Iterator[Timeline]:
+    """Record what is launched in a block; the clock must be on.
+
+    Raises:
+        SimError: where the device was enabled without ``clock``.
+    """
+    _require()
+    device, timeline = extension(), Timeline()
+    device.take_spans()
+    device.trace_spans(True)
+    try:
+        yield timeline
+    finally:
+        device.trace_spans(False)
+        timeline.spans += [
+            Span(name, stream, begin, end, None if awaited < HOST else awaited)
+            for name, stream, begin, end, awaited in device.take_spans()
+        ]
+
+
+def host_time_us() -> float:
+    """The host's time of the clock."""
+    _require()
+    return float(extension().host_time_us())
+
+
+def _require() -> None:
+    device = getattr(torch, "sim", None)
+    if device is None or device.settings.clock is None:
+        raise SimError(
+            "the device has no clock; call polyshard_sim.enable(clock=Hardware()) first, in a "
+            "process that has not enabled it otherwise"
+        )
+
+
+def set_costs(hardware: Hardware) -> None:
+    """Have the device take as long as ``hardware`` would."""
+    flops = hardware.efficiency / _MICRO
+    extension().set_costs(
+        hardware.launch_seconds * _MICRO,
+        hardware.half_flops_per_second * flops,
+        hardware.float_flops_per_second * flops,
+        hardware.memory_bytes_per_second / _MICRO,
+        hardware.host_bytes_per_second / _MICRO,
+    )
