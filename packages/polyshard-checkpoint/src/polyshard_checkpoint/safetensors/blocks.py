@@ -23,7 +23,7 @@ READERS = 4
 SHORT_BYTES = 256
 """Elements that lie together in fewer bytes are not read one by one, but with those between."""
 LONG_BYTES = 1 << 18
-"""Beyond elements that lie together in as many nothing is read ahead: other ranks read that."""
+"""Elements in several places of fewer bytes each are read ahead; beyond others ranks read."""
 
 
 def in_blocks(most_elements: int, *alike: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -86,8 +86,8 @@ def _expect(view: Tensor, file: int) -> None:
     """Tell the kernel whether what follows the elements of ``view`` will be read."""
     if hasattr(os, "posix_fadvise"):  # not on macOS
         length, _ = runs(view)
-        is_long = length * view.itemsize >= LONG_BYTES
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM if is_long else os.POSIX_FADV_NORMAL)
+        is_parted = length < view.numel() and length * view.itemsize < LONG_BYTES
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_NORMAL if is_parted else os.POSIX_FADV_RANDOM)
 
 
 def _is_plain(target: Tensor, dtype: torch.dtype) -> bool:

@@ -201,3 +201,15 @@ def test_axes_that_leave_a_host_use_its_network() -> None:
     assert link_of("tp", mesh, machine) == machine.inside
     assert link_of("dp", mesh, machine) == machine.inside
     assert link_of("replicate", mesh, machine) == machine.between
+
+
+@pytest.mark.parametrize(
+    ("text", "cards"), [("dp=16", 8), ("dp=8,tp=2", 4), ("dp=4,tp=8", 1), ("dp=4,tp=16", 1)]
+)
+def test_a_ring_leaves_a_host_by_the_cards_of_its_ranks(text: str, cards: int) -> None:
+    machine = MACHINES["h100x8"]
+    link = link_of("dp", parse_mesh(text), machine)
+    assert link.bytes_per_second == cards * machine.between.bytes_per_second
+    assert link.latency_seconds == machine.between.latency_seconds
+    on_gloo = link_of("dp", parse_mesh(text), replace(machine, backend="gloo"))
+    assert on_gloo == machine.between

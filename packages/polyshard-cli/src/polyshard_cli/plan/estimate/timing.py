@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from polyshard_cli.plan.dry_run.planning import PlannedGroup
 from polyshard_cli.plan.dry_run.probing import Cost, Probe
@@ -265,10 +265,19 @@ def seconds_of(kernel: Kernel, dtype: str, machine: Machine) -> float:
 
 
 def link_of(axis: str, mesh: MeshSpec, machine: Machine) -> Link:
-    """What ranks of ``axis`` talk over: within a host if all of its ranks are on one."""
-    span = 1
+    """What ranks of ``axis`` talk over: within a host if all of its ranks are on one.
+
+    NCCL's rings leave a host by the network card of each rank that the axis has there. gloo's
+    ranks send to each other directly.
+    """
+    inner = 1
     for found in reversed(mesh.axes):
-        span *= found.size
-        if found.name == axis:
-            return machine.inside if span <= machine.ranks_per_host else machine.between
+        if found.name != axis:
+            inner *= found.size
+            continue
+        if inner * found.size <= machine.ranks_per_host:
+            return machine.inside
+        cards = max(1, machine.ranks_per_host // inner) if machine.backend == "nccl" else 1
+        rate = min(machine.inside.bytes_per_second, cards * machine.between.bytes_per_second)
+        return replace(machine.between, bytes_per_second=rate)
     return machine.inside
