@@ -19,7 +19,7 @@ from polyshard_testing import ranks
 
 WIDTH = 8
 PATIENT_SECONDS = 10.0
-"""Far below the time-out of the process group (30 s), far above what it takes on a busy machine."""
+"""Far below the time-out of the process group (60 s), far above what it takes on a busy machine."""
 
 
 class Layer(nn.Module):

@@ -21,7 +21,7 @@ from polyshard_testing import World, ranks
 
 WIDTH = 8
 PATIENT_SECONDS = 10.0
-"""Far below the time-out of the process group (30 s)."""
+"""Far below the time-out of the process group (60 s)."""
 HEARD_SECONDS = 0.5
 """After which every rank has heard of a failure."""
 

@@ -20,7 +20,7 @@ from polyshard_resilience.wire import Waiter
 from polyshard_testing import ranks
 
 PATIENT_SECONDS = 10.0
-"""Far below the time-out of the process group (30 s)."""
+"""Far below the time-out of the process group (60 s)."""
 ELEMENTS = 64 << 20
 """Of a message that is on its way for a while (bytes)."""
 

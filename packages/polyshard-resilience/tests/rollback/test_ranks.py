@@ -30,7 +30,7 @@ from polyshard_testing import World, ranks
 from polyshard_testing.world import RankError
 
 PATIENT_SECONDS = 10.0
-"""Far below the time-out of the process group (30 s), far above what it takes on a busy machine."""
+"""Far below the time-out of the process group (60 s), far above what it takes on a busy machine."""
 LATE_SECONDS = 1.5
 PLACES = ["forward", "backward", "before the step", "in the step", "after the step"]
 

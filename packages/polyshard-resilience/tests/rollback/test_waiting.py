@@ -24,7 +24,7 @@ from polyshard_testing import World
 from polyshard_testing.world import RankError
 
 PATIENT_SECONDS = 12.0
-"""Far below the time-out of the process group (30 s), far above what it takes on a busy machine."""
+"""Far below the time-out of the process group (60 s), far above what it takes on a busy machine."""
 DEAD = "the process ended without an answer"
 
 

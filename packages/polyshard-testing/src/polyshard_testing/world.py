@@ -34,7 +34,7 @@ from typing import Any
 
 from polyshard_testing import late_rank
 
-COLLECTIVE_SECONDS = 30.0
+COLLECTIVE_SECONDS = 60.0
 """How long a rank waits for its peers by default."""
 _ANSWER_SECONDS = 5.0  # for a rank to tell that it waited in vain
 _CALLS_OF_A_RANK = 300
