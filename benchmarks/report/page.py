@@ -40,7 +40,7 @@ PRETRAINED_HEAD = """
 A Llama in bfloat16 from safetensors that are not in the page cache into shards. GB of the largest
 rank, and of all: *read* from storage, *peak* of resident memory (*anonymous*: without mapped
 files). *dcp* is a checkpoint of torch's, converted before by as many ranks. The bar is 1.00.
-Two cores were shared with other work, so times vary (`benchmarks/pretrained.py`).
+Four ranks share two cores (`benchmarks/pretrained.py`).
 """
 PUBLISH_HEAD = """
 A step's weights (AdamW at 1e-6) to a bfloat16 receiver. Every rank and the receiver have a link of
