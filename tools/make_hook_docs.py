@@ -107,7 +107,8 @@ regions        [W, chunk_numel]: row r is the chunk of rank r
 ~~~
 
 `layout.parameters` has the order of `group.parameters`; each has `name`, `shape`, `dim` (`None`:
-every rank holds it whole), `chunk_numel`, `shard_offset`, `local_shape(rank)` and `bounds(rank)`.
+every rank holds it whole), `chunk_numel`, `shard_offset`, `local_shape(rank)`,
+`local_numel(rank)` and `bounds(rank)`.
 Chunks start at multiples of 64 bytes, small ones of up to 16; padding between them has any value.
 Memory of a payload is aligned; row `r` of all payloads starts `r * payload_bytes` bytes later, so
 `view(dtype)` needs multiples of its item size. In unit tests without processes, `mesh` is `None`.

@@ -38,7 +38,12 @@ def _table(table: Table) -> rich.Table:
     made = rich.Table(title=table.caption, title_justify="left", box=None, padding=(0, 1))
     for place, column in enumerate(table.columns):
         is_words = not place or column in table.words
-        made.add_column(column, justify="left" if is_words else "right", overflow="fold")
+        made.add_column(
+            column,
+            justify="left" if is_words else "right",
+            overflow="fold",
+            no_wrap=not is_words,  # a number that goes on in the next line reads as another
+        )
     last = len(table.rows) - 1
     for place, row in enumerate(table.rows):
         stands_out = place in table.marked or (table.has_total and place == last)

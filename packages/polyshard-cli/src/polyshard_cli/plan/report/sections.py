@@ -99,9 +99,11 @@ def _time(document: Document) -> Iterator[Block]:
     if timing is None:
         yield Text("The model did not run on the meta device, so nothing is known of its time.")
         return
+    busy = timing.compute_seconds + timing.optimizer_seconds
     yield Text(
-        f"An estimate for {document.machine.name}: {milliseconds(timing.step_seconds)}. Gathers "
-        "and reductions run beside compute; where the first lane is empty, compute waits for them."
+        f"An estimate for {document.machine.name}: {milliseconds(timing.step_seconds)}, of which "
+        f"{milliseconds(busy)} compute. Gathers and reductions run beside compute; where the first "
+        "lane is empty, compute waits for them."
     )
     shown = {span.phase for span in timing.spans}
     phases = tuple(phase for phase in PHASES if phase in shown)
