@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import importlib
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -123,8 +123,8 @@ def _last(step: _Step, tokens: int) -> Found:
     counted = polyshard_sim.counters()
     spans, stream = timeline.spans, torch.accelerator.current_stream().stream_id
     roles = {span.stream: ROLES[span.name] for span in spans if span.name in ROLES}
-    waits, collectives = Counter[str](), Counter[str]()
-    kernels, longest = 0.0, []
+    waits, collectives = dict.fromkeys(WAITS, 0.0), defaultdict[str, float](float)
+    kernels, longest = 0.0, list[Found]()
     for span in spans:
         seconds = span.duration_us / 1e6
         if span.name in ROLES:
@@ -138,7 +138,7 @@ def _last(step: _Step, tokens: int) -> Found:
     return {
         "step": host_time_us() / 1e6 - begin,
         "kernels": kernels,
-        "waits": {name: waits[name] for name in WAITS},
+        "waits": waits,
         "collectives": dict(collectives),
         "longest waits": sorted(longest, key=lambda wait: -wait["seconds"])[:3],
         "launches": counted.launches,
