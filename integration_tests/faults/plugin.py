@@ -10,8 +10,8 @@ from typing import Any
 
 from toy_codecs import BytesGather
 
-from polyshard import Around, Observer, Plugin, hookimpl
-from polyshard.plugins.seams import GroupInfo, Named, StorageFactory
+from polyshard import Around, GatherCodec, Observer, Plugin, hookimpl
+from polyshard.plugins.seams import GroupInfo, StorageFactory
 
 PLACE = "blocks.1"
 """Groups of this unit fail, where they know the name of theirs yet; else the first does."""
@@ -66,7 +66,7 @@ class _Watcher(Observer):
 
 
 @dataclass(frozen=True)
-class _Codec(Named):
+class _Codec(GatherCodec):
     """The codec of a stack (or one that ships raw bytes) that may fail."""
 
     strike: Strike
