@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,27 +80,36 @@ class Exchange:
 
     def _sources(self, tensors: Sequence[Moving], target: int) -> Iterator[Tensor]:
         """What this rank has for ``target``."""
-        own, seats = dist.get_rank(self.group), self.seats
-        for one in tensors:
-            if one.dim is None:
-                if one.held is not None and seats.gives_whole(own, target):
-                    yield one.held
-            elif one.held is not None:
-                extent = one.shape[one.dim]
-                rows, start = seats.shared(extent, own, target), seats.held(extent, own)[0]
-                yield from _part(one.held, one.dim, rows, start)
+        own = dist.get_rank(self.group)
+        return self._parts(((one, one.held) for one in tensors), own, target, self.seats.held)
 
     def _targets(self, tensors: Sequence[Moving], source: int) -> Iterator[Tensor]:
         """Where what ``source`` has for this rank belongs."""
+        own = dist.get_rank(self.group)
+        return self._parts(((one, one.made) for one in tensors), source, own, self.seats.wanted)
+
+    def _parts(
+        self,
+        tensors: Iterable[tuple[Moving, Tensor | None]],
+        source: int,
+        target: int,
+        rows_of: Callable[[int, int], tuple[int, int]],
+    ) -> Iterator[Tensor]:
+        """What goes from ``source`` to ``target``, in memory of this rank.
+
+        ``rows_of`` says, of an extent and this rank, which rows that memory has.
+        """
         own, seats = dist.get_rank(self.group), self.seats
-        for one in tensors:
+        for one, local in tensors:
+            if local is None:
+                continue
             if one.dim is None:
-                if one.made is not None and seats.gives_whole(source, own):
-                    yield one.made
-            elif one.made is not None:
+                if seats.gives_whole(source, target):
+                    yield local
+            else:
                 extent = one.shape[one.dim]
-                rows, start = seats.shared(extent, source, own), seats.wanted(extent, own)[0]
-                yield from _part(one.made, one.dim, rows, start)
+                start = rows_of(extent, own)[0]
+                yield from _part(local, one.dim, seats.shared(extent, source, target), start)
 
 
 def _part(local: Tensor, dim: int, rows: tuple[int, int], start: int) -> Iterator[Tensor]:

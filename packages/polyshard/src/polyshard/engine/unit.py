@@ -22,7 +22,7 @@ from polyshard.engine.initial_values import InitialValues
 from polyshard.engine.optimizers import watch_steps
 from polyshard.engine.prefetch import Prefetcher
 from polyshard.engine.reductions import Reductions
-from polyshard.failures import Kind, Part, kept_failure_handler
+from polyshard.failures import Kind, Part, failure_handler, kept_failure_handler
 from polyshard.group.group import ParameterGroup, State, free_outdated
 from polyshard.memory.pages import PagePool, pages_can_move
 from polyshard.memory.streams import Lanes, streams_of
@@ -236,7 +236,7 @@ class RootContext:
         """``unit`` is called from outside of any other: a turn begins. See [Note: turns]."""
         self.forward_root = unit
         self.finalization.is_busy = self.finalization.is_busy or torch.is_grad_enabled()
-        self.failures = kept_failure_handler()
+        self.failures = failure_handler()
         self.turn.begin(self.failures.begin_step())
         if not self._watches_steps and not all(g.reshard_after_backward for g in self.groups()):
             self._watch_steps()
