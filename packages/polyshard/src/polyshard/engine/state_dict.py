@@ -28,6 +28,8 @@ class StateDictHooks:
         """Register with every module that owns a parameter of ``unit``."""
         self._unit = unit
         self._adapted: dict[ShardedParameter, Adapted] = {}
+        self._groups: tuple[ParameterGroup, ...] = ()
+        self._owned: dict[nn.Module, list[Owned]] = {}
         self._modules = {module: None for group in unit.groups for module in group.users()}
         for module in self._modules:
             module.register_state_dict_pre_hook(self._reshard)
@@ -45,13 +47,15 @@ class StateDictHooks:
 
     def _held(self, module: nn.Module) -> list[Owned]:
         """What ``module`` registers of the unit's groups, which may be others than at first."""
-        return [
-            (owner.name, parameter, group)
-            for group in self._unit.groups
-            for parameter in group.shards.parameters
-            for owner in parameter.owners
-            if owner.module is module
-        ]
+        groups = tuple(self._unit.groups)
+        if groups != self._groups:  # looked through once, not by every module's hook
+            self._groups, self._owned = groups, {}
+            for group in groups:
+                for parameter in group.shards.parameters:
+                    for owner in parameter.owners:
+                        entry = (owner.name, parameter, group)
+                        self._owned.setdefault(owner.module, []).append(entry)
+        return self._owned.get(module, [])
 
     def _reshard(self, *args: object, **kwargs: object) -> None:
         del args, kwargs
