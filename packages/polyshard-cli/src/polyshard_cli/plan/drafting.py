@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from polyshard.__about__ import __version__
@@ -20,11 +21,8 @@ from polyshard_cli.plan.dry_run.probing import Cost, Probe, cast_parameters, pro
 from polyshard_cli.plan.dry_run.units import units_of
 from polyshard_cli.plan.errors import PlanError
 from polyshard_cli.plan.estimate.machines import Machine, load_machine
-from polyshard_cli.plan.estimate.memory import Memory, memory_of
-from polyshard_cli.plan.estimate.overheads import with_overheads
-from polyshard_cli.plan.estimate.timing import Timing, Work, time_of
-from polyshard_cli.plan.estimate.traffic import Transfer, traffic_of
-from polyshard_cli.plan.report.advice import Case, advice_for
+from polyshard_cli.plan.estimate.step import Step, step_of
+from polyshard_cli.plan.report.advice import advice_for
 from polyshard_cli.plan.report.document import (
     SCHEMA,
     Document,
@@ -47,24 +45,6 @@ class Subject:
     backend: Backend
 
 
-@dataclass(frozen=True)
-class Running:
-    """What a step sends, and how long it takes without what plugins add."""
-
-    traffic: tuple[Transfer, ...]
-    timing: Timing | None
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What a step of one rank needs."""
-
-    traffic: tuple[Transfer, ...]
-    memory: Memory
-    timing: Timing | None
-    """``None`` where the model did not run."""
-
-
 def draft(settings: Settings, loaded: Loaded | None = None) -> Document:
     """The plan that ``settings`` ask for. This process must have no process group.
 
@@ -78,39 +58,34 @@ def draft(settings: Settings, loaded: Loaded | None = None) -> Document:
     subject = subject_of(settings, loaded)
     groups = planned(subject, settings)
     found = probed(subject, settings)
-    run = running(subject, settings, groups, found)
-    needs = estimated(subject, settings, groups, found, run)
-    case = Case(groups, needs.memory, needs.timing, subject.machine, settings.mesh, found.problem)
-    asked = settings.sequence or subject.loaded.sequence
+    step = estimated(subject, settings, groups, found)
     facts = facts_of(
         subject.loaded.name,
         groups,
         settings.optimizer,
         settings.rank,
         settings.local_batch,
-        asked,
+        settings.sequence or subject.loaded.sequence,
         settings.accumulate,
     )
-    return document_of(case, facts, subject.backend, needs.traffic)
+    return document_of(step, facts, subject.backend)
 
 
-def document_of(
-    case: Case, model: ModelFacts, backend: str, traffic: Sequence[Transfer]
-) -> Document:
-    """What ``case`` and ``traffic`` come to."""
-    machine = case.machine
+def document_of(step: Step, model: ModelFacts, backend: str) -> Document:
+    """``step`` for a reader."""
+    machine = step.machine
     return Document(
         schema=SCHEMA,
         polyshard=__version__,
         torch=torch.__version__,
         model=model,
-        mesh=case.mesh,
+        mesh=step.mesh,
         machine=MachineFacts(machine.name, backend, machine.sources, machine.memory_bytes),
-        groups=group_facts(case.groups),
-        memory=case.memory,
-        traffic=folded(traffic),
-        timing=case.timing,
-        notices=advice_for(case),
+        groups=group_facts(step.groups),
+        memory=step.memory,
+        traffic=folded(step.traffic),
+        timing=step.timing,
+        notices=advice_for(step),
     )
 
 
@@ -157,9 +132,7 @@ def planned(subject: Subject, settings: Settings) -> tuple[PlannedGroup, ...]:
     taken: list[object] = make_plugins(settings)
     with planned_ranks(settings.mesh.ranks, subject.backend, settings.rank):
         model, mesh = built(subject.loaded), settings.mesh.build("meta")
-        make = tensor_parallel(settings, subject.loaded, model)
-        if make is not None:
-            taken.append(_applied(make(mesh[settings.mesh.name("tensor")]), model))
+        taken += _divided(model, mesh, subject.loaded, settings)
         return shard(model, mesh, taken, settings)
 
 
@@ -170,9 +143,7 @@ def probed(subject: Subject, settings: Settings) -> Probe:
         # DTensor asks the mesh's device for its neighbours, which the meta device knows nothing of.
         model, mesh = built(loaded), settings.mesh.build("cpu")
         cast_parameters(model, policy_of(settings).param_dtype)
-        make = tensor_parallel(settings, loaded, model)
-        if make is not None:
-            _applied(make(mesh[settings.mesh.name("tensor")]), model)
+        _divided(model, mesh, loaded, settings)
         sequence = settings.sequence or loaded.sequence
         try:
             with torch.device("meta"):
@@ -182,32 +153,13 @@ def probed(subject: Subject, settings: Settings) -> Probe:
         return probe(model, units_of(model, settings.units), inputs)
 
 
-def running(
-    subject: Subject, settings: Settings, groups: Sequence[PlannedGroup], found: Probe
-) -> Running:
-    """What follows from a plan and a probe, wherever shards rest."""
-    mesh, timing = settings.mesh, None
-    traffic = traffic_of(groups, found, mesh, settings.accumulate)
-    if not found.problem:
-        work = Work(groups, found, traffic, settings.accumulate)
-        timing = time_of(work, subject.machine, mesh, settings.optimizer)
-    return Running(traffic, timing)
-
-
 def estimated(
-    subject: Subject,
-    settings: Settings,
-    groups: Sequence[PlannedGroup],
-    found: Probe,
-    run: Running,
-) -> Estimate:
-    """The same with tiers, and memory: arithmetic alone."""
-    tiers, timing = tiers_of(make_plugins(settings)), run.timing
-    memory = memory_of(groups, found, settings.optimizer, tiers, settings.accumulate)
-    if timing is not None:
-        work = Work(groups, found, run.traffic, settings.accumulate)
-        timing = with_overheads(timing, work, tiers, subject.machine, settings.optimizer)
-    return Estimate(run.traffic, memory, timing)
+    subject: Subject, settings: Settings, groups: tuple[PlannedGroup, ...], found: Probe
+) -> Step:
+    """The step of ``groups``, whose units cost what ``found`` says."""
+    tiers = tiers_of(make_plugins(settings))
+    chosen = settings.mesh, settings.optimizer, tiers, settings.accumulate
+    return step_of(groups, found, subject.machine, *chosen)
 
 
 def _cast(inputs: Any, settings: Settings) -> Any:
@@ -220,9 +172,15 @@ def _cast(inputs: Any, settings: Settings) -> Any:
     return inputs if dtype is None else tree_map_only(Tensor, cast, inputs)
 
 
-def _applied(plugin: object, model: nn.Module) -> object:
+def _divided(
+    model: nn.Module, mesh: DeviceMesh, loaded: Loaded, settings: Settings
+) -> list[object]:
+    """Divide layers of ``model`` over the tensor axis, if there is one; the plugin that did it."""
+    plugin = tensor_parallel(settings, loaded, model, mesh)
+    if plugin is None:
+        return []
     try:
-        plugin.apply(model)  # type: ignore[attr-defined]
+        plugin.apply(model)
     except ValueError as error:
         raise PlanError(f"tensor parallelism does not fit the model: {error}") from error
-    return plugin
+    return [plugin]

@@ -15,9 +15,7 @@ from polyshard_cli.plan.dry_run.planning import axis_names, planned_groups
 from polyshard_cli.plan.dry_run.probing import Cost, Probe
 from polyshard_cli.plan.errors import PlanError
 from polyshard_cli.plan.estimate.machines import load_machine
-from polyshard_cli.plan.estimate.memory import memory_of
-from polyshard_cli.plan.estimate.traffic import traffic_of
-from polyshard_cli.plan.report.advice import Case
+from polyshard_cli.plan.estimate.step import step_of
 from polyshard_cli.plan.report.document import Document
 from polyshard_cli.plan.request.mesh import Axis, MeshSpec, Role
 from polyshard_cli.plan.request.plugins import tiers_of
@@ -53,10 +51,10 @@ def describe(
         ) from error
     groups, target = planned_groups(model), load_machine(machine)
     mesh, found = _mesh_of(owners), Probe({}, Cost(), problem=NOT_RUN)
-    memory = memory_of(groups, found, optimizer, tiers_of(_plugins_of(owners)))
-    case = Case(groups, memory, None, target, mesh, NOT_RUN)
+    tiers = tiers_of([plugin for owner in owners for plugin in owner.plugins])
+    step = step_of(groups, found, target, mesh, optimizer, tiers)
     facts = facts_of(type(model).__name__, groups, optimizer, dist.get_rank())
-    return document_of(case, facts, dist.get_backend(), traffic_of(groups, found, mesh))
+    return document_of(step, facts, dist.get_backend())
 
 
 def _mesh_of(groups: Iterable[Living]) -> MeshSpec:
@@ -90,7 +88,3 @@ def _axes_of(group: Living) -> Iterator[Axis]:
 
 def _words(mesh: MeshSpec) -> str:
     return ",".join(f"{axis.name}={axis.size}" for axis in mesh.axes)
-
-
-def _plugins_of(groups: Iterable[Living]) -> list[object]:
-    return [plugin for group in groups for plugin in group.plugins]

@@ -10,8 +10,7 @@ import pytest
 
 from polyshard_cli.plan import Settings, draft, parse_mesh
 from polyshard_cli.plan.estimate.machines import MACHINES, Link, save_machine
-from polyshard_cli.plan.estimate.timeline import LANES, Span, Timeline
-from polyshard_cli.plan.estimate.timing import Timing
+from polyshard_cli.plan.estimate.timing import LANES, Span, Timing, _Links
 
 BALANCED = replace(
     MACHINES["h100x8"],
@@ -20,6 +19,7 @@ BALANCED = replace(
     operation_seconds=0.0,
     efficiency=0.5,
     inside=Link(1e8, 0.0),
+    protocols=(),
 )
 """Neither compute nor transfers take all of the time."""
 
@@ -77,13 +77,16 @@ def some(spans: tuple[Span, ...], lane: str, unit: str, phase: str) -> list[Span
     return [s for s in spans if (s.lane, s.unit, s.phase) == (lane, unit, phase)]
 
 
-def test_spans_without_time_are_left_out_and_others_grow() -> None:
-    timeline = Timeline()
-    timeline.add("gathers", "a", "forward", 0.0, 1.0)
-    timeline.add("compute", "", "forward", 0.0, 0.0)
-    timeline.stretch("gathers", 2.5)
-    timeline.add("compute", "a", "forward", 2.5, 3.0)
-    assert timeline.spans == (
-        Span("gathers", "a", "forward", 0.0, 2.5),
-        Span("compute", "a", "forward", 2.5, 3.0),
-    )
+def test_what_is_held_up_holds_up_what_waits_for_it() -> None:
+    """A second of compute beside a gather and a reduction of one link, and a sum over replicas."""
+    links = _Links()
+    (gather,) = links.start("gathers", "b", "backward", 0.0, {"dp": 0.5})
+    shards, replicas = links.start("reductions", "a", "backward", 0.25, {"dp": 1.0, "rep": 0.25})
+    assert (shards.start, shards.end, replicas.start) == (0.5, 1.5, 1.5)
+    assert links.hold_up(0.0, 1.0, share=0.5) == 0.5  # half of one second, in which one of them ran
+    assert (gather.end, shards.start, shards.end) == (0.75, 0.75, 2.0)
+    assert (replicas.start, replicas.end) == (2.0, 2.25)
+    (beside,) = links.start("gathers", "c", "backward", 2.0, {"dp": 0.125})
+    assert beside.start == 2.0  # replicas have links of their own
+    (behind,) = links.start("gathers", "d", "backward", 2.0, {"rep": 1.0})
+    assert behind.start == 2.25

@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,13 +28,15 @@ from polyshard_cli.plan.dry_run.recorder import Account, Recorder
 from polyshard_cli.plan.errors import PlanError
 from polyshard_cli.plan.estimate.machines import Link, Machine, Roof
 from polyshard_cli.plan.estimate.trials import (
+    PINGS,
+    TURNS,
     codec_rate,
     collective_seconds,
     divided_seconds,
     optimizer_rate,
+    seconds_of_turns,
     transfer_seconds,
 )
-from polyshard_cli.plan.estimate.turns import PINGS, TURNS, seconds_of_turns
 from polyshard_cli.plan.request.settings import Backend
 
 WIDTH = 1024
@@ -49,7 +51,7 @@ OVERLAPS = 15
 ROUNDS = 5
 """Of everything: a machine that others use, too, is not the same one seconds later."""
 START_SECONDS = 120
-"""For the ranks to import torch and meet; they are given as long to measure."""
+"""For the ranks to import torch and meet, and for each of their collectives."""
 
 
 Points = tuple[tuple[float, float], ...]
@@ -130,47 +132,19 @@ def _median_points(found: list[Points]) -> Points:
 def _measured(ranks: int, backend: Backend, rounds: int) -> list[Figures]:
     """Of every rank and round."""
     context = mp.get_context("spawn")
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, ProcessPoolExecutor(ranks, context) as pool:
         store = Path(folder, "store").as_uri()
-        pipes, processes = [], []
-        for rank in range(ranks):
-            here, there = context.Pipe(duplex=False)
-            arguments = (rank, ranks, store, backend, rounds, there)
-            processes.append(context.Process(target=_rank, args=arguments, daemon=True))
-            processes[-1].start()
-            there.close()
-            pipes.append(here)
+        found = [pool.submit(_rank, r, ranks, store, backend, rounds) for r in range(ranks)]
         try:
-            return [figures for pipe in pipes for figures in _answer(pipe)]
-        finally:
-            _end(processes)
+            return [figures for rank in found for figures in rank.result()]
+        except (BrokenProcessPool, RuntimeError) as error:
+            raise PlanError(
+                "--measure: the processes that measure could not exchange messages; 'polyshard "
+                "doctor' looks for the reason"
+            ) from error
 
 
-def _answer(pipe: Connection) -> list[Figures]:
-    found: list[Figures] | None = None
-    if wait([pipe], 2 * START_SECONDS):
-        try:
-            found = pipe.recv()
-        except EOFError:
-            found = None
-    if found is None:
-        raise PlanError(
-            "--measure: the processes that measure could not exchange messages; 'polyshard doctor' "
-            "looks for the reason"
-        )
-    return found
-
-
-def _end(processes: Sequence[BaseProcess]) -> None:
-    for process in processes:
-        process.join(10)
-        if process.is_alive():
-            process.kill()
-
-
-def _rank(
-    rank: int, ranks: int, store: str, backend: Backend, rounds: int, answer: Connection
-) -> None:
+def _rank(rank: int, ranks: int, store: str, backend: Backend, rounds: int) -> list[Figures]:
     """One of several that measure the same at the same time."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
@@ -182,9 +156,10 @@ def _rank(
         backend, init_method=store, rank=rank, world_size=ranks, timeout=timeout
     )
     sent_on = device if backend == "nccl" else torch.device("cpu")
-    answer.send([_figures(rank, ranks, device, sent_on) for _ in range(rounds)])
+    found = [_figures(rank, ranks, device, sent_on) for _ in range(rounds)]
     dist.barrier()
     dist.destroy_process_group()
+    return found
 
 
 def _figures(rank: int, ranks: int, device: torch.device, sent_on: torch.device) -> Figures:

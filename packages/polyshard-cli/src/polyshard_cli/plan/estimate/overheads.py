@@ -15,8 +15,7 @@ from polyshard.planning import GroupPlan
 from polyshard_cli.plan.dry_run.planning import PlannedGroup
 from polyshard_cli.plan.estimate.machines import Machine
 from polyshard_cli.plan.estimate.memory import STATES
-from polyshard_cli.plan.estimate.timeline import Span, Timeline
-from polyshard_cli.plan.estimate.timing import Timing, Work
+from polyshard_cli.plan.estimate.timing import Span, Timing, Work
 from polyshard_cli.plan.request.settings import OptimizerName
 
 
@@ -42,25 +41,20 @@ def with_overheads(
         ),
     }
     waits = tuple((what, seconds) for what, seconds in added.items() if seconds)
-    spans = _longer(timing, step, sum(seconds for _, seconds in waits))
+    others = tuple(span for span in timing.spans if span.phase != "optimizer")
+    start, stepped = timing.step_seconds - timing.optimizer_seconds, timing.step_seconds + step
+    end = stepped + sum(seconds for _, seconds in waits)
+    last = (
+        Span("compute", "", "optimizer", start, stepped),
+        Span("compute", "", "plugins", stepped, end),
+    )
     return replace(
         timing,
-        step_seconds=timing.step_seconds + step + sum(seconds for _, seconds in waits),
+        step_seconds=end,
         optimizer_seconds=timing.optimizer_seconds + step,
         exposed=(*timing.exposed, *waits),
-        spans=spans,
+        spans=(*others, *(span for span in last if span.end > span.start)),
     )
-
-
-def _longer(timing: Timing, optimizer: float, waits: float) -> tuple[Span, ...]:
-    """Spans of ``timing``, with a longer optimizer step, and what plugins take behind it."""
-    spans, end = timing.spans, timing.step_seconds + optimizer
-    others = tuple(span for span in spans if span.phase != "optimizer")
-    start = timing.step_seconds - timing.optimizer_seconds
-    found = Timeline()
-    found.add("compute", "", "optimizer", start, end)
-    found.add("compute", "", "plugins", end, end + waits)
-    return (*others, *found.spans)
 
 
 def _exposed(seconds: float, beside: float, machine: Machine) -> float:

@@ -1,28 +1,30 @@
-"""Time of a step on a machine: lanes of compute, gathers and reductions, as the engine uses them.
+"""Time of a step on a machine: compute, and the links that gathers and reductions share.
 
 [Note: time of a step]
 A unit computes for as long as its kernels take: matrix products what the machine reaches at their
 operations for each byte, others the time of their bytes. An accelerator takes no shorter than
 launching them does; a CPU launches and computes in turn. Collectives of its own hold a unit up. The
-next unit is gathered meanwhile, and the last one's gradients are reduced. What does not fit beside
-compute is *exposed*, and so is what transfers take from it where the same cores do both. Transfers
-of one lane follow one another.
+next unit is gathered meanwhile, and the last one's gradients are reduced. Transfers over one axis
+share its links: they follow one another in the order in which they are started, and so do
+reductions, of which one is under way at a time. What does not fit beside compute is *exposed*, and
+so is what transfers take from it where the same cores do both.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from polyshard_cli.plan.dry_run.planning import PlannedGroup
 from polyshard_cli.plan.dry_run.probing import Cost, Probe
 from polyshard_cli.plan.dry_run.recorder import Account, Kernel
-from polyshard_cli.plan.estimate.machines import Link, Machine
+from polyshard_cli.plan.estimate.links import seconds_of_transfer
+from polyshard_cli.plan.estimate.machines import Machine
 from polyshard_cli.plan.estimate.memory import STATES
-from polyshard_cli.plan.estimate.timeline import Lane, Span, Timeline
-from polyshard_cli.plan.estimate.traffic import Transfer
-from polyshard_cli.plan.estimate.transfers import (
+from polyshard_cli.plan.estimate.traffic import (
+    Transfer,
     accumulated_bytes,
     copied_by_gathers,
     copied_by_reductions,
@@ -30,7 +32,22 @@ from polyshard_cli.plan.estimate.transfers import (
 from polyshard_cli.plan.request.mesh import MeshSpec
 from polyshard_cli.plan.request.settings import OptimizerName
 
+Lane = Literal["compute", "gathers", "reductions"]
+LANES: tuple[Lane, ...] = ("compute", "gathers", "reductions")
 SLOWED = "transfers that take from compute"
+
+
+@dataclass(frozen=True)
+class Span:
+    """One unit on one lane, in seconds from the start of the step."""
+
+    lane: Lane
+    unit: str
+    """Empty for the root."""
+    phase: str
+    """``forward``, ``backward``, ``optimizer``, or ``plugins``: codes and other tiers."""
+    start: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -77,8 +94,65 @@ def _optimizer_seconds(
     return elements * (3 + 2 * STATES[optimizer]) / rate
 
 
+@dataclass
+class _Flight:
+    """A transfer that is under way, or waits for those before it."""
+
+    lane: Lane
+    axis: str
+    unit: str
+    phase: str
+    start: float
+    end: float
+
+
+class _Links:
+    """Transfers in the order in which they were started."""
+
+    def __init__(self) -> None:
+        self.flights: list[_Flight] = []
+        self._landed = 0
+        """How many of them, from the first on, nothing can hold up any more."""
+
+    def start(
+        self, lane: Lane, unit: str, phase: str, now: float, parts: Mapping[str, float]
+    ) -> list[_Flight]:
+        """Start transfers of so many seconds, by axis, one after the other."""
+        made = []
+        for axis, seconds in parts.items():
+            begin = max(now, _free(lane, axis, self.flights[self._landed :]))
+            made.append(_Flight(lane, axis, unit, phase, begin, begin + seconds))
+            self.flights.append(made[-1])
+        return made
+
+    def hold_up(self, begin: float, seconds: float, share: float) -> float:
+        """Compute for so long beside transfers; seconds by which these hold that up.
+
+        What a transfer takes from compute, compute takes from the transfer: a ``share`` of the time
+        in which both run. Those that wait for the transfer start later.
+        """
+        taken = 0.0
+        while self._landed < len(self.flights) and self.flights[self._landed].end <= begin:
+            self._landed += 1
+        late: list[_Flight] = []
+        for flight in self.flights[self._landed :]:
+            beside = min(flight.end, begin + seconds) - max(flight.start, begin)
+            lost = share * max(beside, 0.0)
+            length = flight.end - flight.start + lost
+            flight.start = max(flight.start, _free(flight.lane, flight.axis, late))
+            flight.end = flight.start + length
+            late.append(flight)
+            taken += lost
+        return taken
+
+
+def _free(lane: Lane, axis: str, flights: Iterable[_Flight]) -> float:
+    """When another one may start: one at a time on a lane, and over an axis."""
+    return max((f.end for f in flights if f.lane == lane or f.axis == axis), default=0.0)
+
+
 class _Step:
-    """Lanes, and what is waited for."""
+    """One step: what computes, what is under way, and what is waited for."""
 
     def __init__(self, work: Work, machine: Machine, mesh: MeshSpec) -> None:
         groups, found = work.groups, work.found
@@ -90,81 +164,95 @@ class _Step:
         self._dtype = {g.unit: str(g.plan.dtypes.param).removeprefix("torch.") for g in groups}
         units = list(dict.fromkeys(g.unit for g in groups))
         self._names = [n for n in found.units if n in units] or [n for n in units if n]
-        self._gathers: dict[tuple[str, str], float] = {}
-        self._reductions: dict[str, float] = {}
-        unit_of = {group.plan.name: group.unit for group in groups}
-        own: dict[tuple[str, str], float] = {}
+        self._gathers: dict[tuple[str, str], dict[str, float]] = {}
+        """By unit and phase: seconds by axis."""
+        self._reductions: dict[str, dict[str, float]] = {}
+        """By unit: seconds by axis."""
+        self._own: defaultdict[tuple[str, str], float] = defaultdict(float)
+        """By unit and phase: seconds of the model's own collectives."""
+        self._busy: dict[tuple[int, str], float] = {}
+        """Of accounts, which units that are alike share."""
+        self._add_transfers(work)
+        for group in groups:
+            self._add_copies(group)
+        self._clock = 0.0
+        self._links = _Links()
+        self._spans: list[Span] = []
+        self._exposed: defaultdict[str, float] = defaultdict(float)
+
+    def _add_transfers(self, work: Work) -> None:
+        """Time of each transfer alone; of gathers and of the model's own in one micro-batch."""
+        unit_of = {group.plan.name: group.unit for group in work.groups}
         for transfer in work.traffic:
-            seconds = self._seconds(transfer)
-            if not transfer.is_counted and transfer.axis == mesh.name("tensor"):
+            seconds = seconds_of_transfer(transfer, self._mesh, self._machine)
+            if not transfer.is_counted and transfer.axis == self._mesh.name("tensor"):
                 name = "" if transfer.unit == "(root)" else transfer.unit
-                each = seconds / self._passes
-                own[name, transfer.phase] = own.get((name, transfer.phase), 0.0) + each
+                self._own[name, transfer.phase] += seconds / self._passes
                 continue
             name = unit_of.get(transfer.unit, "")
             if transfer.collective == "all-gather" and transfer.is_counted:
-                key = (name, transfer.phase)
-                self._gathers[key] = self._gathers.get(key, 0.0) + seconds / self._passes
+                parts = self._gathers.setdefault((name, transfer.phase), {})
+                parts[transfer.axis] = parts.get(transfer.axis, 0.0) + seconds / self._passes
             else:
-                self._reductions[name] = self._reductions.get(name, 0.0) + seconds
-        self._own: Mapping[tuple[str, str], float] = own
-        for group in groups:
-            self._add_copies(group)
+                parts = self._reductions.setdefault(name, {})
+                parts[transfer.axis] = parts.get(transfer.axis, 0.0) + seconds
 
     def _add_copies(self, group: PlannedGroup) -> None:
         """To cast and pack what is sent, and to unpack what came, takes from the same lanes."""
-        rate, world = self._machine.memory_bytes_per_second, group.plan.layout.world_size
+        rate = self._machine.memory_bytes_per_second
+        axis, unit = self._mesh.name("shard"), group.unit
+        if group.plan.layout.world_size == 1:
+            return
         for phase in ("forward", "backward"):
-            if world > 1 and (group.unit, phase) in self._gathers:
-                self._gathers[group.unit, phase] += copied_by_gathers(group.plan) / rate
-        if world > 1 and group.unit in self._reductions:
-            self._reductions[group.unit] += copied_by_reductions(group.plan) / rate
+            if (unit, phase) in self._gathers:
+                self._gathers[unit, phase][axis] += copied_by_gathers(group.plan) / rate
+        if unit in self._reductions:
+            self._reductions[unit][axis] += copied_by_reductions(group.plan) / rate
 
     def timing(self, optimizer_seconds: float) -> Timing:
-        exposed: dict[str, float] = {}
-        self._clock = self._gather_end = self._reduce_end = 0.0
-        self._timeline = Timeline()
+        """Run it, once."""
         for index in range(self._passes):
-            self._micro_batch(index, exposed)
-        self._wait(self._reduce_end, "last reductions", exposed)
-        tensor = self._passes * sum(self._own.values())
-        if tensor:
-            exposed["collectives of tensor parallelism"] = tensor
-        accounts = self._accounts()
+            self._micro_batch(index)
+        last = [flight for flight in self._links.flights if flight.lane == "reductions"]
+        self._wait(last, "last reductions")
+        if tensor := self._passes * sum(self._own.values()):
+            self._exposed["collectives of tensor parallelism"] = tensor
         end = self._clock + optimizer_seconds
-        self._timeline.add("compute", "", "optimizer", self._clock, end)
+        self._span("", "optimizer", self._clock, end)
+        moved = [
+            Span(f.lane, f.unit, f.phase, f.start, f.end)
+            for f in self._links.flights
+            if f.end > f.start
+        ]
+        spans = sorted([*self._spans, *moved], key=lambda s: (s.start, LANES.index(s.lane)))
         return Timing(
             step_seconds=end,
-            compute_seconds=self._passes * sum(self._compute(*account) for account in accounts),
+            compute_seconds=self._passes * sum(self._compute(*one) for one in self._accounts()),
             optimizer_seconds=optimizer_seconds,
-            gather_seconds=self._passes * sum(self._gathers.values()),
-            reduce_seconds=sum(self._reductions.values()),
-            exposed=tuple(exposed.items()),
-            spans=self._timeline.spans,
+            gather_seconds=self._passes * sum(sum(p.values()) for p in self._gathers.values()),
+            reduce_seconds=sum(sum(p.values()) for p in self._reductions.values()),
+            exposed=tuple(self._exposed.items()),
+            spans=tuple(spans),
         )
 
-    def _micro_batch(self, index: int, exposed: dict[str, float]) -> None:
+    def _micro_batch(self, index: int) -> None:
         """One forward and backward; the last one's gradients are reduced."""
-        self._wait(self._gather("", "forward"), "first gather of the root", exposed)
-        self._pass("forward", self._names, exposed)
-        self._run("", self._found.root.forward, "forward", exposed)
-        self._run("", self._found.root.backward, "backward", exposed)
-        self._pass("backward", self._names[::-1], exposed, index)
+        self._wait(self._gather("", "forward"), "first gather of the root")
+        self._pass("forward", self._names)
+        self._run("", self._found.root.forward, "forward")
+        self._run("", self._found.root.backward, "backward")
+        self._pass("backward", self._names[::-1], index)
         self._leave("", index)
 
-    def _pass(
-        self, phase: str, names: Sequence[str], exposed: dict[str, float], index: int = 0
-    ) -> None:
+    def _pass(self, phase: str, names: Sequence[str], index: int = 0) -> None:
         """Units one after the other; the next is gathered while one computes."""
-        arrival = self._gather(names[0], phase) if names else 0.0
+        coming = self._gather(names[0], phase) if names else []
         for place, name in enumerate(names):
-            self._wait(arrival, f"gathers in {phase}", exposed)
+            self._wait(coming, f"gathers in {phase}")
             if place + 1 < len(names):
-                arrival = self._gather(names[place + 1], phase)
+                coming = self._gather(names[place + 1], phase)
             cost = self._found.units.get(name, Cost())
-            account = cost.forward if phase == "forward" else cost.backward
-            stolen = self._run(name, account, phase, exposed)
-            arrival += stolen
+            self._run(name, cost.forward if phase == "forward" else cost.backward, phase)
             if phase == "backward":
                 self._leave(name, index)
 
@@ -173,51 +261,35 @@ class _Step:
         if index:  # reads two, and writes one
             start = self._clock
             self._clock += 3 * self._sums[name] / self._machine.memory_bytes_per_second
-            self._timeline.add("compute", name, "backward", start, self._clock)
+            self._span(name, "backward", start, self._clock)
         if index + 1 == self._passes:
-            self._reduce(name)
+            parts = self._reductions.get(name, {})
+            self._links.start("reductions", name, "backward", self._clock, parts)
 
-    def _gather(self, name: str, phase: str) -> float:
-        """When a gather that is started now ends."""
-        start = max(self._gather_end, self._clock)
-        self._gather_end = start + self._gathers.get((name, phase), 0.0)
-        self._timeline.add("gathers", name, phase, start, self._gather_end)
-        return self._gather_end
+    def _gather(self, name: str, phase: str) -> list[_Flight]:
+        """Start to gather a unit."""
+        parts = self._gathers.get((name, phase), {})
+        return self._links.start("gathers", name, phase, self._clock, parts)
 
-    def _reduce(self, name: str) -> None:
-        """Start to reduce the gradients of a unit."""
-        start = max(self._reduce_end, self._clock)
-        self._reduce_end = start + self._reductions.get(name, 0.0)
-        self._timeline.add("reductions", name, "backward", start, self._reduce_end)
-
-    def _run(self, name: str, account: Account, phase: str, exposed: dict[str, float]) -> float:
-        """Compute a unit; return by how much that holds up transfers beside it.
-
-        What a transfer beside it takes from compute, compute takes from the transfer.
-        """
+    def _run(self, name: str, account: Account, phase: str) -> None:
+        """Compute a unit."""
         seconds, start = self._compute(name, account, phase), self._clock
-        share = 1.0 - self._machine.overlap
-        lanes = (self._gather_end, self._reduce_end)
-        beside = [min(max(end - self._clock, 0.0), seconds) for end in lanes]
-        stolen = share * sum(beside)
-        self._clock += seconds + stolen
-        self._timeline.add("compute", name, phase, start, self._clock)
-        if stolen:
-            exposed[SLOWED] = exposed.get(SLOWED, 0.0) + stolen
-            self._gather_end = self._held_up("gathers", self._gather_end, share * beside[0])
-            self._reduce_end = self._held_up("reductions", self._reduce_end, share * beside[1])
-        return share * beside[0]
+        taken = self._links.hold_up(start, seconds, 1.0 - self._machine.overlap)
+        self._clock += seconds + taken
+        self._span(name, phase, start, self._clock)
+        if taken:
+            self._exposed[SLOWED] += taken
 
-    def _held_up(self, lane: Lane, end: float, seconds: float) -> float:
-        """When the transfers of a lane end that are held up for so long."""
-        if seconds:
-            self._timeline.stretch(lane, end + seconds)
-        return end + seconds
-
-    def _wait(self, until: float, what: str, exposed: dict[str, float]) -> None:
+    def _wait(self, flights: Sequence[_Flight], what: str) -> None:
+        until = max((flight.end for flight in flights), default=0.0)
         if until > self._clock:
-            exposed[what] = exposed.get(what, 0.0) + until - self._clock
+            self._exposed[what] += until - self._clock
             self._clock = until
+
+    def _span(self, unit: str, phase: str, start: float, end: float) -> None:
+        """Of compute; what takes no time has none."""
+        if end > start:
+            self._spans.append(Span("compute", unit, phase, start, end))
 
     def _accounts(self) -> list[tuple[str, Account, str]]:
         costs = [("", self._found.root), *self._found.units.items()]
@@ -229,27 +301,15 @@ class _Step:
 
     def _compute(self, name: str, account: Account, phase: str) -> float:
         machine, dtype = self._machine, self._dtype.get(name, "float32")
-        kernels = account.kernels
-        busy = sum(count * seconds_of(k, dtype, machine) for k, count in kernels.items())
+        kernels, key = account.kernels, (id(account), dtype)
+        if key not in self._busy:
+            each = (count * seconds_of(k, dtype, machine) for k, count in kernels.items())
+            self._busy[key] = sum(each)
+        busy = self._busy[key]
         launched = kernels.total() * machine.operation_seconds
         launched += account.divided * machine.divided_seconds
         computing = max(busy, launched) if machine.is_ahead else busy + launched
-        return computing + self._own.get((name, phase), 0.0)
-
-    def _ranks(self, axis: str) -> int:
-        return next((one.size for one in self._mesh.axes if one.name == axis), 2)
-
-    def _seconds(self, transfer: Transfer) -> float:
-        link = link_of(transfer.axis, self._mesh, self._machine)
-        machine = self._machine
-        own = machine.transfer_seconds
-        if not transfer.is_counted:  # a ring of fewer ranks has fewer turns
-            own = machine.collective_seconds * (self._ranks(transfer.axis) - 1)
-        seconds = transfer.calls * (own or link.latency_seconds)
-        seconds += transfer.sent_bytes / link.bytes_per_second
-        if transfer.collective in ("reduce-scatter", "all-reduce"):  # reads two, and writes one
-            seconds += 3 * transfer.sent_bytes / self._machine.memory_bytes_per_second
-        return seconds
+        return computing + self._own[name, phase]
 
 
 def seconds_of(kernel: Kernel, dtype: str, machine: Machine) -> float:
@@ -262,22 +322,3 @@ def seconds_of(kernel: Kernel, dtype: str, machine: Machine) -> float:
         return kernel.flops / roof.flops_per_second(kernel.flops / kernel.touched_bytes)
     peak = machine.flops_per_second.get(dtype) or min(machine.flops_per_second.values())
     return max(kernel.flops / (peak * machine.efficiency), moved)
-
-
-def link_of(axis: str, mesh: MeshSpec, machine: Machine) -> Link:
-    """What ranks of ``axis`` talk over: within a host if all of its ranks are on one.
-
-    NCCL's rings leave a host by the network card of each rank that the axis has there. gloo's
-    ranks send to each other directly.
-    """
-    inner = 1
-    for found in reversed(mesh.axes):
-        if found.name != axis:
-            inner *= found.size
-            continue
-        if inner * found.size <= machine.ranks_per_host:
-            return machine.inside
-        cards = max(1, machine.ranks_per_host // inner) if machine.backend == "nccl" else 1
-        rate = min(machine.inside.bytes_per_second, cards * machine.between.bytes_per_second)
-        return replace(machine.between, bytes_per_second=rate)
-    return machine.inside

@@ -7,6 +7,8 @@ Larger layers are trained with and without codes; what these take more than they
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -22,8 +24,10 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from polyshard import describe, fully_shard
 from polyshard_cli.plan.dry_run.recorder import Account, Recorder
 from polyshard_cli.plan.estimate.overheads import coded_bytes
-from polyshard_cli.plan.estimate.turns import PINGS, seconds_of_turns
 
+TURNS = 7
+PINGS = 50
+"""Turns of what is too short for a few to tell."""
 UNITS, WIDTH = 16, 8
 CODED_UNITS, CODED_WIDTH = 6, 1536
 """More than a cache holds."""
@@ -31,6 +35,29 @@ STEPPED = 8 << 20
 """Elements that an optimizer steps."""
 TOUCHED = 7
 """Values that a step of AdamW reads or writes for each element."""
+
+
+def seconds_of_turns(work: Callable[[], object], device: torch.device, turns: int = TURNS) -> float:
+    """Of one turn of ``work``, in the middle of several, until the slowest rank is done.
+
+    Ranks wait for each other in a step, so what counts where they share cores is when all are done;
+    what meeting costs is taken off.
+    """
+    meeting = _median(lambda: None, device, PINGS)
+    return max(_median(work, device, turns) - meeting, 1e-9)
+
+
+def _median(work: Callable[[], object], device: torch.device, turns: int) -> float:
+    found = []
+    for _ in range(turns + 1):
+        dist.barrier()
+        begin = time.perf_counter()
+        work()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        dist.barrier()
+        found.append(time.perf_counter() - begin)
+    return statistics.median(found[1:])
 
 
 def transfer_seconds(device: torch.device) -> float:

@@ -7,18 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from polyshard.planning import resharded
-from polyshard_cli.plan.drafting import (
-    Estimate,
-    Running,
-    Subject,
-    estimated,
-    planned,
-    probed,
-    running,
-)
+from polyshard_cli.plan.drafting import Subject, estimated, planned, probed
 from polyshard_cli.plan.dry_run.planning import PlannedGroup
 from polyshard_cli.plan.dry_run.probing import Probe
 from polyshard_cli.plan.errors import PlanError
+from polyshard_cli.plan.estimate.step import Step
 from polyshard_cli.plan.request.settings import Settings
 from polyshard_cli.plan.tuning.choice import Choice
 from polyshard_cli.plan.tuning.front import ranked
@@ -35,7 +28,7 @@ class Tried:
     """A choice, and what a step of it needs."""
 
     choice: Choice
-    needs: Estimate
+    needs: Step
 
     @property
     def memory_bytes(self) -> int:
@@ -71,7 +64,6 @@ class Search:
         """For ``settings`` whose batch is given: it stays the same on all meshes."""
         self._settings, self._subject = settings, subject
         self._plans: dict[object, tuple[PlannedGroup, ...] | PlanError] = {}
-        self._runs: dict[Choice, Running] = {}
         self._probes: dict[object, Probe | PlanError] = {}
 
     def over(self, space: Space, budget_bytes: int) -> Found:
@@ -133,11 +125,7 @@ class Search:
                 f"the model did not run on the meta device ({found.problem}), so no time is known; "
                 "give its inputs with --inputs module:function"
             )
-        key = replace(choice, offload="")
-        if key not in self._runs:
-            self._runs[key] = running(self._subject, settings, groups, found)
-        run = self._runs[key]
-        return Tried(choice, estimated(self._subject, settings, groups, found, run))
+        return Tried(choice, estimated(self._subject, settings, groups, found))
 
     def _planned(self, choice: Choice) -> tuple[PlannedGroup, ...]:
         """Planned without tiers, which change where shards rest and nothing of what travels."""
