@@ -28,8 +28,8 @@ from polyshard_cli.compare.engines.spec import Spec
 from polyshard_cli.plan import Settings, parse_mesh
 from polyshard_cli.plan.drafting import subject_of
 from polyshard_cli.plan.dry_run.units import units_of
-from polyshard_cli.plan.tuning.choice import Choice
 from polyshard_cli.plan.tuning.search import Search
+from polyshard_cli.plan.tuning.space import Choice
 
 RANKS = 2
 MODEL = Case(width=512, layers=8, tokens=16, steps=9, warmup=2)

@@ -10,8 +10,7 @@ from polyshard_cli.plan.dry_run.planning import PlannedGroup
 from polyshard_cli.plan.dry_run.probing import Probe
 from polyshard_cli.plan.estimate.machines import Machine
 from polyshard_cli.plan.estimate.memory import Memory, memory_of
-from polyshard_cli.plan.estimate.overheads import with_overheads
-from polyshard_cli.plan.estimate.timing import Timing, Work, time_of
+from polyshard_cli.plan.estimate.timing import Timing, Work, time_of, with_overheads
 from polyshard_cli.plan.estimate.traffic import Transfer, traffic_of
 from polyshard_cli.plan.request.mesh import MeshSpec
 from polyshard_cli.plan.request.settings import OptimizerName

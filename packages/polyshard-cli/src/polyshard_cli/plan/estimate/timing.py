@@ -8,20 +8,27 @@ next unit is gathered meanwhile, and the last one's gradients are reduced. Trans
 share its links: they follow one another in the order in which they are started, and so do
 reductions, of which one is under way at a time. What does not fit beside compute is *exposed*, and
 so is what transfers take from it where the same cores do both.
+
+[Note: what plugins add]
+Codecs read and write memory that compute would use. Transfers between a device and another tier
+have a lane of their own, which hides behind compute as far as the machine can do both; a tier
+called ``disk`` counts as the host. Where parameters rest on the host, the optimizer steps there.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+from polyshard.hardware import ring_bandwidth, rings
+from polyshard.planning import GroupPlan
 from polyshard_cli.plan.dry_run.planning import PlannedGroup
 from polyshard_cli.plan.dry_run.probing import Cost, Probe
 from polyshard_cli.plan.dry_run.recorder import Account, Kernel
-from polyshard_cli.plan.estimate.links import seconds_of_transfer
-from polyshard_cli.plan.estimate.machines import Machine
+from polyshard_cli.plan.estimate.machines import Link, Machine
 from polyshard_cli.plan.estimate.memory import STATES
 from polyshard_cli.plan.estimate.traffic import (
     Transfer,
@@ -31,6 +38,52 @@ from polyshard_cli.plan.estimate.traffic import (
 )
 from polyshard_cli.plan.request.mesh import MeshSpec
 from polyshard_cli.plan.request.settings import OptimizerName
+
+
+def link_of(axis: str, mesh: MeshSpec, machine: Machine) -> Link:
+    """What ranks of ``axis`` talk over: within a host if all of its ranks are on one.
+
+    NCCL's rings leave a host by the network card of each rank that the axis has there. gloo's
+    ranks send to each other directly.
+    """
+    ranks, hosts = _place(axis, mesh, machine)
+    if hosts == 1:
+        return machine.inside
+    together = ranks if machine.backend == "nccl" else hosts
+    inside, between = machine.inside.bytes_per_second, machine.between.bytes_per_second
+    rate = ring_bandwidth(together, hosts, inside, between)
+    return replace(machine.between, bytes_per_second=rate)
+
+
+def seconds_of_transfer(transfer: Transfer, mesh: MeshSpec, machine: Machine) -> float:
+    """Of all calls of ``transfer``, alone on its links."""
+    ranks, hosts = _place(transfer.axis, mesh, machine)
+    nbytes, calls = transfer.sent_bytes, transfer.calls
+    if machine.protocols:
+        speeds = machine.inside.bytes_per_second, machine.between.bytes_per_second
+        ways = 2 if transfer.collective == "all-reduce" else 1
+        found = rings(ranks, hosts, *speeds, machine.protocols)
+        return min(ring.seconds(nbytes, calls=calls, ways=ways) for ring in found)
+    own = machine.transfer_seconds
+    if not transfer.is_counted:  # a ring of fewer ranks has fewer turns
+        own = machine.collective_seconds * (ranks - 1)
+    link = link_of(transfer.axis, mesh, machine)
+    seconds = calls * (own or link.latency_seconds) + nbytes / link.bytes_per_second
+    if transfer.collective in ("reduce-scatter", "all-reduce"):  # reads two, and writes one
+        seconds += 3 * nbytes / machine.memory_bytes_per_second
+    return seconds
+
+
+def _place(axis: str, mesh: MeshSpec, machine: Machine) -> tuple[int, int]:
+    """Ranks of ``axis``, and hosts that they are on; two on one for what is no axis of the mesh."""
+    inner = 1
+    for found in reversed(mesh.axes):
+        if found.name == axis:
+            on_host = min(found.size, max(1, machine.ranks_per_host // inner))
+            return found.size, math.ceil(found.size / on_host)
+        inner *= found.size
+    return 2, 1
+
 
 Lane = Literal["compute", "gathers", "reductions"]
 LANES: tuple[Lane, ...] = ("compute", "gathers", "reductions")
@@ -322,3 +375,89 @@ def seconds_of(kernel: Kernel, dtype: str, machine: Machine) -> float:
         return kernel.flops / roof.flops_per_second(kernel.flops / kernel.touched_bytes)
     peak = machine.flops_per_second.get(dtype) or min(machine.flops_per_second.values())
     return max(kernel.flops / (peak * machine.efficiency), moved)
+
+
+def with_overheads(
+    timing: Timing,
+    work: Work,
+    tiers: Mapping[str, Any],
+    machine: Machine,
+    optimizer: OptimizerName,
+) -> Timing:
+    """``timing`` of ``work``, and what codecs and tiers add. See [Note: what plugins add]."""
+    groups, passes = work.groups, work.micro_batches
+    elements = [g.trainable_elements * g.plan.dtypes.orig.itemsize for g in groups]
+    step = _optimizer(timing, sum(elements), tiers, machine, STATES[optimizer])
+    rate = machine.codec_bytes_per_second or machine.memory_bytes_per_second
+    added = {
+        "encoding and decoding": sum(coded_bytes(g.plan, passes) for g in groups) / rate,
+        "shards from and to other tiers": _exposed(
+            sum(_staged_bytes(group, tiers, passes) for group in groups)
+            / machine.host_bytes_per_second,
+            timing.compute_seconds,
+            machine,
+        ),
+    }
+    waits = tuple((what, seconds) for what, seconds in added.items() if seconds)
+    others = tuple(span for span in timing.spans if span.phase != "optimizer")
+    start, stepped = timing.step_seconds - timing.optimizer_seconds, timing.step_seconds + step
+    end = stepped + sum(seconds for _, seconds in waits)
+    last = (
+        Span("compute", "", "optimizer", start, stepped),
+        Span("compute", "", "plugins", stepped, end),
+    )
+    return replace(
+        timing,
+        step_seconds=end,
+        optimizer_seconds=timing.optimizer_seconds + step,
+        exposed=(*timing.exposed, *waits),
+        spans=(*others, *(span for span in last if span.end > span.start)),
+    )
+
+
+def _exposed(seconds: float, beside: float, machine: Machine) -> float:
+    """What is left of transfers that run beside so many seconds of work."""
+    return seconds - machine.overlap * min(seconds, beside)
+
+
+def _optimizer(
+    timing: Timing, nbytes: int, tiers: Mapping[str, Any], machine: Machine, states: int
+) -> float:
+    """Seconds that the optimizer takes longer, whose parameters take so many bytes."""
+    if tiers["params"] != "device":
+        if machine.is_host:
+            return 0.0
+        on_host = nbytes * (3 + 2 * states) / machine.host_bytes_per_second
+        return max(0.0, on_host - timing.optimizer_seconds)
+    if tiers["optimizer"] == "device":
+        return 0.0
+    # State comes and goes at the same time, each on its direction of the link, if there is one.
+    turns = 2 if machine.is_host else 1
+    passing = turns * states * nbytes * tiers["fraction"] / machine.host_bytes_per_second
+    return _exposed(passing, timing.optimizer_seconds, machine)
+
+
+def _staged_bytes(group: PlannedGroup, tiers: Mapping[str, Any], passes: int) -> int:
+    """Shards to the device for each gather, and those of gradients from it, once."""
+    plan = group.plan
+    gathers = passes * (1 + (plan.reshard_after_forward is True))
+    comes = gathers * plan.shard_bytes if tiers["params"] != "device" else 0
+    goes = plan.shard_bytes if tiers["grads"] != "device" and group.trainable_elements else 0
+    return comes + goes
+
+
+def coded_bytes(plan: GroupPlan, passes: int = 1) -> int:
+    """What codecs read and write: each shard and each code once, and what is decoded.
+
+    Weights in each of so many forwards and backwards, gradients once.
+    """
+    world = plan.layout.world_size
+    codes, total = plan.payloads, 0
+    if codes.gather is not None:
+        gathers = passes * (1 + bool(plan.reshard_after_forward))
+        total += gathers * (plan.shard_bytes + (world + 1) * codes.gather + plan.unsharded_bytes)
+    if codes.reduce is not None:
+        total += plan.unsharded_bytes + 2 * world * codes.reduce + plan.shard_bytes
+    if codes.replicas is not None:
+        total += 2 * plan.shard_bytes + 2 * codes.replicas
+    return total

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from polyshard.planning import readable
-from polyshard_cli.plan.estimate.links import link_of
 from polyshard_cli.plan.estimate.step import Step
+from polyshard_cli.plan.estimate.timing import link_of
 from polyshard_cli.plan.estimate.traffic import native_gather_bytes
 
 TINY_ELEMENTS = 256

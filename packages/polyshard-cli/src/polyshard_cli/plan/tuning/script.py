@@ -184,8 +184,4 @@ def _number(name: str) -> str:
 
 
 def _quoted(names: Names) -> str:
-    return (
-        "("
-        + "".join(f'"{name}", ' for name in names).rstrip(" " if len(names) == 1 else ", ")
-        + ")"
-    )
+    return repr(names).replace("'", '"')
