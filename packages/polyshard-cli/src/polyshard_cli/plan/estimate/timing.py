@@ -217,9 +217,9 @@ class _Step:
         self._dtype = {g.unit: str(g.plan.dtypes.param).removeprefix("torch.") for g in groups}
         units = list(dict.fromkeys(g.unit for g in groups))
         self._names = [n for n in found.units if n in units] or [n for n in units if n]
-        self._gathers: dict[tuple[str, str], dict[str, float]] = {}
+        self._gathers: dict[tuple[str, str], defaultdict[str, float]] = {}
         """By unit and phase: seconds by axis."""
-        self._reductions: dict[str, dict[str, float]] = {}
+        self._reductions: dict[str, defaultdict[str, float]] = {}
         """By unit: seconds by axis."""
         self._own: defaultdict[tuple[str, str], float] = defaultdict(float)
         """By unit and phase: seconds of the model's own collectives."""
@@ -244,11 +244,11 @@ class _Step:
                 continue
             name = unit_of.get(transfer.unit, "")
             if transfer.collective == "all-gather" and transfer.is_counted:
-                parts = self._gathers.setdefault((name, transfer.phase), {})
-                parts[transfer.axis] = parts.get(transfer.axis, 0.0) + seconds / self._passes
+                parts = self._gathers.setdefault((name, transfer.phase), defaultdict(float))
+                parts[transfer.axis] += seconds / self._passes
             else:
-                parts = self._reductions.setdefault(name, {})
-                parts[transfer.axis] = parts.get(transfer.axis, 0.0) + seconds
+                parts = self._reductions.setdefault(name, defaultdict(float))
+                parts[transfer.axis] += seconds
 
     def _add_copies(self, group: PlannedGroup) -> None:
         """To cast and pack what is sent, and to unpack what came, takes from the same lanes."""
