@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from polyshard import installed
-from polyshard.hardware import NCCL_RINGS, NODES, Protocol, Ring, ring_bandwidth, rings
+from polyshard.hardware import Hardware, Protocol, Ring, ring_bandwidth, rings
 
 
 def test_nodes_have_the_network_of_all_their_ranks() -> None:
@@ -23,10 +23,7 @@ def test_a_ring_goes_once_around_every_rank_and_node() -> None:
 
 
 def test_few_bytes_take_the_protocol_of_low_latency() -> None:
-    node = NODES["h100x8"]
-    simple, low_latency = rings(
-        64, 8, node.nvlink_bytes_per_second, node.network_bytes_per_second, NCCL_RINGS
-    )
+    simple, low_latency = Hardware().rings(range(64))
     assert low_latency.seconds(1e3) < simple.seconds(1e3)
     assert low_latency.seconds(1e9) > simple.seconds(1e9)
 

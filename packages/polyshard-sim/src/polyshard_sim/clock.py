@@ -18,21 +18,14 @@ It is a simulation: nothing is computed, and no time of real hardware is measure
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from polyshard.hardware import (
-    EFFICIENCY,
-    LAUNCH_SECONDS,
-    NCCL_RINGS,
-    NODES,
-    Protocol,
-    rings,
-)
+from polyshard.hardware import NCCL_RINGS, Hardware, Protocol
 from polyshard_sim.building import extension
 from polyshard_sim.errors import SimError
 
@@ -54,43 +47,6 @@ BACKEND = "fake-simccl"
 """The process group of :func:`rank_of`, which has no other processes."""
 _MICRO = 1e6
 """Microseconds of a second."""
-
-
-_H100 = NODES["h100x8"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hardware:
-    """Nodes of accelerators, one for each rank.
-
-    The defaults are the public figures of H100 nodes, with their sources in
-    :mod:`polyshard.hardware`.
-    """
-
-    ranks_per_node: int = _H100.ranks
-    half_flops_per_second: float = _H100.half_flops_per_second
-    """Of matrix products in bfloat16 and float16."""
-    float_flops_per_second: float = _H100.float_flops_per_second
-    """In float32."""
-    efficiency: float = EFFICIENCY
-    """Part of these that products of a model reach."""
-    memory_bytes_per_second: float = _H100.memory_bytes_per_second
-    host_bytes_per_second: float = _H100.host_bytes_per_second
-    """Between the device and the host's memory."""
-    nvlink_bytes_per_second: float = _H100.nvlink_bytes_per_second
-    """From a rank to another one of its node."""
-    network_bytes_per_second: float = _H100.network_bytes_per_second
-    """From a rank to other nodes."""
-    launch_seconds: float = LAUNCH_SECONDS
-    """Of the host, for each launch."""
-    protocols: Sequence[Protocol] = NCCL_RINGS
-    """A collective uses the fastest."""
-
-    def rings(self, ranks: Sequence[int]) -> list[tuple[float, float, float]]:
-        """Of a group: microseconds to start and of one way around, and bytes a microsecond."""
-        nodes = len({rank // self.ranks_per_node for rank in ranks})
-        speeds = self.nvlink_bytes_per_second, self.network_bytes_per_second
-        return [astuple(ring) for ring in rings(len(ranks), nodes, *speeds, self.protocols)]
 
 
 @dataclass(frozen=True)

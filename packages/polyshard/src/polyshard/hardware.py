@@ -1,108 +1,30 @@
 """Public figures of accelerators and their networks, and how long NCCL's rings take there.
 
 ``polyshard plan`` estimates steps with them, and the virtual clock of polyshard-sim runs on them.
-Bandwidths are one direction's half of what data sheets give for both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
-__all__ = [
-    "EFFICIENCY",
-    "LAUNCH_SECONDS",
-    "NCCL_RINGS",
-    "NODES",
-    "Node",
-    "Protocol",
-    "Ring",
-    "ring_bandwidth",
-    "rings",
-]
+__all__ = ["MACHINES", "NCCL_RINGS", "Hardware", "Protocol", "Ring", "ring_bandwidth", "rings"]
 
-EFFICIENCY = 0.6
-"""Part of the peak that matrix products of a model reach. Assumed."""
-LAUNCH_SECONDS = 5e-6
-"""Of the host, for each operation that it launches. Assumed."""
 GIGA = 10**9
-
-
-@dataclass(frozen=True, kw_only=True)
-class Node:
-    """A host with accelerators, one for each rank. Figures are those of one accelerator."""
-
-    ranks: int = 8
-    memory_bytes: int
-    half_flops_per_second: float
-    """Of matrix products in bfloat16 and float16, dense."""
-    float_flops_per_second: float
-    """In float32, without TF32."""
-    memory_bytes_per_second: float
-    host_bytes_per_second: float
-    """Between the device and the host's memory."""
-    nvlink_bytes_per_second: float
-    """From a rank to the others of its node."""
-    network_bytes_per_second: float
-    """From a rank to other nodes."""
-    sources: tuple[str, ...]
-
-
-_HOPPER_NETWORK = (
+_H100 = "NVIDIA H100 Tensor Core GPU, www.nvidia.com/en-us/data-center/h100 (SXM, dense)"
+_H200 = "NVIDIA H200 Tensor Core GPU, www.nvidia.com/en-us/data-center/h200 (SXM, dense)"
+_A100 = "NVIDIA A100 Tensor Core GPU, www.nvidia.com/en-us/data-center/a100 (80 GB SXM, dense)"
+_DGX_H100 = (
     "network: one 400 Gb/s ConnectX-7 a GPU, NVIDIA DGX H100/H200 User Guide, docs.nvidia.com/dgx"
 )
-NODES: Final[Mapping[str, Node]] = MappingProxyType(
-    {
-        "h100x8": Node(
-            memory_bytes=80 * GIGA,
-            half_flops_per_second=989e12,
-            float_flops_per_second=67e12,
-            memory_bytes_per_second=3350e9,
-            host_bytes_per_second=64e9,
-            nvlink_bytes_per_second=450e9,
-            network_bytes_per_second=50e9,
-            sources=(
-                "NVIDIA H100 Tensor Core GPU, www.nvidia.com/en-us/data-center/h100 (SXM, dense)",
-                _HOPPER_NETWORK,
-            ),
-        ),
-        "h200x8": Node(
-            memory_bytes=141 * GIGA,
-            half_flops_per_second=989e12,
-            float_flops_per_second=67e12,
-            memory_bytes_per_second=4800e9,
-            host_bytes_per_second=64e9,
-            nvlink_bytes_per_second=450e9,
-            network_bytes_per_second=50e9,
-            sources=(
-                "NVIDIA H200 Tensor Core GPU, www.nvidia.com/en-us/data-center/h200 (SXM, dense)",
-                _HOPPER_NETWORK,
-            ),
-        ),
-        "a100x8": Node(
-            memory_bytes=80 * GIGA,
-            half_flops_per_second=312e12,
-            float_flops_per_second=19.5e12,
-            memory_bytes_per_second=2039e9,
-            host_bytes_per_second=32e9,
-            nvlink_bytes_per_second=300e9,
-            network_bytes_per_second=25e9,
-            sources=(
-                "NVIDIA A100 Tensor Core GPU, www.nvidia.com/en-us/data-center/a100 "
-                "(80 GB SXM, dense)",
-                "network: one 200 Gb/s ConnectX-6 a GPU, NVIDIA DGX A100 User Guide, "
-                "docs.nvidia.com/dgx",
-            ),
-        ),
-    }
+_DGX_A100 = (
+    "network: one 200 Gb/s ConnectX-6 a GPU, NVIDIA DGX A100 User Guide, docs.nvidia.com/dgx"
 )
-"""By name."""
 
 
-@dataclass(frozen=True)
-class Protocol:
+class Protocol(NamedTuple):
     """How ranks pass parts around a ring: microseconds, and the part of the bandwidth reached."""
 
     start_us: float
@@ -117,8 +39,7 @@ NCCL_RINGS = (Protocol(8.4, 3.4, 14.0, 1.0), Protocol(14.0, 1.9, 4.0, 0.92))
 """``Simple`` and ``LL128`` of NCCL's tuning model (github.com/NVIDIA/nccl, src/graph/tuning.cc)."""
 
 
-@dataclass(frozen=True)
-class Ring:
+class Ring(NamedTuple):
     """One protocol on the ranks of a group."""
 
     start_us: float
@@ -136,6 +57,65 @@ class Ring:
         """
         latency = calls * (self.start_us + ways * self.around_us)
         return (latency + nbytes / self.bytes_per_us) / 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Nodes of accelerators, one for each rank. The defaults are public figures of H100 nodes.
+
+    Bandwidths are one direction's half of what data sheets give for both.
+    """
+
+    ranks_per_node: int = 8
+    memory_bytes: int = 80 * GIGA
+    half_flops_per_second: float = 989e12
+    """Of matrix products in bfloat16 and float16, dense."""
+    float_flops_per_second: float = 67e12
+    """In float32, without TF32."""
+    efficiency: float = 0.6
+    """Part of these that products of a model reach. Assumed."""
+    memory_bytes_per_second: float = 3350e9
+    host_bytes_per_second: float = 64e9
+    """Between the device and the host's memory."""
+    nvlink_bytes_per_second: float = 450e9
+    """From a rank to another one of its node."""
+    network_bytes_per_second: float = 50e9
+    """From a rank to other nodes."""
+    launch_seconds: float = 5e-6
+    """Of the host, for each launch. Assumed."""
+    protocols: Sequence[Protocol] = NCCL_RINGS
+    """A collective uses the fastest."""
+    sources: tuple[str, ...] = (_H100, _DGX_H100)
+
+    def rings(self, ranks: Sequence[int]) -> list[Ring]:
+        """Those of a group of these ranks."""
+        nodes = len({rank // self.ranks_per_node for rank in ranks})
+        speeds = self.nvlink_bytes_per_second, self.network_bytes_per_second
+        return rings(len(ranks), nodes, *speeds, self.protocols)
+
+
+MACHINES: Final[Mapping[str, Hardware]] = MappingProxyType(
+    {
+        "h100x8": Hardware(),
+        "h200x8": replace(
+            Hardware(),
+            memory_bytes=141 * GIGA,
+            memory_bytes_per_second=4800e9,
+            sources=(_H200, _DGX_H100),
+        ),
+        "a100x8": Hardware(
+            memory_bytes=80 * GIGA,
+            half_flops_per_second=312e12,
+            float_flops_per_second=19.5e12,
+            memory_bytes_per_second=2039e9,
+            host_bytes_per_second=32e9,
+            nvlink_bytes_per_second=300e9,
+            network_bytes_per_second=25e9,
+            sources=(_A100, _DGX_A100),
+        ),
+    }
+)
+"""By name."""
 
 
 def ring_bandwidth(ranks: int, nodes: int, nvlink: float, network: float) -> float:

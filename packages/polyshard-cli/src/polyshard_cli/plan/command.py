@@ -47,7 +47,8 @@ KEEP = "Settings that --tune keeps: mesh, replicate, tp, units, reshard, quantiz
 
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """``command`` with every setting as an option before its own, and mistakes as one message."""
-    types, readers, parameters = get_type_hints(Settings), {}, []
+    types, parameters = get_type_hints(Settings), list[Parameter]()
+    readers: dict[str, Callable[[Any], object]] = {}
     for one in fields(Settings):
         written = one.metadata.get("as") or Written(
             types[one.name], one.default, lambda value: value

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from polyshard.hardware import EFFICIENCY, LAUNCH_SECONDS, NCCL_RINGS, NODES, Node, Protocol
+from polyshard import hardware
+from polyshard.hardware import Hardware, Protocol
 from polyshard_cli.plan.errors import PlanError
 from polyshard_cli.plan.request.settings import Backend
 
@@ -100,34 +101,36 @@ class Machine:
         return not self.is_ahead
 
 
-ASSUMED = (
-    f"assumed: matrix products reach {EFFICIENCY} of the peak, {LAUNCH_SECONDS * 1e6:g} "
-    "microseconds an operation; measure yours with --measure"
-)
-PROTOCOLS = "latencies: NCCL's tuning model, src/graph/tuning.cc, github.com/NVIDIA/nccl"
+LATENCIES = "latencies: NCCL's tuning model, src/graph/tuning.cc, github.com/NVIDIA/nccl"
 
 
-def _machine(name: str, node: Node) -> Machine:
-    rates = {"bfloat16": node.half_flops_per_second, "float32": node.float_flops_per_second}
+def _machine(name: str, known: Hardware) -> Machine:
+    assumed = (
+        f"assumed: matrix products reach {known.efficiency} of the peak, "
+        f"{known.launch_seconds * 1e6:g} microseconds an operation; measure yours with --measure"
+    )
     return Machine(
         name=name,
         backend="nccl",
-        ranks_per_host=node.ranks,
-        memory_bytes=node.memory_bytes,
-        flops_per_second=rates,
-        efficiency=EFFICIENCY,
-        memory_bytes_per_second=node.memory_bytes_per_second,
-        operation_seconds=LAUNCH_SECONDS,
-        inside=Link(node.nvlink_bytes_per_second),
-        between=Link(node.network_bytes_per_second),
-        protocols=NCCL_RINGS,
-        host_bytes_per_second=node.host_bytes_per_second,
-        sources=(*node.sources, PROTOCOLS, ASSUMED),
+        ranks_per_host=known.ranks_per_node,
+        memory_bytes=known.memory_bytes,
+        flops_per_second={
+            "bfloat16": known.half_flops_per_second,
+            "float32": known.float_flops_per_second,
+        },
+        efficiency=known.efficiency,
+        memory_bytes_per_second=known.memory_bytes_per_second,
+        operation_seconds=known.launch_seconds,
+        inside=Link(known.nvlink_bytes_per_second),
+        between=Link(known.network_bytes_per_second),
+        protocols=tuple(known.protocols),
+        host_bytes_per_second=known.host_bytes_per_second,
+        sources=(*known.sources, LATENCIES, assumed),
     )
 
 
 MACHINES: Final[Mapping[str, Machine]] = MappingProxyType(
-    {name: _machine(name, node) for name, node in NODES.items()}
+    {name: _machine(name, known) for name, known in hardware.MACHINES.items()}
 )
 """Per GPU."""
 
@@ -151,7 +154,7 @@ def load_machine(name: str) -> Machine:
         made: dict[str, Any] = {key: Link(**found.pop(key)) for key in ("inside", "between")}
         roofs = found.pop("products").items()
         made["products"] = {dtype: _roof(roof["points"]) for dtype, roof in roofs}
-        made["protocols"] = tuple(Protocol(**one) for one in found.pop("protocols", ()))
+        made["protocols"] = tuple(Protocol(*one) for one in found.pop("protocols", ()))
         return Machine(**found | made | {"sources": tuple(found["sources"])})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise PlanError(
