@@ -48,15 +48,19 @@ KEEP = "Settings that --tune keeps: mesh, replicate, tp, units, reshard, quantiz
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """``command`` with every setting as an option before its own, and mistakes as one message."""
     types, parameters = get_type_hints(Settings), list[Parameter]()
-    readers: dict[str, Callable[[Any], object]] = {}
+    readers: dict[str, Callable[[Any], Any]] = {}
     for one in fields(Settings):
         written = one.metadata.get("as") or Written(
             types[one.name], one.default, lambda value: value
         )
         readers[one.name] = written.read
-        option = Annotated[written.type, one.metadata["option"]]
         parameters.append(
-            Parameter(one.name, Parameter.KEYWORD_ONLY, default=written.default, annotation=option)
+            Parameter(
+                one.name,
+                Parameter.KEYWORD_ONLY,
+                default=written.default,
+                annotation=Annotated[written.type, one.metadata["option"]],
+            )
         )
     own = list(signature(command, eval_str=True).parameters.values())[1:]
 

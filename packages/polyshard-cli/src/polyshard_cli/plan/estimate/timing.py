@@ -5,9 +5,9 @@ A unit computes for as long as its kernels take: matrix products what the machin
 operations for each byte, others the time of their bytes. An accelerator takes no shorter than
 launching them does; a CPU launches and computes in turn. Collectives of its own hold a unit up. The
 next unit is gathered meanwhile, and the last one's gradients are reduced. Transfers over one axis
-share its links: they follow one another in the order in which they are started, and so do
-reductions, of which one is under way at a time. What does not fit beside compute is *exposed*, and
-so is what transfers take from it where the same cores do both.
+share its links: they follow one another in the order in which they are started. Sums over replicas
+have the links of another axis. What does not fit beside compute is *exposed*, and so is what
+transfers take from it where the same cores do both.
 
 [Note: what plugins add]
 Codecs read and write memory that compute would use. Transfers between a device and another tier
@@ -157,6 +157,8 @@ class _Flight:
     phase: str
     start: float
     end: float
+    after: _Flight | None
+    """What it needs the result of."""
 
 
 class _Links:
@@ -170,11 +172,12 @@ class _Links:
     def start(
         self, lane: Lane, unit: str, phase: str, now: float, parts: Mapping[str, float]
     ) -> list[_Flight]:
-        """Start transfers of so many seconds, by axis, one after the other."""
-        made = []
+        """Start transfers of so many seconds, by axis, each of what the one before made."""
+        made: list[_Flight] = []
         for axis, seconds in parts.items():
-            begin = max(now, _free(lane, axis, self.flights[self._landed :]))
-            made.append(_Flight(lane, axis, unit, phase, begin, begin + seconds))
+            after = made[-1] if made else None
+            begin = _earliest(now, axis, after, self.flights[self._landed :])
+            made.append(_Flight(lane, axis, unit, phase, begin, begin + seconds, after))
             self.flights.append(made[-1])
         return made
 
@@ -192,16 +195,17 @@ class _Links:
             beside = min(flight.end, begin + seconds) - max(flight.start, begin)
             lost = share * max(beside, 0.0)
             length = flight.end - flight.start + lost
-            flight.start = max(flight.start, _free(flight.lane, flight.axis, late))
+            flight.start = _earliest(flight.start, flight.axis, flight.after, late)
             flight.end = flight.start + length
             late.append(flight)
             taken += lost
         return taken
 
 
-def _free(lane: Lane, axis: str, flights: Iterable[_Flight]) -> float:
-    """When another one may start: one at a time on a lane, and over an axis."""
-    return max((f.end for f in flights if f.lane == lane or f.axis == axis), default=0.0)
+def _earliest(now: float, axis: str, after: _Flight | None, flights: Iterable[_Flight]) -> float:
+    """When another transfer may start: behind ``after``, and what is before it on its axis."""
+    ends = [f.end for f in flights if f.axis == axis or f is after]
+    return max([now, *ends])
 
 
 class _Step:
@@ -316,12 +320,12 @@ class _Step:
             self._clock += 3 * self._sums[name] / self._machine.memory_bytes_per_second
             self._span(name, "backward", start, self._clock)
         if index + 1 == self._passes:
-            parts = self._reductions.get(name, {})
+            parts: Mapping[str, float] = self._reductions.get(name, {})
             self._links.start("reductions", name, "backward", self._clock, parts)
 
     def _gather(self, name: str, phase: str) -> list[_Flight]:
         """Start to gather a unit."""
-        parts = self._gathers.get((name, phase), {})
+        parts: Mapping[str, float] = self._gathers.get((name, phase), {})
         return self._links.start("gathers", name, phase, self._clock, parts)
 
     def _run(self, name: str, account: Account, phase: str) -> None:

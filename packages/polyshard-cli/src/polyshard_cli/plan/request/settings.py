@@ -30,7 +30,7 @@ class Written:
 
     type: Any
     default: Any
-    read: Callable[[Any], object]
+    read: Callable[[Any], Any]
 
 
 def said(panel: str, words: str, *names: str) -> Any:
