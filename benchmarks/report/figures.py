@@ -80,7 +80,8 @@ def _varied(rows: list[Found], key: str) -> list[Found]:
     for row in rows:
         others = tuple(row[k] for k in ("ranks", "groups", "parameters") if k != key)
         families.setdefault(others, []).append(row)
-    return sorted(max(families.values(), key=len), key=lambda row: int(row[key]))
+    largest = sorted(families.values(), key=len)[-1]
+    return sorted(largest, key=lambda row: int(row[key]))
 
 
 def _label(axes: Axes, x: str, y: str) -> None:
