@@ -176,7 +176,7 @@ ONE_CLASS = {
     "ReduceCodecPlugin": ("CodecPlugin", "BoundReduceCodec", "Measured"),
     "StoragePlugin": ("ShardStorage",),
     "BackendPlugin": ("BackendPlugin",),
-    "ObserverPlugin": ("Observer",),
+    "ObserverPlugin": ("HasNotices", "Observer"),
 }
 """Plugins in one class, and the bases that declare their members."""
 
@@ -186,7 +186,7 @@ EXPERTS = (
     *("GroupIdentity", "Around", "Stateful", "Spec"),
     *("GatherCodec", "ReduceCodec", "BoundReplicaCodec", "StorageFactory", "CollectivesBackend"),
     *("GradientLanding", "OwnedParameter", "Rows"),
-    *("ShardingConstraint", "StateDictAdapter", "StepObserver"),
+    *("ShardingConstraint", "StateDictAdapter"),
 )
 """Other classes that hooks receive and return; transports are on another page."""
 

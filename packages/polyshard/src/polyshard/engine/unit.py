@@ -26,16 +26,16 @@ from polyshard.failures import Kind, Part, failure_handler, kept_failure_handler
 from polyshard.group.group import ParameterGroup, State, free_outdated
 from polyshard.memory.pages import PagePool, pages_can_move
 from polyshard.memory.streams import Lanes, streams_of
-from polyshard.plugins.seams import Observer, StepObserver
+from polyshard.plugins.seams import Observer
 from polyshard.policies import MixedPrecisionPolicy
-from polyshard.program.freshness import Turn
 from polyshard.sharding.mesh import MeshRoles
+from polyshard.transport.base import Turn
 
 
 class UnitWatch:
     """Pairs the begins and ends of one unit's computation for those who watch it."""
 
-    def __init__(self, observers: tuple[StepObserver, ...]) -> None:
+    def __init__(self, observers: tuple[Observer, ...]) -> None:
         """Nothing computes."""
         self._observers = observers
         self._forwards = 0
@@ -451,8 +451,7 @@ class RootContext:
     def _tell_broken(self) -> None:
         """The step was broken off."""
         for observer in self.observers:
-            if isinstance(observer, StepObserver):
-                observer.on_broken()
+            observer.on_broken()
 
     @property
     def _is_in_mid_step(self) -> bool:

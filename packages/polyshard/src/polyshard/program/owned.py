@@ -19,9 +19,8 @@ from polyshard.params.parameter import ShardedParameter
 from polyshard.plugins.seams import OwnedParameter, ParamInfo, Rows
 from polyshard.program.unshard import ShardAxis
 from polyshard.sharding.layout import ParameterLayout
-from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import owner_route_over
-from polyshard.transport.base import OwnerRoute, Pending
+from polyshard.transport.base import DONE, OwnerRoute, Pending
 
 
 @dataclass(frozen=True)
@@ -47,9 +46,9 @@ class Axes:
     """This rank's position on every axis of the mesh."""
 
     @classmethod
-    def of(cls, roles: MeshRoles, line: ShardAxis, dtype: torch.dtype) -> Axes:
-        """Routes over the mesh of ``roles``, with sums in ``dtype``."""
-        mesh = roles.mesh
+    def of(cls, line: ShardAxis, dtype: torch.dtype) -> Axes:
+        """Routes over the mesh of ``line``, with sums in ``dtype``."""
+        roles, mesh = line.roles, line.roles.mesh
         here = tuple(mesh.get_local_rank(a) for a in range(mesh.ndim))
         number = -1 if roles.shard_axis is None else roles.shard_axis
         shard = Axis(line.transport.owner_route(dtype, line.tag), number, roles.shard_rank)
@@ -226,7 +225,8 @@ class Owned(OwnedParameter):
             parts = None if whole is None else self._parts(whole.to(dtype).view(self.shape))
             most = self._placed.chunk_numel
             pending = axis.route.scatter(self._key(key), self._on(axis), parts, out, most)
-        return _Rows(pending or _NOTHING, out, shape, self, self._key(key))
+        # Without a transfer, rows come from another replica.
+        return _Rows(pending or DONE, out, shape, self, self._key(key))
 
     def repeat(self, rows: Tensor, key: int) -> None:
         """Bring ``rows`` of the owner's replica to all others."""
@@ -275,11 +275,3 @@ class Owned(OwnedParameter):
     def _is_beside_owner(self, place: int) -> bool:
         """Whether this rank is where the owner is on all replicate axes from ``place`` on."""
         return all(map(self._is_at, self._axes.replicas[place:]))
-
-
-class _Nothing:
-    def wait(self) -> None:
-        """Rows come from another replica."""
-
-
-_NOTHING = _Nothing()
