@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from polyshard.params.sharded import Shards
@@ -12,6 +12,12 @@ from polyshard.plugins.seams import GroupIdentity, Observer, overrides
 
 PLAIN = ("on_unshard", "on_unsharded", "on_reshard", "on_reduce", "on_reduced", "on_step_end")
 """What costs nothing to tell, as the engine counts it anyway."""
+
+
+def tell(observers: Iterable[Observer], event: str, *given: object) -> None:
+    """Call the method ``event`` of each of ``observers``."""
+    for observer in observers:
+        getattr(observer, event)(*given)
 
 
 @dataclass
@@ -37,8 +43,7 @@ class Meter:
 
     def tell(self, event: str, *given: object) -> None:
         """Call the method ``event`` of every observer, with the name of the group and ``given``."""
-        for observer in self.observers:
-            getattr(observer, event)(self._group.text, *given)
+        tell(self.observers, event, self._group.text, *given)
 
     def fetching(self, shards: Shards) -> Callable[[], None]:
         """What fetches the shard, and tells of it where somebody asks and it rests elsewhere."""
