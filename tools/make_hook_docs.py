@@ -185,7 +185,7 @@ GIVEN_INFO = ("GroupInfo", "ParamInfo")
 EXPERTS = (
     *("GroupIdentity", "Around", "Stateful", "Spec"),
     *("GatherCodec", "ReduceCodec", "BoundReplicaCodec", "StorageFactory", "CollectivesBackend"),
-    *("GradientLanding", "OwnedParameter", "Rows"),
+    *("GradientLanding", "OwnedParameter"),
     *("ShardingConstraint", "StateDictAdapter"),
 )
 """Other classes that hooks receive and return; transports are on another page."""

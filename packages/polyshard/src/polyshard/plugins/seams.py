@@ -54,7 +54,6 @@ __all__ = [
     "ParamInfo",
     "ParameterLayout",
     "ReduceCodec",
-    "Rows",
     "ShardStorage",
     "ShardingConstraint",
     "Spec",
@@ -581,14 +580,6 @@ class Observer(HasNotices):
 # Landing ------------------------------------------------------------------------------------------
 
 
-class Rows(Protocol):
-    """Rows in flight from an owner to this rank."""
-
-    def wait(self) -> Tensor:
-        """Return this rank's rows, in the shape of its shard. Call exactly once on every rank."""
-        ...
-
-
 class OwnedParameter(Protocol):
     """A parameter whose gradient is reduced whole to one rank, its owner; the engine makes it.
 
@@ -637,10 +628,13 @@ class OwnedParameter(Protocol):
         """Number of writes to the gradient since it was reduced."""
         ...
 
-    def scatter(self, whole: Tensor | None, dtype: torch.dtype, *, key: int = 0) -> Rows:
+    def scatter(
+        self, whole: Tensor | None, dtype: torch.dtype, *, key: int = 0
+    ) -> Callable[[], Tensor]:
         """Start to send each rank its rows of ``whole``, which only the owner has.
 
-        ``key`` distinguishes concurrent transfers of one parameter.
+        Call the result exactly once on every rank: it waits, and returns this rank's rows in the
+        shape of its shard. ``key`` distinguishes concurrent transfers of one parameter.
         """
         ...
 

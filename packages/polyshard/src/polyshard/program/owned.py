@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from polyshard._torch.private import dtensor_spec, local_tensor, wrap_local
 from polyshard._torch.whole_rows import WholeRows
 from polyshard.errors import LifecycleError
 from polyshard.params.parameter import ShardedParameter
-from polyshard.plugins.seams import OwnedParameter, ParamInfo, Rows
+from polyshard.plugins.seams import OwnedParameter, ParamInfo
 from polyshard.program.unshard import ShardAxis
 from polyshard.sharding.layout import ParameterLayout
 from polyshard.transport import owner_route_over
@@ -66,21 +66,6 @@ class Axes:
             owner, at = divmod(owner, size)
             found.append(at)
         return tuple(reversed(found))
-
-
-@dataclass
-class _Rows(Rows):
-    pending: Pending
-    out: Tensor
-    shape: tuple[int, ...]
-    parameter: Owned
-    key: int
-
-    @override
-    def wait(self) -> Tensor:
-        self.pending.wait()
-        self.parameter.repeat(self.out, self.key)
-        return self.out.view(self.shape)
 
 
 class Owned(OwnedParameter):
@@ -216,23 +201,26 @@ class Owned(OwnedParameter):
     # Rows -------------------------------------------------------------------------------------
 
     @override
-    def scatter(self, whole: Tensor | None, dtype: torch.dtype, *, key: int = 0) -> Rows:
+    def scatter(
+        self, whole: Tensor | None, dtype: torch.dtype, *, key: int = 0
+    ) -> Callable[[], Tensor]:
         shape = self._placed.local_shape(self._rank)
         out = torch.empty(math.prod(shape), dtype=dtype, device=self.parameter.device)
-        pending: Pending | None = None
+        pending = DONE  # where rows come from another replica
         if self._is_beside_owner(0):
             axis = self._axes.shard
             parts = None if whole is None else self._parts(whole.to(dtype).view(self.shape))
             most = self._placed.chunk_numel
             pending = axis.route.scatter(self._key(key), self._on(axis), parts, out, most)
-        # Without a transfer, rows come from another replica.
-        return _Rows(pending or DONE, out, shape, self, self._key(key))
 
-    def repeat(self, rows: Tensor, key: int) -> None:
-        """Bring ``rows`` of the owner's replica to all others."""
-        for place, axis in enumerate(self._axes.replicas):
-            if self._is_beside_owner(place + 1):
-                axis.route.broadcast(key, self._on(axis), rows).wait()
+        def rows() -> Tensor:
+            pending.wait()
+            for place, axis in enumerate(self._axes.replicas):
+                if self._is_beside_owner(place + 1):
+                    axis.route.broadcast(self._key(key), self._on(axis), out).wait()
+            return out.view(shape)
+
+        return rows
 
     @override
     def gather(self, rows: Tensor) -> Tensor | None:
