@@ -192,7 +192,7 @@ def test_a_bad_job_is_one_error(job: str, expected: str) -> None:
 
 
 def test_a_job_that_fails_on_ranks_is_an_error() -> None:
-    with pytest.raises(JobError, match="raised IndexError: no batch 0 for [01] of 2"):
+    with pytest.raises(JobError, match=r"raised IndexError: no batch 0 for [01] of 2"):
         document("bad_batch", "polyshard")
 
 
