@@ -91,7 +91,8 @@ def plan_settings(settings: Settings, *, is_cpu: bool) -> plan.Settings:
 
 def _page(settings: Settings, found: Mapping[str, Any]) -> str:
     is_cpu = found["ranks"][0]["device_bytes"] is None
-    notes, plans = [ON_CPU if is_cpu else ON_DEVICE], {}
+    notes = [ON_CPU if is_cpu else ON_DEVICE]
+    plans: Mapping[int, Any] = {}
     try:
         plans = predicted(settings, is_cpu=is_cpu)
         notes += [] if settings.machine else [NO_MACHINE]

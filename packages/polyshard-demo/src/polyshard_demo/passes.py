@@ -38,7 +38,8 @@ class Passes:
         """Leave the gradients of a step; the mean loss over all of its rows, nats per byte."""
         if self.slots is not None:
             return self._train_slots(step)
-        (part,), count, losses = self._own, self.settings.accumulate, []
+        (part,), count = self._own, self.settings.accumulate
+        losses: list[Tensor] = []
         for index, pair in enumerate(self._batches(part).micro_batches(step, count), 1):
             if self.settings.dropout:
                 # It follows from seed, step and data: ranks that share both leave out the same.
@@ -51,7 +52,7 @@ class Passes:
         return mean(losses)
 
     def _train_slots(self, step: int) -> float:
-        losses = []
+        losses: list[Tensor] = []
         for slot in self.slots.each_slot(self.model, step=step):
             (pair,) = self._batches(slot).micro_batches(step, 1)
             losses.append(self._loss(pair))

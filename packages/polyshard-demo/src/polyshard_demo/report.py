@@ -127,8 +127,8 @@ def _drawn(found: Mapping[str, Any]) -> bytes:
     figure = Figure(figsize=(8, 6.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     losses, speeds = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    steps, settings, text = found["steps"], found["settings"], found["text"]
-    held_out = found["evaluations"]
+    steps, held_out = found["steps"], found["evaluations"]
+    settings, text = found["settings"], found["text"]
     numbers, after = ([row["step"] for row in rows] for rows in (steps, held_out))
     losses.plot(numbers, [row["loss"] for row in steps], lw=1, label="training batch")
     losses.plot(after, [row["loss"] for row in held_out], "o-", lw=1.5, label="held-out text")

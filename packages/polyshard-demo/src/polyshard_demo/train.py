@@ -106,8 +106,8 @@ class Trainer:
         settings, place, history = self.settings, self.passes.place, self.history
         if place.rank == 0:
             write_run(settings, self.corpus)
-        before, step_sent = resident("VmRSS:") - _held_bytes(self.built.model), None
-        count = self.built.counted
+        before, count = resident("VmRSS:") - _held_bytes(self.built.model), self.built.counted
+        step_sent: int | None = None
         say = Console(quiet=place.rank > 0, soft_wrap=True, highlight=False, markup=False).print
         for line in self._introduction():
             say(line)
