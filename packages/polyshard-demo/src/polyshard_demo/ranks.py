@@ -56,7 +56,7 @@ def gather(value: Any) -> list[Any]:
 
 def mean(values: Sequence[Tensor]) -> float:
     """Mean of all scalars of all ranks, rounded once: the same however ranks share them."""
-    every = [value for own in gather([float(value) for value in values]) for value in own]
+    every = [value for own in gather([float(value.detach()) for value in values]) for value in own]
     return math.fsum(every) / len(every)
 
 
