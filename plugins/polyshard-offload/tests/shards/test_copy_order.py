@@ -12,6 +12,7 @@ from offload_steps import STEPS, races_of
 from polyshard_testing.streams.mutants import Mutant, Survival, mutants
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("run", STEPS, ids=lambda run: run.__name__)
 def test_a_step_is_ordered(run: Any, tmp_path: Path) -> None:
     assert races_of(run, tmp_path) == []
