@@ -120,7 +120,6 @@ def test_polyshard_equals_torch_bitwise_at_two_ranks(reference: Path, traced: Pa
     assert all(rank["sent_bytes"] > 0 for rank in report(traced)["ranks"])
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_resume_at_the_same_world_size_is_bitwise(
     engine: EngineName, reference: Path, tmp_path: Path
@@ -169,7 +168,6 @@ def test_dropout_follows_from_seed_and_step(reference: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_bf16_with_tied_head_learns_about_the_same(
     engine: EngineName, reference: Path, tmp_path: Path

@@ -60,8 +60,7 @@ def run_local_ranks(work: Callable[[Settings], None], settings: Settings) -> Non
     Raises:
         RankError: One of them failed; the others have been ended.
     """
-    # One import of torch serves all ranks.
-    multiprocessing.set_forkserver_preload(["polyshard_demo.train"])
+    multiprocessing.set_forkserver_preload(["polyshard_demo.train"])  # one import for all ranks
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -161,9 +161,8 @@ class Rotary(nn.Module):
 
     def __init__(self, head_width: int, sequence: int) -> None:
         super().__init__()
-        shape = (sequence, head_width // 2)
-        self.register_buffer("cosine", torch.empty(shape), persistent=False)
-        self.register_buffer("sine", torch.empty(shape), persistent=False)
+        self.register_buffer("cosine", torch.empty(sequence, head_width // 2), persistent=False)
+        self.register_buffer("sine", torch.empty(sequence, head_width // 2), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
