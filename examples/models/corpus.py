@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from polyshard_demo.text import Windows, load_corpus
+from polyshard_demo.text import load_corpus
 
 ROWS = 8
 """Of a batch, on all ranks together."""
@@ -16,16 +16,16 @@ TOKENS = 64
 
 
 @cache
-def _windows() -> Windows:
-    return Windows(load_corpus(None, TOKENS), TOKENS)
+def _text() -> Tensor:
+    return load_corpus(None, TOKENS).train
 
 
 def batch(step: int, part: int = 0, parts: int = 1) -> Tensor:
     """One of ``parts`` equal parts of a step's batch: tokens, int64, ``[ROWS / parts, TOKENS]``."""
     generator = torch.Generator().manual_seed(step)
-    chosen = torch.randint(_windows().count, (ROWS,), generator=generator).tolist()
-    inputs, _ = _windows().rows(chosen[part::parts])
-    return inputs
+    count = (len(_text()) - 1) // TOKENS
+    chosen = torch.randint(count, (ROWS,), generator=generator)[part::parts].tolist()
+    return torch.stack([_text()[row * TOKENS : (row + 1) * TOKENS] for row in chosen]).long()
 
 
 def tokens_of(text: str) -> Tensor:

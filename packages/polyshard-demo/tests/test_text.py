@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from polyshard_demo.errors import DemoError
-from polyshard_demo.text import Batches, Corpus, Windows, load_corpus, unigram_entropy
+from polyshard_demo.text import Batches, Corpus, load_corpus
 
 ALPHABET = Corpus("alphabet", bytes(range(200)) * 5)
 
@@ -26,7 +26,7 @@ def batches(rank: int = 0, world_size: int = 1, seed: int = 0) -> Batches:
     ],
 )
 def test_entropy_by_hand(content: bytes, entropy: float) -> None:
-    assert unigram_entropy(content) == pytest.approx(entropy, abs=1e-12)
+    assert Corpus("", content).entropy == pytest.approx(entropy, abs=1e-12)
 
 
 def test_last_tenth_is_held_out() -> None:
@@ -72,25 +72,6 @@ def test_held_out_windows_cover_first_and_last_byte_at_any_world_size() -> None:
     halves = [list(batches(rank, 2).held_out(2)) for rank in range(2)]
     for index, (inputs, _) in enumerate(whole):
         assert torch.equal(torch.cat([half[index][0] for half in halves]), inputs)
-
-
-def test_windows_lie_side_by_side_and_cover_the_text() -> None:
-    windows = Windows(ALPHABET, 16)
-    assert windows.count == 56  # 900 bytes to train on; the target of the last one needs one more
-    inputs, targets = windows.rows(range(windows.count))
-    assert torch.equal(inputs.flatten(), ALPHABET.train[:896].long())
-    assert torch.equal(targets.flatten(), ALPHABET.train[1:897].long())
-    assert Windows(Corpus("", bytes(36)), 16).count == 2  # 33 bytes to train on
-    assert Windows(Corpus("", bytes(35)), 16).count == 1
-
-
-@pytest.mark.parametrize("rows", [1, 2, 8])
-def test_pieces_of_held_out_text_are_those_of_batches(rows: int) -> None:
-    whole = [torch.cat(each) for each in zip(*batches().held_out(2), strict=True)]
-    pieces = list(Windows(ALPHABET, 16).held_out(16, rows, range(16 // rows)))
-    assert all(len(inputs) == rows for inputs, _ in pieces)
-    for found, wanted in zip(zip(*pieces, strict=True), whole, strict=True):
-        assert torch.equal(torch.cat(found), wanted)
 
 
 def test_default_is_pythons_documentation() -> None:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from polyshard.errors import NonFiniteError
-from polyshard_demo.errors import DemoError
-from polyshard_demo.settings import Settings
+from polyshard_cli.plan.errors import PlanError
+from polyshard_demo.engine import plugins_of
+from polyshard_demo.settings import AUTO, Settings
 from polyshard_reproducible import compare
 from polyshard_resilience import NonFinite
 from polyshard_testing import World
@@ -86,7 +87,7 @@ def trained_until(rank: int, size: int, out: str, stop: int, given: dict[str, An
             raise StoppedError
 
     torch.rand(rank + 1)  # generators are not where the run has left them
-    trainer = disturbed(demo(rank, size, out, resume=Path(out), auto=True, **given), before=end)
+    trainer = disturbed(demo(rank, size, out, resume=AUTO, **given), before=end)
     try:
         trainer.run()
     except StoppedError:
@@ -136,7 +137,7 @@ def recorded(rank: int, size: int, folder: str, flips: bool) -> None:
     """A recorded run; one bit of a gradient may flip on the last rank."""
 
     def flip(step: int, slot: int) -> None:
-        gradient = trainer.model.get_parameter(FLIPPED).grad  # there after the last slot
+        gradient = trainer.built.model.get_parameter(FLIPPED).grad  # there after the last slot
         if (step, rank) == (FLIPPED_AT, size - 1) and flips and gradient is not None:
             assert isinstance(gradient, DTensor)
             gradient.to_local().view(torch.int32)[3, 5] ^= 1
@@ -163,13 +164,14 @@ def poisoned(rank: int, size: int, out: str, skips: bool) -> tuple[Digests, int]
     """Weights and numbers after a step that is not to be made, and steps that were not."""
     now: list[tuple[int, int]] = []
     trainer = demo(rank, size, out, steps=3, eval_every=0, guards=not skips)
-    guard = NonFinite(trainer.optimizer, "skip", model=trainer.model) if skips else None
+    built = trainer.built
+    guard = NonFinite(built.optimizer, "skip", model=built.model) if skips else None
 
     def poison(module: nn.Module, args: Any, output: Tensor) -> None:
         if module.training and now[-1] == POISONED:
             output.register_hook(lambda gradient: gradient * torch.inf)
 
-    trainer.model.get_submodule("blocks.1.feed_forward.up").register_forward_hook(poison)
+    trainer.built.model.get_submodule("blocks.1.feed_forward.up").register_forward_hook(poison)
     trainer = disturbed(trainer, before=lambda step, slot: now.append((step, slot)))
     if guard is not None:
         trainer.run()
@@ -193,24 +195,7 @@ def test_steps_are_left_out_at_every_world_size(
             assert differences(found[0], expected[0]) == []
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"reproducible": 6}, "--reproducible 6: Reproducible: slots must be a power of two"),
-        ({"reproducible": 4, "ranks": 8}, "8 data-parallel ranks do not divide 4 slots"),
-        ({"reproducible": 8, "ranks": 3}, "3 data-parallel ranks do not divide 8 slots"),
-        ({"reproducible": 8, "batch": 12}, "use a multiple of 8"),
-    ],
-)
-def test_slots_that_cannot_be_shared_are_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(DemoError, match=message):
-        Settings(out=Path("run"), **given)
-
-
-def too_short(rank: int, size: int, out: str) -> None:
-    with pytest.raises(DemoError, match=r"--text syllables is too short: .*do not fill one step"):
-        demo(rank, size, out, batch=1024)
-
-
-def test_a_text_that_is_too_short_is_refused(world1: World, tmp_path: Path) -> None:
-    world1.run(too_short, str(tmp_path))
+def test_slots_that_are_no_tree_are_refused() -> None:
+    asked = Settings(out=Path("run"), reproducible=6, batch=6)
+    with pytest.raises(PlanError, match="--reproducible 6: Reproducible: slots must be a power of"):
+        plugins_of(asked)

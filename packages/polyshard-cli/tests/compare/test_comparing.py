@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from polyshard_cli.compare import Comparison, JobError, Result, Settings, compare
+from polyshard_cli.compare.engines.built import Place
+from polyshard_cli.compare.engines.spec import parse
 from polyshard_cli.compare.job.loading import built, draw_from
+from polyshard_cli.compare.training.session import Session
 
 KIB = 1 << 10
 FRAMES = 1.25
@@ -181,9 +184,16 @@ def test_models_of_the_meta_device_have_one_set_of_values() -> None:
     ],
 )
 def test_a_bad_job_is_one_error(job: str, expected: str) -> None:
+    settings = Settings(job=f"compare_jobs:{job}", ranks=1)
+    (spec,) = parse(["single"], 1)
     with pytest.raises(JobError) as caught:
-        document(job, "single", ranks=1)
+        Session(settings, spec, Place(0, 1, torch.device("cpu"))).step(0)
     assert expected in str(caught.value)
+
+
+def test_a_job_that_fails_on_ranks_is_an_error() -> None:
+    with pytest.raises(JobError, match=r"raised IndexError: no batch 0 for [01] of 2"):
+        document("bad_batch", "polyshard")
 
 
 def test_initial_weights_that_differ_are_an_error() -> None:

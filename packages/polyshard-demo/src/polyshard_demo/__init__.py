@@ -2,6 +2,6 @@
 
 Start it with ``polyshard train`` or read ``examples/train_lm.py``. The files, in the order data
 flows: `settings` (every option) · `text` (bytes and batches) · `model` · `engine` (which library
-shards) · `worker` (one rank) · `passes` (forwards, backwards and what ranks add up) · `train` (the
-loop) · `checkpoint` · `history` · `progress` · `report` · `launch` (starts the ranks).
+shards) · `ranks` (how they meet) · `passes` (forwards, backwards and what ranks add up) · `train`
+(the loop) · `checkpoint` · `report` · `page` · `launch` (starts the ranks).
 """

@@ -1,4 +1,4 @@
-"""Where a run keeps its checkpoints, and what it has to know before it goes on from one.
+"""Where a run keeps its checkpoints, and what has to fit before a run goes on from one.
 
 On disk: ``<run>/run.json`` says what the run trains, as plain data, and ``<run>/checkpoints/``
 holds what :class:`polyshard_checkpoint.Checkpoints` writes. The tensors are sharded by whoever
@@ -6,55 +6,31 @@ loads them, so any world size and engine can go on from them.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from polyshard.errors import CheckpointError
 from polyshard.files import replace_file
-from polyshard_checkpoint import checkpoints_in
+from polyshard_checkpoint import Checkpoints, Restored, TrainingState, checkpoints_in
 from polyshard_demo.errors import DemoError
-from polyshard_demo.settings import Settings
+from polyshard_demo.settings import AUTO, Settings
 from polyshard_demo.text import Corpus
 
-__all__ = ["Source", "find_source", "folder_of", "has_checkpoints", "write_run"]
+__all__ = ["check_continues", "find_source", "folder_of", "restore", "run_of", "write_run"]
 
 RECORD = "run.json"
 FOLDER = "checkpoints"
-
-
-@dataclass(frozen=True)
-class Source:
-    """What a run goes on from.
-
-    Attributes:
-        run: the directory of the run that saved it.
-        checkpoint: that one, or the newest intact one of the run.
-        record: what the run trained: settings, and the text's name and digest.
-    """
-
-    run: Path
-    checkpoint: Path | None
-    record: Mapping[str, Any]
-
-    def check(self, settings: Settings, corpus: Corpus) -> None:
-        """Refuse to go on with another model or other data.
-
-        Raises:
-            DemoError: naming the difference.
-        """
-        settings.check_continues(self.record["settings"], self.run)
-        if self.record["digest"] != corpus.digest:
-            raise DemoError(
-                f"cannot resume from {self.run}: it was trained on the text "
-                f"{self.record['text']}, this is {corpus.name} (or another version of it); give "
-                "the same --text"
-            )
+FIXED = ("preset", "tied", "dropout", "batch", "sequence", "seed", "reproducible")
+"""What a resumed run keeps: its model and its data."""
 
 
 def folder_of(run: Path) -> Path:
     """Where the checkpoints of a run are."""
     return run / FOLDER
+
+
+def run_of(path: Path) -> Path:
+    """The run directory that ``path``, a run directory or one of its checkpoints, belongs to."""
+    return path.parent.parent if path.parent.name == FOLDER else path
 
 
 def write_run(settings: Settings, corpus: Corpus) -> None:
@@ -64,24 +40,26 @@ def write_run(settings: Settings, corpus: Corpus) -> None:
     replace_file(settings.out / RECORD, json.dumps(record, indent=1).encode())
 
 
-def find_source(settings: Settings) -> Source | None:
-    """What ``settings`` say to go on from: a run directory, or one of its checkpoints.
+def find_source(settings: Settings, corpus: Corpus) -> Path | None:
+    """What a run goes on from: a run directory, or one of its checkpoints.
 
     Raises:
-        DemoError: when there is nothing, unless ``settings.auto`` allows a fresh start.
+        DemoError: where there is nothing, or another model or other data was trained; for a new
+            run in the directory of an older one.
     """
-    path = settings.resume
-    if path is None:
+    if settings.resume is None:
+        if checkpoints_in(folder_of(settings.out)):
+            raise DemoError(
+                f"--out {settings.out} already holds checkpoints; resume from them with "
+                f"--resume {settings.out}, or give another --out"
+            )
         return None
-    if path.parent.name == FOLDER:
-        run, checkpoint = path.parent.parent, path
-        found = path.is_dir()
-    else:
-        run, checkpoint = path, None
-        found = folder_of(path).is_dir() and any(folder_of(path).glob("step-*"))
-    if found:
-        return Source(run, checkpoint, _read(run / RECORD))
-    if settings.auto:
+    path = settings.out if settings.resume == AUTO else settings.resume
+    run = run_of(path)
+    if path.is_dir() and (path != run or any(folder_of(run).glob("step-*"))):
+        check_continues(run, settings, corpus)
+        return path
+    if settings.resume == AUTO:
         return None
     raise DemoError(
         f"--resume {path}: no checkpoint there; give a run directory (which has {FOLDER}/) or one "
@@ -89,17 +67,47 @@ def find_source(settings: Settings) -> Source | None:
     )
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def restore(settings: Settings, corpus: Corpus, state: TrainingState) -> Restored | None:
+    """Fill ``state`` from what :func:`find_source` finds: the newest intact one of several.
+
+    Raises:
+        DemoError: when it does not fit, or none is intact; as :func:`find_source`.
+    """
+    if (source := find_source(settings, corpus)) is None:
+        return None
+    run = run_of(source)
+    try:
+        return Checkpoints(folder_of(run)).load(state, None if source == run else source)
+    except CheckpointError as error:
+        raise DemoError(f"cannot resume from {run}: {error}") from error
+
+
+def check_continues(run: Path, settings: Settings, corpus: Corpus) -> None:
+    """Refuse to go on from a run whose model or data differ.
+
+    Ranks, engine, precision, micro-batches, learning rate and length may change.
+
+    Raises:
+        DemoError: naming every difference; or why the run's record cannot be read.
+    """
+    path = run / RECORD
     try:
         record = json.loads(path.read_text())
-        missing = {"settings", "text", "digest"} - set(record)
-        if missing:
-            raise ValueError(f"it does not say {', '.join(sorted(missing))}")
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        saved, digest, text = record["settings"], record["digest"], record["text"]
+        # What an older version did not write it did not have: then it is as if left out.
+        before = {name: saved.get(name, getattr(Settings, name)) for name in FIXED}
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise DemoError(f"cannot read {path}: {type(error).__name__}: {error}") from error
-    return dict(record)
-
-
-def has_checkpoints(run: Path) -> bool:
-    """Whether a run directory holds any that could be gone on from."""
-    return bool(checkpoints_in(folder_of(run)))
+    wrong = [
+        f"--{name}: saved {value!r}, now {getattr(settings, name)!r}"
+        for name, value in before.items()
+        if value != getattr(settings, name)
+    ]
+    if digest != corpus.digest:
+        wrong.append(f"--text: saved {text}, now {corpus.name} or another version of it")
+    if wrong:
+        raise DemoError(
+            f"cannot resume from {run}, it was written with other settings:\n  "
+            + "\n  ".join(wrong)
+            + "\npass the saved values, or start a new run without --resume"
+        )

@@ -22,29 +22,17 @@ INITIAL_STD = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """Shape of the model.
+    """Shape of the model."""
 
-    Attributes:
-        width: D, elements per position.
-        layers: Number of blocks.
-        heads: H; divides `width` into an even K.
-        hidden: Elements inside the feed-forward part.
-        sequence: Longest T the rotary tables cover, in bytes.
-        tied: Whether the head uses the embedding's weight.
-        dropout: Share of what each half of a block adds that is left out in training.
-        vocabulary: Values of a token; those of a byte.
-        key_heads: Heads of keys and values, which queries share in groups; as many as `heads` if 0.
-    """
-
-    width: int
-    layers: int
-    heads: int
-    hidden: int
-    sequence: int = 128
-    tied: bool = False
-    dropout: float = 0.0
-    vocabulary: int = 256
-    key_heads: int = 0
+    width: int  # D, elements per position
+    layers: int  # blocks
+    heads: int  # H; divides the width into an even K
+    hidden: int  # elements inside the feed-forward part
+    sequence: int = 128  # longest T that the rotary tables cover, in bytes
+    tied: bool = False  # whether the head uses the embedding's weight
+    dropout: float = 0.0  # share of what each half of a block adds that is left out in training
+    vocabulary: int = 256  # values of a token; those of a byte
+    key_heads: int = 0  # of keys and values, which queries share in groups; 0: as many as heads
 
     def __post_init__(self) -> None:
         if self.width % self.heads or (self.width // self.heads) % 2:
@@ -98,7 +86,7 @@ class LanguageModel(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each added to its normalised input."""
+    """(B, T, D) to the same: attention and feed-forward, each added to its normalised input."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
@@ -106,22 +94,17 @@ class Block(nn.Module):
         self.attention = Attention(settings)
         self.feed_forward_norm = nn.RMSNorm(settings.width, eps=1e-6)
         self.feed_forward = FeedForward(settings)
-        self.dropout = settings.dropout
+        self.dropout = nn.Dropout(settings.dropout)  # draws nothing where it is 0
 
     @override
     def forward(self, hidden: Tensor) -> Tensor:
-        """(B, T, D) to (B, T, D)."""
-        hidden = hidden + self._dropped(self.attention(self.attention_norm(hidden)))
-        output: Tensor = hidden + self._dropped(self.feed_forward(self.feed_forward_norm(hidden)))
+        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
+        output: Tensor = hidden + self.dropout(self.feed_forward(self.feed_forward_norm(hidden)))
         return output
-
-    def _dropped(self, added: Tensor) -> Tensor:
-        """Nothing is drawn without dropout."""
-        return F.dropout(added, self.dropout, self.training) if self.dropout else added
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions.
+    """(B, T, D) to the same: causal self-attention with rotary positions.
 
     The number of heads follows from the projections' outputs, so that a tensor-parallel plan that
     leaves each rank some of the heads needs no change here.
@@ -140,7 +123,6 @@ class Attention(nn.Module):
 
     @override
     def forward(self, hidden: Tensor) -> Tensor:
-        """(B, T, D) to (B, T, D)."""
         query = self.rotary(self._heads(self.query(hidden)))
         key = self.rotary(self._heads(self.key(hidden)))
         value = self._heads(self.value(hidden))
@@ -157,7 +139,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+    """(B, T, D) to the same by SwiGLU: ``down(silu(gate(x)) * up(x))``."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
@@ -167,7 +149,6 @@ class FeedForward(nn.Module):
 
     @override
     def forward(self, hidden: Tensor) -> Tensor:
-        """(B, T, D) to (B, T, D)."""
         output: Tensor = self.down(F.silu(self.gate(hidden)) * self.up(hidden))
         return output
 
@@ -180,10 +161,8 @@ class Rotary(nn.Module):
 
     def __init__(self, head_width: int, sequence: int) -> None:
         super().__init__()
-        shape = (sequence, head_width // 2)
-        place = torch.get_default_device()  # as parameters: models are built on meta, too
-        self.register_buffer("cosine", torch.empty(shape, device=place), persistent=False)
-        self.register_buffer("sine", torch.empty(shape, device=place), persistent=False)
+        self.register_buffer("cosine", torch.empty(sequence, head_width // 2), persistent=False)
+        self.register_buffer("sine", torch.empty(sequence, head_width // 2), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

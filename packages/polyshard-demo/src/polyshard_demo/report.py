@@ -1,4 +1,4 @@
-"""The final report: a table, ``report.json`` and the loss curve ``loss.png``.
+"""What a run has measured, and the final report: a table, ``report.json`` and ``loss.png``.
 
 All of it, and the page, is made of one mapping, which is what ``report.json`` holds: times in
 seconds, losses in nats per byte, sizes in bytes.
@@ -6,75 +6,86 @@ seconds, losses in nats per byte, sizes in bytes.
 
 import io
 import json
-import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from polyshard.files import replace_file
-from polyshard_demo.history import History
-from polyshard_demo.settings import Settings
-from polyshard_demo.text import Corpus
 
-__all__ = ["report_of", "write_report"]
+__all__ = ["Evaluation", "History", "Step", "write_report"]
 
 MIB = 1 << 20
+ENTROPY = "unigram entropy of the text"
 
 
-def report_of(
-    settings: Settings,
-    corpus: Corpus,
-    parameters: int,
-    history: History,
-    ranks: Sequence[Mapping[str, int | None]],
-) -> dict[str, Any]:
-    """What a finished run has to say.
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step."""
 
-    Args:
-        settings: of the run.
-        corpus: the text.
-        parameters: elements in the whole model.
-        history: steps and evaluations, those before a resume included.
-        ranks: of each, ``resident_bytes`` and ``device_bytes`` (``None`` on the CPU), which are
-            peaks; ``before_bytes``, resident before the first step and without its part of the
-            model; ``sent_bytes`` since the start and ``step_sent_bytes`` in the last step, ``None``
-            where the engine does not count.
-    """
-    evaluations = history.evaluations
-    return {
-        "settings": settings.to_plain(),
-        "environment": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "threads_per_rank": torch.get_num_threads(),
-        },
-        "text": {
-            "name": corpus.name,
-            "digest": corpus.digest,
-            "train_bytes": len(corpus.train),
-            "held_out_bytes": len(corpus.held_out),
-            "unigram_entropy": corpus.entropy,
-        },
-        "parameters": parameters,
-        "held_out_loss": evaluations[-1].loss if evaluations else None,
-        "training_seconds": history.seconds,
-        "tokens_per_second": history.speed,
-        "ranks": list(ranks),
-        **history.state_dict(),
-    }
+    step: int  # counted from 1
+    loss: float  # mean over all ranks and micro-batches, nats per byte
+    norm: float  # of all gradients before clipping
+    lr: float  # learning rate used
+    tokens: int  # bytes of text over all ranks
+    seconds: float  # wall time on rank 0
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second over all ranks."""
+        return self.tokens / self.seconds
+
+    def line(self, steps: int, resident_bytes: int, pace: float) -> str:
+        """For people: this step of ``steps``, and what is left where one takes ``pace`` seconds."""
+        now = f"loss {self.loss:.4f}  {self.speed:>8,.0f} tokens/s  {resident_bytes / MIB:,.0f} MiB"
+        seconds = round(pace * (steps - self.step))
+        left = f"  {timedelta(seconds=seconds)} left" if seconds else ""
+        return f"step {self.step:>5}/{steps}  {now}{left}"
 
 
-def write_report(found: Mapping[str, Any], directory: Path) -> None:
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean loss on held-out text after a step, nats per byte."""
+
+    step: int
+    loss: float
+
+    def line(self, entropy: float) -> str:
+        """For people, beside what a model without context reaches."""
+        after = f"held-out after step {self.step}: {self.loss:.4f} nats/byte"
+        return f"{after} (unigram entropy {entropy:.4f})"
+
+
+@dataclass
+class History:
+    """All steps and evaluations of a run, those before a resume included."""
+
+    steps: list[Step] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+
+    @property
+    def last(self) -> int:
+        """Number of the last finished step; 0 before the first."""
+        return self.steps[-1].step if self.steps else 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data, for checkpoints and reports."""
+        return asdict(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
+        self.steps[:] = [Step(**step) for step in state_dict["steps"]]
+        self.evaluations[:] = [Evaluation(**found) for found in state_dict["evaluations"]]
+
+
+def write_report(found: Mapping[str, Any], directory: Path, console: Console) -> None:
     """Write both files and print the table."""
-    directory.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(found, indent=1) + "\n"
-    replace_file(directory / "report.json", text.encode())
+    replace_file(directory / "report.json", f"{json.dumps(found, indent=1)}\n".encode())
     replace_file(directory / "loss.png", _drawn(found))
-    console = Console(highlight=False)
     console.print(_table(found))
     console.print(f"written to {directory}: report.json, loss.png, checkpoints", soft_wrap=True)
 
@@ -85,15 +96,16 @@ def _table(found: Mapping[str, Any]) -> Table:
     rows = Table(title=f"{settings['engine']}, {settings['ranks']} ranks, {settings['preset']}")
     rows.add_column("what")
     rows.add_column("value", justify="right")
-    losses = {"unigram entropy of the text": found["text"]["unigram_entropy"]}
-    if found["held_out_loss"] is not None:
-        losses = {"held-out loss": found["held_out_loss"], **losses}
-    if steps:
-        first, last = (steps[index]["loss"] for index in (0, -1))
-        losses = {"training loss, first step": first, "training loss, last step": last, **losses}
-    rows.add_row("steps", f"{steps[-1]['step'] if steps else 0:,}")
+    rows.add_row("steps", f"{len(steps):,}")
+    losses = {
+        "training loss, first step": steps[0]["loss"] if steps else None,
+        "training loss, last step": steps[-1]["loss"] if steps else None,
+        "held-out loss": found["held_out_loss"],
+        ENTROPY: found["text"]["unigram_entropy"],
+    }
     for name, loss in losses.items():
-        rows.add_row(name, f"{loss:.4f} nats/byte")
+        if loss is not None:
+            rows.add_row(name, f"{loss:.4f} nats/byte")
     rows.add_row("training time", f"{found['training_seconds']:,.1f} s")
     rows.add_row("throughput (median step)", f"{found['tokens_per_second']:,.0f} tokens/s")
     for number, rank in enumerate(found["ranks"]):
@@ -115,28 +127,24 @@ def _drawn(found: Mapping[str, Any]) -> bytes:
     figure = Figure(figsize=(8, 6.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     losses, speeds = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    steps, settings, text = found["steps"], found["settings"], found["text"]
-    for rows, style, width, label in (
-        (steps, "-", 1, "training batch"),
-        (found["evaluations"], "o-", 1.5, "held-out text"),
-    ):
-        x, y = ([row[key] for row in rows] for key in ("step", "loss"))
-        losses.plot(x, y, style, lw=width, label=label)
-    label = "unigram entropy of the text"
-    losses.axhline(text["unigram_entropy"], color="black", ls="--", lw=1, label=label)
-    losses.set_ylabel("loss (nats per byte)")
+    steps, held_out = found["steps"], found["evaluations"]
+    settings, text = found["settings"], found["text"]
+    numbers, after = ([row["step"] for row in rows] for rows in (steps, held_out))
+    losses.plot(numbers, [row["loss"] for row in steps], lw=1, label="training batch")
+    losses.plot(after, [row["loss"] for row in held_out], "o-", lw=1.5, label="held-out text")
+    losses.axhline(text["unigram_entropy"], color="black", ls="--", lw=1, label=ENTROPY)
     losses.set_title(
         f"{found['parameters'] / 1e6:.2f} M parameters on {text['name']}, {settings['engine']} "
         f"engine, {settings['ranks']} ranks, {'bf16' if settings['bf16'] else 'fp32'}"
     )
+    losses.set_ylabel("loss (nats per byte)")
     losses.legend()
-    losses.grid(alpha=0.3)
-    speed = [row["tokens"] / row["seconds"] for row in steps]
-    speeds.plot([row["step"] for row in steps], speed, lw=1, color="tab:green")
+    speeds.plot(numbers, [row["tokens"] / row["seconds"] for row in steps], lw=1, color="tab:green")
     speeds.set_ylim(bottom=0)
     speeds.set_ylabel("tokens per second")
     speeds.set_xlabel("optimizer step")
-    speeds.grid(alpha=0.3)
+    for axes in (losses, speeds):
+        axes.grid(alpha=0.3)
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     return picture.getvalue()

@@ -12,10 +12,10 @@ import torch
 from reproducible_runs import digests
 from torch import Tensor, nn
 
+from polyshard_cli.compare.engines.built import Place
 from polyshard_demo.settings import Settings
 from polyshard_demo.text import Corpus
 from polyshard_demo.train import Trainer
-from polyshard_demo.worker import Worker
 
 SLOTS = 8
 SYLLABLES = "".join(random.Random(0).choices(["ba ", "do", "qui", "x"], k=6000)).encode()
@@ -32,8 +32,8 @@ def demo(rank: int, size: int, out: str, **given: Any) -> Trainer:
     settings = Settings(
         **{"out": Path(out), "ranks": size, "clip": 0.3, **OPTIONS, **often, **given}
     )
-    worker = Worker(rank, size, torch.device("cpu"))
-    return Trainer.start(settings, worker, Corpus("syllables", SYLLABLES))
+    place = Place(rank, size, torch.device("cpu"))
+    return Trainer.start(settings, place, Corpus("syllables", SYLLABLES))
 
 
 def state_of(trainer: Trainer) -> dict[str, str]:
@@ -42,7 +42,7 @@ def state_of(trainer: Trainer) -> dict[str, str]:
     steps = [[step.loss, step.norm, step.lr] for step in history.steps]
     held_out = [[one.step, one.loss] for one in history.evaluations]
     values = [torch.tensor(row, dtype=torch.float64) for row in (*steps, *held_out)]
-    return digests(trainer.model, trainer.optimizer, values)
+    return digests(trainer.built.model, trainer.built.optimizer, values)
 
 
 def trained(rank: int, size: int, out: str, options: dict[str, Any]) -> dict[str, str]:
@@ -77,5 +77,5 @@ class Disturbed:
 
 def disturbed(trainer: Trainer, **given: Callable[[int, int], None]) -> Trainer:
     """The same run, with what happens ``before`` or ``after`` a slot."""
-    passes: Any = trainer.passes
-    return replace(trainer, passes=replace(passes, plugin=Disturbed(passes.plugin, **given)))
+    passes = trainer.passes
+    return replace(trainer, passes=replace(passes, slots=Disturbed(passes.slots, **given)))

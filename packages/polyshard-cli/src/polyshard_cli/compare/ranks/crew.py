@@ -15,6 +15,7 @@ from polyshard_cli.compare.engines.spec import Spec
 from polyshard_cli.compare.ranks.messages import Failure, Start, first_of
 from polyshard_cli.compare.ranks.serving import output_of, serve
 from polyshard_cli.compare.settings import Settings
+from polyshard_cli.compare.training.warming import MODULES
 
 __all__ = ["Crew", "EngineError"]
 
@@ -23,7 +24,7 @@ GRACE_SECONDS = 3.0
 START_SECONDS = 120.0
 """For processes to import torch and find each other, on a busy machine, at least."""
 LAST_CHARACTERS = 2000
-PRELOADED = ["torch.distributed.tensor", "polyshard_cli.compare.training.session"]
+PRELOADED = [*MODULES, "polyshard_cli.compare.training.session"]
 
 
 class EngineError(Exception):
