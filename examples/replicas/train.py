@@ -95,6 +95,29 @@ def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str
     return found
 
 
+class Log:
+    """What rank 0 of a group writes of a run."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._file = None
+        if dist.get_rank() == 0:
+            name = f"group-{settings.group}.jsonl"
+            self._file = (settings.out / name).open("a", encoding="utf-8")
+
+    def write(self, **values: Any) -> None:
+        """One event."""
+        if self._file is not None:
+            self._file.write(json.dumps({"time": time.time(), **values}) + "\n")
+            self._file.flush()
+
+    def finish(self, found: dict[str, str]) -> None:
+        """Digests at the end."""
+        if self._file is not None:
+            final = self._settings.out / f"final-{self._settings.group}.json"
+            final.write_text(json.dumps(found), encoding="utf-8")
+
+
 @contextmanager
 def manager_of(settings: Settings) -> Iterator[Any]:
     """torchft's, of this rank."""
@@ -117,14 +140,7 @@ def train(settings: Settings) -> None:
     """Train until the run is over, from what another group has, if one has anything."""
     dist.init_process_group("gloo")
     polyshard_resilience.enable()  # so that ranks of a group notice each other's end
-    is_first = dist.get_rank() == 0
-    log = (settings.out / f"group-{settings.group}.jsonl").open("a", encoding="utf-8")
-
-    def write(**values: Any) -> None:
-        if is_first:
-            log.write(json.dumps({"time": time.time(), **values}) + "\n")
-            log.flush()
-
+    log = Log(settings)
     torch.manual_seed(settings.group)  # groups begin with other weights: one heals from another
     reproducible = Reproducible(slots=SLOTS)
     model = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 1))
@@ -141,7 +157,7 @@ def train(settings: Settings) -> None:
     sampler = SlotSampler(ROWS, BATCH, SLOTS, seed=1)
     with manager_of(settings) as manager:
         replicas = Replicas(manager, model, optimizer, also=[scheduler])
-        write(event="ready")
+        log.write(event="ready")
         while not settings.is_over(manager.current_step()):
             with replicas.step() as step:
                 number, others, losses = step.number, step.shared_slots, []
@@ -154,31 +170,32 @@ def train(settings: Settings) -> None:
                 time.sleep(settings.pause)
             if step.committed:
                 scheduler.step()
-            write(
+            log.write(
                 event="step",
                 number=number,
                 committed=step.committed,
                 groups=others.size,
                 loss=float(loss).hex(),
             )
-        found = digests(model, optimizer)
-        if is_first:
-            final = settings.out / f"final-{settings.group}.json"
-            final.write_text(json.dumps(found), encoding="utf-8")
+        log.finish(digests(model, optimizer))
     dist.barrier()
 
 
-def main() -> None:
-    """Read the command line, and train."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def settings_of(description: str | None) -> Settings:
+    """Of the command line."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--group", type=int, required=True)
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--pause", type=float, default=0.0)
-    settings = Settings(**vars(parser.parse_args()))
-    train(settings)
-    os._exit(0)  # torchft's threads wait for their servers
+    return Settings(**vars(parser.parse_args()))
+
+
+def leave() -> None:
+    """End this process, which has ended well: torchft's threads wait for their servers."""
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    train(settings_of(__doc__))
+    leave()
