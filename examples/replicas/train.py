@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 import polyshard_resilience
 from polyshard import MixedPrecisionPolicy, fully_shard
 from polyshard_reproducible import Reproducible, SlotSampler, clip_grad_norm_
-from polyshard_resilience.replicas import Replicas
+from polyshard_resilience import Replicas
 
 SLOTS, BATCH, ROWS, WIDTH = 8, 3, 480, 33
 TIMEOUT = timedelta(seconds=5)

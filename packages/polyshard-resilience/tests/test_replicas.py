@@ -17,7 +17,7 @@ from toy_replicas import ToyManager, build, rows
 
 from polyshard import describe, fully_shard
 from polyshard.errors import CheckpointError, LifecycleError, SettingError, UnsupportedError
-from polyshard_resilience.replicas import Replicas
+from polyshard_resilience import Replicas
 from polyshard_testing import World, ranks
 
 

@@ -24,7 +24,7 @@ from polyshard_reproducible.errors import ReproducibleError
 from polyshard_reproducible.optimizers import OptimizerWatch
 from polyshard_reproducible.randomness import kept_random_state, seed_of
 from polyshard_reproducible.ranks import Position, groups_of, position_in
-from polyshard_reproducible.shares import Replicas, Shares
+from polyshard_reproducible.shares import ReplicaGroups, Shares
 from polyshard_reproducible.tree import NEUTRAL, is_power_of_two, sum_halves
 
 
@@ -130,7 +130,7 @@ class Reproducible(Plugin):
     # What the user asks -----------------------------------------------------------------------
 
     def each_slot(
-        self, model: nn.Module, *, step: int, replicas: Replicas | None = None
+        self, model: nn.Module, *, step: int, replicas: ReplicaGroups | None = None
     ) -> Iterator[int]:
         """Run one step: the slots of this rank, one after another, each with its random numbers.
 
@@ -191,7 +191,9 @@ class Reproducible(Plugin):
             watcher.on_pause()
             _tell(model, is_last=True)
 
-    def _shares(self, replicas: Replicas | None, first: _Served) -> tuple[Shares | None, Position]:
+    def _shares(
+        self, replicas: ReplicaGroups | None, first: _Served
+    ) -> tuple[Shares | None, Position]:
         """Who has the other slots, and which this rank has."""
         if replicas is None:
             return None, first.position
@@ -200,7 +202,7 @@ class Reproducible(Plugin):
         return shares, shares.position(first.position)
 
     def mean(
-        self, model: nn.Module, losses: Sequence[Tensor], *, replicas: Replicas | None = None
+        self, model: nn.Module, losses: Sequence[Tensor], *, replicas: ReplicaGroups | None = None
     ) -> Tensor:
         """The mean over all slots of what each gave, in the order of the tree.
 

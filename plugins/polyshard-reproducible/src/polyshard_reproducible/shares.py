@@ -12,7 +12,7 @@ from polyshard_reproducible.ranks import Position
 from polyshard_reproducible.tree import NEUTRAL, sum_rows
 
 
-class Replicas(Protocol):
+class ReplicaGroups(Protocol):
     """Groups of ranks with whole copies of one model that take part in a step.
 
     A rank's peers are the ranks of its own number in the other groups.
@@ -42,11 +42,11 @@ class Shares:
         count: those that have slots of their own.
     """
 
-    replicas: Replicas
+    replicas: ReplicaGroups
     count: int
 
     @classmethod
-    def of(cls, replicas: Replicas, slots: int, own: Position) -> Shares:
+    def of(cls, replicas: ReplicaGroups, slots: int, own: Position) -> Shares:
         """Shares of ``slots`` among groups of which each has ranks as ``own``."""
         most = min(replicas.size, slots // (own.shards * own.replicas))
         return cls(replicas, 1 << (most.bit_length() - 1))

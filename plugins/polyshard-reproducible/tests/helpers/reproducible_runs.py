@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from polyshard import MixedPrecisionPolicy, fully_shard
-from polyshard_reproducible import Reproducible, SlotSampler, clip_grad_norm_
-from polyshard_reproducible.shares import Replicas
+from polyshard_reproducible import ReplicaGroups, Reproducible, SlotSampler, clip_grad_norm_
 
 SLOTS = 8
 BATCH = 3
@@ -109,7 +108,7 @@ class Run:
         self.after_backward: Callable[[int], None] = lambda step: None
         self.factors: dict[tuple[int, int], float] = {}
         """Of losses, by step and slot: what is not finite, say."""
-        self.replicas: Callable[[int], Replicas | None] = lambda step: None
+        self.replicas: Callable[[int], ReplicaGroups | None] = lambda step: None
 
     def train(self, steps: range, max_norm: float = 0.5) -> Run:
         """Make these steps."""
