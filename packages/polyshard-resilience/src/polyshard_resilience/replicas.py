@@ -190,7 +190,9 @@ class Replicas:
             "whole": {name: local_of(t).detach() for name, t in self._whole().items()},
             "buffers": {name: b.detach().clone() for name, b in model.named_buffers()},
             "optimizers": [_optimizer_state(o) for o in self._scope.optimizers],
-            "plugins": copy.deepcopy(plugin_state_dict(model)),
+            "plugins": copy.deepcopy(
+                {_beyond_rank(key): value for key, value in plugin_state_dict(model).items()}
+            ),
             "also": [copy.deepcopy(state.state_dict()) for state in self._scope.also],
         }
 
@@ -211,7 +213,11 @@ class Replicas:
         sharded = {id(p.parameter): p for p in self._parts().values()}
         for optimizer, saved in zip(self._scope.optimizers, state_dict["optimizers"], strict=True):
             _load_optimizer(optimizer, saved, sharded)
-        load_plugin_state_dict(self._scope.model, state_dict["plugins"])
+        plugins = {
+            key: state_dict["plugins"][_beyond_rank(key)]
+            for key in plugin_state_dict(self._scope.model)
+        }
+        load_plugin_state_dict(self._scope.model, plugins)
         for state, values in zip(self._scope.also, state_dict["also"], strict=True):
             state.load_state_dict(values)
 
@@ -278,6 +284,8 @@ class ReplicaStep:
 
     Attributes:
         committed: whether the optimizers stepped; ``None`` until the block has ended.
+        number: how many steps were committed before this one; for data and random numbers.
+        size: how many replica groups take part; 0 before the block.
     """
 
     _manager: Manager
@@ -285,18 +293,10 @@ class ReplicaStep:
     _begin: Callable[[], None]
     _expected: Callable[[], Mapping[int, str]]
     committed: bool | None = None
+    number: int = 0
+    size: int = 0
     _summed: set[int] = field(default_factory=set)
     _is_shared: bool = False
-
-    @property
-    def number(self) -> int:
-        """How many steps were committed before this one; for data and random numbers."""
-        return self._manager.current_step()
-
-    @property
-    def size(self) -> int:
-        """How many replica groups take part."""
-        return self._manager.num_participants()
 
     @property
     def rank(self) -> int:
@@ -334,6 +334,8 @@ class ReplicaStep:
             raise LifecycleError("a step of Replicas is entered once; call step() for the next.")
         self._begin()
         self._manager.start_quorum()
+        self.number = self._manager.current_step()
+        self.size = self._manager.num_participants()
         self._undo = Undo(self._scope)
         return self
 
@@ -370,6 +372,11 @@ class ReplicaStep:
         for optimizer in self._scope.optimizers:
             optimizer.zero_grad()
         self.committed = True
+
+
+def _beyond_rank(key: str) -> str:
+    """A key of plugin state without its rank, which a peer may have another of."""
+    return key.partition(".")[2]
 
 
 def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
