@@ -17,12 +17,16 @@ from polyshard.errors import UnsupportedError
 from polyshard.plugins.seams import local_of
 from polyshard_offload import Offload
 from polyshard_optimizers import MatrixOptimizer
-from polyshard_quantized import ErrorFeedback, Int8Block, QuantizedComm
+from polyshard_quantized import ErrorFeedback, Exclusions, Int8Block, QuantizedComm
 from polyshard_resilience import Replicas
 from polyshard_testing import ranks
 
 PLUGINS: dict[str, Any] = {
-    "quantized": lambda: QuantizedComm(gradients=Int8Block(), error_feedback=ErrorFeedback()),
+    "quantized": lambda: QuantizedComm(
+        gradients=Int8Block(),
+        error_feedback=ErrorFeedback(),
+        exclude=Exclusions(min_numel=0),
+    ),
     "offload": Offload.cpu,
 }
 

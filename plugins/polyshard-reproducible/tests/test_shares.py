@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from reproducible_runs import Run, differences
+from reproducible_runs import SLOTS, Run, differences
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -30,7 +30,9 @@ class Peers:
         dist.all_reduce(tensor, group=self.group)
 
 
-def shared(rank: int, size: int, shape: tuple[int, ...], present: tuple[int, ...]) -> Any:
+def shared(
+    rank: int, size: int, shape: tuple[int, ...], present: tuple[int, ...], factor: float = 1.0
+) -> Any:
     """Groups of ``shape[1:]``; ``present[step]`` of them share a step, others make all of it."""
     axes = ("shards",) if len(shape) == 2 else ("replicas", "shards")
     inner = init_device_mesh("cpu", shape, mesh_dim_names=("groups", *axes))[axes]
@@ -43,6 +45,7 @@ def shared(rank: int, size: int, shape: tuple[int, ...], present: tuple[int, ...
             if own == rank % per_group:
                 peers[k] = made
     run = Run(inner)
+    run.factors = factors(factor)
     turns: list[int] = []
 
     def replicas(step: int) -> Peers | None:
@@ -54,8 +57,14 @@ def shared(rank: int, size: int, shape: tuple[int, ...], present: tuple[int, ...
     return run.train(range(STEPS)).state(), turns
 
 
-def alone(rank: int, size: int) -> dict[str, str]:
-    return Run((1,)).train(range(STEPS)).state()
+def alone(rank: int, size: int, factor: float = 1.0) -> dict[str, str]:
+    run = Run((1,))
+    run.factors = factors(factor)
+    return run.train(range(STEPS)).state()
+
+
+def factors(factor: float) -> dict[tuple[int, int], float]:
+    return dict.fromkeys(itertools.product(range(STEPS), range(SLOTS)), factor)
 
 
 SHAPES = {
@@ -99,18 +108,11 @@ def test_misuse_is_refused(world2: World, tmp_path: Any) -> None:
     assert first == second
 
 
-def subnormal(rank: int, size: int) -> list[int]:
-    """Sums of two groups whose mean has fewer bits than its terms."""
-    from polyshard_reproducible.ranks import Position
-    from polyshard_reproducible.shares import Shares
-
-    peers = Peers(rank, size, dist.group.WORLD)
-    total = torch.tensor([3e-44, -0.0, 1.0 + rank])
-    Shares.of(peers, 8, Position(1)).sum_(total)
-    bits: list[int] = total.view(torch.int32).tolist()
-    return bits
+TINY = 1e-39
+"""Of losses whose gradients are subnormal: dividing them before they are summed loses bits."""
 
 
-def test_nothing_is_rounded_before_the_sum(world2: World) -> None:
-    expected = torch.tensor([3e-44 * 2, -0.0, 3.0]).view(torch.int32).tolist()
-    assert world2.run(subnormal) == [expected] * 2
+def test_nothing_is_rounded_before_sums_are_whole(world1: World, world4: World) -> None:
+    expected = world1.run(alone, TINY)[0]
+    for found, _ in world4.run(shared, (2, 2), (2, 1, 2, 2, 1), TINY):
+        assert differences(found, expected) == []

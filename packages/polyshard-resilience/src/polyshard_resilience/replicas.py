@@ -186,6 +186,7 @@ class Replicas:
             torch.accelerator.current_stream().wait_event(self._stepped)
         model, parts = self._scope.model, self._parts()
         return {
+            "form": [_form(name, part) for name, part in parts.items()],
             "parameters": {name: local_of(p.parameter).detach() for name, p in parts.items()},
             "whole": {name: local_of(t).detach() for name, t in self._whole().items()},
             "buffers": {name: b.detach().clone() for name, b in model.named_buffers()},
@@ -374,6 +375,13 @@ class ReplicaStep:
         self.committed = True
 
 
+def _form(name: str, part: ShardedParameter) -> str:
+    """What all ranks of all groups must have alike."""
+    parameter = part.parameter
+    ranks = part.info.mesh.size()
+    return f"'{name}' {tuple(parameter.shape)} {parameter.dtype} on {ranks} ranks"
+
+
 def _beyond_rank(key: str) -> str:
     """A key of plugin state without its rank, which a peer may have another of."""
     return key.partition(".")[2]
@@ -441,7 +449,8 @@ def _compare(own: Mapping[str, Any], peer: Mapping[str, Any]) -> None:
 
 
 def _lines(state: Mapping[str, Any]) -> Iterator[str]:
-    for kind in ("parameters", "whole", "buffers"):
+    yield from state["form"]
+    for kind in ("whole", "buffers"):
         for name, tensor in state[kind].items():
             yield f"{kind} '{name}' {tuple(tensor.shape)} {tensor.dtype}"
     for index, optimizer in enumerate(state["optimizers"]):
