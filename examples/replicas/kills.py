@@ -7,30 +7,53 @@ to one rank, or to both, of a group whose other group has made a step by itself;
 while the group is still starting or healing. This process does what an elastic agent does: when a
 rank is gone it ends the rest of its group, and starts all of it with a new store. At the end a run
 of as many steps, with nobody killed, says what weights, optimizer state and losses must be.
+
+With ``--warm`` ranks are forked from a process that has imported torch, as a standby would be;
+otherwise each is a new interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import multiprocessing
 import os
 import random
 import signal
 import statistics
-import subprocess
-import sys
 import time
+import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
+from train import Settings, leave
 
-TRAIN, PEER = (Path(__file__).with_name(name) for name in ("train.py", "fsdp2.py"))
+TRAIN, PEER = "train", "fsdp2"
 GROUPS, RANKS = 2, 2
-HEARTBEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 2.0
 """A group that is silent for longer is not waited for."""
 POLL_SECONDS = 0.01
+WAIT_SECONDS = 120.0
+"""For what must happen; machines may be busy."""
+STEPS_AFTER = 20
+"""The last kill, at least."""
+
+
+def run_rank(script: str, settings: Settings, environment: dict[str, str], log: Path) -> None:
+    """What one rank does, in a process of its own."""
+    os.environ.update(environment)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(output, number)
+    try:
+        importlib.import_module(script).train(settings)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    leave()
 
 
 @dataclass
@@ -40,10 +63,11 @@ class Group:
     number: int
     out: Path
     lighthouse: str
-    script: Path
-    arguments: tuple[str, ...]
+    script: str
+    settings: Settings
+    processes: Any
     started: list[float] = field(default_factory=list)
-    ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    ranks: list[Any] = field(default_factory=list)
     _store: TCPStore | None = None
     _read: int = 0
     _events: list[dict[str, Any]] = field(default_factory=list)
@@ -52,8 +76,6 @@ class Group:
         """All ranks, which meet at a new store."""
         self._store = TCPStore("localhost", 0, None, is_master=True, wait_for_workers=False)
         common = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -61,35 +83,30 @@ class Group:
             "TORCHFT_LIGHTHOUSE": self.lighthouse,
             "WORLD_SIZE": str(RANKS),
         }
-        command = (sys.executable, str(self.script), f"--out={self.out}", f"--group={self.number}")
         self.started.append(time.time())
         self.ranks = []
         for rank in range(RANKS):
-            with (self.out / f"rank-{self.number}-{rank}.log").open("ab") as log:
-                self.ranks.append(
-                    subprocess.Popen(
-                        (*command, *self.arguments),
-                        env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        stdout=log,
-                        stderr=log,
-                    )
-                )
+            environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            log = self.out / f"rank-{self.number}-{rank}.log"
+            given = (self.script, self.settings, environment, log)
+            self.ranks.append(self.processes.Process(target=run_rank, args=given))
+            self.ranks[-1].start()
 
     def end(self) -> None:
         """Whatever is left of it."""
         for rank in self.ranks:
             rank.kill()
-            rank.wait()
+            rank.join()
 
     @property
     def is_broken(self) -> bool:
         """Whether a rank is gone before it was done."""
-        return any(rank.poll() not in (None, 0) for rank in self.ranks)
+        return any(rank.exitcode not in (None, 0) for rank in self.ranks)
 
     @property
     def is_done(self) -> bool:
         """Whether all ranks have ended well."""
-        return all(rank.poll() == 0 for rank in self.ranks)
+        return all(rank.exitcode == 0 for rank in self.ranks)
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -153,10 +170,29 @@ class Tally:
     same_weights: bool
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done.
+
+    Attributes:
+        kills: how many.
+        seed: of their moments.
+        script: which training.
+        is_warm: whether ranks are forked.
+        pause: seconds that each step of the run with kills waits.
+    """
+
+    kills: int = 50
+    seed: int = 0
+    script: str = TRAIN
+    is_warm: bool = False
+    pause: float = 0.05
+
+
 class Run:
     """Groups under one lighthouse."""
 
-    def __init__(self, out: Path, script: Path, *arguments: str) -> None:
+    def __init__(self, out: Path, plan: Plan, steps: int) -> None:
         from torchft.coordination import LighthouseServer
 
         out.mkdir(parents=True, exist_ok=True)
@@ -169,11 +205,20 @@ class Run:
             heartbeat_timeout_ms=int(1000 * HEARTBEAT_SECONDS),
         )
         address = self._lighthouse.address()
-        self.groups = [Group(g, out, address, script, arguments) for g in range(GROUPS)]
+        processes = multiprocessing.get_context("forkserver" if plan.is_warm else "spawn")
+        if plan.is_warm:
+            processes.set_forkserver_preload([plan.script, "torchft"])
+        self.groups = [
+            Group(
+                number, out, address, plan.script,
+                Settings(out, number, steps, 0.0 if steps else plan.pause), processes,
+            )
+            for number in range(GROUPS)
+        ]  # fmt: skip
         for group in self.groups:
             group.start()
 
-    def wait(self, is_there: Any, seconds: float) -> None:
+    def wait(self, is_there: Any, seconds: float = WAIT_SECONDS) -> None:
         """Until ``is_there()``; ranks that end too early are an error.
 
         Raises:
@@ -209,11 +254,11 @@ class Run:
         self._lighthouse.shutdown()
 
 
-def undisturbed(out: Path, script: Path, steps: int) -> tuple[dict[str, str], dict[int, str]]:
+def undisturbed(out: Path, plan: Plan, steps: int) -> tuple[dict[str, str], dict[int, str]]:
     """Digests and losses of a run in which nobody is killed."""
-    run = Run(out, script, f"--steps={steps}")
+    run = Run(out, plan, steps)
     try:
-        run.wait(lambda: all(group.is_done for group in run.groups), 60 + steps)
+        run.wait(lambda: all(group.is_done for group in run.groups), WAIT_SECONDS + 5 * steps)
         starts = [len(group.started) for group in run.groups]
         assert starts == [1] * GROUPS, "a rank ended by itself"
         losses = [losses_of(group) for group in run.groups]
@@ -237,35 +282,33 @@ def final_of(group: Group) -> dict[str, str]:
     return found
 
 
-def disturbed(
-    out: Path, script: Path, count: int, seed: int, pause: float
-) -> tuple[Run, list[Kill]]:
+def disturbed(out: Path, plan: Plan) -> tuple[Run, list[Kill]]:
     """A run with so many kills, which has ended well."""
-    draw = random.Random(seed)
-    run = Run(out, script, f"--pause={pause}")
+    draw = random.Random(plan.seed)
+    run = Run(out, plan, 0)
     kills: list[Kill] = []
     try:
-        run.wait(lambda: all(group.is_training for group in run.groups), 60)
-        while len(kills) < count:
+        run.wait(lambda: all(group.is_training for group in run.groups))
+        while len(kills) < plan.kills:
             victim = draw.choice(run.groups)
             other = run.groups[1 - victim.number]
             if draw.random() < 0.25:  # perhaps in the middle of its start, or of healing
                 run.sleep(draw.uniform(0.0, 4.0))
             else:
-                run.wait(lambda victim=victim: victim.is_training, 60)
+                run.wait(lambda victim=victim: victim.is_training)
                 run.sleep(draw.uniform(0.0, 2.0))
-            run.wait(lambda other=other: other.is_training, 60)
+            run.wait(lambda other=other: other.is_training)
             ranks = draw.choice([(0,), (1,), (0, 1)])
             kills.append(Kill(victim.number, ranks, time.time(), victim.is_training))
             for rank in ranks:
-                victim.ranks[rank].send_signal(signal.SIGKILL)
+                os.kill(victim.ranks[rank].pid, signal.SIGKILL)
             run.wait(
                 lambda victim=victim: victim.is_broken or victim.started[-1] > kills[-1].time, 5
             )
-        run.wait(lambda: all(group.is_training for group in run.groups), 60)
+        run.wait(lambda: all(group.is_training for group in run.groups))
         last = max(event.get("number", 0) for group in run.groups for event in group.events)
-        (out / "stop").write_text(str(last + 100), encoding="utf-8")
-        run.wait(lambda: all(group.is_done for group in run.groups), 120 + 200 * pause)
+        (out / "stop").write_text(str(last + STEPS_AFTER), encoding="utf-8")
+        run.wait(lambda: all(group.is_done for group in run.groups), 3 * WAIT_SECONDS)
     finally:
         run.close()
     return run, kills
@@ -311,11 +354,12 @@ def middle_and_most(values: list[float]) -> tuple[float, float]:
     return round(statistics.median(values), 2), round(max(values), 2)
 
 
-def measure(out: Path, count: int, seed: int, script: Path = TRAIN, pause: float = 0.05) -> Tally:
+def measure(out: Path, plan: Plan) -> Tally:
     """Kill so often, and compare with a run in which nobody is killed."""
-    run, kills = disturbed(out / "killed", script, count, seed, pause)
+    os.environ["OMP_NUM_THREADS"] = "1"  # ranks share the cores
+    run, kills = disturbed(out / "killed", plan)
     steps = int((out / "killed" / "stop").read_text("utf-8"))
-    return tally(run, kills, *undisturbed(out / "undisturbed", script, steps))
+    return tally(run, kills, *undisturbed(out / "undisturbed", plan, steps))
 
 
 def main() -> None:
@@ -324,10 +368,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--warm", action="store_true", help="fork ranks instead of starting Python")
     parser.add_argument("--peer", action="store_true", help="torch's FSDP2 in place of polyshard")
     given = parser.parse_args()
-    script = PEER if given.peer else TRAIN
-    print(json.dumps(asdict(measure(given.out, given.kills, given.seed, script)), indent=1))
+    plan = Plan(given.kills, given.seed, PEER if given.peer else TRAIN, given.warm)
+    print(json.dumps(asdict(measure(given.out, plan)), indent=1))
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ import pytest
 pytest.importorskip("torchft", reason="torchft not installed")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from kills import measure
+from kills import Plan, measure
 
 
 def test_killed_groups_come_back_and_change_no_bit(tmp_path: Path) -> None:
-    found = measure(tmp_path, 4, seed=1)
+    found = measure(tmp_path, Plan(4, seed=1, is_warm=True))
     assert found.kills == 4
     assert found.same_losses
     assert found.same_weights
