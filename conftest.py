@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import signal
 import sys
 from collections import Counter
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -22,13 +24,19 @@ pytest_plugins = ["polyshard_testing.fixtures", "pytester", "headless"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--thorough`` for what CI runs a sample of (marks ``thorough`` and ``sampled``); devices."""
+    """Options: what marks leave out (``thorough``, ``sampled``, ``pairwise``), and the device."""
     parser.addoption("--thorough", action="store_true", help="run what samples leave out as well")
     parser.addoption(
         "--device",
         default="cpu",
         help="where ranks compute unless a test says: cpu, cuda, or sim (polyshard-sim)",
     )
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays; no collection of garbage searches it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure() -> None:
@@ -42,7 +50,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     slow = {item.path for item in _marked(items, "slow")}
     items.sort(key=lambda item: item.path not in slow)  # workers take files in this order
     if not config.getoption("--thorough"):
-        _skip(_marked(items, "thorough") + _out_of_sample(items), "takes long; run with --thorough")
+        left_out = _marked(items, "thorough") + _out_of_sample(items) + _not_needed_for_pairs(items)
+        _skip(left_out, "takes long; run with --thorough")
     if config.getoption("--device") == "sim":
         _skip_not_on_sim(items)
     if not (marked := _marked(items, "gpu")):
@@ -74,6 +83,31 @@ def _out_of_sample(items: list[pytest.Item]) -> list[pytest.Item]:
             left_out.append(item)
         seen[test] += 1
     return left_out
+
+
+def _not_needed_for_pairs(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of a test marked ``pairwise`` all parametrizations but those that try every pair of values.
+
+    The next one chosen is always the one with the most pairs that no chosen one has.
+    """
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in _marked(items, "pairwise"):
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = []
+    for cases in tests.values():
+        pairs = {case: _pairs_of(case) for case in cases}
+        missing = set().union(*pairs.values())
+        while missing:
+            chosen = max(pairs, key=lambda case: len(pairs[case] & missing))
+            missing -= pairs.pop(chosen)
+        left_out += list(pairs)
+    return left_out
+
+
+def _pairs_of(item: pytest.Item) -> set[tuple[tuple[str, int], ...]]:
+    """The pairs of values that a parametrization tries, by names and indices."""
+    assert isinstance(item, pytest.Function)
+    return set(combinations(sorted(item.callspec.indices.items()), 2))
 
 
 def _marked(items: list[pytest.Item], name: str) -> list[pytest.Item]:
