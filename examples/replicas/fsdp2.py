@@ -45,7 +45,7 @@ def train(settings: Settings) -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     log = Log(settings)
-    model = sharded(settings.group)
+    model = sharded(settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
     data = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(5))
     sampler = SlotSampler(ROWS, BATCH, SLOTS, seed=1)

@@ -64,7 +64,8 @@ class Group:
     out: Path
     lighthouse: str
     script: str
-    settings: Settings
+    steps: int
+    pause: float
     processes: Any
     started: list[float] = field(default_factory=list)
     ranks: list[Any] = field(default_factory=list)
@@ -83,12 +84,14 @@ class Group:
             "TORCHFT_LIGHTHOUSE": self.lighthouse,
             "WORLD_SIZE": str(RANKS),
         }
+        seed = len(self.started)  # a replacement begins with other weights
+        settings = Settings(self.out, self.number, self.steps, self.pause, seed)
         self.started.append(time.time())
         self.ranks = []
         for rank in range(RANKS):
             environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             log = self.out / f"rank-{self.number}-{rank}.log"
-            given = (self.script, self.settings, environment, log)
+            given = (self.script, settings, environment, log)
             self.ranks.append(self.processes.Process(target=run_rank, args=given))
             self.ranks[-1].start()
 
@@ -211,7 +214,7 @@ class Run:
         self.groups = [
             Group(
                 number, out, address, plan.script,
-                Settings(out, number, steps, 0.0 if steps else plan.pause), processes,
+                steps, 0.0 if steps else plan.pause, processes,
             )
             for number in range(GROUPS)
         ]  # fmt: skip
@@ -261,17 +264,25 @@ def undisturbed(out: Path, plan: Plan, steps: int) -> tuple[dict[str, str], dict
         run.wait(lambda: all(group.is_done for group in run.groups), WAIT_SECONDS + 5 * steps)
         starts = [len(group.started) for group in run.groups]
         assert starts == [1] * GROUPS, "a rank ended by itself"
-        losses = [losses_of(group) for group in run.groups]
         finals = [final_of(group) for group in run.groups]
     finally:
         run.close()
     assert finals[0] == finals[1]
-    return finals[0], losses[0]
+    return finals[0], losses
 
 
-def losses_of(group: Group) -> dict[int, str]:
-    """Of each step that was committed."""
-    return {e["number"]: e["loss"] for e in group.events if e.get("committed")}
+def losses_of(run: Run) -> dict[int, str]:
+    """Of each step that was committed, by whom it was.
+
+    Raises:
+        AssertionError: when groups differ.
+    """
+    found: dict[int, set[str]] = {}
+    for event in (event for group in run.groups for event in group.events):
+        if event.get("committed"):
+            found.setdefault(event["number"], set()).add(event["loss"])
+    assert all(len(losses) == 1 for losses in found.values()), "groups differ"
+    return {number: losses.pop() for number, losses in found.items()}
 
 
 def final_of(group: Group) -> dict[str, str]:
@@ -327,7 +338,6 @@ def tally(run: Run, kills: list[Kill], expected: dict[str, str], losses: dict[in
         after = [e for e in events if e["event"] == "step" and kill.time < e["time"] < until]
         lost.append(sum(not e["committed"] for e in after))
         gaps += [e["time"] - kill.time for e in after if e["committed"]][:1]
-    found = [losses_of(group) for group in run.groups]
     return Tally(
         kills=len(kills),
         kills_of_one_rank=sum(len(kill.ranks) == 1 for kill in kills),
@@ -343,8 +353,7 @@ def tally(run: Run, kills: list[Kill], expected: dict[str, str], losses: dict[in
             for e in group.events
             if e["event"] == "step"
         ),
-        same_losses=all(losses[n] == loss for each in found for n, loss in each.items())
-        and set().union(*found) == set(losses),
+        same_losses=losses_of(run) == losses,
         same_weights=all(final_of(group) == expected for group in run.groups),
     )
 

@@ -49,12 +49,14 @@ class Settings:
         group: number of this replica group.
         steps: of the whole run; 0 leaves it to the file ``stop`` in ``out``, which holds a number.
         pause: seconds to wait in each step: time for something to go wrong.
+        seed: of the weights that a group begins with, if no other group has any.
     """
 
     out: Path
     group: int
     steps: int
-    pause: float
+    pause: float = 0.0
+    seed: int = 0
 
     def is_over(self, number: int) -> bool:
         """Whether ``number`` steps are all."""
@@ -141,7 +143,7 @@ def train(settings: Settings) -> None:
     dist.init_process_group("gloo")
     polyshard_resilience.enable()  # so that ranks of a group notice each other's end
     log = Log(settings)
-    torch.manual_seed(settings.group)  # groups begin with other weights: one heals from another
+    torch.manual_seed(settings.seed)
     reproducible = Reproducible(slots=SLOTS)
     model = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 1))
     given: Any = {
@@ -188,6 +190,7 @@ def settings_of(description: str | None) -> Settings:
     parser.add_argument("--group", type=int, required=True)
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
     return Settings(**vars(parser.parse_args()))
 
 
