@@ -257,7 +257,7 @@ class Run:
         self._lighthouse.shutdown()
 
 
-def undisturbed(out: Path, plan: Plan, steps: int) -> tuple[dict[str, str], dict[int, str]]:
+def undisturbed(out: Path, plan: Plan, steps: int) -> tuple[dict[str, str], dict[int, set[str]]]:
     """Digests and losses of a run in which nobody is killed."""
     run = Run(out, plan, steps)
     try:
@@ -268,21 +268,16 @@ def undisturbed(out: Path, plan: Plan, steps: int) -> tuple[dict[str, str], dict
     finally:
         run.close()
     assert finals[0] == finals[1]
-    return finals[0], losses
+    return finals[0], losses_of(run)
 
 
-def losses_of(run: Run) -> dict[int, str]:
-    """Of each step that was committed, by whom it was.
-
-    Raises:
-        AssertionError: when groups differ.
-    """
+def losses_of(run: Run) -> dict[int, set[str]]:
+    """Of each step that was committed: one, where all groups have the same."""
     found: dict[int, set[str]] = {}
     for event in (event for group in run.groups for event in group.events):
         if event.get("committed"):
             found.setdefault(event["number"], set()).add(event["loss"])
-    assert all(len(losses) == 1 for losses in found.values()), "groups differ"
-    return {number: losses.pop() for number, losses in found.items()}
+    return found
 
 
 def final_of(group: Group) -> dict[str, str]:
@@ -325,7 +320,9 @@ def disturbed(out: Path, plan: Plan) -> tuple[Run, list[Kill]]:
     return run, kills
 
 
-def tally(run: Run, kills: list[Kill], expected: dict[str, str], losses: dict[int, str]) -> Tally:
+def tally(
+    run: Run, kills: list[Kill], expected: dict[str, str], losses: dict[int, set[str]]
+) -> Tally:
     """What came of it."""
     first_steps, gaps, lost = [], [], []
     for group in run.groups:
