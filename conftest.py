@@ -6,7 +6,6 @@ import gc
 import importlib
 import signal
 import sys
-from collections import Counter
 from itertools import combinations
 from pathlib import Path
 
@@ -50,8 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     slow = {item.path for item in _marked(items, "slow")}
     items.sort(key=lambda item: item.path not in slow)  # workers take files in this order
     if not config.getoption("--thorough"):
-        left_out = _marked(items, "thorough") + _out_of_sample(items) + _not_needed_for_pairs(items)
-        _skip(left_out, "takes long; run with --thorough")
+        _skip(_marked(items, "thorough") + _out_of_sample(items), "takes long; run with --thorough")
     if config.getoption("--device") == "sim":
         _skip_not_on_sim(items)
     if not (marked := _marked(items, "gpu")):
@@ -72,42 +70,52 @@ def _skip_not_on_sim(items: list[pytest.Item]) -> None:
 
 
 def _out_of_sample(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of a test marked ``sampled(n)`` all parametrizations but the first of each n."""
-    seen: Counter[str] = Counter()
-    left_out = []
-    for item in _marked(items, "sampled"):
-        mark = item.get_closest_marker("sampled")
-        assert mark is not None
-        test = item.nodeid.partition("[")[0]
-        if seen[test] % mark.args[0]:
-            left_out.append(item)
-        seen[test] += 1
-    return left_out
-
-
-def _not_needed_for_pairs(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of a test marked ``pairwise`` all parametrizations but those that try every pair of values.
-
-    The next one chosen is always the one with the most pairs that no chosen one has.
-    """
+    """What the gate leaves out of tests marked ``sampled(n)`` or ``pairwise``."""
     tests: dict[str, list[pytest.Item]] = {}
-    for item in _marked(items, "pairwise"):
+    for item in _marked(items, "sampled") + _marked(items, "pairwise"):
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out = []
     for cases in tests.values():
-        pairs = {case: _pairs_of(case) for case in cases}
-        missing = set().union(*pairs.values())
-        while missing:
-            chosen = max(pairs, key=lambda case: len(pairs[case] & missing))
-            missing -= pairs.pop(chosen)
-        left_out += list(pairs)
+        mark = cases[0].get_closest_marker("sampled")
+        # Of one parameter one value in n; of several, combinations that differ as much as can be.
+        if mark is None or len(_varied(cases)) > 1:
+            most = len(cases) if mark is None else -(-len(cases) // mark.args[0])
+            chosen = _apart(cases, most)
+        else:
+            chosen = cases[:: mark.args[0]]
+        left_out += [case for case in cases if case not in chosen]
     return left_out
 
 
-def _pairs_of(item: pytest.Item) -> set[tuple[tuple[str, int], ...]]:
-    """The pairs of values that a parametrization tries, by names and indices."""
+def _apart(cases: list[pytest.Item], most: int) -> list[pytest.Item]:
+    """At most so many cases, and no more than it takes for any two values to meet.
+
+    The next is always the one with most values, then with most pairs of them, not yet had.
+    """
+    names = sorted(_varied(cases))
+    values = {case: {(name, _values(case)[name]) for name in names} for case in cases}
+    pairs = {case: set(combinations(sorted(values[case]), 2)) for case in cases}
+    new_values, new_pairs = set().union(*values.values()), set().union(*pairs.values())
+    chosen: list[pytest.Item] = []
+    while new_pairs and len(chosen) < most:
+        best = max(
+            pairs, key=lambda case: (len(values[case] & new_values), len(pairs[case] & new_pairs))
+        )
+        new_values -= values[best]
+        new_pairs -= pairs.pop(best)
+        chosen.append(best)
+    return chosen
+
+
+def _varied(cases: list[pytest.Item]) -> set[str]:
+    """Names of the parameters that have several values."""
+    values = [_values(case) for case in cases]
+    return {name for name in values[0] if len({each[name] for each in values}) > 1}
+
+
+def _values(item: pytest.Item) -> dict[str, str]:
     assert isinstance(item, pytest.Function)
-    return set(combinations(sorted(item.callspec.indices.items()), 2))
+    return {name: repr(value) for name, value in item.callspec.params.items()}
 
 
 def _marked(items: list[pytest.Item], name: str) -> list[pytest.Item]:
