@@ -22,7 +22,7 @@ from polyshard_testing import World, ranks
 
 
 def sharded(model: nn.Sequential, mesh: Any) -> nn.Sequential:
-    for block in model[:2]:
+    for block in (model[0], model[1]):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
@@ -223,8 +223,9 @@ def test_misuse_is_refused(rank: int, size: int) -> None:
     with pytest.raises(SettingError, match=r"group '0#0' has a hook"):
         Replicas(manager, model, optimizer)
 
-    aside = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    fully_shard(aside, mesh=mesh["shards"], ignored_params={aside[1].bias})
+    last = nn.Linear(4, 4)
+    aside = nn.Sequential(nn.Linear(4, 4), last)
+    fully_shard(aside, mesh=mesh["shards"], ignored_params={last.bias})
     with pytest.raises(UnsupportedError, match=r"'1\.bias' is trained and not sharded"):
         Replicas(manager, aside)
 
