@@ -34,7 +34,7 @@ def sharded(seed: int) -> Any:
     """The model, with one dtype a unit, as torch's hook of the sums needs it."""
     torch.manual_seed(seed)
     model = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 1)).float()
-    for block in model[:2]:
+    for block in (model[0], model[1]):
         fully_shard(block)
     fully_shard(model)
     return model

@@ -150,7 +150,7 @@ def train(settings: Settings) -> None:
         "plugins": [reproducible],
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
     }
-    for block in model[:2]:
+    for block in (model[0], model[1]):
         fully_shard(block, **given)
     fully_shard(model, **given)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
