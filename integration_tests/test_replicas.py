@@ -78,7 +78,7 @@ def test_a_group_heals_with_plugins(rank: int, size: int, name: str) -> None:
 
 
 def tensors_of(state: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = tree_leaves(state)
+    found: list[Any] = tree_leaves(state)
     return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
 
