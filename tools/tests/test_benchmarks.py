@@ -21,10 +21,8 @@ from benchmarks.optimizer import BARS as STEP_BARS
 from benchmarks.report.headline import PICTURE, headline
 from benchmarks.report.page import PAGE, page
 from benchmarks.result import RESULTS, About, Result, read, read_all
-from benchmarks.step.case import Case
-from benchmarks.step.rows import FLOOR, MAIN_ROWS, MEMORY, ROWS, STEADY_ROW, STEP, Bar, Row, row
-from benchmarks.step.spans import Span, parts_by_group
-from benchmarks.step.time import ratios_of
+from benchmarks.step.rows import ROWS, Bar, Row, row
+from benchmarks.step.time import FLOOR, MEMORY, STEP, Case, ratios_of
 from polyshard_testing import RankError
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +38,7 @@ def found(ratio: float, *, equal: bool = True) -> dict[str, Any]:
         "case": {"width": 1024, "tokens": 16, "ranks": 2, "dtype": "float32"},
         "median_seconds": {"polyshard": {"step": ratio}, "torch": {"step": 1.0}},
         "ratios": {STEP: ratio, f"{STEP}, paired": ratio, FLOOR: 1.0, MEMORY: 0.9},
+        "resident_bytes": {},
         "losses_equal": equal,
         "losses_largest_relative_difference": 0.0 if equal else 1e-7,
     }
@@ -51,7 +50,7 @@ def test_the_committed_page_and_picture_are_made_from_the_committed_results() ->
     assert PICTURE.read_text("utf-8") == headline(results), "python -m benchmarks.report.headline"
     names = [each.name for each in ROWS]
     assert len(set(names)) == len(names)
-    assert {*MAIN_ROWS, STEADY_ROW} <= set(names)
+    assert all(f"<!-- {name} -->" in PAGE.read_text("utf-8") for name in {*results} - {*names})
 
 
 def test_a_missed_bar_is_marked_and_its_reason_told(tmp_path: Path) -> None:
@@ -109,19 +108,6 @@ def test_ratios_are_of_medians_and_of_pairs() -> None:
     assert ratios["peak memory / torch"] == 0.6
 
 
-def test_a_range_is_taken_apart_and_no_time_is_counted_twice() -> None:
-    copy = Span("aten::_foreach_copy_", 10, 30, on_worker=False)
-    launch = Span("c10d::send", 30, 35, on_worker=False)
-    gather = Span("FSDP::all_gather (blocks.0)", 0, 100, on_worker=False, children=[copy, launch])
-    outer = Span("FSDP::pre_forward (blocks.0)", 0, 120, on_worker=False, children=[gather])
-    sends = [Span("gloo:send", a, b, on_worker=True) for a, b in ((31, 50), (40, 90))]
-    parts = parts_by_group([outer, gather, copy, launch, *sends])["blocks.0"]
-    expected = {"wait": 75, "copy": 20, "launch": 5, "other": 0, "hook": 20, "transfer": 59}
-    assert {name: round(1e6 * seconds) for name, seconds in parts.items()} == expected
-    for name in ("polyshard.wait (root)", "FSDP::all_gather", "FSDP::x ()"):
-        assert Span(name, 0, 1, on_worker=False).label_and_group[1] == "(root)"
-
-
 def test_the_fit_finds_a_line_among_rows_of_equal_ranks_and_groups() -> None:
     def one(groups: int, parameters: int) -> dict[str, Any]:
         times = {"polyshard": 100.0 + 7.0 * parameters, "torch": 200.0 + 14.0 * parameters}
@@ -153,7 +139,6 @@ def test_ranks_are_fresh_processes_whose_failures_are_told() -> None:
 
 
 def test_the_script_for_accelerators_runs_on_the_cpu_when_tiny(tmp_path: Path) -> None:
-    pytest.importorskip("polyshard_quantized")
     out = tmp_path / "gpu.json"
     command = [sys.executable, "-m", "benchmarks.gpu"]
     tiny = [*command, "--quick", "--json", str(out)]
@@ -163,7 +148,6 @@ def test_the_script_for_accelerators_runs_on_the_cpu_when_tiny(tmp_path: Path) -
     step = tables["Step, bf16 compute, fp32 reduction"]
     assert [each["engine"] for each in step] == ["polyshard", "torch", "ratio"]
     assert all(each["step ms"] > 0 and each["launches"] is None for each in step)
-    assert (len(tables["Host transfers"]), len(tables["Codecs"])) == (2, 7)
     if not torch.cuda.is_available():
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 1
