@@ -6,6 +6,7 @@ from polyshard_resilience.handler import enable
 from polyshard_resilience.replicas import Replicas, ReplicaStep
 from polyshard_resilience.resizing.resize import Resized, resize
 from polyshard_resilience.rollback.attempt import Attempt, attempt, attempts
+from polyshard_resilience.rollback.optimizers import Undoable
 
 __all__ = [
     "Attempt",
@@ -14,6 +15,7 @@ __all__ = [
     "ReplicaStep",
     "Replicas",
     "Resized",
+    "Undoable",
     "attempt",
     "attempts",
     "enable",

@@ -23,7 +23,7 @@ from typing import Any
 
 LEFT_OUT = frozenset({
     "wait", "wait_event", "wait_stream", "record", "synchronize", "hold", "settle", "launched",
-    "result", "exception", "idle", "_copied",
+    "result", "exception", "idle", "copied",
 })  # fmt: skip
 """Statements that call one of these are left out."""
 KEPT = frozenset({"kept", "copied"})
