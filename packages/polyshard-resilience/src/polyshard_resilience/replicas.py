@@ -30,7 +30,8 @@ from polyshard.engine.keeping import load_plugin_state_dict, plugin_state_dict
 from polyshard.engine.root import groups_of, preview_names, units_below
 from polyshard.errors import CheckpointError, LifecycleError, SettingError, UnsupportedError
 from polyshard.params.parameter import ShardedParameter
-from polyshard.plugins.seams import Stateful, Undoable, local_of
+from polyshard.plugins.seams import Stateful, local_of
+from polyshard_resilience.rollback.optimizers import Undoable
 from polyshard_resilience.rollback.undo import Scope, Undo
 
 PARAMS = "params"
