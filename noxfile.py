@@ -383,6 +383,7 @@ def nightly(session: nox.Session) -> None:
     session.notify("late")
     for engine in ENGINES:
         session.notify(f"engines({engine})")
+    session.notify("replicas")
     session.notify("tests", ["--thorough", "--all-faults", "--all-hosts", "--kills=20"])
 
 
@@ -461,6 +462,21 @@ def engines(session: nox.Session, engine: str) -> None:
     session.run("python", "-c", f"import polyshard_publish.engines.{engine}")
     test = f"{publish}/tests/test_{engine}.py"
     session.run("python", "-m", "pytest", "--thorough", test, *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(default=False)
+def replicas(session: nox.Session) -> None:
+    """Kill replica groups under torchft: `nox -s replicas -- --kills=50`; also as a test."""
+    folder = "examples/replicas"
+    tools = nox.project.dependency_groups(PYPROJECT, "test", "type")
+    names = ("polyshard", "polyshard-optimizers", "polyshard-resilience", "polyshard-testing")
+    ours = [f"--editable=packages/{name}" for name in names]
+    ours[2] += "[torchft]"
+    session.install(TORCH, *ours, "--editable=plugins/polyshard-reproducible", *tools)
+    session.run("mypy", *map(str, Path(folder).glob("*.py")), f"{folder}/tests")
+    session.run("python", "-m", "pytest", f"{folder}/tests", env=ONE_THREAD)
+    kills = session.posargs or ["--kills=50"]
+    session.run("python", f"{folder}/kills.py", f"--out={session.create_tmp()}/kills", *kills)
 
 
 @nox.session(default=False)

@@ -3,6 +3,7 @@
 from polyshard_resilience.guards.corruption import Corruption
 from polyshard_resilience.guards.nonfinite import NonFinite
 from polyshard_resilience.handler import enable
+from polyshard_resilience.replicas import Replicas, ReplicaStep
 from polyshard_resilience.resizing.resize import Resized, resize
 from polyshard_resilience.rollback.attempt import Attempt, attempt, attempts
 from polyshard_resilience.rollback.optimizers import Undoable
@@ -11,6 +12,8 @@ __all__ = [
     "Attempt",
     "Corruption",
     "NonFinite",
+    "ReplicaStep",
+    "Replicas",
     "Resized",
     "Undoable",
     "attempt",

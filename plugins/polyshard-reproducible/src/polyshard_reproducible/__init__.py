@@ -8,12 +8,14 @@ from polyshard_reproducible.norms import clip_grad_norm_, grad_norm
 from polyshard_reproducible.plugin import Reproducible
 from polyshard_reproducible.recorder import Recorder
 from polyshard_reproducible.sampling import SlotSampler
+from polyshard_reproducible.shares import ReplicaGroups
 
 __all__ = [
     "Comparison",
     "Difference",
     "Recorder",
     "RecordsError",
+    "ReplicaGroups",
     "Reproducible",
     "ReproducibleError",
     "SlotSampler",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from polyshard_reproducible.shares import Shares
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -13,6 +15,8 @@ class Moment:
     step: int
     turn: int
     turns: int
+    shares: Shares | None = None
+    """Replica groups that have the other slots of the step, if any have."""
 
     @property
     def is_first(self) -> bool:

@@ -127,10 +127,14 @@ class BoundTreeReduce(BoundReduceCodec):
     def keep(self, total: Tensor) -> Tensor | None:
         now = self._seen
         assert now is not None
-        if now.turns == 1:
-            return total
-        self._tree.add(total)
-        return self._tree.take() if now.is_last else None
+        if now.turns > 1:
+            self._tree.add(total)
+            if not now.is_last:
+                return None
+            total = self._tree.take()
+        if now.shares is not None:
+            now.shares.sum_(total)
+        return total
 
 
 class ReplicaTree(BoundReplicaCodec):

@@ -24,6 +24,7 @@ from polyshard_reproducible.errors import ReproducibleError
 from polyshard_reproducible.optimizers import OptimizerWatch
 from polyshard_reproducible.randomness import kept_random_state, seed_of
 from polyshard_reproducible.ranks import Position, groups_of, position_in
+from polyshard_reproducible.shares import ReplicaGroups, Shares
 from polyshard_reproducible.tree import NEUTRAL, is_power_of_two, sum_halves
 
 
@@ -128,7 +129,9 @@ class Reproducible(Plugin):
 
     # What the user asks -----------------------------------------------------------------------
 
-    def each_slot(self, model: nn.Module, *, step: int) -> Iterator[int]:
+    def each_slot(
+        self, model: nn.Module, *, step: int, replicas: ReplicaGroups | None = None
+    ) -> Iterator[int]:
         """Run one step: the slots of this rank, one after another, each with its random numbers.
 
         The body of the loop is one forward and one backward of ``model``, the outermost sharded
@@ -138,6 +141,8 @@ class Reproducible(Plugin):
         Args:
             model: sharded with this plugin.
             step: its number, which random numbers go by.
+            replicas: groups of ranks, this one included, that share the slots of this step; how
+                many there are may be another number in the next step.
 
         Raises:
             ReproducibleError: for a model that was not, or not all of it; for what else takes part
@@ -147,14 +152,20 @@ class Reproducible(Plugin):
         first = served[0]
         check_device(first.device)
         self._known.optimizers.add(model)
-        turns, run = first.position.turns(self.slots), object()
+        shares, position = self._shares(replicas, first)
+        turns, run = position.turns(self.slots), object()
         watcher = self._known.watchers.get(model, NOBODY)
+        if shares is not None and watcher is not NOBODY:
+            raise ReproducibleError(
+                "reproducible: what replica groups share cannot be recorded. Record a run of one "
+                "group, whose bits are the same."
+            )
         with kept_random_state(first.device), self._timed(model, watcher):
             watcher.on_step(step)
             for turn in range(turns):
-                now = self._known.clock.now = Moment(run, step, turn, turns)
+                now = self._known.clock.now = Moment(run, step, turn, turns, shares)
                 _tell(model, is_last=now.is_last)
-                slot = first.position.slot(turn, self.slots)
+                slot = position.slot(turn, self.slots)
                 torch.manual_seed(seed_of(self.seed, step, slot))
                 watcher.on_slot(slot)
                 yield slot
@@ -180,12 +191,25 @@ class Reproducible(Plugin):
             watcher.on_pause()
             _tell(model, is_last=True)
 
-    def mean(self, model: nn.Module, losses: Sequence[Tensor]) -> Tensor:
+    def _shares(
+        self, replicas: ReplicaGroups | None, first: _Served
+    ) -> tuple[Shares | None, Position]:
+        """Who has the other slots, and which this rank has."""
+        if replicas is None:
+            return None, first.position
+        shares = Shares.of(replicas, self.slots, first.position)
+        shares.check()
+        return shares, shares.position(first.position)
+
+    def mean(
+        self, model: nn.Module, losses: Sequence[Tensor], *, replicas: ReplicaGroups | None = None
+    ) -> Tensor:
         """The mean over all slots of what each gave, in the order of the tree.
 
         Args:
             model: as of :meth:`each_slot`.
             losses: one of each slot of this rank, in order: tensors of one shape.
+            replicas: as of :meth:`each_slot`.
 
         Returns:
             The same bits on every rank and at every world size; nothing that autograd follows.
@@ -194,7 +218,8 @@ class Reproducible(Plugin):
             ReproducibleError: for another number of losses than this rank has slots.
         """
         first = self._served_of(model)[0]
-        turns = first.position.turns(self.slots)
+        shares, position = self._shares(replicas, first)
+        turns = position.turns(self.slots)
         if len(losses) != turns:
             raise ReproducibleError(
                 f"reproducible: mean() takes one loss of each slot of this rank, {turns}; got "
@@ -203,9 +228,11 @@ class Reproducible(Plugin):
         with torch.no_grad():
             own = torch.stack([loss.detach().float() for loss in losses])
             every = own.new_full((self.slots, *own.shape[1:]), NEUTRAL)
-            every[[first.position.slot(turn, self.slots) for turn in range(turns)]] = own
+            every[[position.slot(turn, self.slots) for turn in range(turns)]] = own
             for group in groups_of(first.mesh):
                 dist.all_reduce(every, group=group)
+            if shares is not None:
+                shares.gather_(every)
             return sum_halves(every.movedim(0, -1).contiguous()) / self.slots
 
     def watch(self, model: nn.Module, watcher: Watcher) -> tuple[Position, DeviceMesh]:

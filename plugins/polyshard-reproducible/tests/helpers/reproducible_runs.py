@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from polyshard import MixedPrecisionPolicy, fully_shard
-from polyshard_reproducible import Reproducible, SlotSampler, clip_grad_norm_
+from polyshard_reproducible import ReplicaGroups, Reproducible, SlotSampler, clip_grad_norm_
 
 SLOTS = 8
 BATCH = 3
@@ -108,18 +108,19 @@ class Run:
         self.after_backward: Callable[[int], None] = lambda step: None
         self.factors: dict[tuple[int, int], float] = {}
         """Of losses, by step and slot: what is not finite, say."""
+        self.replicas: Callable[[int], ReplicaGroups | None] = lambda step: None
 
     def train(self, steps: range, max_norm: float = 0.5) -> Run:
         """Make these steps."""
         data = samples()
         for step in steps:
-            losses = []
-            for slot in self.plugin.each_slot(self.model, step=step):
+            losses, others = [], self.replicas(step)
+            for slot in self.plugin.each_slot(self.model, step=step, replicas=others):
                 words = data[self.sampler.indices(step, slot)]
                 losses.append(loss_of(self.model, words) * self.factors.get((step, slot), 1.0))
                 losses[-1].backward()
                 self.after_backward(step)
-            self.losses.append(self.plugin.mean(self.model, losses))
+            self.losses.append(self.plugin.mean(self.model, losses, replicas=others))
             self.norms.append(clip_grad_norm_(self.model.parameters(), max_norm))
             self.optimizer.step()
             self.optimizer.zero_grad()

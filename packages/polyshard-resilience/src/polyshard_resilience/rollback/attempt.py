@@ -77,7 +77,7 @@ def attempt(
     Raises:
         SettingError: when nothing of ``model`` is sharded, or something cannot take part.
     """
-    return Attempt(_scope(model, optimizers, also), None, 0, undo_steps=undo_steps)
+    return Attempt(Scope.of("attempt", model, optimizers, also), None, 0, undo_steps=undo_steps)
 
 
 def attempts(
@@ -117,7 +117,7 @@ def attempts(
     """
     if not sizes:
         raise SettingError("attempts(sizes=()): there is nothing to try.")
-    scope = _scope(model, optimizers, also)
+    scope = Scope.of("attempts", model, optimizers, also)
     return _trials(scope, tuple(sizes), undo_steps=undo_steps)
 
 
@@ -137,25 +137,6 @@ def _free_memory() -> None:
     gc.collect()
     if torch.accelerator.is_available():
         torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
-
-
-def _scope(
-    model: nn.Module, optimizers: Optimizer | Sequence[Optimizer], also: Sequence[Stateful]
-) -> Scope:
-    groups_of(model)
-    every = tuple(optimizers) if isinstance(optimizers, Sequence) else (optimizers,)
-    for optimizer in every:
-        if not isinstance(optimizer, Optimizer):
-            raise SettingError(
-                f"attempt takes torch.optim.Optimizer objects, got {type(optimizer).__name__}."
-            )
-    for state in also:
-        if not isinstance(state, Stateful):
-            raise SettingError(
-                f"also={type(state).__name__}: it cannot be put back, because it has no "
-                "state_dict() and load_state_dict()."
-            )
-    return Scope(model, every, tuple(also))
 
 
 class Attempt(Generic[T]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from polyshard._torch.random_state import RandomState
 from polyshard.engine.keeping import load_plugin_state_dict, plugin_state_dict
 from polyshard.engine.root import groups_of, units_below
 from polyshard.engine.unit import RootContext
+from polyshard.errors import SettingError
 from polyshard.params.parameter import ShardedParameter
 from polyshard.plugins.seams import Stateful
 from polyshard_resilience.rollback.copies import Kept, Memory
@@ -30,6 +31,34 @@ class Scope:
     model: nn.Module
     optimizers: tuple[Optimizer, ...]
     also: tuple[Stateful, ...]
+
+    @classmethod
+    def of(
+        cls,
+        caller: str,
+        model: nn.Module,
+        optimizers: Optimizer | Sequence[Optimizer],
+        also: Sequence[Stateful],
+    ) -> Scope:
+        """Of what a user passed to ``caller``.
+
+        Raises:
+            SettingError: when nothing of ``model`` is sharded, or something cannot take part.
+        """
+        groups_of(model)
+        every = tuple(optimizers) if isinstance(optimizers, Sequence) else (optimizers,)
+        for optimizer in every:
+            if not isinstance(optimizer, Optimizer):
+                raise SettingError(
+                    f"{caller} takes torch.optim.Optimizer objects, got {type(optimizer).__name__}."
+                )
+        for state in also:
+            if not isinstance(state, Stateful):
+                raise SettingError(
+                    f"also={type(state).__name__}: it cannot be put back, because it has no "
+                    "state_dict() and load_state_dict()."
+                )
+        return cls(model, every, tuple(also))
 
     @property
     def ranks(self) -> tuple[int, ...]:
