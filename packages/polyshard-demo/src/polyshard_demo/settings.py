@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import typer
 
-from polyshard_cli.plan.request.options import OFFLOAD, PLUGINS, QUANTIZE
+from polyshard_cli.plan.request.settings import OFFLOAD, PLUGINS, QUANTIZE
 from polyshard_demo.errors import DemoError
 
 __all__ = ["AUTO", "DeviceName", "EngineName", "PresetName", "Settings"]

@@ -83,6 +83,7 @@ OVERRIDES = {
 }
 UNITS = "Modules to shard one by one: 'layers.*'. Repeat. Default: members of module lists."
 INPUTS = "module:function of (batch, sequence) that makes the model's inputs. Default: tokens."
+PLUGINS = "Installed plugins, or module:object: a,b,..."
 QUANTIZE = "Formats of polyshard-quantized for parameters and gradients: int8, or int8,native."
 OFFLOAD = "Tiers of polyshard-offload: optimizer=host,params=host. Also fraction=0.5."
 TP_PLAN = "module:function that returns a tensor-parallel plan, where none is ready-made."
@@ -122,7 +123,7 @@ class Settings:
     plugins: tuple[str, ...] = setting(
         (),
         ENGINE,
-        "Installed plugins, or module:object: a,b,...",
+        PLUGINS,
         written=Written(str, "", _names),
     )
     quantize: str = setting("", ENGINE, QUANTIZE)
