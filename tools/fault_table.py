@@ -165,11 +165,13 @@ class FaultCell:
     fault: Fault
     stack: Stack
     layout: Layout
+    device: str = "cpu"
 
     @property
     def id(self) -> str:
         """Names the cell in a test's id and in the file of figures."""
-        return "-".join((stack_id(self.stack), _mesh(self.layout), self.fault.id))
+        device = () if self.device == "cpu" else (self.device,)
+        return "-".join((stack_id(self.stack), _mesh(self.layout), *device, self.fault.id))
 
     @property
     def cell(self) -> Cell:
@@ -233,9 +235,12 @@ COLUMNS: tuple[tuple[Stack, Layout], ...] = (
 )
 """What the page has a column for."""
 
-FAULT_CELLS = tuple(
-    FaultCell(fault, stack, layout)
-    for stack, layout in COLUMNS
-    for fault in FAULTS
-    if not fault.is_attempted or (stack, layout) == COLUMNS[0]  # measured with plain FSDP alone
+FAULT_CELLS = (
+    *(
+        FaultCell(fault, stack, layout)
+        for stack, layout in COLUMNS
+        for fault in FAULTS
+        if not fault.is_attempted or (stack, layout) == COLUMNS[0]  # measured with plain FSDP alone
+    ),
+    *(FaultCell(fault, (), layout, "sim") for layout in (FSDP, HSDP) for fault in FAULTS),
 )

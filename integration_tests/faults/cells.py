@@ -29,10 +29,11 @@ class Shown:
 
 
 @cache
-def oracle(cell: Cell, fault: str) -> list[Seen]:
+def oracle(cell: Cell, fault: str, device: str) -> list[Seen]:
     """What ranks see whom nothing happens to."""
+    ranks = Ranks(cell.layout.ranks, TIMEOUT_SECONDS, device=device)
     with TemporaryDirectory(prefix="polyshard-faults-") as folder:
-        found = Ranks(cell.layout.ranks, TIMEOUT_SECONDS).run(undisturbed, cell, fault, folder)
+        found = ranks.run(undisturbed, cell, fault, folder)
     seen: list[Seen] = found
     return seen
 
@@ -44,14 +45,14 @@ def run_cell(at: FaultCell, folder: str) -> Shown:
         AssertionError: where ranks saw something else than the table says, or lost more.
     """
     cell, fault = at.cell, at.fault
-    expected = oracle(cell, fault.id if fault.id in CODECS else "")
+    expected = oracle(cell, fault.id if fault.id in CODECS else "", at.device)
     ended = () if fault.struck else at.struck
-    ranks = Ranks(cell.layout.ranks, TIMEOUT_SECONDS, keeper=fault.keeper)
+    ranks = Ranks(cell.layout.ranks, TIMEOUT_SECONDS, keeper=fault.keeper, device=at.device)
     work = planned if at.way is Way.NEW_PLAN else disturbed
     seen: list[Seen | None] = ranks.run(work, cell, fault.id, at.struck, folder, ended=ended)
     seconds = _check_errors(at, seen, folder)
     if at.way is Way.RESTART:
-        again = Ranks(cell.layout.ranks, TIMEOUT_SECONDS)
+        again = Ranks(cell.layout.ranks, TIMEOUT_SECONDS, device=at.device)
         found: list[Seen] = again.run(resumed, cell, fault.id, folder)
         for old, new, whole in zip(seen, found, expected, strict=True):
             new.before, new.losses = whole.before, whole.losses[:-2] + new.losses

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 import polyshard_resilience
 from composition_table import Cell
 from faults.plugin import Faulty, FaultyCodec, OwnCodec, Strike
-from faults.processes import Uncaught
+from faults.processes import Uncaught, device_of_ranks
+from polyshard.transport.collective import CollectiveGather
 from polyshard.transport.gloo.messages import Works
 from polyshard_checkpoint import Checkpoints
 
@@ -58,9 +59,9 @@ class Struck(Sharded):
     """One rank that may fail."""
 
     def __init__(self, cell: Cell, folder: str, strike: Strike) -> None:
-        """As told by ``strike``."""
+        """As told by ``strike``, on the device that ranks have."""
         self.strike = strike
-        super().__init__(cell, folder)
+        super().__init__(cell, folder, device=device_of_ranks())
 
     def _stack(self, cell: Cell, folder: str) -> tuple[Any, list[object], Any]:
         data, plugins, offload = super()._stack(cell, folder)
@@ -109,6 +110,10 @@ def in_backward(trainee: Struck) -> None:
 
 def in_transfer(trainee: Struck) -> None:
     """Where the engine sends."""
+    if trainee.device != "cpu":
+        route: Any = CollectiveGather
+        route.start = trainee.strike.around("transfer", CollectiveGather.start)
+        return
     patched: Any = Works
     patched.post = trainee.strike.around("transfer", Works.post)
 

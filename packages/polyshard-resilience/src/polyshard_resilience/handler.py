@@ -6,6 +6,11 @@ rank fails is gloo's word about a connection. From a forward, which ends in a ca
 as the error that says why, if the model's results have been waited for: so they are. From a
 backward it comes as it is, with that as a note: it is on its way through C++, so the frame that
 called autograd is traced until it gets there.
+
+[Note: end of a step on a device]
+A host runs ahead of its device: it would launch the optimizer's step behind a reduction that never
+ends. Once that is aborted, the step would change weights by what the memory happens to hold. So at
+the end of a backward the host waits until the device is through with it, or another rank failed.
 """
 
 from __future__ import annotations
@@ -15,9 +20,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from typing_extensions import override
 
@@ -30,13 +37,14 @@ from polyshard.errors import (
     PolyshardError,
 )
 from polyshard.failures import FailureHandler, Kind, Part, failure_handler, handle_failures
-from polyshard_resilience._torch_private import is_from_gloo
+from polyshard.memory.streams import launched, streams_of
+from polyshard_resilience._torch_private import await_devices, is_from_backend
 from polyshard_resilience.alarm.alarm import Alarm
 from polyshard_resilience.alarm.current import current_alarm
 from polyshard_resilience.alarm.peers import gathering
 from polyshard_resilience.alarm.reports import Cause, Report
 from polyshard_resilience.mending import mend_groups
-from polyshard_resilience.wire import WatchedWire
+from polyshard_resilience.wire import Waiter, WatchedWire
 
 PATIENCE_SECONDS = 0.3
 """How long a rank that waits at the store waits before it looks at processes."""
@@ -94,6 +102,7 @@ class AlarmHandler(FailureHandler):
     def __init__(self, alarm: Alarm) -> None:
         """``alarm`` has ranks to tell."""
         self.alarm = alarm
+        self._waiter = Waiter()
 
     @override
     def begin_step(self) -> int:
@@ -104,6 +113,7 @@ class AlarmHandler(FailureHandler):
     def begin(self, part: Part) -> None:
         alarm = self.alarm
         alarm.doing = part.place
+        alarm.parts += 1
         if alarm.report is not None:
             alarm.check(part)
 
@@ -143,7 +153,7 @@ class AlarmHandler(FailureHandler):
             alarm.see()
             return
         alarm.look()
-        if alarm.report is None and isinstance(error, RuntimeError) and is_from_gloo(error):
+        if alarm.report is None and isinstance(error, RuntimeError) and is_from_backend(error):
             alarm.explain(None, error)
         if alarm.report is None:
             alarm.fail(f"in the forward of '{unit}'" if unit else "in forward", error)
@@ -173,11 +183,25 @@ class AlarmHandler(FailureHandler):
     def refusal_of(self, error: RuntimeError) -> PolyshardError | None:
         """What to raise in place of what a call raised. See [Note: let down elsewhere]."""
         alarm = self.alarm
-        if not is_from_gloo(error) or isinstance(error, PolyshardError):
+        if not is_from_backend(error) or isinstance(error, PolyshardError):
             return None
         if alarm.explain(None, error).rank == alarm.rank:
             return None
         return alarm.because("a collective of the model did not complete")
+
+    @override
+    def end_step(self, device: torch.device) -> None:
+        """See [Note: end of a step on a device]."""
+        if streams_of(device) is None:
+            return
+        alarm, job = self.alarm, _Launched(launched(device))
+        alarm.doing, alarm.waiting = "the end of its backward", DeviceWait(alarm, alarm.turns)
+        try:
+            self._waiter.wait(job, lambda: alarm.report is not None)
+        except ConnectionLostError as error:
+            raise alarm.because("the backward did not complete") from error
+        finally:
+            alarm.waiting = None
 
     @override
     @contextmanager
@@ -190,6 +214,8 @@ class AlarmHandler(FailureHandler):
         elif error is not None:
             alarm.add_detail(error)
         alarm.see()
+        if alarm.report is not None:
+            await_devices()  # memory that goes back is used by nothing that was aborted
         yield
         alarm.begin_anew()
 
@@ -211,6 +237,29 @@ class AlarmHandler(FailureHandler):
         if ranks not in known:
             known.setdefault(ranks, WatchedWire(group, self.alarm, ranks))
         return cast("WatchedWire", known[ranks])
+
+
+@dataclass
+class _Launched:
+    """What a device was given so far."""
+
+    run: Callable[[], None]
+    is_left: bool = False
+
+
+@dataclass(frozen=True)
+class DeviceWait:
+    """The host waits for the device, which waits for other ranks; see ``alarm.Waiting``."""
+
+    alarm: Alarm
+    turn: int
+
+    def peers(self) -> tuple[int, ...]:
+        """See there."""
+        return () if self.alarm.board is None else self.alarm.board.ranks
+
+    def place(self) -> None:
+        """See there."""
 
 
 class _InVain:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from enum import Enum, auto
 from types import FrameType, TracebackType
 
+import torch
 import torch.distributed as dist
 from typing_extensions import override
 
@@ -109,6 +110,15 @@ class FailureHandler:
 
         Raises:
             PolyshardError: in place of ``error``, quoting the rank that failed first.
+        """
+
+    def end_step(self, device: torch.device) -> None:
+        """The last backward has ended, and its reductions were launched on ``device``.
+
+        An optimizer steps next.
+
+        Raises:
+            PeerError: when they do not complete, quoting the rank that failed first.
         """
 
     @contextmanager

@@ -28,6 +28,7 @@ import torch
 from polyshard._torch.private import store_timeout_seconds
 from polyshard.agreement.board import REQUESTS_PER_SECOND, Board, open_board, said_of
 from polyshard.errors import ControlFlowError, OutOfStepError, PeerError
+from polyshard_resilience._torch_private import await_devices
 from polyshard_resilience.alarm.alarm import LEAVING
 from polyshard_resilience.alarm.current import current_alarm
 from polyshard_resilience.alarm.peers import (
@@ -127,6 +128,10 @@ def go_back(ballot: Ballot, verdict: Verdict, put_back: Callable[[], None]) -> V
     is_gone = verdict.kind is Kind.GONE
     if not is_gone:
         ballot.cast(TOLD, None)
+    alarm = current_alarm()
+    alarm.look()
+    if alarm.report is not None:
+        await_devices()  # what was aborted there writes no more
     put_back()
     if not is_gone:
         # A rank that failed again while others still went back would be heard by none of them:
