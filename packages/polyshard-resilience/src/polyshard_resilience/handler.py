@@ -6,11 +6,6 @@ rank fails is gloo's word about a connection. From a forward, which ends in a ca
 as the error that says why, if the model's results have been waited for: so they are. From a
 backward it comes as it is, with that as a note: it is on its way through C++, so the frame that
 called autograd is traced until it gets there.
-
-[Note: end of a step on a device]
-A host runs ahead of its device: it would launch the optimizer's step behind a reduction that never
-ends. Once that is aborted, the step would change weights by what the memory happens to hold. So at
-the end of a backward the host waits until the device is through with it, or another rank failed.
 """
 
 from __future__ import annotations
@@ -18,13 +13,11 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from typing_extensions import override
 
@@ -37,14 +30,15 @@ from polyshard.errors import (
     PolyshardError,
 )
 from polyshard.failures import FailureHandler, Kind, Part, failure_handler, handle_failures
-from polyshard.memory.streams import launched, streams_of
+from polyshard.sharding.mesh import MeshRoles
 from polyshard_resilience._torch_private import await_devices, is_from_backend
 from polyshard_resilience.alarm.alarm import Alarm
 from polyshard_resilience.alarm.current import current_alarm
 from polyshard_resilience.alarm.peers import gathering
 from polyshard_resilience.alarm.reports import Cause, Report
+from polyshard_resilience.device import DeviceSteps
 from polyshard_resilience.mending import mend_groups
-from polyshard_resilience.wire import Waiter, WatchedWire
+from polyshard_resilience.wire import WatchedWire
 
 PATIENCE_SECONDS = 0.3
 """How long a rank that waits at the store waits before it looks at processes."""
@@ -102,7 +96,7 @@ class AlarmHandler(FailureHandler):
     def __init__(self, alarm: Alarm) -> None:
         """``alarm`` has ranks to tell."""
         self.alarm = alarm
-        self._waiter = Waiter()
+        self._device_steps = DeviceSteps(alarm)
 
     @override
     def begin_step(self) -> int:
@@ -190,18 +184,8 @@ class AlarmHandler(FailureHandler):
         return alarm.because("a collective of the model did not complete")
 
     @override
-    def end_step(self, device: torch.device) -> None:
-        """See [Note: end of a step on a device]."""
-        if streams_of(device) is None:
-            return
-        alarm, job = self.alarm, _Launched(launched(device))
-        alarm.doing, alarm.waiting = "the end of its backward", DeviceWait(alarm, alarm.turns)
-        try:
-            self._waiter.wait(job, lambda: alarm.report is not None)
-        except ConnectionLostError as error:
-            raise alarm.because("the backward did not complete") from error
-        finally:
-            alarm.waiting = None
+    def end_step(self, roles: Iterable[MeshRoles], forwards: Iterable[str]) -> None:
+        self._device_steps.end(tuple(roles), tuple(forwards))
 
     @override
     @contextmanager
@@ -237,29 +221,6 @@ class AlarmHandler(FailureHandler):
         if ranks not in known:
             known.setdefault(ranks, WatchedWire(group, self.alarm, ranks))
         return cast("WatchedWire", known[ranks])
-
-
-@dataclass
-class _Launched:
-    """What a device was given so far."""
-
-    run: Callable[[], None]
-    is_left: bool = False
-
-
-@dataclass(frozen=True)
-class DeviceWait:
-    """The host waits for the device, which waits for other ranks; see ``alarm.Waiting``."""
-
-    alarm: Alarm
-    turn: int
-
-    def peers(self) -> tuple[int, ...]:
-        """See there."""
-        return () if self.alarm.board is None else self.alarm.board.ranks
-
-    def place(self) -> None:
-        """See there."""
 
 
 class _InVain:

@@ -11,16 +11,19 @@ planned, and keep it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from typing_extensions import override
 
 from polyshard.errors import LifecycleError
+
+if TYPE_CHECKING:
+    from polyshard.sharding.mesh import MeshRoles
 
 
 class Kind(Enum):
@@ -112,10 +115,14 @@ class FailureHandler:
             PolyshardError: in place of ``error``, quoting the rank that failed first.
         """
 
-    def end_step(self, device: torch.device) -> None:
-        """The last backward has ended, and its reductions were launched on ``device``.
+    def end_step(self, roles: Iterable[MeshRoles], forwards: Iterable[str]) -> None:
+        """The last backward has ended: its reductions are done, or launched on a device.
 
         An optimizer steps next.
+
+        Args:
+            roles: of the mesh of each unit.
+            forwards: the units whose forwards it belongs to, in order, by name.
 
         Raises:
             PeerError: when they do not complete, quoting the rank that failed first.

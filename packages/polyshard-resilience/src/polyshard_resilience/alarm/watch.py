@@ -149,7 +149,8 @@ class Watch:
                 at = self._wait.position(*place, alarm.posted(), f"is at {alarm.doing}")
                 among = peers if place[0] == NOBODY else ()
                 self._post(replace(at, epoch=epoch, among=among))
-                self._look_for_circle(epoch)
+                others = [rank for rank in among if rank != self._board.rank] or [NOBODY]
+                self._look_for_circle(epoch, others[(at.beat - 1) % len(others)])
             for rank in register.beside:
                 silent = register.silent(rank, self._silence, now)
                 if silent is not None:
@@ -166,7 +167,7 @@ class Watch:
         key = self._board.key("at", self._board.rank)
         self._alarm.courier.tell(lambda store: store.set(key, ""))
 
-    def _look_for_circle(self, epoch: int) -> None:
+    def _look_for_circle(self, epoch: int, candidate: int) -> None:
         """In which ranks stand that said so in this ``epoch``: those of an earlier one have left.
 
         Other ranks may have ended the epoch meanwhile, and this one gone on to the next.
@@ -179,7 +180,7 @@ class Watch:
         elif stands is None:
             self._circle = circle
         else:
-            self._circle = circle_from(self._board.rank, find)
+            self._circle = circle_from(self._board.rank, find, candidate)
 
     def _find(self, epoch: int, rank: int) -> Position | None:
         key = self._board.key("at", rank)

@@ -98,6 +98,10 @@ class StepOrder(Generic[U]):
             return ()
         return self._left[max(places[-1] - count, 0) : places[-1]][::-1]
 
+    def left(self) -> Sequence[U]:
+        """Every unit whose forward has ended in this iteration, in order, with repetitions."""
+        return self._left
+
     # End of an iteration ----------------------------------------------------------------------
 
     def end_step(self) -> None:

@@ -353,8 +353,8 @@ class RootContext:
     def end_iteration(self) -> None:
         """The last backward has ended: gradients are in place, and nothing of it is kept."""
         self.reductions.finish()
-        for device in {group.roles.device for group in self.groups()}:
-            self.failures.end_step(device)
+        forwards = (unit.name for unit in self.prefetcher.order.left())
+        self.failures.end_step((unit.roles for unit in self.units), forwards)
         self.reductions.place_held()
         self.prefetcher.order.end_step()
         self._end_step()
