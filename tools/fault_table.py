@@ -156,6 +156,8 @@ FAULTS = (
 
 SAMPLE = ("forward", "backward", "decode", "killed")
 """What CI runs, without plugins; the rest is run by who changes how ranks fail."""
+DEVICE_SAMPLE = ("backward", "skipped", "killed")
+"""The same on two ranks with a simulated device each."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,8 @@ class FaultCell:
     @property
     def is_brief(self) -> bool:
         """Whether CI runs it."""
+        if self.device != "cpu":
+            return self.layout is FSDP and self.fault.id in DEVICE_SAMPLE
         return not self.stack and self.fault.id in SAMPLE
 
     @property
@@ -228,19 +232,25 @@ def layout_of(stack: Stack) -> Layout:
     return FSDP_TP if "tensor-parallel" in stack else FSDP
 
 
-COLUMNS: tuple[tuple[Stack, Layout], ...] = (
-    ((), FSDP),
-    ((), HSDP),
-    *((stack, layout_of(stack)) for stack in STACKS if stack),
+Column = tuple[Stack, Layout, str]
+COLUMNS: tuple[Column, ...] = (
+    ((), FSDP, "cpu"),
+    ((), HSDP, "cpu"),
+    *((stack, layout_of(stack), "cpu") for stack in STACKS if stack),
+    ((), FSDP, "sim"),
+    ((), HSDP, "sim"),
 )
-"""What the page has a column for."""
+"""What the page shows the seconds of; the last are on the simulated device."""
 
-FAULT_CELLS = (
-    *(
-        FaultCell(fault, stack, layout)
-        for stack, layout in COLUMNS
-        for fault in FAULTS
-        if not fault.is_attempted or (stack, layout) == COLUMNS[0]  # measured with plain FSDP alone
-    ),
-    *(FaultCell(fault, (), layout, "sim") for layout in (FSDP, HSDP) for fault in FAULTS),
+
+def _is_measured(fault: Fault, column: Column) -> bool:
+    """Attempts over gloo are measured with plain FSDP alone."""
+    return not fault.is_attempted or column == COLUMNS[0] or column[2] != "cpu"
+
+
+FAULT_CELLS = tuple(
+    FaultCell(fault, *column)
+    for column in COLUMNS
+    for fault in FAULTS
+    if _is_measured(fault, column)
 )
