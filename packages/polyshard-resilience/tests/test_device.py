@@ -193,23 +193,28 @@ def again_and_again(rank: int, size: int, steps: int) -> None:
 
 
 def memory_runs_out(rank: int, size: int) -> None:
+    """In the middle of a forward of one rank, again and again until a micro-batch is small."""
     job, other = Job(rank), Job(rank)
-    tried = []
-    for trial in polyshard_resilience.attempts(job.model, job.optimizer, sizes=(4, 2, 1)):
-        with trial as size_:
-            tried.append(size_)
-            if rank == 1:
-                torch.empty(size_ * LARGE_BYTES, dtype=torch.uint8, device="sim")
+    tried: list[int] = []
+
+    def allocate(*_: object) -> None:
+        if rank == 1:
+            torch.empty(tried[-1] * LARGE_BYTES, dtype=torch.uint8, device="sim")
+
+    hook = job.model.blocks[1].register_forward_pre_hook(allocate)
+    for trial in polyshard_resilience.attempts(job.model, job.optimizer, sizes=(8, 4, 2, 1)):
+        with trial as rows:
+            tried.append(rows)
             job.step(0)
-    assert tried == [4, 2, 1]
-    other.step(0)
-    assert all(map(torch.equal, job.weights(), other.weights()))
-    error = failure(
-        job.attempted(),
-        lambda: torch.empty((4 if rank else 1) * LARGE_BYTES, dtype=torch.uint8, device="sim"),
-        "rank 1: OutOfMemoryError",
-    )
+    assert tried == [8, 4, 2, 1]
+    tried.append(4)
+    error = failure(job.attempted(), lambda: job.step(1), "rank 1: OutOfMemoryError")
     assert error.is_out_of_memory
+    hook.remove()
+    for step in (0, 1):
+        other.step(step)
+    job.step(1)
+    assert all(map(torch.equal, job.weights(), other.weights()))
 
 
 @pytest.fixture(scope="module")

@@ -223,7 +223,7 @@ class Watchdog {
     if (waited < collective.group->timeout) return false;
     const auto seconds = std::chrono::duration<double>(collective.group->timeout).count();
     const std::string why = c10::str("simccl: ", collective.name, " did not end within ", seconds,
-                                     " s: not all ranks have joined it. The group is aborted");
+                                     " s: ranks have not made the same call. The group is aborted");
     collective.group->fail(why, true);
     return true;
   }
