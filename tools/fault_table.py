@@ -168,12 +168,16 @@ class FaultCell:
     stack: Stack
     layout: Layout
     device: str = "cpu"
+    in_attempt: bool = False
+    """Whether a fault that is no attempt's strikes in one nevertheless."""
 
     @property
     def id(self) -> str:
         """Names the cell in a test's id and in the file of figures."""
         device = () if self.device == "cpu" else (self.device,)
-        return "-".join((stack_id(self.stack), _mesh(self.layout), *device, self.fault.id))
+        attempt = ("attempted",) if self.in_attempt else ()
+        names = (stack_id(self.stack), _mesh(self.layout), *device, *attempt, self.fault.id)
+        return "-".join(names)
 
     @property
     def cell(self) -> Cell:
@@ -184,7 +188,8 @@ class FaultCell:
     def is_brief(self) -> bool:
         """Whether CI runs it."""
         if self.device != "cpu":
-            return self.layout is FSDP and self.fault.id in DEVICE_SAMPLE
+            sampled = self.layout is FSDP and self.fault.id in DEVICE_SAMPLE
+            return sampled and not self.in_attempt
         return not self.stack and self.fault.id in SAMPLE
 
     @property
@@ -194,6 +199,9 @@ class FaultCell:
         With tensor parallelism, either of the ranks that share a batch is named.
         """
         words = self.fault.words
+        if self.in_attempt:
+            apart = self.fault.peers == "ControlFlowError"
+            return words[:-1] if apart else (f"rank {STRUCK}: ", "on purpose")
         if self.fault.peers == "ControlFlowError" and self.layout.tensor > 1:
             words = tuple("is at" if each.endswith("is at") else each for each in words)
         return words
@@ -201,7 +209,12 @@ class FaultCell:
     @property
     def way(self) -> Way:
         """How its ranks go on."""
-        return self.fault.way
+        return Way.NEXT_BATCH if self.in_attempt else self.fault.way
+
+    @property
+    def struck_kind(self) -> str:
+        """Class of the exception of a struck rank; empty if its process ends."""
+        return "AttemptError" if self.in_attempt else self.fault.struck
 
     @property
     def struck(self) -> tuple[int, ...]:
@@ -218,7 +231,7 @@ class FaultCell:
         One that waits in a collective of tensor parallelism in its backward raises what gloo did,
         with the words as a note.
         """
-        kind = self.fault.peers
+        kind = "AttemptError" if self.in_attempt else self.fault.peers
         is_beside = kind != "PlanMismatchError" and self.layout.tensor > 1
         return (kind, "RuntimeError") if is_beside else (kind,)
 
@@ -248,9 +261,17 @@ def _is_measured(fault: Fault, column: Column) -> bool:
     return not fault.is_attempted or column == COLUMNS[0] or column[2] != "cpu"
 
 
-FAULT_CELLS = tuple(
-    FaultCell(fault, *column)
-    for column in COLUMNS
-    for fault in FAULTS
-    if _is_measured(fault, column)
+def _is_undone(fault: Fault) -> bool:
+    """Whether an attempt would undo it, and none is one already."""
+    return fault.way is Way.IN_PROCESS or fault.id == "optimizer"
+
+
+FAULT_CELLS = (
+    *(FaultCell(f, *column) for column in COLUMNS for f in FAULTS if _is_measured(f, column)),
+    *(
+        FaultCell(fault, *column, in_attempt=True)
+        for column in COLUMNS
+        for fault in FAULTS
+        if column[2] != "cpu" and _is_undone(fault)
+    ),
 )

@@ -46,10 +46,11 @@ def run_cell(at: FaultCell, folder: str) -> Shown:
     """
     cell, fault = at.cell, at.fault
     expected = oracle(cell, fault.id if fault.id in CODECS else "", at.device)
-    ended = () if fault.struck else at.struck
+    ended = () if at.struck_kind else at.struck
     ranks = Ranks(cell.layout.ranks, TIMEOUT_SECONDS, keeper=fault.keeper, device=at.device)
     work = planned if at.way is Way.NEW_PLAN else disturbed
-    seen: list[Seen | None] = ranks.run(work, cell, fault.id, at.struck, folder, ended=ended)
+    told = (cell, fault.id, at.struck, folder, *((True,) if at.in_attempt else ()))
+    seen: list[Seen | None] = ranks.run(work, *told, ended=ended)
     seconds = _check_errors(at, seen, folder)
     if at.way is Way.RESTART:
         again = Ranks(cell.layout.ranks, TIMEOUT_SECONDS, device=at.device)
@@ -70,12 +71,12 @@ def _check_errors(at: FaultCell, seen: list[Seen | None], folder: str) -> list[f
             assert rank in at.struck
             seconds.append(None)
             continue
-        kinds = (at.fault.struck,) if rank in at.struck else at.peers
+        kinds = (at.struck_kind,) if rank in at.struck else at.peers
         assert each.kind in kinds, f"rank {rank} met {each.kind or 'nothing'}: {each.text}"
         late = each.seconds(Path(folder))
         assert late < BAR_SECONDS, f"rank {rank} after {late:.1f} s: {each.text}"
         seconds.append(late)
-        if at.fault.peers in kinds:
+        if at.peers[0] in kinds:
             _check_words(at, each.text)
     return seconds
 
