@@ -150,6 +150,7 @@ class Working:
 
     def _make_nccl(self, store: dist.Store) -> Any:
         options, kind = self.backend.options, cast("Any", dist).ProcessGroupNCCL
+        options.split_from = None  # a communicator that was aborted as well
         made = kind(store, self.group.rank(), self.group.size(), options)
         made._set_sequence_number_for_group()
         return made
