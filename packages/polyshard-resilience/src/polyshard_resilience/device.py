@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -70,23 +70,26 @@ class DeviceSteps:
         self._ended: deque[str] = deque(maxlen=KEPT)
         self._epoch, self._counts = alarm.epoch, Counter[tuple[int, ...]]()
 
-    def end(self, roles: Sequence[MeshRoles], forwards: Sequence[str]) -> None:
+    def end(self, roles: Iterator[MeshRoles], forwards: Iterable[str]) -> None:
         """Return when the device of ``roles`` is through with the backward of ``forwards``.
 
         Raises:
             PeerError: when another rank failed.
             ControlFlowError: when the forwards of another rank were others.
         """
-        alarm, device = self._alarm, roles[0].device
-        if streams_of(device) is None:
+        first = next(roles, None)
+        if first is None or streams_of(first.device) is None:
             return
-        ranks = tuple(sorted({rank for each in roles for rank in each.ranks}))
-        names = ", ".join(f"'{name}'" for name in forwards[-NAMED:])
-        said = zlib.crc32(f"{self._count(ranks)} {forwards}".encode())
+        alarm, device = self._alarm, first.device
+        meshes = {(id(each.mesh), each.shard_axis): each for each in (first, *roles)}.values()
+        ranks = tuple(sorted({rank for each in meshes for rank in each.ranks}))
+        every = tuple(forwards)
+        names = ", ".join(f"'{name}'" for name in every[-NAMED:])
+        said = zlib.crc32(f"{self._count(ranks)} {every}".encode())
         alarm.doing = f"the end of a backward, after forwards of {names}"
         alarm.waiting = DeviceWait(alarm.rank, ranks, self._come(f"{min(ranks)}:{said}"))
         try:
-            differs = _compare(said, roles, device)
+            differs = _compare(said, meshes, device)
             self._wait(launched(device))
             if differs[0].item() != -differs[1].item():
                 while alarm.report is None:
@@ -118,10 +121,10 @@ class DeviceSteps:
         return key
 
 
-def _compare(said: int, roles: Sequence[MeshRoles], device: torch.device) -> torch.Tensor:
+def _compare(said: int, meshes: Iterable[MeshRoles], device: torch.device) -> torch.Tensor:
     """The largest of what ranks say, and the largest negated, when the device comes to it."""
     groups: dict[int, dist.ProcessGroup] = {}
-    for each in roles:
+    for each in meshes:
         every = each.replicate_groups
         every = every if each.shard_size == 1 else (each.shard_group, *every)
         groups.update((id(group), group) for group in every)

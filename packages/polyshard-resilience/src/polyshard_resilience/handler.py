@@ -184,8 +184,8 @@ class AlarmHandler(FailureHandler):
         return alarm.because("a collective of the model did not complete")
 
     @override
-    def end_step(self, roles: Iterable[MeshRoles], forwards: Iterable[str]) -> None:
-        self._device_steps.end(tuple(roles), tuple(forwards))
+    def end_step(self, roles: Iterator[MeshRoles], forwards: Iterable[str]) -> None:
+        self._device_steps.end(roles, forwards)
 
     @override
     @contextmanager

@@ -115,7 +115,7 @@ class FailureHandler:
             PolyshardError: in place of ``error``, quoting the rank that failed first.
         """
 
-    def end_step(self, roles: Iterable[MeshRoles], forwards: Iterable[str]) -> None:
+    def end_step(self, roles: Iterator[MeshRoles], forwards: Iterable[str]) -> None:
         """The last backward has ended: its reductions are done, or launched on a device.
 
         An optimizer steps next.
