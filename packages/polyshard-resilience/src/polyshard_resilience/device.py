@@ -78,7 +78,7 @@ class DeviceSteps:
             ControlFlowError: when the forwards of another rank were others.
         """
         first = next(roles, None)
-        if first is None or streams_of(first.device) is None:
+        if first is None or not _is_awaited(first.device):
             return
         alarm, device = self._alarm, first.device
         meshes = {(id(each.mesh), each.shard_axis): each for each in (first, *roles)}.values()
@@ -87,14 +87,12 @@ class DeviceSteps:
         names = ", ".join(f"'{name}'" for name in every[-NAMED:])
         said = zlib.crc32(f"{self._count(ranks)} {every}".encode())
         alarm.doing = f"the end of a backward, after forwards of {names}"
-        alarm.waiting = DeviceWait(alarm.rank, ranks, self._come(f"{min(ranks)}:{said}"))
+        alarm.waiting = DeviceWait(alarm.rank, ranks, self._come(f"{alarm.epoch}:{said}"))
         try:
             differs = _compare(said, meshes, device)
             self._wait(launched(device))
-            if differs[0].item() != -differs[1].item():
-                while alarm.report is None:
-                    time.sleep(LOOK_SECONDS)
-                raise ConnectionLostError("ranks are apart")
+            if alarm.report is not None or differs[0].item() != -differs[1].item():
+                self._wait_for_report()  # if there is one, what ended was perhaps aborted
         except ConnectionLostError as error:
             raise alarm.because("the backward did not complete") from error
         finally:
@@ -111,6 +109,12 @@ class DeviceSteps:
     def _wait(self, wait: Callable[[], None]) -> None:
         self._waiter.wait(_Launched(wait), lambda: self._alarm.report is not None)
 
+    def _wait_for_report(self) -> None:
+        """All ranks know that they are apart, and look for where each is."""
+        while self._alarm.report is None:
+            time.sleep(LOOK_SECONDS)
+        raise ConnectionLostError("the step is lost")
+
     def _come(self, key: str) -> str:
         """Remember that the step of this ``key`` has ended."""
         gathered = self._alarm.gathered
@@ -119,6 +123,13 @@ class DeviceSteps:
         self._ended.append(key)
         gathered[key] = 1
         return key
+
+
+def _is_awaited(device: torch.device) -> bool:
+    """Whether work is left under way there; a graph that is captured runs later, if at all."""
+    streams = streams_of(device)
+    is_capturing = getattr(streams and streams.module, "is_current_stream_capturing", bool)
+    return streams is not None and not is_capturing()
 
 
 def _compare(said: int, meshes: Iterable[MeshRoles], device: torch.device) -> torch.Tensor:
