@@ -93,7 +93,9 @@ class DeviceSteps:
             self._wait(launched(device))
             if alarm.report is not None or differs[0].item() != -differs[1].item():
                 self._wait_for_report()  # if there is one, what ended was perhaps aborted
-        except ConnectionLostError as error:
+        except (ConnectionLostError, dist.DistBackendError) as error:
+            if alarm.report is None:
+                raise
             raise alarm.because("the backward did not complete") from error
         finally:
             alarm.waiting = None
