@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from polyshard.errors import ConnectionLostError
 from polyshard.memory.streams import launched, streams_of
-from polyshard.sharding.mesh import MeshRoles
 from polyshard_resilience.alarm.alarm import Alarm
 from polyshard_resilience.alarm.reports import NOBODY
 from polyshard_resilience.wire import LOOK_SECONDS, Waiter
@@ -70,26 +70,26 @@ class DeviceSteps:
         self._ended: deque[str] = deque(maxlen=KEPT)
         self._epoch, self._counts = alarm.epoch, Counter[tuple[int, ...]]()
 
-    def end(self, roles: Iterator[MeshRoles], forwards: Iterable[str]) -> None:
-        """Return when the device of ``roles`` is through with the backward of ``forwards``.
+    def end(self, meshes: Iterator[DeviceMesh], forwards: Iterable[str]) -> None:
+        """Return when the device of ``meshes`` is through with the backward of ``forwards``.
 
         Raises:
             PeerError: when another rank failed.
             ControlFlowError: when the forwards of another rank were others.
         """
-        first = next(roles, None)
-        if first is None or not _is_awaited(first.device):
+        first = next(meshes, None)
+        device = torch.device("cpu") if first is None else _device_of(first)
+        if first is None or not _is_awaited(device):
             return
-        alarm, device = self._alarm, first.device
-        meshes = {(id(each.mesh), each.shard_axis): each for each in (first, *roles)}.values()
-        ranks = tuple(sorted({rank for each in meshes for rank in each.ranks}))
+        alarm, every_mesh = self._alarm, {id(each): each for each in (first, *meshes)}.values()
+        ranks = tuple(sorted({r for each in every_mesh for r in each.mesh.flatten().tolist()}))
         every = tuple(forwards)
         names = ", ".join(f"'{name}'" for name in every[-NAMED:])
         said = zlib.crc32(f"{self._count(ranks)} {every}".encode())
         alarm.doing = f"the end of a backward, after forwards of {names}"
         alarm.waiting = DeviceWait(alarm.rank, ranks, self._come(f"{alarm.epoch}:{said}"))
         try:
-            differs = _compare(said, meshes, device)
+            differs = _compare(said, every_mesh, device)
             self._wait(launched(device))
             if alarm.report is not None or differs[0].item() != -differs[1].item():
                 self._wait_for_report()  # if there is one, what ended was perhaps aborted
@@ -127,6 +127,14 @@ class DeviceSteps:
         return key
 
 
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    """Where this rank computes."""
+    if mesh.device_type in {"cpu", "meta"}:
+        return torch.device(mesh.device_type)
+    index = torch.get_device_module(mesh.device_type).current_device()
+    return torch.device(mesh.device_type, index)
+
+
 def _is_awaited(device: torch.device) -> bool:
     """Whether work is left under way there; a graph that is captured runs later, if at all."""
     streams = streams_of(device)
@@ -134,13 +142,10 @@ def _is_awaited(device: torch.device) -> bool:
     return streams is not None and not is_capturing()
 
 
-def _compare(said: int, meshes: Iterable[MeshRoles], device: torch.device) -> torch.Tensor:
+def _compare(said: int, meshes: Iterable[DeviceMesh], device: torch.device) -> torch.Tensor:
     """The largest of what ranks say, and the largest negated, when the device comes to it."""
-    groups: dict[int, dist.ProcessGroup] = {}
-    for each in meshes:
-        every = each.replicate_groups
-        every = every if each.shard_size == 1 else (each.shard_group, *every)
-        groups.update((id(group), group) for group in every)
+    axes = ((mesh, axis) for mesh in meshes for axis in range(mesh.ndim) if mesh.size(axis) > 1)
+    groups = {id(group): group for group in (mesh.get_group(axis) for mesh, axis in axes)}
     largest = torch.tensor([said, -said], dtype=torch.int64, device=device)
     for group in groups.values():
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)

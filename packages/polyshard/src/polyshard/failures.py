@@ -15,15 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from polyshard.errors import LifecycleError
-
-if TYPE_CHECKING:
-    from polyshard.sharding.mesh import MeshRoles
 
 
 class Kind(Enum):
@@ -115,13 +112,13 @@ class FailureHandler:
             PolyshardError: in place of ``error``, quoting the rank that failed first.
         """
 
-    def end_step(self, roles: Iterator[MeshRoles], forwards: Iterable[str]) -> None:
+    def end_step(self, meshes: Iterator[DeviceMesh], forwards: Iterable[str]) -> None:
         """The last backward has ended: its reductions are done, or launched on a device.
 
         An optimizer steps next.
 
         Args:
-            roles: of the mesh of each unit.
+            meshes: whose ranks it was shared by, of every unit.
             forwards: the units whose forwards it belongs to, in order, by name.
 
         Raises:

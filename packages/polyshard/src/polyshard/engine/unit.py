@@ -354,7 +354,7 @@ class RootContext:
         """The last backward has ended: gradients are in place, and nothing of it is kept."""
         self.reductions.finish()
         forwards = (unit.name for unit in self.prefetcher.order.left())
-        self.failures.end_step((unit.roles for unit in self.units), forwards)
+        self.failures.end_step((unit.roles.mesh for unit in self.units), forwards)
         self.reductions.place_held()
         self.prefetcher.order.end_step()
         self._end_step()
