@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import signal
 import sys
-from collections import Counter
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,19 @@ pytest_plugins = ["polyshard_testing.fixtures", "pytester", "headless"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--thorough`` for what CI runs a sample of (marks ``thorough`` and ``sampled``); devices."""
+    """Options: what marks leave out (``thorough``, ``sampled``, ``pairwise``), and the device."""
     parser.addoption("--thorough", action="store_true", help="run what samples leave out as well")
     parser.addoption(
         "--device",
         default="cpu",
         help="where ranks compute unless a test says: cpu, cuda, or sim (polyshard-sim)",
     )
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays; no collection of garbage searches it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure() -> None:
@@ -63,17 +70,52 @@ def _skip_not_on_sim(items: list[pytest.Item]) -> None:
 
 
 def _out_of_sample(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of a test marked ``sampled(n)`` all parametrizations but the first of each n."""
-    seen: Counter[str] = Counter()
+    """What the gate leaves out of tests marked ``sampled(n)`` or ``pairwise``."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in _marked(items, "sampled") + _marked(items, "pairwise"):
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out = []
-    for item in _marked(items, "sampled"):
-        mark = item.get_closest_marker("sampled")
-        assert mark is not None
-        test = item.nodeid.partition("[")[0]
-        if seen[test] % mark.args[0]:
-            left_out.append(item)
-        seen[test] += 1
+    for cases in tests.values():
+        mark = cases[0].get_closest_marker("sampled")
+        # Of one parameter one value in n; of several, combinations that differ as much as can be.
+        if mark is None or len(_varied(cases)) > 1:
+            most = len(cases) if mark is None else -(-len(cases) // mark.args[0])
+            chosen = _apart(cases, most)
+        else:
+            chosen = cases[:: mark.args[0]]
+        left_out += [case for case in cases if case not in chosen]
     return left_out
+
+
+def _apart(cases: list[pytest.Item], most: int) -> list[pytest.Item]:
+    """At most so many cases, and no more than it takes for any two values to meet.
+
+    The next is always the one with most values, then with most pairs of them, not yet had.
+    """
+    names = sorted(_varied(cases))
+    values = {case: {(name, _values(case)[name]) for name in names} for case in cases}
+    pairs = {case: set(combinations(sorted(values[case]), 2)) for case in cases}
+    new_values, new_pairs = set().union(*values.values()), set().union(*pairs.values())
+    chosen: list[pytest.Item] = []
+    while new_pairs and len(chosen) < most:
+        best = max(
+            pairs, key=lambda case: (len(values[case] & new_values), len(pairs[case] & new_pairs))
+        )
+        new_values -= values[best]
+        new_pairs -= pairs.pop(best)
+        chosen.append(best)
+    return chosen
+
+
+def _varied(cases: list[pytest.Item]) -> set[str]:
+    """Names of the parameters that have several values."""
+    values = [_values(case) for case in cases]
+    return {name for name in values[0] if len({each[name] for each in values}) > 1}
+
+
+def _values(item: pytest.Item) -> dict[str, str]:
+    assert isinstance(item, pytest.Function)
+    return {name: repr(value) for name, value in item.callspec.params.items()}
 
 
 def _marked(items: list[pytest.Item], name: str) -> list[pytest.Item]:

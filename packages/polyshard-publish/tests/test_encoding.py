@@ -68,6 +68,13 @@ def test_parts_add_up_to_the_whole(
     assert wrapped(summed(tensor, [0] * tensor.ndim, 3)) == digest_of(tensor)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float32])
+def test_one_row_may_have_any_stride(dtype: torch.dtype) -> None:
+    part = values((1, 9), dtype, 0).narrow(1, 0, 8)  # contiguous, with a stride of 9
+    assert part.is_contiguous()
+    assert digest_of(part) == digest_of(part.clone().view(8).view(1, 8))
+
+
 @given(
     shape=st.lists(SIZES, min_size=1, max_size=3).map(tuple),
     dtype=st.sampled_from([d for d in DTYPES if d != torch.bool]),

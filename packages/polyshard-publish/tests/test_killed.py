@@ -105,7 +105,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("trial", range(50))
 def test_a_kill_never_leaves_a_mixture(trial: int, tmp_path: Path) -> None:
     """Even trials kill a sender, odd ones the receiver; every third has two ranks."""

@@ -44,6 +44,7 @@ def trains_and_publishes(
     return wanted, found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("keep", ["digests", "values", "nothing"])
 @pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
 def test_every_layout_arrives(request: pytest.FixtureRequest, layout: str, keep: str) -> None:

@@ -42,6 +42,43 @@ def test_a_failing_rank_fails_the_test_and_a_slow_one_too(pytester: pytest.Pytes
     assert re.search(r"ranks \[1\] did not answer within \d+ s", text)
 
 
+def test_ranks_that_the_next_file_does_not_use_are_ended(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ONE", "TWO"):
+        monkeypatch.setenv(name, "")
+    pids = """
+        import multiprocessing
+        import os
+
+        def pid(rank, size):
+            return os.getpid()
+
+        def alive():
+            return {str(process.pid) for process in multiprocessing.active_children()}
+    """
+    first = """
+        def test_both(world1, world2):
+            os.environ["ONE"] = str(world1.run(pid)[0])
+            os.environ["TWO"] = str(world2.run(pid)[0])
+            assert {os.environ["ONE"], os.environ["TWO"]} <= alive()
+    """
+    second = """
+        def test_one(world2):
+            assert os.environ["ONE"] not in alive()
+            assert os.environ["TWO"] == str(world2.run(pid)[0])
+    """
+    third = """
+        def test_again(world1):
+            assert os.environ["TWO"] not in alive()
+            assert str(world1.run(pid)[0]) in alive()
+    """
+    texts = {"test_a": pids + first, "test_b": pids + second, "test_c": pids + third}
+    pytester.makepyfile(**texts)
+    result = pytester.runpytest("-p", "polyshard_testing.fixtures")
+    result.assert_outcomes(passed=3)
+
+
 def test_a_function_without_rank_and_size_is_refused() -> None:
     with pytest.raises(TypeError, match=r"needs a function of \(rank, size, \.\.\.\)"):
         ranks(2)(lambda size, rank: None)

@@ -25,6 +25,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", list(POLICIES))
 @ranks(2)
 def test_policies_give_what_fsdp2_gives(rank: int, size: int, name: str) -> None:

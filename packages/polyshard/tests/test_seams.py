@@ -42,6 +42,7 @@ def make(kind: str) -> list[object]:
     return made[kind]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["codecs", "storage", "transforms", "reverse", "all"])
 @ranks(2)
 def test_exact_plugins_change_nothing(rank: int, size: int, kind: str) -> None:

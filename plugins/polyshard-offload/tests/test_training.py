@@ -43,6 +43,7 @@ RECIPES = {
 FAR = [("device", "device", "disk"), ("host", "host", "host"), ("disk", "disk", "disk")]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tiers", FAR, ids="-".join)
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_way_to_train(
@@ -57,6 +58,7 @@ OPTIMIZERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("tiers", [FAR[0], ("disk", "host", "disk")], ids="-".join)
 def test_any_optimizer(
@@ -80,6 +82,7 @@ def test_any_depth(world2: World, prefetch: int, tmp_path: Path) -> None:
         world2.run(same_as_without, offload, Recipe(steps=4))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RECIPES)
 def test_checksums_see_no_ghosts(world2: World, name: str, tmp_path: Path) -> None:
     """Clipping, accumulation and windows write too; none of it is taken for corruption."""

@@ -77,6 +77,7 @@ TIERS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_the_same_bits_as_alone(world2: World, kind: str, tiers: str, tmp_path: Path) -> None:

@@ -179,6 +179,7 @@ def poisoned(rank: int, size: int, out: str, skips: bool) -> tuple[Digests, int]
     return state_of(trainer), trainer.history.last
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("skips", [True, False])
 @pytest.mark.filterwarnings("ignore")
 def test_steps_are_left_out_at_every_world_size(

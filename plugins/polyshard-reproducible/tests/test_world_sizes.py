@@ -45,6 +45,7 @@ def trained(rank: int, size: int, shape: tuple[int, ...], given: dict[str, Any])
     return Run(shape, **given).train(range(STEPS)).state()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("given", [{}, {"dtype": torch.bfloat16}], ids=["fp32", "bf16"])
 def test_every_mesh_gives_the_same_bits(
     world1: World, world2: World, world4: World, given: dict[str, Any]

@@ -50,6 +50,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, index: int) -> float:
     return loss.item()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("source", "target"),
     [("2 x 2", "4 x 1"), ("4 x 1", "2 x 2"), ("2 x 2", "1 x 4"), ("1 x 4", "2 x 2")],

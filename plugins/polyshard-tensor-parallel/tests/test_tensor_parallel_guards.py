@@ -15,6 +15,7 @@ from polyshard_tensor_parallel import TensorParallel, demo_plan
 from polyshard_testing import ranks
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sequence", [False, True])
 @ranks(4)
 def test_both_guards_know_all_axes(rank: int, size: int, sequence: bool) -> None:

@@ -71,6 +71,7 @@ def compare(
             )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_the_same_as_one_process(world4: World, layout: str, tied: bool) -> None:
@@ -84,6 +85,7 @@ def test_sequence_parallel_trains_the_same(world4: World) -> None:
     compare(found, one_process(3, False, 2), 1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_fifty_steps_stay_on_the_curve(world4: World) -> None:
     found = world4.run(fifty, "plain", timeout=200)

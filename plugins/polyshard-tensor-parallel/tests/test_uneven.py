@@ -106,6 +106,7 @@ def of_ours(model: Any, mesh: Any, styles: Any) -> Any:
     return fully_shard(model, mesh=mesh["dp"], plugins=[plugin])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("parallel_loss", [False, True], ids=["logits", "loss-parallel"])
 @ranks(4)

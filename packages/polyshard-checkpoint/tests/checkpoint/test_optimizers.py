@@ -89,6 +89,7 @@ class Run:
         ]
 
 
+@pytest.mark.sampled(5)
 @ranks(2)
 @pytest.mark.parametrize("kind", MAKES)
 @pytest.mark.parametrize("done", [0, 2])

@@ -60,6 +60,7 @@ def block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", request.param)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("block_bytes")
 @pytest.mark.parametrize("short", [0, 256])
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32])

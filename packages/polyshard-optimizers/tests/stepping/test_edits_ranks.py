@@ -228,6 +228,7 @@ def compare_edits(name: str, rank: int, edits: list[list[tuple[Edit, int]]]) -> 
     return pair[1]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 @ranks(2)
 def test_one_edit_after_steps_that_hold(rank: int, size: int, edit: Edit) -> None:

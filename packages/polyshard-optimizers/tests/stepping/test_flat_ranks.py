@@ -204,6 +204,7 @@ EVENTS = (
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.__name__)
 @ranks(2)
 def test_whatever_users_do_between_steps(rank: int, size: int, event: Event) -> None:

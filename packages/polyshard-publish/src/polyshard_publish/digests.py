@@ -85,7 +85,8 @@ def _words(part: Tensor, start: int) -> Tensor:
     """The words (``[rows, words]``) of rows that begin at element ``start`` of theirs."""
     count = max(1, 4 // part.element_size())
     lead, rest = start % count, -(start + part.shape[-1]) % count
-    part = bits(part.contiguous())
+    # Dims of one index keep what stride they have when a tensor is contiguous; these do not.
+    part = bits(part.contiguous().view(-1).view(part.shape))
     if lead or rest:
         part = F.pad(part, (lead, rest))
     elif part.storage_offset() % count:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
@@ -40,49 +40,81 @@ def _expects_errors_on_ranks(item: pytest.Item) -> bool:
     return has_ranks and late_rank.expects_errors(item.function)
 
 
-def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Ranks are replaced between tests, see :meth:`World.rest`."""
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ranks are replaced between tests, see :meth:`World.rest`.
+
+    Those that the next file does not use are ended: an idle rank takes one to two percent of a
+    core, for the threads of its process groups and for the alarm. They start again on demand.
+    """
     for value in getattr(item, "funcargs", {}).values():
         if isinstance(value, World):
             value.rest()
+    if nextitem is not None and nextitem.path != item.path:
+        used = _fixtures_of(nextitem)
+        for name, ranks in item.config.stash.get(_SHARED, {}).items():
+            if name not in used:
+                ranks.close()
 
 
-def _world(size: int, config: pytest.Config) -> Iterator[World]:
-    world = World(size, device=config.getoption("--device", "cpu"))
-    yield world
-    world.close()
+class _Ranks(Protocol):
+    """What starts ranks when they are needed."""
+
+    def close(self) -> None:
+        """End them."""
+
+
+_SHARED = pytest.StashKey[dict[str, _Ranks]]()
+"""What files share, by the names of fixtures."""
+
+
+def _fixtures_of(item: pytest.Item) -> set[str]:
+    """Names of the fixtures that tests of this file use."""
+    tests = (each for each in item.session.items if each.path == item.path)
+    return {name for each in tests for name in getattr(each, "fixturenames", ())}
+
+
+def _shared(request: pytest.FixtureRequest, ranks: Any) -> Iterator[Any]:
+    every = request.config.stash.setdefault(_SHARED, {})
+    assert request.fixturename is not None
+    every[request.fixturename] = ranks
+    yield ranks
+    ranks.close()
+
+
+def _world(size: int, request: pytest.FixtureRequest) -> Iterator[World]:
+    device = request.config.getoption("--device", "cpu")
+    yield from _shared(request, World(size, device=device))
 
 
 @pytest.fixture(scope="session")
-def world1(pytestconfig: pytest.Config) -> Iterator[World]:
+def world1(request: pytest.FixtureRequest) -> Iterator[World]:
     """One rank."""
-    yield from _world(1, pytestconfig)
+    yield from _world(1, request)
 
 
 @pytest.fixture(scope="session")
-def world2(pytestconfig: pytest.Config) -> Iterator[World]:
+def world2(request: pytest.FixtureRequest) -> Iterator[World]:
     """Two gloo ranks."""
-    yield from _world(2, pytestconfig)
+    yield from _world(2, request)
 
 
 @pytest.fixture(scope="session")
-def world3(pytestconfig: pytest.Config) -> Iterator[World]:
+def world3(request: pytest.FixtureRequest) -> Iterator[World]:
     """Three gloo ranks: nothing divides evenly."""
-    yield from _world(3, pytestconfig)
+    yield from _world(3, request)
 
 
 @pytest.fixture(scope="session")
-def world4(pytestconfig: pytest.Config) -> Iterator[World]:
+def world4(request: pytest.FixtureRequest) -> Iterator[World]:
     """Four gloo ranks."""
-    yield from _world(4, pytestconfig)
+    yield from _world(4, request)
 
 
 @pytest.fixture(scope="session")
-def device_judge() -> Iterator[Any]:
-    """Judges plugins on polyshard-sim; its ranks stay for the session."""
+def device_judge(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Judges plugins on polyshard-sim, with ranks that tests share."""
     sim = pytest.importorskip("polyshard_sim.conformance")
     if missing := sim.missing_tools():
         pytest.skip(f"polyshard-sim cannot be compiled here: {missing}")
-    judge = sim.Judge()
-    yield judge
-    judge.close()
+    yield from _shared(request, sim.Judge())

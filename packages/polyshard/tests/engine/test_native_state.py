@@ -135,6 +135,7 @@ def loads(rank: int, size: int, folder: str, kind: str, transposed: bool) -> Non
     torch.testing.assert_close(run(model, optimizer, range(3, 5)), losses[3:], rtol=1e-5, atol=0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("saver", [True, False], ids=["from plugin", "to plugin"])
 def test_checkpoints_load_with_and_without_the_plugin(

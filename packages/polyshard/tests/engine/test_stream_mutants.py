@@ -61,7 +61,7 @@ def survival() -> Survival:
     return Survival({run.__name__: partial(races_of, run) for run in STEPS})
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "mutant",
     [

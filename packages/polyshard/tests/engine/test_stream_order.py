@@ -16,6 +16,7 @@ from polyshard.transport.collective import CollectiveReduce
 from polyshard_testing.streams import Recorder, recorded
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("run", STEPS, ids=lambda run: run.__name__)
 def test_a_step_is_ordered(run: Callable[[Recorder], None]) -> None:
     assert races_of(run) == []

@@ -75,6 +75,7 @@ def survive(rank: int, size: int, what: str, kwargs: dict[str, Any]) -> None:
             assert torch.equal(ours, theirs), (name, inside)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", CHANGES)
 def test_gradients_survive(world1: World, world2: World, what: str) -> None:
     world2.run(survive, what, {})

@@ -96,6 +96,7 @@ def follows(rank: int, size: int, engine: str, how: str) -> None:
     assert any(not torch.equal(v.to_local(), before[n]) for n, v in live.items()), "it has trained"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_cached_state_dict_follows_the_model(world2: World, engine: str, how: str) -> None:

@@ -292,6 +292,7 @@ def written_between(rank: int, size: int, keeping: str) -> None:
             torch.testing.assert_close(ours, wanted, msg=told(f"after {writing}"))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("keeping", [k for k in KEEPERS if "replicas" not in k])
 def test_written_between_turns(world2: World, keeping: str) -> None:
     world2.run(written_between, keeping)

@@ -71,6 +71,7 @@ def disagree(rank: int, size: int, shape: tuple[int, ...], plugins: str, case: s
     return str(caught.value)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", ["other", "more", "staged"])
 @pytest.mark.parametrize("plugins", PLUGINS)
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2), (4, 1)], ids=str)

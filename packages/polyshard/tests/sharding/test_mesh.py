@@ -101,6 +101,7 @@ def test_one_axis_of_a_larger_mesh(rank: int, size: int) -> None:
     equals_one_process(rank // 2, size, make, 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [k for k in MESHES if k != "one axis of two"])
 @ranks(4)
 def test_meshes_equal_one_process(rank: int, size: int, kind: str) -> None:

@@ -96,6 +96,7 @@ def compiled(rank: int, size: int, way: str, backend: str, kwargs: dict[str, Any
     torch.testing.assert_close(losses, expected, rtol=2e-3 if kwargs else 1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", list(WAYS))
 def test_compiled_models_train_alike(world2: World, way: str) -> None:
     world2.run(compiled, way, "aot_eager", {}, timeout=180.0)

@@ -156,6 +156,7 @@ def as_torch_does(rank: int, size: int, case: str, ran: bool, kwargs: dict[str, 
         torch.testing.assert_close(c, a)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kwargs", [{}, {"reshard_after_forward": False}], ids=["frees", "keeps"])
 @pytest.mark.parametrize("ran", [False, True], ids=["first", "later"])
 @pytest.mark.parametrize("case", list(CASES))

@@ -38,6 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_failures_change_nothing(rank: int, size: int, tmp_path: Path, kind: str) -> None:

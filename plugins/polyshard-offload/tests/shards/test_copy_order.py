@@ -12,6 +12,7 @@ from offload_steps import STEPS, races_of
 from polyshard_testing.streams.mutants import Mutant, Survival, mutants
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("run", STEPS, ids=lambda run: run.__name__)
 def test_a_step_is_ordered(run: Any, tmp_path: Path) -> None:
     assert races_of(run, tmp_path) == []
@@ -67,7 +68,7 @@ ELSEWHERE = {
 """Mutants that no step of this test fails, and why."""
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.function}-{m.kind}-{m.line}")
 def test_without_it_a_step_is_disordered(mutant: Mutant, survival: Survival) -> None:
     if (mutant.function, mutant.text) not in ELSEWHERE:

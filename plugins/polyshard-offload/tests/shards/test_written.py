@@ -112,6 +112,7 @@ def told(when: str) -> Callable[[str], str]:
     return lambda text: f"{when}: {text}"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("checksums", [False, True])
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @ranks(2)
