@@ -30,7 +30,7 @@ WITH: Columns = tuple(column for column in COLUMNS if "tensor-parallel" in colum
 WITHOUT: Columns = tuple(c for c in COLUMNS if c not in WITH and c not in ON_DEVICE)
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "faults.md"
-FIGURES = ROOT / "benchmarks" / "results" / "faults" / "cells.json"
+FIGURES = ROOT / "benchmarks" / "results" / "faults"
 HEAD = f"""# Faults
 
 This page lists what every rank sees when something [fails on one rank](../explanation/failures.md),
@@ -81,9 +81,10 @@ HEALTHY = (
 
 def page() -> str:
     """The whole page."""
-    found = json.loads(FIGURES.read_text("utf-8"))
-    about, seconds = found["about"], found["found"]["seconds"]
-    measured = f"{about['machine']}, {about['date']}, torch {about['versions']['torch']}"
+    files = [json.loads((FIGURES / f"{n}.json").read_text("utf-8")) for n in ("cells", "device")]
+    seconds = {**files[0]["found"]["seconds"], **files[1]["found"]["seconds"]}
+    about, dates = files[0]["about"], " and ".join(each["about"]["date"] for each in files)
+    measured = f"{about['machine']}, {dates}, torch {about['versions']['torch']}"
     return HEAD + _seen(seconds, measured) + _ways() + _healthy()
 
 
@@ -106,7 +107,7 @@ def _seen(seconds: dict[str, list[float | None]], measured: str) -> str:
         f"## What each rank sees\n\n{table(headings, rows)}\n"
         "Seconds are those of the slowest rank, over meshes and plugins, without and with tensor\n"
         "parallelism, and on the simulated device without plugins, there also in `attempt`\n"
-        "([cells.json](../../benchmarks/results/faults/cells.json)). They were\n"
+        "([figures](../../benchmarks/results/faults)). They were\n"
         f"measured while other programs ran, on {measured}.\n\n"
     )
 

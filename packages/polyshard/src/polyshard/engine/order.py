@@ -115,6 +115,10 @@ class StepOrder(Generic[U]):
         self._abandon()
         self.end_step()
 
+    def forget(self) -> None:
+        """Every forward is the first of its caller again."""
+        self._records.clear()
+
     def _abandon(self) -> None:
         self._caller, self._entered, self._expected = None, [], ()
 

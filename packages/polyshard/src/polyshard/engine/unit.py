@@ -444,6 +444,9 @@ class RootContext:
             self.reductions.drop()
             self.turn.in_backward = False
             self.prefetcher.reset()
+            # Ranks may have recorded other orders in the step that they lost, and would prefetch
+            # by them: on a device gathers pair by order.
+            self.prefetcher.order.forget()
             for unit in self.units:
                 unit.reset()
             self.end_forward()
