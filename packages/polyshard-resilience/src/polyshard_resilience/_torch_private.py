@@ -254,10 +254,13 @@ def replace(working: Working, backend: Any, number: int) -> None:
         raise ConnectionLostError(f"it was reconnected {number} times before, which is the most")
     kinds = dist.ProcessGroup.BackendType
     kind: Any = kinds(_TYPES[number])
-    group, world = working.group, distributed_c10d._world
+    group, world = cast("Any", working.group), distributed_c10d._world
+    called, described = group.group_name, group.group_desc  # which it asks a backend for
     name = "gloo" if working.is_gloo else working.backend.name().lower()
     group._register_backend(torch.device(working.device), kind, backend)
     if world.pg_map[group][0].lower() == name:
         group._set_default_backend(kind)
+    group._set_group_name(called)
+    group._set_group_desc(described)
     # What a coalesced launch had gathered when it was broken off would refuse the next one.
     cast("Any", world).pg_coalesce_state.pop(group, None)
