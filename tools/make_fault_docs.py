@@ -83,8 +83,10 @@ def page() -> str:
     """The whole page."""
     files = [json.loads((FIGURES / f"{n}.json").read_text("utf-8")) for n in ("cells", "device")]
     seconds = {**files[0]["found"]["seconds"], **files[1]["found"]["seconds"]}
-    about, dates = files[0]["about"], " and ".join(each["about"]["date"] for each in files)
-    measured = f"{about['machine']}, {dates}, torch {about['versions']['torch']}"
+    measured = "; the device's on ".join(
+        f"{about['machine']}, {about['date']}, torch {about['versions']['torch']}"
+        for about in (each["about"] for each in files)
+    )
     return HEAD + _seen(seconds, measured) + _ways() + _healthy()
 
 
