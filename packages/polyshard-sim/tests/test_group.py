@@ -218,7 +218,8 @@ def killed(rank: int, size: int) -> None:
     work = dist.all_reduce(x, async_op=True)
     time.sleep(0.15)  # in twice as long polyshard-resilience would abort it
     assert not work.is_completed()
-    dist.group.WORLD._get_backend(torch.device("sim")).abort()
+    world: Any = dist.group.WORLD
+    world._get_backend(torch.device("sim")).abort()
     sim().synchronize()
 
 

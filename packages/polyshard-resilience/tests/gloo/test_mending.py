@@ -81,6 +81,7 @@ def train(model: Any) -> Tensor:
 
 def works(model: Any, mesh: DeviceMesh, expected: Tensor) -> None:
     for group in (mesh["dp"].get_group(), mesh["tp"].get_group(), dist.group.WORLD):
+        assert group is not None
         assert group.group_name
         total = torch.ones(1)
         dist.all_reduce(total, group=group)
