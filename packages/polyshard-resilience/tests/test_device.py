@@ -38,7 +38,8 @@ class Job:
         model = build(3, width=12, hidden=20, layers=2).to("sim")
         mesh = init_device_mesh("sim", (dist.get_world_size(),))
         self.model: Any = shard(model, polyshard.fully_shard, mesh=mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.shards: list[Any] = list(self.model.parameters())  # not what a lost step gathered
+        self.optimizer = torch.optim.AdamW(self.shards, lr=1e-2)
 
     def attempted(self) -> Any:
         return polyshard_resilience.attempt(self.model, self.optimizer)
@@ -54,7 +55,7 @@ class Job:
         return loss.item()
 
     def weights(self) -> list[torch.Tensor]:
-        return [p.detach().to_local().cpu() for p in self.model.parameters()]
+        return [p.detach().to_local().cpu() for p in self.shards]
 
     def recovers(self, undisturbed: list[float]) -> None:
         """Two more steps are what they are without a failure."""
