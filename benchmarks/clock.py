@@ -11,19 +11,19 @@ polyshard. Sizes are those of Llama 7B (Touvron et al., "LLaMA", arXiv:2302.1397
 from __future__ import annotations
 
 import gc
-import importlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks import harness
-from benchmarks.harness import MIB, Found, command, run_alone, table
-from benchmarks.sim import LIBRARIES, bf16
+from benchmarks.harness import MIB, Found, Training, bf16, command, loss_of, run_alone, table
+from benchmarks.plan.step import predict
+from benchmarks.sim import LIBRARIES
 from polyshard_demo.model import LanguageModel, ModelSettings
 
 LLAMA = ModelSettings(
@@ -44,21 +44,16 @@ class Case(harness.Case, ranks=(8,), tokens=(1024,)):
     ranks: tuple[int, ...] = (8, 64, 512)
     tokens: tuple[int, ...] = (1024, 4096)
 
+    def measure(self) -> Found:
+        """By ranks and tokens: what the clock says of each engine, and what the plan says."""
+        from polyshard_sim.clock import Hardware
 
-def measure(case: Case) -> Found:
-    """By ranks and tokens: what the clock says of each engine, and what the plan says."""
-    found = [row for ranks in case.ranks for row in run_alone(steps, ranks, case.tokens)]
-    for row in found:
-        row["plan"] = run_alone(planned, row["ranks"], row["tokens"])
-        row["plan / clock"] = row["plan"]["step"] / row["engines"]["polyshard"]["step"]
-    return {"simulated": True, "hardware": hardware(), "rows": found}
-
-
-def hardware() -> Found:
-    """What the clock computes with."""
-    from polyshard_sim.clock import Hardware
-
-    return asdict(Hardware())
+        found = [row for ranks in self.ranks for row in run_alone(steps, ranks, self.tokens)]
+        for row in found:
+            asked = {"mesh": f"dp={row['ranks']}", "sequence": row["tokens"], "bf16": True}
+            row["plan"] = run_alone(predict, {"model": "benchmarks.clock:llama", **asked})
+            row["plan / clock"] = row["plan"]["step"] / row["engines"]["polyshard"]["step"]
+        return {"simulated": True, "hardware": asdict(Hardware()), "rows": found}
 
 
 def steps(ranks: int, tokens: tuple[int, ...]) -> list[Found]:
@@ -71,36 +66,22 @@ def steps(ranks: int, tokens: tuple[int, ...]) -> list[Found]:
     with rank_of(ranks):
         mesh = init_device_mesh("sim", (ranks,))
         for engine in LIBRARIES:
-            step = _training(engine, mesh)
+            training = _training(engine, mesh)
             for count in tokens:
-                rows[count][engine] = _last(step, count)
-            del step
+                rows[count][engine] = _last(training, count)
+            del training
             gc.collect()
             torch.accelerator.empty_cache()
     return [{"ranks": ranks, "tokens": n, "engines": row} for n, row in rows.items()]
 
 
-class _Step:
-    """Forward, backward, AdamW; the host waits at the end, as one that reads the loss does."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def __call__(self, batch: torch.Tensor) -> None:
-        logits = self._model(batch[:, :-1]).flatten(0, 1).float()
-        F.cross_entropy(logits, batch[:, 1:].flatten()).backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        torch.accelerator.synchronize()
-
-
-def _training(engine: str, mesh: DeviceMesh) -> _Step:
-    library: Any = importlib.import_module(LIBRARIES[engine])
+def _training(engine: str, mesh: DeviceMesh) -> Training:
+    library = LIBRARIES[engine]
     with torch.device("sim"):
-        model = llama()
+        model: Any = llama()
     harness.sharded(model, model.blocks, library.fully_shard, mesh=mesh, **bf16(library))
-    return _Step(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return Training(model, optimizer, partial(loss_of, model))
 
 
 def llama() -> LanguageModel:
@@ -108,18 +89,20 @@ def llama() -> LanguageModel:
     return LanguageModel(LLAMA)
 
 
-def _last(step: _Step, tokens: int) -> Found:
-    """The last of some steps, in seconds."""
+def _last(training: Training, tokens: int) -> Found:
+    """The last of some steps, in seconds; the host waits at its end, to read the loss, say."""
     import polyshard_sim
     from polyshard_sim.clock import HOST, host_time_us, record
 
     batch = torch.empty(1, tokens + 1, dtype=torch.int64, device="sim")
     for _ in range(WARMUP):
-        step(batch)
+        training.step(batch)
+        torch.accelerator.synchronize()
     polyshard_sim.reset_counters()
     begin = host_time_us() / 1e6
     with record() as timeline:
-        step(batch)
+        training.step(batch)
+        torch.accelerator.synchronize()
     counted = polyshard_sim.counters()
     spans, stream = timeline.spans, torch.accelerator.current_stream().stream_id
     roles = {span.stream: ROLES[span.name] for span in spans if span.name in ROLES}
@@ -147,48 +130,26 @@ def _last(step: _Step, tokens: int) -> Found:
     }
 
 
-def planned(ranks: int, tokens: int) -> Found:
-    """What ``polyshard plan`` estimates for the same model, in seconds."""
-    from polyshard_cli.plan import Settings, draft, parse_mesh
-
-    mesh = parse_mesh(f"dp={ranks}")
-    settings = Settings(model=f"{__name__}:llama", mesh=mesh, sequence=tokens, bf16=True)
-    timing = draft(settings).timing
-    assert timing is not None, "the model runs on the meta device"
-    return {
-        "step": timing.step_seconds,
-        "kernels": timing.compute_seconds + timing.optimizer_seconds,
-        "collectives": {"gathers": timing.gather_seconds, "reductions": timing.reduce_seconds},
-        "waits": dict(timing.exposed),
-    }
-
-
 def lines(found: Found) -> Iterator[str]:
     """The table of the page, without waits that all rows show as 0.0."""
-    sides = [row["engines"][engine] for row in found["rows"] for engine in LIBRARIES]
-    waits = [name for name in WAITS if any(_at(side, "waits", name) >= LEAST for side in sides)]
+    rows = [
+        (row, [row["engines"][e] | row["engines"][e]["waits"] for e in LIBRARIES])
+        for row in found["rows"]
+    ]
+    sides = [side for _, both in rows for side in both]
+    waits = [name for name in WAITS if any(side[name] >= LEAST for side in sides)]
+    cells = []
+    for row, both in rows:
+        step, *others = (
+            " / ".join(f"{1e3 * side[name]:.1f}" for side in both)
+            for name in ("step", "kernels", *waits)
+        )
+        ratio = f"{both[0]['step'] / both[1]['step']:.3f}"
+        sizes = (str(row["ranks"]), str(row["tokens"]))
+        cells.append((*sizes, step, ratio, *others, f"{row['plan / clock']:.2f}"))
     heads = ("ranks", "tokens", "step, ms", "/ FSDP2", "kernels", *waits, "plan / clock")
-    yield from table(heads, (_cells(row, waits) for row in found["rows"]))
-
-
-def _cells(row: Found, shown: Sequence[str]) -> list[str]:
-    ours, theirs = sides = [row["engines"][engine] for engine in LIBRARIES]
-
-    def both(*keys: str) -> str:
-        return " / ".join(f"{1e3 * _at(side, *keys):.1f}" for side in sides)
-
-    waits = (both("waits", name) for name in shown)
-    ratio = f"{ours['step'] / theirs['step']:.3f}"
-    sizes = str(row["ranks"]), str(row["tokens"])
-    return [*sizes, both("step"), ratio, both("kernels"), *waits, f"{row['plan / clock']:.2f}"]
-
-
-def _at(side: Found, *keys: str) -> float:
-    value: Any = side
-    for key in keys:
-        value = value[key]
-    return float(value)
+    yield from table(heads, cells)
 
 
 if __name__ == "__main__":
-    command(measure, Case(), __doc__)
+    command(Case(), __doc__)

@@ -1,13 +1,14 @@
-"""On one accelerator: a step of Llama-3-8B-sized layers, host transfers, and codecs.
+"""On one accelerator: a step of Llama-3-8B-sized layers, its launches and its memory.
 
     python -m benchmarks.gpu [--layers 4] [--json OUT]      (needs CUDA)
     python -m benchmarks.gpu --backend nccl --ranks 1
     python -m benchmarks.gpu --quick                        (on the CPU: shows that it runs)
 
 With the fake process group this is rank 0 of 64, and transfers return at once (host/silent.py):
-what is left is compute and what the engine adds to it. Columns that need CUDA say so without it.
+what is left is compute and what the engine adds to it. Columns that need CUDA are empty without it.
 Sizes are those of the model's published ``config.json``
-(https://huggingface.co/meta-llama/Meta-Llama-3-8B).
+(https://huggingface.co/meta-llama/Meta-Llama-3-8B). Transfers to and from the host are measured by
+``polyshard plan --measure``, codecs by ``benchmarks.quantized.codec``.
 """
 
 from __future__ import annotations
@@ -23,30 +24,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import polyshard
 from benchmarks import harness
-from benchmarks.harness import MIB, Found, Training, command, in_turns, seconds, sharded
+from benchmarks.harness import (
+    LIBRARIES,
+    MIB,
+    Found,
+    Training,
+    bf16,
+    command,
+    in_turns,
+    run_alone,
+    seconds,
+    sharded,
+)
 from benchmarks.host.launches import count
 from benchmarks.host.silent import silent_group
-from benchmarks.host.transfers import host_transfers
-from benchmarks.quantized.codec import speeds
 from polyshard_demo.model import LanguageModel, ModelSettings
-
-LIBRARIES: dict[str, Any] = {"polyshard": polyshard, "torch": fsdp}
-Table = list[Found]
-
 
 LLAMA = ModelSettings(width=4096, heads=32, key_heads=8, hidden=14336, vocabulary=128256, layers=32)
 TINY = ModelSettings(width=64, heads=4, key_heads=2, hidden=224, vocabulary=512, layers=2)
 
 
 @dataclass(frozen=True)
-class Case(
-    harness.Case, device="cpu", layers=2, tokens=16, steps=3, warmup=1, mib=1, matmul_size=128
-):
+class Case(harness.Case, device="cpu", layers=2, tokens=16, steps=3, warmup=1):
     """What is measured. ``tokens`` is the length of the one sequence of a batch."""
 
     device: str = "cuda"
@@ -56,8 +58,6 @@ class Case(
     tokens: int = 2048
     steps: int = 10
     warmup: int = 3
-    mib: int = 256
-    matmul_size: int = 8192
 
     def __post_init__(self) -> None:
         """One process can be one rank only, of a group that is not faked.
@@ -74,46 +74,21 @@ class Case(
         shape = TINY if self.device == "cpu" else LLAMA
         return replace(shape, layers=self.layers, sequence=self.tokens)
 
-
-def trained(engine: str, case: Case, mesh: DeviceMesh) -> Training:
-    """A sharded Llama in bf16, reduced in fp32, with AdamW.
-
-    It is built on the meta device: no rank of 64 could hold what all of them do.
-    """
-    library = LIBRARIES[engine]
-    mixed = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    with torch.device("meta"):
-        model: Any = LanguageModel(case.model)
-    sharded(model, model.blocks, library.fully_shard, mesh=mesh, mp_policy=mixed)
-    model.to_empty(device=case.device)
-    with torch.no_grad():
-        for block in model.blocks:
-            block.attention.rotary.reset_parameters()
-        for parameter in model.parameters():
-            parameter.to_local().normal_(std=0.02)
-    tokens = torch.randint(case.model.vocabulary, (1, case.tokens), device=case.device)
-
-    def loss() -> torch.Tensor:
-        logits = model(tokens)[:, :-1].flatten(0, 1).float()
-        return F.cross_entropy(logits, tokens[:, 1:].flatten())
-
-    return Training(model, torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True), loss)
+    def measure(self) -> Found:
+        """A table, and what it is about."""
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise SystemExit("torch sees no CUDA device here; --quick shows that the script runs")
+        cpu = f"the CPU ({platform.machine()}), at sizes that mean nothing"
+        return {
+            "device": torch.cuda.get_device_name() if self.device == "cuda" else cpu,
+            "model": f"{self.layers} layers of width {self.model.width}, {self.tokens} tokens",
+            "group": f"{self.backend}, {self.ranks} ranks",
+            "settings": asdict(self),
+            "tables": {"Step, bf16 compute, fp32 reduction": run_alone(step_table, self)},
+        }
 
 
-@contextmanager
-def process_group(case: Case) -> Iterator[DeviceMesh]:
-    if case.backend == "fake":
-        with silent_group(case.ranks):
-            yield init_device_mesh(case.device, (case.ranks,))
-        return
-    dist.init_process_group(case.backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh(case.device, (1,))
-    finally:
-        dist.destroy_process_group()
-
-
-def step_table(case: Case) -> Table:
+def step_table(case: Case) -> list[Found]:
     """Time in turns; launches of one step; the allocator's peak, one engine at a time."""
     device = torch.device(case.device)
     with process_group(case) as mesh:
@@ -122,7 +97,7 @@ def step_table(case: Case) -> Table:
         ways = {name: lambda _, step=step: seconds(step, device) for name, step in steps.items()}
         samples = in_turns(ways, case.steps, case.warmup)
         counts = {name: count(step) for name, step in steps.items()}
-    rows: Table = [
+    rows: list[Found] = [
         {
             "engine": name,
             "step ms": 1e3 * median(samples[name]),
@@ -144,6 +119,43 @@ def _times(factor: float, value: float | None) -> float | None:
     return None if value is None else factor * value
 
 
+@contextmanager
+def process_group(case: Case) -> Iterator[DeviceMesh]:
+    if case.backend == "fake":
+        with silent_group(case.ranks):
+            yield init_device_mesh(case.device, (case.ranks,))
+        return
+    dist.init_process_group(case.backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh(case.device, (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def trained(engine: str, case: Case, mesh: DeviceMesh) -> Training:
+    """A sharded Llama in bf16, reduced in fp32, with AdamW.
+
+    It is built on the meta device: no rank of 64 could hold what all of them do.
+    """
+    library = LIBRARIES[engine]
+    with torch.device("meta"):
+        model: Any = LanguageModel(case.model)
+    sharded(model, model.blocks, library.fully_shard, mesh=mesh, **bf16(library))
+    model.to_empty(device=case.device)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention.rotary.reset_parameters()
+        for parameter in model.parameters():
+            parameter.to_local().normal_(std=0.02)
+    tokens = torch.randint(case.model.vocabulary, (1, case.tokens), device=case.device)
+
+    def loss() -> torch.Tensor:
+        logits = model(tokens)[:, :-1].flatten(0, 1).float()
+        return F.cross_entropy(logits, tokens[:, 1:].flatten())
+
+    return Training(model, torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True), loss)
+
+
 def _peak(name: str, case: Case, mesh: DeviceMesh) -> int | None:
     """Bytes torch's CUDA allocator had handed out at most, above what others hold."""
     if case.device != "cuda":
@@ -159,37 +171,5 @@ def _peak(name: str, case: Case, mesh: DeviceMesh) -> int | None:
     return peak
 
 
-def codec_table(case: Case) -> Table:
-    """Encoding and decoding against a copy of the same bytes on the same device."""
-    found = speeds(case.mib, 9, torch.device(case.device))
-    return [
-        {
-            "what": name,
-            "ms": ms,
-            "GB/s of fp32": case.mib * MIB / ms / 1e6,
-            "x copy": ms / found["copy"],
-        }
-        for name, ms in found.items()
-    ]
-
-
-def measure(case: Case) -> Found:
-    """Three tables, and what they are about."""
-    if case.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("torch sees no CUDA device here; --quick shows that the script runs")
-    cpu = f"the CPU ({platform.machine()}), at sizes that mean nothing"
-    return {
-        "device": torch.cuda.get_device_name() if case.device == "cuda" else cpu,
-        "model": f"{case.layers} layers of width {case.model.width}, {case.tokens} tokens",
-        "group": f"{case.backend}, {case.ranks} ranks",
-        "settings": asdict(case),
-        "tables": {
-            "Step, bf16 compute, fp32 reduction": step_table(case),
-            "Host transfers": host_transfers(case.device, case.mib, case.matmul_size),
-            "Codecs": codec_table(case),
-        },
-    }
-
-
 if __name__ == "__main__":
-    command(measure, Case(), __doc__)
+    command(Case(), __doc__)

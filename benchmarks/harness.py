@@ -20,7 +20,9 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rich.pretty import pprint
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
 import polyshard
@@ -34,6 +36,8 @@ __all__ = ["in_turns", "median_of", "paired"]
 COLLECTIVE_SECONDS = 120.0
 """A rank may wait that long for its peers; ranks may compute for as long as they like."""
 MIB = 1 << 20
+LIBRARIES: dict[str, Any] = {"polyshard": polyshard, "torch": fsdp}
+"""Both have a ``fully_shard`` and what goes with it."""
 CPU = torch.device("cpu")
 T = TypeVar("T")
 Work = Callable[[], object]
@@ -58,21 +62,42 @@ class Case:
         """The same code in seconds; figures of it mean nothing."""
         return replace(self, **self._small)
 
+    def measure(self) -> Found:
+        """The figures."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class OnRanks(Case):
+    """What is measured on so many fresh processes; the figures are rank 0's."""
+
+    ranks: int = 2
+
+    def measure(self) -> Found:
+        return run_ranks(self.ranks, self.on_rank)
+
+    def on_rank(self) -> Found:
+        """What each of them does."""
+        raise NotImplementedError
+
 
 # Processes ----------------------------------------------------------------------------------------
 
 
 def run_ranks(ranks: int, work: Callable[..., T], *args: Any) -> T:
     """Call ``work(*args)`` on ``ranks`` fresh processes; return what rank 0's call returned."""
+    return every_rank(ranks, work, *args)[0]
+
+
+def every_rank(ranks: int, work: Callable[..., T], *args: Any) -> list[T]:
+    """The same, and return what the call of each rank returned."""
     with closing(World(ranks, COLLECTIVE_SECONDS, "spawn")) as world:
-        found: T = world.run(_on_rank, work, args, timeout=None)[0]
-    return found
+        return world.run(_on_rank, work, args, timeout=None)
 
 
-def _on_rank(rank: int, _: int, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    torch.set_num_threads(1)
-    answer = work(*args)
-    return None if rank else answer
+def _on_rank(rank: int, size: int, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    del rank, size
+    return work(*args)
 
 
 def run_alone(work: Callable[..., T], *args: Any) -> T:
@@ -122,14 +147,14 @@ def time_steps(steps: Mapping[str, Work], turns: int, warmup: int = 1) -> dict[s
 
 @dataclass(frozen=True)
 class Training:
-    """A sharded model, its optimizer, and the loss of its batch."""
+    """A sharded model, its optimizer, and the loss of a batch, or of its own one."""
 
     model: Any
     optimizer: Any
-    loss: Callable[[], Tensor]
+    loss: Callable[..., Tensor]
 
-    def step(self) -> None:
-        self.loss().backward()
+    def step(self, *batch: Tensor) -> None:
+        self.loss(*batch).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -146,6 +171,19 @@ def local(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
+
+
+class Layer(nn.Module):
+    """Uses so many parameters of one shape, all trained."""
+
+    def __init__(self, parameters: int, *shape: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(shape) for _ in range(parameters))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = x + weight.square().sum()
+        return x
 
 
 def language_model(width: int, layers: int, tokens: int, hidden: int) -> LanguageModel:
@@ -201,48 +239,41 @@ def sharded(model: Any, units: Iterable[nn.Module], fully_shard: Any, **keywords
     return fully_shard(model, **keywords)
 
 
+def bf16(library: Any) -> dict[str, Any]:
+    """Compute in bfloat16, reduce in float32."""
+    return {"mp_policy": library.MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+
+
 # Command and tables -------------------------------------------------------------------------------
 
 
-def command(measure: Callable[[Any], Found], case: Any, words: str | None) -> None:
+def command(case: Case, words: str | None) -> None:
     """``python -m`` of a measurement: an option for each field of ``case``, and ``--json``."""
     parser = argparse.ArgumentParser(description=(words or "").splitlines()[0])
     for field in fields(case):
         default = getattr(case, field.name)
+        how: dict[str, Any] = {"type": type(default)}
         if isinstance(default, bool):
-            parser.add_argument(f"--{field.name}", action=argparse.BooleanOptionalAction)
-            parser.set_defaults(**{field.name: default})
+            how = {"action": argparse.BooleanOptionalAction}
         elif isinstance(default, tuple):
-            kind = int if "int" in str(field.type) else str
-            parser.add_argument(f"--{field.name}", nargs="+", type=kind, default=default)
-        elif isinstance(default, int | float | str):
-            parser.add_argument(f"--{field.name}", type=type(default), default=default)
+            how = {"nargs": "+", "type": int if "int" in str(field.type) else str}
+        parser.add_argument(f"--{field.name}", default=default, **how)
     parser.add_argument("--quick", action="store_true", help="small and short, to see that it runs")
     parser.add_argument("--json", type=Path, help="write the figures here")
-    options = vars(parser.parse_args())
-    quick, path = options.pop("quick"), options.pop("json")
-    chosen = type(case)(
-        **{name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
-    )
+    given = vars(parser.parse_args())
+    given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    quick, path = given.pop("quick"), given.pop("json")
+    chosen = replace(case, **given)
     torch.set_num_threads(1)
-    found = measure(chosen.quick() if quick else chosen)
+    found = (chosen.quick() if quick else chosen).measure()
     show(found)
     if path:
         save(found, path)
 
 
-def show(found: Mapping[str, Any], indent: str = "") -> None:
-    """Print figures by name; long lists of samples are left out."""
-    for name, given in found.items():
-        value = given
-        if isinstance(given, list) and given and isinstance(given[0], dict):
-            value = {str(number): each for number, each in enumerate(given)}
-        if isinstance(value, Mapping):
-            print(f"{indent}{name}:")
-            show(value, f"{indent}  ")
-        elif not isinstance(value, list):
-            text = f"{value:.4g}" if isinstance(value, float) else str(value)
-            print(f"{indent}{name}: {text}", flush=True)
+def show(found: Found) -> None:
+    """Print figures by name, and the first of long lists of samples."""
+    pprint(found, max_length=20, expand_all=True)
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
@@ -252,3 +283,8 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
     yield "|" + "---|" * len(cells)
     for row in rows:
         yield f"| {' | '.join(row)} |"
+
+
+def columns(items: Iterable[T], cells: Mapping[str, Callable[[T], str]]) -> Iterator[str]:
+    """A table with a row an item, from what stands below each head."""
+    return table(cells, ([cell(item) for cell in cells.values()] for item in items))

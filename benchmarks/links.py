@@ -1,4 +1,4 @@
-"""Ranks that share no loopback: network namespaces with a link of a chosen speed each, as hosts.
+"""Ranks that share no loopback: each on a host of its own, with a link of a chosen speed.
 
 Needs root, ``ip`` and ``tc`` of iproute2, and a kernel with veth and tbf.
 """
@@ -6,21 +6,19 @@ Needs root, ``ip`` and ``tc`` of iproute2, and a kernel with veth and tbf.
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-PREFIX = "pshardbench"
+from benchmarks.harness import every_rank
+from polyshard_testing.hosts import INTERFACE, network
+
 CLONE_NEWNET = 0x40000000
 
 
@@ -33,8 +31,7 @@ class Host:
     interface: str = "lo"
 
     def enter(self) -> None:
-        """Have this process live there."""
-        torch.set_num_threads(1)
+        """Have this thread, and those it starts, live there."""
         if not self.namespace:
             return
         with open(f"/var/run/netns/{self.namespace}", "rb") as file:
@@ -51,74 +48,30 @@ class Host:
 
 @contextmanager
 def linked(count: int, rate: str) -> Iterator[list[Host]]:
-    """Namespaces around one that routes, each with a link of ``rate`` both ways; removed after.
+    """Hosts with a link of ``rate`` both ways, spelt as ``tc`` does (``1gbit``).
 
-    ``rate`` is spelt as ``tc`` does (``1gbit``); without one, hosts share the loopback.
+    Without a rate, all share the loopback.
     """
     if not rate:
         yield [Host()] * count
         return
-    hub = f"{PREFIX}hub"
-
-    def run(*words: str) -> None:
-        subprocess.run(words, check=True, capture_output=True)
-
-    def at(namespace: str, *words: str) -> None:
-        run("ip", "netns", "exec", namespace, *words)
-
-    hosts = [Host(f"{PREFIX}{i}", f"10.213.{i}.2", f"ps{i}") for i in range(count)]
-    names = [hub, *(host.namespace for host in hosts)]
-    shape = ("root", "tbf", "rate", rate, "burst", "512kb", "latency", "50ms")
-    try:
-        for name in names:
-            run("ip", "netns", "add", name)
-            at(name, "ip", "link", "set", "lo", "up")
-        at(hub, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
-        for number, host in enumerate(hosts):
-            port, gateway = f"port{number}", f"10.213.{number}.1"
-            peer = ("type", "veth", "peer", "name", port, "netns", hub)
-            at(host.namespace, "ip", "link", "add", host.interface, *peer)
-            ends = [(host.namespace, host.interface, host.address), (hub, port, gateway)]
-            for name, interface, address in ends:
-                at(name, "ip", "addr", "add", f"{address}/24", "dev", interface)
-                at(name, "ip", "link", "set", interface, "up")
-                at(name, "tc", "qdisc", "add", "dev", interface, *shape)
-            at(host.namespace, "ip", "route", "add", "default", "via", gateway)
-        yield hosts
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+    with network(count) as joined:
+        for host in joined.hosts:
+            joined.slow(host, rate, burst="512kb")
+        yield [Host(host.name, host.address, INTERFACE) for host in joined.hosts]
 
 
 def run_hosts(hosts: list[Host], work: Callable[..., Any], *args: Any) -> list[Any]:
     """What ``work(host, *args)`` returns on fresh ranks, one on each host."""
-    context = multiprocessing.get_context("spawn")
-    pipes, ranks = [], []
     with tempfile.TemporaryDirectory(prefix="polyshard-bench-") as folder:
-        try:
-            for rank, host in enumerate(hosts):
-                pipe, end = context.Pipe()
-                told = (host, rank, len(hosts), f"{folder}/store", end, work, args)
-                ranks.append(context.Process(target=_rank, args=told, daemon=True))
-                ranks[-1].start()
-                end.close()
-                pipes.append(pipe)
-            return [pipe.recv() for pipe in pipes]
-        finally:
-            for process in ranks:
-                process.kill()
+        return every_rank(len(hosts), _at_home, hosts, f"{folder}/store", work, args)
 
 
-def _rank(
-    host: Host,
-    rank: int,
-    ranks: int,
-    store: str,
-    pipe: Connection,
-    work: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
-    host.enter()
+def _at_home(hosts: list[Host], store: str, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()  # it was made on the loopback
+    hosts[rank].enter()
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-    pipe.send(work(host, *args))
+    found = work(hosts[rank], *args)
     dist.barrier()
+    return found

@@ -16,8 +16,8 @@ that leave a rank, on average, for gradients and updates; parameters are gathere
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any, cast
 
@@ -27,8 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from benchmarks import harness
-from benchmarks.harness import Found, command, in_turns, linear_model, run_ranks
+from benchmarks.harness import Found, OnRanks, command, in_turns, linear_model
 from polyshard_optimizers import MatrixOptimizer
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
@@ -46,33 +45,22 @@ and the detour sends ``8N(W-1)/W²`` beside. So no way is below ``W/(W+2)`` of t
 ranks, 0.67 on 4. With updates in bf16 the owner's way is at ``(2W+1)/(2W+4)``: 0.625, 0.75."""
 
 
-@dataclass(frozen=True)
-class Case(harness.Case, width=128, steps=2):
-    """A stack of square layers, and how often it is stepped."""
-
-    width: int = 1024
-    layers: int = 4
-    tokens: int = 16
-    ranks: int = 2
-    steps: int = 7
+def sent_beside(way: str, ranks: int) -> float:
+    """Bytes sent beside the gradients' reduction, over its bytes and the number of ranks."""
+    return {"every rank": float(ranks), "detour": 2.0}.get(way, 0.5)
 
 
 class Owner:
     """The plugin."""
 
-    extra = 0.5
-    """Bytes sent beside the gradients' reduction, over its bytes and the number of ranks."""
-
     def __init__(self, case: Case, *, early: bool = False) -> None:
         plugin = MatrixOptimizer(torch.optim.Muon, early=early, **SETTINGS)
         self.model = linear_model(case.width, case.layers, bias=False, plugins=[plugin])
-        self.step: Callable[[], object] = plugin.optimizer(self.model).step
+        self.step: Any = plugin.optimizer(self.model).step
 
 
 class Detour:
     """Shards first, then owners, then back."""
-
-    extra = 2.0
 
     def __init__(self, case: Case) -> None:
         self.model = linear_model(case.width, case.layers, bias=False)
@@ -110,10 +98,6 @@ class Detour:
 class EveryRank(Detour):
     """What ``torch.optim.Muon`` takes where nobody owns anything: ``full_tensor`` everywhere."""
 
-    @property
-    def extra(self) -> float:  # type: ignore[override]
-        return float(dist.get_world_size())
-
     @torch.no_grad()
     def step(self) -> None:
         for parameter in self.model.parameters():
@@ -132,34 +116,61 @@ def change(parameter: Tensor, rows: Tensor) -> None:
     local.add_(rows, alpha=-_adjust_lr(SETTINGS["lr"], None, parameter.shape))
 
 
-WAYS: dict[str, Callable[[Case], Any]] = {
-    "owner": Owner,
-    "owner, early": lambda case: Owner(case, early=True),
-    "every rank": EveryRank,
-    "detour": Detour,
-}
+@dataclass(frozen=True)
+class Case(OnRanks, width=128, steps=2):
+    """A stack of square layers, and how often it is stepped."""
 
+    width: int = 1024
+    layers: int = 4
+    tokens: int = 16
+    steps: int = 7
 
-def time_ways(case: Case) -> Found:
-    """Seconds by way, and how far the weights that came out are from each other."""
-    ways = {name: make(case) for name, make in WAYS.items()}
-    seconds = in_turns({name: _turn(way, case) for name, way in ways.items()}, case.steps)
-    weights = {n: [p.detach().full_tensor() for p in w.model.parameters()] for n, w in ways.items()}
-    # A reduce-scatter in fp32 in all ways.
-    reduced = (case.ranks - 1) / case.ranks * case.layers * case.width**2 * 4
-    return {
-        "seconds": seconds,
-        "differences": {n: _largest(w, weights["every rank"]) for n, w in weights.items()},
-        "bytes": {n: reduced * (1 + way.extra / case.ranks) for n, way in ways.items()},
-    }
+    def measure(self) -> Found:
+        """Medians and the ratios the bars are about."""
+        found = super().measure()
+        medians = {
+            name: {"muon": median(t[0] for t in turns), "step": median(t[1] for t in turns)}
+            for name, turns in found["seconds"].items()
+        }
+        ratios = {
+            f"{phase}: {way} / {other}": medians[way][phase] / medians[other][phase]
+            for phase in ("muon", "step")
+            for way in ("owner", "owner, early")
+            for other in ("every rank", "detour")
+        }
+        sent = found["bytes"]
+        ratios |= {f"bytes: owner / {o}": sent["owner"] / sent[o] for o in ("every rank", "detour")}
+        return {"case": asdict(self), "median_seconds": medians, "ratios": ratios, **found}
 
+    def on_rank(self) -> Found:
+        """Seconds by way, and how far the weights that came out are from each other."""
+        ways: dict[str, Any] = {
+            "owner": Owner(self),
+            "owner, early": Owner(self, early=True),
+            "every rank": EveryRank(self),
+            "detour": Detour(self),
+        }
+        turns = {name: partial(self._turn, way) for name, way in ways.items()}
+        seconds = in_turns(turns, self.steps)
+        weights = {
+            name: torch.cat([p.detach().full_tensor() for p in way.model.parameters()])
+            for name, way in ways.items()
+        }
+        # A reduce-scatter in fp32 in all ways.
+        reduced = (self.ranks - 1) / self.ranks * self.layers * self.width**2 * 4
+        return {
+            "seconds": seconds,
+            "differences": {
+                name: float((each - weights["every rank"]).abs().max())
+                for name, each in weights.items()
+            },
+            "bytes": {n: reduced * (1 + sent_beside(n, self.ranks) / self.ranks) for n in ways},
+        }
 
-def _turn(way: Any, case: Case) -> Callable[[int], tuple[float, float]]:
-    """Seconds of the Muon step, and of the whole one."""
-
-    def turn(number: int) -> tuple[float, float]:
+    def _turn(self, way: Any, number: int) -> tuple[float, float]:
+        """Seconds of the Muon step, and of the whole one."""
         generator = torch.Generator().manual_seed(number * 64 + dist.get_rank())
-        batch = torch.randn(case.tokens, case.width, generator=generator)
+        batch = torch.randn(self.tokens, self.width, generator=generator)
         way.model.zero_grad()
         dist.barrier()
         begin = time.perf_counter()
@@ -171,30 +182,6 @@ def _turn(way: Any, case: Case) -> Callable[[int], tuple[float, float]]:
         end = time.perf_counter()
         return end - between, end - begin
 
-    return turn
-
-
-def _largest(found: list[Tensor], expected: list[Tensor]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
-
-
-def measure(case: Case) -> Found:
-    """Medians and the ratios the bars are about."""
-    found = run_ranks(case.ranks, time_ways, case)
-    medians = {
-        name: {"muon": median(t[0] for t in turns), "step": median(t[1] for t in turns)}
-        for name, turns in found["seconds"].items()
-    }
-    ratios = {
-        f"{phase}: {way} / {other}": medians[way][phase] / medians[other][phase]
-        for phase in ("muon", "step")
-        for way in ("owner", "owner, early")
-        for other in ("every rank", "detour")
-    }
-    sent = found["bytes"]
-    ratios |= {f"bytes: owner / {o}": sent["owner"] / sent[o] for o in ("every rank", "detour")}
-    return {"case": asdict(case), "median_seconds": medians, "ratios": ratios, **found}
-
 
 if __name__ == "__main__":
-    command(measure, Case(), __doc__)
+    command(Case(), __doc__)

@@ -8,11 +8,8 @@ modes. What no training exposes is in the table with the reason, where it is kno
 
 from __future__ import annotations
 
-import argparse
 import ast
-import copy
 import hashlib
-import importlib
 import json
 import sys
 from collections import Counter
@@ -27,14 +24,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.harness import table
+from benchmarks import harness
+from benchmarks.harness import Found, command, table
+from benchmarks.result import ROOT, filled
 from benchmarks.scenarios import SCENARIOS
 from benchmarks.sim import LIBRARIES
 from polyshard_sim.testing import MODES, Ranks
 from polyshard_testing import RankError
 from polyshard_testing.streams.mutants import Mutant, mutants
 
-RESULTS = Path(__file__).parent / "results" / "simulated" / "mutants.json"
+RESULTS = ROOT / "benchmarks" / "results" / "simulated" / "mutants.json"
+PAGE = ROOT / "docs" / "reference" / "simulated.md"
 HANG_SECONDS = 10.0
 _CORE = (
     "memory.streams", "transport.collective", "transport.collective_owners", "transport.custom",
@@ -111,31 +111,10 @@ def mutants_of(engine: str) -> list[Mutant]:
     """All of them, in the same order in every process."""
     if engine == "FSDP2":
         modules = [f"torch.distributed.fsdp._fully_shard.{name}" for name in _FSDP2]
-        return [*mutants(modules), *(m for name in modules for m in _kept_by_fsdp2(name))]
+        return mutants(modules, _KEPT_BY_FSDP2)
     return mutants(
         [f"polyshard.{name}" for name in _CORE] + [f"polyshard_offload.{name}" for name in _OFFLOAD]
     )
-
-
-def _kept_by_fsdp2(module: str) -> Iterator[Mutant]:
-    path = importlib.import_module(module).__file__
-    assert path is not None
-    tree = ast.parse(Path(path).read_text())
-    for owner in (node for node in tree.body if isinstance(node, ast.ClassDef)):
-        for method in (node for node in owner.body if isinstance(node, ast.FunctionDef)):
-            for place, node in enumerate(ast.walk(method)):
-                if not isinstance(node, ast.Call) or ast.unparse(node.func) not in _KEPT_BY_FSDP2:
-                    continue
-                mutated = copy.deepcopy(tree)
-                twin: Any = mutated.body[tree.body.index(owner)]
-                call: Any = list(ast.walk(twin.body[owner.body.index(method)]))[place]
-                call.args[0] = ast.parse(
-                    f"({ast.unparse(call.args[0])}, None)[1]", mode="eval"
-                ).body
-                ast.fix_missing_locations(mutated)
-                text = ast.unparse(node)
-                function = f"{owner.name}.{method.name}"
-                yield Mutant(module, function, node.lineno, "not keeping", text, mutated, path)
 
 
 # On ranks -------------------------------------------------------------------------------------
@@ -143,8 +122,7 @@ def _kept_by_fsdp2(module: str) -> Iterator[Mutant]:
 
 def outcome(engine: str, name: str) -> list[Tensor]:
     """What a scenario ends in, on the host."""
-    scenario = next(each for each in SCENARIOS[engine] if each.__name__ == name)
-    found = scenario(importlib.import_module(LIBRARIES[engine]))
+    found = SCENARIOS[engine][name](LIBRARIES[engine])
     return [tensor.detach().cpu().clone() for tensor in found]
 
 
@@ -236,8 +214,7 @@ def run(engine: str, only: str) -> list[dict[str, Any]]:
 def _usable(ranks: Ranks, engine: str, setting: Setting, digests: dict[str, str]) -> list[str]:
     """Scenarios that end as in other settings while nothing is left out."""
     names = []
-    for scenario in SCENARIOS[engine]:
-        name = scenario.__name__
+    for name in SCENARIOS[engine]:
         try:
             found = str(ranks.run(digest, engine, name, timeout=120.0))
         except RankError as error:
@@ -287,19 +264,23 @@ def lines(results: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
     yield from table(("engine", "not exposed", "reason"), reasons)
 
 
-def main() -> None:
-    """Run, print, and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engines", nargs="+", choices=list(LIBRARIES), default=list(LIBRARIES))
-    parser.add_argument("--only", default="", help="a part of the mutants' names")
-    parser.add_argument("--json", type=Path, default=None, help=f"default for all: {RESULTS}")
-    given = parser.parse_args()
-    results = {engine: run(engine, given.only) for engine in given.engines}
-    print(*lines(results), sep="\n")
-    whole = given.engines == list(LIBRARIES) and not given.only
-    if (path := given.json or (RESULTS if whole else None)) is not None:
-        path.write_text(json.dumps({"simulated": True, **results}, indent=1) + "\n", "utf-8")
+@dataclass(frozen=True)
+class Case(harness.Case):
+    """Engines, and a part of the mutants' names."""
+
+    engines: tuple[str, ...] = tuple(LIBRARIES)
+    only: str = ""
+
+    def measure(self) -> Found:
+        """Each engine's mutants; all of them are the table of the page, too."""
+        results = {engine: run(engine, self.only) for engine in self.engines}
+        print(*lines(results), sep="\n")
+        if self == Case():
+            RESULTS.write_text(json.dumps({"simulated": True, **results}, indent=1) + "\n", "utf-8")
+            page = PAGE.read_text("utf-8")
+            PAGE.write_text(filled(page, {"mutants": lines(results)}), "utf-8")
+        return results
 
 
 if __name__ == "__main__":
-    main()
+    command(Case(), __doc__)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks import harness
-from benchmarks.harness import MIB, Found
+from benchmarks.harness import MIB, Found, OnRanks
 from polyshard_offload import DiskSettings, Offload
 from polyshard_offload.tiers.host_memory import Slab
 from polyshard_offload.tiers.swap_file import SwapFile
@@ -39,15 +39,38 @@ TIERS = (
 
 
 @dataclass(frozen=True)
-class Case(harness.Case, width=64, layers=2, mib=1, repeats=1):
+class Case(OnRanks, width=64, layers=2, mib=1, repeats=1):
     """What is measured."""
 
+    ranks: int = 1
     directory: str = "."
     disk: bool = False
     width: int = 1024
     layers: int = 16
     mib: int = 256
     repeats: int = 5
+
+    def measure(self) -> Found:
+        """By parameters, gradients and optimizer; or of the disk."""
+        return _disk(self) if self.disk else super().measure()
+
+    def on_rank(self) -> Found:
+        plain = Subject((), self)
+        found: Found = {"parameters": sum(p.numel() for p in plain.model.parameters())}
+        for tiers in TIERS:
+            subject = Subject(tiers, self)
+            ways = {"plain": plain.turn, "offload": subject.turn}
+            times = harness.in_turns(ways, self.repeats, warmup=2)
+            step, whole = ({n: [t[i] for t in turns] for n, turns in times.items()} for i in (0, 1))
+            assert subject.offload is not None
+            found["-".join(tiers)] = {
+                "step ms": 1e3 * median(step["offload"]),
+                "x none": harness.paired(step["offload"], step["plain"]),
+                "whole x none": harness.paired(whole["offload"], whole["plain"]),
+                "memory": str(subject.offload.memory(subject.optimizer)),
+            }
+            del subject
+        return found
 
 
 class Subject:
@@ -71,31 +94,6 @@ class Subject:
         step = harness.seconds(self.optimizer.step)
         self.optimizer.zero_grad()
         return step, backward + step
-
-
-def measure(case: Case) -> Found:
-    """By parameters, gradients and optimizer; or of the disk."""
-    return _disk(case) if case.disk else harness.run_ranks(1, _steps, case)
-
-
-def _steps(case: Case) -> Found:
-    plain = Subject((), case)
-    found: Found = {"parameters": sum(p.numel() for p in plain.model.parameters())}
-    for tiers in TIERS:
-        subject = Subject(tiers, case)
-        times = harness.in_turns(
-            {"plain": plain.turn, "offload": subject.turn}, case.repeats, warmup=2
-        )
-        step, whole = ({n: [t[i] for t in turns] for n, turns in times.items()} for i in (0, 1))
-        assert subject.offload is not None
-        found["-".join(tiers)] = {
-            "step ms": 1e3 * median(step["offload"]),
-            "x none": harness.paired(step["offload"], step["plain"]),
-            "whole x none": harness.paired(whole["offload"], whole["plain"]),
-            "memory": str(subject.offload.memory(subject.optimizer)),
-        }
-        del subject
-    return found
 
 
 def _disk(case: Case) -> Found:
@@ -132,4 +130,4 @@ def _rates(settings: DiskSettings, nbytes: int, repeats: int) -> tuple[float, fl
 
 
 if __name__ == "__main__":
-    harness.command(measure, Case(), __doc__)
+    harness.command(Case(), __doc__)

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.optim import AdamW
 
 import polyshard
 import polyshard_optimizers
 from benchmarks import harness
-from benchmarks.harness import Found, command, median_of, run_ranks, sharded, time_steps
+from benchmarks.harness import Found, Layer, command, median_of, run_ranks, sharded, time_steps
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -43,18 +43,24 @@ class Case(harness.Case, host=(4, 5, 64), large=(2, 1, 1 << 10), turns=2):
     large: tuple[int, ...] = (16, 1, 1 << 20)
     turns: int = 15
 
-
-class Layer(nn.Module):
-    """Uses every parameter."""
-
-    def __init__(self, parameters: int, numel: int) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.randn(numel) for _ in range(parameters))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for weight in self.weights:
-            x = x + weight.square().sum()
-        return x
+    def measure(self) -> Found:
+        """Medians and ratios."""
+        sizes = {"host": self.host, "large": self.large}
+        found = {name: run_ranks(1, _time, size, self.turns) for name, size in sizes.items()}
+        host, large = found["host"], found["large"]
+        ratios = (
+            host["flat fused"] / min(host[f"FSDP2 {setting}"] for setting in SETTINGS),
+            large["flat fused"] / large["FSDP2 default"],
+            large["flat fused"] / large["FSDP2 fused"],
+        )
+        return {
+            "seconds": found,
+            "ratios": dict(zip(BARS, ratios, strict=True)),
+            "flat / FSDP2, same setting": {
+                name: {s: of[f"flat {s}"] / of[f"FSDP2 {s}"] for s in SETTINGS}
+                for name, of in found.items()
+            },
+        }
 
 
 def _trained(size: tuple[int, ...], engine: str, setting: str) -> tuple[nn.Module, AdamW]:
@@ -81,25 +87,5 @@ def _time(size: tuple[int, ...], turns: int) -> dict[str, float]:
     return median_of(found)
 
 
-def measure(case: Case) -> Found:
-    """Medians and ratios."""
-    sizes = {"host": case.host, "large": case.large}
-    found = {name: run_ranks(1, _time, size, case.turns) for name, size in sizes.items()}
-    host, large = found["host"], found["large"]
-    ratios = (
-        host["flat fused"] / min(host[f"FSDP2 {setting}"] for setting in SETTINGS),
-        large["flat fused"] / large["FSDP2 default"],
-        large["flat fused"] / large["FSDP2 fused"],
-    )
-    return {
-        "seconds": found,
-        "ratios": dict(zip(BARS, ratios, strict=True)),
-        "flat / FSDP2, same setting": {
-            name: {s: of[f"flat {s}"] / of[f"FSDP2 {s}"] for s in SETTINGS}
-            for name, of in found.items()
-        },
-    }
-
-
 if __name__ == "__main__":
-    command(measure, Case(), __doc__)
+    command(Case(), __doc__)

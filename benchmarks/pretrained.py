@@ -23,24 +23,23 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
-import json
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from threading import Event, Thread
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -55,7 +54,6 @@ from benchmarks.harness import Found, command, local, run_alone, run_ranks, shar
 from polyshard_checkpoint import load_pretrained
 from polyshard_cli.compare.training.memory import Meter, resident
 
-FILE_BYTES = 1 << 30
 SAMPLE_SECONDS = 0.005
 DTYPE = torch.bfloat16
 
@@ -68,6 +66,32 @@ class Case(harness.Case, width=64, layers=2, turns=1):
     width: int = 2048
     layers: int = 52
     turns: int = 3
+
+    def measure(self) -> Found:
+        """Medians of turns: of the slowest rank, of the one that reads or holds most, of sums."""
+        ways = [way for way in WAYS if way != "accelerate" or importlib.util.find_spec(way)]
+        with tempfile.TemporaryDirectory(prefix="polyshard-bench-") as name:
+            root = Path(name)
+            for size, each in (("tiny", self.quick()), ("whole", self)):
+                run_alone(_write_model, each, root / size)
+                run_ranks(self.ranks, _convert, root / size, root / f"{size}-dcp")
+            turns: dict[str, list[Found]] = {way: [] for way in ways}
+            for _ in range(self.turns):
+                for way in ways:
+                    _forget(root)
+                    turns[way].append(run_ranks(self.ranks, _measure, way, root))
+            total = sum(path.stat().st_size for path in (root / "whole").iterdir())
+        bits = {one["bits"] for each in turns.values() for one in each}
+        assert len(bits) == 1, f"ways differ in what they load: {bits}"
+        return {
+            "ranks": self.ranks,
+            "turns": self.turns,
+            "model_bytes": total,
+            "ways": {
+                way: {key: median(one[key] for one in each) for key in each[0] if key != "bits"}
+                for way, each in turns.items()
+            },
+        }
 
     @property
     def config(self) -> Any:
@@ -115,8 +139,7 @@ def _accelerate(folder: Path, converted: Path) -> nn.Module:
         is_main_process=not dist.get_rank(),
     )
     model = AutoModelForCausalLM.from_pretrained(folder)
-    found: nn.Module = utils.fsdp_utils.fsdp2_prepare_model(accelerator, model)
-    return found
+    return utils.fsdp_utils.fsdp2_prepare_model(accelerator, model)  # type: ignore[no-any-return]
 
 
 def _torch_shards(folder: Path) -> nn.Module:
@@ -162,21 +185,9 @@ WAYS: dict[str, Callable[[Path, Path], nn.Module]] = {
 
 
 def _write_model(case: Case, folder: Path) -> None:
-    """As ``save_pretrained`` would, one file in memory at a time."""
-    case.config.save_pretrained(folder)
     torch.manual_seed(0)
-    where: dict[str, str] = {}
-    names = list(_on_meta(folder).state_dict().items())
-    while names:
-        tensors: dict[str, Tensor] = {}
-        while names and sum(t.nbytes for t in tensors.values()) < FILE_BYTES:
-            name, like = names.pop(0)
-            tensors[name] = torch.rand(like.shape, device="cpu").sub_(0.5).to(DTYPE)
-        file = f"model-{len(set(where.values())):05}.safetensors"
-        save_file(tensors, folder / file, {"format": "pt"})
-        where.update(dict.fromkeys(tensors, file))
-    index = json.dumps({"metadata": {}, "weight_map": where})
-    (folder / "model.safetensors.index.json").write_text(index)
+    auto: Any = AutoModelForCausalLM
+    auto.from_config(case.config, dtype=DTYPE).save_pretrained(folder, max_shard_size="1GB")
 
 
 def _convert(folder: Path, converted: Path) -> None:
@@ -192,33 +203,6 @@ def _forget(folder: Path) -> None:
 
 
 # Measuring ----------------------------------------------------------------------------------------
-
-
-def measure(case: Case) -> Found:
-    """Medians over turns: of the slowest rank, of the rank that reads or holds most, of sums."""
-    ways = [way for way in WAYS if way != "accelerate" or importlib.util.find_spec(way)]
-    with tempfile.TemporaryDirectory(prefix="polyshard-bench-") as name:
-        root = Path(name)
-        for size, each in (("tiny", case.quick()), ("whole", case)):
-            run_alone(_write_model, each, root / size)
-            run_ranks(case.ranks, _convert, root / size, root / f"{size}-dcp")
-        turns: dict[str, list[Found]] = {way: [] for way in ways}
-        for _ in range(case.turns):
-            for way in ways:
-                _forget(root)
-                turns[way].append(run_ranks(case.ranks, _measure, way, root))
-        total = sum(path.stat().st_size for path in (root / "whole").iterdir())
-    bits = {one["bits"] for each in turns.values() for one in each}
-    assert len(bits) == 1, f"ways differ in what they load: {bits}"
-    return {
-        "ranks": case.ranks,
-        "turns": case.turns,
-        "model_bytes": total,
-        "ways": {
-            way: {key: median(one[key] for one in each) for key in each[0] if key != "bits"}
-            for way, each in turns.items()
-        },
-    }
 
 
 def _measure(way: str, root: Path) -> Found:
@@ -255,22 +239,20 @@ def _read_bytes() -> int:
 @contextmanager
 def _anonymous_peak() -> Iterator[list[int]]:
     """The most anonymous memory above what there is now, sampled; mapped files are left out."""
-    begin, done = resident("RssAnon:"), Event()
-    found = [0]
+    begin, done, found = resident("RssAnon:"), Event(), [0]
 
     def sample() -> None:
         while not done.wait(SAMPLE_SECONDS):
             found[0] = max(found[0], resident("RssAnon:") - begin)
 
-    thread = Thread(target=sample)
-    thread.start()
-    try:
-        yield found
-    finally:
-        done.set()
-        thread.join()
-        found[0] = max(found[0], resident("RssAnon:") - begin)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(sample)
+        try:
+            yield found
+        finally:
+            done.set()
+    found[0] = max(found[0], resident("RssAnon:") - begin)
 
 
 if __name__ == "__main__":
-    command(measure, Case(), __doc__)
+    command(Case(), __doc__)

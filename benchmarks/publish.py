@@ -21,8 +21,9 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -44,6 +45,7 @@ from polyshard_publish.wire import Update
 
 FULL_TENSOR, STATE_DICT, WHOLE, PATCHES = "full_tensor", "rank 0", "published whole", "patches"
 WAYS = (FULL_TENSOR, STATE_DICT, WHOLE, PATCHES)
+KEEP: dict[str, Any] = {WHOLE: "nothing", PATCHES: "values"}
 Addresses = dict[str, str]
 """Of the receiver, by way."""
 
@@ -58,28 +60,27 @@ class Case(harness.Case, width=128, layers=2, turns=1):
     turns: int = 3
     rate: str = "1gbit"
 
-
-def measure(case: Case) -> Found:
-    """Medians of the turns; seconds of the slowest rank until the receiver serves the version."""
-    rate = case.rate if os.geteuid() == 0 else ""
-    with linked(case.ranks + 1, rate) as (*hosts, last):
-        with receiver(last) as addresses:
-            found = run_hosts(hosts, _time, case, addresses)
+    def measure(self) -> Found:
+        """Medians; seconds of the slowest rank until the receiver serves the version."""
+        rate = self.rate if os.geteuid() == 0 else ""
         held = {}
-        for way in WAYS:
+        with linked(self.ranks + 1, rate) as (*hosts, last):
             with receiver(last) as addresses:
-                held[way] = run_hosts(hosts, _hold, case, addresses, way)[0]
-    seconds = found[0]["seconds"]
-    return {
-        "ranks": case.ranks,
-        "link": rate or "none",
-        "model_bytes": found[0]["model_bytes"],
-        "seconds": seconds,
-        "full_tensor_over": {way: seconds[FULL_TENSOR] / seconds[way] for way in WAYS},
-        "rank_0_over": {way: seconds[STATE_DICT] / seconds[way] for way in WAYS},
-        "link_bytes": {way: sum(one["bytes"][way] for one in found) for way in WAYS},
-        "rank_0_bytes": held,
-    }
+                found = run_hosts(hosts, _time, self, addresses)
+            for way in WAYS:
+                with receiver(last) as addresses:
+                    held[way] = run_hosts(hosts, _hold, self, addresses, way)[0]
+        seconds = found[0]["seconds"]
+        return {
+            "ranks": self.ranks,
+            "link": rate or "none",
+            "model_bytes": found[0]["model_bytes"],
+            "seconds": seconds,
+            "full_tensor_over": {way: seconds[FULL_TENSOR] / seconds[way] for way in WAYS},
+            "rank_0_over": {way: seconds[STATE_DICT] / seconds[way] for way in WAYS},
+            "link_bytes": {way: sum(one["bytes"][way] for one in found) for way in WAYS},
+            "rank_0_bytes": held,
+        }
 
 
 @contextmanager
@@ -111,10 +112,8 @@ def _trained(case: Case) -> Training:
 
 def _publishing(way: str, model: nn.Module, address: str) -> Callable[[int], object]:
     """What publishes a version in a way."""
-    if way == WHOLE:
-        return Publisher(model, to=address, dtype=torch.bfloat16, keep="nothing").publish
-    if way == PATCHES:
-        return Publisher(model, to=address, dtype=torch.bfloat16, keep="values").publish
+    if way in KEEP:
+        return Publisher(model, to=address, dtype=torch.bfloat16, keep=KEEP[way]).publish
     whole = _each_tensor if way == FULL_TENSOR else _full_state
     return lambda version: _send(address, version, whole(model), model)
 
@@ -127,27 +126,21 @@ def _time(host: Host, case: Case, addresses: Addresses) -> Found:
     carried: dict[str, list[float]] = {way: [] for way in WAYS}
     stepped: set[int] = set()
 
-    def timed(way: str) -> Callable[[int], float]:
-        def turn(number: int) -> float:
-            if number not in stepped:
-                stepped.add(number)
-                training.optimizer.step()
-            dist.barrier()
-            before = host.carried()
-            begin = time.perf_counter()
-            ways[way](number + 1)
-            spent = time.perf_counter() - begin
-            carried[way].append(host.carried() - before)
-            return harness.slowest(spent)[0]
+    def turn(way: str, number: int) -> float:
+        if number not in stepped:
+            stepped.add(number)
+            training.optimizer.step()
+        dist.barrier()
+        before = host.carried()
+        spent = harness.seconds(lambda: ways[way](number + 1))
+        carried[way].append(host.carried() - before)
+        return harness.slowest(spent)[0]
 
-        return turn
-
-    found = harness.in_turns({way: timed(way) for way in WAYS}, case.turns)
-    model_bytes = sum(parameter.numel() for parameter in training.model.parameters()) * 4
+    found = harness.in_turns({way: partial(turn, way) for way in WAYS}, case.turns)
     return {
         "seconds": harness.median_of(found),
         "bytes": harness.median_of(carried),
-        "model_bytes": model_bytes,
+        "model_bytes": 4 * sum(parameter.numel() for parameter in training.model.parameters()),
     }
 
 
@@ -181,26 +174,23 @@ def _send(
     address: str, version: int, tensors: Iterator[tuple[str, Tensor]], model: nn.Module
 ) -> None:
     """What trainers do: rank 0 sends whole tensors, converted, as they come."""
-    catalogue = {
-        name: Entry.of(name, torch.bfloat16, value.shape)
-        for name, value in model.state_dict().items()
-    }
-    sending = SocketTarget(address).open() if dist.get_rank() == 0 else None
-    if sending is not None:
-        sending.begin(Update(version, None, 1, f"{version}", catalogue), 0)
-    digests: dict[str, int] = {}
-    for name, value in tensors:
-        if sending is not None:
-            converted = value.to(torch.bfloat16)
-            digests[name] = digest_of(converted)
-            block = Block((0,) * converted.ndim, tuple(converted.shape))
-            sending.send(Patch.whole(name, block, converted))
-    if sending is not None:
-        sending.end()
-        sending.commit(digests)
-        sending.close()
+    kinds = {n: Entry.of(n, torch.bfloat16, v.shape) for n, v in model.state_dict().items()}
+    if dist.get_rank():
+        for _ in tensors:  # they are gathered on all ranks
+            pass
+    else:
+        digests: dict[str, int] = {}
+        with closing(SocketTarget(address).open()) as sending:
+            sending.begin(Update(version, None, 1, f"{version}", kinds), 0)
+            for name, value in tensors:
+                converted = value.to(torch.bfloat16)
+                digests[name] = digest_of(converted)
+                block = Block((0,) * converted.ndim, tuple(converted.shape))
+                sending.send(Patch.whole(name, block, converted))
+            sending.end()
+            sending.commit(digests)
     dist.barrier()
 
 
 if __name__ == "__main__":
-    harness.command(measure, Case(), __doc__)
+    harness.command(Case(), __doc__)

@@ -9,31 +9,46 @@ their own, above what is resident before the first step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
 
 from benchmarks import harness
-from benchmarks.harness import Found, Training, Work
+from benchmarks.harness import Found, OnRanks, Training, Work
 from polyshard_cli.compare.training.memory import Meter
 from polyshard_reproducible import Reproducible, clip_grad_norm_
 
-PLAIN, REPRODUCIBLE = "without", "Reproducible"
-CLIPPED = ", clipping"
+PLAIN, REPRODUCIBLE, CLIPPED = "without", "Reproducible", ", clipping"
 NAMES = (PLAIN, REPRODUCIBLE, PLAIN + CLIPPED, REPRODUCIBLE + CLIPPED)
 
 
 @dataclass(frozen=True)
-class Case(harness.Case, width=64, layers=2, tokens=16, turns=1):
+class Case(OnRanks, width=64, layers=2, tokens=16, turns=1):
     """One model, and how a step of it is cut; ``slots`` are of all ranks."""
 
-    ranks: int = 2
     slots: int = 4
     width: int = 512
     layers: int = 8
     tokens: int = 512
     turns: int = 15
+
+    def measure(self) -> Found:
+        """Median seconds, ratios of single turns, and peaks of memory in bytes."""
+        peaks = {name: harness.run_ranks(self.ranks, _peak, name, self) for name in NAMES[:2]}
+        return {**super().measure(), "peak_bytes": peaks}
+
+    def on_rank(self) -> Found:
+        made = {name: trained(name, self) for name in NAMES}
+        steps = {name: step for name, (_, step) in made.items()}
+        times = harness.time_steps(steps, self.turns, warmup=2)  # the first two allocate
+        return {
+            "case": asdict(self),
+            "gradient_bytes": harness.nbytes(harness.local(made[PLAIN][0].model.parameters())),
+            "step_seconds": harness.median_of(times),
+            "ratios": {
+                n: harness.paired(times[REPRODUCIBLE + n], times[PLAIN + n]) for n in ("", CLIPPED)
+            },
+        }
 
 
 def trained(name: str, case: Case) -> tuple[Training, Work]:
@@ -43,7 +58,6 @@ def trained(name: str, case: Case) -> tuple[Training, Work]:
     training = harness.language_training(
         case, 3 * case.width, case.layers, "foreach", plugins=plugins
     )
-    clip: Callable[..., object] = clip_grad_norm_ if plugin else torch.nn.utils.clip_grad_norm_
     count = case.slots // case.ranks
 
     def step() -> None:
@@ -54,32 +68,12 @@ def trained(name: str, case: Case) -> tuple[Training, Work]:
             for _ in range(count):
                 (training.loss() / count).backward()
         if CLIPPED in name:
+            clip = clip_grad_norm_ if plugin else torch.nn.utils.clip_grad_norm_
             clip(training.model.parameters(), 1.0)
         training.optimizer.step()
         training.optimizer.zero_grad()
 
     return training, step
-
-
-def measure(case: Case) -> Found:
-    """Median seconds, ratios of single turns, and peaks of memory in bytes."""
-    found = harness.run_ranks(case.ranks, _time, case)
-    peaks = {name: harness.run_ranks(case.ranks, _peak, name, case) for name in NAMES[:2]}
-    return {**found, "peak_bytes": peaks}
-
-
-def _time(case: Case) -> Found:
-    made = {name: trained(name, case) for name in NAMES}
-    steps = {name: step for name, (_, step) in made.items()}
-    times = harness.time_steps(steps, case.turns, warmup=2)  # the first two allocate
-    return {
-        "case": asdict(case),
-        "gradient_bytes": harness.nbytes(harness.local(made[PLAIN][0].model.parameters())),
-        "step_seconds": harness.median_of(times),
-        "ratios": {
-            n: harness.paired(times[REPRODUCIBLE + n], times[PLAIN + n]) for n in ("", CLIPPED)
-        },
-    }
 
 
 def _peak(name: str, case: Case) -> int:
@@ -92,4 +86,4 @@ def _peak(name: str, case: Case) -> int:
 
 
 if __name__ == "__main__":
-    harness.command(measure, Case(), __doc__)
+    harness.command(Case(), __doc__)

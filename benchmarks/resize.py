@@ -29,16 +29,15 @@ class Case(harness.Case, width=64, layers=2):
     width: int = 1024
     layers: int = 8
 
-
-def measure(case: Case) -> Found:
-    """Seconds of the slowest rank, bytes of all, and what share of the restart the resize takes."""
-    with tempfile.TemporaryDirectory(prefix="polyshard-bench-") as folder:
-        found = harness.run_ranks(case.ranks, _living, case, folder)
-        begin = time.time()
-        ended, load_seconds = harness.run_ranks(case.left, _restarted, case, folder)
-    restart = found["save_seconds"] + ended - begin
-    share = found["resize_seconds"] / restart
-    return {**found, "load_seconds": load_seconds, "restart_seconds": restart, "share": share}
+    def measure(self) -> Found:
+        """Seconds of the slowest rank, bytes of all, and what share of a restart a resize takes."""
+        with tempfile.TemporaryDirectory(prefix="polyshard-bench-") as folder:
+            found = harness.run_ranks(self.ranks, _living, self, folder)
+            begin = time.time()
+            ended, load_seconds = harness.run_ranks(self.left, _restarted, self, folder)
+        restart = found["save_seconds"] + ended - begin
+        share = found["resize_seconds"] / restart
+        return {**found, "load_seconds": load_seconds, "restart_seconds": restart, "share": share}
 
 
 def _living(case: Case, folder: str) -> Found:
@@ -71,4 +70,4 @@ def _restarted(case: Case, folder: str) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    harness.command(measure, Case(), __doc__)
+    harness.command(Case(), __doc__)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -58,6 +60,16 @@ def save(found: dict[str, Any], path: Path) -> None:
     about = asdict(About.here(" ".join(["python", *sys.orig_argv[1:]])))
     text = json.dumps({"about": about, **found}, indent=1)
     path.write_text(text + "\n", encoding="utf-8")
+
+
+def filled(page: str, parts: Mapping[str, Iterable[str]]) -> str:
+    """``page`` with other lines between ``<!-- NAME -->`` and ``<!-- end -->``, by name."""
+    for name, lines in parts.items():
+        text = "".join(f"{line}\n" for line in lines)
+        place = rf"(?<=\n<!-- {name})([ :][^>]*>\n).*?(?=<!-- end -->)"
+        if found := re.search(place, page, re.DOTALL):
+            page = f"{page[: found.start()]}{found[1]}{text}{page[found.end() :]}"
+    return page
 
 
 def read(path: Path) -> Result:

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import sim
-from benchmarks.harness import local
-from benchmarks.sim import bf16
+from benchmarks.harness import bf16, local
 
 WIDTH, HIDDEN, ROWS, STEPS = 16, 48, 4, 2
 sharded = partial(sim.sharded, sizes=(4, WIDTH, HIDDEN))
@@ -52,6 +51,10 @@ def train(model: nn.Module, steps: int = STEPS, optimizer: Any = None) -> list[T
     return losses + local(model.parameters())
 
 
+def named(*scenarios: Scenario) -> dict[str, Scenario]:
+    return {scenario.__name__: scenario for scenario in scenarios}
+
+
 def bystanders() -> list[Tensor]:
     """Memory taken after something was freed: a transfer that still uses that would spoil it."""
     made = [torch.full((n,), float(n), device="sim") for n in (64, 500, 800, 1600, 3300, 7000)]
@@ -61,22 +64,6 @@ def bystanders() -> list[Tensor]:
 
 
 # Both engines ---------------------------------------------------------------------------------
-
-
-def plain(library: Any) -> list[Tensor]:
-    return train(sharded(library))
-
-
-def mixed(library: Any) -> list[Tensor]:
-    return train(sharded(library, **bf16(library)))
-
-
-def kept(library: Any) -> list[Tensor]:
-    return train(sharded(library, reshard_after_forward=False))
-
-
-def replicas(library: Any) -> list[Tensor]:
-    return train(sharded(library, (2, 1), **bf16(library)))
 
 
 def accumulated(library: Any) -> list[Tensor]:
@@ -160,10 +147,6 @@ def optimizer_on_a_stream(library: Any) -> list[Tensor]:
     return losses + local(model.parameters())
 
 
-def offloaded(library: Any) -> list[Tensor]:
-    return train(sharded(library, offload_policy=library.CPUOffloadPolicy()), 3)
-
-
 def offloaded_accumulated(library: Any) -> list[Tensor]:
     model = sharded(library, offload_policy=library.CPUOffloadPolicy())
     backward(model)
@@ -208,11 +191,20 @@ def _reset(model: Any) -> None:
     model.reset_iter_state()
 
 
-BOTH: tuple[Scenario, ...] = (
-    plain, mixed, kept, accumulated, replicas, replicas_accumulated, prefetched,
-    several_reductions, hooked, by_hand, evaluated, optimizer_on_a_stream, offloaded,
-    offloaded_accumulated, dropped_in_a_gather, dropped_in_a_reduction, reset,
-)  # fmt: skip
+BOTH: dict[str, Scenario] = {
+    "plain": lambda library: train(sharded(library)),
+    "mixed": lambda library: train(sharded(library, **bf16(library))),
+    "kept": lambda library: train(sharded(library, reshard_after_forward=False)),
+    "replicas": lambda library: train(sharded(library, (2, 1), **bf16(library))),
+    "offloaded": lambda library: train(
+        sharded(library, offload_policy=library.CPUOffloadPolicy()), 3
+    ),
+    **named(
+        accumulated, replicas_accumulated, prefetched, several_reductions, hooked, by_hand,
+        evaluated, optimizer_on_a_stream, offloaded_accumulated, dropped_in_a_gather,
+        dropped_in_a_reduction, reset,
+    ),
+}  # fmt: skip
 
 
 # polyshard's own ------------------------------------------------------------------------------
@@ -224,16 +216,6 @@ def small_transfers() -> Iterator[None]:
     collective = importlib.import_module("polyshard.transport.collective")
     with mock.patch.object(collective.CollectiveTransport, "staging_bytes", 4):
         yield
-
-
-def direct(library: Any) -> list[Tensor]:
-    with small_transfers():
-        return train(sharded(library)) + train(sharded(library, **bf16(library)))
-
-
-def direct_replicas(library: Any) -> list[Tensor]:
-    with small_transfers():
-        return train(sharded(library, (2, 1), **bf16(library)))
 
 
 def coalesced(library: Any) -> list[Tensor]:
@@ -304,10 +286,10 @@ def dropped_with_replicas(library: Any) -> list[Tensor]:
     return bystanders()
 
 
-def _offload(library: Any, accumulates: bool = False, **switches: Any) -> list[Tensor]:
-    offload: Any = importlib.import_module("polyshard_offload")
+def offload(library: Any, accumulates: bool = False, **switches: Any) -> list[Tensor]:
+    tiers: Any = importlib.import_module("polyshard_offload")
     with tempfile.TemporaryDirectory() as folder:
-        plugin = offload.Offload(**switches, disk=offload.DiskSettings(path=Path(folder)))
+        plugin = tiers.Offload(**switches, disk=tiers.DiskSettings(path=Path(folder)))
         model = sharded(library, plugins=[plugin])
         if accumulates:
             backward(model, 5)
@@ -319,21 +301,18 @@ def _offload(library: Any, accumulates: bool = False, **switches: Any) -> list[T
         return found
 
 
-def on_host(library: Any) -> list[Tensor]:
-    return _offload(library, params="host") + _offload(library, True, params="host")
+OWN: dict[str, Scenario] = {
+    "direct": small_transfers()(lambda library: BOTH["plain"](library) + BOTH["mixed"](library)),
+    "direct_replicas": small_transfers()(BOTH["replicas"]),
+    "on_host": lambda library: [
+        *offload(library, params="host"),
+        *offload(library, True, params="host"),
+    ],
+    "optimizer_on_host": lambda library: offload(library, params="device", optimizer="host"),
+    "on_disk": lambda library: offload(library, params="disk"),
+    **named(
+        coalesced, separate_reductions, together, int8, custom, dropped_with_replicas,
+    ),
+}  # fmt: skip
 
-
-def optimizer_on_host(library: Any) -> list[Tensor]:
-    return _offload(library, params="device", optimizer="host")
-
-
-def on_disk(library: Any) -> list[Tensor]:
-    return _offload(library, params="disk")
-
-
-OWN: tuple[Scenario, ...] = (
-    direct, direct_replicas, coalesced, separate_reductions, together, int8, custom,
-    dropped_with_replicas, on_host, optimizer_on_host, on_disk,
-)  # fmt: skip
-
-SCENARIOS = {"polyshard": (*BOTH, *OWN), "FSDP2": BOTH}
+SCENARIOS = {"polyshard": BOTH | OWN, "FSDP2": BOTH}

@@ -9,7 +9,6 @@ the engines ask of a device; no time is measured. Needs polyshard-sim.
 from __future__ import annotations
 
 import gc
-import importlib
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,14 +17,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
+import polyshard
 from benchmarks import harness
-from benchmarks.harness import MIB, Found, command, table
+from benchmarks.harness import MIB, Found, bf16, command, table
 from polyshard_testing import World
 
 BLOCKS, WIDTH, HIDDEN, TOKENS, STEPS = 6, 512, 2048, 32, 3
-LIBRARIES = {"polyshard": "polyshard", "FSDP2": "torch.distributed.fsdp"}
+LIBRARIES: dict[str, Any] = {"polyshard": polyshard, "FSDP2": fsdp}
 SHOWN = ("forward", "peak", "reserved", "launches", "host_waits")
 
 
@@ -63,6 +64,17 @@ class Case(harness.Case, rows=("fp32",)):
 
     rows: tuple[str, ...] = tuple(ROWS)
 
+    def measure(self) -> Found:
+        """Figures of rank 0, by row and engine."""
+        found: Found = {}
+        for ranks in {ROWS[name].ranks for name in self.rows}:
+            with closing(World(ranks, device="sim", start_method="spawn")) as world:
+                for name in self.rows:
+                    if ROWS[name].ranks == ranks:
+                        runs = {e: world.run(train, name, e, timeout=600)[0] for e in LIBRARIES}
+                        found[name] = runs
+        return {"simulated": True, "rows": {name: found[name] for name in self.rows}}
+
 
 class Block(nn.Module):
     """The norm and the two large matrices of a transformer's block."""
@@ -95,13 +107,8 @@ def sharded(
     return harness.sharded(model.to("sim"), model, library.fully_shard, mesh=placed, **keywords)
 
 
-def bf16(library: Any) -> dict[str, Any]:
-    """Compute in bfloat16, reduce in float32."""
-    return {"mp_policy": library.MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
-
-
 def _trained(row: Row, engine: str) -> Any:
-    library: Any = importlib.import_module(LIBRARIES[engine])
+    library = LIBRARIES[engine]
     mesh = (row.replicas, row.ranks // row.replicas) if row.replicas > 1 else (row.ranks,)
     keywords: dict[str, Any] = bf16(library) if row.bf16 else {}
     if row.offload:
@@ -157,18 +164,6 @@ def _end_of(phase: str, figures: dict[str, float]) -> None:
     polyshard_sim.reset_counters()
 
 
-def measure(case: Case) -> Found:
-    """Figures of rank 0, by row and engine."""
-    found: Found = {}
-    for ranks in {ROWS[name].ranks for name in case.rows}:
-        with closing(World(ranks, device="sim", start_method="spawn")) as world:
-            for name in case.rows:
-                if ROWS[name].ranks == ranks:
-                    runs = {e: world.run(train, name, e, timeout=600)[0] for e in LIBRARIES}
-                    found[name] = runs
-    return {"simulated": True, "rows": {name: found[name] for name in case.rows}}
-
-
 def lines(found: Found) -> Iterator[str]:
     """The table of the page."""
     heads = ["row", *(c.replace("_", " ") for c in SHOWN), "forward and backward / FSDP2", "losses"]
@@ -188,4 +183,4 @@ def _text(value: int | float) -> str:
 
 
 if __name__ == "__main__":
-    command(measure, Case(), __doc__)
+    command(Case(), __doc__)

@@ -14,10 +14,8 @@ import argparse
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -33,12 +31,11 @@ from benchmarks import (
     sim,
 )
 from benchmarks import publish as publishing
-from benchmarks.harness import Case, Found, run_alone, show
+from benchmarks.harness import Case, show
 from benchmarks.host import cost
 from benchmarks.report import figures, headline, page
 from benchmarks.result import RESULTS, ROOT, About, Result, read_all
 from benchmarks.step import breakdown, steadiness
-from benchmarks.step import time as step_time
 from benchmarks.step.rows import MAIN_ROWS, ROWS, row
 
 QUICK_RESULTS = ROOT / "runs" / "bench"
@@ -50,33 +47,24 @@ class Part:
 
     name: str
     kind: str
-    measure: Callable[[Any], Found]
     case: Case
 
 
-def _gpu(case: gpu.Case) -> Found:
-    return run_alone(gpu.measure, case if torch.cuda.is_available() else case.quick())
-
-
 PARTS: tuple[Part, ...] = (
-    *(Part(each.name, "step-time", step_time.measure, each.case) for each in ROWS),
-    *(Part(f"breakdown-{n}", "breakdown", breakdown.measure, row(n).case) for n in MAIN_ROWS),
-    Part("steadiness", "steadiness", steadiness.measure, steadiness.CASE),
-    Part("host-cost", "host-cost", cost.measure, cost.Case()),
-    Part("optimizer-step", "optimizer", optimizer.measure, optimizer.Case()),
-    Part("checkpoint-stall", "checkpoint", checkpoint.measure, checkpoint.Case()),
-    *(
-        Part(f"pretrained-{n}", "pretrained", pretrained.measure, pretrained.Case(n))
-        for n in (2, 4)
-    ),
-    *(Part(f"publish-{n}", "publish", publishing.measure, publishing.Case(n)) for n in (2, 4)),
-    Part("guards", "guards", guards.measure, guards.Case()),
-    Part("muon-2", "matrix", matrix.measure, matrix.Case(ranks=2)),
-    Part("muon-4", "matrix", matrix.measure, matrix.Case(ranks=4)),
-    Part("reproducible", "reproducible", reproducible.measure, reproducible.Case()),
-    Part("gpu", "gpu", _gpu, gpu.Case()),
-    Part("sim", "simulated", sim.measure, sim.Case()),
-    Part("clock", "clock", clock.measure, clock.Case()),
+    *(Part(each.name, "step-time", each.case) for each in ROWS),
+    *(Part(f"breakdown-{n}", "breakdown", breakdown.Case(**vars(row(n).case))) for n in MAIN_ROWS),
+    Part("steadiness", "steadiness", steadiness.Case()),
+    Part("host-cost", "host-cost", cost.Case()),
+    Part("optimizer-step", "optimizer", optimizer.Case()),
+    Part("checkpoint-stall", "checkpoint", checkpoint.Case()),
+    *(Part(f"pretrained-{ranks}", "pretrained", pretrained.Case(ranks)) for ranks in (2, 4)),
+    *(Part(f"publish-{ranks}", "publish", publishing.Case(ranks)) for ranks in (2, 4)),
+    Part("guards", "guards", guards.Case()),
+    *(Part(f"muon-{ranks}", "matrix", matrix.Case(ranks)) for ranks in (2, 4)),
+    Part("reproducible", "reproducible", reproducible.Case()),
+    Part("gpu", "gpu", gpu.Case() if torch.cuda.is_available() else gpu.Case().quick()),
+    Part("sim", "simulated", sim.Case()),
+    Part("clock", "clock", clock.Case()),
 )
 
 
@@ -85,7 +73,7 @@ def run_part(part: Part, folder: Path, about: About) -> bool:
     begin = time.perf_counter()
     print(f"\n=== {part.name}", flush=True)
     try:
-        found = part.measure(part.case.quick() if about.quick else part.case)
+        found = (part.case.quick() if about.quick else part.case).measure()
     except Exception:
         traceback.print_exc()
         return False

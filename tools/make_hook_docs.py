@@ -176,7 +176,7 @@ ONE_CLASS = {
     "ReduceCodecPlugin": ("CodecPlugin", "BoundReduceCodec", "Measured"),
     "StoragePlugin": ("ShardStorage",),
     "BackendPlugin": ("BackendPlugin",),
-    "ObserverPlugin": ("Observer",),
+    "ObserverPlugin": ("HasNotices", "Observer"),
 }
 """Plugins in one class, and the bases that declare their members."""
 
@@ -185,8 +185,8 @@ GIVEN_INFO = ("GroupInfo", "ParamInfo")
 EXPERTS = (
     *("GroupIdentity", "Around", "Stateful", "Spec"),
     *("GatherCodec", "ReduceCodec", "BoundReplicaCodec", "StorageFactory", "CollectivesBackend"),
-    *("GradientLanding", "OwnedParameter", "Rows"),
-    *("ShardingConstraint", "StateDictAdapter", "StepObserver"),
+    *("GradientLanding", "OwnedParameter"),
+    *("ShardingConstraint", "StateDictAdapter"),
 )
 """Other classes that hooks receive and return; transports are on another page."""
 

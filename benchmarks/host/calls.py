@@ -23,26 +23,12 @@ from torch import Tensor, nn
 
 import polyshard
 from benchmarks import harness
-from benchmarks.harness import Found, command, run_alone, run_ranks
+from benchmarks.harness import Found, Layer, command, run_alone, run_ranks
 
 CORE = Path(polyshard.__file__).parent
 Calls = Counter[tuple[str, str]]
 """By file and function."""
 WIDTH = 64
-
-
-class Block(nn.Module):
-    """A unit of so many parameters."""
-
-    def __init__(self, parameters: int) -> None:
-        super().__init__()
-        weights = (nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH) for _ in range(parameters))
-        self.weights = nn.ParameterList(weights)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for weight in self.weights:
-            x = x @ weight
-        return x
 
 
 def calls_of(run: Callable[[], object]) -> Calls:
@@ -67,7 +53,7 @@ def calls_of(run: Callable[[], object]) -> Calls:
 
 def step(units: int, parameters: int) -> tuple[Calls, Calls]:
     """Calls of a step's forward and backward, when everything is made."""
-    model = nn.Sequential(*(Block(parameters) for _ in range(units)))
+    model = nn.Sequential(*(Layer(parameters, WIDTH, WIDTH) for _ in range(units)))
     for module in (*model, model):
         polyshard.fully_shard(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -123,22 +109,21 @@ class Case(harness.Case, parameters=(1,)):
     parameters: tuple[int, ...] = (1, 4, 8)
     list: bool = False
 
-
-def measure(case: Case) -> Found:
-    """Sizes of core, and calls and files by way and phase."""
-    ways = {"gloo, 1 parameters": run_ranks(2, one_unit, 1)}
-    for count in case.parameters:
-        ways[f"collectives, {count} parameters"] = run_alone(on_collectives, count)
-    found: Found = {"core": size_of_core()}
-    for way, both in ways.items():
-        for phase, calls in zip(("forward", "backward"), both, strict=True):
-            files = len({file for file, _ in calls})
-            found[f"{way}, {phase}"] = {"calls": calls.total(), "files": files}
-            if case.list:
-                named = {" ".join(key): count for key, count in sorted(calls.items())}
-                found[f"{way}, {phase}"]["by function"] = named
-    return found
+    def measure(self) -> Found:
+        """Sizes of core, and calls and files by way and phase."""
+        ways = {"gloo, 1 parameters": run_ranks(2, one_unit, 1)}
+        for count in self.parameters:
+            ways[f"collectives, {count} parameters"] = run_alone(on_collectives, count)
+        found: Found = {"core": size_of_core()}
+        for way, both in ways.items():
+            for phase, calls in zip(("forward", "backward"), both, strict=True):
+                files = len({file for file, _ in calls})
+                found[f"{way}, {phase}"] = {"calls": calls.total(), "files": files}
+                if self.list:
+                    named = {" ".join(key): count for key, count in sorted(calls.items())}
+                    found[f"{way}, {phase}"]["by function"] = named
+        return found
 
 
 if __name__ == "__main__":
-    command(measure, Case(), __doc__)
+    command(Case(), __doc__)

@@ -19,17 +19,22 @@ from itertools import product
 from statistics import linear_regression
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch import nn
 
-import polyshard
 from benchmarks import harness
-from benchmarks.harness import Found, command, in_turns, median_of, run_alone, seconds, sharded
+from benchmarks.harness import (
+    LIBRARIES,
+    Found,
+    Layer,
+    command,
+    in_turns,
+    median_of,
+    run_alone,
+    seconds,
+    sharded,
+)
 from benchmarks.host.launches import count
 from benchmarks.host.silent import silent_group
-
-WIDTH = 1
-LIBRARIES = {"polyshard": polyshard.fully_shard, "torch": torch_fully_shard}
 
 
 @dataclass(frozen=True)
@@ -69,31 +74,21 @@ class Case(harness.Case, ranks=(8, 64), groups=(4,), parameters=(1, 50), steps=3
         chosen = (own or (one,) for own, one in zip(given, default, strict=True))
         return tuple(Size(*numbers) for numbers in product(*chosen))
 
-
-class Layer(nn.Module):
-    """Uses ``count`` parameters of ``rows`` rows, all trained."""
-
-    def __init__(self, count: int, rows: int) -> None:
-        """Values do not matter: nothing is ever transferred."""
-        super().__init__()
-        self.weights = nn.ParameterList(torch.zeros(rows, WIDTH) for _ in range(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for weight in self.weights:
-            x = x + weight[0]
-        return x
+    def measure(self) -> Found:
+        """Every size, and the fit; in a process of its own."""
+        return run_alone(_measure, self)
 
 
 def build(size: Size) -> nn.Sequential:
     """Layers, each to be a unit, with as many rows a parameter as there are ranks."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
-        return nn.Sequential(*(Layer(size.parameters, size.ranks) for _ in range(size.groups)))
+        return nn.Sequential(*(Layer(size.parameters, size.ranks, 1) for _ in range(size.groups)))
 
 
 def train(model: nn.Module) -> None:
     device = next(model.parameters()).device
-    model(torch.ones(2, WIDTH, device=device)).sum().backward()
+    model(torch.ones(2, 1, device=device)).sum().backward()
 
 
 def measure_size(size: Size, steps: int) -> Found:
@@ -101,8 +96,8 @@ def measure_size(size: Size, steps: int) -> Found:
     with silent_group(size.ranks):
         models = {name: build(size) for name in (*LIBRARIES, "plain")}
         init = {
-            name: seconds(partial(sharded, models[name], models[name], fully_shard))
-            for name, fully_shard in LIBRARIES.items()
+            name: seconds(partial(sharded, models[name], models[name], library.fully_shard))
+            for name, library in LIBRARIES.items()
         }
         medians = median_seconds(models, steps)
         launches: dict[str, int] = {}
@@ -167,11 +162,6 @@ def fit(rows: list[Found]) -> dict[str, dict[str, float]]:
     return found
 
 
-def measure(case: Case) -> Found:
-    """Every size, and the fit; in a process of its own."""
-    return run_alone(_measure, case)
-
-
 def _measure(case: Case) -> Found:
     measure_size(Size(2, 2, 2), steps=1)  # imports and first calls
     # Large models take seconds a step, and average over their own groups.
@@ -183,4 +173,4 @@ def _measure(case: Case) -> Found:
 
 
 if __name__ == "__main__":
-    command(measure, Case(), __doc__)
+    command(Case(), __doc__)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,28 +23,32 @@ from polyshard_cli.trace import Trace
 STEPS = 40
 
 
-def measure(size: Size) -> Found:
-    """Microseconds a group and step, of CPU a span, and spans of a step."""
-    with tempfile.TemporaryDirectory() as folder:
-        with silent_group(size.ranks):
-            trace = Trace(Path(folder, "on"))
-            idle = Trace(Path(folder, "idle"), steps=range(0))
-            plugins: dict[str, list[Trace]] = {"without": [], "idle": [idle], "on": [trace]}
-            models = {name: build(size) for name in plugins}
-            for name, model in models.items():
-                sharded(model, model, partial(polyshard.fully_shard, plugins=plugins[name]))
-            seconds = median_seconds(models, STEPS)
-            size_bytes = trace.path.stat().st_size
-        spans = trace.path.read_text("ascii").count('"ph":"X"')
-        return {
-            "us a group and step": {n: 1e6 * s / (size.groups + 1) for n, s in seconds.items()},
-            "spans a step": spans / (STEPS + 2),
-            "bytes a span": size_bytes / spans,
-            "us of CPU a span": {
-                "idle": 1e6 * _cpu_seconds(Trace(Path(folder, "a"), steps=range(0))),
-                "on": 1e6 * _cpu_seconds(Trace(Path(folder, "b"))),
-            },
-        }
+@dataclass(frozen=True)
+class Case(Size, groups=4):
+    """A model."""
+
+    def measure(self) -> Found:
+        """Microseconds a group and step, of CPU a span, and spans of a step."""
+        with tempfile.TemporaryDirectory() as folder:
+            with silent_group(self.ranks):
+                trace = Trace(Path(folder, "on"))
+                idle = Trace(Path(folder, "idle"), steps=range(0))
+                plugins: dict[str, list[Trace]] = {"without": [], "idle": [idle], "on": [trace]}
+                models = {name: build(self) for name in plugins}
+                for name, model in models.items():
+                    sharded(model, model, partial(polyshard.fully_shard, plugins=plugins[name]))
+                seconds = median_seconds(models, STEPS)
+                size_bytes = trace.path.stat().st_size
+            spans = trace.path.read_text("ascii").count('"ph":"X"')
+            return {
+                "us a group and step": {n: 1e6 * s / (self.groups + 1) for n, s in seconds.items()},
+                "spans a step": spans / (STEPS + 2),
+                "bytes a span": size_bytes / spans,
+                "us of CPU a span": {
+                    "idle": 1e6 * _cpu_seconds(Trace(Path(folder, "a"), steps=range(0))),
+                    "on": 1e6 * _cpu_seconds(Trace(Path(folder, "b"))),
+                },
+            }
 
 
 def _cpu_seconds(trace: Trace, groups: int = 1000) -> float:
@@ -63,4 +68,4 @@ def _cpu_seconds(trace: Trace, groups: int = 1000) -> float:
 
 
 if __name__ == "__main__":
-    command(measure, Size(), __doc__)
+    command(Case(), __doc__)

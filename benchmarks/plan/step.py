@@ -35,6 +35,18 @@ class Rows(harness.Case, rounds=1, small=True):
     rounds: int = 3
     small: bool = False
 
+    def measure(self) -> Found:
+        """Predicted and measured seconds of every row: of the round whose ratio is the median."""
+        cases = {name: row(name).case for name in self.only}
+        if self.small:
+            cases = {name: case.quick() for name, case in cases.items()}
+        with TemporaryDirectory() as folder:
+            path = str(Path(folder, "machine.json"))
+            rounds = [{n: _row(c, path) for n, c in cases.items()} for _ in range(self.rounds)]
+        rows = {name: _middle([each[name] for each in rounds]) for name in cases}
+        close = sum(abs(found[RATIO] - 1) <= 0.1 for found in rows.values())
+        return {"rows": rows, "within 10 %": f"{close} of {len(rows)}"}
+
 
 def settings_of(case: Case, machine: str) -> dict[str, Any]:
     """What ``polyshard plan`` is asked for ``case``, as keywords of its settings."""
@@ -88,19 +100,6 @@ def measure_machine(ranks: int, path: str) -> None:
     save_machine(measured(ranks, MACHINE_ROUNDS), Path(path))
 
 
-def measure(asked: Rows) -> Found:
-    """Predicted and measured seconds of every row: of the round whose ratio is the median."""
-    cases = {name: row(name).case for name in asked.only}
-    if asked.small:
-        cases = {name: case.quick() for name, case in cases.items()}
-    with TemporaryDirectory() as folder:
-        path = str(Path(folder, "machine.json"))
-        rounds = [{n: _row(c, path) for n, c in cases.items()} for _ in range(asked.rounds)]
-    rows = {name: _middle([each[name] for each in rounds]) for name in cases}
-    close = sum(abs(found[RATIO] - 1) <= 0.1 for found in rows.values())
-    return {"rows": rows, "within 10 %": f"{close} of {len(rows)}"}
-
-
 def _middle(rounds: list[Found]) -> Found:
     ratios = [found[RATIO] for found in rounds]
     return {**rounds[ratios.index(median_low(ratios))], "rounds": ratios}
@@ -115,4 +114,4 @@ def _row(case: Case, machine: str) -> Found:
 
 
 if __name__ == "__main__":
-    command(measure, Rows(), __doc__)
+    command(Rows(), __doc__)

@@ -24,15 +24,14 @@ from benchmarks.plan.models import name_of
 from benchmarks.plan.step import measure_machine
 from benchmarks.step.case import Case
 from benchmarks.step.engines import Engine, batches, build_model, compared
-from polyshard_cli.compare.engines.spec import Spec
+from polyshard_cli.compare.engines.spec import parse
 from polyshard_cli.plan import Settings, parse_mesh
 from polyshard_cli.plan.drafting import subject_of
 from polyshard_cli.plan.dry_run.units import units_of
-from polyshard_cli.plan.tuning.choice import Choice
 from polyshard_cli.plan.tuning.search import Search
+from polyshard_cli.plan.tuning.space import Choice
 
 RANKS = 2
-MODEL = Case(width=512, layers=8, tokens=16, steps=9, warmup=2)
 AT_ONCE = 6
 """Settings that take turns: all of their models are in memory."""
 FINALISTS = 6
@@ -53,16 +52,14 @@ class Setting:
     def build(self, case: Case) -> Engine:
         """A model under polyshard, on the ranks."""
         choice = self.choice
-        tier, _, place = choice.offload.partition("=")
-        spec = Spec(
-            name=self.name,
-            kind="polyshard",
-            keep=choice.reshard is False,
-            replicas=choice.mesh.size("replicate"),
-            flat=self.flat and not choice.offload,
-            formats=(choice.quantize, choice.quantize),
-            offload=((tier, place),) if tier else (),
-        )
+        options = {
+            "keep": choice.reshard is False,
+            "flat": self.flat and not choice.offload,
+            choice.quantize: bool(choice.quantize),
+            f"offload-{choice.offload}": bool(choice.offload),
+        }
+        name = "+".join(["polyshard", *(option for option, used in options.items() if used)])
+        spec = replace(*parse([name], RANKS), replicas=choice.mesh.size("replicate"))
         model = build_model(case)
         units = units_of(model, choice.units).values()
         made = compared(spec, model, units, **{"fused" if self.flat else "foreach": True})
@@ -117,45 +114,53 @@ def time_settings(found: list[Setting], case: Case, at_once: int) -> list[list[f
     return times
 
 
-def measure(case: Case) -> Found:
-    """Predicted and measured seconds of every setting, and what follows."""
-    with TemporaryDirectory() as folder:
-        path = str(Path(folder, "machine.json"))
-        measure_machine(RANKS, path)
-        predicted = run_alone(predict, case, path)
-    times = run_ranks(RANKS, time_settings, list(SETTINGS), case, AT_ONCE)
-    measured = dict(zip(SETTINGS, map(median, times), strict=True))
-    said = dict(zip(SETTINGS, predicted, strict=True))
-    lossless = [setting for setting in SETTINGS if not setting.choice.quantize]
+@dataclass(frozen=True)
+class Tuning(Case):
+    """The model."""
 
-    def chosen(among: Sequence[Setting]) -> Setting:
-        """A plan is for flat steps, so that of equal predictions the flat one is chosen."""
-        return min(among, key=lambda setting: (said[setting]["step"], not setting.flat))
+    width: int = 512
+    steps: int = 9
+    warmup: int = 2
 
-    best, exact = chosen(SETTINGS), chosen(lossless)
-    fastest = sorted(SETTINGS, key=lambda setting: measured[setting])[:FINALISTS]
-    finalists = list(dict.fromkeys([*fastest, best, exact]))
-    final = replace(case, steps=FINAL_STEPS) if case == MODEL else case
-    times = run_ranks(RANKS, time_settings, finalists, final, len(finalists))
-    again = dict(zip(finalists, map(median, times), strict=True))
-    return {
-        "case": asdict(case),
-        "rows": [
-            {
-                "name": setting.name,
-                "predicted": said[setting],
-                "measured": {"step": measured[setting]},
-                "final": again.get(setting),
-            }
-            for setting in SETTINGS
-        ],
-        "chosen": best.name,
-        "best": min(finalists, key=lambda setting: again[setting]).name,
-        "chosen / best": again[best] / min(again.values()),
-        "chosen / best, lossless": again[exact]
-        / min(spent for setting, spent in again.items() if setting in lossless),
-    }
+    def measure(self) -> Found:
+        """Predicted and measured seconds of every setting, and what follows."""
+        with TemporaryDirectory() as folder:
+            path = str(Path(folder, "machine.json"))
+            measure_machine(RANKS, path)
+            predicted = run_alone(predict, self, path)
+        times = run_ranks(RANKS, time_settings, list(SETTINGS), self, AT_ONCE)
+        measured = dict(zip(SETTINGS, map(median, times), strict=True))
+        said = dict(zip(SETTINGS, predicted, strict=True))
+        lossless = [setting for setting in SETTINGS if not setting.choice.quantize]
+
+        def chosen(among: Sequence[Setting]) -> Setting:
+            """A plan is for flat steps, so that of equal predictions the flat one is chosen."""
+            return min(among, key=lambda setting: (said[setting]["step"], not setting.flat))
+
+        best, exact = chosen(SETTINGS), chosen(lossless)
+        fastest = sorted(SETTINGS, key=lambda setting: measured[setting])[:FINALISTS]
+        finalists = list(dict.fromkeys([*fastest, best, exact]))
+        final = replace(self, steps=FINAL_STEPS) if self == Tuning() else self
+        times = run_ranks(RANKS, time_settings, finalists, final, len(finalists))
+        again = dict(zip(finalists, map(median, times), strict=True))
+        return {
+            "case": asdict(self),
+            "rows": [
+                {
+                    "name": setting.name,
+                    "predicted": said[setting],
+                    "measured": {"step": measured[setting]},
+                    "final": again.get(setting),
+                }
+                for setting in SETTINGS
+            ],
+            "chosen": best.name,
+            "best": min(finalists, key=lambda setting: again[setting]).name,
+            "chosen / best": again[best] / min(again.values()),
+            "chosen / best, lossless": again[exact]
+            / min(spent for setting, spent in again.items() if setting in lossless),
+        }
 
 
 if __name__ == "__main__":
-    command(measure, MODEL, __doc__)
+    command(Tuning(), __doc__)

@@ -34,6 +34,23 @@ class Case(harness.Case, steps=2, seeds=1, preset="tiny", rows=("int8",)):
         *("int8,int4", "int4,native", "int4"),
     )
 
+    def measure(self) -> Found:
+        """Losses of every seed by formats, and differences to native."""
+        seeds = range(self.seeds)
+        native = [held_out("", seed, self) for seed in seeds]
+        found: Found = {
+            "native": {"losses": str(native), "spread of seeds": max(native) - min(native)}
+        }
+        for row in self.rows:
+            losses = [held_out(row, seed, self) for seed in seeds]
+            differences = [a - b for a, b in zip(losses, native, strict=True)]
+            found[row] = {
+                "losses": str(losses),
+                "mean difference": mean(differences),
+                "largest difference": max(differences, key=abs),
+            }
+        return found
+
 
 def held_out(quantize: str, seed: int, case: Case) -> float:
     """Train once; the held-out loss at the end, in nats per byte."""
@@ -49,21 +66,5 @@ def held_out(quantize: str, seed: int, case: Case) -> float:
     return loss
 
 
-def measure(case: Case) -> Found:
-    """Losses of every seed by formats of parameters and gradients, and differences to native."""
-    seeds = range(case.seeds)
-    native = [held_out("", seed, case) for seed in seeds]
-    found: Found = {"native": {"losses": str(native), "spread of seeds": max(native) - min(native)}}
-    for row in case.rows:
-        losses = [held_out(row, seed, case) for seed in seeds]
-        differences = [a - b for a, b in zip(losses, native, strict=True)]
-        found[row] = {
-            "losses": str(losses),
-            "mean difference": mean(differences),
-            "largest difference": max(differences, key=abs),
-        }
-    return found
-
-
 if __name__ == "__main__":
-    command(measure, Case(), __doc__)
+    command(Case(), __doc__)

@@ -36,6 +36,15 @@ class Case(harness.Case, mib=1):
 
     mib: int = 16
 
+    def measure(self) -> Found:
+        """The link, the codecs, and what an all-gather gains by ranks."""
+        found = run_ranks(2, times, self.mib) if "RANK" not in os.environ else _joined(self.mib)
+        return {
+            "link, Gbit/s each way": 8e-9 / found["link"],
+            "codecs, GB/s": {name: 1e-9 / each for name, each in found.items() if name != "link"},
+            **{f"{ranks} ranks": dict(_told(found, ranks)) for ranks in WORLDS},
+        }
+
 
 def times(mib: int) -> Seconds:
     """On every rank at once, as in a step; rank 0's answer counts."""
@@ -73,16 +82,6 @@ def gains(found: Seconds, world_size: int, form: BlockFormat) -> tuple[float, fl
     return moved / quantized, (0.5 * moved + found["cast"]) / quantized
 
 
-def measure(case: Case) -> Found:
-    """The link, the codecs, and what an all-gather gains by ranks; in words where it matters."""
-    found = run_ranks(2, times, case.mib) if "RANK" not in os.environ else _joined(case.mib)
-    return {
-        "link, Gbit/s each way": 8e-9 / found["link"],
-        "codecs, GB/s": {name: 1e-9 / each for name, each in found.items() if name != "link"},
-        **{f"{ranks} ranks": dict(_told(found, ranks)) for ranks in WORLDS},
-    }
-
-
 def _joined(mib: int) -> Seconds:
     """On torchrun's ranks, of which the first one goes on."""
     dist.init_process_group("gloo")
@@ -101,4 +100,4 @@ def _told(found: Seconds, ranks: int) -> Iterator[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    command(measure, Case(), __doc__)
+    command(Case(), __doc__)

@@ -41,6 +41,30 @@ class Case(harness.Case, mib=1, turns=1):
     turns: int = 9
     device: str = "cpu"
 
+    def measure(self) -> Found:
+        """Milliseconds, also as so many copies, and errors by format and kind of values."""
+        torch.set_num_threads(self.threads)
+        found = speeds(self.mib, self.turns, torch.device(self.device))
+        torch.manual_seed(0)
+        gaussian = torch.randn(256, WIDTH)
+        kinds = {
+            "gaussian": gaussian,
+            "student-t(3)": torch.distributions.StudentT(3.0).sample(gaussian.shape),
+            "0.1 % outliers, 50x": gaussian
+            * torch.where(torch.rand_like(gaussian) < 1e-3, 50.0, 1.0),
+        }
+        return {
+            "ms": found,
+            "x copy": {name: spent / found["copy"] for name, spent in found.items()},
+            "relative error": {
+                str(form): {
+                    name: float((round_trip(v, form) - v).norm() / v.norm())
+                    for name, v in kinds.items()
+                }
+                for form in (*FORMATS, Int8Block(64), Int8Block(1024), Int4Block(256))
+            },
+        }
+
 
 def codec_of(form: BlockFormat, values: Tensor) -> tuple[Work, Work]:
     """Encoding and decoding of a parameter ``[rows, WIDTH]``, as a step does it."""
@@ -65,29 +89,5 @@ def speeds(mib: int, turns: int, device: torch.device) -> dict[str, float]:
     return median_of(in_turns(ways, turns))  # the first one faults memory in
 
 
-def measure(case: Case) -> Found:
-    """Milliseconds, also as so many copies, and errors by format and kind of values."""
-    torch.set_num_threads(case.threads)
-    found = speeds(case.mib, case.turns, torch.device(case.device))
-    torch.manual_seed(0)
-    gaussian = torch.randn(256, WIDTH)
-    kinds = {
-        "gaussian": gaussian,
-        "student-t(3)": torch.distributions.StudentT(3.0).sample(gaussian.shape),
-        "0.1 % outliers, 50x": gaussian * torch.where(torch.rand_like(gaussian) < 1e-3, 50.0, 1.0),
-    }
-    return {
-        "ms": found,
-        "x copy": {name: spent / found["copy"] for name, spent in found.items()},
-        "relative error": {
-            str(form): {
-                name: float((round_trip(v, form) - v).norm() / v.norm())
-                for name, v in kinds.items()
-            }
-            for form in (*FORMATS, Int8Block(64), Int8Block(1024), Int4Block(256))
-        },
-    }
-
-
 if __name__ == "__main__":
-    command(measure, Case(), __doc__)
+    command(Case(), __doc__)

@@ -12,8 +12,8 @@ Needs polyshard-quantized.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -21,22 +21,27 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import harness
-from benchmarks.harness import MIB, Found, Training
+from benchmarks.harness import MIB, Found, OnRanks, Training
 from benchmarks.links import Host, linked, run_hosts
 from polyshard import MixedPrecisionPolicy, stats
 from polyshard_quantized import ErrorFeedback, Int4Block, Int8Block, QuantizedComm
 
 
 @dataclass(frozen=True)
-class Case(harness.Case, width=64, layers=2, turns=1):
+class Case(OnRanks, width=64, layers=2, turns=1):
     """What is measured; ``link`` is the rate between ranks, which share the loopback without."""
 
     width: int = 1024
     layers: int = 8
     tokens: int = 16
     turns: int = 9
-    ranks: int = 2
     link: str = ""
+
+    def measure(self) -> Found:
+        """By variant: medians of wall and processor time, ratio to fp32, bytes of a step."""
+        with linked(self.ranks, self.link) as hosts:
+            found: Found = run_hosts(hosts, _measure, self)[0]
+        return found
 
 
 def variants() -> dict[str, dict[str, Any]]:
@@ -51,20 +56,11 @@ def variants() -> dict[str, dict[str, Any]]:
     }
 
 
-def measure(case: Case) -> Found:
-    """By variant: medians of wall and processor time, the ratio to fp32, and bytes of a step."""
-    with linked(case.ranks, case.link) as hosts:
-        found: Found = run_hosts(hosts, _measure, case)[0]
-    return found
-
-
 def _measure(_: Host, case: Case) -> Found:
-    ways = {
-        name: _turn(
-            harness.language_training(case, 4 * case.width, case.layers, "fused", **keywords)
-        )
-        for name, keywords in variants().items()
-    }
+    def made(keywords: dict[str, Any]) -> Training:
+        return harness.language_training(case, 4 * case.width, case.layers, "fused", **keywords)
+
+    ways = {name: partial(_turn, made(keywords)) for name, keywords in variants().items()}
     found = harness.in_turns(ways, case.turns)
     base = [turn[0] for turn in found["fp32"]]
     return {
@@ -78,19 +74,15 @@ def _measure(_: Host, case: Case) -> Found:
     }
 
 
-def _turn(training: Training) -> Callable[[int], tuple[float, float, int]]:
+def _turn(training: Training, number: int) -> tuple[float, float, int]:
     """Seconds, processor seconds and bytes sent of a step."""
-
-    def turn(number: int) -> tuple[float, float, int]:
-        dist.barrier()
-        before = stats(training.model).bytes_sent if number else 0
-        worked = time.process_time()
-        spent = harness.seconds(training.step)
-        worked = time.process_time() - worked
-        return spent, worked, stats(training.model).bytes_sent - before
-
-    return turn
+    dist.barrier()
+    before = stats(training.model).bytes_sent if number else 0
+    worked = time.process_time()
+    spent = harness.seconds(training.step)
+    worked = time.process_time() - worked
+    return spent, worked, stats(training.model).bytes_sent - before
 
 
 if __name__ == "__main__":
-    harness.command(measure, Case(), __doc__)
+    harness.command(Case(), __doc__)

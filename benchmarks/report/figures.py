@@ -13,8 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.result import Result
-from benchmarks.step.rows import FLOOR, ROWS, STEP
+from benchmarks.step.rows import ROWS
 from benchmarks.step.spans import PARTS
+from benchmarks.step.time import FLOOR, STEP
 
 COLORS = {"polyshard": "#1f6f8b", "torch": "#c8553d"}
 SIZE_INCHES = (9.0, 4.0)

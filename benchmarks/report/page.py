@@ -1,83 +1,47 @@
-"""Write docs/reference/benchmarks.md from the JSON files in benchmarks/results/.
+"""Fill in the tables of docs/reference/benchmarks.md from the JSON files in benchmarks/results/.
 
     python -m benchmarks.report.page
 
-Bars, and the reasons why some are missed, come from step/rows.py.
+What stands between ``<!-- NAME -->`` and ``<!-- end -->`` there is made here; the rest is written
+by hand. Bars, and the reasons why some are missed, come from step/rows.py.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 
 from benchmarks import clock, sim
-from benchmarks.harness import MIB, Found, table
+from benchmarks.harness import MIB, Found, columns, table
 from benchmarks.matrix import BARS as MUON_BARS
 from benchmarks.optimizer import BARS as STEP_BARS
-from benchmarks.report.steps import held, step_time
-from benchmarks.result import RESULTS, ROOT, Result, read_all
+from benchmarks.report.steps import held, step_tables
+from benchmarks.result import RESULTS, ROOT, Result, filled, read_all
 from benchmarks.step.spans import COLUMNS
 
 PAGE = ROOT / "docs" / "reference" / "benchmarks.md"
 ASSETS = ROOT / "docs" / "assets"
-HEAD = """# Benchmarks
-
-This page lists every measured row against its bar. `python -m benchmarks.report.page` generates it
-from `benchmarks/results/`; `nox -s bench` measures anew, `nox -s bench -- --only ROW` one row.
-
-polyshard and torch's `fully_shard` (FSDP2) take turns on the same ranks and data. Ratios are of
-medians within one run; *paired* is the median ratio of single turns. The *floor* is the same
-compute, optimizer and bytes without an engine. **Bold** misses its bar.
-"""
 STALL_BAR = 1.2
 GUARDS_BAR = 0.01
 REPRODUCIBLE_BAR = 1.05
-WITH_PICTURE = ("breakdown", "steadiness", "host-cost")
-BREAKDOWN_HEAD = """
-Milliseconds a step over all groups; the pictures show each. `transfer`: anything is under way,
-behind compute or not. The others are time of the training thread (`benchmarks/step/spans.py`).
-"""
-PRETRAINED_HEAD = """
-A Llama in bfloat16 from safetensors that are not in the page cache into shards. GB of the largest
-rank, and of all: *read* from storage, *peak* of resident memory (*anonymous*: without mapped
-files). *dcp* is a checkpoint of torch's, converted before by as many ranks. The bar is 1.00.
-Four ranks share two cores (`benchmarks/pretrained.py`).
-"""
-PUBLISH_HEAD = """
-A step's weights (AdamW at 1e-6) to a bfloat16 receiver. Every rank and the receiver have a link of
-their own; MiB are what ranks' links carried.
-"""
-MATRIX_HEAD = """
-Time after backward, time of the step, and bytes per rank for gradients and updates.
-"""
-QUICK = """
-> **These figures mean nothing.** A quick run of small models and a few steps shows that everything
-> runs, held to no bar:
-"""
 
 
 def page(results: dict[str, Result], assets: str = "../assets") -> str:
     """The whole page; ``assets`` is where the pictures are, seen from it."""
-    parts = [HEAD]
-    if quick := [f"`{result.name}`" for result in results.values() if result.about.quick]:
-        parts.append(f"{QUICK.rstrip()} {', '.join(quick)}.")
-    parts.extend(step_time(results, assets))
-    for title, kind, head, section in SECTIONS:
-        chosen = [result for result in results.values() if result.kind == kind and _says(result)]
-        if chosen:
-            parts.extend(["", f"## {title}", *([head.rstrip()] if head else [])])
-        for result in chosen:
-            name = [f"### {result.name}", ""] if len(chosen) > 1 else []
-            parts.extend(["", *name, *section(result.found)])
-            if kind in WITH_PICTURE:
-                parts.append(f"\n![{result.name}]({assets}/{result.name}.png)")
-    parts.extend(_machines(results.values()))
-    return "\n".join(parts) + "\n"
+    text = PAGE.read_text("utf-8").replace("](../assets/", f"]({assets}/")
+    parts: dict[str, Iterable[str]] = dict.fromkeys(re.findall("<!-- (?!end)(\\S+) -->", text), ())
+    parts |= {name: tables(result) for name, result in results.items()}
+    parts |= {"quick": _quick(results.values()), "runs": _runs(results.values())}
+    return filled(text, parts | step_tables(results))
 
 
-def _says(result: Result) -> bool:
-    """Whether there is something to show: a device without CUDA has no figures."""
-    tables = result.found.get("tables", {}) if result.kind == "gpu" else {}
-    return all(v is not None for rows in tables.values() for row in rows for v in row.values())
+def tables(result: Result) -> Iterator[str]:
+    """What the page says of one result."""
+    if result.kind in SECTIONS:
+        yield from SECTIONS[result.kind](result.found)
+
+
+Columns = dict[str, Callable[[str], str]]
 
 
 def _ms(seconds: float) -> str:
@@ -101,36 +65,30 @@ def _breakdown(found: Found) -> Iterator[str]:
 
 
 def _steadiness(found: Found) -> Iterator[str]:
-    case, percents = found["case"], ("p50", "p95", "p99")
+    case, summary = found["case"], found["summary"]
     yield f"{case['steps']} steps at width {case['width']}, {case['tokens']} tokens; the first"
     yield "quarter is left out. Engines run in sequence.\n"
-    rows = (
-        (
-            engine,
-            f"{values['growth_kib_per_step']:+.2f}",
-            f"{values['spike_kib']:.0f}",
-            f"{values['median_resident_kib'] / 1024:.0f}",
-            *(f"{1e3 * values[f'{p}_seconds']:.1f}" for p in percents),
-        )
-        for engine, values in found["summary"].items()
-    )
-    head = ("engine", "growth, KiB a step", "largest spike, KiB", "median RSS, MiB")
-    yield from table((*head, *(f"{p}, ms" for p in percents)), rows)
+    cells: Columns = {
+        "engine": str,
+        "growth, KiB a step": lambda engine: f"{summary[engine]['growth_kib_per_step']:+.2f}",
+        "largest spike, KiB": lambda engine: f"{summary[engine]['spike_kib']:.0f}",
+        "median RSS, MiB": lambda engine: f"{summary[engine]['median_resident_kib'] / 1024:.0f}",
+        "p50, ms": lambda engine: f"{1e3 * summary[engine]['p50_seconds']:.1f}",
+        "p95, ms": lambda engine: f"{1e3 * summary[engine]['p95_seconds']:.1f}",
+        "p99, ms": lambda engine: f"{1e3 * summary[engine]['p99_seconds']:.1f}",
+    }
+    yield from columns(summary, cells)
 
 
 def _host_cost(found: Found) -> Iterator[str]:
-    yield "Microseconds of host time per group and step beyond the same unsharded layers, in one"
-    yield "process with torch's fake process group, whose collectives return at once.\n"
     launches = any(row["launches_per_group"] for row in found["rows"])
-    shown = [("microseconds_per_group", ".0f")] + [("launches_per_group", ".1f")] * launches
     rows = []
     for row in found["rows"]:
-        times, *counts = (
-            [f"{row[key][name]:{form}}" for name in ("polyshard", "torch")] for key, form in shown
-        )
-        sizes = (f"{row[key]}" for key in ("ranks", "groups", "parameters"))
+        sizes = (str(row[key]) for key in ("ranks", "groups", "parameters"))
+        times = (f"{value:.0f}" for value in row["microseconds_per_group"].values())
         ratios = (f"{row[key]:.2f}" for key in ("ratio", "init_ratio"))
-        rows.append((*sizes, *times, *ratios, *(cell for cells in counts for cell in cells)))
+        counts = (row["launches_per_group"] or {}).values()
+        rows.append((*sizes, *times, *ratios, *(f"{count:.1f}" for count in counts)))
     head = ["ranks", "groups", "parameters", "polyshard", "FSDP2", "ratio", "`fully_shard` ratio"]
     yield from table(head + ["launches a group", "FSDP2's"] * launches, rows)
     yield ""
@@ -145,8 +103,6 @@ def _host_cost(found: Found) -> Iterator[str]:
 
 
 def _optimizer(found: Found) -> Iterator[str]:
-    yield "AdamW alone on one rank: *host* has 1,000 parameters of 64 elements in 40 groups, and"
-    yield "*large* 16.8 M elements. Weights are bitwise equal.\n"
     rows = []
     for name, ratios in found["flat / FSDP2, same setting"].items():
         for setting, ratio in ratios.items():
@@ -159,51 +115,54 @@ def _optimizer(found: Found) -> Iterator[str]:
 
 
 def _checkpoint(found: Found) -> Iterator[str]:
-    shard = _mib(found["shard_bytes"])
-    yield f"How long an asynchronous save stops training, {found['ranks']} ranks with {shard}"
-    yield f"MiB each. *memcpy* copies them to existing memory; the bar is {STALL_BAR} of that."
-    yield "polyshard's files have checksums, DCP's have none.\n"
-    rows = []
-    for name, stall in found["stall_seconds"].items():
-        bar = STALL_BAR if name == "polyshard" else None
-        ratio = held(found["stall_over_memcpy"][name], bar)
-        rows.append((name, _ms(stall), ratio, _ms(found["complete_seconds"][name])))
-    yield from table(("save", "stop, ms", "/ memcpy", "complete after, ms"), rows)
+    shard, over = _mib(found["shard_bytes"]), found["stall_over_memcpy"]
+    yield f"{found['ranks']} ranks with {shard} MiB each, which *memcpy* copies to existing memory."
+    yield f"The bar is {STALL_BAR} of that.\n"
+    cells: Columns = {
+        "save": str,
+        "stop, ms": lambda save: _ms(found["stall_seconds"][save]),
+        "/ memcpy": lambda save: held(over[save], STALL_BAR if save == "polyshard" else None),
+        "complete after, ms": lambda save: _ms(found["complete_seconds"][save]),
+    }
+    yield from columns(over, cells)
 
 
 def _pretrained(found: Found) -> Iterator[str]:
     yield f"{found['ranks']} ranks, {found['model_bytes'] / 1e9:.2f} GB, turns: {found['turns']}.\n"
-    keys = ("read_bytes", "peak_bytes", "peak_bytes_sum", "anonymous_bytes_sum")
-    ours, compared = found["ways"]["polyshard"], ("seconds", "read_bytes", "peak_bytes_sum")
-    rows = (
-        (
-            name,
-            f"{way['seconds']:.1f}",
-            *(f"{way[key] / 1e9:.2f}" for key in keys),
-            *(held(round(ours[key] / way[key], 2), 1) for key in compared),
-        )
-        for name, way in found["ways"].items()
-    )
-    head = ("way", "s", "read", "peak", "peak, all", "anonymous, all")
-    yield from table((*head, "time: ours / this", "read", "peak, all"), rows)
+    ways = found["ways"]
+
+    def gb(way: str, key: str) -> str:
+        return f"{ways[way][key] / 1e9:.2f}"
+
+    def ratio(way: str, key: str) -> str:
+        return held(round(ways["polyshard"][key] / ways[way][key], 2), 1)
+
+    cells: Columns = {
+        "way": str,
+        "s": lambda way: f"{ways[way]['seconds']:.1f}",
+        "read": lambda way: gb(way, "read_bytes"),
+        "peak": lambda way: gb(way, "peak_bytes"),
+        "peak, all": lambda way: gb(way, "peak_bytes_sum"),
+        "anonymous, all": lambda way: gb(way, "anonymous_bytes_sum"),
+        "time: ours / this": lambda way: ratio(way, "seconds"),
+        "read: ours / this": lambda way: ratio(way, "read_bytes"),
+        "peak, all: ours / this": lambda way: ratio(way, "peak_bytes_sum"),
+    }
+    yield from columns(ways, cells)
 
 
 def _publish(found: Found) -> Iterator[str]:
     size = _mib(found["model_bytes"])
     yield f"{found['ranks']} ranks, {size} MiB of fp32, links of {found['link']} each way:\n"
-    rows = (
-        (
-            f"`{way}`",
-            _ms(seconds),
-            f"{found['full_tensor_over'][way]:.1f}",
-            f"{found['rank_0_over'][way]:.1f}",
-            f"{found['link_bytes'][way] / MIB:.1f}",
-            _mib(found["rank_0_bytes"][way]),
-        )
-        for way, seconds in found["seconds"].items()
-    )
-    head = ("way", "ms", "`full_tensor` / this", "`rank 0` / this", "sent, MiB")
-    yield from table((*head, "held by rank 0, MiB"), rows)
+    cells: Columns = {
+        "way": lambda way: f"`{way}`",
+        "ms": lambda way: _ms(found["seconds"][way]),
+        "`full_tensor` / this": lambda way: f"{found['full_tensor_over'][way]:.1f}",
+        "`rank 0` / this": lambda way: f"{found['rank_0_over'][way]:.1f}",
+        "sent, MiB": lambda way: f"{found['link_bytes'][way] / MIB:.1f}",
+        "held by rank 0, MiB": lambda way: _mib(found["rank_0_bytes"][way]),
+    }
+    yield from columns(found["seconds"], cells)
 
 
 def _guards(found: Found) -> Iterator[str]:
@@ -242,45 +201,45 @@ def _reproducible(found: Found) -> Iterator[str]:
 
 
 def _gpu(found: Found) -> Iterator[str]:
+    """Without CUDA there is nothing to show."""
+    cells = [cell for rows in found["tables"].values() for row in rows for cell in row.values()]
+    if None in cells:
+        return
+    yield "## Device\n"
     yield f"On {found['device']}, {found['model']}, torch's process group {found['group']}.\n"
-    for name, rows in found["tables"].items():
-        yield f"\n### {name}\n"
+    for rows in found["tables"].values():
         yield from table(rows[0], (map(_value, row.values()) for row in rows))
-
-
-def _simulated(found: Found) -> Iterator[str]:
-    yield "**Simulated**, without times: polyshard / FSDP2 ([columns](simulated.md)), in MiB.\n"
-    yield from sim.lines(found)
-
-
-def _clock(found: Found) -> Iterator[str]:
-    yield "**Simulated** step of a 7B Llama on H100 nodes, computed from public figures, not"
-    yield "measured: polyshard / FSDP2, milliseconds ([columns](simulated.md#a-virtual-clock)).\n"
-    yield from clock.lines(found)
 
 
 def _value(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-SECTIONS: tuple[tuple[str, str, str, Callable[[Found], Iterator[str]]], ...] = (
-    ("Where the time goes", "breakdown", BREAKDOWN_HEAD, _breakdown),
-    ("200 steps", "steadiness", "", _steadiness),
-    ("Host cost", "host-cost", "", _host_cost),
-    ("Optimizer steps", "optimizer", "", _optimizer),
-    ("Checkpoints", "checkpoint", "", _checkpoint),
-    ("Pretrained models", "pretrained", PRETRAINED_HEAD, _pretrained),
-    ("Publishing weights", "publish", PUBLISH_HEAD, _publish),
-    ("Guards", "guards", "", _guards),
-    ("Whole matrices", "matrix", MATRIX_HEAD, _matrix),
-    ("The same bits at every world size", "reproducible", "", _reproducible),
-    ("Device", "gpu", "", _gpu),
-    ("On a simulated accelerator", "simulated", "", _simulated),
-    ("On a virtual clock", "clock", "", _clock),
-)
+SECTIONS: dict[str, Callable[[Found], Iterator[str]]] = {
+    "breakdown": _breakdown,
+    "steadiness": _steadiness,
+    "host-cost": _host_cost,
+    "optimizer": _optimizer,
+    "checkpoint": _checkpoint,
+    "pretrained": _pretrained,
+    "publish": _publish,
+    "guards": _guards,
+    "matrix": _matrix,
+    "reproducible": _reproducible,
+    "gpu": _gpu,
+    "simulated": sim.lines,
+    "clock": clock.lines,
+}
+"""By kind of result."""
 
 
-def _machines(results: Iterable[Result]) -> Iterator[str]:
+def _quick(results: Iterable[Result]) -> Iterator[str]:
+    if names := [f"`{result.name}`" for result in results if result.about.quick]:
+        yield "> **These figures mean nothing.** A quick run of small models and a few steps shows"
+        yield f"> that everything runs, held to no bar: {', '.join(names)}."
+
+
+def _runs(results: Iterable[Result]) -> Iterator[str]:
     runs: dict[str, dict[str, list[str]]] = {}
     for result in results:
         about = result.about
@@ -288,7 +247,6 @@ def _machines(results: Iterable[Result]) -> Iterator[str]:
         where = f"{about.machine.partition(', Linux')[0]}; {versions}"
         run = f"{about.date}, {about.commit}"
         runs.setdefault(where, {}).setdefault(run, []).append(f"`{result.name}`")
-    yield "\n## Runs"
     for where, each in runs.items():
         yield f"\nOn {where}:\n"
         yield from (f"- {run}: {', '.join(names)}" for run, names in each.items())

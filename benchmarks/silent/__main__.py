@@ -13,13 +13,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import table
+from benchmarks.result import ROOT, filled
 from benchmarks.silent.cases import CASES
 from benchmarks.silent.engines import ENGINES, ENVIRONMENTS, NOT_RUN, Engine
 
-ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "silent"
 PAGE = ROOT / "docs" / "reference" / "silent-errors.md"
 
@@ -70,21 +72,32 @@ COUNTED = ("right", "refuses", "reports", "hangs", "silently wrong")
 
 
 def page(results: dict[str, Any]) -> str:
-    """The table with counts and versions; names of engines link to the outputs of cells."""
+    """The page, whose table and list of versions are of ``results``."""
+    parts = {"cells": _table(results), "versions": _versions(results)}
+    return filled(PAGE.read_text("utf-8"), parts)
+
+
+def _table(results: dict[str, Any]) -> Iterator[str]:
+    """With counts; names of engines link to the outputs of cells."""
     cells = {name: found["cells"] for name, found in results.items() if "cells" in found}
     heads = [f"[{e}](../../benchmarks/results/silent/{slug(e)}.json)" for e in cells]
-    lines = [HEAD, "||" + "|".join(heads) + "|", "|" + "---|" * (len(cells) + 1)]
-    for name, case in CASES.items():
-        row = [_cell(found.get(name), e in case.against) for e, found in cells.items()]
-        lines.append(f"|{case.title} ({_links(case.source)})|" + "|".join(row) + "|")
+    rows = [
+        [
+            f"{case.title} ({', '.join(map(_link, case.source.split(', ')))})",
+            *(_cell(found.get(name), e in case.against) for e, found in cells.items()),
+        ]
+        for name, case in CASES.items()
+    ]
     for kind in COUNTED:
         counts = [sum(c["verdict"] == kind for c in found.values()) for found in cells.values()]
-        lines.append(f"|*{kind}, of {len(CASES)}*|" + "|".join(map(str, counts)) + "|")
-    lines += ["", "Run on gloo with:", ""]
-    lines += [f"- {e}: {found.get('versions', '')}" for e, found in results.items() if e in cells]
+        rows.append([f"*{kind}, of {len(CASES)}*", *map(str, counts)])
+    yield from table(["", *heads], rows)
+
+
+def _versions(results: dict[str, Any]) -> Iterator[str]:
+    yield from (f"- {e}: {found['versions']}" for e, found in results.items() if "cells" in found)
     not_run = {e: found["not_run"] for e, found in results.items() if "not_run" in found}
-    lines += [f"- {e}: not run; {why}" for e, why in {**not_run, **NOT_RUN}.items()]
-    return "\n".join(lines) + "\n"
+    yield from (f"- {e}: not run; {why}" for e, why in {**not_run, **NOT_RUN}.items())
 
 
 def _cell(found: dict[str, str] | None, is_against: bool) -> str:
@@ -105,53 +118,14 @@ REPOSITORIES = {
 }
 
 
-def _links(source: str) -> str:
-    """Threads and papers, as links where the address is known."""
-    made = []
-    for text in source.split(", "):
-        repository, _, number = text.removeprefix("TrainCheck's ").partition("#")
-        if text.startswith("arXiv "):
-            made.append(f"[{text}](https://arxiv.org/abs/{text[6:]})")
-        elif repository in REPOSITORIES:
-            address = f"https://github.com/{REPOSITORIES[repository]}/issues/{number}"
-            made.append(f"[{text}]({address})")
-        else:
-            made.append(text)
-    return ", ".join(made)
-
-
-HEAD = """# Silent errors
-
-This page shows which engines notice silent errors of sharded training: mistakes of a library or of
-its user that change the numbers without an exception.
-
-Each row is one function of [cases.py](../../benchmarks/silent/cases.py), with the thread it comes
-from. It compares ranks on gloo with an oracle: one process with the global batch, or arithmetic.
-Each engine is used as its documentation says ([engines.py](../../benchmarks/silent/engines.py)).
-
-- ✔: the numbers are the oracle's.
-- refuses: some rank raises an exception.
-- reports: the numbers are wrong, and the engine warns.
-- hangs: some rank does not answer within 90 seconds.
-- **silent**: the numbers are wrong, and the engine says nothing.
-- –: the engine has nothing that the case is about. Rows that need FSDP2's interface (meta devices,
-  settings of units) run with polyshard and FSDP2 alone.
-- †: the engine's documentation rules out this use.
-
-No engine can make most rows of misuse right. The best answer there is an error or a warning. The
-name of an engine links to the output of all its cells, with the size of each error. polyshard runs
-with `polyshard_resilience.enable()`, as in the README. Without it, the skipped layer hangs too.
-accelerate uses FSDP2 on accelerators only, so its state is told that this is an FSDP job. Lightning
-is `Fabric` with `ModelParallelStrategy`, and DeepSpeed is ZeRO-3.
-
-Of [TrainCheck's list](https://arxiv.org/abs/2506.14813), rows that name it belong to sharded
-training. Its other cases are out of scope: faulty hardware (pytorch#84803, #96600, Baichuan2#86),
-the compiler Thunder (#725), and models, data or loops of users (pytorch#51800, transformers#17877,
-#23723, #33844, #34204, ...). So are DeepSpeed's experts and pipelines (#6714, #6809).
-
-`python -m benchmarks.silent` makes this page and installs missing engines into `runs/silent`.
-`--engine` and `--case` run parts, and `--resume` runs missing cells.
-"""
+def _link(text: str) -> str:
+    """A thread or a paper, as a link where the address is known."""
+    repository, _, number = text.removeprefix("TrainCheck's ").partition("#")
+    if text.startswith("arXiv "):
+        return f"[{text}](https://arxiv.org/abs/{text[6:]})"
+    if repository in REPOSITORIES:
+        return f"[{text}](https://github.com/{REPOSITORIES[repository]}/issues/{number})"
+    return text
 
 
 def main() -> None:

@@ -186,12 +186,11 @@ class Fsdp1(Job):
 
     def parameters(self) -> dict[str, Tensor]:
         with self._summoned():
-            return {bare(n): p.detach().clone() for n, p in self.model.named_parameters()}
+            return super().parameters()
 
     def gradients(self) -> dict[str, Tensor]:
         with self._summoned(with_grads=True):
-            found = {bare(n): p.grad for n, p in self.model.named_parameters()}
-            return {n: g.clone() for n, g in found.items() if g is not None}
+            return super().gradients()
 
     def clip(self, limit: float) -> Any:
         return self.model.clip_grad_norm_(limit)

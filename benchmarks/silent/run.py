@@ -8,7 +8,11 @@ import multiprocessing
 import queue
 import sys
 import tempfile
+import textwrap
 import warnings
+from contextlib import suppress
+from functools import partial
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from benchmarks.silent.engines import ENGINES, Engine, NotApplicableError, as_la
 
 SECONDS, SECONDS_OF_OTHERS = 90.0, 5.0
 NOTHING_OF_THE_KIND = "-"
+LONGEST_LOG = 100_000
 Answer = tuple[int, str, str, list[str]]
 """Of a rank: its number, what is wrong, what it raised, what it warned of."""
 
@@ -40,19 +45,11 @@ _PEER_GONE = ("Connection", "Read error", "Broken pipe", "timed out", "Timed out
 """Parts of errors that say no more than that another rank has ended."""
 
 
-class _Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.text: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.text.append(record.getMessage())
-
-
 def _rank(rank: int, store: str, engine: Engine, case: Case, answers: Any) -> None:
     torch.set_num_threads(1)
     as_launched(rank, case.ranks)
-    heard = _Heard()
+    heard = BufferingHandler(LONGEST_LOG)
+    heard.setLevel(logging.WARNING)
     logging.getLogger().addHandler(heard)
     wrong = refused = ""
     with warnings.catch_warnings(record=True) as caught:
@@ -69,7 +66,7 @@ def _rank(rank: int, store: str, engine: Engine, case: Case, answers: Any) -> No
         except Exception as error:  # the verdict is about any of them
             refused = f"{type(error).__name__}: {error}"
     said = [str(w.message) for w in caught if not issubclass(w.category, _UNRELATED)]
-    answers.put((rank, wrong, refused, [*said, *heard.text]))
+    answers.put((rank, wrong, refused, [*said, *(record.getMessage() for record in heard.buffer)]))
     answers.close()
     answers.join_thread()
 
@@ -85,13 +82,11 @@ def verdict(engine: Engine, case: Case) -> dict[str, str]:
             process.start()
         got: list[Answer] = []
         seconds = SECONDS
-        try:
+        with suppress(queue.Empty):  # a hang is a verdict too
             while len(got) < len(ranks):
                 got.append(answers.get(timeout=seconds))
                 if got[-1][1] or got[-1][2]:  # the others may wait for this rank
                     seconds = SECONDS_OF_OTHERS
-        except queue.Empty:  # a hang is a verdict too
-            pass
         for process in ranks:
             process.kill() if len(got) < len(ranks) else process.join(5)
             process.kill()
@@ -118,9 +113,7 @@ def classify(got: list[Answer], ranks: int) -> dict[str, str]:
     return {"verdict": "silently wrong", "output": _short(wrong[0])}
 
 
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 220 else line[:217] + "..."
+_short = partial(textwrap.shorten, width=220, placeholder="...")
 
 
 def main(name: str, file: str, *names: str) -> None:

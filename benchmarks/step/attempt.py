@@ -7,7 +7,6 @@ The three take turns on the same ranks, model and data.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,48 +14,40 @@ from typing import Any
 
 import polyshard_resilience
 from benchmarks import harness
-from benchmarks.harness import Found
+from benchmarks.harness import Found, OnRanks
 from polyshard_resilience.rollback.undo import memories_of
-
-PLAIN, AGREED, COPIED = "without", "undo_steps=False", "undo_steps=True"
 
 
 @dataclass(frozen=True)
-class Case(harness.Case, width=64, turns=1):
+class Case(OnRanks, width=64, turns=1):
     """Bound by communication; with 512 tokens by computation."""
 
-    ranks: int = 2
     width: int = 512
     tokens: int = 16
     turns: int = 15
 
+    def on_rank(self) -> Found:
+        """Median seconds of the slowest rank, ratios to the step without, bytes on the host."""
+        training = harness.linear_training(self.width, 8, self.tokens, lr=1e-4)
+        attempt = partial(polyshard_resilience.attempt, training.model, training.optimizer)
 
-def measure(case: Case) -> Found:
-    """Medians of the slowest rank's seconds, ratios to the step without, and bytes on the host."""
-    return harness.run_ranks(case.ranks, _measure, case)
+        def step(block: Any) -> None:
+            with block():
+                training.step()
 
-
-def _measure(case: Case) -> Found:
-    training = harness.linear_training(case.width, 8, case.tokens, lr=1e-4)
-    attempt = partial(polyshard_resilience.attempt, training.model, training.optimizer)
-    ways: dict[str, Callable[[], Any]] = {
-        PLAIN: nullcontext,
-        AGREED: partial(attempt, undo_steps=False),
-        COPIED: attempt,
-    }
-
-    def step(way: Callable[[], Any]) -> None:
-        with way():
-            training.step()
-
-    times = harness.time_steps({name: partial(step, way) for name, way in ways.items()}, case.turns)
-    return {
-        "seconds": harness.median_of(times),
-        "ratios": {name: harness.paired(each, times[PLAIN]) for name, each in times.items()},
-        "shard_bytes": harness.nbytes(harness.local(training.model.parameters())),
-        "host_bytes": memories_of(training.model).nbytes,
-    }
+        steps = {
+            "without": partial(step, nullcontext),
+            "undo_steps=False": partial(step, partial(attempt, undo_steps=False)),
+            "undo_steps=True": partial(step, attempt),
+        }
+        times = harness.time_steps(steps, self.turns)
+        return {
+            "seconds": harness.median_of(times),
+            "ratios": {n: harness.paired(each, times["without"]) for n, each in times.items()},
+            "shard_bytes": harness.nbytes(harness.local(training.model.parameters())),
+            "host_bytes": memories_of(training.model).nbytes,
+        }
 
 
 if __name__ == "__main__":
-    harness.command(measure, Case(), __doc__)
+    harness.command(Case(), __doc__)

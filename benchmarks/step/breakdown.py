@@ -8,7 +8,7 @@ not, so these are shares, not step times.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
 
@@ -16,31 +16,36 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import polyshard
-from benchmarks.harness import Found, command, in_turns, run_ranks
-from benchmarks.step.case import Case
+from benchmarks.harness import Found, command, in_turns
+from benchmarks.step import case
 from benchmarks.step.engines import Engine, batches, build
 from benchmarks.step.spans import COLUMNS, Parts, parts_by_group, spans_of
 
 
-def profile_engines(case: Case) -> Found:
-    """Medians over ``case.steps`` profiled steps by engine and group; on the ranks."""
-    engines = {name: build(name, case) for name in ("polyshard", "torch")}
-    steps = case.warmup + case.steps
-    every = batches(case, steps)
+@dataclass(frozen=True)
+class Case(case.Case):
+    """A row taken apart."""
 
-    def turn(engine: Engine, index: int) -> dict[str, Parts]:
-        dist.barrier()
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            engine.step(every[index])
-        return parts_by_group(spans_of(profiler.events()))
+    def on_rank(self) -> Found:
+        """Medians of seconds a step by engine, group and part."""
+        engines = {name: build(name, self) for name in ("polyshard", "torch")}
+        steps = self.warmup + self.steps
+        every = batches(self, steps)
 
-    ways = {name: partial(turn, engine) for name, engine in engines.items()}
-    samples = in_turns(ways, case.steps, case.warmup)
-    traffic = polyshard.stats(engines["polyshard"].model).groups
-    return {
-        "groups": {name: _medians(found) for name, found in samples.items()},
-        "sent_bytes": {name: group.sent_bytes // steps for name, group in traffic.items()},
-    }
+        def turn(engine: Engine, index: int) -> dict[str, Parts]:
+            dist.barrier()
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                engine.step(every[index])
+            return parts_by_group(spans_of(profiler.events()))
+
+        ways = {name: partial(turn, engine) for name, engine in engines.items()}
+        samples = in_turns(ways, self.steps, self.warmup)
+        traffic = polyshard.stats(engines["polyshard"].model).groups
+        return {
+            "case": asdict(self),
+            "groups": {name: _medians(found) for name, found in samples.items()},
+            "sent_bytes": {name: group.sent_bytes // steps for name, group in traffic.items()},
+        }
 
 
 def _medians(samples: list[dict[str, Parts]]) -> dict[str, Parts]:
@@ -50,10 +55,5 @@ def _medians(samples: list[dict[str, Parts]]) -> dict[str, Parts]:
     }
 
 
-def measure(case: Case) -> Found:
-    """A row taken apart: seconds a step by engine, group and part."""
-    return {"case": asdict(case), **run_ranks(case.ranks, profile_engines, case)}
-
-
 if __name__ == "__main__":
-    command(measure, Case(), __doc__)
+    command(Case(), __doc__)

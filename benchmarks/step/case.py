@@ -1,11 +1,11 @@
-"""What a measurement of steps trains."""
+"""A case of the benchmark of step time: a model and how a measurement of steps trains it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Self
 
-from benchmarks import harness
+from benchmarks.harness import OnRanks
 
 MODES = (
     "plain",  # weights are freed after forward
@@ -25,7 +25,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
-class Case(harness.Case):
+class Case(OnRanks):
     """A Llama-style model and how it is trained.
 
     Attributes:
@@ -43,7 +43,6 @@ class Case(harness.Case):
     width: int = 1024
     layers: int = 8
     tokens: int = 16
-    ranks: int = 2
     dtype: str = "float32"
     mode: str = "plain"
     steps: int = 15

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,10 +21,9 @@ from torch.distributed.tensor import Shard
 from benchmarks.harness import language_model, loss_of
 from benchmarks.step.case import Case
 from benchmarks.step.floor import Floor
-from benchmarks.step.rows import OTHERS
-from polyshard_cli.compare.engines.building import BUILDERS
+from polyshard_cli.compare.engines import building
 from polyshard_cli.compare.engines.built import Built, Place, Unit
-from polyshard_cli.compare.engines.spec import Spec
+from polyshard_cli.compare.engines.spec import Spec, parse
 from polyshard_cli.compare.job.job import Job
 from polyshard_demo.model import LanguageModel
 
@@ -32,7 +32,20 @@ LEARNING_RATE = 1e-3
 BEST = " best"
 KEPT = "polyshard kept"
 """polyshard in the mode ``keep``, whatever the others do: to be compared with DDP."""
+KEPT_BEST = KEPT + BEST
+OTHERS = ("ddp", "fsdp1")
 KINDS = {KEPT: "polyshard", "torch": "fsdp2"}
+OPTIONS = {
+    ("polyshard", "keep"): "+keep",
+    ("fsdp2", "keep"): "+keep",
+    ("polyshard", "hsdp"): "+hsdp=2",
+    ("fsdp2", "hsdp"): "+hsdp=2",
+    ("polyshard", "quantized"): "+int8",
+    ("polyshard", "offload-optimizer"): "+offload-optimizer",
+    ("polyshard", "offload-params"): "+offload-params",
+    ("fsdp2", "offload-params"): "+offload-params",
+}
+"""What `polyshard compare` calls modes; torch has none for the others."""
 
 
 def build_model(case: Case) -> LanguageModel:
@@ -41,77 +54,52 @@ def build_model(case: Case) -> LanguageModel:
     return language_model(case.width, case.layers, case.tokens, hidden)
 
 
+@dataclass(frozen=True)
 class Engine:
-    """A sharded model and its optimizer."""
+    """A model and its optimizer; with a floor a plain model between the floor's transfers."""
 
-    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, micro_batches: int) -> None:
-        self.model, self.optimizer, self._micro_batches = model, optimizer, micro_batches
-        self.zero_grad: Any = optimizer.zero_grad
+    model: Any
+    optimizer: torch.optim.Optimizer
+    micro_batches: int = 1
+    floor: Floor | None = None
 
     def step(self, batch: Tensor) -> tuple[float, dict[str, float]]:
         """One training step: loss, and seconds by phase."""
         begin = time.perf_counter()
-        for _ in range(self._micro_batches - 1):
+        for _ in range(self.micro_batches - 1):
             self.model.set_requires_gradient_sync(False)
             loss_of(self.model, batch).backward()
             self.model.set_requires_gradient_sync(True)
-        loss = self.forward(batch)
+        if self.floor is not None:
+            self.floor.gather()
+        loss = loss_of(self.model, batch)
         forward = time.perf_counter()
-        self.backward(loss)
+        loss.backward()
+        if self.floor is not None:
+            self.floor.gather_again_and_reduce()
         backward = time.perf_counter()
         self.optimizer.step()
-        self.zero_grad()
+        # The gradients of the floor's optimizer are its memory.
+        (self.optimizer if self.floor is None else self.model).zero_grad()
         end = time.perf_counter()
         values = (forward - begin, backward - forward, end - backward, end - begin)
         return loss.item(), dict(zip(PHASES, values, strict=True))
-
-    def forward(self, batch: Tensor) -> Tensor:
-        return loss_of(self.model, batch)
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-
-class Unsharded(Engine):
-    """A plain model between the floor's transfers."""
-
-    def __init__(self, case: Case) -> None:
-        model = build_model(case).to(getattr(torch, case.dtype))
-        self._floor = Floor(model, list(model.blocks), LEARNING_RATE)
-        super().__init__(model, self._floor.optimizer, 1)
-        self.zero_grad = model.zero_grad  # the optimizer's gradients are the floor's memory
-
-    def forward(self, batch: Tensor) -> Tensor:
-        self._floor.gather()
-        return loss_of(self.model, batch)
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-        self._floor.gather_again_and_reduce()
 
 
 def build(engine: str, case: Case) -> Engine:
     """``polyshard``, ``torch``, ``floor``, the first two with :data:`BEST`, ``ddp``, ``fsdp1``."""
     if engine == "floor":
-        return Unsharded(case)
+        plain = build_model(case).to(getattr(torch, case.dtype))
+        floor = Floor(plain, list(plain.blocks), LEARNING_RATE)
+        return Engine(plain, floor.optimizer, floor=floor)
     name = engine.removesuffix(BEST)
     kind, is_best = KINDS.get(name, name), name != engine
     mode = "keep" if name == KEPT else case.mode
-    offload = {"offload-optimizer": "optimizer", "offload-params": "params"}.get(mode)
-    if offload == "optimizer" and kind == "fsdp2":
-        offload = None  # torch has no such thing
+    options = OPTIONS.get((kind, mode), "") + "+bf16" * (case.dtype == "bfloat16")
+    if is_best and kind == "polyshard" and "offload" not in mode:
+        options += "+flat"
     model = build_model(case)
-    spec = Spec(
-        name=engine,
-        kind=kind,
-        bf16=case.dtype == "bfloat16",
-        keep=mode == "keep",
-        replicas=2 if mode == "hsdp" else 1,
-        flat=is_best and kind == "polyshard" and not offload,
-        formats=("int8", "int8") if mode == "quantized" else ("", ""),
-        offload=((offload, "host"),) if offload else (),
-        keywords=_keywords(kind, mode, model),
-    )
+    spec = replace(*parse([kind + options], case.ranks), keywords=_keywords(kind, mode, model))
     setting = "fused" if is_best or kind in OTHERS else "foreach"
     made = compared(spec, model, [(block,) for block in model.blocks], **{setting: True})
     return Engine(made.model, made.optimizer, case.micro_batches)
@@ -149,7 +137,7 @@ def compared(spec: Spec, model: nn.Module, units: Iterable[Unit], **setting: boo
         return torch.optim.AdamW(_by_mesh(made), lr=LEARNING_RATE, **kind)
 
     place = Place(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    return BUILDERS[spec.kind](spec, Job(model, unused, unused, adamw), units, place)
+    return building.build(spec, Job(model, unused, unused, adamw), units, place)
 
 
 def _by_mesh(model: nn.Module) -> list[dict[str, Any]]:

@@ -9,15 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.step.case import Case
-
-STEP = "step / torch"
-FLOOR = "step / floor"
-MEMORY = "peak memory / torch"
-BEST_STEP = "step / torch best"
-FLAT_MEMORY = "peak memory, flat / torch"
-KEPT = "polyshard kept best"
-OTHERS = ("ddp", "fsdp1")
+from benchmarks.step.time import BEST_STEP, FLAT_MEMORY, FLOOR, MEMORY, STEP, Case
 
 BITWISE, ROUNDED, LOSSY = "bitwise", "close", "lossy"
 """Losses equal to FSDP2's to the last bit; to the rounding of another order of sums; not at all."""
@@ -137,8 +129,6 @@ ROWS: tuple[Row, ...] = (
 )
 MAIN_ROWS = ("wide-2", "compute-2")
 """Those taken apart by group (see breakdown.py)."""
-STEADY_ROW = "narrow-2"
-"""The one run for 200 steps (see steadiness.py)."""
 
 
 def row(name: str) -> Row:

@@ -9,20 +9,34 @@ of its own (memory cannot be told apart otherwise), so their step times are not 
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
-from statistics import linear_regression, median
+from dataclasses import asdict, dataclass
+from statistics import linear_regression, median, quantiles
 
 import torch.distributed as dist
 
 from benchmarks.harness import Found, command, run_ranks
-from benchmarks.step.case import Case
+from benchmarks.step import case
 from benchmarks.step.engines import batches, build
-from benchmarks.step.rows import STEADY_ROW, row
 from polyshard_cli.compare.training.memory import resident
 
-CASE = replace(row(STEADY_ROW).case, steps=200)
 PERCENTILES = (50, 95, 99)
 Samples = dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Case(case.Case):
+    """The row ``narrow-2``, for longer."""
+
+    width: int = 512
+    steps: int = 200
+
+    def measure(self) -> Found:
+        """Samples of both engines, and what they come to."""
+        samples = {
+            name: run_ranks(self.ranks, run_steps, self, name) for name in ("polyshard", "torch")
+        }
+        summary = {name: summarize(found) for name, found in samples.items()}
+        return {"case": asdict(self), "samples": samples, "summary": summary}
 
 
 def run_steps(case: Case, engine: str) -> Samples:
@@ -40,25 +54,14 @@ def summarize(samples: Samples) -> dict[str, float]:
     """Growth in KiB a step, the largest spike in KiB, and percentiles of seconds."""
     begin = len(samples["seconds"]) // 4
     kib = [value / 1024 for value in samples["resident_bytes"][begin:]]
-    times = sorted(samples["seconds"][begin:])
+    cuts = quantiles(samples["seconds"][begin:], n=100, method="inclusive")
     return {
         "growth_kib_per_step": linear_regression(range(len(kib)), kib).slope,
         "spike_kib": max(kib) - median(kib),
         "median_resident_kib": median(kib),
-        **{
-            f"p{percent}_seconds": times[min(len(times) * percent // 100, len(times) - 1)]
-            for percent in PERCENTILES
-        },
+        **{f"p{percent}_seconds": cuts[percent - 1] for percent in PERCENTILES},
     }
 
 
-def measure(case: Case) -> Found:
-    """Samples of both engines, and what they come to."""
-    engines = ("polyshard", "torch")
-    samples = {name: run_ranks(case.ranks, run_steps, case, name) for name in engines}
-    summary = {name: summarize(found) for name, found in samples.items()}
-    return {"case": asdict(case), "samples": samples, "summary": summary}
-
-
 if __name__ == "__main__":
-    command(measure, CASE, __doc__)
+    command(Case(), __doc__)

@@ -11,25 +11,63 @@ Losses of polyshard and torch are compared step by step.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
 
 import torch.distributed as dist
 
 from benchmarks.harness import Found, command, in_turns, paired, run_ranks
-from benchmarks.step.case import Case
-from benchmarks.step.engines import BEST, PHASES, batches, build
-from benchmarks.step.rows import FLAT_MEMORY, KEPT, MEMORY
+from benchmarks.step import case
+from benchmarks.step.engines import BEST, KEPT_BEST, PHASES, batches, build
 from polyshard_cli.compare.training.memory import resident
 
+STEP = "step / torch"
+FLOOR = "step / floor"
+MEMORY = "peak memory / torch"
+BEST_STEP = "step / torch best"
+FLAT_MEMORY = "peak memory, flat / torch"
 MEMORY_STEPS = 4
 OUR_BEST, THEIR_BEST = f"polyshard{BEST}", f"torch{BEST}"
 PAIRS = (("polyshard", "torch"), ("polyshard", "floor"), (OUR_BEST, THEIR_BEST))
 Seconds = dict[str, list[dict[str, float]]]
 
 
-def time_engines(case: Case, names: list[str]) -> Found:
+@dataclass(frozen=True)
+class Case(case.Case):
+    """A row of the table."""
+
+    def measure(self) -> Found:
+        """Medians, ratios, peaks, and whether losses agree; every engine in fresh processes."""
+        names = self.engines
+        timed = run_ranks(self.ranks, time_engines, self, names)
+        peaks = {
+            name: run_ranks(self.ranks, measure_memory, self, name)
+            for name in names
+            if self.memory and name != "floor"
+        }
+        seconds, losses = timed["seconds"], timed["losses"]
+        pairs = list(zip(losses["polyshard"], losses["torch"], strict=True))
+        return {
+            "case": asdict(self),
+            "median_seconds": {name: medians(turns) for name, turns in seconds.items()},
+            "step_seconds": {n: [turn["step"] for turn in turns] for n, turns in seconds.items()},
+            "resident_bytes": peaks,
+            "ratios": ratios_of(seconds, peaks),
+            "losses_equal": all(a == b for a, b in pairs),
+            "losses_largest_relative_difference": max(abs(a - b) / abs(b) for a, b in pairs),
+        }
+
+    @property
+    def engines(self) -> list[str]:
+        """Who takes part; the floor and torch's older engines know the plain mode only."""
+        names = ["polyshard", "torch", OUR_BEST, THEIR_BEST]
+        if self.mode == "plain":
+            names += ["floor", "fsdp1", *(["ddp", KEPT_BEST] if self.dtype == "float32" else [])]
+        return names
+
+
+def time_engines(case: case.Case, names: list[str]) -> Found:
     """Take turns, starting with another engine each time."""
     engines = {name: build(name, case) for name in names}
     every = batches(case, case.warmup + case.steps)
@@ -69,40 +107,10 @@ def ratios_of(seconds: Seconds, memory: dict[str, dict[str, int]]) -> dict[str, 
     return ratios
 
 
-def engines_of(case: Case) -> list[str]:
-    """Who takes part; the floor and torch's older engines know the plain mode only."""
-    names = ["polyshard", "torch", OUR_BEST, THEIR_BEST]
-    if case.mode == "plain":
-        names += ["floor", "fsdp1", *(["ddp", KEPT] if case.dtype == "float32" else [])]
-    return names
-
-
-def measure(case: Case) -> Found:
-    """Medians, ratios, peaks, and whether losses agree; every engine in fresh processes."""
-    names = engines_of(case)
-    timed = run_ranks(case.ranks, time_engines, case, names)
-    peaks = {
-        name: run_ranks(case.ranks, measure_memory, case, name)
-        for name in names
-        if case.memory and name != "floor"
-    }
-    seconds, losses = timed["seconds"], timed["losses"]
-    pairs = list(zip(losses["polyshard"], losses["torch"], strict=True))
-    return {
-        "case": asdict(case),
-        "median_seconds": {name: medians(turns) for name, turns in seconds.items()},
-        "step_seconds": {name: [turn["step"] for turn in turns] for name, turns in seconds.items()},
-        "resident_bytes": peaks,
-        "ratios": ratios_of(seconds, peaks),
-        "losses_equal": all(a == b for a, b in pairs),
-        "losses_largest_relative_difference": max(abs(a - b) / abs(b) for a, b in pairs),
-    }
-
-
 def medians(turns: list[dict[str, float]]) -> dict[str, float]:
     """By phase."""
     return {phase: median(turn[phase] for turn in turns) for phase in PHASES}
 
 
 if __name__ == "__main__":
-    command(measure, Case(), __doc__)
+    command(Case(), __doc__)

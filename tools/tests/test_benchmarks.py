@@ -21,10 +21,9 @@ from benchmarks.optimizer import BARS as STEP_BARS
 from benchmarks.report.headline import PICTURE, headline
 from benchmarks.report.page import PAGE, page
 from benchmarks.result import RESULTS, About, Result, read, read_all
-from benchmarks.step.case import Case
-from benchmarks.step.rows import FLOOR, MAIN_ROWS, MEMORY, ROWS, STEADY_ROW, STEP, Bar, Row, row
+from benchmarks.step.rows import MAIN_ROWS, ROWS, Bar, Row, row
 from benchmarks.step.spans import Span, parts_by_group
-from benchmarks.step.time import ratios_of
+from benchmarks.step.time import FLOOR, MEMORY, STEP, Case, ratios_of
 from polyshard_testing import RankError
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +39,7 @@ def found(ratio: float, *, equal: bool = True) -> dict[str, Any]:
         "case": {"width": 1024, "tokens": 16, "ranks": 2, "dtype": "float32"},
         "median_seconds": {"polyshard": {"step": ratio}, "torch": {"step": 1.0}},
         "ratios": {STEP: ratio, f"{STEP}, paired": ratio, FLOOR: 1.0, MEMORY: 0.9},
+        "resident_bytes": {},
         "losses_equal": equal,
         "losses_largest_relative_difference": 0.0 if equal else 1e-7,
     }
@@ -51,7 +51,8 @@ def test_the_committed_page_and_picture_are_made_from_the_committed_results() ->
     assert PICTURE.read_text("utf-8") == headline(results), "python -m benchmarks.report.headline"
     names = [each.name for each in ROWS]
     assert len(set(names)) == len(names)
-    assert {*MAIN_ROWS, STEADY_ROW} <= set(names)
+    assert set(MAIN_ROWS) <= set(names)
+    assert all(f"<!-- {name} -->" in PAGE.read_text("utf-8") for name in {*results} - {*names})
 
 
 def test_a_missed_bar_is_marked_and_its_reason_told(tmp_path: Path) -> None:
@@ -153,7 +154,6 @@ def test_ranks_are_fresh_processes_whose_failures_are_told() -> None:
 
 
 def test_the_script_for_accelerators_runs_on_the_cpu_when_tiny(tmp_path: Path) -> None:
-    pytest.importorskip("polyshard_quantized")
     out = tmp_path / "gpu.json"
     command = [sys.executable, "-m", "benchmarks.gpu"]
     tiny = [*command, "--quick", "--json", str(out)]
@@ -163,7 +163,6 @@ def test_the_script_for_accelerators_runs_on_the_cpu_when_tiny(tmp_path: Path) -
     step = tables["Step, bf16 compute, fp32 reduction"]
     assert [each["engine"] for each in step] == ["polyshard", "torch", "ratio"]
     assert all(each["step ms"] > 0 and each["launches"] is None for each in step)
-    assert (len(tables["Host transfers"]), len(tables["Codecs"])) == (2, 7)
     if not torch.cuda.is_available():
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 1

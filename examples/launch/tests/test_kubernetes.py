@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_hosts import INTERFACE, Network, NoHostsError, network
 from launch_ranks import FOLDER, PAUSE, SCRIPT, STEPS, Outcome, Undisturbed, wait_for_step
+
+from polyshard_testing.hosts import INTERFACE, Network, NoHostsError, network
 
 JOB = FOLDER / "kubernetes" / "trainjob.yaml"
 RUNTIME = FOLDER / "kubernetes" / "runtime.yaml"

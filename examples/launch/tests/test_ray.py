@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fault_hosts import NoHostsError
 from launch_ranks import STEPS, Outcome, Undisturbed, options, wait_for_checkpoint
 from launch_ray import RayCluster, ray_cluster
+
+from polyshard_testing.hosts import NoHostsError
 
 pytestmark = [
     pytest.mark.slow,

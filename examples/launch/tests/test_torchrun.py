@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from fault_cluster import Job, job
-from fault_hosts import NoHostsError
 from launch_ranks import SCRIPT, STEPS, Outcome, Undisturbed, by_hand, options, wait_for_checkpoint
+
+from polyshard_testing.hosts import NoHostsError
 
 pytestmark = pytest.mark.slow
 

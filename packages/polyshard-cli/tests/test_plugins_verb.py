@@ -12,7 +12,7 @@ from toy_entry_points import distribution, install, install_from
 from toy_planning import Preparing
 from typer.testing import CliRunner
 
-from polyshard.plugins.discovery import installed_plugins
+from polyshard.installed import installed_plugins
 from polyshard.plugins.stack import build_stack
 from polyshard_cli.main import app
 from polyshard_cli.plugins import Loaded

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 from fault_cluster import Job, job, recovery, starts
-from fault_hosts import NoHostsError
 from fault_jobs import Agent, Undisturbed, losses, training, wait_for
+
+from polyshard_testing.hosts import NoHostsError
 
 pytestmark = pytest.mark.slow
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, cast
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from polyshard import MixedPrecisionPolicy, fully_shard
+from polyshard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from polyshard.errors import SettingError
 from polyshard.planning import (
     GroupPlan,
@@ -19,12 +22,27 @@ from polyshard.planning import (
 WIDTH, WORLD = 512, 4
 
 
-def plan_of(backend: str, reshard: bool | int, policy: MixedPrecisionPolicy) -> GroupPlan:
+class Comm:
+    """A user's own collective, which is only planned here."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        raise NotImplementedError
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+def plan_of(
+    backend: str, reshard: bool | int, policy: MixedPrecisionPolicy, comm: Comm | None = None
+) -> GroupPlan:
     with planned_ranks(WORLD, backend):  # type: ignore[arg-type]
         with torch.device("meta"):
             layer = nn.Linear(WIDTH, WIDTH, bias=False)
         mesh = init_device_mesh("meta", (WORLD,), mesh_dim_names=("dp",))
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        sharded = fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        if comm is not None:
+            cast("FSDPModule", sharded).set_custom_all_gather(comm)
+            cast("FSDPModule", sharded).set_custom_reduce_scatter(comm)
         (group,) = planned_groups(layer)
         assert (group.unit, group.shard_axis, group.rank) == ("", 0, 0)
         assert group.mesh.mesh_dim_names == ("dp",)
@@ -50,6 +68,17 @@ def test_memory_of_transfers_that_are_cast() -> None:
     assert plan.reduction.scratch_bytes == WIDTH * WIDTH * 4
     plan = plan_of("nccl", True, MixedPrecisionPolicy())
     assert plan.reduction.scratch_bytes == 0
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_memory_of_a_users_own_collectives(backend: str) -> None:
+    """Each sends from one flat tensor and receives in another: all of it, and one rank's part."""
+    plan = plan_of(backend, True, MixedPrecisionPolicy(torch.bfloat16, torch.float32), Comm())
+    numel = WIDTH * WIDTH
+    assert plan.gather.scratch_bytes == 2 * (numel + numel // WORLD)
+    assert plan.reduction.scratch_bytes == 4 * (numel + numel // WORLD)
+    assert plan.gather.kept_bytes == 2 * numel
+    assert plan.reduction.kept_bytes == 0
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from polyshard import Plugin, clip_grad_norm_, describe, fully_shard, hookimpl, stats
 from polyshard.errors import MeshError, PlanMismatchError, SettingError
-from polyshard.plugins.seams import StepObserver
+from polyshard.plugins.seams import Observer
 from polyshard_tensor_parallel import ExpertParallel
 from polyshard_testing import raises_in_step, ranks
 
@@ -183,7 +183,7 @@ def test_replicas_of_experts(rank: int, size: int) -> None:
     check_against_one_process(fully_shard(model), rank, size, 5, "few")
 
 
-class Order(Plugin, StepObserver):
+class Order(Plugin, Observer):
     """Writes down when groups start to gather and when they are there."""
 
     name = "order"
@@ -192,7 +192,7 @@ class Order(Plugin, StepObserver):
         self.events: list[tuple[str, str]] = []
 
     @hookimpl
-    def polyshard_observer(self) -> StepObserver:
+    def polyshard_observer(self) -> Observer:
         return self
 
     def on_unshard(self, group: str, payload_bytes: int) -> None:

@@ -12,8 +12,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fault_hosts import INTERFACE, Host, Network, network
 from launch_ranks import FOLDER
+
+from polyshard_testing.hosts import INTERFACE, Host, Network, network
 
 PORT = 6379
 SCRIPT = FOLDER / "ray_train.py"

@@ -19,8 +19,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fault_hosts import INTERFACE, Host, Network, NoHostsError, network
 from launch_ranks import FOLDER, SCRIPT, wait_until
+
+from polyshard_testing.hosts import INTERFACE, Host, Network, NoHostsError, network
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "unshare")
 SBATCH = FOLDER / "slurm" / "train.sbatch"

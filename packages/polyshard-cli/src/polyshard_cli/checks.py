@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from polyshard._torch.newer import NEWEST, OLDEST, release, tested_range
+from polyshard.installed import NEWEST_TORCH, OLDEST_TORCH, tested_torch, torch_release
 
 OPEN_FILES = 1024
 """A rank needs a socket for every peer of every process group, beside the files of the job."""
@@ -45,10 +45,10 @@ class Finding:
 def torch_build() -> Iterator[Finding]:
     """The versions of Python and torch."""
     found = f"torch {torch.__version__}, Python {platform.python_version()}"
-    tested = tested_range()
-    if release() < OLDEST:
+    tested = tested_torch()
+    if torch_release() < OLDEST_TORCH:
         yield Finding("torch", State.PROBLEM, f"{found}: too old, {tested} are tested")
-    elif release() > NEWEST:
+    elif torch_release() > NEWEST_TORCH:
         yield Finding("torch", State.WARNING, f"{found}: newer than {tested}, which are tested")
     else:
         yield Finding("torch", State.FINE, found)

@@ -15,10 +15,17 @@ import typer
 
 from polyshard.__about__ import __version__
 from polyshard.errors import PluginError
-from polyshard.plugins.contract import HOOK_API, Contract, contract_of
-from polyshard.plugins.discovery import Installed, installed_plugins
-from polyshard.plugins.relations import circle_of, unmet
-from polyshard.plugins.validation import hook_arguments, problems_of
+from polyshard.installed import (
+    HOOK_API,
+    Contract,
+    Installed,
+    circle_of,
+    contract_of,
+    hook_arguments,
+    installed_plugins,
+    problems_of,
+    unmet,
+)
 from polyshard_cli import scaffold
 from polyshard_cli.output import told_in_one_message
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from polyshard.errors import PolyshardError
-from polyshard.plugins.discovery import installed_plugins
+from polyshard.installed import installed_plugins
 
 TEMPLATE = Path(__file__).parent / "template"
 DEFAULT_SEAM = "observer"

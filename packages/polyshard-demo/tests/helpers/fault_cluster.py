@@ -11,8 +11,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fault_hosts import INTERFACE, Host, Network, network
 from fault_jobs import EXAMPLES, POLL, SCRIPT, Agent, agent
+
+from polyshard_testing.hosts import INTERFACE, Host, Network, network
 
 PORT = 29400
 STORE = EXAMPLES / "rendezvous_store.py"

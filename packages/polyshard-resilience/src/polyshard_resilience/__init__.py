@@ -5,12 +5,14 @@ from polyshard_resilience.guards.nonfinite import NonFinite
 from polyshard_resilience.handler import enable
 from polyshard_resilience.resizing.resize import Resized, resize
 from polyshard_resilience.rollback.attempt import Attempt, attempt, attempts
+from polyshard_resilience.rollback.optimizers import Undoable
 
 __all__ = [
     "Attempt",
     "Corruption",
     "NonFinite",
     "Resized",
+    "Undoable",
     "attempt",
     "attempts",
     "enable",

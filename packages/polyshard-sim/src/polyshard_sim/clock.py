@@ -18,13 +18,14 @@ It is a simulation: nothing is computed, and no time of real hardware is measure
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
+from polyshard.hardware import NCCL_RINGS, Hardware, Protocol
 from polyshard_sim.building import extension
 from polyshard_sim.errors import SimError
 
@@ -46,74 +47,6 @@ BACKEND = "fake-simccl"
 """The process group of :func:`rank_of`, which has no other processes."""
 _MICRO = 1e6
 """Microseconds of a second."""
-
-
-@dataclass(frozen=True)
-class Protocol:
-    """How ranks pass parts around a ring: microseconds, and the part of the bandwidth reached."""
-
-    start_us: float
-    nvlink_us: float
-    """Latency from one rank to the next of a node."""
-    network_us: float
-    """From a node to the next."""
-    part_of_bandwidth: float
-
-
-NCCL_RINGS = (Protocol(8.4, 3.4, 14.0, 1.0), Protocol(14.0, 1.9, 4.0, 0.92))
-"""``Simple`` and ``LL128`` of NCCL's tuning model (github.com/NVIDIA/nccl, src/graph/tuning.cc)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hardware:
-    """Nodes of accelerators, one for each rank. The defaults are public figures of H100 nodes.
-
-    "H100" is NVIDIA's data sheet of the H100 SXM (www.nvidia.com/en-us/data-center/h100, dense),
-    and "DGX" the DGX H100/H200 User Guide (docs.nvidia.com/dgx). Bandwidths are one direction's
-    half of what the data sheet gives for both.
-    """
-
-    ranks_per_node: int = 8
-    """DGX: 8 GPUs."""
-    half_flops_per_second: float = 989e12
-    """Of matrix products in bfloat16 and float16. H100: Tensor Cores."""
-    float_flops_per_second: float = 67e12
-    """In float32. H100: without TF32."""
-    efficiency: float = 0.6
-    """Part of these that products of a model reach. Assumed, as ``polyshard plan`` does."""
-    memory_bytes_per_second: float = 3350e9
-    """H100: HBM3."""
-    host_bytes_per_second: float = 64e9
-    """Between the device and the host's memory. H100: PCIe Gen5."""
-    nvlink_bytes_per_second: float = 450e9
-    """From a rank to another one of its node. H100: NVLink."""
-    network_bytes_per_second: float = 50e9
-    """From a rank to other nodes. DGX: one ConnectX-7 of 400 Gb/s for each GPU, InfiniBand."""
-    launch_seconds: float = 5e-6
-    """Of the host, for each launch. Assumed, as ``polyshard plan`` does."""
-    protocols: Sequence[Protocol] = NCCL_RINGS
-    """A collective uses the fastest."""
-
-    def rings(self, ranks: Sequence[int]) -> list[tuple[float, float, float]]:
-        """Of a group: microseconds to start and of one way around, and bytes a microsecond.
-
-        There are as many rings as ranks of a node, and each leaves the node at another rank: nodes
-        have the network of all those ranks between them.
-        """
-        nodes = len({rank // self.ranks_per_node for rank in ranks})
-        rate = self.nvlink_bytes_per_second
-        if nodes > 1:
-            rate = min(rate, self.network_bytes_per_second * len(ranks) / nodes)
-        between = nodes - 1
-        inside = len(ranks) - 1 - between
-        return [
-            (
-                one.start_us if len(ranks) > 1 else 0.0,
-                inside * one.nvlink_us + between * one.network_us,
-                rate * one.part_of_bandwidth / _MICRO,
-            )
-            for one in self.protocols
-        ]
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,17 @@ from torch import Tensor
 
 from polyshard.errors import PluginError
 from polyshard.plugins.contract import Contract, hookimpl
-from polyshard.plugins.contributions import GATHER_CODEC, REDUCE_CODEC, ROLES, STORAGE
+from polyshard.plugins.contributions import (
+    ADAPTERS,
+    CONSTRAINTS,
+    GATHER_CODEC,
+    REDUCE_CODEC,
+    ROLES,
+    STORAGE,
+)
+from polyshard.plugins.member import ENGINE, Member
 from polyshard.plugins.seams import Named, ShardStorage
-from polyshard.plugins.stack import ENGINE, Member, PluginStack, build_stack
+from polyshard.plugins.stack import PluginStack, build_stack
 from polyshard.plugins.validation import fitting, problems_of
 from polyshard_testing.cases import case, cases
 from polyshard_testing.codecs import CodecConformance
@@ -94,11 +102,11 @@ class PluginConformance(CodecConformance):
                 found = build_stack(plugins_of(factory)).contributions(at.info)
                 gather = found[GATHER_CODEC].bind(at.info, at.layout)
                 reduce = found[REDUCE_CODEC].bind(at.info, at.layout)
-                parts: list[Named] = [part for role in ROLES for part in found.layers[role]]
-                parts += [*found.constraints, *found.adapters]
+                parts: list[Named] = [part for role in ROLES for part in found.all(role)]
+                parts += [*found.all(CONSTRAINTS), *found.all(ADAPTERS)]
                 blocks = [
                     constraint.block_elements(parameter)
-                    for constraint in found.constraints
+                    for constraint in found.all(CONSTRAINTS)
                     for parameter in at.info.parameters
                 ]
                 assert all(type(b) is int and b >= 1 for b in blocks), f"blocks of {blocks}"
@@ -195,7 +203,7 @@ class PluginConformance(CodecConformance):
     def test_adapters_undo_what_they_do(self, stack: PluginStack) -> None:
         """Saved state can be loaded, and shares no memory with parameters."""
         at = case(2, 0)
-        adapters = self.contributions(stack, at).adapters
+        adapters = self.contributions(stack, at).all(ADAPTERS)
         if not adapters:
             pytest.skip("the plugin takes no state-dict adapter")
         for adapter in adapters:

@@ -28,7 +28,7 @@ from polyshard.engine.state_dict import StateDictHooks
 from polyshard.engine.ties import adopt_shared, mark
 from polyshard.engine.unit import Unit
 from polyshard.errors import AlreadyShardedError, SettingError, UnsupportedError
-from polyshard.group.group import GroupSetup, ParameterGroup
+from polyshard.group.group import ParameterGroup
 from polyshard.module import FSDPModule, mix_in
 from polyshard.params.parameter import Source
 from polyshard.plugins.discovery import stand_in
@@ -234,8 +234,7 @@ def _plan_groups(unit: Unit, sources: Sequence[Source], stack: PluginStack) -> N
     kinds = split_by_kind(sources)
     for name, members in zip(group_names(unit.name, len(kinds)), kinds, strict=True):
         roles = members[0].placed.roles
-        policy, block_size = members[0].policy, _block_size(unit, roles)
-        group = ParameterGroup(members, GroupSetup(roles, policy, stack), name, block_size)
+        group = ParameterGroup(members, stack, name, _block_size(unit, roles))
         group.pool = unit.context.pool
         unit.groups.append(group)
 

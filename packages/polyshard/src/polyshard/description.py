@@ -15,9 +15,9 @@ from polyshard.engine.root import ROOT, group_names, groups_of, preview_names, u
 from polyshard.engine.unit import Unit
 from polyshard.group.plan import GroupPlan
 from polyshard.group.planner import plan_of
-from polyshard.group.traffic import Traffic
 from polyshard.group.transfers import readable
 from polyshard.plugins.seams import GroupIdentity
+from polyshard.program.meter import Moved
 
 _COLUMNS = ("group", "parameters", "elements", "gather", "reduce", "unsharded", "shard", "frees")
 
@@ -188,7 +188,7 @@ _COUNTED = ("group", "gathers", "reductions", "sent", "received", "waited")
 class Stats:
     """What the groups of a model have moved so far on this rank. ``print`` it, or read it."""
 
-    groups: dict[str, Traffic]
+    groups: dict[str, Moved]
     numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """By group, what its codecs say of themselves: an error, a share of saturated values."""
 
@@ -222,7 +222,7 @@ class Stats:
         return "\n".join(lines)
 
 
-def _counted(name: str, traffic: Traffic) -> tuple[str, ...]:
+def _counted(name: str, traffic: Moved) -> tuple[str, ...]:
     return (
         name,
         str(traffic.gathers),

@@ -7,7 +7,7 @@ torch raises in the same situation, so that code which catches torch's types kee
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class PolyshardError(Exception):
@@ -124,3 +124,21 @@ def warn(notices: Iterable[str]) -> None:
     """Issue each warning once (by Python's filter of repeated warnings)."""
     for notice in notices:
         warnings.warn(notice, IneffectiveSettingWarning, stacklevel=2)
+
+
+def call_all(calls: Iterable[Callable[[], object]]) -> None:
+    """Call each of ``calls``, whatever another one raises.
+
+    Raises:
+        Exception: the first one raised, with notes of the others.
+    """
+    errors: list[Exception] = []
+    for call in calls:
+        try:
+            call()
+        except Exception as error:
+            errors.append(error)
+    for other in errors[1:]:
+        errors[0].add_note(f"and then: {other!r} ({'; '.join(getattr(other, '__notes__', ()))})")
+    if errors:
+        raise errors[0]

@@ -77,7 +77,7 @@ def _planned(model: nn.Module) -> Iterator[PlannedGroup]:
                 mesh=roles.mesh,
                 shard_axis=roles.shard_axis,
                 rank=roles.shard_rank,
-                plugins=tuple(group.setup.stack.plugins),
+                plugins=tuple(group.stack.plugins),
             )
 
 

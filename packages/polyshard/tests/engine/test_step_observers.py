@@ -15,11 +15,11 @@ from toy_storage import Away, AwayFactory
 
 from polyshard import Plugin, describe, fully_shard, hookimpl, stats
 from polyshard.engine.root import groups_of, unit_of
-from polyshard.plugins.seams import GroupInfo, StepObserver
+from polyshard.plugins.seams import GroupInfo, Observer
 from polyshard_testing import ranks
 
 
-class Asking(Plugin, StepObserver):
+class Asking(Plugin, Observer):
     """Writes down what only those hear who ask."""
 
     name = "asking"
@@ -30,7 +30,7 @@ class Asking(Plugin, StepObserver):
         self.told: list[tuple[str, ...]] = []
 
     @hookimpl
-    def polyshard_observer(self) -> StepObserver:
+    def polyshard_observer(self) -> Observer:
         return self
 
     def on_start(self, group: str, what: str) -> None:
@@ -219,7 +219,7 @@ def test_who_does_not_ask_costs_nothing(rank: int, size: int) -> None:
     model(torch.ones(2, 8)).sum().backward()
     assert [unit_of(module).watch for module in (model, *model)] == [None] * 3  # type: ignore[union-attr]
     for group in groups_of(model):
-        assert group.meter.watch is None
+        assert group.meter.step_observers == ()
         assert group.meter.fetching(group.shards) == group.shards.fetch
 
 

@@ -34,7 +34,7 @@ FOR_HOST_MEMORY = "host memory is a plugin's: its own test leaves this out (poly
 FOR_FINALIZATION = "no step here ends by hand: engine/test_finalization.py has gradients that do"
 ELSEWHERE = {
     ("Reducer._tell", "frame.said.works.wait()"): FOR_GLOO,
-    ("Reducer._land", "frame.landing.wait()"): FOR_LANDINGS,
+    ("Reducer._land", "pending.wait()"): FOR_LANDINGS,
     ("Reducer._play_out", "pending.wait()"): FOR_GLOO,
     ("join", "pending.wait()"): FOR_VALUES,
     ("Reducer._join", "pending.wait()"): FOR_VALUES,

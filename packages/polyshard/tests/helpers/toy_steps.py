@@ -19,7 +19,7 @@ from toy_comms import CountingComm
 
 from polyshard import MixedPrecisionPolicy, Plugin, fully_shard, hookimpl, share_comm_ctx
 from polyshard.plugins.seams import CollectivesBackend, GroupInfo
-from polyshard.program.unshard import CrossingWriter
+from polyshard.program.unshard import crossing as crossing_codec
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import (
     Pending,
@@ -384,15 +384,18 @@ def crossing(recorder: Recorder) -> None:
     codec = BytesGather(mock.Mock(parameters=[whole]))
     shard, payload = torch.ones(8), torch.empty(32, dtype=torch.uint8)
 
+    on_host = [shard]
+
     def pinned(*sizes: int, dtype: torch.dtype, device: str, pin_memory: bool) -> Tensor:
-        return torch.zeros(*sizes, dtype=dtype, device=device)
+        on_host.append(torch.zeros(*sizes, dtype=dtype, device=device))
+        return on_host[-1]
 
     with mock.patch.object(torch, "empty", pinned):
-        writer = CrossingWriter(codec, shard, payload)
-    for tensor in (shard, writer._encoded):
+        encode = crossing_codec(codec, shard, payload)
+    for tensor in on_host:
         recorder.is_host_memory(tensor.data_ptr(), tensor.nbytes)
     for _ in range(2):
-        writer.write()
+        encode()
 
 
 STEPS: tuple[Callable[[Recorder], None], ...] = (

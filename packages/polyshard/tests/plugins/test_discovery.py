@@ -154,22 +154,26 @@ class Taking(Codecs):
         return self
 
 
+def taking_dtensors() -> object | None:
+    return discovery.stand_in("tensor_parallel", "for_dtensors", "take DTensors")
+
+
 def test_dtensors_are_for_the_plugin_called_tensor_parallel(only_site: Path) -> None:
-    assert discovery.for_dtensors() is None
+    assert taking_dtensors() is None
     make(only_site, "acme-tp", "tensor_parallel = test_discovery_taking:make")
     module = ModuleType("test_discovery_taking")
     module.make = Taking  # type: ignore[attr-defined]
     sys.modules[module.__name__] = module
-    assert isinstance(discovery.for_dtensors(), Taking)
+    assert isinstance(taking_dtensors(), Taking)
     assert Taking.asked == 1
-    joined = build_stack([Watching()]).joined(discovery.for_dtensors())
+    joined = build_stack([Watching()]).joined(taking_dtensors())
     assert sorted(joined.lines()) == ["codecs 1.2", "watching 0"]
 
 
 def test_something_else_called_tensor_parallel_is_refused(only_site: Path) -> None:
     make(only_site, "acme-tp", "tensor_parallel = toy_codecs:Codecs")
     with pytest.raises(PluginError, match=r"'tensor_parallel' has no for_dtensors\(\)"):
-        discovery.for_dtensors()
+        taking_dtensors()
 
 
 def test_names_resolve_through_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:

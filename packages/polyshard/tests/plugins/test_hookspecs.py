@@ -28,14 +28,16 @@ from polyshard.plugins import hookspecs
 from polyshard.plugins.builtin import (
     DefaultBackend,
     DeviceStorageFactory,
-    NativeGatherCodec,
-    NativeReduceCodec,
+    NativeCodec,
     ShardLanding,
 )
 from polyshard.plugins.contributions import (
+    ADAPTERS,
     COLLECTIVES,
+    CONSTRAINTS,
     GATHER_CODEC,
     LANDING,
+    OBSERVERS,
     REDUCE_CODEC,
     STORAGE,
 )
@@ -112,8 +114,8 @@ def test_hook_polyshard_parameter_facts() -> None:
 
 
 def test_hook_polyshard_sharding_constraint() -> None:
-    assert contributions().constraints == ()
-    assert contributions(Constrained(4)).constraints == (Blocks(4),)
+    assert contributions().all(CONSTRAINTS) == ()
+    assert contributions(Constrained(4)).all(CONSTRAINTS) == (Blocks(4),)
 
 
 def test_hook_polyshard_shard_storage() -> None:
@@ -127,12 +129,12 @@ def test_hook_polyshard_collectives_backend() -> None:
 
 
 def test_hook_polyshard_gather_codec() -> None:
-    assert isinstance(contributions()[GATHER_CODEC], NativeGatherCodec)
+    assert isinstance(contributions()[GATHER_CODEC], NativeCodec)
     assert isinstance(contributions(Codecs())[GATHER_CODEC], GatherFactory)
 
 
 def test_hook_polyshard_reduce_codec() -> None:
-    assert isinstance(contributions()[REDUCE_CODEC], NativeReduceCodec)
+    assert isinstance(contributions()[REDUCE_CODEC], NativeCodec)
     assert isinstance(contributions(Codecs())[REDUCE_CODEC], ReduceFactory)
 
 
@@ -152,13 +154,13 @@ def test_hook_polyshard_observer() -> None:
         before = ("watching",)
 
     first, last, plain = Earlier(), Later(), Watching()
-    watchers = contributions(last, plain, first).observers
+    watchers = contributions(last, plain, first).all(OBSERVERS)
     assert watchers == (first.watcher, plain.watcher, last.watcher)
 
 
 def test_hook_polyshard_state_dict_adapter() -> None:
-    assert contributions().adapters == ()
-    (adapter,) = contributions(Adapting()).adapters
+    assert contributions().all(ADAPTERS) == ()
+    (adapter,) = contributions(Adapting()).all(ADAPTERS)
     assert isinstance(adapter, Negating)
 
 

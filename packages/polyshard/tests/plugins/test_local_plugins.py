@@ -16,7 +16,7 @@ from toy_planning import Signing
 from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.errors import PlanMismatchError
 from polyshard.plugins import hookspecs
-from polyshard.plugins.contributions import RANKS_MAY_DIFFER
+from polyshard.plugins.member import RANKS_MAY_DIFFER
 from polyshard.plugins.stack import build_stack
 from polyshard.plugins.validation import hook_arguments
 from polyshard_testing import ranks

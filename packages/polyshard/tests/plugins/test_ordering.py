@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from toy_codecs import Codecs
 
 from polyshard import Contract
 from polyshard.errors import ConflictError, PluginError
-from polyshard.plugins.relations import check_relations, order
+from polyshard.plugins.relations import in_order, problems_between
 from polyshard.plugins.stack import build_stack
 
 
@@ -21,11 +22,13 @@ def named(name: str, **kwargs: Any) -> Contract:
 
 
 def test_relations() -> None:
-    check_relations([named("a", requires=["fast"]), named("b", provides=["fast"])])
-    with pytest.raises(PluginError, match=r"'a' requires 'slow'.*present: a, b, fast.*add one"):
-        check_relations([named("a", requires=["slow"]), named("b", provides=["fast"])])
-    with pytest.raises(ConflictError, match=r"'a' conflicts with 'b' \(declared by 'a': fast\)"):
-        check_relations([named("b", provides=["fast"]), named("a", conflicts_with=["fast"])])
+    fast = named("b", provides=["fast"])
+    assert list(problems_between([named("a", requires=["fast"]), fast])) == []
+    (missing,) = problems_between([named("a", requires=["slow"]), fast])
+    assert re.search(r"'a' requires 'slow'.*present: a, b, fast.*add one", str(missing))
+    (conflict,) = problems_between([fast, named("a", conflicts_with=["fast"])])
+    assert isinstance(conflict, ConflictError)
+    assert "'a' conflicts with 'b' (declared by 'a': fast)" in str(conflict)
     pattern = (
         r"2 plugins are named 'codecs': toy_codecs\.Codecs \(1\.2\) and toy_codecs\.Codecs "
         r"\(1\.2\); pass one of them"
@@ -38,7 +41,7 @@ def test_relations() -> None:
 
 def test_order_by_declaration_then_name() -> None:
     contracts = [named("b"), named("a", after=["c"]), named("c", after=["absent"])]
-    assert order(contracts) == ["b", "c", "a"]
+    assert in_order(contracts) == ["b", "c", "a"]
 
 
 def test_circles_are_shown() -> None:
@@ -46,7 +49,7 @@ def test_circles_are_shown() -> None:
     with pytest.raises(
         ConflictError, match=r"(a before b before c|b before c before a|c before a)"
     ):
-        order([*circle, named("z", after=["a"])])
+        in_order([*circle, named("z", after=["a"])])
 
 
 @st.composite
@@ -70,10 +73,10 @@ def acyclic(draw: st.DrawFn) -> list[Contract]:
 def test_order_respects_declarations_and_ignores_registration(
     contracts: list[Contract], random: Any
 ) -> None:
-    ordered = order(contracts)
+    ordered = in_order(contracts)
     shuffled = list(contracts)
     random.shuffle(shuffled)
-    assert order(shuffled) == ordered
+    assert in_order(shuffled) == ordered
     for contract in contracts:
         place = ordered.index(contract.name)
         assert all(place < ordered.index(name) for name in contract.before)

@@ -15,7 +15,13 @@ from polyshard import Plugin, describe, fully_shard, hookimpl
 from polyshard.errors import PluginError
 from polyshard.plugins import seams
 from polyshard.plugins.builtin import DeviceStorage, DeviceStorageFactory
-from polyshard.plugins.contributions import COLLECTIVES, GATHER_CODEC, REDUCE_CODEC, STORAGE
+from polyshard.plugins.contributions import (
+    COLLECTIVES,
+    GATHER_CODEC,
+    OBSERVERS,
+    REDUCE_CODEC,
+    STORAGE,
+)
 from polyshard.plugins.seams import GroupInfo, ParamInfo, overrides
 from polyshard.plugins.validation import misfit
 from polyshard.sharding.layout import GroupLayout
@@ -122,7 +128,7 @@ def test_a_part_that_does_not_inherit_is_told_to() -> None:
         def on_step_end(self) -> None: ...
 
     whole = Whole()
-    assert contributions(contributing("polyshard_observer", whole)).observers == (whole,)
+    assert contributions(contributing("polyshard_observer", whole)).all(OBSERVERS) == (whole,)
 
 
 def test_notices_of_every_part_are_shown(world1: World) -> None:

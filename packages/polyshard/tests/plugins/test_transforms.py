@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,24 +16,26 @@ from polyshard import Plugin, hookimpl
 from polyshard.errors import PluginError
 from polyshard.plugins.seams import ParamInfo
 from polyshard.plugins.stack import build_stack
-from polyshard.plugins.transforms import Layer, TransformStack
 
 PARAM = ParamInfo("w", (2, 3), torch.float32, True, None, nn.Linear)  # type: ignore[arg-type]
 
 
-def permuting(name: str, dims: tuple[int, ...] | None) -> Layer:
+class Permuting(Plugin):
     """Permutes the dims and hands out an extension that only it can know."""
 
-    def flatten(given: Mapping[str, Any]) -> Any:
-        return None if dims is None else (given["tensor"].permute(dims), (name, dims))
+    def __init__(self, name: str, dims: tuple[int, ...] | None) -> None:
+        self.name = name  # type: ignore[misc]
+        self.dims = dims
 
-    def unflatten(given: Mapping[str, Any]) -> Tensor:
-        owner, order = given["param_extension"]
-        assert owner == name, "an extension went to another plugin"
-        tensor: Tensor = given["tensor"]
+    @hookimpl
+    def pre_flatten_transform(self, tensor: Tensor) -> Any:
+        return None if self.dims is None else (tensor.permute(self.dims), (self.name, self.dims))
+
+    @hookimpl
+    def post_unflatten_transform(self, tensor: Tensor, param_extension: Any) -> Tensor:
+        owner, order = param_extension
+        assert owner == self.name, "an extension went to another plugin"
         return tensor.permute(sorted(range(len(order)), key=order.__getitem__))
-
-    return Layer(name, f"'{name}' (0)", flatten, unflatten)
 
 
 layers = st.lists(st.none() | st.permutations(range(3)).map(tuple), max_size=6)
@@ -41,7 +43,7 @@ layers = st.lists(st.none() | st.permutations(range(3)).map(tuple), max_size=6)
 
 @given(layers)
 def test_what_is_peeled_is_put_back(dims: Sequence[tuple[int, ...] | None]) -> None:
-    transforms = TransformStack([permuting(str(i), d) for i, d in enumerate(dims)])
+    transforms = build_stack([Permuting(str(i), d) for i, d in enumerate(dims)]).transforms
     value = torch.arange(24.0).view(2, 3, 4)
     flat, extensions = transforms.flatten(value, PARAM)
     assert [e is None for e in extensions] == [d is None for d in dims]

@@ -11,7 +11,7 @@ from toy_mistakes import Mistaken
 
 from polyshard import Plugin, hookimpl
 from polyshard.errors import PluginError
-from polyshard.plugins.builtin import NativeReduceCodec
+from polyshard.plugins.builtin import NativeCodec
 from polyshard.plugins.contributions import GATHER_CODEC, REDUCE_CODEC
 from polyshard.plugins.stack import build_stack
 from polyshard.plugins.validation import problems_of
@@ -103,7 +103,7 @@ def test_an_inherited_hook_may_be_turned_off() -> None:
     assert problems_of(Half()) == []
     found = build_stack([Half()]).contributions(GROUP)
     assert isinstance(found[GATHER_CODEC], GatherFactory)
-    assert isinstance(found[REDUCE_CODEC], NativeReduceCodec)
+    assert isinstance(found[REDUCE_CODEC], NativeCodec)
 
 
 def test_everything_wrong_with_a_stack_is_listed_at_once() -> None:

@@ -69,7 +69,7 @@ class Wrapping(Plugin):
 
 
 def nesting(*plugins: object) -> list[str]:
-    return [part.name for part in contributions(*plugins).layers[COLLECTIVES]]
+    return [part.name for part in contributions(*plugins).all(COLLECTIVES)]
 
 
 @given(order=st.permutations(["count", "delay", "claim", "codecs"]), engine=st.booleans())
@@ -126,7 +126,7 @@ def test_two_claims_are_refused_around_or_not() -> None:
 
 def test_parts_belong_to_their_plugins_and_all_may_speak() -> None:
     found = contributions(Wrapping("count"), Wrapping("delay"), Resting())
-    outer, _, claimed = found.layers[COLLECTIVES]
+    outer, _, claimed = found.all(COLLECTIVES)
     assert found.plugin_of(outer) == "plugin 'count' (0)"
     assert found.plugin_of(claimed) == "plugin 'resting' (0)"
     assert found.notices == ("count around delay", "delay around slow")

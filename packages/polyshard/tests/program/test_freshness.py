@@ -22,8 +22,9 @@ from toy_tensors import OldForm
 from polyshard import MixedPrecisionPolicy, Plugin, fully_shard, hookimpl
 from polyshard.plugins.seams import GroupInfo
 from polyshard.program import freshness
-from polyshard.program.freshness import Freshness, Turn, differs, imprint
+from polyshard.program.freshness import Freshness, differs, imprint
 from polyshard.program.unshard import NativeGather
+from polyshard.transport.base import Turn
 from polyshard_testing import World, ranks
 
 

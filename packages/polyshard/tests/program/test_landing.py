@@ -75,7 +75,7 @@ def test_it_lands_whole_and_comes_back_by_rows(
         whole = owned.gradient()
         if whole is not None:
             torch.testing.assert_close(whole, theirs.grad)
-        rows = owned.scatter(whole, torch.float32).wait()
+        rows = owned.scatter(whole, torch.float32)()
         form: Any = ours
         placed = DTensor.from_local(
             rows, form.device_mesh, form.placements, shape=ours.shape, stride=ours.stride()

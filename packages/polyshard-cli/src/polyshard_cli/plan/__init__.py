@@ -1,9 +1,8 @@
 """What a sharded training step will need, before it runs: memory, traffic and time."""
 
-from polyshard_cli.plan.drafting import draft
+from polyshard_cli.plan.drafting import describe, draft
 from polyshard_cli.plan.dry_run.units import units_of
 from polyshard_cli.plan.errors import PlanError
-from polyshard_cli.plan.living import describe
 from polyshard_cli.plan.report.document import Document
 from polyshard_cli.plan.request.mesh import parse_mesh
 from polyshard_cli.plan.request.settings import Settings

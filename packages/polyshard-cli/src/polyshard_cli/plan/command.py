@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
 
 import torch
 import typer
@@ -18,102 +21,111 @@ from polyshard_cli.plan.page.console import WIDTH, show
 from polyshard_cli.plan.page.html import check_page, write_page
 from polyshard_cli.plan.report.document import Document
 from polyshard_cli.plan.report.sections import lead_of, plan_page, plan_sections
-from polyshard_cli.plan.request import options
-from polyshard_cli.plan.request.mesh import parse_mesh
-from polyshard_cli.plan.request.settings import Settings
+from polyshard_cli.plan.request.settings import (
+    LIST,
+    OUTPUT,
+    SEARCH,
+    Settings,
+    Written,
+    said,
+)
 from polyshard_cli.plan.request.sizes import parse_bytes
 from polyshard_cli.plan.tuning import sections as tuning_report
-from polyshard_cli.plan.tuning.document import Tuning
 from polyshard_cli.plan.tuning.space import Open
 from polyshard_cli.plan.tuning.tune import tune as tuned
 
 MOST_ON_CPU = 8
 """Ranks that share a CPU, however few cores it has: more are taken to be on other hosts."""
 
+MEASURE = "Measure this machine for some seconds, write it to FILE.json, and plan for it."
+TUNE = (
+    "Search for the fastest setting that fits: meshes of as many ranks, units, resharding, tiers. "
+    "Settings of other options stay."
+)
+KEEP = "Settings that --tune keeps: mesh, replicate, tp, units, reshard, quantize, offload. Repeat."
 
+
+def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` with every setting as an option before its own, and mistakes as one message."""
+    types, parameters = get_type_hints(Settings), list[Parameter]()
+    readers: dict[str, Callable[[Any], Any]] = {}
+    for one in fields(Settings):
+        written = one.metadata.get("as") or Written(
+            types[one.name], one.default, lambda value: value
+        )
+        readers[one.name] = written.read
+        parameters.append(
+            Parameter(
+                one.name,
+                Parameter.KEYWORD_ONLY,
+                default=written.default,
+                annotation=Annotated[written.type, one.metadata["option"]],
+            )
+        )
+    own = list(signature(command, eval_str=True).parameters.values())[1:]
+
+    def verb(**given: Any) -> None:
+        with told_in_one_message(PlanError):
+            chosen = {name: read(given.pop(name)) for name, read in readers.items()}
+            command(Settings(**chosen), **given)
+
+    verb.__doc__ = command.__doc__
+    verb.__signature__ = Signature([*parameters, *own])  # type: ignore[attr-defined]
+    return verb
+
+
+@_with_settings
 def plan(
-    model: options.Model = "demo",
+    settings: Settings,
     *,
-    mesh: options.Mesh = "dp=8",
-    batch: options.Batch = Settings.batch,
-    accumulate: options.Accumulate = Settings.accumulate,
-    sequence: options.Sequence = Settings.sequence,
-    fields: options.Fields = None,
-    units: options.Units = None,
-    inputs: options.Inputs = Settings.inputs,
-    plugins: options.Plugins = "",
-    quantize: options.Quantize = Settings.quantize,
-    offload: options.Offload = Settings.offload,
-    tp_plan: options.TpPlan = Settings.tp_plan,
-    bf16: options.Bf16 = Settings.bf16,
-    reshard: options.Reshard = "auto",
-    placement: options.Placement = Settings.placement,
-    optimizer: options.Optimizer = Settings.optimizer,
-    rank: options.Rank = Settings.rank,
-    machine: options.Machine = Settings.machine,
-    backend: options.BackendOption = Settings.backend,
-    measure_to: options.Measure = None,
-    parameters: options.Parameters = False,
-    as_json: options.Json = False,
-    html: options.Html = None,
-    tune: options.Tune = False,
-    memory_budget: options.MemoryBudget = "",
-    keep: options.Keep = None,
-    allow_lossy: options.AllowLossy = False,
+    measure_to: Annotated[Path | None, said(OUTPUT, MEASURE, "--measure")] = None,
+    parameters: Annotated[
+        bool, said(OUTPUT, "Every parameter, by dim and axis.", "--parameters")
+    ] = False,
+    as_json: Annotated[bool, said(OUTPUT, "The plan as JSON.", "--json")] = False,
+    html: Annotated[
+        Path | None,
+        said(OUTPUT, "Write the plan to FILE, one page that needs no network, too.", "--html"),
+    ] = None,
+    tune: Annotated[bool, said(SEARCH, TUNE, "--tune")] = False,
+    memory_budget: Annotated[
+        str, said(SEARCH, "Memory of a device: 70GiB. Default: the machine's.")
+    ] = "",
+    keep: Annotated[LIST, said(SEARCH, KEEP)] = None,
+    allow_lossy: Annotated[
+        bool,
+        said(
+            SEARCH, "Let --tune try codecs, which change the values that are sent.", "--allow-lossy"
+        ),
+    ] = False,
 ) -> None:
     """Say what a training step will need, without running it: memory, traffic, time.
 
     No accelerator and no other rank is needed; nothing is computed.
     """
-    with told_in_one_message(PlanError):
-        if html is not None:
-            check_page(html)
-        if measure_to is not None:
-            save_machine(measure(_at_once(parse_mesh(mesh).ranks)), measure_to)
-            machine = str(measure_to)
-        settings = Settings(
-            model=model,
-            mesh=parse_mesh(mesh),
-            batch=batch,
-            accumulate=accumulate,
-            sequence=sequence,
-            overrides=_overrides(fields or ()),
-            units=tuple(units or ()),
-            inputs=inputs,
-            plugins=tuple(name.strip() for name in plugins.split(",") if name.strip()),
-            quantize=quantize,
-            offload=offload,
-            tp_plan=tp_plan,
-            bf16=bf16,
-            reshard=_reshard(reshard),
-            placement=placement,
-            optimizer=optimizer,
-            rank=rank,
-            machine=machine,
-            backend=backend,
-        )
-        search = _search(tune, memory_budget, keep or (), allow_lossy=allow_lossy)
-        found = draft(settings) if search is None else tuned(settings, *search)
-        if html is not None:
-            write_page(html, _page(found, settings))
+    if html is not None:
+        check_page(html)
+    if measure_to is not None:
+        save_machine(measure(_at_once(settings.mesh.ranks)), measure_to)
+        settings = replace(settings, machine=str(measure_to))
+    search = _search(tune, memory_budget, keep or (), allow_lossy=allow_lossy)
+    found = draft(settings) if search is None else tuned(settings, *search)
+    if html is not None:
+        if isinstance(found, Document):
+            write_page(html, plan_page(found))
+        else:
+            write_page(html, tuning_report.tuning_page(found, settings))
     if as_json:
         typer.echo(found.to_json())
         return
-    if isinstance(found, Tuning):
-        front = tuning_report.tuning_section(found)
-        show(tuning_report.lead_of(found), [front], console_for_tables(WIDTH))
-        typer.echo(found.python)  # whole lines, to be pasted
+    console = console_for_tables(WIDTH)
+    if isinstance(found, Document):
+        show(lead_of(found), plan_sections(found, parameters=parameters), console)
     else:
-        sections = plan_sections(found, parameters=parameters)
-        show(lead_of(found), sections, console_for_tables(WIDTH))
+        show(tuning_report.lead_of(found), [tuning_report.tuning_section(found)], console)
+        typer.echo(found.python)  # whole lines, to be pasted
     if html is not None:
         typer.echo(f"written: {html}, a page for any browser")
-
-
-def _page(found: Document | Tuning, settings: Settings) -> str:
-    if isinstance(found, Tuning):
-        return tuning_report.tuning_page(found, settings)
-    return plan_page(found)
 
 
 def _search(
@@ -133,26 +145,3 @@ def _at_once(ranks: int) -> int:
     """How many of so many ranks this machine is taken to run: one a device, or some a core."""
     most = torch.accelerator.device_count() or max(os.cpu_count() or 1, MOST_ON_CPU)
     return max(2, min(ranks, most))
-
-
-def _overrides(given: Sequence[str]) -> dict[str, object]:
-    """``field=value``, where the value is JSON or a plain word."""
-    found: dict[str, object] = {}
-    for text in given:
-        field, equals, value = text.partition("=")
-        if not equals or not field:
-            raise PlanError(f"--set {text}: write field=value, as num_hidden_layers=4")
-        try:
-            found[field] = json.loads(value)
-        except ValueError:
-            found[field] = value
-    return found
-
-
-def _reshard(text: str) -> bool | int | None:
-    words: dict[str, bool | None] = {"auto": None, "yes": True, "no": False}
-    if text in words:
-        return words[text]
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise PlanError(f"--reshard {text}: write auto, yes, no, or a number of ranks such as 8")

@@ -5,26 +5,34 @@ The parts are public to this package, so that a search over settings makes each 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from polyshard.__about__ import __version__
+from polyshard.errors import SettingError
+from polyshard.planning import PlannedGroup as Living
+from polyshard.planning import planned_groups as living_groups
 from polyshard.planning import planned_ranks
-from polyshard_cli.plan.dry_run.planning import PlannedGroup, policy_of, shard
+from polyshard_cli.plan.dry_run.planning import (
+    PlannedGroup,
+    axis_names,
+    planned_groups,
+    policy_of,
+    shard,
+)
 from polyshard_cli.plan.dry_run.probing import Cost, Probe, cast_parameters, probe
 from polyshard_cli.plan.dry_run.units import units_of
 from polyshard_cli.plan.errors import PlanError
 from polyshard_cli.plan.estimate.machines import Machine, load_machine
-from polyshard_cli.plan.estimate.memory import Memory, memory_of
-from polyshard_cli.plan.estimate.overheads import with_overheads
-from polyshard_cli.plan.estimate.timing import Timing, Work, time_of
-from polyshard_cli.plan.estimate.traffic import Transfer, traffic_of
-from polyshard_cli.plan.report.advice import Case, advice_for
+from polyshard_cli.plan.estimate.step import Step, step_of
+from polyshard_cli.plan.report.advice import advice_for
 from polyshard_cli.plan.report.document import (
     SCHEMA,
     Document,
@@ -33,9 +41,10 @@ from polyshard_cli.plan.report.document import (
     folded,
     group_facts,
 )
+from polyshard_cli.plan.request.mesh import Axis, MeshSpec, Role
 from polyshard_cli.plan.request.model import Loaded, built, load_model
 from polyshard_cli.plan.request.plugins import make_plugins, tensor_parallel, tiers_of
-from polyshard_cli.plan.request.settings import Backend, Settings
+from polyshard_cli.plan.request.settings import Backend, OptimizerName, Settings
 
 
 @dataclass(frozen=True)
@@ -45,24 +54,6 @@ class Subject:
     loaded: Loaded
     machine: Machine
     backend: Backend
-
-
-@dataclass(frozen=True)
-class Running:
-    """What a step sends, and how long it takes without what plugins add."""
-
-    traffic: tuple[Transfer, ...]
-    timing: Timing | None
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What a step of one rank needs."""
-
-    traffic: tuple[Transfer, ...]
-    memory: Memory
-    timing: Timing | None
-    """``None`` where the model did not run."""
 
 
 def draft(settings: Settings, loaded: Loaded | None = None) -> Document:
@@ -78,39 +69,34 @@ def draft(settings: Settings, loaded: Loaded | None = None) -> Document:
     subject = subject_of(settings, loaded)
     groups = planned(subject, settings)
     found = probed(subject, settings)
-    run = running(subject, settings, groups, found)
-    needs = estimated(subject, settings, groups, found, run)
-    case = Case(groups, needs.memory, needs.timing, subject.machine, settings.mesh, found.problem)
-    asked = settings.sequence or subject.loaded.sequence
+    step = estimated(subject, settings, groups, found)
     facts = facts_of(
         subject.loaded.name,
         groups,
         settings.optimizer,
         settings.rank,
         settings.local_batch,
-        asked,
+        settings.sequence or subject.loaded.sequence,
         settings.accumulate,
     )
-    return document_of(case, facts, subject.backend, needs.traffic)
+    return document_of(step, facts, subject.backend)
 
 
-def document_of(
-    case: Case, model: ModelFacts, backend: str, traffic: Sequence[Transfer]
-) -> Document:
-    """What ``case`` and ``traffic`` come to."""
-    machine = case.machine
+def document_of(step: Step, model: ModelFacts, backend: str) -> Document:
+    """``step`` for a reader."""
+    machine = step.machine
     return Document(
         schema=SCHEMA,
         polyshard=__version__,
         torch=torch.__version__,
         model=model,
-        mesh=case.mesh,
+        mesh=step.mesh,
         machine=MachineFacts(machine.name, backend, machine.sources, machine.memory_bytes),
-        groups=group_facts(case.groups),
-        memory=case.memory,
-        traffic=folded(traffic),
-        timing=case.timing,
-        notices=advice_for(case),
+        groups=group_facts(step.groups),
+        memory=step.memory,
+        traffic=folded(step.traffic),
+        timing=step.timing,
+        notices=advice_for(step),
     )
 
 
@@ -157,9 +143,7 @@ def planned(subject: Subject, settings: Settings) -> tuple[PlannedGroup, ...]:
     taken: list[object] = make_plugins(settings)
     with planned_ranks(settings.mesh.ranks, subject.backend, settings.rank):
         model, mesh = built(subject.loaded), settings.mesh.build("meta")
-        make = tensor_parallel(settings, subject.loaded, model)
-        if make is not None:
-            taken.append(_applied(make(mesh[settings.mesh.name("tensor")]), model))
+        taken += _divided(model, mesh, subject.loaded, settings)
         return shard(model, mesh, taken, settings)
 
 
@@ -170,9 +154,7 @@ def probed(subject: Subject, settings: Settings) -> Probe:
         # DTensor asks the mesh's device for its neighbours, which the meta device knows nothing of.
         model, mesh = built(loaded), settings.mesh.build("cpu")
         cast_parameters(model, policy_of(settings).param_dtype)
-        make = tensor_parallel(settings, loaded, model)
-        if make is not None:
-            _applied(make(mesh[settings.mesh.name("tensor")]), model)
+        _divided(model, mesh, loaded, settings)
         sequence = settings.sequence or loaded.sequence
         try:
             with torch.device("meta"):
@@ -182,32 +164,13 @@ def probed(subject: Subject, settings: Settings) -> Probe:
         return probe(model, units_of(model, settings.units), inputs)
 
 
-def running(
-    subject: Subject, settings: Settings, groups: Sequence[PlannedGroup], found: Probe
-) -> Running:
-    """What follows from a plan and a probe, wherever shards rest."""
-    mesh, timing = settings.mesh, None
-    traffic = traffic_of(groups, found, mesh, settings.accumulate)
-    if not found.problem:
-        work = Work(groups, found, traffic, settings.accumulate)
-        timing = time_of(work, subject.machine, mesh, settings.optimizer)
-    return Running(traffic, timing)
-
-
 def estimated(
-    subject: Subject,
-    settings: Settings,
-    groups: Sequence[PlannedGroup],
-    found: Probe,
-    run: Running,
-) -> Estimate:
-    """The same with tiers, and memory: arithmetic alone."""
-    tiers, timing = tiers_of(make_plugins(settings)), run.timing
-    memory = memory_of(groups, found, settings.optimizer, tiers, settings.accumulate)
-    if timing is not None:
-        work = Work(groups, found, run.traffic, settings.accumulate)
-        timing = with_overheads(timing, work, tiers, subject.machine, settings.optimizer)
-    return Estimate(run.traffic, memory, timing)
+    subject: Subject, settings: Settings, groups: tuple[PlannedGroup, ...], found: Probe
+) -> Step:
+    """The step of ``groups``, whose units cost what ``found`` says."""
+    tiers = tiers_of(make_plugins(settings))
+    chosen = settings.mesh, settings.optimizer, tiers, settings.accumulate
+    return step_of(groups, found, subject.machine, *chosen)
 
 
 def _cast(inputs: Any, settings: Settings) -> Any:
@@ -220,9 +183,84 @@ def _cast(inputs: Any, settings: Settings) -> Any:
     return inputs if dtype is None else tree_map_only(Tensor, cast, inputs)
 
 
-def _applied(plugin: object, model: nn.Module) -> object:
+def _divided(
+    model: nn.Module, mesh: DeviceMesh, loaded: Loaded, settings: Settings
+) -> list[object]:
+    """Divide layers of ``model`` over the tensor axis, if there is one; the plugin that did it."""
+    plugin = tensor_parallel(settings, loaded, model, mesh)
+    if plugin is None:
+        return []
     try:
-        plugin.apply(model)  # type: ignore[attr-defined]
+        plugin.apply(model)
     except ValueError as error:
         raise PlanError(f"tensor parallelism does not fit the model: {error}") from error
-    return plugin
+    return [plugin]
+
+
+NOT_RUN = "a model that is sharded already is described, not run"
+
+
+def describe(
+    model: nn.Module, *, optimizer: OptimizerName = "adamw", machine: str = "h100x8"
+) -> Document:
+    """What a step of ``model`` will need on this rank, from the plan that it runs by.
+
+    Groups, traffic and memory at rest are those that :func:`polyshard_cli.plan.draft` says for the
+    same model. What only running it would tell (activations, collectives of its own, time) is not
+    in it: a notice says so.
+
+    Args:
+        model: ``fully_shard`` was called on it and on its units. It is not changed, and nothing is
+            communicated.
+        optimizer: whose state is counted.
+        machine: whose memory and links notices are about; a name, or a file of ``--measure``.
+
+    Raises:
+        PlanError: for a model that is not sharded, or whose groups are on different meshes.
+    """
+    try:
+        owners = living_groups(model)
+    except SettingError as error:
+        raise PlanError(
+            f"{type(model).__name__} is not sharded by polyshard: call fully_shard on it and its "
+            "units first, or plan it with draft(Settings(...))"
+        ) from error
+    groups, target = planned_groups(model), load_machine(machine)
+    mesh, found = _mesh_of(owners), Probe({}, Cost(), problem=NOT_RUN)
+    tiers = tiers_of([plugin for owner in owners for plugin in owner.plugins])
+    step = step_of(groups, found, target, mesh, optimizer, tiers)
+    facts = facts_of(type(model).__name__, groups, optimizer, dist.get_rank())
+    return document_of(step, facts, dist.get_backend())
+
+
+def _mesh_of(groups: Iterable[Living]) -> MeshSpec:
+    """The one mesh that all groups are on, with the axes of tensor parallelism."""
+    found = dict.fromkeys(MeshSpec(tuple(_axes_of(group))) for group in groups)
+    # A group without tensor-parallel parameters knows the data axes alone.
+    largest = max(found, key=lambda mesh: len(mesh.axes))
+    for mesh in found:
+        if not set(mesh.axes) <= set(largest.axes):
+            raise PlanError(
+                "groups of the model are on different meshes, and a document is of one: "
+                f"{_words(largest)}, and {_words(mesh)}; polyshard.describe(model) shows each group"
+            )
+    return largest
+
+
+def _axes_of(group: Living) -> Iterator[Axis]:
+    names = axis_names(group)
+    for axis, name in enumerate(names):
+        role: Role = "shard" if axis == group.shard_axis else "replicate"
+        yield Axis(name, group.mesh.size(axis), role)
+    others = {
+        (name, mesh.size(axis))
+        for mesh in (value.device_mesh for value in group.parameters)
+        for axis, name in enumerate(mesh.mesh_dim_names or ())
+        if name not in names
+    }
+    for name, size in sorted(others):
+        yield Axis(name, size, "tensor")
+
+
+def _words(mesh: MeshSpec) -> str:
+    return ",".join(f"{axis.name}={axis.size}" for axis in mesh.axes)

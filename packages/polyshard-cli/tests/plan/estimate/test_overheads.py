@@ -12,9 +12,7 @@ from polyshard_cli.plan import Settings, draft, parse_mesh
 from polyshard_cli.plan.drafting import planned, subject_of
 from polyshard_cli.plan.dry_run.probing import Cost, Probe
 from polyshard_cli.plan.estimate.machines import MACHINES, save_machine
-from polyshard_cli.plan.estimate.overheads import with_overheads
-from polyshard_cli.plan.estimate.timeline import Span
-from polyshard_cli.plan.estimate.timing import Timing, Work
+from polyshard_cli.plan.estimate.timing import Span, Timing, Work, with_overheads
 
 MACHINE = replace(
     MACHINES["h100x8"], host_bytes_per_second=1e3, memory_bytes_per_second=1e30, overlap=0.0

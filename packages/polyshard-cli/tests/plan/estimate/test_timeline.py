@@ -10,8 +10,7 @@ import pytest
 
 from polyshard_cli.plan import Settings, draft, parse_mesh
 from polyshard_cli.plan.estimate.machines import MACHINES, Link, save_machine
-from polyshard_cli.plan.estimate.timeline import LANES, Span, Timeline
-from polyshard_cli.plan.estimate.timing import Timing
+from polyshard_cli.plan.estimate.timing import LANES, Span, Timing, _Links
 
 BALANCED = replace(
     MACHINES["h100x8"],
@@ -20,6 +19,7 @@ BALANCED = replace(
     operation_seconds=0.0,
     efficiency=0.5,
     inside=Link(1e8, 0.0),
+    protocols=(),
 )
 """Neither compute nor transfers take all of the time."""
 
@@ -38,9 +38,11 @@ def timing(tmp_path: Path, model: str, overlap: float = 1.0) -> Timing:
 def test_lanes_add_up(tmp_path: Path, model: str, overlap: float) -> None:
     found = timing(tmp_path, model, overlap)
     lanes = {lane: [s for s in found.spans if s.lane == lane] for lane in LANES}
-    for spans in lanes.values():
+    for lane, spans in lanes.items():
         for before, after in pairwise(spans):
-            assert before.start < before.end <= after.start + 1e-12
+            follows = before.end <= after.start + 1e-12
+            assert before.start < before.end
+            assert follows or lane == "reductions"  # over two axes
     lengths = {lane: sum(s.end - s.start for s in spans) for lane, spans in lanes.items()}
     computing = found.compute_seconds + found.optimizer_seconds
     if overlap == 1.0:  # nothing is held up by anything
@@ -67,8 +69,8 @@ def test_a_unit_computes_when_it_is_gathered_and_then_reduces(tmp_path: Path) ->
             (compute,) = some(spans, "compute", unit, phase)
             for gather in some(spans, "gathers", unit, phase):
                 assert gather.end <= compute.start + 1e-12
-        (reduction,) = some(spans, "reductions", unit, "backward")
-        assert reduction.start >= compute.end - 1e-12
+        shards, replicas = some(spans, "reductions", unit, "backward")
+        assert compute.end - 1e-12 <= shards.start < shards.end <= replicas.start
     (optimizer,) = some(spans, "compute", "", "optimizer")
     assert optimizer.start >= max(s.end for s in spans if s is not optimizer) - 1e-12
 
@@ -77,13 +79,16 @@ def some(spans: tuple[Span, ...], lane: str, unit: str, phase: str) -> list[Span
     return [s for s in spans if (s.lane, s.unit, s.phase) == (lane, unit, phase)]
 
 
-def test_spans_without_time_are_left_out_and_others_grow() -> None:
-    timeline = Timeline()
-    timeline.add("gathers", "a", "forward", 0.0, 1.0)
-    timeline.add("compute", "", "forward", 0.0, 0.0)
-    timeline.stretch("gathers", 2.5)
-    timeline.add("compute", "a", "forward", 2.5, 3.0)
-    assert timeline.spans == (
-        Span("gathers", "a", "forward", 0.0, 2.5),
-        Span("compute", "a", "forward", 2.5, 3.0),
-    )
+def test_what_is_held_up_holds_up_what_waits_for_it() -> None:
+    """A second of compute beside a gather and a reduction of one link, and a sum over replicas."""
+    links = _Links()
+    (gather,) = links.start("gathers", "b", "backward", 0.0, {"dp": 0.5})
+    shards, replicas = links.start("reductions", "a", "backward", 0.25, {"dp": 1.0, "rep": 0.25})
+    assert (shards.start, shards.end, replicas.start) == (0.5, 1.5, 1.5)
+    assert links.hold_up(0.0, 1.0, share=0.5) == 0.5  # half of one second, in which one of them ran
+    assert (gather.end, shards.start, shards.end) == (0.75, 0.75, 2.0)
+    assert (replicas.start, replicas.end) == (2.0, 2.25)
+    (beside,) = links.start("gathers", "c", "backward", 2.0, {"dp": 0.125})
+    assert beside.start == 2.0  # replicas have links of their own
+    more, sums = links.start("reductions", "d", "backward", 2.0, {"dp": 0.5, "rep": 0.25})
+    assert (more.start, sums.start) == (2.125, 2.625)

@@ -10,7 +10,8 @@ import pytest
 from polyshard_cli.plan import PlanError, Settings, draft, parse_mesh
 from polyshard_cli.plan.dry_run.recorder import Kernel
 from polyshard_cli.plan.estimate.machines import MACHINES, Link, Roof, load_machine, save_machine
-from polyshard_cli.plan.estimate.timing import SLOWED, link_of, seconds_of
+from polyshard_cli.plan.estimate.timing import SLOWED, link_of, seconds_of, seconds_of_transfer
+from polyshard_cli.plan.estimate.traffic import Transfer
 
 SLOW_LINK = replace(
     MACHINES["h100x8"],
@@ -18,6 +19,7 @@ SLOW_LINK = replace(
     memory_bytes_per_second=1e30,
     operation_seconds=0.0,
     inside=Link(1e6, 0.0),
+    protocols=(),
 )
 SLOW_COMPUTE = replace(
     SLOW_LINK,
@@ -42,13 +44,12 @@ def settings(tmp_path: Path, machine: object) -> Settings:
 def test_on_a_slow_link_a_step_takes_its_bytes(tmp_path: Path) -> None:
     document = draft(settings(tmp_path, SLOW_LINK))
     assert document.timing is not None
-    # Nothing overlaps with compute that takes no time, and transfers of one lane follow each other.
-    # The reduction of the last unit runs while the first is gathered again.
+    # Nothing overlaps with compute that takes no time, and gathers and reductions share the link.
     gathers = sum(t.sent_bytes for t in document.traffic if t.collective == "all-gather")
     reduces = sum(t.sent_bytes for t in document.traffic if t.collective == "reduce-scatter")
     assert document.timing.gather_seconds == pytest.approx(gathers / 1e6)
     assert document.timing.reduce_seconds == pytest.approx(reduces / 1e6)
-    assert gathers / 1e6 < document.timing.step_seconds <= (gathers + reduces) / 1e6
+    assert document.timing.step_seconds == pytest.approx((gathers + reduces) / 1e6)
     assert sum(s for _, s in document.timing.exposed) == pytest.approx(document.timing.step_seconds)
 
 
@@ -117,9 +118,7 @@ def test_cores_that_do_both_take_the_sum(tmp_path: Path) -> None:
     timing = document.timing
     assert timing is not None
     moving = timing.gather_seconds + timing.reduce_seconds
-    # Two lanes may still move at once while nobody computes.
-    assert timing.step_seconds <= timing.compute_seconds + moving + 1e-12
-    assert timing.step_seconds > timing.compute_seconds + 0.6 * moving
+    assert timing.step_seconds == pytest.approx(timing.compute_seconds + moving)
     free = draft(settings(tmp_path, replace(both, overlap=1.0))).timing
     half = draft(settings(tmp_path, replace(both, overlap=0.5))).timing
     assert free is not None
@@ -207,9 +206,39 @@ def test_axes_that_leave_a_host_use_its_network() -> None:
     ("text", "cards"), [("dp=16", 8), ("dp=8,tp=2", 4), ("dp=4,tp=8", 1), ("dp=4,tp=16", 1)]
 )
 def test_a_ring_leaves_a_host_by_the_cards_of_its_ranks(text: str, cards: int) -> None:
-    machine = MACHINES["h100x8"]
+    machine = replace(MACHINES["h100x8"], between=Link(50e9, 25e-6))
     link = link_of("dp", parse_mesh(text), machine)
     assert link.bytes_per_second == cards * machine.between.bytes_per_second
     assert link.latency_seconds == machine.between.latency_seconds
     on_gloo = link_of("dp", parse_mesh(text), replace(machine, backend="gloo"))
     assert on_gloo == machine.between
+
+
+@pytest.mark.parametrize(
+    ("collective", "nbytes", "microseconds"),
+    [
+        ("all-gather", 0.0, 14.0 + 14 * 1.9 + 4.0),  # LL128: eight ranks on each of two hosts
+        ("all-reduce", 0.0, 14.0 + 2 * (14 * 1.9 + 4.0)),  # to add up, and to tell the sum
+        ("all-gather", 400e9, 8.4 + 14 * 3.4 + 14.0 + 1e6),  # Simple, on eight cards of 50 GB/s
+    ],
+)
+def test_a_ring_takes_what_nccl_says(collective: str, nbytes: int, microseconds: float) -> None:
+    transfer = Transfer("", collective, "dp", "forward", 1, int(nbytes), "native", True)
+    found = seconds_of_transfer(transfer, parse_mesh("dp=16"), MACHINES["h100x8"])
+    assert found == pytest.approx(microseconds / 1e6)
+
+
+def test_sums_over_replicas_hold_up_no_gather(tmp_path: Path) -> None:
+    """Two layers: while replicas add up the second's, the first's are reduced over shards."""
+    once = settings(tmp_path, replace(SLOW_LINK, ranks_per_host=2, between=Link(1e6, 0.0)))
+    both = replace(once, mesh=parse_mesh("replicate=2,dp=2"))
+    alone, found = draft(once).timing, draft(both).timing
+    assert alone is not None
+    assert found is not None
+    sums = found.reduce_seconds - alone.reduce_seconds
+    assert sums > 0
+    first, second, *_ = (span for span in found.spans if span.lane == "reductions")
+    assert first.end == pytest.approx(second.start)
+    # Each of the two takes as long as the reduction of its layer, which hides all but the last.
+    assert sums == pytest.approx(alone.reduce_seconds)
+    assert found.step_seconds == pytest.approx(alone.step_seconds + sums / 2)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyshard_cli.plan.tuning.front import front_of, ranked
+from polyshard_cli.plan.tuning.search import front_of, ranked
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,7 @@ import pytest
 from polyshard_cli.plan import Open, PlanError, Settings, parse_mesh, tune
 from polyshard_cli.plan.drafting import subject_of
 from polyshard_cli.plan.estimate.machines import MACHINES, save_machine
-from polyshard_cli.plan.tuning.choice import mesh_text
-from polyshard_cli.plan.tuning.meshes import meshes_of
-from polyshard_cli.plan.tuning.space import KEEPABLE, Space, space_of
+from polyshard_cli.plan.tuning.space import KEEPABLE, Space, mesh_text, meshes_of, space_of
 
 DEMO = Settings(model="demo:tiny", mesh=parse_mesh("replicate=2,dp=4"), batch=8)
 

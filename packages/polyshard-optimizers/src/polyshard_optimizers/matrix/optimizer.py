@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from polyshard.agreement.meeting import agree
 from polyshard.memory.streams import streams_of
-from polyshard.plugins.seams import OwnedParameter, Rows, local_of
+from polyshard.plugins.seams import OwnedParameter, local_of
 from polyshard_optimizers.matrix.choosing import Cut, Leads
 from polyshard_optimizers.matrix.errors import MatrixError
 from polyshard_optimizers.matrix.parts import Parts
@@ -159,7 +159,7 @@ class MatrixSteps(Optimizer):
             every = [m for m in self._every() if m.parameter.grad is not None]
             for matrix in every:
                 _check_unchanged(matrix)  # before anything is sent
-            returning: list[tuple[Matrix, Rows]] = []
+            returning: list[tuple[Matrix, Callable[[], Tensor]]] = []
             for together in _rounds(every):
                 gathered = [(m, *self._inputs(m)) for m in together]
                 updates = [
@@ -173,7 +173,7 @@ class MatrixSteps(Optimizer):
                 ]
             for matrix, rows in returning:
                 local = local_of(matrix.parameter)
-                self._recipe.apply(local, rows.wait(), matrix.cut, matrix.settings)
+                self._recipe.apply(local, rows(), matrix.cut, matrix.settings)
                 self.state.setdefault(matrix.parameter, matrix.state)
         return loss
 

@@ -56,7 +56,7 @@ def to_saved(every: Sequence[Saved]) -> list[State]:
             values = [part[name] for part in parts]
             if isinstance(values[0], _Rows):
                 whole = one.state[name] if one.site.makes else None
-                rows = one.site.scatter(whole, values[0].dtype).wait()
+                rows = one.site.scatter(whole, values[0].dtype)()
                 saved[name] = _like(one.site.parameter, rows)
             else:
                 saved[name] = _alone(_in_order(values))

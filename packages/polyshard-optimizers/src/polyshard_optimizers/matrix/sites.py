@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from polyshard.plugins.seams import OwnedParameter, Rows, local_of
+from polyshard.plugins.seams import OwnedParameter, local_of
 from polyshard.transport.base import Pending
 from polyshard_optimizers.matrix.choosing import Cut
 from polyshard_optimizers.matrix.parts import Parts
@@ -64,7 +64,7 @@ class Site(ABC):
         """The blocks in what all ranks have ``rows`` of, where this rank makes their update."""
 
     @abstractmethod
-    def scatter(self, whole: Tensor | None, dtype: torch.dtype) -> Rows:
+    def scatter(self, whole: Tensor | None, dtype: torch.dtype) -> Callable[[], Tensor]:
         """Begin to bring rows of what was made of the blocks to all ranks."""
 
     @property
@@ -76,14 +76,6 @@ class Site(ABC):
     def begins_at(self) -> OwnedParameter | None:
         """What moves the gradient, if so and this rank makes the update."""
         return None
-
-
-@dataclass(frozen=True)
-class _Here:
-    rows: Tensor
-
-    def wait(self) -> Tensor:
-        return self.rows
 
 
 class InRows(Site):
@@ -106,21 +98,10 @@ class InRows(Site):
         return rows
 
     @override
-    def scatter(self, whole: Tensor | None, dtype: torch.dtype) -> Rows:
-        if whole is None:
-            return _Here(local_of(self.parameter).new_empty(0, dtype=dtype))
-        return _Here(whole.to(dtype).view(local_of(self.parameter).shape))
-
-
-@dataclass
-class _Returning:
-    rows: Rows
-    leaving: list[Pending]
-
-    def wait(self) -> Tensor:
-        for pending in self.leaving:
-            pending.wait()
-        return self.rows.wait()
+    def scatter(self, whole: Tensor | None, dtype: torch.dtype) -> Callable[[], Tensor]:
+        local = local_of(self.parameter)
+        rows = whole.to(dtype).view(local.shape) if whole is not None else None
+        return lambda: local.new_empty(0, dtype=dtype) if rows is None else rows
 
 
 class OnOwner(Site):
@@ -177,7 +158,7 @@ class OnOwner(Site):
         return self._parts.gather(part, self._leads)
 
     @override
-    def scatter(self, whole: Tensor | None, dtype: torch.dtype) -> Rows:
+    def scatter(self, whole: Tensor | None, dtype: torch.dtype) -> Callable[[], Tensor]:
         leaving: list[Pending] = []
         if self._owned.is_owner:
             empty = torch.empty(0, dtype=dtype, device=self.parameter.device)
@@ -186,7 +167,14 @@ class OnOwner(Site):
                 whole, leaving = self._parts.scatter(given, self._leads, empty)
             elif whole is None:
                 whole = empty.new_empty(self._owned.shape)  # no block is in the part of this rank
-        return _Returning(self._owned.scatter(whole, dtype), leaving)
+        rows = self._owned.scatter(whole, dtype)
+
+        def returned() -> Tensor:
+            for pending in leaving:
+                pending.wait()
+            return rows()
+
+        return returned
 
 
 def site_of(chosen: Chosen, lead: Lead) -> Site:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from polyshard._torch.private import local_tensor
 from polyshard.errors import SettingError, UnsupportedError
-from polyshard.plugins.seams import Undoable
+from polyshard_resilience.rollback.optimizers import Undoable
 
 PARAMS = "params"
 

@@ -28,11 +28,12 @@ from polyshard.agreement.meeting import report_failure
 from polyshard.engine.plans import audiences
 from polyshard.engine.root import groups_of
 from polyshard.errors import LifecycleError, PeerError, SettingError
-from polyshard.plugins.seams import Stateful, Undoable
+from polyshard.plugins.seams import Stateful
 from polyshard_resilience.alarm.peers import tell
 from polyshard_resilience.alarm.reports import NOBODY
 from polyshard_resilience.errors import AttemptError
 from polyshard_resilience.handler import check_enabled, refusal_of
+from polyshard_resilience.rollback.optimizers import Undoable
 from polyshard_resilience.rollback.undo import Scope, Undo
 from polyshard_resilience.rollback.verdict import (
     DISAGREED,

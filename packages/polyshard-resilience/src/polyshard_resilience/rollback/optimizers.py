@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from polyshard.plugins.seams import Undoable
 from polyshard_resilience.rollback.copies import Kept, Memory
 
 PARAMS = "params"
 PLAIN = (bool, int, float, complex, str, type(None))
+
+
+@runtime_checkable
+class Undoable(Protocol):
+    """An optimizer with state outside of ``optimizer.state``.
+
+    After a failed attempt, :func:`attempt` restores parameters, state and settings of the
+    optimizers. It restores a plugin's own state through ``polyshard_plugin_state``.
+    """
+
+    @property
+    def polyshard_steps_early(self) -> bool:
+        """Whether parameters change in backward, before ``step()``."""
+        ...
+
+    def polyshard_undo(self) -> None:
+        """Discard a failed step.
+
+        The caller then restores the values of parameters, and replaces the tensors in
+        ``optimizer.state`` by new ones with the old values.
+        """
+        ...
 
 
 class OptimizerUndo:

@@ -16,13 +16,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 LEFT_OUT = frozenset({
     "wait", "wait_event", "wait_stream", "record", "synchronize", "hold", "settle", "launched",
-    "result", "exception", "idle", "_copied",
+    "result", "exception", "idle", "copied",
 })  # fmt: skip
 """Statements that call one of these are left out."""
 KEPT = frozenset({"kept", "copied"})
@@ -57,19 +58,24 @@ class Mutant:
             target.__code__ = original
 
 
-def mutants(modules: Sequence[str]) -> list[Mutant]:
-    """All mutants of ``modules``."""
-    return [mutant for module in modules for mutant in _of_module(module)]
+def mutants(modules: Sequence[str], holders: Sequence[str] = ()) -> list[Mutant]:
+    """All mutants of ``modules``.
+
+    Args:
+        modules: names.
+        holders: classes whose objects keep their first argument in use.
+    """
+    return [mutant for module in modules for mutant in _of_module(module, holders)]
 
 
-def _of_module(module: str) -> Iterator[Mutant]:
+def _of_module(module: str, holders: Sequence[str]) -> Iterator[Mutant]:
     path = importlib.import_module(module).__file__
     assert path is not None
     source = Path(path).read_text()
     tree = ast.parse(source)
     for function, node in _functions(tree):
         for place, inner in enumerate(ast.walk(node)):
-            for kind, change in _changes(inner):
+            for kind, change in _changes(inner, holders):
                 mutated = copy.deepcopy(tree)
                 twin = next(n for _, n in _functions(mutated) if n.lineno == node.lineno)
                 change(list(ast.walk(twin))[place])
@@ -92,7 +98,7 @@ def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
 Change = Callable[[Any], None]
 
 
-def _changes(node: ast.AST) -> Iterator[tuple[str, Change]]:
+def _changes(node: ast.AST, holders: Sequence[str]) -> Iterator[tuple[str, Change]]:
     said = node.value if isinstance(node, ast.Expr) else None
     if isinstance(said, ast.Call) and _name(said) in LEFT_OUT:
         yield "without", _leave_out
@@ -100,6 +106,8 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, Change]]:
         yield "unordered", _enter_unordered
     if isinstance(node, ast.Call) and _name(node) == "leave" and _is_lane(node.func):
         yield "not keeping", _keep_nothing
+    if isinstance(node, ast.Call) and _name(node) in holders:
+        yield "not keeping", partial(_keep_nothing, place=0)
     if isinstance(node, ast.Call) and _name(node) == "finalize":
         yield "without", _finalize_nothing
     if _keeps(node):
@@ -146,9 +154,9 @@ def _enter_unordered(call: ast.Call) -> None:
     call.func, call.args = ast.Attribute(streams, "on", ast.Load()), [stream]
 
 
-def _keep_nothing(call: ast.Call) -> None:
-    call.args[-1] = ast.Subscript(ast.Tuple([call.args[-1], ast.Constant(None)], ast.Load()),
-                                  ast.Constant(1), ast.Load())  # fmt: skip
+def _keep_nothing(call: ast.Call, place: int = -1) -> None:
+    both = ast.Tuple([call.args[place], ast.Constant(None)], ast.Load())
+    call.args[place] = ast.Subscript(both, ast.Constant(1), ast.Load())
 
 
 def _is_lane(function: ast.expr) -> bool:

@@ -17,7 +17,7 @@ from polyshard.engine.root import unit_of
 from polyshard.engine.ties import Shared, Terms, shared
 from polyshard.errors import ModuleError, PluginError, SettingError, UnsupportedError
 from polyshard.params.parameter import Form, Owner, Source
-from polyshard.plugins.discovery import for_dtensors
+from polyshard.plugins.discovery import stand_in
 from polyshard.plugins.hookspecs import chunk_dtensor
 from polyshard.plugins.seams import ParamInfo
 from polyshard.plugins.stack import PluginStack
@@ -149,7 +149,8 @@ class Collector:
 
     def _find_tensor_parallel(self) -> bool:
         """Have the installed plugin take what is a ``DTensor`` still; whether there is one."""
-        plugin = for_dtensors()
+        purpose = "take parameters that are DTensors already"
+        plugin = stand_in("tensor_parallel", "for_dtensors", purpose)
         if plugin is not None:
             self.stack = self.stack.joined(plugin)
         return plugin is not None

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from polyshard.engine.root import groups_of, preview_names
-from polyshard.errors import CheckpointError
+from polyshard.errors import CheckpointError, call_all
 from polyshard.plugins.seams import Stateful
 
 
@@ -64,16 +64,7 @@ def close(model: nn.Module) -> None:
     Raises:
         Exception: the first that a plugin raised, after all plugins were called.
     """
-    errors: list[Exception] = []
-    for group in reversed(groups_of(model)):
-        try:
-            group.close()
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        for other in errors[1:]:
-            errors[0].add_note(f"and then: {other!r}")
-        raise errors[0]
+    call_all(group.close for group in reversed(groups_of(model)))
 
 
 def _asked(state: Stateful, method: str, key: str, *given: Any) -> Any:

@@ -39,7 +39,7 @@ from torch.optim.optimizer import (
 from polyshard._torch.untraced import untraced
 from polyshard.errors import LifecycleError, UntiedWarning, warn
 from polyshard.group.group import ParameterGroup
-from polyshard.program.freshness import Turn
+from polyshard.transport.base import Turn
 
 Calls = weakref.WeakKeyDictionary[Turn, Callable[[Optimizer], None]]
 

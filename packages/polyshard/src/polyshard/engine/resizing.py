@@ -23,7 +23,7 @@ from polyshard._torch.private import root_mesh
 from polyshard.engine.root import groups_of, units_below
 from polyshard.engine.unit import RootContext
 from polyshard.errors import LifecycleError, UnsupportedError
-from polyshard.group.group import GroupSetup, ParameterGroup
+from polyshard.group.group import ParameterGroup
 from polyshard.params.parameter import ShardedParameter, Source, placements_for
 from polyshard.params.protocol_shards import ProtocolShards
 from polyshard.sharding.mesh import MeshRoles
@@ -72,11 +72,10 @@ class Resizing:
         """
         for group in self.groups:
             roles = group.roles if mesh is None else replace(group.roles, mesh=mesh)
-            setup = GroupSetup(roles, group.setup.policy, group.setup.stack)
             sources = [
                 _source(p, group, index, roles) for index, p in enumerate(group.shards.parameters)
             ]
-            made = ParameterGroup(sources, setup, group.name, None)
+            made = ParameterGroup(sources, group.stack, group.name, None)
             succession = Succession(group, made)
             self._made.append(succession)  # first: undo() puts back what shard() registers
             made.take_settings(group)
@@ -148,7 +147,7 @@ def _source(
         Placed(parameter.dim, roles),
         torch.empty(shape, dtype=dtype, device="meta"),
         parameter.extensions,
-        policy=group.setup.policy,
+        policy=group.policy,
     )
 
 

@@ -15,6 +15,7 @@ from polyshard.engine.unit import Unit
 from polyshard.errors import CheckpointError, PeerError, PluginError
 from polyshard.group.group import ParameterGroup
 from polyshard.params.parameter import ShardedParameter
+from polyshard.plugins.contributions import ADAPTERS
 from polyshard.plugins.seams import StateDictAdapter
 
 Owned = tuple[str, ShardedParameter, ParameterGroup]
@@ -43,7 +44,7 @@ class StateDictHooks:
 
     @property
     def _has_adapters(self) -> bool:
-        return any(group.contributions.adapters for group in self._unit.groups)
+        return any(group.contributions.all(ADAPTERS) for group in self._unit.groups)
 
     def _held(self, module: nn.Module) -> list[Owned]:
         """What ``module`` registers of the unit's groups, which may be others than at first."""
@@ -71,7 +72,7 @@ class StateDictHooks:
         del rest
         self._unit.reshard()
         for name, parameter, group in self._held(module):
-            adapters = group.contributions.adapters
+            adapters = group.contributions.all(ADAPTERS)
             if adapters and prefix + name in state_dict:
                 _refuse_itself(parameter, state_dict[prefix + name], adapters)
             for adapter in reversed(adapters):
@@ -93,7 +94,7 @@ class StateDictHooks:
     ) -> None:
         del rest
         for name, parameter, group in self._held(module):
-            for adapter in group.contributions.adapters:
+            for adapter in group.contributions.all(ADAPTERS):
                 value = state_dict[prefix + name]
                 found = adapter.on_save(parameter.info, value)
                 state_dict[prefix + name] = _adapted(adapter, "on_save", parameter, value, found)
@@ -103,7 +104,7 @@ class StateDictHooks:
         before, self._adapted = self._adapted, {}
         for module in self._modules:
             for name, parameter, group in self._held(module):
-                adapters = group.contributions.adapters
+                adapters = group.contributions.all(ADAPTERS)
                 if not adapters:
                     continue
                 known = self._adapted.get(parameter) or before.get(parameter)

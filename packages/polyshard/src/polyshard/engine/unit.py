@@ -26,16 +26,17 @@ from polyshard.failures import Kind, Part, failure_handler, kept_failure_handler
 from polyshard.group.group import ParameterGroup, State, free_outdated
 from polyshard.memory.pages import PagePool, pages_can_move
 from polyshard.memory.streams import Lanes, streams_of
-from polyshard.plugins.seams import Observer, StepObserver
+from polyshard.plugins.seams import Observer
 from polyshard.policies import MixedPrecisionPolicy
-from polyshard.program.freshness import Turn
+from polyshard.program.meter import tell
 from polyshard.sharding.mesh import MeshRoles
+from polyshard.transport.base import Turn
 
 
 class UnitWatch:
     """Pairs the begins and ends of one unit's computation for those who watch it."""
 
-    def __init__(self, observers: tuple[StepObserver, ...]) -> None:
+    def __init__(self, observers: tuple[Observer, ...]) -> None:
         """Nothing computes."""
         self._observers = observers
         self._forwards = 0
@@ -50,28 +51,24 @@ class UnitWatch:
     def begin_forward(self, unit: str) -> None:
         """A module runs."""
         self._forwards += 1
-        for observer in self._observers:
-            observer.on_forward(unit)
+        tell(self._observers, "on_forward", unit)
 
     def end_forward(self, unit: str) -> None:
         """It has ended; nothing to tell where that was told already."""
         if self._forwards:
             self._forwards -= 1
-            for observer in self._observers:
-                observer.on_forward_end(unit)
+            tell(self._observers, "on_forward_end", unit)
 
     def begin_backward(self, unit: str) -> None:
         """Its backward computes."""
         self._in_backward = True
-        for observer in self._observers:
-            observer.on_backward(unit)
+        tell(self._observers, "on_backward", unit)
 
     def end_backward(self, unit: str) -> None:
         """It has ended, if it was on."""
         if self._in_backward:
             self._in_backward = False
-            for observer in self._observers:
-                observer.on_backward_end(unit)
+            tell(self._observers, "on_backward_end", unit)
 
 
 def end_backward(watch: UnitWatch | None, unit: str) -> None:
@@ -361,8 +358,7 @@ class RootContext:
         self._promise(is_last=True)
         self.finalization.end_iteration()
         self._lend_pages()
-        for observer in self.observers:
-            observer.on_step_end()
+        tell(self.observers, "on_step_end")
 
     def _end_step(self) -> None:
         """Free what was prefetched for nothing, and what optimizers changed in this backward.
@@ -455,9 +451,7 @@ class RootContext:
 
     def _tell_broken(self) -> None:
         """The step was broken off."""
-        for observer in self.observers:
-            if isinstance(observer, StepObserver):
-                observer.on_broken()
+        tell(self.observers, "on_broken")
 
     @property
     def _is_in_mid_step(self) -> bool:

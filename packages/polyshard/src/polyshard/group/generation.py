@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import cast
 
 import torch
@@ -14,7 +13,6 @@ from torch import nn
 from polyshard._torch.newer import set_grad_dtype
 from polyshard.errors import UnsupportedError
 from polyshard.group.dtypes import Dtypes, GradientDtypes
-from polyshard.group.traffic import Meter
 from polyshard.memory.buffers import Buffer, new_buffer
 from polyshard.memory.pages import PagePool
 from polyshard.params.parameter import Registry, Told
@@ -32,17 +30,12 @@ from polyshard.plugins.seams import BoundReduceCodec, GroupInfo, ShardStorage, o
 from polyshard.plugins.transforms import TransformStack
 from polyshard.policies import MixedPrecisionPolicy
 from polyshard.program.accumulation import Accumulation
-from polyshard.program.freshness import Turn
 from polyshard.program.landing import Landing, Placing
+from polyshard.program.meter import Meter
 from polyshard.program.ops import Program
 from polyshard.program.owned import Axes, Owned
 from polyshard.program.reduce import Key, Reducer
-from polyshard.program.tensor_protocol import (
-    ProtocolGather,
-    ProtocolParts,
-    refuse_block,
-    refuse_claims,
-)
+from polyshard.program.tensor_protocol import ProtocolGather, refuse_block, refuse_claims
 from polyshard.program.unshard import (
     Block,
     CodecGather,
@@ -53,6 +46,7 @@ from polyshard.program.unshard import (
 )
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import Transport
+from polyshard.transport.base import Turn
 
 
 @dataclass(frozen=True)
@@ -91,24 +85,22 @@ def landing_of(
     Raises:
         UnsupportedError: where another part of the group needs them in rows.
     """
-    contributions = parts.contributions
-    contributions.show(parts.info, [p.parameter for p in parts.shards.parameters])
+    contributions, seam = parts.contributions, parts.contributions[LANDING]
+    shown = [p.parameter for p in parts.shards.parameters]
+    contributions.call(seam, seam.show, parts.info, shown)
     layout = parts.shards.layout
     if not layout.with_owner:
         return None
     _check(parts, codec)
-    dtype = parts.dtypes.reduce
-    axes = Axes.of(parts.roles, axis, dtype)
+    axes = Axes.of(axis, parts.dtypes.reduce)
     owned = {
         i: Owned(i, layout.owners[i] or 0, parts.shards.parameters[i], layout.parameters[i], axes)
         for i in layout.with_owner
     }
-    landing = None
-    if layout.lands:
-        landing = Landing(owned, parts.waiting, placing, dtype, parts.pool)
-        landing.tells = contributions[LANDING].landed
-    contributions.hold(parts.info, tuple(owned.values()))
-    return landing
+    contributions.call(seam, seam.hold, parts.info, tuple(owned.values()))
+    if not layout.lands:
+        return None
+    return Landing(owned, parts.waiting, placing, parts.pool, seam.landed)
 
 
 def _check(parts: Parts, codec: BoundReduceCodec | None) -> None:
@@ -180,9 +172,10 @@ def build_generation(parts: Parts, last: Generation | None) -> Generation:
         last: what served until now; memory and leaves go on where they suit.
     """
     dtypes, contributions, shards = parts.dtypes, parts.contributions, parts.shards
+    shards.turn = parts.turn
     # Ranks agree on names, so they agree on tags without a word.
     tag = zlib.crc32(f"{parts.roles.describe()} {parts.info.identity}".encode()) >> 2
-    axis = ShardAxis(parts.transport, tag, parts.roles.shard_rank)
+    axis = ShardAxis(parts.transport, tag, parts.roles)
     unsharded, gather = _unsharded_side(parts, axis, last)
     side: Unsharded | ProtocolGather = unsharded or cast("ProtocolGather", gather)
     buffer, leaves = side.buffer, side.leaves
@@ -191,25 +184,19 @@ def build_generation(parts: Parts, last: Generation | None) -> Generation:
     block = None if parts.block_size is None else _block(parts, parts.block_size, buffer, tag)
     if not parts.keeps_memory:
         buffer.release()
-    reduce_codec = contributions.reduce_codec(parts.info, shards.layout)
-    placing = Placing(parts.gradients.placed, dtypes.orig)
+    reduce_codec = contributions.bound(REDUCE_CODEC, parts.info, shards.layout)
+    placing = Placing(parts.gradients.placed, dtypes.orig, dtypes.reduce)
     reducer = Reducer(
         shards,
-        dtypes.reduce,
+        axis,
         reduce_codec,
-        roles=parts.roles,
-        axis=axis,
+        contributions,
         waiting=parts.waiting,
-        check_placed=partial(contributions.check_placed, shards.storage),
         placing=placing,
-        turns=parts.turn,
-        codec_plugin=contributions.plugin_of(contributions[REDUCE_CODEC]),
-        storage_plugin=contributions.plugin_of(contributions[STORAGE]),
+        meter=parts.meter,
         landing=landing_of(parts, axis, placing, reduce_codec),
         pool=parts.pool,
-        watch=parts.meter.watch,
     )
-    shards.turn = parts.turn
     fetch = parts.meter.fetching(shards)
     return Generation(
         buffer,
@@ -251,10 +238,9 @@ def _unsharded_side(
         refuse_claims(contributions, parts.info)
         refuse_block(parts.block_size, parts.info)
     if shards.speaking or isinstance(shards, ProtocolShards):
-        param = parts.dtypes.param
-        given = ProtocolParts(parts.roles.shard_mesh, parts.policy, param, parts.transforms)
-        return None, ProtocolGather(shards, given, axis, parts.info.device)
-    codec = contributions.gather_codec(parts.info, shards.layout)
+        dtype = parts.dtypes.param
+        return None, ProtocolGather(shards, axis, parts.transforms, parts.policy, dtype)
+    codec = contributions.bound(GATHER_CODEC, parts.info, shards.layout)
     shards.storage.serve_codec(codec is not None)
     crosses, device = codec is not None, parts.info.device
     contributions.check_view(shards.storage, shards.buffer, device, may_cross=crosses)

@@ -25,7 +25,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -42,25 +42,22 @@ from polyshard.failures import Part
 from polyshard.group.dtypes import Dtypes, GradientDtypes, policy_notices, resolve_dtypes
 from polyshard.group.generation import Generation, Parts, build_generation
 from polyshard.group.gradients import Gradients
-from polyshard.group.traffic import Meter
 from polyshard.memory.pages import PagePool
 from polyshard.memory.streams import Lanes, streams_of
 from polyshard.params.parameter import Owner, Source, Told
 from polyshard.params.protocol_shards import ProtocolShards
 from polyshard.params.sharded import Shards
-from polyshard.plugins.contributions import GATHER_CODEC, LANDING, REDUCE_CODEC
+from polyshard.plugins.contributions import GATHER_CODEC, LANDING, OBSERVERS, REDUCE_CODEC
 from polyshard.plugins.seams import GroupIdentity, GroupInfo, ParamInfo, ShardStorage, overrides
 from polyshard.plugins.stack import PluginStack
-from polyshard.policies import MixedPrecisionPolicy
 from polyshard.program.executor import abandon, new_frame, return_home, run
-from polyshard.program.freshness import Turn
+from polyshard.program.meter import Meter
 from polyshard.program.ops import Frame, Program
 from polyshard.program.reduce import ReduceSettings
 from polyshard.program.tensor_protocol import refuse_block, refuse_claims, uses_protocol
 from polyshard.sharding.layout import plan_layout
-from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import all_reduce
-from polyshard.transport.base import Transport
+from polyshard.transport.base import Transport, Turn
 from polyshard.transport.custom import CustomComms, CustomTransport
 
 
@@ -70,31 +67,6 @@ class State(Enum):
     SHARDED = auto()
     GATHERING = auto()
     UNSHARDED = auto()
-
-
-@dataclass(frozen=True)
-class GroupSetup:
-    """What a group is made from, apart from its parameters and its name."""
-
-    roles: MeshRoles
-    policy: MixedPrecisionPolicy
-    stack: PluginStack
-
-    def info(
-        self, identity: GroupIdentity, parameters: Sequence[ParamInfo], dtypes: Dtypes
-    ) -> GroupInfo:
-        """The group as plugins see it."""
-        return GroupInfo(
-            identity=identity,
-            parameters=tuple(parameters),
-            mesh=self.roles.mesh,
-            rank=self.roles.shard_rank,
-            world_size=self.roles.shard_size,
-            device=self.roles.device,
-            orig_dtype=dtypes.orig,
-            param_dtype=dtypes.param,
-            reduce_dtype=dtypes.reduce,
-        )
 
 
 class Place:
@@ -155,41 +127,40 @@ class ParameterGroup:
     """The parameters of a unit that communicate together."""
 
     def __init__(
-        self, sources: Sequence[Source], setup: GroupSetup, name: str, block_size: int | None
+        self, sources: Sequence[Source], stack: PluginStack, name: str, block_size: int | None
     ) -> None:
         """Plan a group; nothing changes yet.
 
         Args:
-            sources: its parameters, which share one original dtype.
-            setup: what they share beside that.
+            sources: its parameters, which share a mesh, a policy and one original dtype.
+            stack: the plugins.
             name: what it is called until :meth:`rename`.
             block_size: ranks that together keep the parameters between forward and backward, if
                 not all free; see :meth:`set_block`.
         """
-        self.setup = setup
-        self.roles = setup.roles
+        self.roles, self.policy, self.stack = sources[0].placed.roles, sources[0].policy, stack
         self.state, self.identity = State.SHARDED, GroupIdentity(name)
         self.reduces = self.all_reduces = True
         self.reshard_after_backward = self.unshard_in_backward = True
         self.pool: PagePool | None = None
         self.turn, self.lanes, self._reduce_settings = Turn(), Lanes(), ReduceSettings()
-        self.block_size, self.device = block_size, setup.roles.device
+        self.block_size, self.device = block_size, self.roles.device
         told = [Told.by(s.parameter) for s in sources]
-        dtypes, _ = resolve_dtypes(setup.policy, sources[0].value.dtype, told)
-        info = setup.info(self.identity, [s.info for s in sources], dtypes)
-        warn(policy_notices(setup.policy, dtypes.orig))
-        self._teardown = setup.stack.teardown(info)
-        self.contributions = setup.stack.contributions(info)
+        dtypes, _ = resolve_dtypes(self.policy, sources[0].value.dtype, told)
+        info = self._info_of([s.info for s in sources], dtypes)
+        warn(policy_notices(self.policy, dtypes.orig))
+        self._teardown = stack.teardown(info)
+        self.contributions = stack.contributions(info)
         if uses_protocol(sources):
             refuse_claims(self.contributions, info)
             refuse_block(block_size, info)
-        self.meter = Meter(self.identity, self.contributions.observers)
-        self._base_transport = self.contributions.transport(info, setup.roles)
+        self.meter = Meter(self.identity, self.contributions.all(OBSERVERS))
+        self._base_transport = self.contributions.transport(info, self.roles)
         self.transport: Transport = self._base_transport
         self.comms = CustomComms()
         layout = plan_layout(
             [s.shape for s in sources],
-            setup.roles.shard_size,
+            self.roles.shard_size,
             info.orig_dtype.itemsize,
             self.transport.staging_bytes,
             self.contributions.owners(info),
@@ -221,7 +192,7 @@ class ParameterGroup:
         else:
             rest = partial(self.contributions.rested, self._storage)
             self.shards = Shards(self._sources, self._layout, self.roles, self._storage, rest)
-        self.gradients = Gradients(self.shards, self.setup.stack.transforms)
+        self.gradients = Gradients(self.shards, self.stack.transforms)
         self._originals = [weakref.ref(source.parameter) for source in self._sources]
         sources, self._sources = self._sources, ()  # the full parameters may go now
         return sources
@@ -260,25 +231,41 @@ class ParameterGroup:
 
     def info(self) -> GroupInfo:
         """The group as plugins see it, with current names, dtypes and frozen parameters."""
-        infos = [p.current_info for p in self.shards.parameters]
-        return self.setup.info(self.identity, infos, self._dtypes()[0])
+        return self._info_of([p.current_info for p in self.shards.parameters], self._dtypes()[0])
+
+    def _info_of(self, parameters: Sequence[ParamInfo], dtypes: Dtypes) -> GroupInfo:
+        return GroupInfo(
+            identity=self.identity,
+            parameters=tuple(parameters),
+            mesh=self.roles.mesh,
+            rank=self.roles.shard_rank,
+            world_size=self.roles.shard_size,
+            device=self.device,
+            orig_dtype=dtypes.orig,
+            param_dtype=dtypes.param,
+            reduce_dtype=dtypes.reduce,
+        )
 
     def numbers(self) -> dict[str, float]:
         """What codecs of the group measured, by the names of plugin and number."""
         generation = self._generation
         if generation is None:
             return {}
-        codecs = ((GATHER_CODEC, generation.gather.codec), (REDUCE_CODEC, generation.reducer.codec))
+        found = self.contributions
+        codecs = (
+            (found[GATHER_CODEC].name, generation.gather.codec),
+            (found[REDUCE_CODEC].name, generation.reducer.codec),
+        )
         return {
-            f"{self.contributions.layers[role][0].name} {name}": float(value)
-            for role, codec in codecs
+            f"{plugin} {name}": float(value)
+            for plugin, codec in codecs
             if codec is not None
             for name, value in codec.numbers().items()
         }
 
     def _dtypes(self) -> tuple[Dtypes, GradientDtypes]:
         told = [p.told for p in self.shards.parameters]
-        return resolve_dtypes(self.setup.policy, self.shards.dtype, told)
+        return resolve_dtypes(self.policy, self.shards.dtype, told)
 
     @property
     def name(self) -> str:
@@ -341,10 +328,10 @@ class ParameterGroup:
             info=self.info(),
             shards=self.shards,
             roles=self.roles,
-            policy=self.setup.policy,
+            policy=self.policy,
             contributions=self.contributions,
             transport=self.transport,
-            transforms=self.setup.stack.transforms,
+            transforms=self.stack.transforms,
             pool=self.pool,
             block_size=self.block_size,
             waiting=self.gradients.waiting,
@@ -376,7 +363,7 @@ class ParameterGroup:
         if generation.block is not None and generation.block.holds:
             program = self._program_of_block(generation)
         if meter.step_observers:
-            meter.starting("gather")
+            meter.tell("on_start", "gather")
         frame = new_frame(program, self.lanes, self.device)
         run(frame, program.cut, self._part, "polyshard.unshard")
         self._gathering = frame
@@ -388,7 +375,7 @@ class ParameterGroup:
         traffic.sent_bytes += moved.sent
         traffic.received_bytes += moved.received
         if meter.observers:
-            meter.gather_started(moved.sent)
+            meter.tell("on_unshard", moved.sent)
 
     def _program_of_block(self, generation: Generation) -> Program:
         """Gather from the block if it holds parameters of this turn, else from all shards."""
@@ -456,7 +443,7 @@ class ParameterGroup:
         seconds = time.perf_counter() - begin
         meter.traffic.wait_seconds += seconds
         if meter.observers:
-            meter.gathered(seconds)
+            meter.tell("on_unsharded", seconds)
 
     def sync_requires_grad(self, generation: Generation) -> None:
         """Have leaves follow the sharded parameters, on which users freeze and unfreeze."""
@@ -467,7 +454,7 @@ class ParameterGroup:
                 leaf.requires_grad_(wanted)
                 changed = True
         if changed:
-            codec = self.contributions.reduce_codec(self.info(), self.shards.layout)
+            codec = self.contributions.bound(REDUCE_CODEC, self.info(), self.shards.layout)
             generation.reducer.rebind(codec)
             generation.reductions.clear()
 
@@ -491,7 +478,7 @@ class ParameterGroup:
             generation.buffer.release()
         self.state = State.SHARDED
         if self.meter.observers:
-            self.meter.resharded()
+            self.meter.tell("on_reshard")
 
     def keep_memory(self, keep: bool) -> None:
         """Whether unsharded memory stays where it is when the parameters are freed."""
@@ -567,7 +554,7 @@ class ParameterGroup:
         if generation is None or self._stale:
             generation = self._prepare_anew()
         if meter.step_observers:
-            meter.starting("reduce")
+            meter.tell("on_start", "reduce")
         try:
             wire = self.gradients.reducing(generation, gradients)
             frame = generation.reducer.frame(
@@ -589,7 +576,7 @@ class ParameterGroup:
             traffic.sent_bytes += sent_bytes
             traffic.received_bytes += sent_bytes  # as many come back
             if meter.observers:
-                meter.reduction_started(sent_bytes)
+                meter.tell("on_reduce", sent_bytes)
         return frame
 
     def free_sent(self, frame: Frame) -> None:
@@ -610,14 +597,14 @@ class ParameterGroup:
             seconds, meter = time.perf_counter() - begin, self.meter
             meter.traffic.wait_seconds += seconds
             if meter.observers:
-                meter.reduced(seconds)
+                meter.tell("on_reduced", seconds)
 
     def place_held(self) -> None:
         """Put gradients in place that wait for a last backward which did not reach this group."""
         with self._part, torch.no_grad():
             is_placed = self.prepare().reducer.place_held()
         if is_placed:
-            self.meter.reduced(0.0)
+            self.meter.tell("on_reduced", 0.0)
 
     def discard(self) -> None:
         """Forget everything a failed step left behind; end sharded."""

@@ -52,25 +52,6 @@ class Roles:
 
 
 @dataclass(frozen=True)
-class Sharded:
-    """What a parameter is between steps, beside its shape."""
-
-    placements: str
-    flat_shape: tuple[int, ...]
-    """Shape after the transforms of this rank, before it is cut into shards."""
-    transforms: tuple[str, ...] = ()
-    """Plugins that transform it, in order."""
-    gradients: str = ""
-    """What it says of the dtype of its gradients, if anything."""
-
-    @override
-    def __str__(self) -> str:
-        """The text that ranks compare."""
-        by = f" flattened by {', '.join(self.transforms)}" if self.transforms else ""
-        return f"{self.placements}{by}{self.gradients and f' gradients {self.gradients}'}"
-
-
-@dataclass(frozen=True)
 class Payloads:
     """Bytes a codec sends to each peer; ``None`` where the engine's own transfer is used."""
 
@@ -104,8 +85,8 @@ class GroupPlan:
     """How each parameter travels in an all-gather, and why; gradients take the mirrored way."""
     transfers: str
     """The ways in one line, with where their threshold comes from."""
-    sharded: tuple[Sharded, ...]
-    """The sharded form of each parameter."""
+    forms: tuple[str, ...]
+    """What each parameter is between steps, beside its shape, as ranks compare it."""
     payloads: Payloads
     notices: tuple[str, ...] = ()
     """Settings that change nothing for this group."""
@@ -167,15 +148,10 @@ class GroupPlan:
     def lines(self) -> tuple[str, ...]:
         """Everything that must be equal on the ranks of the data-parallel mesh, one fact a line."""
         layout = tuple(
-            f"group {self.name}: layout of {info.fqn} {form.flat_shape} {way.kind} at "
+            f"group {self.name}: layout of {info.fqn} {placed.shape} {way.kind} at "
             f"{placed.shard_offset}{_landing(owner, lands=self.layout.lands)}"
-            for info, placed, way, form, owner in zip(
-                self.parameters,
-                self.layout.parameters,
-                self.ways,
-                self.sharded,
-                self.owners,
-                strict=True,
+            for info, placed, way, owner in zip(
+                self.parameters, self.layout.parameters, self.ways, self.owners, strict=True
             )
         )
         payloads = f"group {self.name}: payload bytes {self.payloads}"
@@ -202,9 +178,9 @@ class GroupPlan:
         extras = tuple(f"{start} {text}" for text in roles.extras)
         parameters = tuple(
             f"{start} parameter {info.fqn} {info.shape} dim {placed.dim} "
-            + " ".join(("trainable" if info.requires_grad else "frozen", str(form), *info.facts))
+            + " ".join(("trainable" if info.requires_grad else "frozen", form, *info.facts))
             for info, placed, form in zip(
-                self.parameters, self.layout.parameters, self.sharded, strict=True
+                self.parameters, self.layout.parameters, self.forms, strict=True
             )
         )
         return (*head, *plugins, *extras, *parameters)

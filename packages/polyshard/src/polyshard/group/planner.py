@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from polyshard.group.dtypes import all_notices
 from polyshard.group.group import ParameterGroup
-from polyshard.group.plan import GroupPlan, Payloads, Roles, Sharded
+from polyshard.group.plan import GroupPlan, Payloads, Roles
 from polyshard.group.transfers import summary, ways_of
-from polyshard.plugins.contributions import GATHER_CODEC
+from polyshard.params.parameter import ShardedParameter
+from polyshard.plugins.contributions import ADAPTERS, CONSTRAINTS, GATHER_CODEC, Role
 from polyshard.plugins.seams import Named
 from polyshard.program.ops import ProgramPlan
 from polyshard.program.tensor_protocol import ProtocolGather
@@ -40,9 +41,9 @@ def plan_of(group: ParameterGroup, *, frees: bool) -> GroupPlan:
         programs=(*(gathered.planned() for gathered in generation.gathers), reduction),
         ways=ways,
         transfers=summary(ways, transport),
-        sharded=tuple(_sharded(group, index) for index in range(len(shards.parameters))),
+        forms=tuple(_form(group, parameter) for parameter in shards.parameters),
         payloads=Payloads(gather.payload_bytes, *reducer.payload_bytes),
-        notices=all_notices(group.setup.policy, shards.dtype, contributions),
+        notices=all_notices(group.policy, shards.dtype, contributions),
         kept_bytes=reducer.kept_bytes,
         gather_kept_bytes=gather.kept_bytes,
     )
@@ -53,25 +54,26 @@ def _roles(group: ParameterGroup, gather_codec: str) -> Roles:
     return Roles(
         transport=group.transport.name,
         exclusive={
-            role.name: gather_codec if role is GATHER_CODEC else _nested(layers)
-            for role, layers in contributions.layers.items()
+            role.name: gather_codec if role is GATHER_CODEC else _nested(contributions.all(role))
+            for role in contributions.answers
+            if isinstance(role, Role)
         },
-        plugins=contributions.lines.compared,
-        watching=contributions.lines.local,
+        plugins=tuple(m.line for m in contributions.members if not m.is_local),
+        watching=tuple(m.line for m in contributions.members if m.is_local),
         constraints=tuple(
             f"{_named(c)}: {', '.join(f'{p.fqn} {c.block_elements(p)}' for p in parameters)}"
-            for c in contributions.constraints
+            for c in contributions.all(CONSTRAINTS)
         ),
-        adapters=tuple(map(_named, contributions.adapters)),
+        adapters=tuple(map(_named, contributions.all(ADAPTERS))),
     )
 
 
-def _sharded(group: ParameterGroup, index: int) -> Sharded:
-    parameter = group.shards.parameters[index]
-    layers = group.setup.stack.transforms.layers_of(parameter.extensions)
-    flat_shape = group.shards.layout.parameters[index].shape
-    told = "" if parameter.told is None else str(parameter.told)
-    return Sharded(str(tuple(parameter.spec.placements)), flat_shape, layers, told)
+def _form(group: ParameterGroup, parameter: ShardedParameter) -> str:
+    """Placements, the plugins that transform it, and what it says of the dtype of its gradients."""
+    layers = group.stack.transforms.layers_of(parameter.extensions)
+    by = f" flattened by {', '.join(layers)}" if layers else ""
+    told = "" if parameter.told is None else f" gradients {parameter.told}"
+    return f"{tuple(parameter.spec.placements)}{by}{told}"
 
 
 def reduction_of(group: ParameterGroup) -> ProgramPlan:
@@ -89,7 +91,7 @@ def reduction_of(group: ParameterGroup) -> ProgramPlan:
 def _gather_codec(group: ParameterGroup, gather: Gather) -> str:
     if isinstance(gather, ProtocolGather):
         return f"tensor class ({gather.payload_bytes} bytes)"
-    return _nested(group.contributions.layers[GATHER_CODEC])
+    return _nested(group.contributions.all(GATHER_CODEC))
 
 
 def _nested(layers: Sequence[Named]) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ from polyshard.params.parameter import Owner, Registry, ShardedParameter, Source
 from polyshard.plugins.seams import ShardStorage, overrides
 from polyshard.sharding.layout import GroupLayout, ParameterLayout
 from polyshard.sharding.mesh import MeshRoles
+from polyshard.transport.base import Turn
 
 Kind = tuple[torch.dtype, torch.device]
 
@@ -51,23 +52,13 @@ def local_view(flat: Tensor, placed: ParameterLayout, rank: int) -> Tensor:
     return slot.view(placed.local_shape(rank))
 
 
-class Vouching(Protocol):
-    """The turn of a root; see [Note: turns] of the freshness."""
-
-    number: int
-
-    def vouches(self, made: int) -> bool:
-        """Whether what was made of a shard in turn ``made`` is good without a look."""
-        ...
-
-
 class Shards:
     """Owns the shard buffer of a group and the sharded parameters that rest in it."""
 
     _prefetched: list[int] | None = None
     """Versions of the parameters when the storage was told to bring the shard near."""
 
-    turn: Vouching | None = None
+    turn: Turn | None = None
     """Of the root, when there is one."""
 
     _told: tuple[int, list[int]] = (-1, [])

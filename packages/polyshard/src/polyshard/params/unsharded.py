@@ -106,7 +106,7 @@ class Unsharded:
     def _unflattened(self, view: Tensor, index: int) -> Tensor:
         parameter = self._shards.parameters[index]
         with torch.no_grad():  # the dtype is that of compute now, and a cast may have become a copy
-            return self._transforms.rebuild(view, parameter.extensions, parameter.info)
+            return self._transforms.unflatten(view, parameter.extensions, parameter.info)
 
     def region(self, index: int) -> Tensor:
         """``[W, chunk_numel]`` of a direct parameter."""

@@ -19,24 +19,17 @@ from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import Transport, choose_transport
 
 
-class NativeGatherCodec(GatherCodec):
-    """Sends parameters unencoded, cast to the parameter dtype, directly into their regions."""
+class NativeCodec(GatherCodec, ReduceCodec):
+    """Sends parameters in the parameter dtype and gradients from where autograd wrote them.
+
+    Gradients are summed in the reduce dtype.
+    """
 
     name = "native"
 
     @override
     def bind(self, group: GroupInfo, layout: GroupLayout) -> None:
-        """The engine's own transfer needs no codec."""
-
-
-class NativeReduceCodec(ReduceCodec):
-    """Sends gradients from autograd's memory and sums them in the reduce dtype."""
-
-    name = "native"
-
-    @override
-    def bind(self, group: GroupInfo, layout: GroupLayout) -> None:
-        """The engine's own transfer needs no codec."""
+        """The engine's own transfers need no codec."""
 
 
 class ShardLanding(GradientLanding):

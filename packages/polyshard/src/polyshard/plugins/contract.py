@@ -29,7 +29,8 @@ ATTRIBUTE = "polyshard_contract"
 """Where a plugin of any kind keeps its contract."""
 
 _RELATIONS = ("provides", "requires", "conflicts_with", "before", "after")
-_BOUNDS = re.compile(r"[<>=!~]")
+BOUNDS = re.compile(r"[<>=!~]")
+"""Where bounds on a version begin in what a plugin requires."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
@@ -99,7 +100,7 @@ def _words(plugin: str, relation: str, value: Iterable[str]) -> frozenset[str]:
             f"plugin '{plugin}': {relation} takes several names, got {value!r}; write "
             f"{relation} = ('name',)."
         )
-    bounded = next((word for word in words if _BOUNDS.search(word)), None)
+    bounded = next((word for word in words if BOUNDS.search(word)), None)
     if bounded is not None and relation != "requires":
         raise PluginError(
             f"plugin '{plugin}': {relation} takes names without version bounds, got {bounded!r}; "

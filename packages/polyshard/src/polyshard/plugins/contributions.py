@@ -10,19 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from polyshard.errors import ConflictError, PluginError, warn
 from polyshard.plugins.builtin import (
     DefaultBackend,
     DeviceStorageFactory,
-    NativeGatherCodec,
-    NativeReduceCodec,
+    NativeCodec,
     ShardLanding,
 )
+from polyshard.plugins.member import THE_ENGINE, Member
 from polyshard.plugins.seams import (
     Around,
     BoundGatherCodec,
@@ -35,7 +35,6 @@ from polyshard.plugins.seams import (
     GroupInfo,
     Named,
     Observer,
-    OwnedParameter,
     ReduceCodec,
     ShardingConstraint,
     ShardStorage,
@@ -51,11 +50,15 @@ if TYPE_CHECKING:
     from polyshard.sharding.mesh import MeshRoles
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 N = TypeVar("N", bound=Named)
+N_co = TypeVar("N_co", bound=Named, covariant=True)
+Answers = list[tuple[Member, Any]]
+"""What plugins returned to a hook, in plugin order."""
 
 
 @dataclass(frozen=True)
-class GroupHook(Generic[T]):
+class GroupHook(Generic[T_co]):
     """A hook that is asked once for each group, and the class of its answers."""
 
     hook: str
@@ -63,29 +66,31 @@ class GroupHook(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Role(GroupHook[N]):
+class Role(GroupHook[N_co]):
     """One that a single plugin may answer."""
 
     name: str
     """As plans and errors call it."""
-    engine: Callable[[], N]
+    engine: Callable[[], N_co]
     """What the engine answers where no plugin does."""
+    part: type | None = None
+    """The class of what its spec binds to a group."""
 
 
 COLLECTIVES = Role[CollectivesBackend](
-    "polyshard_collectives_backend", CollectivesBackend, "collectives", DefaultBackend
+    "polyshard_collectives_backend", CollectivesBackend, "collectives", DefaultBackend, Transport
 )
 GATHER_CODEC = Role[GatherCodec](
-    "polyshard_gather_codec", GatherCodec, "gather codec", NativeGatherCodec
+    "polyshard_gather_codec", GatherCodec, "gather codec", NativeCodec, BoundGatherCodec
 )
 REDUCE_CODEC = Role[ReduceCodec](
-    "polyshard_reduce_codec", ReduceCodec, "reduce codec", NativeReduceCodec
+    "polyshard_reduce_codec", ReduceCodec, "reduce codec", NativeCodec, BoundReduceCodec
 )
 LANDING = Role[GradientLanding](
     "polyshard_gradient_landing", GradientLanding, "gradient landing", ShardLanding
 )
 STORAGE = Role[StorageFactory](
-    "polyshard_shard_storage", StorageFactory, "shard storage", DeviceStorageFactory
+    "polyshard_shard_storage", StorageFactory, "shard storage", DeviceStorageFactory, ShardStorage
 )
 
 ROLES: tuple[Role[Any], ...] = (COLLECTIVES, GATHER_CODEC, REDUCE_CODEC, LANDING, STORAGE)
@@ -96,30 +101,8 @@ OBSERVERS = GroupHook[Observer]("polyshard_observer", Observer)
 ADAPTERS = GroupHook[StateDictAdapter]("polyshard_state_dict_adapter", StateDictAdapter)
 STATES = GroupHook[Stateful]("polyshard_plugin_state", Stateful)
 
-RANKS_MAY_DIFFER = frozenset({OBSERVERS.hook, STATES.hook, "polyshard_teardown"})
-"""Hooks that change nothing of what ranks do together: a plugin that has no other may be passed on
-some ranks only, or with other settings there."""
-
-
-@dataclass(frozen=True)
-class PluginLines:
-    """One line per plugin, in order: name, version, settings."""
-
-    compared: tuple[str, ...] = ()
-    """What ranks must agree on."""
-    local: tuple[str, ...] = ()
-    """Plugins that only look on: shown, not compared."""
-
-
-@dataclass(frozen=True)
-class Answer(Generic[T]):
-    """What one plugin returned to a hook."""
-
-    plugin: str
-    """Its name."""
-    label: str
-    """Name and version, as errors call it."""
-    value: T
+SIZES = ("payload_bytes", "staging_bytes")
+"""What parts say in bytes, alike on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -133,46 +116,46 @@ class Contributions:
     """
 
     group: GroupIdentity
-    layers: Mapping[Role[Any], tuple[Named, ...]]
+    members: tuple[Member, ...]
+    """The plugins that were asked, in order."""
+    answers: Mapping[GroupHook[Any], Answers]
     """What takes each role, in the order of the table: wrappers first, the outermost before the
-    others, and what they go around last."""
-    constraints: tuple[ShardingConstraint, ...] = ()
-    observers: tuple[Observer, ...] = ()
-    adapters: tuple[StateDictAdapter, ...] = ()
+    others, and what they go around last. Then what answers the hooks that all may answer."""
     states: tuple[tuple[str, Stateful], ...] = ()
     """What checkpoints hold of each plugin, by its name."""
-    lines: PluginLines = PluginLines()
-    labels: tuple[tuple[object, str], ...] = ()
-    """The plugin that each spec came from."""
 
     def __getitem__(self, role: Role[N]) -> N:
         """What takes ``role``."""
-        return cast("N", self.layers[role][0])
+        return cast("N", self.answers[role][0][1])
+
+    def all(self, row: GroupHook[T]) -> tuple[T, ...]:
+        """What answers the hook of ``row``: for a role, what takes it and what that wraps."""
+        return tuple(value for _, value in self.answers[row])
 
     @property
     def notices(self) -> tuple[str, ...]:
         """What all specs say of the group, each text once."""
-        specs: list[Named | Observer] = [p for layers in self.layers.values() for p in layers]
-        specs += [*self.constraints, *self.adapters, *self.observers]
-        return tuple(dict.fromkeys(notice for spec in specs for notice in spec.notices))
+        rows: list[GroupHook[Any]] = [*ROLES, CONSTRAINTS, ADAPTERS, OBSERVERS]
+        found = (notice for row in rows for spec in self.all(row) for notice in spec.notices)
+        return tuple(dict.fromkeys(found))
 
     def plugin_of(self, spec: object) -> str:
         """How an error calls the plugin that contributed ``spec``."""
-        found = (label for owned, label in self.labels if owned is spec)
+        every = (pair for answers in self.answers.values() for pair in answers)
         own = spec.name if isinstance(spec, Named) else type(spec).__name__
-        return f"plugin {next(found, repr(own))}"
+        return f"plugin {next((m.label for m, owned in every if owned is spec), repr(own))}"
 
-    def refuse(self, spec: object, call: str, problem: str) -> NoReturn:
-        """Raise, naming the plugin of ``spec``, the call and the group."""
-        raise PluginError(f"{self.plugin_of(spec)}: {call} for group '{self.group}' {problem}")
+    def refusal(self, spec: object, part: object, member: str, problem: str) -> PluginError:
+        """An error about a ``member`` of ``part``, with the plugin of ``spec`` and the group."""
+        call = f"{type(part).__name__}.{member}"
+        return PluginError(f"{self.plugin_of(spec)}: {call} for group '{self.group}' {problem}")
 
-    def _call(self, spec: object, function: Callable[..., T], *given: object) -> T:
+    def call(self, spec: object, function: Callable[..., T], *given: object) -> T:
         """``function(*given)``; an exception is noted to be that of the plugin of ``spec``."""
         try:
             return function(*given)
         except Exception as error:
-            taken = self.layers.items()
-            seams = (r.name for r, layers in taken if any(p is spec for p in layers))
+            seams = (role.name for role in ROLES if any(p is spec for p in self.all(role)))
             owner = type(getattr(function, "__self__", spec)).__name__
             error.add_note(
                 f"raised by {self.plugin_of(spec)} in {owner}.{function.__name__}, its "
@@ -180,63 +163,63 @@ class Contributions:
             )
             raise
 
-    def _bound(self, role: Role[Any], part: type[T], group: GroupInfo, given: object) -> T | None:
-        """What the spec in ``role`` binds to the group, which is a ``part`` if it is anything."""
+    def bound(self, role: Role[Any], group: GroupInfo, given: object) -> Any:
+        """The part that the spec in ``role`` binds to the group as it is now; or ``None``."""
         spec = self[role]
-        made: T | None = self._call(spec, spec.bind, group, given)
-        if made is not None and (problem := misfit(made, part)):
-            self.refuse(spec, f"{type(spec).__name__}.bind", f"returned {problem}")
+        assert role.part is not None
+        made = self.call(spec, spec.bind, group, given)
+        if made is None:
+            return None
+        if problem := misfit(made, role.part):
+            raise self.refusal(spec, spec, "bind", f"returned {problem}")
+        parts = [made]
+        if isinstance(made, BoundReduceCodec) and made.replicas is not None:
+            if problem := misfit(made.replicas, BoundReplicaCodec):
+                raise self.refusal(spec, spec, "bind(...).replicas", f"returned {problem}")
+            parts.append(made.replicas)
+        for part, size in ((part, size) for part in parts for size in SIZES):
+            nbytes: object = getattr(part, size, 0)
+            if not _is_count(nbytes):
+                fix = "give a whole number of bytes, equal on all ranks."
+                raise self.refusal(spec, part, size, f"is {nbytes!r}; {fix}")
         return made
-
-    # Codecs -----------------------------------------------------------------------------------
-
-    def gather_codec(self, group: GroupInfo, layout: GroupLayout) -> BoundGatherCodec | None:
-        """The gather codec of the group as it is now."""
-        bound = self._bound(GATHER_CODEC, BoundGatherCodec, group, layout)  # type: ignore[type-abstract]
-        if bound is not None:
-            self._check_payload(self[GATHER_CODEC], bound)
-        return bound
-
-    def reduce_codec(self, group: GroupInfo, layout: GroupLayout) -> BoundReduceCodec | None:
-        """The reduce codec of the group as it is now."""
-        spec = self[REDUCE_CODEC]
-        bound = self._bound(REDUCE_CODEC, BoundReduceCodec, group, layout)  # type: ignore[type-abstract]
-        if bound is not None:
-            self._check_payload(spec, bound)
-            if bound.replicas is not None:
-                if problem := misfit(bound.replicas, BoundReplicaCodec):
-                    call = f"{type(spec).__name__}.bind(...).replicas"
-                    self.refuse(spec, call, f"returned {problem}")
-                self._check_payload(spec, bound.replicas)
-        return bound
-
-    def _check_payload(
-        self, spec: Named, bound: BoundGatherCodec | BoundReduceCodec | BoundReplicaCodec
-    ) -> None:
-        nbytes: object = bound.payload_bytes
-        if not _is_count(nbytes):
-            call = f"{type(bound).__name__}.payload_bytes"
-            fix = "give a whole number of bytes, equal on all ranks."
-            self.refuse(spec, call, f"is {nbytes!r}; {fix}")
 
     # Storage ----------------------------------------------------------------------------------
 
     def storage(self, group: GroupInfo, layout: GroupLayout) -> ShardStorage:
         """Where the shard of the group rests."""
-        made = self._bound(STORAGE, ShardStorage, group, layout)  # type: ignore[type-abstract]
+        made: ShardStorage | None = self.bound(STORAGE, group, layout)
         # The engine's own, which a spec that binds nothing leaves the group to.
         return made or DeviceStorageFactory().bind(group, layout)
 
     def rested(self, storage: ShardStorage, shard: Tensor) -> Tensor:
         """What ``storage`` keeps of a freshly cut ``shard``."""
-        call, spec = f"{type(storage).__name__}.rest", self[STORAGE]
-        resting: object = self._call(spec, storage.rest, shard)
-        problem = _unlike(resting, shard)
-        if problem or not isinstance(resting, Tensor):
-            self.refuse(spec, call, f"returned {problem}; return the shard, where it rests.")
+        found = self.call(self[STORAGE], storage.rest, shard)
+        fix = "return the shard, where it rests."
+        resting = self.alike(storage, "rest", found, shard, fix)
         if not _holds(resting, shard):
-            self.refuse(spec, call, "returned a tensor of other values; copy the shard into it.")
+            problem = "returned a tensor of other values; copy the shard into it."
+            raise self.refusal(self[STORAGE], storage, "rest", problem)
         return resting
+
+    def alike(
+        self, storage: ShardStorage, method: str, found: object, model: Tensor, fix: str
+    ) -> Tensor:
+        """What a ``method`` of ``storage`` returned, which has to stand for the flat ``model``.
+
+        Its device is left open: storages move what they are given.
+        """
+        if not isinstance(found, Tensor):
+            problem = "None" if found is None else f"a {type(found).__name__}"
+        elif found.dtype != model.dtype:
+            problem = f"{found.dtype} elements, not {model.dtype}"
+        elif found.shape != model.shape:
+            problem = f"a tensor of shape {tuple(found.shape)}, not {tuple(model.shape)}"
+        elif not found.is_contiguous():
+            problem = "a tensor that is not contiguous"
+        else:
+            return found
+        raise self.refusal(self[STORAGE], storage, method, f"returned {problem}; {fix}")
 
     def check_view(
         self, storage: ShardStorage, resting: Tensor, device: torch.device, *, may_cross: bool
@@ -247,55 +230,40 @@ class Contributions:
         """
         if resting.is_meta:
             return
-        view: object = storage.view()
-        call, spec = f"{type(storage).__name__}.view", self[STORAGE]
-        problem = _unlike(view, resting)
-        if problem or not isinstance(view, Tensor):
-            fix = "return what fetch() fills with the shard."
-            self.refuse(spec, call, f"returned {problem}; {fix}")
+        fix = "return what fetch() fills with the shard."
+        view, problem = self.alike(storage, "view", storage.view(), resting, fix), ""
         if view.device.type != device.type and not (may_cross and view.device.type == "cpu"):
-            self.refuse(spec, call, f"returned a tensor on {view.device}, not on {device}.")
-        if not _is_same_memory(view, storage.view()):
-            self.refuse(
-                spec,
-                call,
+            problem = f"returned a tensor on {view.device}, not on {device}."
+        elif not _is_same_memory(view, storage.view()):
+            problem = (
                 "returned another tensor when called again; transfers are bound to it once: "
-                "always return the same one, and have fetch() fill it.",
+                "always return the same one, and have fetch() fill it."
             )
+        if problem:
+            raise self.refusal(self[STORAGE], storage, "view", problem)
 
     def check_placed(self, storage: ShardStorage, given: Tensor, found: object) -> None:
         """Refuse what ``place_gradient`` made of a gradient ``given`` to it."""
-        if problem := _unlike(found, given):
-            call = f"{type(storage).__name__}.place_gradient"
-            fix = "return the gradient, next to the resting shard."
-            self.refuse(self[STORAGE], call, f"returned {problem}; {fix}")
+        fix = "return the gradient, next to the resting shard."
+        self.alike(storage, "place_gradient", found, given, fix)
 
-    # Landing ----------------------------------------------------------------------------------
+    # Landing, constraints, transports ---------------------------------------------------------
 
     def owners(self, group: GroupInfo) -> tuple[int | None, ...]:
         """The rank on which the gradient of each parameter lands whole, if it does."""
         landing = self[LANDING]
-        found: Any = self._call(landing, landing.owners, group)
+        found: Any = self.call(landing, landing.owners, group)
         count, ranks = len(group.parameters), group.mesh.size()
         is_list = isinstance(found, Sequence) and len(found) == count
         if not is_list or not all(o is None or (_is_count(o) and o < ranks) for o in found):
-            self.refuse(
+            raise self.refusal(
                 landing,
-                f"{type(landing).__name__}.owners",
+                landing,
+                "owners",
                 f"returned {found!r}; return, for each of {count} parameters, a position among the "
                 f"{ranks} ranks of its mesh, or None.",
             )
         return tuple(found)
-
-    def show(self, group: GroupInfo, parameters: Sequence[nn.Parameter]) -> None:
-        """Show the landing of the group all parameters."""
-        self._call(self[LANDING], self[LANDING].show, group, parameters)
-
-    def hold(self, group: GroupInfo, owned: Sequence[OwnedParameter]) -> None:
-        """Show the landing of the group what moves its parameters."""
-        self._call(self[LANDING], self[LANDING].hold, group, owned)
-
-    # Constraints and transports ---------------------------------------------------------------
 
     def check_constraints(self, group: GroupInfo, layout: GroupLayout) -> None:
         """Refuse a layout that would separate elements a plugin needs together.
@@ -304,13 +272,14 @@ class Contributions:
             PluginError: listing every parameter and plugin concerned.
         """
         problems = []
-        for constraint in self.constraints:
+        for constraint in self.all(CONSTRAINTS):
             for info, placed in zip(group.parameters, layout.parameters, strict=True):
-                block: object = self._call(constraint, constraint.block_elements, info)
+                block: object = self.call(constraint, constraint.block_elements, info)
                 if not isinstance(block, int) or not _is_count(block) or block < 1:
-                    self.refuse(
+                    raise self.refusal(
                         constraint,
-                        f"{type(constraint).__name__}.block_elements",
+                        constraint,
+                        "block_elements",
                         f"returned {block!r} for '{info.fqn}'; return a whole number of elements, "
                         "1 when anything goes.",
                     )
@@ -329,20 +298,16 @@ class Contributions:
     def transport(self, group: GroupInfo, roles: MeshRoles) -> Transport:
         """What the backend of the group moves bytes with."""
         spec = self[COLLECTIVES]
-        made = self._bound(COLLECTIVES, Transport, group, roles)  # type: ignore[type-abstract]
+        made: Transport | None = self.bound(COLLECTIVES, group, roles)
         if made is None:
-            self.refuse(spec, f"{type(spec).__name__}.bind", "returned None")
+            raise self.refusal(spec, spec, "bind", "returned None")
         if (made.rank, made.size) != (roles.shard_rank, roles.shard_size):
-            self.refuse(
-                spec,
-                f"{type(spec).__name__}.bind",
+            problem = (
                 f"returned a transport of rank {made.rank} of {made.size}; the shard axis has "
-                f"rank {roles.shard_rank} of {roles.shard_size}.",
+                f"rank {roles.shard_rank} of {roles.shard_size}."
             )
-        if not _is_count(made.staging_bytes):
-            call = f"{type(made).__name__}.staging_bytes"
-            self.refuse(spec, call, f"is {made.staging_bytes!r}; give a whole number of bytes.")
-        warn([notice for layer in self.layers[COLLECTIVES] for notice in layer.notices])
+            raise self.refusal(spec, spec, "bind", problem)
+        warn([notice for layer in self.all(COLLECTIVES) for notice in layer.notices])
         return made
 
 
@@ -355,20 +320,6 @@ def contiguous_run(placed: ParameterLayout) -> int:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _unlike(found: object, model: Tensor) -> str | None:
-    """What keeps ``found`` from standing for the flat tensor ``model``; to read after "returned".
-
-    Its device is left open: storages move what they are given.
-    """
-    if not isinstance(found, Tensor):
-        return "None" if found is None else f"a {type(found).__name__}"
-    if found.dtype != model.dtype:
-        return f"{found.dtype} elements, not {model.dtype}"
-    if found.shape != model.shape:
-        return f"a tensor of shape {tuple(found.shape)}, not {tuple(model.shape)}"
-    return None if found.is_contiguous() else "a tensor that is not contiguous"
 
 
 def _is_same_memory(one: Tensor, other: Tensor) -> bool:
@@ -389,15 +340,14 @@ def _holds(resting: Tensor, shard: Tensor) -> bool:
 
 
 def contributions_of(
-    ask: Callable[[str], list[Answer[Any]]], engine: str, group: GroupInfo, lines: PluginLines
+    ask: Callable[[str], Answers], group: GroupInfo, members: tuple[Member, ...]
 ) -> Contributions:
     """Ask for ``group``: everything claimed, then checked, then frozen.
 
     Args:
         ask: gives the answers of plugins to a hook about ``group``, in plugin order.
-        engine: name and version of what answers for a role that no plugin claims.
         group: what the plugins are asked about.
-        lines: one a plugin, kept in the result.
+        members: the plugins, kept in the result.
 
     Raises:
         ConflictError: listing every role that two plugins claim.
@@ -405,15 +355,14 @@ def contributions_of(
     """
     # State last: by then a plugin has made what it is kept in.
     rows: list[GroupHook[Any]] = [*ROLES, CONSTRAINTS, OBSERVERS, ADAPTERS, STATES]
-    answers = {row.hook: ask(row.hook) for row in rows}
-    claims = {r: [a for a in answers[r.hook] if not isinstance(a.value, Around)] for r in ROLES}
-    wrappers = {r: [a for a in answers[r.hook] if isinstance(a.value, Around)] for r in ROLES}
-    answers |= {role.hook: claims[role] for role in ROLES}
+    answers = {row: ask(row.hook) for row in rows}
+    claims = {r: [a for a in answers[r] if not isinstance(a[1], Around)] for r in ROLES}
+    wrappers = {r: [a for a in answers[r] if isinstance(a[1], Around)] for r in ROLES}
     problems = [
-        f"plugin {answer.label}: {row.hook} returned {problem}"
+        f"plugin {member.label}: {row.hook} returned {problem}"
         for row in rows
-        for answer in answers[row.hook]
-        if (problem := misfit(answer.value, row.seam))
+        for member, value in (answers | claims)[row]
+        if (problem := misfit(value, row.seam))
     ]
     if problems:
         raise PluginError("\n".join(problems))
@@ -421,71 +370,56 @@ def contributions_of(
     if conflicts:
         raise ConflictError("\n".join(conflicts))
     for role in ROLES:
-        inner = claims[role] or [Answer("", engine, role.engine())]
-        answers[role.hook] = _nested(role, wrappers[role], inner[0], group)
-    return Contributions(
-        group.identity,
-        layers={role: _values(answers[role.hook]) for role in ROLES},
-        constraints=_values(answers[CONSTRAINTS.hook]),
-        observers=_values(answers[OBSERVERS.hook]),
-        adapters=_values(answers[ADAPTERS.hook]),
-        states=tuple(_states(answers)),
-        lines=lines,
-        labels=tuple((a.value, a.label) for found in answers.values() for a in found),
-    )
+        inner = claims[role] or [(THE_ENGINE, role.engine())]
+        answers[role] = _nested(role, wrappers[role], inner, group)
+    return Contributions(group.identity, members, answers, tuple(_states(answers)))
 
 
-def _values(answers: Sequence[Answer[T]]) -> tuple[T, ...]:
-    return tuple(answer.value for answer in answers)
-
-
-def _states(answers: Mapping[str, Sequence[Answer[Any]]]) -> Iterator[tuple[str, Stateful]]:
+def _states(answers: Mapping[GroupHook[Any], Answers]) -> Iterator[tuple[str, Stateful]]:
     """What plugins say that they keep; for one that says nothing, its spec that can be saved.
 
     Raises:
         PluginError: for one with several of those, which would be saved under one name.
     """
-    found = {answer.plugin: answer.value for answer in answers[STATES.hook]}
+    found = {member.name: value for member, value in answers[STATES]}
     said = frozenset(found)
-    for answer in (a for hook in answers for a in answers[hook] if a.plugin not in said):
-        if not isinstance(answer.value, Stateful):
+    for member, value in (answer for row in answers for answer in answers[row]):
+        if member.name in said or not isinstance(value, Stateful):
             continue
-        if found.setdefault(answer.plugin, answer.value) is not answer.value:
+        if found.setdefault(member.name, value) is not value:
             raise PluginError(
-                f"plugin {answer.label}: two of its parts have a state_dict(), and a plugin keeps "
+                f"plugin {member.label}: two of its parts have a state_dict(), and a plugin keeps "
                 f"one state; give it in {STATES.hook}."
             )
     yield from found.items()
 
 
-def _nested(
-    role: Role[Any], wrappers: Sequence[Answer[Any]], inner: Answer[Any], group: GroupInfo
-) -> list[Answer[Any]]:
+def _nested(role: Role[Any], wrappers: Answers, inner: Answers, group: GroupInfo) -> Answers:
     """What takes ``role``: the wrappers that do not stay out, in plugin order, then ``inner``.
 
     Raises:
         PluginError: for a wrapper that gives something else than a spec; and what it raises.
     """
-    layers = [inner]
-    for wrapper in reversed(wrappers):
-        within, label = layers[0], wrapper.label
-        called = f"'{within.value.name}' of plugin {within.label}"
+    layers = list(inner)
+    for wrapper, around in reversed(wrappers):
+        within, spec = layers[0]
+        called = f"'{spec.name}' of plugin {within.label}"
         where = f"wrapping {called} as {role.name} of group '{group.identity}'"
         try:
-            made = wrapper.value.make(within.value)
+            made = around.make(spec)
         except Exception as error:
-            error.add_note(f"raised by plugin {label} in {role.hook}, {where}")
+            error.add_note(f"raised by plugin {wrapper.label} in {role.hook}, {where}")
             raise
-        if made is within.value:
+        if made is spec:
             continue
         if problem := misfit(made, role.seam):
-            raise PluginError(f"plugin {label}: {role.hook}, {where}, returned {problem}")
-        layers.insert(0, Answer(wrapper.plugin, label, made))
+            raise PluginError(f"plugin {wrapper.label}: {role.hook}, {where}, returned {problem}")
+        layers.insert(0, (wrapper, made))
     return layers
 
 
-def _conflict(role: Role[Any], claims: Sequence[Answer[Any]], group: GroupInfo) -> str:
-    plugins = " and ".join(claim.label for claim in claims)
+def _conflict(role: Role[Any], claims: Answers, group: GroupInfo) -> str:
+    plugins = " and ".join(member.label for member, _ in claims)
     parameters = [p.fqn for p in group.parameters]
     shown = ", ".join(parameters[:4]) + (", ..." if len(parameters) > 4 else "")
     return (

@@ -109,12 +109,3 @@ def stand_in(name: str, method: str, purpose: str, *given: object) -> object | N
         )
     made: object = make(*given)
     return made
-
-
-def for_dtensors() -> object | None:
-    """What takes parameters that are ``DTensor`` s already; ``None`` where it is not installed.
-
-    Raises:
-        PluginError: when what is installed under its name is something else, or several are.
-    """
-    return stand_in("tensor_parallel", "for_dtensors", "take parameters that are DTensors already")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 from abc import ABC, abstractmethod
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from typing_extensions import override
 
@@ -23,6 +23,7 @@ from polyshard.plugins.seams import (
     CollectivesBackend,
     GatherCodec,
     GroupInfo,
+    Named,
     Observer,
     ReduceCodec,
     ShardStorage,
@@ -31,6 +32,8 @@ from polyshard.plugins.seams import (
 from polyshard.sharding.layout import GroupLayout
 from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import Pending, Transport, WrappedTransport, choose_transport
+
+G = TypeVar("G", bound="GroupPlugin")
 
 
 class ServingPlugin(Plugin):
@@ -50,7 +53,8 @@ class ServingPlugin(Plugin):
             PluginError: with what to write instead.
         """
         super().__init_subclass__(**arguments)
-        bases = [b.__name__ for b in cls.__mro__ if "_is_base" in vars(b)]
+        ours = (b for b in cls.__mro__ if b.__module__ == __name__)
+        bases = [b.__name__ for b in ours if any(n.startswith("polyshard_") for n in vars(b))]
         if len(bases) > 1:
             raise PluginError(
                 f"{cls.__name__} is a {' and a '.join(bases)}, and a class can be one of them; "
@@ -59,17 +63,17 @@ class ServingPlugin(Plugin):
             )
 
 
-class GroupPlugin(ServingPlugin):
+class GroupPlugin(ServingPlugin, Named):
     """A plugin that the engine copies for each group: spec and part in one object."""
 
     group: GroupInfo
     """The group of this copy."""
     layout: GroupLayout
     """Positions of the parameters in the buffers of the group."""
-    notices: tuple[str, ...] = ()
     _made_for: object = None
 
     @property
+    @override
     def settings(self) -> str:
         """The fields of a dataclass, which all ranks compare."""
         return settings_of(self)
@@ -82,19 +86,6 @@ class GroupPlugin(ServingPlugin):
         ``load_state_dict(state)``.
         """
 
-    def for_group(self, group: GroupInfo) -> Self | None:
-        """Return a copy for ``group``, or ``None`` if the plugin does not serve it."""
-        if not self.serves(group):
-            return None
-        made = copy.copy(self)
-        # Frozen settings stay frozen, other attributes may be set: so a dataclass has it for
-        # instances of subclasses.
-        object.__setattr__(made, "__class__", _copies(type(self)))  # type: ignore[arg-type]
-        made.group = group
-        if "name" not in dir(made):
-            made.__dict__["name"] = contract_of(self).name
-        return made
-
     def _bound(self, group: GroupInfo, layout: GroupLayout) -> Self:
         self.group, self.layout = group, layout
         sizes = (layout, group.orig_dtype, group.param_dtype, group.reduce_dtype, group.device)
@@ -102,6 +93,21 @@ class GroupPlugin(ServingPlugin):
             self.setup()
             self._made_for = sizes
         return self
+
+
+@hookimpl
+def _for_group(self: G, group: GroupInfo) -> G | None:
+    """A copy for ``group``, or ``None`` if the plugin does not serve it."""
+    if not self.serves(group):
+        return None
+    made = copy.copy(self)
+    # Frozen settings stay frozen, other attributes may be set: so a dataclass has it for instances
+    # of subclasses.
+    object.__setattr__(made, "__class__", _copies(type(self)))  # type: ignore[arg-type]
+    made.group = group
+    if "name" not in dir(made):
+        made.__dict__["name"] = contract_of(self).name
+    return made
 
 
 @functools.cache
@@ -136,38 +142,23 @@ class CodecPlugin(GroupPlugin, ABC):
 class GatherCodecPlugin(CodecPlugin, BoundGatherCodec, GatherCodec):
     """Base of plugins that encode and decode all-gathers."""
 
-    _is_base = True
-
-    @hookimpl
-    def polyshard_gather_codec(self, group: GroupInfo) -> GatherCodec | None:
-        """A copy for ``group``."""
-        return self.for_group(group)
+    polyshard_gather_codec = _for_group
 
 
 class ReduceCodecPlugin(CodecPlugin, BoundReduceCodec, ReduceCodec):
     """Base of plugins that encode and sum gradients."""
 
-    _is_base = True
-
-    @hookimpl
-    def polyshard_reduce_codec(self, group: GroupInfo) -> ReduceCodec | None:
-        """A copy for ``group``."""
-        return self.for_group(group)
+    polyshard_reduce_codec = _for_group
 
 
 class StoragePlugin(GroupPlugin, ShardStorage, StorageFactory):
     """Base of plugins that store shards."""
 
+    polyshard_shard_storage = _for_group
+
     def bind(self, group: GroupInfo, layout: GroupLayout) -> Self:
         """Bind this copy to the group."""
         return self._bound(group, layout)
-
-    _is_base = True
-
-    @hookimpl
-    def polyshard_shard_storage(self, group: GroupInfo) -> StorageFactory | None:
-        """A copy for ``group``."""
-        return self.for_group(group)
 
 
 class BackendPlugin(GroupPlugin, CollectivesBackend):
@@ -176,24 +167,17 @@ class BackendPlugin(GroupPlugin, CollectivesBackend):
     ``self.layout`` is not known when a backend is bound.
     """
 
+    polyshard_collectives_backend = _for_group
+
     def started(self, pending: Pending, sent_bytes: int) -> Pending:
         """Called after a transfer of ``sent_bytes`` started; return the object to wait for."""
         return pending
 
     def bind(self, group: GroupInfo, roles: MeshRoles) -> Transport:
         """Return the engine's transport for the group, with transfers passed to :meth:`started`."""
+        self.setup()
         inner = choose_transport(roles, group.device)
         return inner if inner.size == 1 else _Watched(inner, self)
-
-    _is_base = True
-
-    @hookimpl
-    def polyshard_collectives_backend(self, group: GroupInfo) -> CollectivesBackend | None:
-        """A copy for ``group``."""
-        made = self.for_group(group)
-        if made is not None:
-            made.setup()
-        return made
 
 
 class _Watched(WrappedTransport):
@@ -208,8 +192,6 @@ class _Watched(WrappedTransport):
 
 class ObserverPlugin(ServingPlugin, Observer):
     """Base of observers: one object for all groups, whose methods get the name of a group."""
-
-    _is_base = True
 
     @hookimpl
     def polyshard_observer(self, group: GroupInfo) -> Observer | None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import importlib.metadata
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -14,60 +12,46 @@ from packaging.utils import canonicalize_name
 
 from polyshard.__about__ import __version__
 from polyshard.errors import ConflictError, PluginError
-from polyshard.plugins.contract import Contract
-
-_OPERATORS = "<>=!~"
-
-
-@dataclass(frozen=True)
-class Need:
-    """One word of ``requires``: a plugin or capability, or a plugin of certain versions."""
-
-    text: str
-    word: str
-    versions: SpecifierSet
-
-    @classmethod
-    def parse(cls, plugin: str, text: str) -> Need:
-        """``"obs"`` or ``"obs>=2,<3"``, as ``plugin`` declares it.
-
-        Raises:
-            PluginError: for bounds that are none.
-        """
-        at = next((i for i, letter in enumerate(text) if letter in _OPERATORS), len(text))
-        word, bounds = text[:at].strip(), text[at:]
-        try:
-            if not word:
-                raise InvalidSpecifier("no name stands before the bounds")
-            return cls(text, word, SpecifierSet(bounds))
-        except InvalidSpecifier as error:
-            raise PluginError(
-                f"plugin '{plugin}': requires has '{text}', which is no name with version bounds "
-                f"such as 'name>=2,<3': {error}."
-            ) from error
-
-    def objection(self, present: Sequence[Contract], here: str) -> str | None:
-        """Why ``present`` plugins, which are ``here``, do not meet it; to read after "requires"."""
-        able = [c for c in present if self.word in c.answers_to()]
-        if not able:
-            return f"'{self.text}', which no plugin {here} is or provides"
-        named = next((c for c in able if c.name == self.word), None)
-        if named is None and self.versions:
-            return (
-                f"'{self.text}', but '{self.word}' is a capability of '{able[0].name}', and "
-                "capabilities have no versions; name the plugin"
-            )
-        if named is None or self.versions.contains(named.version, prereleases=True):
-            return None
-        return f"'{self.text}', but '{self.word}' is {named.version}"
+from polyshard.plugins.contract import BOUNDS, Contract
 
 
 def unmet(contract: Contract, present: Sequence[Contract], here: str) -> Iterator[str]:
     """What ``contract`` requires and ``present`` plugins, which are ``here``, do not give."""
     for text in sorted(contract.requires):
-        objection = Need.parse(contract.name, text).objection(present, here)
+        objection = _objection(contract.name, text, present, here)
         if objection is not None:
-            yield f"requires {objection}"
+            yield f"requires '{text}', {objection}"
+
+
+def _objection(plugin: str, text: str, present: Sequence[Contract], here: str) -> str | None:
+    """Why ``present`` plugins do not give what ``text`` says, ``"obs"`` or ``"obs>=2,<3"``.
+
+    Raises:
+        PluginError: for bounds that are none.
+    """
+    word = BOUNDS.split(text, maxsplit=1)[0]
+    try:
+        if not word.strip():
+            raise InvalidSpecifier("no name stands before the bounds")
+        versions = SpecifierSet(text[len(word) :])
+    except InvalidSpecifier as error:
+        raise PluginError(
+            f"plugin '{plugin}': requires has '{text}', which is no name with version bounds such "
+            f"as 'name>=2,<3': {error}."
+        ) from error
+    word = word.strip()
+    able = [contract for contract in present if word in contract.answers_to()]
+    if not able:
+        return f"which no plugin {here} is or provides"
+    named = next((contract for contract in able if contract.name == word), None)
+    if named is None and versions:
+        return (
+            f"but '{word}' is a capability of '{able[0].name}', and capabilities have no "
+            "versions; name the plugin"
+        )
+    if named is None or versions.contains(named.version, prereleases=True):
+        return None
+    return f"but '{word}' is {named.version}"
 
 
 def unmet_by_polyshard(distribution: importlib.metadata.Distribution | None) -> Iterator[str]:
@@ -85,33 +69,27 @@ def unmet_by_polyshard(distribution: importlib.metadata.Distribution | None) -> 
             yield f"needs {requirement}, this is polyshard {__version__}"
 
 
-def check_relations(contracts: Sequence[Contract]) -> None:
-    """Missing requirements and conflicts, all reported at once.
-
-    Raises:
-        PluginError: for requirements nobody meets.
-        ConflictError: when plugins exclude each other (and nothing else is wrong).
-    """
+def problems_between(contracts: Sequence[Contract]) -> Iterator[PluginError]:
+    """Requirements that no plugin meets, and conflicts, which are :class:`ConflictError` s."""
     words = ", ".join(sorted({word for c in contracts for word in c.answers_to()}))
-    problems = [
-        f"plugin '{contract.name}' {need} (present: {words}); add one to plugins="
-        for contract in contracts
-        for need in unmet(contract, contracts, "of the stack")
-    ]
-    conflicts = [
-        f"plugin '{a.name}' conflicts with '{b.name}' (declared by '{a.name}': "
-        f"{', '.join(sorted(a.conflicts_with & b.answers_to()))}); drop one of them from plugins="
-        for a in contracts
-        for b in contracts
-        if a is not b and a.conflicts_with & b.answers_to()
-    ]
-    if problems:
-        raise PluginError("\n".join(problems + conflicts))
-    if conflicts:
-        raise ConflictError("\n".join(conflicts))
+    for contract in contracts:
+        try:
+            for need in unmet(contract, contracts, "of the stack"):
+                yield PluginError(
+                    f"plugin '{contract.name}' {need} (present: {words}); add one to plugins="
+                )
+        except PluginError as error:
+            yield error
+    for a in contracts:
+        for b in contracts:
+            if a is not b and (excluded := a.conflicts_with & b.answers_to()):
+                yield ConflictError(
+                    f"plugin '{a.name}' conflicts with '{b.name}' (declared by '{a.name}': "
+                    f"{', '.join(sorted(excluded))}); drop one of them from plugins="
+                )
 
 
-def order(contracts: Sequence[Contract]) -> list[str]:
+def in_order(contracts: Sequence[Contract]) -> list[str]:
     """Names in plugin order: ``before`` and ``after`` hold, ties go by name.
 
     Raises:
@@ -124,13 +102,12 @@ def order(contracts: Sequence[Contract]) -> list[str]:
         )
     sorter = _sorter(contracts)
     sorter.prepare()
-    ready, ordered = list(sorter.get_ready()), list[str]()
-    heapq.heapify(ready)
+    ready, ordered = set(sorter.get_ready()), list[str]()
     while ready:
-        ordered.append(heapq.heappop(ready))
+        ordered.append(min(ready))
+        ready.remove(ordered[-1])
         sorter.done(ordered[-1])
-        for name in sorter.get_ready():
-            heapq.heappush(ready, name)
+        ready.update(sorter.get_ready())
     return ordered
 
 

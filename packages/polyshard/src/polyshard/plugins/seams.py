@@ -54,15 +54,12 @@ __all__ = [
     "ParamInfo",
     "ParameterLayout",
     "ReduceCodec",
-    "Rows",
     "ShardStorage",
     "ShardingConstraint",
     "Spec",
     "StateDictAdapter",
     "Stateful",
-    "StepObserver",
     "StorageFactory",
-    "Undoable",
     "like",
     "local_of",
     "overrides",
@@ -172,16 +169,30 @@ class GroupInfo:
 # What a spec is -----------------------------------------------------------------------------------
 
 
-class Named:
-    """An object that plans list.
+class HasNotices:
+    """An object with ``notices``: lines that ``describe()`` shows for a group, read after binding.
 
-    ``name`` is short and public. ``settings``, empty by default, lists as text everything that
-    changes results or sizes; ranks compare it. ``notices`` are lines that ``describe()`` shows
-    for the group, read after binding. Each is a class attribute, an instance attribute, or a
-    property.
+    An attribute of the class or the instance, or a property.
     """
 
     if TYPE_CHECKING:  # read-only to mypy, so that all three may override it
+
+        @property
+        def notices(self) -> tuple[str, ...]:
+            """Lines of text."""
+
+    else:
+        notices: tuple[str, ...] = ()
+
+
+class Named(HasNotices):
+    """An object that plans list.
+
+    ``name`` is short and public. ``settings``, empty by default, lists as text everything that
+    changes results or sizes; ranks compare it. Each is written as ``notices`` are.
+    """
+
+    if TYPE_CHECKING:  # as in HasNotices
 
         @property
         def name(self) -> str:
@@ -191,14 +202,9 @@ class Named:
         def settings(self) -> str:
             """Settings as text."""
 
-        @property
-        def notices(self) -> tuple[str, ...]:
-            """Lines of text."""
-
     else:
         name: str
         settings: str = ""
-        notices: tuple[str, ...] = ()
 
 
 class Spec(Named, ABC, Generic[B_co]):
@@ -239,28 +245,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the saved state."""
-        ...
-
-
-@runtime_checkable
-class Undoable(Protocol):
-    """An optimizer with state outside of ``optimizer.state``.
-
-    After a failed attempt, polyshard-resilience restores parameters, state and settings of the
-    optimizers. It restores a plugin's own state through ``polyshard_plugin_state``.
-    """
-
-    @property
-    def polyshard_steps_early(self) -> bool:
-        """Whether parameters change in backward, before ``step()``."""
-        ...
-
-    def polyshard_undo(self) -> None:
-        """Discard a failed step.
-
-        The caller then restores the values of parameters, and replaces the tensors in
-        ``optimizer.state`` by new ones with the old values.
-        """
         ...
 
 
@@ -524,23 +508,14 @@ class StateDictAdapter(Named, ABC):
 # Observers ----------------------------------------------------------------------------------------
 
 
-class Observer:
-    """Observes the life cycle of groups: override the methods of interest.
+class Observer(HasNotices):
+    """Observes groups and units: override the methods of interest, and change nothing.
 
-    It must not change anything. ``group`` is the name in ``describe()``. Names repeat between
-    models: to tell models apart, a plugin gives each group an observer of its own, made for
-    :attr:`GroupInfo.identity`.
+    ``group`` and ``unit`` are names in ``describe()``; a group has the name of its unit, and a
+    number where a unit has several. Names repeat between models: to tell models apart, a plugin
+    gives each group an observer of its own, made for :attr:`GroupInfo.identity`. Seconds are host
+    time: on an accelerator they end when the work was launched.
     """
-
-    if TYPE_CHECKING:  # as in Named
-
-        @property
-        def notices(self) -> tuple[str, ...]:
-            """Lines that ``describe()`` shows for the observed groups."""
-            raise NotImplementedError
-
-    else:
-        notices: tuple[str, ...] = ()
 
     def on_unshard(self, group: str, payload_bytes: int) -> None:
         """An all-gather of ``group`` starts; ``payload_bytes`` leave this rank."""
@@ -560,14 +535,8 @@ class Observer:
     def on_step_end(self) -> None:
         """The backward of the root has ended: all gradients of this step are in place."""
 
-
-class StepObserver(Observer):
-    """Also observes when units compute, and transfers other than gathers and reductions.
-
-    ``unit`` is a name; a group has the name of its unit, and a number where a unit has several.
-    Seconds are host time: on an accelerator they end when the work was launched. After every begin
-    follows its end, or :meth:`on_broken`.
-    """
+    # When units compute, and transfers other than gathers and reductions. After every begin follows
+    # its end, or on_broken().
 
     def on_start(self, group: str, what: str) -> None:
         """A gather (``what`` is ``"gather"``) or a reduction (``"reduce"``) is about to start.
@@ -609,14 +578,6 @@ class StepObserver(Observer):
 
 
 # Landing ------------------------------------------------------------------------------------------
-
-
-class Rows(Protocol):
-    """Rows in flight from an owner to this rank."""
-
-    def wait(self) -> Tensor:
-        """Return this rank's rows, in the shape of its shard. Call exactly once on every rank."""
-        ...
 
 
 class OwnedParameter(Protocol):
@@ -667,10 +628,13 @@ class OwnedParameter(Protocol):
         """Number of writes to the gradient since it was reduced."""
         ...
 
-    def scatter(self, whole: Tensor | None, dtype: torch.dtype, *, key: int = 0) -> Rows:
+    def scatter(
+        self, whole: Tensor | None, dtype: torch.dtype, *, key: int = 0
+    ) -> Callable[[], Tensor]:
         """Start to send each rank its rows of ``whole``, which only the owner has.
 
-        ``key`` distinguishes concurrent transfers of one parameter.
+        Call the result exactly once on every rank: it waits, and returns this rank's rows in the
+        shape of its shard. ``key`` distinguishes concurrent transfers of one parameter.
         """
         ...
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +11,15 @@ from torch.distributed.tensor import DTensor
 
 from polyshard._torch.private import local_tensor
 from polyshard.errors import PluginError
+from polyshard.plugins.member import Member
 from polyshard.plugins.seams import ParamInfo
 
+FLATTEN, UNFLATTEN = "pre_flatten_transform", "post_unflatten_transform"
 Extensions = tuple[Any | None, ...]
 
 
 def is_transformed(extensions: Extensions) -> bool:
-    """Whether any layer took part."""
+    """Whether any plugin took part."""
     return any(extension is not None for extension in extensions)
 
 
@@ -27,126 +28,106 @@ def name_of(param: ParamInfo | None) -> str:
     return f"'{param.fqn}'" if param is not None else "a parameter"
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One plugin's transform: its own two functions, because steps run them on gradients."""
-
-    name: str
-    """Name of the plugin."""
-    label: str
-    """Its name and version, as errors say it."""
-    flattening: Callable[[Mapping[str, Any]], Any]
-    unflattening: Callable[[Mapping[str, Any]], Any]
-
-    def flatten(self, tensor: Tensor, param: ParamInfo | None) -> tuple[Tensor, Any | None]:
-        """The tensor to shard in place of ``tensor``, and what undoing it needs; or ``None``."""
-        answer = self.flattening({"tensor": tensor, "param": param})
-        if answer is None:
-            return tensor, None
-        if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Tensor)):
-            raise PluginError(
-                f"plugin {self.label} returned a {type(answer).__name__} from "
-                f"pre_flatten_transform for {name_of(param)}; return a tensor and an extension."
-            )
-        flat, extension = answer
-        if extension is None and flat is not tensor:
-            raise PluginError(
-                f"plugin '{self.name}': pre_flatten_transform changed {name_of(param)} but "
-                "returned no extension, so it could not be undone. Return the tensor itself "
-                "to stay out, or an extension object."
-            )
-        return flat, extension
-
-    def unflatten(self, tensor: Tensor, extension: Any, param: ParamInfo | None) -> Tensor:
-        """Undo :meth:`flatten` on the unsharded tensor."""
-        given = {"tensor": tensor, "param_extension": extension, "param": param}
-        answer: Tensor | None = self.unflattening(given)
-        if answer is None:
-            raise PluginError(
-                f"plugin {self.label} flattened {name_of(param)} but gave no answer in "
-                "post_unflatten_transform; return the unflattened tensor."
-            )
-        return answer
-
-
 class TransformStack:
-    """The transforms of a group: flatten in plugin order, unflatten in reverse.
+    """The transforms of a stack: flatten in plugin order, unflatten in reverse.
 
     Both run outside autograd: the outermost unflattened tensor becomes the autograd leaf, and its
     gradient is flattened again before it is reduced.
     """
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    def __init__(self, members: Sequence[Member]) -> None:
         """In plugin order: the first is nearest to the parameter as modules know it."""
-        self._layers = tuple(layers)
+        self._members = tuple(member for member in members if FLATTEN in member.hooks)
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self._layers)
+        return bool(self._members)
 
     def flatten(self, tensor: Tensor, param: ParamInfo | None) -> tuple[Tensor, Extensions]:
-        """Peel every layer; returns the tensor to shard and what each layer remembers.
+        """Return the tensor to shard, and what each plugin needs to undo its transform.
 
         Raises:
-            PluginError: when a layer changes the tensor but keeps nothing to undo it with.
+            PluginError: when a plugin changes the tensor but keeps nothing to undo it with.
         """
         extensions: list[Any | None] = []
-        for layer in self._layers:
-            tensor, extension = layer.flatten(tensor, param)
+        for member in self._members:
+            tensor, extension = _flattened(member, tensor, param)
             extensions.append(extension)
         return tensor, tuple(extensions)
 
-    def layers_of(self, extensions: Extensions) -> tuple[str, ...]:
-        """Names of the layers that took part when a tensor was flattened."""
-        pairs = zip(self._layers, extensions, strict=True)
-        return tuple(layer.name for layer, extension in pairs if extension is not None)
-
-    def verify(self, flat: Tensor, extensions: Extensions, param: ParamInfo, given: Tensor) -> None:
-        """See that unflattening ``flat`` gives back the ``given`` parameter, without a copy.
+    def unflatten(self, tensor: Tensor, extensions: Extensions, param: ParamInfo | None) -> Tensor:
+        """Undo :meth:`flatten` on the unsharded tensor, the last transform first.
 
         Raises:
-            PluginError: naming the layers and the parameter.
+            PluginError: for a plugin that gives no tensor, or a copy, which would not see what is
+                gathered.
         """
-        memory = flat.contiguous()
-        found = self.rebuild(memory, extensions, param)
-        if _differ(found, given):
-            layers = ", ".join(f"'{name}'" for name in self.layers_of(extensions))
-            raise PluginError(
-                f"plugins {layers}: the inverse of their transform of '{param.fqn}' {param.shape} "
-                f"gives {_form(found)} that is not the parameter; post_unflatten_transform must "
-                "invert pre_flatten_transform."
-            )
-
-    def rebuild(self, tensor: Tensor, extensions: Extensions, param: ParamInfo | None) -> Tensor:
-        """As :meth:`unflatten`, refusing copies: they would not see what is gathered.
-
-        Raises:
-            PluginError: naming the layer and the parameter.
-        """
-        for layer, extension in zip(reversed(self._layers), reversed(extensions), strict=True):
-            if extension is None:
-                continue
-            outer = layer.unflatten(tensor, extension, param)
+        for member, extension in reversed(list(self._taking_part(extensions))):
+            given = {"tensor": tensor, "param_extension": extension, "param": param}
+            outer = member.call(UNFLATTEN, given)
+            if outer is None:
+                raise PluginError(
+                    f"plugin {member.label} flattened {name_of(param)} but gave no answer in "
+                    f"{UNFLATTEN}; return the unflattened tensor."
+                )
             if not isinstance(outer, Tensor):
                 raise PluginError(
-                    f"plugin '{layer.name}': post_unflatten_transform returned a "
-                    f"{type(outer).__name__} for {name_of(param)}; return the unflattened tensor."
+                    f"plugin '{member.name}': {UNFLATTEN} returned a {type(outer).__name__} for "
+                    f"{name_of(param)}; return the unflattened tensor."
                 )
             if not _storages(tensor) & _storages(outer):
                 raise PluginError(
-                    f"plugin '{layer.name}': post_unflatten_transform returned a copy of "
-                    f"{name_of(param)}. It must alias the tensor it is given, which is filled "
-                    "anew at every gather: use view, transpose or narrow, not reshape, to or clone."
+                    f"plugin '{member.name}': {UNFLATTEN} returned a copy of {name_of(param)}. It "
+                    "must alias the tensor it is given, which is filled anew at every gather: use "
+                    "view, transpose or narrow, not reshape, to or clone."
                 )
             tensor = outer
         return tensor
 
-    def unflatten(self, tensor: Tensor, extensions: Extensions, param: ParamInfo | None) -> Tensor:
-        """Put every layer back, the last peeled first."""
-        for layer, extension in zip(reversed(self._layers), reversed(extensions), strict=True):
-            if extension is not None:
-                tensor = layer.unflatten(tensor, extension, param)
-        return tensor
+    def layers_of(self, extensions: Extensions) -> tuple[str, ...]:
+        """Names of the plugins that took part when a tensor was flattened."""
+        return tuple(member.name for member, _ in self._taking_part(extensions))
+
+    def _taking_part(self, extensions: Extensions) -> Iterator[tuple[Member, Any]]:
+        pairs = zip(self._members, extensions, strict=True)
+        return (pair for pair in pairs if pair[1] is not None)
+
+    def verify(self, flat: Tensor, extensions: Extensions, param: ParamInfo, given: Tensor) -> None:
+        """Check that unflattening ``flat`` gives back the ``given`` parameter, without a copy.
+
+        Raises:
+            PluginError: naming the plugins and the parameter.
+        """
+        found = self.unflatten(flat.contiguous(), extensions, param)
+        if _differ(found, given):
+            layers = ", ".join(f"'{name}'" for name in self.layers_of(extensions))
+            raise PluginError(
+                f"plugins {layers}: the inverse of their transform of '{param.fqn}' {param.shape} "
+                f"gives a {type(found).__name__} of shape {tuple(found.shape)} that is not the "
+                f"parameter; {UNFLATTEN} must invert {FLATTEN}."
+            )
+
+
+def _flattened(
+    member: Member, tensor: Tensor, param: ParamInfo | None
+) -> tuple[Tensor, Any | None]:
+    """The tensor that one plugin shards in place of ``tensor``, and its extension or ``None``."""
+    answer = member.call(FLATTEN, {"tensor": tensor, "param": param})
+    if answer is None:
+        return tensor, None
+    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Tensor)):
+        raise PluginError(
+            f"plugin {member.label} returned a {type(answer).__name__} from {FLATTEN} for "
+            f"{name_of(param)}; return a tensor and an extension."
+        )
+    flat, extension = answer
+    if extension is None and flat is not tensor:
+        raise PluginError(
+            f"plugin '{member.name}': {FLATTEN} changed {name_of(param)} but returned no "
+            "extension, so it could not be undone. Return the tensor itself to stay out, or an "
+            "extension object."
+        )
+    return flat, extension
 
 
 def _storages(tensor: Tensor) -> set[int]:
@@ -175,7 +156,3 @@ def _differ(found: Tensor, given: Tensor) -> bool:
     if same_memory or torch.equal(found, given):
         return False
     return not bool(((found == given) | ((found != found) & (given != given))).all())  # noqa: PLR0124
-
-
-def _form(tensor: Tensor) -> str:
-    return f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}"

@@ -9,7 +9,7 @@ import difflib
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
@@ -72,30 +72,22 @@ def problems_of(plugin: object) -> list[str]:
     except PluginError as error:
         return [*problems, str(error)]
     if written_for[0] != HOOK_API[0] or written_for > HOOK_API:
-        problems.append(
-            f"it was written for hook API {_dotted(written_for)}, this polyshard has "
-            f"{_dotted(HOOK_API)}"
-        )
+        wanted, here = (".".join(map(str, version)) for version in (written_for, HOOK_API))
+        problems.append(f"it was written for hook API {wanted}, this polyshard has {here}")
     found = list(_candidates(plugin))
     if not found:
         problems.append("it implements no hook; mark its functions with @polyshard.hookimpl")
-    for name, function in found:
-        problems.extend(_problems_of_hook(plugin, name, function))
-    problems.extend(_problems_together(found))
-    return problems
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
-
-
-def _problems_together(found: Sequence[tuple[str, Any]]) -> Iterator[str]:
-    """What is wrong with the implementations of one plugin taken together."""
     implemented: dict[str, list[str]] = defaultdict(list)
     for name, function in found:
         options = getattr(function, _IMPLEMENTATION, None)
         if options is not None:
             implemented[options.get("specname") or name].append(name)
+        problems.extend(_problems_of_hook(plugin, name, function, options))
+    return [*problems, *_problems_together(implemented)]
+
+
+def _problems_together(implemented: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """What is wrong with the implementations of one plugin, by hook, taken together."""
     for hook, names in implemented.items():
         if len(names) > 1:
             shown = " and ".join(f"'{name}'" for name in names)
@@ -105,22 +97,21 @@ def _problems_together(found: Sequence[tuple[str, Any]]) -> Iterator[str]:
             yield f"it implements '{one}' without '{other}'; one undoes the other, so add it"
 
 
-def _problems_of_hook(plugin: object, name: str, function: Any) -> Iterator[str]:
+def _problems_of_hook(
+    plugin: object, name: str, function: Any, options: Mapping[str, Any] | None
+) -> Iterator[str]:
     hooks = hook_arguments()
     if not inspect.isroutine(function):
         kind = type(function).__name__
         yield f"'{name}' is a {kind} and not a function, so it would never be called"
         return
-    options = getattr(function, _IMPLEMENTATION, None)
     if options is None:
-        yield _unmarked(plugin, name)
+        yield f"'{name}' {_unmarked(plugin, name)}"
         return
     hook = options.get("specname") or name
     if hook not in hooks:
         if not options.get("optionalhook"):
-            close = difflib.get_close_matches(hook, hooks, n=1)
-            hint = f"; did you mean '{close[0]}'?" if close else f"; hooks: {', '.join(hooks)}"
-            yield f"no hook is named '{hook}'{hint}"
+            yield f"no hook is named '{hook}'{_hint(hook, hooks, 'hooks:')}"
         return
     if options.get("hookwrapper") or options.get("wrapper"):
         yield f"'{name}' is a hook wrapper; order is declared with before and after instead"
@@ -136,10 +127,10 @@ def _problems_of_hook(plugin: object, name: str, function: Any) -> Iterator[str]
 def _unmarked(plugin: object, name: str) -> str:
     if _is_marked(inspect.getattr_static(plugin, name, None)):
         return (
-            f"'{name}' hides its mark, so it would never be called: write @staticmethod and "
-            "@classmethod above @polyshard.hookimpl, which marks the function itself"
+            "hides its mark, so it would never be called: write @staticmethod and @classmethod "
+            "above @polyshard.hookimpl, which marks the function itself"
         )
-    return f"'{name}' is not marked with @polyshard.hookimpl, so it would never be called"
+    return "is not marked with @polyshard.hookimpl, so it would never be called"
 
 
 def _problems_of_argument(
@@ -149,11 +140,15 @@ def _problems_of_argument(
         kind = parameter.kind.description
         yield f"'{name}' takes '{parameter.name}' {kind}; take it plainly by name"
     elif parameter.name not in known:
-        close = difflib.get_close_matches(parameter.name, known, n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else f"; it may take {', '.join(known)}"
+        hint = _hint(parameter.name, known, "it may take")
         yield f"'{name}' takes '{parameter.name}', which the hook does not have{hint}"
     elif parameter.default is not inspect.Parameter.empty:
         yield f"'{name}' gives '{parameter.name}' a default, which would hide the real value"
+
+
+def _hint(word: str, known: Iterable[str], otherwise: str) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean '{close[0]}'?" if close else f"; {otherwise} {', '.join(known)}"
 
 
 def misfit(value: object, seam: type) -> str | None:

@@ -28,35 +28,10 @@ import torch
 from torch import Tensor
 
 from polyshard.memory.streams import streams_of
+from polyshard.transport.base import Turn
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _PIECE_NUMEL = 1 << 20
-
-
-class Turn:
-    """Which turn of a root it is. See [Note: turns]."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.count = 0
-        """The number since ranks last began anew, alike on all: transfers are told apart by it."""
-        self.epoch = 0
-        self.steps = 0
-        """How often optimizers of the root's parameters have stepped, as far as anybody counts."""
-        self.in_forward = False
-        self.in_backward = False
-
-    def begin(self, epoch: int = 0) -> None:
-        """An outermost forward starts, after ranks began anew ``epoch`` times."""
-        if epoch != self.epoch:
-            self.epoch, self.count = epoch, 0
-        self.number += 1
-        self.count += 1
-        self.in_forward = True
-
-    def vouches(self, made: int) -> bool:
-        """Whether what was made of a shard in turn ``made`` is good without a look."""
-        return self.in_backward or (self.in_forward and made == self.number)
 
 
 class Freshness:

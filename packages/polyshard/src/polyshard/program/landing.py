@@ -12,7 +12,6 @@ Ranks hear of each other's gradients before anything is sent, so that there is n
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,9 +27,11 @@ from polyshard.transport.base import DONE, Pending
 class Placing:
     """The dtype of each parameter's sharded gradient; ``None`` is that of the reduction."""
 
-    def __init__(self, dtypes: Sequence[torch.dtype | None], orig: torch.dtype) -> None:
-        """``orig`` is the original dtype of the group, which gradients have unless told."""
-        self._dtypes = tuple(dtypes)
+    def __init__(
+        self, dtypes: Sequence[torch.dtype | None], orig: torch.dtype, sums: torch.dtype
+    ) -> None:
+        """``orig`` is the original dtype of the group, ``sums`` that of the reduction."""
+        self._dtypes, self.sums = tuple(dtypes), sums
         self._kinds = tuple(dict.fromkeys(self._dtypes))
         self.is_plain = self._kinds == (orig,)
         self.is_single = len(self._kinds) == 1
@@ -65,16 +66,8 @@ class Placing:
         return ", ".join("any" if d is None else str(d).removeprefix("torch.") for d in self._kinds)
 
 
-@dataclass
-class Descent:
-    """Whole gradients of one reduction on their way."""
-
-    arriving: dict[int, tuple[Tensor | None, Pending]] = field(default_factory=dict)
-
-    def wait(self) -> None:
-        """Let all of them arrive; they may be forgotten then."""
-        for _, pending in self.arriving.values():
-            pending.wait()
+Arriving = dict[int, tuple[Tensor | None, Pending]]
+"""Whole gradients on their way, by parameter index: where this rank gets one, and the transfer."""
 
 
 class Landing:
@@ -85,41 +78,37 @@ class Landing:
         owned: dict[int, Owned],
         waiting: Accumulation,
         placing: Placing,
-        dtype: torch.dtype,
         pool: PagePool | None,
+        tells: Callable[[Owned], None],
     ) -> None:
-        """Of the parameters that have an owner, by index; ``dtype`` is that of sums."""
-        self._dtype = dtype
-        self.owned = owned
-        self._waiting = waiting
-        self._placing = placing
-        self._memory = {i: Recycled(pool) for i in self.owned}
-        self.tells: Callable[[Owned], None] | None = None
-        """Called with each parameter whose gradient is in place after the last backward."""
+        """Of the parameters that have an owner, by index.
 
-    def start(self, sources: dict[int, Tensor]) -> Descent:
+        ``tells`` is called with each whose gradient is in place after the last backward.
+        """
+        self.owned, self._tells = owned, tells
+        self._waiting, self._placing, self._dtype = waiting, placing, placing.sums
+        self._memory = {i: Recycled(pool) for i in self.owned}
+
+    def start(self, sources: dict[int, Tensor]) -> Arriving:
         """Send gradients to their owners."""
-        descent = Descent()
+        arriving: Arriving = {}
         for index, source in sources.items():
             owned = self.owned[index]
             flat, out = source.view(-1), None
             if owned.sums_shards():
                 out = self._memory[index].take(flat.numel(), self._dtype, flat.device)
             pending = owned.reduce(flat, out) if flat.numel() else DONE
-            descent.arriving[index] = (out, pending)
-        return descent
+            arriving[index] = (out, pending)
+        return arriving
 
     def sent_bytes(self, present: Collection[int], wire: torch.dtype) -> int:
         """Bytes that leave this rank with gradients of these parameters."""
         sent = [o.numel for i, o in self.owned.items() if i in present and not o.sums_shards()]
         return sum(sent) * wire.itemsize
 
-    def finish(
-        self, descent: Descent | None, divisor: float, *, sums_replicas: bool
-    ) -> list[Owned]:
+    def finish(self, arriving: Arriving, divisor: float, *, sums_replicas: bool) -> list[Owned]:
         """Wait, and put what landed in place; the parameters that got a gradient."""
         found: dict[int, Tensor | None] = {}
-        arriving = {} if descent is None else descent.arriving
         for index, (out, pending) in arriving.items():
             pending.wait()
             found[index] = out
@@ -147,9 +136,8 @@ class Landing:
 
     def tell(self, placed: Iterable[Owned], *, is_last: bool) -> None:
         """Have the plugin hear of what was put in place, unless more follows."""
-        if is_last and self.tells is not None:
-            for owned in placed:
-                self.tells(owned)
+        for owned in placed if is_last else ():
+            self._tells(owned)
 
 
 def check_hook(hook: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,12 +16,11 @@ from polyshard._torch.private import dtensor_spec, local_tensor, wrap_local
 from polyshard._torch.whole_rows import WholeRows
 from polyshard.errors import LifecycleError
 from polyshard.params.parameter import ShardedParameter
-from polyshard.plugins.seams import OwnedParameter, ParamInfo, Rows
+from polyshard.plugins.seams import OwnedParameter, ParamInfo
 from polyshard.program.unshard import ShardAxis
 from polyshard.sharding.layout import ParameterLayout
-from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import owner_route_over
-from polyshard.transport.base import OwnerRoute, Pending
+from polyshard.transport.base import DONE, OwnerRoute, Pending
 
 
 @dataclass(frozen=True)
@@ -47,9 +46,9 @@ class Axes:
     """This rank's position on every axis of the mesh."""
 
     @classmethod
-    def of(cls, roles: MeshRoles, line: ShardAxis, dtype: torch.dtype) -> Axes:
-        """Routes over the mesh of ``roles``, with sums in ``dtype``."""
-        mesh = roles.mesh
+    def of(cls, line: ShardAxis, dtype: torch.dtype) -> Axes:
+        """Routes over the mesh of ``line``, with sums in ``dtype``."""
+        roles, mesh = line.roles, line.roles.mesh
         here = tuple(mesh.get_local_rank(a) for a in range(mesh.ndim))
         number = -1 if roles.shard_axis is None else roles.shard_axis
         shard = Axis(line.transport.owner_route(dtype, line.tag), number, roles.shard_rank)
@@ -67,21 +66,6 @@ class Axes:
             owner, at = divmod(owner, size)
             found.append(at)
         return tuple(reversed(found))
-
-
-@dataclass
-class _Rows(Rows):
-    pending: Pending
-    out: Tensor
-    shape: tuple[int, ...]
-    parameter: Owned
-    key: int
-
-    @override
-    def wait(self) -> Tensor:
-        self.pending.wait()
-        self.parameter.repeat(self.out, self.key)
-        return self.out.view(self.shape)
 
 
 class Owned(OwnedParameter):
@@ -217,22 +201,26 @@ class Owned(OwnedParameter):
     # Rows -------------------------------------------------------------------------------------
 
     @override
-    def scatter(self, whole: Tensor | None, dtype: torch.dtype, *, key: int = 0) -> Rows:
+    def scatter(
+        self, whole: Tensor | None, dtype: torch.dtype, *, key: int = 0
+    ) -> Callable[[], Tensor]:
         shape = self._placed.local_shape(self._rank)
         out = torch.empty(math.prod(shape), dtype=dtype, device=self.parameter.device)
-        pending: Pending | None = None
+        pending = DONE  # where rows come from another replica
         if self._is_beside_owner(0):
             axis = self._axes.shard
             parts = None if whole is None else self._parts(whole.to(dtype).view(self.shape))
             most = self._placed.chunk_numel
             pending = axis.route.scatter(self._key(key), self._on(axis), parts, out, most)
-        return _Rows(pending or _NOTHING, out, shape, self, self._key(key))
 
-    def repeat(self, rows: Tensor, key: int) -> None:
-        """Bring ``rows`` of the owner's replica to all others."""
-        for place, axis in enumerate(self._axes.replicas):
-            if self._is_beside_owner(place + 1):
-                axis.route.broadcast(key, self._on(axis), rows).wait()
+        def rows() -> Tensor:
+            pending.wait()
+            for place, axis in enumerate(self._axes.replicas):
+                if self._is_beside_owner(place + 1):
+                    axis.route.broadcast(self._key(key), self._on(axis), out).wait()
+            return out.view(shape)
+
+        return rows
 
     @override
     def gather(self, rows: Tensor) -> Tensor | None:
@@ -275,11 +263,3 @@ class Owned(OwnedParameter):
     def _is_beside_owner(self, place: int) -> bool:
         """Whether this rank is where the owner is on all replicate axes from ``place`` on."""
         return all(map(self._is_at, self._axes.replicas[place:]))
-
-
-class _Nothing:
-    def wait(self) -> None:
-        """Rows come from another replica."""
-
-
-_NOTHING = _Nothing()

@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, Protocol, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -47,17 +47,18 @@ from polyshard.memory.own_storage import own_storage_of_gradient
 from polyshard.memory.pages import PagePool
 from polyshard.memory.streams import Lanes
 from polyshard.params.sharded import Shards
+from polyshard.plugins.contributions import REDUCE_CODEC, STORAGE, Contributions
 from polyshard.plugins.seams import BoundReduceCodec, ShardStorage, overrides
 from polyshard.plugins.validation import wordless
 from polyshard.program.accumulation import Accumulation, Slot, part_of
 from polyshard.program.executor import new_frame
 from polyshard.program.landing import Landing, Placing, check_hook
+from polyshard.program.meter import Meter
 from polyshard.program.ops import Frame, Lane, Memory, Op, Program, Traffic, compiled
 from polyshard.program.packing import Averaging, Packing, extents_of
 from polyshard.program.unshard import ShardAxis, join
-from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport import all_gather, all_reduce, presence_of
-from polyshard.transport.base import DONE, ReduceRoute, Turns
+from polyshard.transport.base import DONE, ReduceRoute, Turn
 from polyshard.transport.gloo.presence import Difference, Presence
 
 ReduceHook = Callable[[Tensor], None]
@@ -103,18 +104,6 @@ class Table:
     """What leaves this rank, by program."""
 
 
-class Watch(Protocol):
-    """Observes staging and sums over replicas; times are the host's, in seconds."""
-
-    def staged(self, direction: str, num_bytes: int, seconds: float) -> None:
-        """A shard came from where it rests (``fetch``), or a gradient went there (``place``)."""
-        ...
-
-    def replicas_summed(self, payload_bytes: int, seconds: float) -> None:
-        """Gradients were summed over replicas."""
-        ...
-
-
 @dataclass
 class _Parts:
     """The two parts of a program that is being made."""
@@ -129,60 +118,46 @@ class Reducer:
     def __init__(
         self,
         shards: Shards,
-        dtype: torch.dtype,
-        codec: BoundReduceCodec | None,
-        *,
-        roles: MeshRoles,
         axis: ShardAxis,
+        codec: BoundReduceCodec | None,
+        contributions: Contributions,
+        *,
         waiting: Accumulation,
-        check_placed: Callable[[Tensor, object], None],
         placing: Placing,
-        turns: Turns,
-        codec_plugin: str,
-        storage_plugin: str,
+        meter: Meter,
         landing: Landing | None = None,
         pool: PagePool | None = None,
-        watch: Watch | None = None,
     ) -> None:
         """Bind routes.
 
         Args:
             shards: of the group's parameters.
-            dtype: gradients are added up in it.
-            codec: of gradients, if a plugin has one.
-            roles: of the mesh's axes.
             axis: to the other ranks.
+            codec: of gradients, if a plugin has one.
+            contributions: the plugins of codec and storage.
             waiting: gradients of backwards before, and of those that are not the last.
-            check_placed: looks at what the storage makes of the first gradient.
-            placing: gives sharded gradients their dtypes.
-            turns: by which ranks tell transfers apart.
-            codec_plugin: whose codec it is.
-            storage_plugin: whose storage it is.
+            placing: the dtypes of sums and of sharded gradients.
+            meter: is told what moves.
             landing: of gradients that land whole on an owner, if any do.
             pool: of pages on the CPU.
-            watch: is told more than what is counted.
         """
-        self._check_placed: Callable[[Tensor, object], None] | None = check_placed
-        self._waiting = waiting
-        self._watch = watch
-        self._plugin, self._storage_plugin = codec_plugin, storage_plugin
-        self._packing = Packing(shards.layout, roles.shard_rank, pool)
-        self._shards = shards
-        self._storage = shards.storage
-        self._layout = shards.layout
-        self._dtype = dtype
-        self._roles = roles
-        self._transport = axis.transport
-        self._route: ReduceRoute = axis.reduce_route(extents_of(self._layout, reduced=True), dtype)
+        self._contributions, self._is_checked = contributions, False
+        self._plugin = contributions.plugin_of(contributions[REDUCE_CODEC])
+        self._waiting, self._meter = waiting, meter
+        self._shards, self._storage, self._layout = shards, shards.storage, shards.layout
+        self._placing, self._landing, self._dtype = placing, landing, placing.sums
+        self._roles, self._transport = axis.roles, axis.transport
+        self._packing = Packing(self._layout, axis.rank, pool)
+        self._route = axis.reduce_route(extents_of(self._layout, reduced=True), self._dtype)
         self._tables: dict[frozenset[int], Table] = {}
         self.rebind(codec)
         self._answers = overrides(self._route.answer, ReduceRoute.answer)
         # See [Note: reduction].
         self._is_moved = overrides(self._storage.place_gradient, ShardStorage.place_gradient)
-        self._presence = presence_of(roles, axis.tag, len(self._layout.parameters), turns)
+        self._presence = presence_of(
+            axis.roles, axis.tag, len(shards.parameters), shards.turn or Turn()
+        )
         self._totals = Recycled(pool)
-        self._placing = placing
-        self._landing = landing
         if self._is_moved and not placing.is_plain:
             raise UnsupportedError(
                 f"gradients of {self._names()} are to be {placing} (grad_dtype), and their "
@@ -190,11 +165,10 @@ class Reducer:
                 "as it is, or keep these parameters on the device."
             )
         # What local_view() would work out for every gradient of every step.
-        rank = roles.shard_rank
         self._slots: list[Slot] = [
             (shape, torch.empty(shape, device="meta").stride(), placed.shard_offset)
             for placed in self._layout.parameters
-            for shape in (placed.local_shape(rank),)
+            for shape in (placed.local_shape(axis.rank),)
         ]
 
     @property
@@ -616,8 +590,8 @@ class Reducer:
             wordless(cast("Any", codec).encode(total, payload), codec, "encode")
             all_gather(payloads, payload, groups[0])
             wordless(cast("Any", codec).decode_sum(payloads, total), codec, "decode_sum")
-        if self._watch is not None:
-            self._watch.replicas_summed(nbytes, time.perf_counter() - begin)
+        if self._meter.step_observers:
+            self._meter.tell("on_replicas_summed", nbytes, time.perf_counter() - begin)
 
     # Whole, on owners -------------------------------------------------------------------------
 
@@ -630,12 +604,12 @@ class Reducer:
             frame.landing = landing.start(averaging.sources_of(owned, key.wire))
 
         def drop(frame: Frame) -> None:
-            if frame.landing is not None:
-                frame.landing.wait()
+            for _, pending in (frame.landing or {}).values():
+                pending.wait()
 
         def land(frame: Frame) -> None:
-            descent, frame.landing = frame.landing, None
-            placed = landing.finish(descent, averaging.after, sums_replicas=sums)
+            arriving, frame.landing = frame.landing or {}, None
+            placed = landing.finish(arriving, averaging.after, sums_replicas=sums)
             for owned in placed:
                 run_hooks(owned.parameter)
             landing.tell(placed, is_last=key.is_last)
@@ -675,7 +649,8 @@ class Reducer:
         if self._storage.holds_gradients:
             ops.append(Op("take held", self._take_held, lane, held, total))
         if self._is_moved:
-            ops.append(Op("place", self._move, lane, total, total, plugin=self._storage_plugin))
+            plugin = self._contributions.plugin_of(self._contributions[STORAGE])
+            ops.append(Op("place", self._move, lane, total, total, plugin=plugin))
         if lane is not Lane.COMPUTE:
             parts.complete.append(Op("let go", _let_go, reads=total, writes=held))
         parts.complete.append(Op("store", self._store, reads=total, writes=(Memory.GRAD,)))
@@ -723,11 +698,11 @@ class Reducer:
         """Next to the resting shard; the storage's first answer is looked at."""
         gradient, begin = frame.total, time.perf_counter()
         placed = self._storage.place_gradient(gradient)
-        if self._watch is not None and self._is_moved:
-            self._watch.staged("place", gradient.nbytes, time.perf_counter() - begin)
-        if self._check_placed is not None:
-            self._check_placed(gradient, placed)
-            self._check_placed = None
+        if self._meter.step_observers and self._is_moved:
+            self._meter.tell("on_staged", "place", gradient.nbytes, time.perf_counter() - begin)
+        if not self._is_checked:
+            self._contributions.check_placed(self._storage, gradient, placed)
+            self._is_checked = True
         frame.total = placed
 
     def _store(self, frame: Frame) -> None:

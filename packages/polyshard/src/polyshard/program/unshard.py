@@ -15,7 +15,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +30,10 @@ from polyshard.params.unsharded import Unsharded
 from polyshard.plugins.builtin import DeviceStorage
 from polyshard.plugins.seams import BoundGatherCodec, ShardStorage, overrides
 from polyshard.plugins.validation import fitting, wordless
-from polyshard.program.freshness import Freshness, Turn, differs
+from polyshard.program.freshness import Freshness, differs
 from polyshard.program.ops import Frame, Lane, Memory, Op, Program, Traffic, compiled
 from polyshard.program.packing import extents_of, home_pairs
+from polyshard.sharding.mesh import MeshRoles
 from polyshard.transport.base import (
     DONE,
     Extents,
@@ -39,16 +41,22 @@ from polyshard.transport.base import (
     GatherRoute,
     ReduceRoute,
     Transport,
+    Turn,
 )
 
 
 @dataclass(frozen=True)
 class ShardAxis:
-    """Where a group's transfers go: the transport, the group's tag, this rank on the shard axis."""
+    """Where a group's transfers go: the transport, the group's tag, the mesh."""
 
     transport: Transport
     tag: int
-    rank: int
+    roles: MeshRoles
+
+    @property
+    def rank(self) -> int:
+        """This rank on the shard axis."""
+        return self.roles.shard_rank
 
     def gather_route(self, pieces: Sequence[GatherPiece]) -> GatherRoute:
         """An all-gather of ``pieces`` bound to memory."""
@@ -113,12 +121,22 @@ class Gather(ABC):
         def start(frame: Frame) -> None:
             frame.pending = route.start()
 
-        moved = Traffic(route.sent_bytes, route.received_bytes)
-        return Op("gather", start, self.lane, self.sources, self.targets, join, lambda _: moved)
+        moved, taken = Traffic(route.sent_bytes, route.received_bytes), (route.scratch_bytes, 0)
+        return Op(
+            "gather",
+            start,
+            self.lane,
+            self.sources,
+            self.targets,
+            join,
+            lambda _: moved,
+            lambda _: taken,
+        )
 
     def join(self) -> Op:
         """What orders the rest behind the transfer."""
-        return Op("join", join, reads=(*self.targets, *self.sources))
+        freed = (0, self.route.scratch_bytes)
+        return Op("join", join, reads=(*self.targets, *self.sources), memory=lambda _: freed)
 
 
 def join(frame: Frame) -> None:
@@ -187,17 +205,9 @@ def unshard_program(
 # Native ---------------------------------------------------------------------------------------
 
 
-class _Copies:
-    """Copies made together, in one call."""
-
-    def __init__(self) -> None:
-        self.targets: list[Tensor] = []
-        self.sources: list[Tensor] = []
-
-    def add(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        for target, source in pairs:
-            self.targets.append(target)
-            self.sources.append(source)
+def _together(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]] | None:
+    """Targets and sources of copies that are made in one call; ``None`` without any."""
+    return ([target for target, _ in pairs], [source for _, source in pairs]) if pairs else None
 
 
 class NativeGather(Gather):
@@ -218,7 +228,7 @@ class NativeGather(Gather):
             for placed in (layout.parameters[index],)
         ]
         self._staging: Buffer | None = None
-        self._copies = _Copies()
+        homes: list[tuple[Tensor, Tensor]] = []
         if layout.staged:
             self.targets = (Memory.UNSHARDED, Memory.STAGING)
             self._staging = unsharded.scratch(layout.world_size * layout.staged_numel)
@@ -228,7 +238,8 @@ class NativeGather(Gather):
                 placed = layout.parameters[index]
                 start = placed.shard_offset - layout.staged_offset
                 own = rows[:, start : start + placed.chunk_numel]
-                self._copies.add(home_pairs(unsharded.home(index), own, placed, axis.rank))
+                homes += home_pairs(unsharded.home(index), own, placed, axis.rank)
+        self._copies = _together(homes)
         self.route = axis.gather_route(pieces)
         if self._staging is not None:
             self._staging.release()
@@ -249,8 +260,8 @@ class NativeGather(Gather):
         """Copy staged parameters home."""
         del frame
         assert self._staging is not None
-        if self._copies.targets:
-            torch._foreach_copy_(self._copies.targets, self._copies.sources)
+        if self._copies is not None:
+            torch._foreach_copy_(*self._copies)
         self._staging.release()
 
     @override
@@ -275,55 +286,29 @@ def _own_chunks(unsharded: Unsharded, rank: int) -> Iterator[tuple[Tensor, Tenso
 # By codec -------------------------------------------------------------------------------------
 
 
-class PayloadWriter(Protocol):
-    """Fills the payload of one group."""
-
-    def write(self) -> None:
-        """Encode the shard."""
-        ...
+def _encode(codec: BoundGatherCodec, shard: Tensor, payload: Tensor) -> None:
+    """Encode ``shard`` (``[shard_numel]``) into ``payload`` (``[payload_bytes]``, uint8)."""
+    asked: Any = codec  # its answer is looked at, though it should have none
+    wordless(asked.encode(shard, payload), codec, "encode")
 
 
-class NearWriter:
-    """The shard is read where the payload is sent from."""
+def crossing(codec: BoundGatherCodec, shard: Tensor, payload: Tensor) -> Callable[[], None]:
+    """What encodes a shard that stays on the host: only its payload moves to the accelerator.
 
-    def __init__(self, codec: BoundGatherCodec, shard: Tensor, payload: Tensor) -> None:
-        """``shard`` is ``[shard_numel]``, ``payload`` ``[payload_bytes]`` ``uint8``."""
-        self._codec: Any = codec  # its answer is looked at, though it should have none
-        self._shard = shard
-        self._payload = payload
+    It moves from page-locked memory, so that the copy runs beside other work.
+    """
+    encoded = torch.empty(payload.numel(), dtype=torch.uint8, pin_memory=True, device="cpu")
+    copied: Callable[[], None] | None = None
 
-    def write(self) -> None:
-        """Encode straight into the payload."""
-        wordless(self._codec.encode(self._shard, self._payload), self._codec, "encode")
+    def encode() -> None:
+        nonlocal copied
+        if copied is not None:  # the last copy has to have read what was encoded before
+            copied()
+        _encode(codec, shard, encoded)
+        payload.copy_(encoded, non_blocking=True)
+        copied = launched(payload.device)
 
-
-class CrossingWriter:
-    """The shard stays on the host: what moves to the accelerator is the payload."""
-
-    def __init__(self, codec: BoundGatherCodec, shard: Tensor, payload: Tensor) -> None:
-        """Page-locked memory for one payload, so that its copy runs beside other work."""
-        self._codec: Any = codec
-        self._shard = shard
-        self._payload = payload
-        self._encoded = torch.empty(
-            payload.numel(), dtype=torch.uint8, pin_memory=True, device="cpu"
-        )
-        self._copied: Callable[[], None] | None = None
-
-    def write(self) -> None:
-        """Encode on the host, after the last copy has read what was encoded before; copy."""
-        if self._copied is not None:
-            self._copied()
-        wordless(self._codec.encode(self._shard, self._encoded), self._codec, "encode")
-        self._payload.copy_(self._encoded, non_blocking=True)
-        self._copied = launched(self._payload.device)
-
-
-def payload_writer(codec: BoundGatherCodec, shard: Tensor, payload: Tensor) -> PayloadWriter:
-    """A writer for tensors on these devices."""
-    if shard.device.type == payload.device.type:
-        return NearWriter(codec, shard, payload)
-    return CrossingWriter(codec, shard, payload)
+    return encode
 
 
 class CodecGather(Gather):
@@ -346,8 +331,8 @@ class CodecGather(Gather):
         self.codec, self._plugin = codec, plugin
         self.payload_bytes = nbytes
         self._shard = unsharded.shard_view()
-        self._copies = _Copies()
         self._rows: list[Tensor] = []
+        homes: list[tuple[Tensor, Tensor]] = []
         for index, placed in enumerate(layout.parameters):
             if not placed.staged:
                 self._rows.append(unsharded.region(index))
@@ -355,7 +340,8 @@ class CodecGather(Gather):
             row = unsharded.buffer.tensor.new_empty(world, placed.chunk_numel)
             self._rows.append(row)
             self.kept_bytes += row.nbytes
-            self._copies.add(home_pairs(unsharded.home(index), row, placed, axis.rank))
+            homes += home_pairs(unsharded.home(index), row, placed, axis.rank)
+        self._copies = _together(homes)
         keeps = codec.keeps_payload
         self._freshness = Freshness(self._shard, unsharded.versions, turn) if keeps else None
         self._is_near = unsharded.rests_near
@@ -367,7 +353,9 @@ class CodecGather(Gather):
             else self._scratch.tensor[world * nbytes :]
         )
         self.kept_bytes += self._payload.nbytes if keeps else 0
-        self._writer = payload_writer(codec, self._shard, self._payload)
+        is_near = self._shard.device.type == self._payload.device.type
+        given = (codec, self._shard, self._payload)
+        self._write = partial(_encode, *given) if is_near else crossing(*given)
         extents = Extents(nbytes, (nbytes,) * world)
         self.route = axis.gather_route([GatherPiece(self._payload, self._received, extents)])
         self._scratch.release()
@@ -396,10 +384,10 @@ class CodecGather(Gather):
 
     def _encode(self) -> None:
         if self._freshness is None:
-            self._writer.write()
+            self._write()
         elif not self._freshness.is_current(is_near=True):
             self._freshness.forget()  # should encoding fail, the payload is no payload any more
-            self._writer.write()
+            self._write()
             self._freshness.note()
 
     @override
@@ -421,8 +409,8 @@ class CodecGather(Gather):
         """Decode everybody's payload, the own one too."""
         del frame
         wordless(self._codec.decode(self._received, self._rows), self._codec, "decode")
-        if self._copies.targets:
-            torch._foreach_copy_(self._copies.targets, self._copies.sources)
+        if self._copies is not None:
+            torch._foreach_copy_(*self._copies)
         self._scratch.release()
 
     @override

@@ -19,7 +19,7 @@ from polyshard.transport.base import (
     Pending,
     ReduceRoute,
     Transport,
-    Turns,
+    Turn,
 )
 from polyshard.transport.collective import CollectiveTransport
 from polyshard.transport.collective_owners import CollectiveOwner
@@ -80,7 +80,7 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
     return backend_of(group, device)
 
 
-def presence_of(roles: MeshRoles, tag: int, count: int, turns: Turns) -> Presence | None:
+def presence_of(roles: MeshRoles, tag: int, count: int, turns: Turn) -> Presence | None:
     """What compares the presence of gradients between ranks.
 
     ``None`` where there is one rank, and where comparing is not cheap: see [Note: presence].

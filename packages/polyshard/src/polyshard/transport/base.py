@@ -46,22 +46,31 @@ class GatherPiece:
     extents: Extents
 
 
-class Turns(Protocol):
-    """Counts the outermost forwards of a root, equally on all ranks."""
+class Turn:
+    """Which turn of a root it is; see [Note: turns] in freshness.py."""
 
-    @property
-    def count(self) -> int:
-        """Number of outermost forwards since the last reset of all ranks."""
-        ...
+    def __init__(self) -> None:
+        """None has begun."""
+        self.number = 0
+        self.count = 0
+        """The number since ranks last began anew, alike on all: transfers are told apart by it."""
+        self.epoch = 0
+        self.steps = 0
+        """How often optimizers of the root's parameters have stepped, as far as anybody counts."""
+        self.in_forward = False
+        self.in_backward = False
 
+    def begin(self, epoch: int = 0) -> None:
+        """An outermost forward starts, after ranks began anew ``epoch`` times."""
+        if epoch != self.epoch:
+            self.epoch, self.count = epoch, 0
+        self.number += 1
+        self.count += 1
+        self.in_forward = True
 
-@dataclass(frozen=True)
-class _NoTurns:
-    count: int = 0
-
-
-NO_TURNS: Turns = _NoTurns()
-"""Before there is a root."""
+    def vouches(self, made: int) -> bool:
+        """Whether what was made of a shard in turn ``made`` is good without a look."""
+        return self.in_backward or (self.in_forward and made == self.number)
 
 
 class Pending(Protocol):
@@ -79,6 +88,8 @@ class GatherRoute(ABC):
     """Bytes that this rank sends in each :meth:`start`; ``describe()`` shows them."""
     received_bytes: int
     """Bytes that this rank receives."""
+    scratch_bytes: int = 0
+    """Bytes that :meth:`start` allocates until the wait, beside sources and regions."""
     on_stream: bool = False
     """Whether :meth:`start` puts its work on the current stream, if the device has streams, and
     allocates no memory. The engine then calls it on a communication stream, and orders the rest."""
@@ -225,7 +236,7 @@ class Transport(ABC):
         Every rank of the axis calls it at the same point.
         """
 
-    def use_turns(self, turns: Turns) -> None:
+    def use_turns(self, turns: Turn) -> None:
         """Include the count of ``turns`` in the tags of later transfers, if they have tags."""
 
     def separate_reductions(self, enable: bool) -> None:

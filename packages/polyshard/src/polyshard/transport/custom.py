@@ -27,8 +27,8 @@ from polyshard.transport.base import (
     Pending,
     ReduceRoute,
     Transport,
-    Turns,
 )
+from polyshard.transport.wrapped import WrappedTransport
 
 
 class Comm(Protocol):
@@ -135,9 +135,9 @@ class CustomGather(GatherRoute):
         self._group = group
         self._pieces = [p for p in pieces if p.extents.chunk_numel]
         self._numel = sum(p.extents.chunk_numel for p in self._pieces)
-        peers = group.size() - 1
-        self.sent_bytes = sum(p.region[0].nbytes for p in self._pieces) * peers
-        self.received_bytes = self.sent_bytes
+        own, size = sum(p.region[0].nbytes for p in self._pieces), group.size()
+        self.sent_bytes = self.received_bytes = own * (size - 1)
+        self.scratch_bytes = own * (size + 1)
 
     @override
     @torch.no_grad()
@@ -173,10 +173,16 @@ class CustomReduce(ReduceRoute):
     @override
     def sent_bytes(self, sources: Sequence[Tensor | None]) -> int:
         """Every rank sends one padded chunk of each piece to each peer."""
-        chunks = (
-            e.chunk_numel for s, e in zip(sources, self._extents, strict=True) if s is not None
-        )
-        return (self._group.size() - 1) * sum(chunks) * self._dtype.itemsize
+        return (self._group.size() - 1) * self._chunk_bytes(sources)
+
+    @override
+    def scratch_bytes(self, sources: Sequence[Tensor | None]) -> int:
+        """What is packed for all ranks, and this rank's part of the sum."""
+        return (self._group.size() + 1) * self._chunk_bytes(sources)
+
+    def _chunk_bytes(self, sources: Sequence[Tensor | None]) -> int:
+        pairs = zip(sources, self._extents, strict=True)
+        return sum(e.chunk_numel for s, e in pairs if s is not None) * self._dtype.itemsize
 
     @override
     @torch.no_grad()
@@ -210,52 +216,33 @@ def _fill(rows: Tensor, source: Tensor, chunk_numel: int) -> None:
         rows[full, : rest.numel()].copy_(rest)
 
 
-class CustomTransport(Transport):
+class CustomTransport(WrappedTransport):
     """A transport of which a user replaced one or both directions."""
 
-    def __init__(self, base: Transport, comms: CustomComms, group: dist.ProcessGroup) -> None:
-        """``base`` does what ``comms`` does not; ``group`` is that of the shard axis."""
-        self._base = base
-        self._comms = comms
-        self._group = group
-        self.rank, self.size = base.rank, base.size
-        self.staging_bytes = base.staging_bytes
+    can_coalesce = coalesces = False  # the user's objects move one flat tensor
+
+    def __init__(self, inner: Transport, comms: CustomComms, group: dist.ProcessGroup) -> None:
+        """``inner`` does what ``comms`` does not; ``group`` is that of the shard axis."""
+        super().__init__(inner)
+        self._comms, self._group = comms, group
         own = [type(c).__name__ for c in (comms.all_gather, comms.reduce_scatter) if c is not None]
-        self.name = f"{base.name} with {', '.join(own)}"
+        self.name = f"{inner.name} with {', '.join(own)}"
 
     @override
     def gather_route(self, pieces: Sequence[GatherPiece], tag: int) -> GatherRoute:
         """The user's all-gather, if set."""
         if self._comms.all_gather is None or not any(p.extents.chunk_numel for p in pieces):
-            return self._base.gather_route(pieces, tag)
+            return self.inner.gather_route(pieces, tag)
         return CustomGather(pieces, self._comms.all_gather, self._group)
 
     @override
     def reduce_route(self, extents: Sequence[Extents], dtype: torch.dtype, tag: int) -> ReduceRoute:
         """The user's reduce-scatter, if set."""
         if self._comms.reduce_scatter is None:
-            return self._base.reduce_route(extents, dtype, tag)
+            return self.inner.reduce_route(extents, dtype, tag)
         return CustomReduce(extents, dtype, self._comms.reduce_scatter, self._group)
 
-    @property
     @override
-    def exchanges_on_stream(self) -> bool:  # type: ignore[override]
-        """As the transport's own, which exchanges."""
-        return self._base.exchanges_on_stream
-
-    @override
-    def block(self, size: int) -> Transport:
+    def block(self, size: int) -> Transport:  # type: ignore[override]
         """The transport's own: the user's objects know the whole axis only."""
-        return self._base.block(size)
-
-    @override
-    def use_turns(self, turns: Turns) -> None:
-        self._base.use_turns(turns)
-
-    @override
-    def separate_reductions(self, enable: bool) -> None:
-        self._base.separate_reductions(enable)
-
-    @override
-    def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
-        return self._base.exchange(payloads, received)
+        return self.inner.block(size)

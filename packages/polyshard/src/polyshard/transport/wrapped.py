@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from polyshard.transport.base import (
     Pending,
     ReduceRoute,
     Transport,
-    Turns,
+    Turn,
 )
 
 Started = Callable[[Pending, int], Pending]
@@ -29,6 +29,7 @@ class _Gather(GatherRoute):
         self._start, self._started = inner.start, started
         self.on_stream = inner.on_stream
         self.sent_bytes, self.received_bytes = inner.sent_bytes, inner.received_bytes
+        self.scratch_bytes = inner.scratch_bytes
 
     @override
     def start(self) -> Pending:
@@ -93,6 +94,19 @@ class _Owner(OwnerRoute):
         return self._started(self._inner.broadcast(key, owner, value), sent)
 
 
+def _of_inner(name: str) -> Any:
+    """An attribute that is read and written where the inner transport has it."""
+
+    def read(transport: WrappedTransport) -> Any:
+        """That of the inner transport."""
+        return getattr(transport.inner, name)
+
+    def write(transport: WrappedTransport, value: object) -> None:
+        setattr(transport.inner, name, value)
+
+    return property(read, write)
+
+
 class WrappedTransport(Transport):
     """Forwards to ``inner``: override :meth:`started`, or other members that should differ.
 
@@ -102,6 +116,10 @@ class WrappedTransport(Transport):
 
     inner: Transport
     """The transport that moves the bytes."""
+    staging_bytes = _of_inner("staging_bytes")
+    staging_reason = _of_inner("staging_reason")
+    can_coalesce = _of_inner("can_coalesce")
+    coalesces = _of_inner("coalesces")
 
     def __init__(self, inner: Transport) -> None:
         """Wrap what :func:`choose_transport` or another backend's ``connect`` made."""
@@ -142,7 +160,7 @@ class WrappedTransport(Transport):
         return copy.copy(self)._wrap(self.inner.block(size))
 
     @override
-    def use_turns(self, turns: Turns) -> None:
+    def use_turns(self, turns: Turn) -> None:
         self.inner.use_turns(turns)
 
     @override
@@ -154,39 +172,3 @@ class WrappedTransport(Transport):
         """The inner exchange, through :meth:`started`."""
         sent_bytes = payloads.nbytes // self.size * (self.size - 1)
         return self.started(self.inner.exchange(payloads, received), sent_bytes)
-
-    @property
-    def staging_bytes(self) -> int:
-        """Those of the inner transport."""
-        return self.inner.staging_bytes
-
-    @staging_bytes.setter
-    def staging_bytes(self, value: int) -> None:
-        self.inner.staging_bytes = value
-
-    @property
-    def staging_reason(self) -> str:
-        """That of the inner transport."""
-        return self.inner.staging_reason
-
-    @staging_reason.setter
-    def staging_reason(self, value: str) -> None:
-        self.inner.staging_reason = value
-
-    @property
-    def can_coalesce(self) -> bool:
-        """Whether the inner transport can."""
-        return self.inner.can_coalesce
-
-    @can_coalesce.setter
-    def can_coalesce(self, value: bool) -> None:
-        self.inner.can_coalesce = value
-
-    @property
-    def coalesces(self) -> bool:
-        """Whether the inner transport does."""
-        return self.inner.coalesces
-
-    @coalesces.setter
-    def coalesces(self, value: bool) -> None:
-        self.inner.coalesces = value

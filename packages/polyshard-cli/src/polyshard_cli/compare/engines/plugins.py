@@ -11,7 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from polyshard.errors import PluginError
-from polyshard.plugins.discovery import load_plugin
+from polyshard.installed import load_plugin
 from polyshard_cli.compare.engines.spec import Spec
 from polyshard_cli.compare.errors import CompareError
 from polyshard_cli.plan.errors import PlanError

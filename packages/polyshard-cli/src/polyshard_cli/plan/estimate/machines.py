@@ -12,10 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from polyshard import hardware
+from polyshard.hardware import Hardware, Protocol
 from polyshard_cli.plan.errors import PlanError
 from polyshard_cli.plan.request.settings import Backend
-
-GIGA = 10**9
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Link:
     """What one rank can send: bytes a second in one direction, and seconds until the first."""
 
     bytes_per_second: float
-    latency_seconds: float
+    latency_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,9 @@ class Machine:
     """To ranks of the same host."""
     between: Link
     """To ranks of other hosts."""
+    protocols: tuple[Protocol, ...] = ()
+    """Of rings that add up while they send, whose latency stands for the links'; none: a transfer
+    takes its link's latency once, and what it adds up is read and written beside it."""
     host_bytes_per_second: float
     """Between the device and the host's memory, in one direction."""
     sources: tuple[str, ...]
@@ -98,68 +101,38 @@ class Machine:
         return not self.is_ahead
 
 
-ASSUMED = (
-    "assumed: matrix products reach 0.6 of the peak, 5 microseconds an operation, latencies of 10 "
-    "(inside a host) and 25 microseconds; measure yours with --measure"
-)
-_DGX_H100 = (
-    "network: one 400 Gb/s ConnectX-7 a GPU, NVIDIA DGX H100/H200 User Guide, docs.nvidia.com/dgx"
-)
-_H100 = "NVIDIA H100 Tensor Core GPU, www.nvidia.com/en-us/data-center/h100 (SXM, dense)"
-_H200 = "NVIDIA H200 Tensor Core GPU, www.nvidia.com/en-us/data-center/h200 (SXM, dense)"
-_A100 = "NVIDIA A100 Tensor Core GPU, www.nvidia.com/en-us/data-center/a100 (80 GB SXM, dense)"
-_DGX_A100 = (
-    "network: one 200 Gb/s ConnectX-6 a GPU, NVIDIA DGX A100 User Guide, docs.nvidia.com/dgx"
-)
-
-_HOPPER: Final[Mapping[str, float]] = MappingProxyType({"bfloat16": 989e12, "float32": 67e12})
-_AMPERE: Final[Mapping[str, float]] = MappingProxyType({"bfloat16": 312e12, "float32": 19.5e12})
+LATENCIES = "latencies: NCCL's tuning model, src/graph/tuning.cc, github.com/NVIDIA/nccl"
 
 
-def _machine(name: str, **chosen: Any) -> Machine:
-    assumed: dict[str, Any] = {"efficiency": 0.6, "operation_seconds": 5e-6, "backend": "nccl"}
-    chosen["sources"] = (*chosen["sources"], ASSUMED)
-    return Machine(name=name, ranks_per_host=8, **assumed, **chosen)
+def _machine(name: str, known: Hardware) -> Machine:
+    assumed = (
+        f"assumed: matrix products reach {known.efficiency} of the peak, "
+        f"{known.launch_seconds * 1e6:g} microseconds an operation; measure yours with --measure"
+    )
+    return Machine(
+        name=name,
+        backend="nccl",
+        ranks_per_host=known.ranks_per_node,
+        memory_bytes=known.memory_bytes,
+        flops_per_second={
+            "bfloat16": known.half_flops_per_second,
+            "float32": known.float_flops_per_second,
+        },
+        efficiency=known.efficiency,
+        memory_bytes_per_second=known.memory_bytes_per_second,
+        operation_seconds=known.launch_seconds,
+        inside=Link(known.nvlink_bytes_per_second),
+        between=Link(known.network_bytes_per_second),
+        protocols=tuple(known.protocols),
+        host_bytes_per_second=known.host_bytes_per_second,
+        sources=(*known.sources, LATENCIES, assumed),
+    )
 
 
 MACHINES: Final[Mapping[str, Machine]] = MappingProxyType(
-    {
-        machine.name: machine
-        for machine in (
-            _machine(
-                "h100x8",
-                memory_bytes=80 * GIGA,
-                flops_per_second=_HOPPER,
-                memory_bytes_per_second=3350e9,
-                inside=Link(450e9, 10e-6),
-                between=Link(50e9, 25e-6),
-                host_bytes_per_second=64e9,
-                sources=(_H100, _DGX_H100),
-            ),
-            _machine(
-                "h200x8",
-                memory_bytes=141 * GIGA,
-                flops_per_second=_HOPPER,
-                memory_bytes_per_second=4800e9,
-                inside=Link(450e9, 10e-6),
-                between=Link(50e9, 25e-6),
-                host_bytes_per_second=64e9,
-                sources=(_H200, _DGX_H100),
-            ),
-            _machine(
-                "a100x8",
-                memory_bytes=80 * GIGA,
-                flops_per_second=_AMPERE,
-                memory_bytes_per_second=2039e9,
-                inside=Link(300e9, 10e-6),
-                between=Link(25e9, 25e-6),
-                host_bytes_per_second=32e9,
-                sources=(_A100, _DGX_A100),
-            ),
-        )
-    }
+    {name: _machine(name, known) for name, known in hardware.MACHINES.items()}
 )
-"""Per GPU. Links are one direction's share of the bandwidth that is given for both."""
+"""Per GPU."""
 
 
 def load_machine(name: str) -> Machine:
@@ -181,6 +154,7 @@ def load_machine(name: str) -> Machine:
         made: dict[str, Any] = {key: Link(**found.pop(key)) for key in ("inside", "between")}
         roofs = found.pop("products").items()
         made["products"] = {dtype: _roof(roof["points"]) for dtype, roof in roofs}
+        made["protocols"] = tuple(Protocol(*one) for one in found.pop("protocols", ()))
         return Machine(**found | made | {"sources": tuple(found["sources"])})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise PlanError(

@@ -3,18 +3,26 @@
 Ranks of one host share its memory and, on a CPU, its cores. So as many processes as will train
 measure at the same time, each what it does in a step: products, copies, small operations, messages
 to its neighbour, and products beside such messages.
+
+What only trying it can tell are times of the engine, of an optimizer and of codecs. A model of many
+small layers is trained with and without the engine. The difference, for each transfer, is what one
+costs beside its bytes: to start it, to wait for it, and the link's latency. Larger layers are
+trained with and without codes; what these take more than they spare is theirs.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,19 +31,153 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
+from polyshard import describe, fully_shard
 from polyshard_cli.plan.dry_run.recorder import Account, Recorder
 from polyshard_cli.plan.errors import PlanError
 from polyshard_cli.plan.estimate.machines import Link, Machine, Roof
-from polyshard_cli.plan.estimate.trials import (
-    codec_rate,
-    collective_seconds,
-    divided_seconds,
-    optimizer_rate,
-    transfer_seconds,
-)
-from polyshard_cli.plan.estimate.turns import PINGS, TURNS, seconds_of_turns
+from polyshard_cli.plan.estimate.timing import coded_bytes
 from polyshard_cli.plan.request.settings import Backend
+
+TURNS = 7
+PINGS = 50
+"""Turns of what is too short for a few to tell."""
+UNITS, NARROW = 16, 8
+CODED_UNITS, CODED_WIDTH = 6, 1536
+"""More than a cache holds."""
+STEPPED = 8 << 20
+"""Elements that an optimizer steps."""
+TOUCHED = 7
+"""Values that a step of AdamW reads or writes for each element."""
+
+
+def seconds_of_turns(work: Callable[[], object], device: torch.device, turns: int = TURNS) -> float:
+    """Of one turn of ``work``, in the middle of several, until the slowest rank is done.
+
+    Ranks wait for each other in a step, so what counts where they share cores is when all are done;
+    what meeting costs is taken off.
+    """
+    meeting = _median(lambda: None, device, PINGS)
+    return max(_median(work, device, turns) - meeting, 1e-9)
+
+
+def _median(work: Callable[[], object], device: torch.device, turns: int) -> float:
+    found = []
+    for _ in range(turns + 1):
+        dist.barrier()
+        begin = time.perf_counter()
+        work()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        dist.barrier()
+        found.append(time.perf_counter() - begin)
+    return statistics.median(found[1:])
+
+
+def transfer_seconds(device: torch.device) -> float:
+    """Of one gather or reduction of the engine's whose bytes are nothing."""
+    given = torch.ones(4, NARROW, device=device)
+    plain, sharded = _layers(device, UNITS, NARROW), _sharded(_layers(device, UNITS, NARROW))
+    alone, engine = (seconds_of_turns(_step(m, given), device) for m in (plain, sharded))
+    return max(engine - alone, 0.0) / (3 * UNITS)  # each is gathered twice and reduced once
+
+
+def divided_seconds(device: torch.device, ranks: int) -> float:
+    """Of an operation on ``DTensor``s, forward and backward, beside those on their parts."""
+    mesh = init_device_mesh(device.type, (ranks,))
+    plain = torch.ones(NARROW, NARROW, device=device, requires_grad=True)
+    divided = distribute_tensor(plain.detach(), mesh, [Replicate()]).requires_grad_()
+    account, recorder = Account(), Recorder()
+    with recorder, recorder.on(account):
+        _chain(divided)
+    alone, whole = (
+        seconds_of_turns(partial(_chain, tensor), device, PINGS) for tensor in (plain, divided)
+    )
+    return max(whole - alone, 0.0) / account.divided
+
+
+def _chain(tensor: Tensor) -> None:
+    found = tensor
+    for _ in range(UNITS):
+        found = found @ tensor
+    tensor.grad = None
+    found.backward(torch.ones_like(found))
+
+
+def codec_rate(device: torch.device, send_rate: float) -> float:
+    """Bytes a second of what codecs read and write, by 8-bit codes of weights and gradients.
+
+    Args:
+        device: to train on.
+        send_rate: bytes a second of the link, which codes spare.
+
+    Returns:
+        0 where polyshard-quantized is not installed.
+    """
+    if find_spec("polyshard_quantized") is None:
+        return 0.0
+    quantized = import_module("polyshard_quantized")
+    coder = quantized.QuantizedComm(gradients=quantized.Int8Block())
+    given = torch.ones(4, CODED_WIDTH, device=device)
+    models = [
+        _sharded(_layers(device, CODED_UNITS, CODED_WIDTH), plugins) for plugins in ([], [coder])
+    ]
+    native, coded = (seconds_of_turns(_step(model, given), device) for model in models)
+    plain, other = (describe(model).groups for model in models)
+    spared = sum(p.gather_bytes + p.regather_bytes + p.reduce_bytes for p in plain)
+    spared -= sum(p.gather_bytes + p.regather_bytes + p.reduce_bytes for p in other)
+    seconds = coded - native + spared / send_rate
+    return sum(map(coded_bytes, other)) / seconds if seconds > 0 else 0.0
+
+
+def _layers(device: torch.device, count: int, width: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(count))).to(device)
+
+
+def _sharded(model: nn.Sequential, plugins: Sequence[Any] = ()) -> nn.Sequential:
+    for layer in (*model, model):
+        fully_shard(layer, plugins=list(plugins))
+    return model
+
+
+def _step(model: nn.Module, given: Tensor) -> Callable[[], None]:
+    def step() -> None:
+        model(given).sum().backward()
+        model.zero_grad()
+
+    return step
+
+
+def optimizer_rate(device: torch.device) -> float:
+    """Bytes a second that a fused AdamW reads and writes, those of its state included."""
+    parameter = nn.Parameter(torch.zeros(STEPPED, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    return TOUCHED * parameter.nbytes / seconds_of_turns(optimizer.step, device)
+
+
+def collective_seconds(device: torch.device) -> float:
+    """Of a sum over pairs of ranks, of next to nothing, between products that others make, too.
+
+    An odd number of ranks adds up among all; what that takes is divided by the others of each.
+    """
+    ranks = dist.get_world_size()
+    together = 2 if ranks % 2 == 0 else ranks
+    group, _ = dist.new_subgroups(together)
+    values = torch.zeros(1, device=device)
+    rows, matrix = (torch.ones(size, CODED_WIDTH, device=device) for size in (16, CODED_WIDTH))
+
+    def turn(*, sums: bool) -> None:
+        for _ in range(UNITS):
+            rows @ matrix
+            if sums:
+                dist.all_reduce(values, group=group)
+
+    alone, both = (seconds_of_turns(partial(turn, sums=sums), device) for sums in (False, True))
+    return max(both - alone, 0.0) / UNITS / max(together - 1, 1)
+
 
 WIDTH = 1024
 """Of the matrices that are multiplied, by so many rows:"""
@@ -49,7 +191,7 @@ OVERLAPS = 15
 ROUNDS = 5
 """Of everything: a machine that others use, too, is not the same one seconds later."""
 START_SECONDS = 120
-"""For the ranks to import torch and meet; they are given as long to measure."""
+"""For the ranks to import torch and meet, and for each of their collectives."""
 
 
 Points = tuple[tuple[float, float], ...]
@@ -130,47 +272,19 @@ def _median_points(found: list[Points]) -> Points:
 def _measured(ranks: int, backend: Backend, rounds: int) -> list[Figures]:
     """Of every rank and round."""
     context = mp.get_context("spawn")
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, ProcessPoolExecutor(ranks, context) as pool:
         store = Path(folder, "store").as_uri()
-        pipes, processes = [], []
-        for rank in range(ranks):
-            here, there = context.Pipe(duplex=False)
-            arguments = (rank, ranks, store, backend, rounds, there)
-            processes.append(context.Process(target=_rank, args=arguments, daemon=True))
-            processes[-1].start()
-            there.close()
-            pipes.append(here)
+        found = [pool.submit(_rank, r, ranks, store, backend, rounds) for r in range(ranks)]
         try:
-            return [figures for pipe in pipes for figures in _answer(pipe)]
-        finally:
-            _end(processes)
+            return [figures for rank in found for figures in rank.result()]
+        except (BrokenProcessPool, RuntimeError) as error:
+            raise PlanError(
+                "--measure: the processes that measure could not exchange messages; 'polyshard "
+                "doctor' looks for the reason"
+            ) from error
 
 
-def _answer(pipe: Connection) -> list[Figures]:
-    found: list[Figures] | None = None
-    if wait([pipe], 2 * START_SECONDS):
-        try:
-            found = pipe.recv()
-        except EOFError:
-            found = None
-    if found is None:
-        raise PlanError(
-            "--measure: the processes that measure could not exchange messages; 'polyshard doctor' "
-            "looks for the reason"
-        )
-    return found
-
-
-def _end(processes: Sequence[BaseProcess]) -> None:
-    for process in processes:
-        process.join(10)
-        if process.is_alive():
-            process.kill()
-
-
-def _rank(
-    rank: int, ranks: int, store: str, backend: Backend, rounds: int, answer: Connection
-) -> None:
+def _rank(rank: int, ranks: int, store: str, backend: Backend, rounds: int) -> list[Figures]:
     """One of several that measure the same at the same time."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
@@ -182,9 +296,10 @@ def _rank(
         backend, init_method=store, rank=rank, world_size=ranks, timeout=timeout
     )
     sent_on = device if backend == "nccl" else torch.device("cpu")
-    answer.send([_figures(rank, ranks, device, sent_on) for _ in range(rounds)])
+    found = [_figures(rank, ranks, device, sent_on) for _ in range(rounds)]
     dist.barrier()
     dist.destroy_process_group()
+    return found
 
 
 def _figures(rank: int, ranks: int, device: torch.device, sent_on: torch.device) -> Figures:

@@ -17,7 +17,7 @@ from typing import Any
 
 from polyshard_cli.plan.dry_run.planning import PlannedGroup
 from polyshard_cli.plan.dry_run.probing import Cost, Probe
-from polyshard_cli.plan.estimate.transfers import accumulated_bytes
+from polyshard_cli.plan.estimate.traffic import accumulated_bytes
 from polyshard_cli.plan.request.settings import OptimizerName
 
 STATES: dict[OptimizerName, int] = {"adamw": 2, "momentum": 1, "sgd": 0}

@@ -1,28 +1,37 @@
-"""Time of a step on a machine: lanes of compute, gathers and reductions, as the engine uses them.
+"""Time of a step on a machine: compute, and the links that gathers and reductions share.
 
 [Note: time of a step]
 A unit computes for as long as its kernels take: matrix products what the machine reaches at their
 operations for each byte, others the time of their bytes. An accelerator takes no shorter than
 launching them does; a CPU launches and computes in turn. Collectives of its own hold a unit up. The
-next unit is gathered meanwhile, and the last one's gradients are reduced. What does not fit beside
-compute is *exposed*, and so is what transfers take from it where the same cores do both. Transfers
-of one lane follow one another.
+next unit is gathered meanwhile, and the last one's gradients are reduced. Transfers over one axis
+share its links: they follow one another in the order in which they are started. Sums over replicas
+have the links of another axis. What does not fit beside compute is *exposed*, and so is what
+transfers take from it where the same cores do both.
+
+[Note: what plugins add]
+Codecs read and write memory that compute would use. Transfers between a device and another tier
+have a lane of their own, which hides behind compute as far as the machine can do both; a tier
+called ``disk`` counts as the host. Where parameters rest on the host, the optimizer steps there.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+from polyshard.hardware import ring_bandwidth, rings
+from polyshard.planning import GroupPlan
 from polyshard_cli.plan.dry_run.planning import PlannedGroup
 from polyshard_cli.plan.dry_run.probing import Cost, Probe
 from polyshard_cli.plan.dry_run.recorder import Account, Kernel
 from polyshard_cli.plan.estimate.machines import Link, Machine
 from polyshard_cli.plan.estimate.memory import STATES
-from polyshard_cli.plan.estimate.timeline import Lane, Span, Timeline
-from polyshard_cli.plan.estimate.traffic import Transfer
-from polyshard_cli.plan.estimate.transfers import (
+from polyshard_cli.plan.estimate.traffic import (
+    Transfer,
     accumulated_bytes,
     copied_by_gathers,
     copied_by_reductions,
@@ -30,7 +39,68 @@ from polyshard_cli.plan.estimate.transfers import (
 from polyshard_cli.plan.request.mesh import MeshSpec
 from polyshard_cli.plan.request.settings import OptimizerName
 
+
+def link_of(axis: str, mesh: MeshSpec, machine: Machine) -> Link:
+    """What ranks of ``axis`` talk over: within a host if all of its ranks are on one.
+
+    NCCL's rings leave a host by the network card of each rank that the axis has there. gloo's
+    ranks send to each other directly.
+    """
+    ranks, hosts = _place(axis, mesh, machine)
+    if hosts == 1:
+        return machine.inside
+    together = ranks if machine.backend == "nccl" else hosts
+    inside, between = machine.inside.bytes_per_second, machine.between.bytes_per_second
+    rate = ring_bandwidth(together, hosts, inside, between)
+    return replace(machine.between, bytes_per_second=rate)
+
+
+def seconds_of_transfer(transfer: Transfer, mesh: MeshSpec, machine: Machine) -> float:
+    """Of all calls of ``transfer``, alone on its links."""
+    ranks, hosts = _place(transfer.axis, mesh, machine)
+    nbytes, calls = transfer.sent_bytes, transfer.calls
+    if machine.protocols:
+        speeds = machine.inside.bytes_per_second, machine.between.bytes_per_second
+        ways = 2 if transfer.collective == "all-reduce" else 1
+        found = rings(ranks, hosts, *speeds, machine.protocols)
+        return min(ring.seconds(nbytes, calls=calls, ways=ways) for ring in found)
+    own = machine.transfer_seconds
+    if not transfer.is_counted:  # a ring of fewer ranks has fewer turns
+        own = machine.collective_seconds * (ranks - 1)
+    link = link_of(transfer.axis, mesh, machine)
+    seconds = calls * (own or link.latency_seconds) + nbytes / link.bytes_per_second
+    if transfer.collective in ("reduce-scatter", "all-reduce"):  # reads two, and writes one
+        seconds += 3 * nbytes / machine.memory_bytes_per_second
+    return seconds
+
+
+def _place(axis: str, mesh: MeshSpec, machine: Machine) -> tuple[int, int]:
+    """Ranks of ``axis``, and hosts that they are on; two on one for what is no axis of the mesh."""
+    inner = 1
+    for found in reversed(mesh.axes):
+        if found.name == axis:
+            on_host = min(found.size, max(1, machine.ranks_per_host // inner))
+            return found.size, math.ceil(found.size / on_host)
+        inner *= found.size
+    return 2, 1
+
+
+Lane = Literal["compute", "gathers", "reductions"]
+LANES: tuple[Lane, ...] = ("compute", "gathers", "reductions")
 SLOWED = "transfers that take from compute"
+
+
+@dataclass(frozen=True)
+class Span:
+    """One unit on one lane, in seconds from the start of the step."""
+
+    lane: Lane
+    unit: str
+    """Empty for the root."""
+    phase: str
+    """``forward``, ``backward``, ``optimizer``, or ``plugins``: codes and other tiers."""
+    start: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -77,8 +147,69 @@ def _optimizer_seconds(
     return elements * (3 + 2 * STATES[optimizer]) / rate
 
 
+@dataclass
+class _Flight:
+    """A transfer that is under way, or waits for those before it."""
+
+    lane: Lane
+    axis: str
+    unit: str
+    phase: str
+    start: float
+    end: float
+    after: _Flight | None
+    """What it needs the result of."""
+
+
+class _Links:
+    """Transfers in the order in which they were started."""
+
+    def __init__(self) -> None:
+        self.flights: list[_Flight] = []
+        self._landed = 0
+        """How many of them, from the first on, nothing can hold up any more."""
+
+    def start(
+        self, lane: Lane, unit: str, phase: str, now: float, parts: Mapping[str, float]
+    ) -> list[_Flight]:
+        """Start transfers of so many seconds, by axis, each of what the one before made."""
+        made: list[_Flight] = []
+        for axis, seconds in parts.items():
+            after = made[-1] if made else None
+            begin = _earliest(now, axis, after, self.flights[self._landed :])
+            made.append(_Flight(lane, axis, unit, phase, begin, begin + seconds, after))
+            self.flights.append(made[-1])
+        return made
+
+    def hold_up(self, begin: float, seconds: float, share: float) -> float:
+        """Compute for so long beside transfers; seconds by which these hold that up.
+
+        What a transfer takes from compute, compute takes from the transfer: a ``share`` of the time
+        in which both run. Those that wait for the transfer start later.
+        """
+        taken = 0.0
+        while self._landed < len(self.flights) and self.flights[self._landed].end <= begin:
+            self._landed += 1
+        late: list[_Flight] = []
+        for flight in self.flights[self._landed :]:
+            beside = min(flight.end, begin + seconds) - max(flight.start, begin)
+            lost = share * max(beside, 0.0)
+            length = flight.end - flight.start + lost
+            flight.start = _earliest(flight.start, flight.axis, flight.after, late)
+            flight.end = flight.start + length
+            late.append(flight)
+            taken += lost
+        return taken
+
+
+def _earliest(now: float, axis: str, after: _Flight | None, flights: Iterable[_Flight]) -> float:
+    """When another transfer may start: behind ``after``, and what is before it on its axis."""
+    ends = [f.end for f in flights if f.axis == axis or f is after]
+    return max([now, *ends])
+
+
 class _Step:
-    """Lanes, and what is waited for."""
+    """One step: what computes, what is under way, and what is waited for."""
 
     def __init__(self, work: Work, machine: Machine, mesh: MeshSpec) -> None:
         groups, found = work.groups, work.found
@@ -90,81 +221,95 @@ class _Step:
         self._dtype = {g.unit: str(g.plan.dtypes.param).removeprefix("torch.") for g in groups}
         units = list(dict.fromkeys(g.unit for g in groups))
         self._names = [n for n in found.units if n in units] or [n for n in units if n]
-        self._gathers: dict[tuple[str, str], float] = {}
-        self._reductions: dict[str, float] = {}
-        unit_of = {group.plan.name: group.unit for group in groups}
-        own: dict[tuple[str, str], float] = {}
+        self._gathers: dict[tuple[str, str], defaultdict[str, float]] = {}
+        """By unit and phase: seconds by axis."""
+        self._reductions: dict[str, defaultdict[str, float]] = {}
+        """By unit: seconds by axis."""
+        self._own: defaultdict[tuple[str, str], float] = defaultdict(float)
+        """By unit and phase: seconds of the model's own collectives."""
+        self._busy: dict[tuple[int, str], float] = {}
+        """Of accounts, which units that are alike share."""
+        self._add_transfers(work)
+        for group in groups:
+            self._add_copies(group)
+        self._clock = 0.0
+        self._links = _Links()
+        self._spans: list[Span] = []
+        self._exposed: defaultdict[str, float] = defaultdict(float)
+
+    def _add_transfers(self, work: Work) -> None:
+        """Time of each transfer alone; of gathers and of the model's own in one micro-batch."""
+        unit_of = {group.plan.name: group.unit for group in work.groups}
         for transfer in work.traffic:
-            seconds = self._seconds(transfer)
-            if not transfer.is_counted and transfer.axis == mesh.name("tensor"):
+            seconds = seconds_of_transfer(transfer, self._mesh, self._machine)
+            if not transfer.is_counted and transfer.axis == self._mesh.name("tensor"):
                 name = "" if transfer.unit == "(root)" else transfer.unit
-                each = seconds / self._passes
-                own[name, transfer.phase] = own.get((name, transfer.phase), 0.0) + each
+                self._own[name, transfer.phase] += seconds / self._passes
                 continue
             name = unit_of.get(transfer.unit, "")
             if transfer.collective == "all-gather" and transfer.is_counted:
-                key = (name, transfer.phase)
-                self._gathers[key] = self._gathers.get(key, 0.0) + seconds / self._passes
+                parts = self._gathers.setdefault((name, transfer.phase), defaultdict(float))
+                parts[transfer.axis] += seconds / self._passes
             else:
-                self._reductions[name] = self._reductions.get(name, 0.0) + seconds
-        self._own: Mapping[tuple[str, str], float] = own
-        for group in groups:
-            self._add_copies(group)
+                parts = self._reductions.setdefault(name, defaultdict(float))
+                parts[transfer.axis] += seconds
 
     def _add_copies(self, group: PlannedGroup) -> None:
         """To cast and pack what is sent, and to unpack what came, takes from the same lanes."""
-        rate, world = self._machine.memory_bytes_per_second, group.plan.layout.world_size
+        rate = self._machine.memory_bytes_per_second
+        axis, unit = self._mesh.name("shard"), group.unit
+        if group.plan.layout.world_size == 1:
+            return
         for phase in ("forward", "backward"):
-            if world > 1 and (group.unit, phase) in self._gathers:
-                self._gathers[group.unit, phase] += copied_by_gathers(group.plan) / rate
-        if world > 1 and group.unit in self._reductions:
-            self._reductions[group.unit] += copied_by_reductions(group.plan) / rate
+            if (unit, phase) in self._gathers:
+                self._gathers[unit, phase][axis] += copied_by_gathers(group.plan) / rate
+        if unit in self._reductions:
+            self._reductions[unit][axis] += copied_by_reductions(group.plan) / rate
 
     def timing(self, optimizer_seconds: float) -> Timing:
-        exposed: dict[str, float] = {}
-        self._clock = self._gather_end = self._reduce_end = 0.0
-        self._timeline = Timeline()
+        """Run it, once."""
         for index in range(self._passes):
-            self._micro_batch(index, exposed)
-        self._wait(self._reduce_end, "last reductions", exposed)
-        tensor = self._passes * sum(self._own.values())
-        if tensor:
-            exposed["collectives of tensor parallelism"] = tensor
-        accounts = self._accounts()
+            self._micro_batch(index)
+        last = [flight for flight in self._links.flights if flight.lane == "reductions"]
+        self._wait(last, "last reductions")
+        if tensor := self._passes * sum(self._own.values()):
+            self._exposed["collectives of tensor parallelism"] = tensor
         end = self._clock + optimizer_seconds
-        self._timeline.add("compute", "", "optimizer", self._clock, end)
+        self._span("", "optimizer", self._clock, end)
+        moved = [
+            Span(f.lane, f.unit, f.phase, f.start, f.end)
+            for f in self._links.flights
+            if f.end > f.start
+        ]
+        spans = sorted([*self._spans, *moved], key=lambda s: (s.start, LANES.index(s.lane)))
         return Timing(
             step_seconds=end,
-            compute_seconds=self._passes * sum(self._compute(*account) for account in accounts),
+            compute_seconds=self._passes * sum(self._compute(*one) for one in self._accounts()),
             optimizer_seconds=optimizer_seconds,
-            gather_seconds=self._passes * sum(self._gathers.values()),
-            reduce_seconds=sum(self._reductions.values()),
-            exposed=tuple(exposed.items()),
-            spans=self._timeline.spans,
+            gather_seconds=self._passes * sum(sum(p.values()) for p in self._gathers.values()),
+            reduce_seconds=sum(sum(p.values()) for p in self._reductions.values()),
+            exposed=tuple(self._exposed.items()),
+            spans=tuple(spans),
         )
 
-    def _micro_batch(self, index: int, exposed: dict[str, float]) -> None:
+    def _micro_batch(self, index: int) -> None:
         """One forward and backward; the last one's gradients are reduced."""
-        self._wait(self._gather("", "forward"), "first gather of the root", exposed)
-        self._pass("forward", self._names, exposed)
-        self._run("", self._found.root.forward, "forward", exposed)
-        self._run("", self._found.root.backward, "backward", exposed)
-        self._pass("backward", self._names[::-1], exposed, index)
+        self._wait(self._gather("", "forward"), "first gather of the root")
+        self._pass("forward", self._names)
+        self._run("", self._found.root.forward, "forward")
+        self._run("", self._found.root.backward, "backward")
+        self._pass("backward", self._names[::-1], index)
         self._leave("", index)
 
-    def _pass(
-        self, phase: str, names: Sequence[str], exposed: dict[str, float], index: int = 0
-    ) -> None:
+    def _pass(self, phase: str, names: Sequence[str], index: int = 0) -> None:
         """Units one after the other; the next is gathered while one computes."""
-        arrival = self._gather(names[0], phase) if names else 0.0
+        coming = self._gather(names[0], phase) if names else []
         for place, name in enumerate(names):
-            self._wait(arrival, f"gathers in {phase}", exposed)
+            self._wait(coming, f"gathers in {phase}")
             if place + 1 < len(names):
-                arrival = self._gather(names[place + 1], phase)
+                coming = self._gather(names[place + 1], phase)
             cost = self._found.units.get(name, Cost())
-            account = cost.forward if phase == "forward" else cost.backward
-            stolen = self._run(name, account, phase, exposed)
-            arrival += stolen
+            self._run(name, cost.forward if phase == "forward" else cost.backward, phase)
             if phase == "backward":
                 self._leave(name, index)
 
@@ -173,51 +318,35 @@ class _Step:
         if index:  # reads two, and writes one
             start = self._clock
             self._clock += 3 * self._sums[name] / self._machine.memory_bytes_per_second
-            self._timeline.add("compute", name, "backward", start, self._clock)
+            self._span(name, "backward", start, self._clock)
         if index + 1 == self._passes:
-            self._reduce(name)
+            parts: Mapping[str, float] = self._reductions.get(name, {})
+            self._links.start("reductions", name, "backward", self._clock, parts)
 
-    def _gather(self, name: str, phase: str) -> float:
-        """When a gather that is started now ends."""
-        start = max(self._gather_end, self._clock)
-        self._gather_end = start + self._gathers.get((name, phase), 0.0)
-        self._timeline.add("gathers", name, phase, start, self._gather_end)
-        return self._gather_end
+    def _gather(self, name: str, phase: str) -> list[_Flight]:
+        """Start to gather a unit."""
+        parts: Mapping[str, float] = self._gathers.get((name, phase), {})
+        return self._links.start("gathers", name, phase, self._clock, parts)
 
-    def _reduce(self, name: str) -> None:
-        """Start to reduce the gradients of a unit."""
-        start = max(self._reduce_end, self._clock)
-        self._reduce_end = start + self._reductions.get(name, 0.0)
-        self._timeline.add("reductions", name, "backward", start, self._reduce_end)
-
-    def _run(self, name: str, account: Account, phase: str, exposed: dict[str, float]) -> float:
-        """Compute a unit; return by how much that holds up transfers beside it.
-
-        What a transfer beside it takes from compute, compute takes from the transfer.
-        """
+    def _run(self, name: str, account: Account, phase: str) -> None:
+        """Compute a unit."""
         seconds, start = self._compute(name, account, phase), self._clock
-        share = 1.0 - self._machine.overlap
-        lanes = (self._gather_end, self._reduce_end)
-        beside = [min(max(end - self._clock, 0.0), seconds) for end in lanes]
-        stolen = share * sum(beside)
-        self._clock += seconds + stolen
-        self._timeline.add("compute", name, phase, start, self._clock)
-        if stolen:
-            exposed[SLOWED] = exposed.get(SLOWED, 0.0) + stolen
-            self._gather_end = self._held_up("gathers", self._gather_end, share * beside[0])
-            self._reduce_end = self._held_up("reductions", self._reduce_end, share * beside[1])
-        return share * beside[0]
+        taken = self._links.hold_up(start, seconds, 1.0 - self._machine.overlap)
+        self._clock += seconds + taken
+        self._span(name, phase, start, self._clock)
+        if taken:
+            self._exposed[SLOWED] += taken
 
-    def _held_up(self, lane: Lane, end: float, seconds: float) -> float:
-        """When the transfers of a lane end that are held up for so long."""
-        if seconds:
-            self._timeline.stretch(lane, end + seconds)
-        return end + seconds
-
-    def _wait(self, until: float, what: str, exposed: dict[str, float]) -> None:
+    def _wait(self, flights: Sequence[_Flight], what: str) -> None:
+        until = max((flight.end for flight in flights), default=0.0)
         if until > self._clock:
-            exposed[what] = exposed.get(what, 0.0) + until - self._clock
+            self._exposed[what] += until - self._clock
             self._clock = until
+
+    def _span(self, unit: str, phase: str, start: float, end: float) -> None:
+        """Of compute; what takes no time has none."""
+        if end > start:
+            self._spans.append(Span("compute", unit, phase, start, end))
 
     def _accounts(self) -> list[tuple[str, Account, str]]:
         costs = [("", self._found.root), *self._found.units.items()]
@@ -229,27 +358,15 @@ class _Step:
 
     def _compute(self, name: str, account: Account, phase: str) -> float:
         machine, dtype = self._machine, self._dtype.get(name, "float32")
-        kernels = account.kernels
-        busy = sum(count * seconds_of(k, dtype, machine) for k, count in kernels.items())
+        kernels, key = account.kernels, (id(account), dtype)
+        if key not in self._busy:
+            each = (count * seconds_of(k, dtype, machine) for k, count in kernels.items())
+            self._busy[key] = sum(each)
+        busy = self._busy[key]
         launched = kernels.total() * machine.operation_seconds
         launched += account.divided * machine.divided_seconds
         computing = max(busy, launched) if machine.is_ahead else busy + launched
-        return computing + self._own.get((name, phase), 0.0)
-
-    def _ranks(self, axis: str) -> int:
-        return next((one.size for one in self._mesh.axes if one.name == axis), 2)
-
-    def _seconds(self, transfer: Transfer) -> float:
-        link = link_of(transfer.axis, self._mesh, self._machine)
-        machine = self._machine
-        own = machine.transfer_seconds
-        if not transfer.is_counted:  # a ring of fewer ranks has fewer turns
-            own = machine.collective_seconds * (self._ranks(transfer.axis) - 1)
-        seconds = transfer.calls * (own or link.latency_seconds)
-        seconds += transfer.sent_bytes / link.bytes_per_second
-        if transfer.collective in ("reduce-scatter", "all-reduce"):  # reads two, and writes one
-            seconds += 3 * transfer.sent_bytes / self._machine.memory_bytes_per_second
-        return seconds
+        return computing + self._own[name, phase]
 
 
 def seconds_of(kernel: Kernel, dtype: str, machine: Machine) -> float:
@@ -264,20 +381,87 @@ def seconds_of(kernel: Kernel, dtype: str, machine: Machine) -> float:
     return max(kernel.flops / (peak * machine.efficiency), moved)
 
 
-def link_of(axis: str, mesh: MeshSpec, machine: Machine) -> Link:
-    """What ranks of ``axis`` talk over: within a host if all of its ranks are on one.
+def with_overheads(
+    timing: Timing,
+    work: Work,
+    tiers: Mapping[str, Any],
+    machine: Machine,
+    optimizer: OptimizerName,
+) -> Timing:
+    """``timing`` of ``work``, and what codecs and tiers add. See [Note: what plugins add]."""
+    groups, passes = work.groups, work.micro_batches
+    elements = [g.trainable_elements * g.plan.dtypes.orig.itemsize for g in groups]
+    step = _optimizer(timing, sum(elements), tiers, machine, STATES[optimizer])
+    rate = machine.codec_bytes_per_second or machine.memory_bytes_per_second
+    added = {
+        "encoding and decoding": sum(coded_bytes(g.plan, passes) for g in groups) / rate,
+        "shards from and to other tiers": _exposed(
+            sum(_staged_bytes(group, tiers, passes) for group in groups)
+            / machine.host_bytes_per_second,
+            timing.compute_seconds,
+            machine,
+        ),
+    }
+    waits = tuple((what, seconds) for what, seconds in added.items() if seconds)
+    others = tuple(span for span in timing.spans if span.phase != "optimizer")
+    start, stepped = timing.step_seconds - timing.optimizer_seconds, timing.step_seconds + step
+    end = stepped + sum(seconds for _, seconds in waits)
+    last = (
+        Span("compute", "", "optimizer", start, stepped),
+        Span("compute", "", "plugins", stepped, end),
+    )
+    return replace(
+        timing,
+        step_seconds=end,
+        optimizer_seconds=timing.optimizer_seconds + step,
+        exposed=(*timing.exposed, *waits),
+        spans=(*others, *(span for span in last if span.end > span.start)),
+    )
 
-    NCCL's rings leave a host by the network card of each rank that the axis has there. gloo's
-    ranks send to each other directly.
+
+def _exposed(seconds: float, beside: float, machine: Machine) -> float:
+    """What is left of transfers that run beside so many seconds of work."""
+    return seconds - machine.overlap * min(seconds, beside)
+
+
+def _optimizer(
+    timing: Timing, nbytes: int, tiers: Mapping[str, Any], machine: Machine, states: int
+) -> float:
+    """Seconds that the optimizer takes longer, whose parameters take so many bytes."""
+    if tiers["params"] != "device":
+        if machine.is_host:
+            return 0.0
+        on_host = nbytes * (3 + 2 * states) / machine.host_bytes_per_second
+        return max(0.0, on_host - timing.optimizer_seconds)
+    if tiers["optimizer"] == "device":
+        return 0.0
+    # State comes and goes at the same time, each on its direction of the link, if there is one.
+    turns = 2 if machine.is_host else 1
+    passing = turns * states * nbytes * tiers["fraction"] / machine.host_bytes_per_second
+    return _exposed(passing, timing.optimizer_seconds, machine)
+
+
+def _staged_bytes(group: PlannedGroup, tiers: Mapping[str, Any], passes: int) -> int:
+    """Shards to the device for each gather, and those of gradients from it, once."""
+    plan = group.plan
+    gathers = passes * (1 + (plan.reshard_after_forward is True))
+    comes = gathers * plan.shard_bytes if tiers["params"] != "device" else 0
+    goes = plan.shard_bytes if tiers["grads"] != "device" and group.trainable_elements else 0
+    return comes + goes
+
+
+def coded_bytes(plan: GroupPlan, passes: int = 1) -> int:
+    """What codecs read and write: each shard and each code once, and what is decoded.
+
+    Weights in each of so many forwards and backwards, gradients once.
     """
-    inner = 1
-    for found in reversed(mesh.axes):
-        if found.name != axis:
-            inner *= found.size
-            continue
-        if inner * found.size <= machine.ranks_per_host:
-            return machine.inside
-        cards = max(1, machine.ranks_per_host // inner) if machine.backend == "nccl" else 1
-        rate = min(machine.inside.bytes_per_second, cards * machine.between.bytes_per_second)
-        return replace(machine.between, bytes_per_second=rate)
-    return machine.inside
+    world = plan.layout.world_size
+    codes, total = plan.payloads, 0
+    if codes.gather is not None:
+        gathers = passes * (1 + bool(plan.reshard_after_forward))
+        total += gathers * (plan.shard_bytes + (world + 1) * codes.gather + plan.unsharded_bytes)
+    if codes.reduce is not None:
+        total += plan.unsharded_bytes + 2 * world * codes.reduce + plan.shard_bytes
+    if codes.replicas is not None:
+        total += 2 * plan.shard_bytes + 2 * codes.replicas
+    return total

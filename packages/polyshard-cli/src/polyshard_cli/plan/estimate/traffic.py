@@ -1,4 +1,7 @@
-"""What every collective of a step sends, by axis, and who pays: native, or a plugin's codec."""
+"""What every collective of a step sends, by axis, and who pays: native, or a plugin's codec.
+
+Then bytes around them: sums of micro-batches, casts and copies.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
+from polyshard.planning import GroupPlan
 from polyshard_cli.plan.dry_run.planning import PlannedGroup
 from polyshard_cli.plan.dry_run.probing import Cost, Probe
 from polyshard_cli.plan.dry_run.recorder import Collective
-from polyshard_cli.plan.estimate.transfers import sent_dtype
 from polyshard_cli.plan.request.mesh import MeshSpec
 
 
@@ -86,7 +91,7 @@ def _sums(group: PlannedGroup, mesh: MeshSpec, *, widened: bool) -> Iterator[Tra
         payer = "native" if plan.payloads.reduce is None else codec
         sent = plan.reduce_bytes
         if widened and plan.payloads.reduce is None:  # sums of micro-batches are never rounded
-            sent = sent // sent_dtype(plan).itemsize * plan.dtypes.reduce.itemsize
+            sent = sent // _sent_dtype(plan).itemsize * plan.dtypes.reduce.itemsize
         axis = mesh.name("shard")
         yield Transfer(plan.name, "reduce-scatter", axis, "backward", 1, sent, payer, True)
     replicas = mesh.size("replicate")
@@ -126,3 +131,43 @@ def _own(name: str, cost: Cost, mesh: MeshSpec) -> Iterator[Transfer]:
 
 def _counted(collectives: Iterable[Collective]) -> Iterator[tuple[Collective, int]]:
     return iter(Counter(collectives).items())
+
+
+def _sent_dtype(plan: GroupPlan) -> torch.dtype:
+    """Of gradients that are reduced after each backward."""
+    param, reduce = plan.dtypes.param, plan.dtypes.reduce
+    return reduce if param.itemsize >= reduce.itemsize else param
+
+
+def accumulated_bytes(plan: GroupPlan) -> int:
+    """Of unsharded gradients that wait for the last micro-batch, in the reduce dtype."""
+    return sum(
+        placed.numel * plan.dtypes.reduce.itemsize
+        for placed, info in zip(plan.layout.parameters, plan.parameters, strict=True)
+        if info.requires_grad
+    )
+
+
+def copied_by_gathers(plan: GroupPlan) -> int:
+    """Bytes read and written to cast a shard, and to bring what was packed where it belongs.
+
+    None with a codec, which reads and writes everything itself.
+    """
+    if plan.payloads.gather is not None:
+        return 0
+    layout, param, orig = plan.layout, plan.dtypes.param, plan.dtypes.orig
+    cast = layout.shard_numel * (orig.itemsize + param.itemsize) if param != orig else 0
+    return cast + 2 * layout.world_size * layout.staged_numel * param.itemsize
+
+
+def copied_by_reductions(plan: GroupPlan) -> int:
+    """Bytes read and written to pack gradients."""
+    if plan.payloads.reduce is not None:
+        return 0
+    layout = plan.layout
+    return 2 * layout.world_size * layout.reduced_numel * plan.dtypes.param.itemsize
+
+
+def native_gather_bytes(plan: GroupPlan) -> int:
+    """Bytes that a gather would send without a codec, at most."""
+    return (plan.layout.world_size - 1) * plan.layout.shard_numel * plan.dtypes.param.itemsize

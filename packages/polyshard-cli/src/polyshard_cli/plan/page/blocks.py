@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -61,6 +62,19 @@ class Bars:
     axis: str
     limit: tuple[float, str] | None = None
     """A line across that nothing should pass, and what it is."""
+
+
+def stacked(
+    values: Mapping[tuple[str, str], float], rows: Sequence[str], series: Sequence[str]
+) -> tuple[Bar, ...]:
+    """Of each row its series, one behind the other; ``values`` by row and series."""
+    bars = []
+    for place, row in enumerate(rows):
+        start = 0.0
+        for number, kind in enumerate(series):
+            bars.append(Bar(place, start, values.get((row, kind), 0.0), number))
+            start += bars[-1].length
+    return tuple(bars)
 
 
 @dataclass(frozen=True)

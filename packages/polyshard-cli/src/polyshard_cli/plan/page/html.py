@@ -1,15 +1,135 @@
-"""Sections as one page of HTML, which needs nothing but a browser."""
+"""Sections as one page of HTML, which needs nothing but a browser.
+
+Bars and plots are SVG, once for a wide screen and once for a phone. The style sheet shows one of
+the two, and gives colours: one set for light pages, one for dark ones.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
 from polyshard.files import replace_file
 from polyshard_cli.plan.errors import PlanError
-from polyshard_cli.plan.page.blocks import Block, Items, Section, Table, Text
-from polyshard_cli.plan.page.svg import drawn
+from polyshard_cli.plan.page.blocks import Bars, Block, Items, Plot, Section, Table, Text
+
+ROW, HEIGHT, LINE, LETTER = 26, 230, 18, 7.2
+"""Pixels of a row of bars, a plot, a line of text, and a letter."""
+
+
+def drawn(block: Bars | Plot) -> str:
+    """``block`` in both widths."""
+    return "\n".join(_Drawing(block, kind, width).text() for kind, width in WIDTHS.items())
+
+
+WIDTHS = {"wide": 1000, "narrow": 430}
+
+
+@dataclass
+class _Drawing:
+    """One picture; pixels count from its upper left corner."""
+
+    block: Bars | Plot
+    kind: str
+    width: int
+
+    def text(self) -> str:
+        block = self.block
+        labels = [s if isinstance(s, str) else s.label for s in block.series]
+        label = block.limit[1] if block.limit else ""
+        legend, top = self._legend([*labels, *filter(None, [label])], bool(label))
+        body, bottom = self._bars(block, top) if isinstance(block, Bars) else self._plot(block, top)
+        name = f"{block.name}-{self.kind}"
+        return (
+            f'<svg class="{self.kind}" role="img" aria-labelledby="{name}-title" '
+            f'viewBox="0 0 {self.width} {bottom:.0f}">'
+            f'<title id="{name}-title">{escape(block.title)}</title>'
+            f"{''.join((*legend, *body))}</svg>"
+        )
+
+    def _legend(self, labels: Sequence[str], has_limit: bool) -> tuple[list[str], float]:
+        """Above everything, in as many lines as it takes; and where it ends."""
+        found, x, y = [], 4.0, LINE
+        for number, label in enumerate(labels):
+            if x > 4 and x + 24 + LETTER * len(label) > self.width:
+                x, y = 4.0, y + LINE
+            is_limit = has_limit and number == len(labels) - 1
+            style = "limit" if is_limit else f"fill-{number % 6}"
+            found.append(f'<rect class="{style}" x="{x:.0f}" y="{y - 10}" width="10" height="10"/>')
+            found.append(_words(x + 15, y, label))
+            x += 30 + LETTER * len(label)
+        return found, y + 10.0
+
+    def _bars(self, block: Bars, top: float) -> tuple[list[str], float]:
+        left = 12 + LETTER * max(map(len, block.rows), default=0)
+        ends = [bar.start + bar.length for bar in block.bars]
+        most = max([*ends, block.limit[0] if block.limit else 0.0]) or 1.0
+        scale, bottom = (self.width - left - 20) / most, top + ROW * len(block.rows)
+        found = list(self._ticks(most, left, scale, top, bottom))
+        for bar in block.bars:
+            size = f'width="{max(scale * bar.length - 0.5, 0):.2f}" height="{0.7 * ROW:.0f}"'
+            at = f'x="{left + scale * bar.start:.2f}" y="{top + ROW * (bar.row + 0.15):.0f}"'
+            found.append(f'<rect class="fill-{bar.series % 6}" {at} {size}/>')
+        for row, name in enumerate(block.rows):
+            found.append(_words(left - 8, top + ROW * (row + 0.65), name, "end"))
+        if block.limit:
+            found.append(_line(left + scale * block.limit[0], top, bottom))
+        found.append(_words(left, bottom + 2 * LINE, block.axis))
+        return found, bottom + 2.5 * LINE
+
+    def _plot(self, block: Plot, top: float) -> tuple[list[str], float]:
+        points = [point for series in block.series for point in series.points]
+        lows, highs = ([f(axis) for axis in zip(*points, strict=True)] for f in (min, max))
+        left, low = 80.0, min(lows[0], block.limit[0] if block.limit else lows[0])
+        most = max(highs[0], block.limit[0] if block.limit else highs[0])
+        bottom = top + HEIGHT
+        across = (self.width - left - 20) / ((most - low) or 1.0)
+        up = (HEIGHT - 10) / (highs[1] or 1.0)
+        found = [_words(4, top + 8, block.up), *self._ticks(most, left, across, top, bottom, low)]
+        for value in _steps(0.0, highs[1]):
+            found.append(_words(left - 8, bottom - up * value + 4, f"{value:g}", "end"))
+        for number, series in enumerate(block.series):
+            where = [(left + across * (x - low), bottom - up * y) for x, y in series.points]
+            if series.is_line:
+                path = " ".join(f"{x:.1f},{y:.1f}" for x, y in where)
+                found.append(f'<polyline class="stroke-{number % 6}" points="{path}"/>')
+            else:
+                style = f'class="fill-{number % 6}" r="{3 + number}"'
+                found += [f'<circle {style} cx="{x:.1f}" cy="{y:.1f}"/>' for x, y in where]
+        if block.limit:
+            found.append(_line(left + across * (block.limit[0] - low), top, bottom))
+        found.append(_words(left, bottom + 2 * LINE, block.across))
+        return found, bottom + 2.5 * LINE
+
+    def _ticks(
+        self, most: float, left: float, scale: float, top: float, bottom: float, low: float = 0.0
+    ) -> Iterator[str]:
+        """Lines from top to bottom, with numbers below them."""
+        for value in _steps(low, most):
+            x = left + scale * (value - low)
+            yield f'<path class="grid" d="M{x:.1f} {top:.0f}V{bottom:.0f}"/>'
+            yield _words(x, bottom + LINE, f"{value:g}", "middle")
+
+
+def _words(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _line(x: float, top: float, bottom: float) -> str:
+    return f'<path class="limit" d="M{x:.1f} {top:.0f}V{bottom:.0f}"/>'
+
+
+def _steps(low: float, high: float) -> Iterator[float]:
+    """Four to eight round numbers from ``low`` to ``high``."""
+    width = (high - low) or 1.0
+    step: float = 10.0 ** math.floor(math.log10(width / 4))
+    step = next(step * part for part in (1, 2, 5, 10) if width / (step * part) <= 8)
+    for number in range(math.ceil(low / step), math.floor(high / step) + 1):
+        yield round(number * step, 12)
+
 
 STYLE = Path(__file__).with_name("style.css")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from polyshard.planning import readable
-from polyshard_cli.plan.dry_run.planning import PlannedGroup
-from polyshard_cli.plan.estimate.machines import Machine
-from polyshard_cli.plan.estimate.memory import Memory
-from polyshard_cli.plan.estimate.timing import Timing, link_of
-from polyshard_cli.plan.estimate.transfers import native_gather_bytes
-from polyshard_cli.plan.request.mesh import MeshSpec
+from polyshard_cli.plan.estimate.step import Step
+from polyshard_cli.plan.estimate.timing import link_of
+from polyshard_cli.plan.estimate.traffic import native_gather_bytes
 
 TINY_ELEMENTS = 256
 """A shard of a matrix below this many elements is mostly the cost of moving it."""
@@ -30,23 +27,11 @@ class Notice:
     message: str
 
 
-@dataclass(frozen=True)
-class Case:
-    """Everything that advice looks at."""
-
-    groups: Sequence[PlannedGroup]
-    memory: Memory
-    timing: Timing | None
-    machine: Machine
-    mesh: MeshSpec
-    problem: str = ""
-
-
-def advice_for(case: Case) -> tuple[Notice, ...]:
+def advice_for(step: Step) -> tuple[Notice, ...]:
     """All warnings, in a fixed order, each said once with how often it holds."""
     found: dict[tuple[str, str], int] = {}
     for check in CHECKS:
-        for warning in check(case):
+        for warning in check(step):
             key = (warning.code, warning.message)
             found[key] = found.get(key, 0) + 1
     return tuple(
@@ -55,28 +40,28 @@ def advice_for(case: Case) -> tuple[Notice, ...]:
     )
 
 
-def _not_run(case: Case) -> Iterator[Notice]:
-    if case.problem:
+def _not_run(step: Step) -> Iterator[Notice]:
+    if step.found.problem:
         yield Notice(
             "no-activations",
-            f"the model did not run on the meta device ({case.problem}), so activations and time "
-            "count as nothing; give its inputs with --inputs module:function",
+            f"the model did not run on the meta device ({step.found.problem}), so activations and "
+            "time count as nothing; give its inputs with --inputs module:function",
         )
 
 
-def _too_large(case: Case) -> Iterator[Notice]:
-    peak, size = case.memory.peak, case.machine.memory_bytes
+def _too_large(step: Step) -> Iterator[Notice]:
+    peak, size = step.memory.peak, step.machine.memory_bytes
     if size and peak.total > size:
         yield Notice(
             "memory",
             f"{readable(peak.total)} in {peak.name} do not fit into the {readable(size)} of a "
-            f"device of {case.machine.name}; shard over more ranks, shorten --sequence, or "
+            f"device of {step.machine.name}; shard over more ranks, shorten --sequence, or "
             "offload",
         )
 
 
-def _tiny_shards(case: Case) -> Iterator[Notice]:
-    for group in case.groups:
+def _tiny_shards(step: Step) -> Iterator[Notice]:
+    for group in step.groups:
         world = group.plan.layout.world_size
         matrices = [p for p in group.parameters if len(p.shape) > 1]
         tiny = [p for p in matrices if p.elements // world < TINY_ELEMENTS <= p.elements]
@@ -89,8 +74,8 @@ def _tiny_shards(case: Case) -> Iterator[Notice]:
             )
 
 
-def _padding(case: Case) -> Iterator[Notice]:
-    for group in case.groups:
+def _padding(step: Step) -> Iterator[Notice]:
+    for group in step.groups:
         layout = group.plan.layout
         full = layout.shard_numel * layout.world_size
         waste = (full - group.plan.numel) / full if full else 0.0
@@ -103,8 +88,8 @@ def _padding(case: Case) -> Iterator[Notice]:
             )
 
 
-def _codecs(case: Case) -> Iterator[Notice]:
-    for group in case.groups:
+def _codecs(step: Step) -> Iterator[Notice]:
+    for group in step.groups:
         plan, name = group.plan, pattern(group.plan.name)
         native = native_gather_bytes(plan)
         if plan.roles.gather_codec == "native" or not native:
@@ -116,10 +101,10 @@ def _codecs(case: Case) -> Iterator[Notice]:
                 f"{readable(native)} would without it; parameters are too small or excluded",
             )
             continue
-        link = link_of(case.mesh.name("shard"), case.mesh, case.machine)
+        link = link_of(step.mesh.name("shard"), step.mesh, step.machine)
         saved = (native - plan.gather_bytes) / link.bytes_per_second
         # Encoding reads a shard, decoding writes every element once.
-        work = (native + plan.unsharded_bytes) / case.machine.memory_bytes_per_second
+        work = (native + plan.unsharded_bytes) / step.machine.memory_bytes_per_second
         if work > saved:
             yield Notice(
                 "codec-below-break-even",
@@ -128,10 +113,10 @@ def _codecs(case: Case) -> Iterator[Notice]:
             )
 
 
-def _group_sizes(case: Case) -> Iterator[Notice]:
-    link = link_of(case.mesh.name("shard"), case.mesh, case.machine)
-    total = sum(group.plan.unsharded_bytes for group in case.groups)
-    units = [group for group in case.groups if not group.is_root]
+def _group_sizes(step: Step) -> Iterator[Notice]:
+    link = link_of(step.mesh.name("shard"), step.mesh, step.machine)
+    total = sum(group.plan.unsharded_bytes for group in step.groups)
+    units = [group for group in step.groups if not group.is_root]
     for group in units:
         seconds = group.plan.gather_bytes / link.bytes_per_second
         if group.plan.layout.world_size > 1 and seconds < SHORT_SECONDS:
@@ -141,8 +126,8 @@ def _group_sizes(case: Case) -> Iterator[Notice]:
                 f"takes {seconds * 1e6:.1f} microseconds and is mostly latency; make larger units "
                 "with --units",
             )
-    for group in case.groups:
-        if len(case.groups) > 1 and group.plan.unsharded_bytes > LARGE_PART * total:
+    for group in step.groups:
+        if len(step.groups) > 1 and group.plan.unsharded_bytes > LARGE_PART * total:
             name = "the root" if group.is_root else pattern(group.plan.name)
             yield Notice(
                 "large-unit",
@@ -157,8 +142,8 @@ def _group_sizes(case: Case) -> Iterator[Notice]:
         )
 
 
-def _vocabulary(case: Case) -> Iterator[Notice]:
-    for group in case.groups:
+def _vocabulary(step: Step) -> Iterator[Notice]:
+    for group in step.groups:
         for parameter in group.parameters:
             rows = parameter.shape[0] if len(parameter.shape) == 2 else 0
             is_table = group.is_root and rows > 1000
@@ -171,15 +156,15 @@ def _vocabulary(case: Case) -> Iterator[Notice]:
                 )
 
 
-def _communication(case: Case) -> Iterator[Notice]:
-    if case.timing is None or case.timing.step_seconds == 0:
+def _communication(step: Step) -> Iterator[Notice]:
+    if step.timing is None or step.timing.step_seconds == 0:
         return
-    waits = sum(seconds for _, seconds in case.timing.exposed)
-    if waits > 0.3 * case.timing.step_seconds:
-        most = max(case.timing.exposed, key=lambda part: part[1])
+    waits = sum(seconds for _, seconds in step.timing.exposed)
+    if waits > 0.3 * step.timing.step_seconds:
+        most = max(step.timing.exposed, key=lambda part: part[1])
         yield Notice(
             "exposed",
-            f"{waits / case.timing.step_seconds:.0%} of the step waits for transfers, most for "
+            f"{waits / step.timing.step_seconds:.0%} of the step waits for transfers, most for "
             f"{most[0]}; larger batches hide more",
         )
 
@@ -189,7 +174,7 @@ def pattern(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
-CHECKS: tuple[Callable[[Case], Iterator[Notice]], ...] = (
+CHECKS: tuple[Callable[[Step], Iterator[Notice]], ...] = (
     _not_run,
     _too_large,
     _tiny_shards,

@@ -7,8 +7,17 @@ from collections.abc import Iterator, Sequence
 from polyshard.planning import readable
 from polyshard_cli.plan.dry_run.planning import Cut, PlannedParameter
 from polyshard_cli.plan.estimate.memory import PARTS, Memory
-from polyshard_cli.plan.estimate.timeline import LANES
-from polyshard_cli.plan.page.blocks import Bar, Bars, Block, Items, Section, Table, Text
+from polyshard_cli.plan.estimate.timing import LANES
+from polyshard_cli.plan.page.blocks import (
+    Bar,
+    Bars,
+    Block,
+    Items,
+    Section,
+    Table,
+    Text,
+    stacked,
+)
 from polyshard_cli.plan.page.html import render
 from polyshard_cli.plan.report.document import Document, GroupFacts
 
@@ -81,17 +90,12 @@ def _memory(document: Document) -> Iterator[Block]:
 
 def _memory_bars(memory: Memory, limit: int) -> Bars:
     unit, name = unit_of(max(memory.peak.total, limit))
-    bars = []
-    for row, phase in enumerate(memory.phases):
-        start = 0.0
-        for number, part in enumerate(PARTS):
-            bars.append(Bar(row, start, getattr(phase, part) / unit, number))
-            start += bars[-1].length
+    parts = {(p.name, part): getattr(p, part) / unit for p in memory.phases for part in PARTS}
     words = ", ".join(f"{phase.name} {readable(phase.total)}" for phase in memory.phases)
     title = f"Memory of a device by phase and kind: {words}"
     line = (limit / unit, "the device's memory") if limit else None
     rows = tuple(phase.name for phase in memory.phases)
-    return Bars("memory-picture", title, rows, PARTS, tuple(bars), name, line)
+    return Bars("memory-picture", title, rows, PARTS, stacked(parts, rows, PARTS), name, line)
 
 
 def _time(document: Document) -> Iterator[Block]:
@@ -165,15 +169,10 @@ def _traffic_bars(document: Document) -> Bars:
         sums[key] = sums.get(key, 0) + one.sent_bytes
     axes, kinds = (tuple(dict.fromkeys(key[place] for key in sums)) for place in (0, 1))
     unit, name = unit_of(max(sums.values()))
-    bars = []
-    for row, axis in enumerate(axes):
-        start = 0.0
-        for number, kind in enumerate(kinds):
-            bars.append(Bar(row, start, sums.get((axis, kind), 0) / unit, number))
-            start += bars[-1].length
+    bars = stacked({key: nbytes / unit for key, nbytes in sums.items()}, axes, kinds)
     words = "; ".join(f"{axis}, {kind}: {readable(n)}" for (axis, kind), n in sums.items())
     title = f"Bytes sent in a step by axis, collective and payer: {words}"
-    return Bars("traffic-picture", title, axes, kinds, tuple(bars), f"{name} sent by a rank")
+    return Bars("traffic-picture", title, axes, kinds, bars, f"{name} sent by a rank")
 
 
 def _short(payer: str) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from polyshard.errors import PluginError
-from polyshard.plugins.discovery import load_plugin
+from polyshard.installed import load_plugin
 from polyshard_cli.plan.errors import PlanError
 from polyshard_cli.plan.request.model import Loaded
 from polyshard_cli.plan.request.names import imported
@@ -38,11 +38,8 @@ def make_plugins(settings: Settings) -> list[Any]:
     return made
 
 
-def tensor_parallel(settings: Settings, loaded: Loaded, model: nn.Module) -> Any:
-    """What makes the plan for ``model``; ``None`` without a tensor axis.
-
-    Returns:
-        A function of the tensor axis' mesh that returns the plugin, not applied yet.
+def tensor_parallel(settings: Settings, loaded: Loaded, model: nn.Module, mesh: DeviceMesh) -> Any:
+    """The plugin for ``model`` on the whole ``mesh``, not applied yet; ``None`` without an axis.
 
     Raises:
         PlanError: where the plugin, or a plan for this model, is missing.
@@ -52,11 +49,7 @@ def tensor_parallel(settings: Settings, loaded: Loaded, model: nn.Module) -> Any
         return None
     package = package_of("polyshard_tensor_parallel", f"--mesh with tp={size}")
     plan = imported(tensor_plan(settings, loaded, model), "--tp-plan")
-
-    def make(mesh: DeviceMesh) -> Any:
-        return package.TensorParallel(plan(), mesh=mesh)
-
-    return make
+    return package.TensorParallel(plan(), mesh=mesh[settings.mesh.name("tensor")])
 
 
 def tensor_plan(settings: Settings, loaded: Loaded, model: nn.Module) -> str:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from itertools import groupby, pairwise
+
+from torch import nn
 
 from polyshard_cli.plan.drafting import Subject
 from polyshard_cli.plan.dry_run.units import units_of
 from polyshard_cli.plan.request.model import built
 from polyshard_cli.plan.request.names import imported
-from polyshard_cli.plan.request.plugins import is_plugin, tensor_plan
+from polyshard_cli.plan.request.plugins import NATIVE, is_plugin, tensor_plan
 from polyshard_cli.plan.request.settings import Settings
 
 OPTIMIZERS = {
@@ -25,128 +28,120 @@ Names = tuple[str, ...]
 """Of the modules of one unit."""
 
 
+@dataclass(frozen=True)
+class _Plugin:
+    """One of the list that ``fully_shard`` is given."""
+
+    name: str
+    """As it is written in that list."""
+    imports: tuple[str, ...] = ()
+    """``module:name``."""
+    lines: tuple[str, ...] = ()
+    """Which make it."""
+
+
 def script_of(settings: Settings, subject: Subject) -> str:
     """Python that does on every rank what ``settings`` plan; ``model`` and ranks are the caller's.
 
     It leaves ``optimizer`` behind; the learning rate in it is to be replaced.
     """
-    return "\n".join(_Script(settings, subject).lines()) + "\n"
+    model, plugins = built(subject.loaded), list(_plugins(settings, subject))
+    wrap = "offload.wrap" if settings.offload else "flat"
+    needed = ["polyshard:fully_shard", *(name for plugin in plugins for name in plugin.imports)]
+    needed += ["polyshard_optimizers:flat"] * (wrap == "flat") + [settings.placement]
+    needed += ["polyshard:MixedPrecisionPolicy"] * settings.bf16
+    lines = [
+        "import torch",
+        "from torch.distributed.device_mesh import init_device_mesh",
+        "",
+        *_imports(filter(None, needed)),
+        "",
+        _mesh(settings, subject),
+        *(line for plugin in plugins for line in plugin.lines),
+        *_sharding(settings, [plugin.name for plugin in plugins]),
+        *_units(model, settings),
+        f"optimizer = {wrap}({OPTIMIZERS[settings.optimizer]})",
+    ]
+    return "\n".join(lines) + "\n"
 
 
-class _Script:
-    """Lines, and what they import."""
+def _imports(names: Iterable[str]) -> Iterator[str]:
+    found: dict[str, set[str]] = {}
+    for module, _, attribute in (name.partition(":") for name in names):
+        found.setdefault(module, set()).add(attribute.partition(".")[0])
+    for module, attributes in sorted(found.items()):
+        yield f"from {module} import {', '.join(sorted(attributes))}"
 
-    def __init__(self, settings: Settings, subject: Subject) -> None:
-        self._settings, self._subject = settings, subject
-        self._imports: dict[str, set[str]] = {"polyshard": {"fully_shard"}}
-        self._before: list[str] = []
-        self._plugins: list[str] = []
 
-    def lines(self) -> Iterator[str]:
-        mesh = self._mesh()
-        if self._settings.mesh.size("tensor") > 1:
-            self._tensor_parallel()
-        for name in self._settings.plugins:
-            self._plugins.append(self._named(name))
-        if self._settings.quantize:
-            self._quantized()
-        optimizer = self._optimizer()
-        body = [mesh, *self._before, *self._sharding(), *self._units(), optimizer]
-        yield "import torch"
-        yield "from torch.distributed.device_mesh import init_device_mesh"
-        yield ""
-        for module, names in sorted(self._imports.items()):
-            yield f"from {module} import {', '.join(sorted(names))}"
-        yield ""
-        yield from body
+def _mesh(settings: Settings, subject: Subject) -> str:
+    axes = settings.mesh.axes
+    sizes, names = tuple(a.size for a in axes), tuple(a.name for a in axes)
+    device = "cuda" if subject.backend == "nccl" else "cpu"
+    return f'mesh = init_device_mesh("{device}", {sizes}, mesh_dim_names={_quoted(names)})'
 
-    def _import(self, module: str, *names: str) -> None:
-        self._imports.setdefault(module, set()).update(names)
 
-    def _mesh(self) -> str:
-        mesh = self._settings.mesh
-        sizes, names = tuple(a.size for a in mesh.axes), tuple(a.name for a in mesh.axes)
-        device = "cuda" if self._subject.backend == "nccl" else "cpu"
-        return f'mesh = init_device_mesh("{device}", {sizes}, mesh_dim_names={_quoted(names)})'
+def _plugins(settings: Settings, subject: Subject) -> Iterator[_Plugin]:
+    if settings.mesh.size("tensor") > 1:
+        plan = tensor_plan(settings, subject.loaded, built(subject.loaded))
+        axis = f'mesh["{settings.mesh.name("tensor")}"]'
+        made = f"tensor_parallel = TensorParallel({plan.partition(':')[2]}(), mesh={axis})"
+        imports = (plan, "polyshard_tensor_parallel:TensorParallel")
+        yield _Plugin("tensor_parallel", imports, (made, "tensor_parallel.apply(model)"))
+    for name in settings.plugins:
+        attribute = name.partition(":")[2]
+        if not attribute:
+            yield _Plugin(f'"{name}"')
+        else:
+            is_made = is_plugin(imported(name, "--plugins"))
+            yield _Plugin(attribute if is_made else f"{attribute}()", (name,))
+    if settings.quantize:
+        yield _quantized([name.strip() for name in settings.quantize.split(",")])
+    if settings.offload:
+        parts = [part.strip().split("=") for part in settings.offload.split(",")]
+        words = ", ".join(f"{k}={v}" if k == "fraction" else f'{k}="{v}"' for k, v in parts)
+        yield _Plugin("offload", ("polyshard_offload:Offload",), (f"offload = Offload({words})",))
 
-    def _tensor_parallel(self) -> None:
-        name = tensor_plan(self._settings, self._subject.loaded, built(self._subject.loaded))
-        module, _, function = name.partition(":")
-        self._import(module, function)
-        self._import("polyshard_tensor_parallel", "TensorParallel")
-        axis = self._settings.mesh.name("tensor")
-        self._before += [
-            f'tensor_parallel = TensorParallel({function}(), mesh=mesh["{axis}"])',
-            "tensor_parallel.apply(model)",
-        ]
-        self._plugins.append("tensor_parallel")
 
-    def _named(self, name: str) -> str:
-        module, colon, attribute = name.partition(":")
-        if not colon:
-            return f'"{name}"'
-        self._import(module, attribute.partition(".")[0])
-        return attribute if is_plugin(imported(name, "--plugins")) else f"{attribute}()"
+def _quantized(names: Sequence[str]) -> _Plugin:
+    """With formats of parameters and of gradients, or one of both."""
+    package = import_module("polyshard_quantized")
+    used = {"QuantizedComm"} | {"format_named" for name in names if name != NATIVE}
+    weights, gradients = (
+        "None" if name == NATIVE else f'format_named("{name}")' for name in (names[0], names[-1])
+    )
+    lines = [f"    weights={weights},", f"    gradients={gradients},"]
+    if names[-1] != NATIVE and package.format_named(names[-1]).needs_feedback:
+        used.add("ErrorFeedback")
+        lines.append("    error_feedback=ErrorFeedback(),")
+    imports = tuple(f"polyshard_quantized:{name}" for name in used)
+    return _Plugin("quantized", imports, ("quantized = QuantizedComm(", *lines, ")"))
 
-    def _quantized(self) -> None:
-        self._import("polyshard_quantized", "QuantizedComm")
-        names = [name.strip() for name in self._settings.quantize.split(",")]
-        weights, gradients = self._format(names[0]), self._format(names[-1])
-        words = [f"    weights={weights},", f"    gradients={gradients},"]
-        package = import_module("polyshard_quantized")
-        if names[-1] != "native" and package.format_named(names[-1]).needs_feedback:
-            self._import("polyshard_quantized", "ErrorFeedback")
-            words.append("    error_feedback=ErrorFeedback(),")
-        self._before += ["quantized = QuantizedComm(", *words, ")"]
-        self._plugins.append("quantized")
 
-    def _format(self, name: str) -> str:
-        if name == "native":
-            return "None"
-        self._import("polyshard_quantized", "format_named")
-        return f'format_named("{name}")'
+def _sharding(settings: Settings, plugins: Sequence[str]) -> Iterator[str]:
+    data = settings.mesh.data_axes
+    is_whole = len(data) == len(settings.mesh.axes)
+    part = f'"{data[0]}"' if len(data) == 1 else ", ".join(f'"{name}"' for name in data)
+    yield "sharding = {"
+    yield f'    "mesh": {"mesh" if is_whole else f"mesh[{part}]"},'
+    if settings.reshard is not None:
+        yield f'    "reshard_after_forward": {settings.reshard},'
+    if settings.placement:
+        yield f'    "shard_placement_fn": {settings.placement.partition(":")[2]},'
+    if settings.bf16:
+        yield '    "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),'
+    if plugins:
+        yield f'    "plugins": [{", ".join(plugins)}],'
+    yield "}"
 
-    def _optimizer(self) -> str:
-        made = OPTIMIZERS[self._settings.optimizer]
-        if self._settings.offload:
-            self._import("polyshard_offload", "Offload")
-            parts = [part.strip().split("=") for part in self._settings.offload.split(",")]
-            words = ", ".join(f"{k}={v}" if k == "fraction" else f'{k}="{v}"' for k, v in parts)
-            self._before.append(f"offload = Offload({words})")
-            self._plugins.append("offload")
-            return f"optimizer = offload.wrap({made})"
-        self._import("polyshard_optimizers", "flat")
-        return f"optimizer = flat({made})"
 
-    def _sharding(self) -> Iterator[str]:
-        settings = self._settings
-        data = settings.mesh.data_axes
-        is_whole = len(data) == len(settings.mesh.axes)
-        part = f'"{data[0]}"' if len(data) == 1 else ", ".join(f'"{name}"' for name in data)
-        yield "sharding = {"
-        yield f'    "mesh": {"mesh" if is_whole else f"mesh[{part}]"},'
-        if settings.reshard is not None:
-            yield f'    "reshard_after_forward": {settings.reshard},'
-        if settings.placement:
-            module, _, function = settings.placement.partition(":")
-            self._import(module, function.partition(".")[0])
-            yield f'    "shard_placement_fn": {function},'
-        if settings.bf16:
-            self._import("polyshard", "MixedPrecisionPolicy")
-            yield '    "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),'
-        if self._plugins:
-            yield f'    "plugins": [{", ".join(self._plugins)}],'
-        yield "}"
-
-    def _units(self) -> Iterator[str]:
-        model = built(self._subject.loaded)
-        names = {id(module): name for name, module in reversed(list(model.named_modules()))}
-        units = units_of(model, self._settings.units)
-        members = [tuple(names[id(module)] for module in unit) for unit in units.values()]
-        members.sort(key=lambda unit: (-unit[0].count("."), NUMBER.sub("*", unit[0])))
-        for _, alike in groupby(members, lambda unit: (NUMBER.sub("*", unit[0]), len(unit))):
-            yield from _calls(list(alike))
-        yield "fully_shard(model, **sharding)"
+def _units(model: nn.Module, settings: Settings) -> Iterator[str]:
+    names = {id(module): name for name, module in reversed(list(model.named_modules()))}
+    units = units_of(model, settings.units)
+    members = [tuple(names[id(module)] for module in unit) for unit in units.values()]
+    members.sort(key=lambda unit: (-unit[0].count("."), NUMBER.sub("*", unit[0])))
+    for _, alike in groupby(members, lambda unit: (NUMBER.sub("*", unit[0]), len(unit))):
+        yield from _calls(list(alike))
+    yield "fully_shard(model, **sharding)"
 
 
 def _calls(units: Sequence[Names]) -> Iterator[str]:
@@ -184,8 +179,4 @@ def _number(name: str) -> str:
 
 
 def _quoted(names: Names) -> str:
-    return (
-        "("
-        + "".join(f'"{name}", ' for name in names).rstrip(" " if len(names) == 1 else ", ")
-        + ")"
-    )
+    return repr(names).replace("'", '"')

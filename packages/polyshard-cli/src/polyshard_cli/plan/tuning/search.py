@@ -5,24 +5,59 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 from polyshard.planning import resharded
-from polyshard_cli.plan.drafting import (
-    Estimate,
-    Running,
-    Subject,
-    estimated,
-    planned,
-    probed,
-    running,
-)
+from polyshard_cli.plan.drafting import Subject, estimated, planned, probed
 from polyshard_cli.plan.dry_run.planning import PlannedGroup
 from polyshard_cli.plan.dry_run.probing import Probe
 from polyshard_cli.plan.errors import PlanError
+from polyshard_cli.plan.estimate.step import Step
 from polyshard_cli.plan.request.settings import Settings
-from polyshard_cli.plan.tuning.choice import Choice
-from polyshard_cli.plan.tuning.front import ranked
-from polyshard_cli.plan.tuning.space import Space
+from polyshard_cli.plan.tuning.space import Choice, Space
+
+
+class Measured(Protocol):
+    """Anything that takes memory and time."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """The most that a device holds."""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+
+
+M = TypeVar("M", bound=Measured)
+
+
+def front_of(tried: Sequence[M]) -> tuple[M, ...]:
+    """The Pareto front, the fastest first: each of the others takes more memory or time.
+
+    Of several that are equal in both, the first.
+    """
+    front: list[M] = []
+    for one in sorted(tried, key=_by_time):
+        if not front or one.memory_bytes < front[-1].memory_bytes:
+            front.append(one)
+    return tuple(front)
+
+
+def ranked(tried: Sequence[M], budget_bytes: int) -> tuple[M, ...]:
+    """Those that fit, the fastest first; equally fast ones by memory, then as they were searched.
+
+    Args:
+        tried: in the order of the search.
+        budget_bytes: of a device; 0: no limit.
+    """
+    fitting = [t for t in tried if not budget_bytes or t.memory_bytes <= budget_bytes]
+    return tuple(sorted(fitting, key=_by_time))
+
+
+def _by_time(one: Measured) -> tuple[float, int]:
+    return one.seconds, one.memory_bytes
+
 
 MOST_UNITS = 4000
 """Units that are planned, over all plans, before a search goes by rounds."""
@@ -35,7 +70,7 @@ class Tried:
     """A choice, and what a step of it needs."""
 
     choice: Choice
-    needs: Estimate
+    needs: Step
 
     @property
     def memory_bytes(self) -> int:
@@ -71,7 +106,6 @@ class Search:
         """For ``settings`` whose batch is given: it stays the same on all meshes."""
         self._settings, self._subject = settings, subject
         self._plans: dict[object, tuple[PlannedGroup, ...] | PlanError] = {}
-        self._runs: dict[Choice, Running] = {}
         self._probes: dict[object, Probe | PlanError] = {}
 
     def over(self, space: Space, budget_bytes: int) -> Found:
@@ -133,11 +167,7 @@ class Search:
                 f"the model did not run on the meta device ({found.problem}), so no time is known; "
                 "give its inputs with --inputs module:function"
             )
-        key = replace(choice, offload="")
-        if key not in self._runs:
-            self._runs[key] = running(self._subject, settings, groups, found)
-        run = self._runs[key]
-        return Tried(choice, estimated(self._subject, settings, groups, found, run))
+        return Tried(choice, estimated(self._subject, settings, groups, found))
 
     def _planned(self, choice: Choice) -> tuple[PlannedGroup, ...]:
         """Planned without tiers, which change where shards rest and nothing of what travels."""

@@ -10,9 +10,8 @@ from polyshard_cli.plan.page.blocks import Block, Items, Plot, Section, Series, 
 from polyshard_cli.plan.report.sections import milliseconds, plan_page
 from polyshard_cli.plan.request.mesh import parse_mesh
 from polyshard_cli.plan.request.settings import Settings
-from polyshard_cli.plan.tuning.choice import Choice, reshard_text
 from polyshard_cli.plan.tuning.document import Point, Tuning
-from polyshard_cli.plan.tuning.space import with_batch
+from polyshard_cli.plan.tuning.space import Choice, reshard_text, with_batch
 
 MOST_ROWS = 12
 MOST_REFUSALS = 5

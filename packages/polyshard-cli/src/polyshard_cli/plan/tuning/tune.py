@@ -14,13 +14,13 @@ from polyshard_cli.plan.tuning.document import (
     SCHEMA,
     RunnerUp,
     Tuning,
+    differences,
     point_of,
+    reason,
     refusals_of,
 )
-from polyshard_cli.plan.tuning.front import front_of, ranked
-from polyshard_cli.plan.tuning.reasons import differences, reason
 from polyshard_cli.plan.tuning.script import script_of
-from polyshard_cli.plan.tuning.search import Found, Search, Tried
+from polyshard_cli.plan.tuning.search import Found, Search, Tried, front_of, ranked
 from polyshard_cli.plan.tuning.space import Open, space_of, with_batch
 
 

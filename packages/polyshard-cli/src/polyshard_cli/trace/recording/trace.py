@@ -15,7 +15,7 @@ from torch import nn
 from typing_extensions import override
 
 from polyshard import Plugin, hookimpl
-from polyshard.plugins.seams import GroupIdentity, GroupInfo, StepObserver
+from polyshard.plugins.seams import GroupIdentity, GroupInfo, Observer
 from polyshard_cli.__about__ import __version__
 from polyshard_cli.trace.errors import TraceError
 from polyshard_cli.trace.events import Kind
@@ -27,7 +27,7 @@ from polyshard_cli.trace.recording.spans import Spans
 __all__ = ["Trace"]
 
 
-class Trace(Plugin, StepObserver):
+class Trace(Plugin, Observer):
     """Writes what one model does to ``FOLDER/rankN.json``, for Perfetto and ``polyshard trace``.
 
     Pass one object to all ``fully_shard`` calls of a model, and train inside of
@@ -76,7 +76,7 @@ class Trace(Plugin, StepObserver):
         return self._sink.path
 
     @hookimpl
-    def polyshard_observer(self, group: GroupInfo) -> StepObserver:
+    def polyshard_observer(self, group: GroupInfo) -> Observer:
         """One for all groups."""
         self._watched.add(group.identity)
         return self

@@ -30,14 +30,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from polyshard.transport.base import (
-    NO_TURNS,
     Extents,
     GatherPiece,
     GatherRoute,
     Pending,
     ReduceRoute,
     Transport,
-    Turns,
+    Turn,
 )
 from polyshard.transport.gloo.messages import Message, Works, exchange_over, in_turn
 from polyshard.transport.gloo.owners import GlooOwner
@@ -243,7 +242,7 @@ class GlooTransport(Transport):
     def __init__(self, group: dist.ProcessGroup, members: Sequence[int] | None = None) -> None:
         """``group`` must run on gloo; ``members`` are the ranks in it, all unless a block."""
         self._group = group
-        self._turns: Turns = NO_TURNS
+        self._turns = Turn()
         self.wire = wire_of(group)
         self.members = tuple(members) if members is not None else tuple(range(group.size()))
         self.rank = self.members.index(group.rank())
@@ -254,7 +253,7 @@ class GlooTransport(Transport):
         return Works(self.wire, in_turn(tag, self._turns.count))
 
     @override
-    def use_turns(self, turns: Turns) -> None:
+    def use_turns(self, turns: Turn) -> None:
         self._turns = turns
 
     @override

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyshard.sharding.mesh import MeshRoles
-from polyshard.transport.base import Turns
+from polyshard.transport.base import Turn
 from polyshard.transport.gloo.messages import Message, Works, in_turn
 from polyshard.transport.gloo.wire import wire_of
 
@@ -91,7 +91,7 @@ class Presence:
     """The messages of one group. See [Note: presence]."""
 
     def __init__(
-        self, roles: MeshRoles, group: dist.ProcessGroup, tag: int, count: int, turns: Turns
+        self, roles: MeshRoles, group: dist.ProcessGroup, tag: int, count: int, turns: Turn
     ) -> None:
         """For ``count`` parameters; ``group`` holds all ranks of the mesh, and runs on gloo."""
         self.rank = dist.get_rank()

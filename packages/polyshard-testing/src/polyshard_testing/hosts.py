@@ -64,12 +64,15 @@ class Network:
         """Plug it in again."""
         _run("ip", "-n", self.switch.name, "link", "set", host.port, "master", "bridge")
 
-    def slow(self, host: Host, rate: str) -> None:
-        """Let ``host`` send and receive no more than ``rate``, as tc spells it."""
+    def slow(self, host: Host, rate: str, burst: str = "16kb") -> None:
+        """Let ``host`` send and receive no more than ``rate``, as tc spells it.
+
+        Fast links need a ``burst`` of what passes between two ticks of the kernel's clock.
+        """
         for name, device in ((self.switch.name, host.port), (host.name, INTERFACE)):
             _run(
                 *("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf"),
-                *("rate", rate, "burst", "16kb", "latency", "200ms"),
+                *("rate", rate, "burst", burst, "latency", "200ms"),
             )
 
 
