@@ -156,7 +156,7 @@ FAULTS = (
 
 SAMPLE = ("forward", "backward", "decode", "killed")
 """What CI runs, without plugins; the rest is run by who changes how ranks fail."""
-DEVICE_SAMPLE = ("backward", "skipped", "killed")
+DEVICE_SAMPLE = ("forward", "skipped", "killed")
 """The same on two ranks with a simulated device each."""
 
 
