@@ -83,7 +83,7 @@ def page() -> str:
     """The whole page."""
     files = [json.loads((FIGURES / f"{n}.json").read_text("utf-8")) for n in ("cells", "device")]
     seconds = {**files[0]["found"]["seconds"], **files[1]["found"]["seconds"]}
-    measured = "; the device's on ".join(
+    measured = ". Those of the device were measured on ".join(
         f"{about['machine']}, {about['date']}, torch {about['versions']['torch']}"
         for about in (each["about"] for each in files)
     )

@@ -111,7 +111,7 @@ def test_every_fault_has_figures_below_the_bar() -> None:
     for name, found in seconds.items():
         cell = cells[name]
         assert len(found) == cell.layout.ranks
-        gone = () if cell.fault.struck else cell.struck
+        gone = () if cell.struck_kind else cell.struck
         assert [rank for rank, each in enumerate(found) if each is None] == list(gone)
         assert all(each < BAR_SECONDS for each in found if each is not None)
     assert {cell.stack for cell in FAULT_CELLS} == set(STACKS)
