@@ -23,9 +23,10 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 class Sharded:
     """A :class:`training.Trainee` that is one rank of several."""
 
-    def __init__(self, cell: Cell, folder: str, seed: int = 0) -> None:
+    def __init__(self, cell: Cell, folder: str, seed: int = 0, device: str = "cpu") -> None:
         """``folder`` is for what is kept on disk."""
-        self.model: Any = build(cell, seed)
+        self.device = device
+        self.model: Any = build(cell, seed).to(device)
         data, plugins, offload = self._stack(cell, folder)
         prepare(self.model, cell)
         keywords: dict[str, Any] = {"mesh": data, "plugins": plugins}
@@ -42,7 +43,7 @@ class Sharded:
         self.part = _part(data)
 
     def _stack(self, cell: Cell, folder: str) -> tuple[DeviceMesh, list[object], Any]:
-        mesh = mesh_of(cell.layout)
+        mesh = mesh_of(cell.layout, self.device)
         plugins: list[object] = []
         offload: Any = None
         if "tensor-parallel" in cell.stack:
@@ -106,10 +107,10 @@ class Sharded:
         return found
 
 
-def mesh_of(layout: Layout) -> DeviceMesh:
+def mesh_of(layout: Layout, device: str = "cpu") -> DeviceMesh:
     """A new one for each call: the world destroys process groups between calls."""
     sizes = (layout.replicas, layout.shards, layout.tensor)
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "dp", "tp"))
+    return init_device_mesh(device, sizes, mesh_dim_names=("replicas", "dp", "tp"))
 
 
 def _part(data: DeviceMesh) -> int:
@@ -125,7 +126,7 @@ def _part(data: DeviceMesh) -> int:
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, on every rank, in memory of its own."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().clone()
+    return full.detach().cpu().clone()
 
 
 def digest(tensors: dict[str, Tensor]) -> str:

@@ -25,10 +25,23 @@ INSTALLED = {
 }
 
 
+def _has_device() -> bool:
+    if importlib.util.find_spec("polyshard_sim") is None:
+        return False
+    from polyshard_sim import is_buildable
+
+    return is_buildable()
+
+
+HAS_DEVICE = _has_device()
+
+
 def is_chosen(cell: FaultCell, config: pytest.Config) -> bool:
     """As for combinations; a sample of those with some of the plugins, unless all are asked for."""
     asked = config.getoption("--stack")
     if not (cell.is_brief or config.getoption("--all-faults")):
+        return False
+    if cell.device == "sim" and not HAS_DEVICE:
         return False
     return set(cell.stack) <= INSTALLED if asked is None else stack_id(cell.stack) == asked
 

@@ -156,6 +156,8 @@ FAULTS = (
 
 SAMPLE = ("forward", "backward", "decode", "killed")
 """What CI runs, without plugins; the rest is run by who changes how ranks fail."""
+DEVICE_SAMPLE = ("forward", "skipped", "killed")
+"""The same on two ranks with a simulated device each."""
 
 
 @dataclass(frozen=True)
@@ -165,11 +167,17 @@ class FaultCell:
     fault: Fault
     stack: Stack
     layout: Layout
+    device: str = "cpu"
+    in_attempt: bool = False
+    """Whether a fault that is no attempt's strikes in one nevertheless."""
 
     @property
     def id(self) -> str:
         """Names the cell in a test's id and in the file of figures."""
-        return "-".join((stack_id(self.stack), _mesh(self.layout), self.fault.id))
+        device = () if self.device == "cpu" else (self.device,)
+        attempt = ("attempted",) if self.in_attempt else ()
+        names = (stack_id(self.stack), _mesh(self.layout), *device, *attempt, self.fault.id)
+        return "-".join(names)
 
     @property
     def cell(self) -> Cell:
@@ -179,6 +187,9 @@ class FaultCell:
     @property
     def is_brief(self) -> bool:
         """Whether CI runs it."""
+        if self.device != "cpu":
+            sampled = self.layout is FSDP and self.fault.id in DEVICE_SAMPLE
+            return sampled and not self.in_attempt
         return not self.stack and self.fault.id in SAMPLE
 
     @property
@@ -188,6 +199,9 @@ class FaultCell:
         With tensor parallelism, either of the ranks that share a batch is named.
         """
         words = self.fault.words
+        if self.in_attempt:
+            apart = self.fault.peers == "ControlFlowError"
+            return words[:-1] if apart else (f"rank {STRUCK}: ", "on purpose")
         if self.fault.peers == "ControlFlowError" and self.layout.tensor > 1:
             words = tuple("is at" if each.endswith("is at") else each for each in words)
         return words
@@ -195,7 +209,12 @@ class FaultCell:
     @property
     def way(self) -> Way:
         """How its ranks go on."""
-        return self.fault.way
+        return Way.NEXT_BATCH if self.in_attempt else self.fault.way
+
+    @property
+    def struck_kind(self) -> str:
+        """Class of the exception of a struck rank; empty if its process ends."""
+        return "AttemptError" if self.in_attempt else self.fault.struck
 
     @property
     def struck(self) -> tuple[int, ...]:
@@ -212,7 +231,7 @@ class FaultCell:
         One that waits in a collective of tensor parallelism in its backward raises what gloo did,
         with the words as a note.
         """
-        kind = self.fault.peers
+        kind = "AttemptError" if self.in_attempt else self.fault.peers
         is_beside = kind != "PlanMismatchError" and self.layout.tensor > 1
         return (kind, "RuntimeError") if is_beside else (kind,)
 
@@ -226,16 +245,33 @@ def layout_of(stack: Stack) -> Layout:
     return FSDP_TP if "tensor-parallel" in stack else FSDP
 
 
-COLUMNS: tuple[tuple[Stack, Layout], ...] = (
-    ((), FSDP),
-    ((), HSDP),
-    *((stack, layout_of(stack)) for stack in STACKS if stack),
+Column = tuple[Stack, Layout, str]
+COLUMNS: tuple[Column, ...] = (
+    ((), FSDP, "cpu"),
+    ((), HSDP, "cpu"),
+    *((stack, layout_of(stack), "cpu") for stack in STACKS if stack),
+    ((), FSDP, "sim"),
+    ((), HSDP, "sim"),
 )
-"""What the page has a column for."""
+"""What the page shows the seconds of; the last are on the simulated device."""
 
-FAULT_CELLS = tuple(
-    FaultCell(fault, stack, layout)
-    for stack, layout in COLUMNS
-    for fault in FAULTS
-    if not fault.is_attempted or (stack, layout) == COLUMNS[0]  # measured with plain FSDP alone
+
+def _is_measured(fault: Fault, column: Column) -> bool:
+    """Attempts over gloo are measured with plain FSDP alone."""
+    return not fault.is_attempted or column == COLUMNS[0] or column[2] != "cpu"
+
+
+def _is_undone(fault: Fault) -> bool:
+    """Whether an attempt would undo it, and none is one already."""
+    return fault.way is Way.IN_PROCESS or fault.id == "optimizer"
+
+
+FAULT_CELLS = (
+    *(FaultCell(f, *column) for column in COLUMNS for f in FAULTS if _is_measured(f, column)),
+    *(
+        FaultCell(fault, *column, in_attempt=True)
+        for column in COLUMNS
+        for fault in FAULTS
+        if column[2] != "cpu" and _is_undone(fault)
+    ),
 )

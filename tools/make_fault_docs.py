@@ -6,28 +6,31 @@ Usage: python tools/make_fault_docs.py [--check]  (--check: only say whether it 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
-from composition_table import Layout, Stack
 from fault_table import (
     BAR_SECONDS,
     COLUMNS,
+    DEVICE_SAMPLE,
     FAULT_CELLS,
     FAULTS,
     SAMPLE,
     TIMEOUT_SECONDS,
+    Column,
     Fault,
     FaultCell,
     Way,
 )
 from generated import table, write_or_check
 
-Columns = tuple[tuple[Stack, Layout], ...]
+Columns = tuple[Column, ...]
+ON_DEVICE: Columns = tuple(column for column in COLUMNS if column[2] != "cpu")
 WITH: Columns = tuple(column for column in COLUMNS if "tensor-parallel" in column[0])
-WITHOUT: Columns = tuple(column for column in COLUMNS if column not in WITH)
+WITHOUT: Columns = tuple(c for c in COLUMNS if c not in WITH and c not in ON_DEVICE)
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "faults.md"
-FIGURES = ROOT / "benchmarks" / "results" / "faults" / "cells.json"
+FIGURES = ROOT / "benchmarks" / "results" / "faults"
 HEAD = f"""# Faults
 
 This page lists what every rank sees when something [fails on one rank](../explanation/failures.md),
@@ -41,7 +44,8 @@ that holds for new ranks that load the checkpoint.
 
 Each of the {len(FAULT_CELLS)} combinations of a fault and plugins is a test (`pytest
 integration_tests/test_faults.py --all-faults`). CI runs
-{", ".join(f"*{name}*" for name in SAMPLE)}.
+{", ".join(f"*{name}*" for name in SAMPLE)}; on the [simulated device](simulated.md)
+{", ".join(f"*{name}*" for name in DEVICE_SAMPLE)}.
 With tensor parallelism, the error of a control-flow fault may name any rank that shares the batch.
 A rank in a collective of its backward raises gloo's `RuntimeError` with these words as a note.
 
@@ -77,9 +81,12 @@ HEALTHY = (
 
 def page() -> str:
     """The whole page."""
-    found = json.loads(FIGURES.read_text("utf-8"))
-    about, seconds = found["about"], found["found"]["seconds"]
-    measured = f"{about['machine']}, {about['date']}, torch {about['versions']['torch']}"
+    files = [json.loads((FIGURES / f"{n}.json").read_text("utf-8")) for n in ("cells", "device")]
+    seconds = {**files[0]["found"]["seconds"], **files[1]["found"]["seconds"]}
+    measured = ". Those of the device were measured on ".join(
+        f"{about['machine']}, {about['date']}, torch {about['versions']['torch']}"
+        for about in (each["about"] for each in files)
+    )
     return HEAD + _seen(seconds, measured) + _ways() + _healthy()
 
 
@@ -93,15 +100,16 @@ def _seen(seconds: dict[str, list[float | None]], measured: str) -> str:
             f"`{struck}`" if struck else "ends or stops",
             f"`{peers}`",
             " … ".join(f"`{each}`" for each in words),
-            *(_range(faults, columns, seconds) for columns in (WITHOUT, WITH)),
+            *(_range(faults, columns, seconds) for columns in (WITHOUT, WITH, ON_DEVICE)),
         ]
         for (struck, peers, words), faults in alike.items()
     ]
-    headings = ["fault", "the rank itself", "all others", "text", "seconds", "with TP"]
+    headings = ["fault", "the rank itself", "all others", "text", "seconds", "with TP", "device"]
     return (
         f"## What each rank sees\n\n{table(headings, rows)}\n"
         "Seconds are those of the slowest rank, over meshes and plugins, without and with tensor\n"
-        "parallelism ([cells.json](../../benchmarks/results/faults/cells.json)). They were\n"
+        "parallelism, and on the simulated device without plugins, there also in `attempt`\n"
+        "([figures](../../benchmarks/results/faults)). They were\n"
         f"measured while other programs ran, on {measured}.\n\n"
     )
 
@@ -109,6 +117,7 @@ def _seen(seconds: dict[str, list[float | None]], measured: str) -> str:
 def _range(faults: list[Fault], columns: Columns, seconds: dict[str, list[float | None]]) -> str:
     every = (FaultCell(fault, *column) for fault in faults for column in columns)
     cells = [cell for cell in every if cell in FAULT_CELLS]
+    cells += [c for c in (replace(cell, in_attempt=True) for cell in cells) if c in FAULT_CELLS]
     found = [max(each for each in seconds[cell.id] if each is not None) for cell in cells]
     low, high = (f"{end(found):.2f}" for end in (min, max)) if found else ("–", "–")
     return low if low == high else f"{low}–{high}"

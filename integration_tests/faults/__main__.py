@@ -23,6 +23,9 @@ from fault_table import FAULT_CELLS  # noqa: E402
 from faults import raises, soak  # noqa: E402
 from faults.cells import run_cell  # noqa: E402
 
+NAMES = {"cpu": "cells", "sim": "device"}
+"""Of the files of figures."""
+
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="faults", description=__doc__)
@@ -49,10 +52,10 @@ def arguments() -> argparse.Namespace:
 
 def measure_cells(chosen: argparse.Namespace) -> int:
     """Figures are written after each cell: a run may be ended and gone on with."""
-    path = chosen.results / "cells.json"
-    seconds: dict[str, Any] = read(path).found["seconds"] if path.exists() else {}
+    known = {device: _known(chosen.results / f"{name}.json") for device, name in NAMES.items()}
     failed = 0
     for cell in FAULT_CELLS:
+        seconds = known[cell.device]
         if not any(part in cell.id for part in chosen.only) or (
             chosen.missing and cell.id in seconds
         ):
@@ -66,8 +69,12 @@ def measure_cells(chosen: argparse.Namespace) -> int:
             continue
         seconds[cell.id] = [None if each is None else round(each, 2) for each in shown.seconds]
         print(f"{cell.id}: {seconds[cell.id]}", flush=True)
-        write("cells", "faults", {"seconds": seconds}, chosen.results)
+        write(NAMES[cell.device], "faults", {"seconds": seconds}, chosen.results)
     return failed
+
+
+def _known(path: Path) -> dict[str, Any]:
+    return dict(read(path).found["seconds"]) if path.exists() else {}
 
 
 def measure_raises(chosen: argparse.Namespace) -> int:

@@ -29,10 +29,11 @@ class Shown:
 
 
 @cache
-def oracle(cell: Cell, fault: str) -> list[Seen]:
+def oracle(cell: Cell, fault: str, device: str) -> list[Seen]:
     """What ranks see whom nothing happens to."""
+    ranks = Ranks(cell.layout.ranks, TIMEOUT_SECONDS, device=device)
     with TemporaryDirectory(prefix="polyshard-faults-") as folder:
-        found = Ranks(cell.layout.ranks, TIMEOUT_SECONDS).run(undisturbed, cell, fault, folder)
+        found = ranks.run(undisturbed, cell, fault, folder)
     seen: list[Seen] = found
     return seen
 
@@ -44,14 +45,15 @@ def run_cell(at: FaultCell, folder: str) -> Shown:
         AssertionError: where ranks saw something else than the table says, or lost more.
     """
     cell, fault = at.cell, at.fault
-    expected = oracle(cell, fault.id if fault.id in CODECS else "")
-    ended = () if fault.struck else at.struck
-    ranks = Ranks(cell.layout.ranks, TIMEOUT_SECONDS, keeper=fault.keeper)
+    expected = oracle(cell, fault.id if fault.id in CODECS else "", at.device)
+    ended = () if at.struck_kind else at.struck
+    ranks = Ranks(cell.layout.ranks, TIMEOUT_SECONDS, keeper=fault.keeper, device=at.device)
     work = planned if at.way is Way.NEW_PLAN else disturbed
-    seen: list[Seen | None] = ranks.run(work, cell, fault.id, at.struck, folder, ended=ended)
+    told = (cell, fault.id, at.struck, folder, *((True,) if at.in_attempt else ()))
+    seen: list[Seen | None] = ranks.run(work, *told, ended=ended)
     seconds = _check_errors(at, seen, folder)
     if at.way is Way.RESTART:
-        again = Ranks(cell.layout.ranks, TIMEOUT_SECONDS)
+        again = Ranks(cell.layout.ranks, TIMEOUT_SECONDS, device=at.device)
         found: list[Seen] = again.run(resumed, cell, fault.id, folder)
         for old, new, whole in zip(seen, found, expected, strict=True):
             new.before, new.losses = whole.before, whole.losses[:-2] + new.losses
@@ -69,12 +71,12 @@ def _check_errors(at: FaultCell, seen: list[Seen | None], folder: str) -> list[f
             assert rank in at.struck
             seconds.append(None)
             continue
-        kinds = (at.fault.struck,) if rank in at.struck else at.peers
+        kinds = (at.struck_kind,) if rank in at.struck else at.peers
         assert each.kind in kinds, f"rank {rank} met {each.kind or 'nothing'}: {each.text}"
         late = each.seconds(Path(folder))
         assert late < BAR_SECONDS, f"rank {rank} after {late:.1f} s: {each.text}"
         seconds.append(late)
-        if at.fault.peers in kinds:
+        if at.peers[0] in kinds:
             _check_words(at, each.text)
     return seconds
 

@@ -33,6 +33,16 @@ PRELOADED = [
 """Nothing of it starts a thread, without which forking would not be safe."""
 
 
+BACKENDS = {"cpu": "gloo", "sim": "cpu:gloo,sim:simccl"}
+
+
+def device_of_ranks() -> str:
+    """Where a rank of these computes."""
+    import torch
+
+    return "sim" if hasattr(torch, "sim") else "cpu"
+
+
 class SilentError(AssertionError):
     """Ranks that were expected to answer did not, or failed in a way nobody meant."""
 
@@ -46,6 +56,7 @@ class Job:
     port: int
     keeps_store: bool
     timeout_seconds: float
+    device: str
     work: Callable[..., Any]
     args: tuple[Any, ...]
 
@@ -53,9 +64,14 @@ class Job:
 class Ranks:
     """Processes of one process group, whose store is kept here or by rank 0."""
 
-    def __init__(self, size: int, timeout_seconds: float, *, keeper: bool = False) -> None:
-        """``timeout_seconds`` is the process group's; with ``keeper`` rank 0 keeps the store."""
-        self.size = size
+    def __init__(
+        self, size: int, timeout_seconds: float, *, keeper: bool = False, device: str = "cpu"
+    ) -> None:
+        """``timeout_seconds`` is the process group's; with ``keeper`` rank 0 keeps the store.
+
+        With ``device="sim"`` each has a simulated device.
+        """
+        self.size, self._device = size, device
         self._timeout = timeout_seconds
         self._keeper = keeper
 
@@ -97,7 +113,7 @@ class Ranks:
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
                 keeps = self._keeper and rank == 0
-                job = Job(rank, self.size, port, keeps, self._timeout, work, args)
+                job = Job(rank, self.size, port, keeps, self._timeout, self._device, work, args)
                 process: BaseProcess = context.Process(
                     target=_serve, args=(job, theirs), daemon=True
                 )
@@ -147,8 +163,12 @@ def _serve(job: Job, pipe: Connection) -> None:
     store = dist.TCPStore(
         "127.0.0.1", job.port, None, job.keeps_store, timeout, wait_for_workers=False
     )
+    if job.device == "sim":
+        import polyshard_sim
+
+        polyshard_sim.enable(mode="threads", jitter_us=20, devices=1)
     dist.init_process_group(
-        "gloo", store=store, rank=job.rank, world_size=job.size, timeout=timeout
+        BACKENDS[job.device], store=store, rank=job.rank, world_size=job.size, timeout=timeout
     )
     torch.manual_seed(0)
     code = 0

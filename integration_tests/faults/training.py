@@ -20,7 +20,8 @@ from torch import Tensor, nn
 import polyshard_resilience
 from composition_table import Cell
 from faults.plugin import Faulty, FaultyCodec, OwnCodec, Strike
-from faults.processes import Uncaught
+from faults.processes import Uncaught, device_of_ranks
+from polyshard.transport.collective import CollectiveGather
 from polyshard.transport.gloo.messages import Works
 from polyshard_checkpoint import Checkpoints
 
@@ -58,9 +59,9 @@ class Struck(Sharded):
     """One rank that may fail."""
 
     def __init__(self, cell: Cell, folder: str, strike: Strike) -> None:
-        """As told by ``strike``."""
+        """As told by ``strike``, on the device that ranks have."""
         self.strike = strike
-        super().__init__(cell, folder)
+        super().__init__(cell, folder, device=device_of_ranks())
 
     def _stack(self, cell: Cell, folder: str) -> tuple[Any, list[object], Any]:
         data, plugins, offload = super()._stack(cell, folder)
@@ -109,6 +110,10 @@ def in_backward(trainee: Struck) -> None:
 
 def in_transfer(trainee: Struck) -> None:
     """Where the engine sends."""
+    if trainee.device != "cpu":
+        route: Any = CollectiveGather
+        route.start = trainee.strike.around("transfer", CollectiveGather.start)
+        return
     patched: Any = Works
     patched.post = trainee.strike.around("transfer", Works.post)
 
@@ -251,26 +256,36 @@ def strike_for(fault: str, folder: str) -> Strike:
     return Strike(fault, lambda: error_of(fault), mark_in(folder))
 
 
-def lost_step(trainee: Struck, is_struck: bool, seen: Seen) -> None:
+def lost_step(trainee: Struck, is_struck: bool, seen: Seen, *, in_attempt: bool = False) -> None:
     """The step in which it happens; an error is noted, unless it is to end the process."""
-    fault, strike = trainee.strike.fault, trainee.strike
+    fault = trainee.strike.fault
     if is_struck and fault in PREPARE:
         PREPARE[fault](trainee)
     try:
         if fault.startswith("attempt-"):
             attempted(trainee, is_struck, BEFORE)
-        elif is_struck and fault in INSTEAD:
-            strike.mark()
-            INSTEAD[fault](trainee, BEFORE)
+        elif in_attempt:
+            with polyshard_resilience.attempt(trainee.model, trainee.optimizer):
+                struck_step(trainee, is_struck)
         else:
-            if is_struck:
-                strike.arm()
-            trainee.whole_step(BEFORE)
+            struck_step(trainee, is_struck)
         trainee.whole_step(BEFORE + 1)  # a rank may have been done when another failed
     except Uncaught:
         raise
     except Exception as error:
         note(seen, error)
+
+
+def struck_step(trainee: Struck, is_struck: bool) -> None:
+    """A step, or what the struck rank does in place of one."""
+    fault, strike = trainee.strike.fault, trainee.strike
+    if is_struck and fault in INSTEAD:
+        strike.mark()
+        INSTEAD[fault](trainee, BEFORE)
+        return
+    if is_struck:
+        strike.arm()
+    trainee.whole_step(BEFORE)
 
 
 def note(seen: Seen, error: Exception) -> None:
@@ -291,7 +306,13 @@ def undisturbed(rank: int, size: int, cell: Cell, fault: str, folder: str) -> Se
 
 
 def disturbed(
-    rank: int, size: int, cell: Cell, fault: str, struck: tuple[int, ...], folder: str
+    rank: int,
+    size: int,
+    cell: Cell,
+    fault: str,
+    struck: tuple[int, ...],
+    folder: str,
+    in_attempt: bool = False,
 ) -> Seen:
     """Meet the error, recover in the process, and go on; a checkpoint is left in any case."""
     trainee = Struck(cell, folder, strike_for(fault, folder))
@@ -299,8 +320,8 @@ def disturbed(
     seen.losses = [trainee.whole_step(index) for index in range(BEFORE)]
     seen.before = trainee.digest()
     Checkpoints(f"{folder}/saved").save(BEFORE, state_of(trainee.model, trainee.optimizer))
-    lost_step(trainee, rank in struck, seen)
-    if fault in ENDS:
+    lost_step(trainee, rank in struck, seen, in_attempt=in_attempt)
+    if fault in ENDS and not in_attempt:
         return seen
     trainee.recover()
     go_on(trainee, seen)

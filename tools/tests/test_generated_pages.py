@@ -103,14 +103,15 @@ def test_refusals_are_named_once_and_say_something() -> None:
 
 
 def test_every_fault_has_figures_below_the_bar() -> None:
-    seconds = read(make_fault_docs.FIGURES).found["seconds"]
+    files = (make_fault_docs.FIGURES / f"{name}.json" for name in ("cells", "device"))
+    seconds = {name: each for file in files for name, each in read(file).found["seconds"].items()}
     cells = {cell.id: cell for cell in FAULT_CELLS}
     assert set(seconds) == set(cells)
     assert len(cells) == len(FAULT_CELLS)
     for name, found in seconds.items():
         cell = cells[name]
         assert len(found) == cell.layout.ranks
-        gone = () if cell.fault.struck else cell.struck
+        gone = () if cell.struck_kind else cell.struck
         assert [rank for rank, each in enumerate(found) if each is None] == list(gone)
         assert all(each < BAR_SECONDS for each in found if each is not None)
     assert {cell.stack for cell in FAULT_CELLS} == set(STACKS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from datetime import timedelta
 from typing import Any
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyshard_sim.testing import MODES, run, sim
+from polyshard_testing.world import RankError
 
 
 def rows(rank: int, device: str, *shape: int) -> Tensor:
@@ -187,7 +190,46 @@ def timed_out(rank: int, size: int) -> None:
     dist.barrier()
 
 
+def apart(rank: int, size: int) -> None:
+    """Calls that do not match never end, even where their bytes would fit."""
+    for kind in ("operation", "size"):
+        group = dist.new_group(backend="simccl")
+        x, y = torch.ones(4, device="sim"), torch.ones(6, device="sim")
+        if rank == 0 and kind == "operation":
+            dist.broadcast(x, 0, group=group)
+        else:
+            dist.all_reduce(y if rank and kind == "size" else x, group=group)
+        event = sim().Event()
+        event.record()
+        time.sleep(0.1)
+        assert not event.query()
+        dist.barrier(group=_cpu_group())
+        group._get_backend(torch.device("sim")).abort()
+        sim().synchronize()
+
+
+def killed(rank: int, size: int) -> None:
+    """The others of a collective are not told, as with NCCL over NVLink."""
+    x = torch.ones(2, device="sim")
+    dist.all_reduce(x)
+    sim().synchronize()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = dist.all_reduce(x, async_op=True)
+    time.sleep(0.15)  # in twice as long polyshard-resilience would abort it
+    assert not work.is_completed()
+    world: Any = dist.group.WORLD
+    world._get_backend(torch.device("sim")).abort()
+    sim().synchronize()
+
+
+def test_a_rank_that_is_killed_leaves_the_others_waiting() -> None:
+    with pytest.raises(RankError, match="rank 1") as caught:
+        run(killed, 2)
+    assert str(caught.value).count("--- rank") == 1, caught.value
+
+
 @pytest.mark.parametrize("mode", ["threads", "random"])
-@pytest.mark.parametrize("case", [aborted, timed_out])
+@pytest.mark.parametrize("case", [aborted, timed_out, apart])
 def test_failures(mode: str, case: Any) -> None:
     run(case, 2, mode=mode)

@@ -1,4 +1,4 @@
-"""Every private torch name the package uses: connections over gloo, made, cut and replaced.
+"""Every private torch name the package uses: backends of process groups, made, cut and replaced.
 
 [Note: cutting]
 gloo has no call that ends a transfer under way (torch's ``abort()`` does nothing there). But a
@@ -6,13 +6,22 @@ receive that is not answered in time makes gloo close every pair of its context,
 waits in it, in whatever thread, with an error; and since a pair is a TCP connection, the other end
 is woken as well. So whoever wants all of it to end waits for a message that nobody sends, for a
 millisecond. What was cut stays so: new connections are made.
+
+[Note: aborting]
+On a device a collective that a rank does not join keeps its stream for ever. ``abort()`` ends it
+and all later ones of the communicator: the stream goes on with whatever its memory holds, and no
+wait of the host raises anything. torch's own ``_abort_process_group`` also forgets the groups,
+which meshes and users still hold. Here they stay, and get backends made anew as torch makes them
+(``_new_process_group_helper``).
 """
 
 from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -20,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives, distributed_c10d
 
-from polyshard._torch.gloo import BESIDE, backend_on_cpu, gloo_groups
+from polyshard._torch.gloo import BESIDE, backend_on_cpu
 from polyshard.errors import ConnectionLostError
 
 CUT_TAG = (1 << 31) - 1
@@ -83,9 +92,9 @@ def cut_gloo(connections: dist.ProcessGroup) -> None:
                 connections.recv([torch.empty(1, device="cpu")], peer, CUT_TAG).wait(_MOMENT)
 
 
-def is_from_gloo(error: RuntimeError) -> bool:
-    """Whether gloo raised ``error`` about a connection: one that broke, or a wait that was over."""
-    return bool(_OF_GLOO.search(str(error)))
+def is_from_backend(error: RuntimeError) -> bool:
+    """Whether ``error`` is about connections: one that broke, was aborted, or took too long."""
+    return isinstance(error, dist.DistBackendError) or bool(_OF_GLOO.search(str(error)))
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -111,55 +120,132 @@ def own_client(store: dist.Store) -> dist.Store:
     return cast("Any", store).clone() if isinstance(base, dist.TCPStore) else store
 
 
+@dataclass(frozen=True)
+class Working:
+    """What a process group does its work with on one type of device."""
+
+    group: dist.ProcessGroup
+    device: str
+    backend: Any
+
+    @property
+    def is_gloo(self) -> bool:
+        """Whether it is cut and connected over a wire."""
+        return isinstance(self.backend, dist.ProcessGroupGloo)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ones of the group."""
+        return tuple(dist.get_process_group_ranks(self.group))
+
+    @property
+    def maker(self) -> Callable[[dist.Store], Any] | None:
+        """Makes the backend of a device anew, over an empty store; ``None`` where none can be."""
+        if _is_nccl(self.backend):
+            return self._make_nccl
+        if self.device in ("", "cpu") or isinstance(self.backend, dist.ProcessGroup):
+            return None
+        plugin = cast("Any", dist.Backend)._plugins.get(self.backend.name().upper())
+        return None if plugin is None or not plugin.extended_api else self._make_extension
+
+    def _make_nccl(self, store: dist.Store) -> Any:
+        options, kind = self.backend.options, cast("Any", dist).ProcessGroupNCCL
+        options.split_from = None  # a communicator that was aborted as well
+        made = kind(store, self.group.rank(), self.group.size(), options)
+        made._set_sequence_number_for_group()
+        return made
+
+    def _make_extension(self, store: dist.Store) -> Any:
+        options = cast("Any", distributed_c10d)._DistributedBackendOptions()
+        options.store, options.timeout = store, timeout_of(self.group)
+        options.group_rank, options.group_size = self.group.rank(), self.group.size()
+        options.group_id = self.group.group_name
+        options.global_ranks_in_group = list(self.ranks)
+        plugin = cast("Any", dist.Backend)._plugins[self.backend.name().upper()]
+        return plugin.creator_fn(options, None)
+
+
+def _is_nccl(backend: object) -> bool:
+    kind = getattr(dist, "ProcessGroupNCCL", None)  # a build for the CPU has none
+    return kind is not None and isinstance(backend, kind)
+
+
+def workings() -> dict[str, Working]:
+    """Of the process groups of this process, by names that all ranks know.
+
+    Gloo on the CPU, and everything else that there is on any device.
+    """
+    found = {}
+    for group, name in list(distributed_c10d._world.pg_names.items()):
+        with suppress(KeyError, ValueError):  # another thread destroys it
+            first = dist.get_process_group_ranks(group)[0]
+            on: Any = {device.type: group._get_backend(device) for device in group._device_types}
+            for device, backend in (on or {"": group}).items():
+                working = Working(group, device, backend)
+                if device == "cpu" or not working.is_gloo:
+                    found[f"{name}/{first}/{device}"] = working
+    return found
+
+
 def begun_collectives() -> dict[str, int]:
     """How many collectives each process group has begun, but for :data:`BESIDE` groups.
 
-    By the names of :func:`gloo_groups` and :func:`device_groups`. A backend may not count; and
-    nothing is counted where there are more than :data:`MOST_GROUPS`.
+    By the names of :func:`workings`. A backend may not count; and nothing is counted where there
+    are more groups than :data:`MOST_GROUPS`.
     """
-    found: dict[str, Any] = {n: (g, backend_on_cpu(g)) for n, g in gloo_groups().items()}
-    found.update(device_groups())
-    counts = {}
-    for name, (group, backend) in found.items() if len(found) <= MOST_GROUPS else ():
+    found, counts = workings(), {}
+    for name, working in found.items() if not are_too_many(found) else ():
         with suppress(RuntimeError):  # a backend that does not count
-            if group.group_desc != BESIDE:
-                counts[name] = backend._get_sequence_number_for_group()
+            if working.group.group_desc != BESIDE:
+                counts[name] = working.backend._get_sequence_number_for_group()
     return counts
 
 
-def device_groups() -> dict[str, tuple[dist.ProcessGroup, Any]]:
-    """Process groups and what each runs on beside gloo (NCCL), by names that all ranks know."""
-    found = {}
-    for group, name in list(distributed_c10d._world.pg_names.items()):
-        first = dist.get_process_group_ranks(group)[0]
-        devices: Any = {device.type: group._get_backend(device) for device in group._device_types}
-        for device, backend in (devices or {"": group}).items():
-            if not isinstance(backend, dist.ProcessGroupGloo):
-                found[f"{name}/{first}/{device}"] = group, backend
-    return found
+def are_too_many(found: dict[str, Working]) -> bool:
+    """Whether there are more process groups than :data:`MOST_GROUPS`."""
+    return len({id(working.group) for working in found.values()}) > MOST_GROUPS
 
 
 def cut_groups() -> None:
     """End all that waits on the CPU in any process group of this process."""
-    for group in gloo_groups().values():
-        cut_group(group)
+    for working in workings().values():
+        if working.is_gloo:
+            cut_gloo(working.backend)
 
 
-def cut_group(group: dist.ProcessGroup) -> None:
-    """End all that waits on the CPU in ``group``."""
-    cut_gloo(cast("dist.ProcessGroup", backend_on_cpu(group)))
+def on_devices() -> dict[str, Working]:
+    """Those of :func:`workings` that :func:`abort` ends, and that can be made anew."""
+    return {name: each for name, each in workings().items() if each.maker is not None}
 
 
-def reconnect(group: dist.ProcessGroup, connections: dist.ProcessGroup, number: int) -> None:
-    """Have ``group`` do its work on the CPU over other ``connections`` of the same ranks.
+def abort(found: dict[str, Working]) -> None:
+    """End all that waits on a device in any of :func:`on_devices`. See [Note: aborting]."""
+    nccl = next((each.backend for each in found.values() if _is_nccl(each.backend)), None)
+    if nccl is not None:  # aborts of several communicators may wait for each other (torch #119797)
+        nccl._group_start()
+    for each in found.values():
+        each.backend.abort()
+    if nccl is not None:
+        nccl._group_end()
+
+
+def await_devices() -> None:
+    """Wait for all that was launched on this process's device, to the end of what was aborted."""
+    if torch.accelerator.is_available():
+        with suppress(dist.DistBackendError):  # nobody asks any more how it went
+            torch.accelerator.synchronize()
+
+
+def replace(working: Working, backend: Any, number: int) -> None:
+    """Have the group do its work with another ``backend`` of the same ranks.
 
     A group keeps one backend of each type for good. So this one comes under a type of its own, and
-    the old one stays behind without connections: two threads that wait for nothing.
+    the old one stays behind without connections: on gloo, two threads that wait for nothing.
 
     Args:
-        group: Of torch's registry.
-        connections: What :func:`connect_gloo` made.
-        number: How often the group has been reconnected before.
+        working: of a group of torch's registry.
+        backend: made for it.
+        number: How often the group has had something replaced before.
 
     Raises:
         ConnectionLostError: when there are no types left, after more than 200 times.
@@ -168,7 +254,13 @@ def reconnect(group: dist.ProcessGroup, connections: dist.ProcessGroup, number: 
         raise ConnectionLostError(f"it was reconnected {number} times before, which is the most")
     kinds = dist.ProcessGroup.BackendType
     kind: Any = kinds(_TYPES[number])
-    backend: Any = backend_on_cpu(connections)
-    group._register_backend(torch.device("cpu"), kind, backend)
-    if distributed_c10d._world.pg_map[group][0] == dist.Backend.GLOO:
+    group, world = cast("Any", working.group), distributed_c10d._world
+    called, described = group.group_name, group.group_desc  # which it asks a backend for
+    name = "gloo" if working.is_gloo else working.backend.name().lower()
+    group._register_backend(torch.device(working.device), kind, backend)
+    if world.pg_map[group][0].lower() == name:
         group._set_default_backend(kind)
+    group._set_group_name(called)
+    group._set_group_desc(described)
+    # What a coalesced launch had gathered when it was broken off would refuse the next one.
+    cast("Any", world).pg_coalesce_state.pop(group, None)

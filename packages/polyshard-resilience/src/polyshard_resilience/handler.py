@@ -13,12 +13,13 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, cast
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from polyshard.agreement.board import REQUESTS_PER_SECOND, open_board
@@ -30,11 +31,12 @@ from polyshard.errors import (
     PolyshardError,
 )
 from polyshard.failures import FailureHandler, Kind, Part, failure_handler, handle_failures
-from polyshard_resilience._torch_private import is_from_gloo
+from polyshard_resilience._torch_private import await_devices, is_from_backend
 from polyshard_resilience.alarm.alarm import Alarm
 from polyshard_resilience.alarm.current import current_alarm
 from polyshard_resilience.alarm.peers import gathering
 from polyshard_resilience.alarm.reports import Cause, Report
+from polyshard_resilience.device import DeviceSteps
 from polyshard_resilience.mending import mend_groups
 from polyshard_resilience.wire import WatchedWire
 
@@ -94,6 +96,7 @@ class AlarmHandler(FailureHandler):
     def __init__(self, alarm: Alarm) -> None:
         """``alarm`` has ranks to tell."""
         self.alarm = alarm
+        self._device_steps = DeviceSteps(alarm)
 
     @override
     def begin_step(self) -> int:
@@ -104,6 +107,7 @@ class AlarmHandler(FailureHandler):
     def begin(self, part: Part) -> None:
         alarm = self.alarm
         alarm.doing = part.place
+        alarm.parts += 1
         if alarm.report is not None:
             alarm.check(part)
 
@@ -143,7 +147,7 @@ class AlarmHandler(FailureHandler):
             alarm.see()
             return
         alarm.look()
-        if alarm.report is None and isinstance(error, RuntimeError) and is_from_gloo(error):
+        if alarm.report is None and isinstance(error, RuntimeError) and is_from_backend(error):
             alarm.explain(None, error)
         if alarm.report is None:
             alarm.fail(f"in the forward of '{unit}'" if unit else "in forward", error)
@@ -173,11 +177,15 @@ class AlarmHandler(FailureHandler):
     def refusal_of(self, error: RuntimeError) -> PolyshardError | None:
         """What to raise in place of what a call raised. See [Note: let down elsewhere]."""
         alarm = self.alarm
-        if not is_from_gloo(error) or isinstance(error, PolyshardError):
+        if not is_from_backend(error) or isinstance(error, PolyshardError):
             return None
         if alarm.explain(None, error).rank == alarm.rank:
             return None
         return alarm.because("a collective of the model did not complete")
+
+    @override
+    def end_step(self, meshes: Iterator[DeviceMesh], forwards: Iterable[str]) -> None:
+        self._device_steps.end(meshes, forwards)
 
     @override
     @contextmanager
@@ -190,6 +198,8 @@ class AlarmHandler(FailureHandler):
         elif error is not None:
             alarm.add_detail(error)
         alarm.see()
+        if alarm.report is not None:
+            await_devices()  # memory that goes back is used by nothing that was aborted
         yield
         alarm.begin_anew()
 

@@ -1,12 +1,12 @@
-"""Process groups that were cut are connected anew, as the objects that they are.
+"""Process groups that were cut or aborted are connected anew, as the objects that they are.
 
 [Note: mending]
 Meshes, tensors and users hold the process groups of a mesh, so new ones would help nobody. A group
-gets a new backend instead, over a wire (``wire.py``) of its own among the same ranks. All of them
-come, each of its groups in the order of their names: a rank in a group with a rank that cut knows
-of it (see [Note: who has cut] of ``alarm/cuts.py``). Groups with a rank that will not come back
-stay broken. Groups of other backends cannot get a new one: where their ranks are out of step, no
-rank goes on.
+gets a new backend instead: on gloo over a wire (``wire.py``) of its own among the same ranks, on a
+device one that torch makes anew, when all of the ranks have met. All of them come, each of its
+groups in the order of their names: a rank in a group with a rank that cut knows of it (see
+[Note: who has cut] of ``alarm/cuts.py``). Groups with a rank that will not come back stay broken.
+Backends of others cannot be made anew: where their ranks are out of step, no rank goes on.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ import warnings
 from dataclasses import dataclass
 from typing import cast
 
-import torch.distributed as dist
-
-from polyshard._torch.gloo import gloo_groups
+from polyshard._torch.gloo import backend_on_cpu
 from polyshard.errors import ConnectionLostError, OutOfStepError, PeerError
 from polyshard_resilience._torch_private import (
     MOST_GROUPS,
-    cut_group,
-    device_groups,
-    reconnect,
+    Working,
+    abort,
+    are_too_many,
+    await_devices,
+    cut_gloo,
+    replace,
+    workings,
 )
 from polyshard_resilience.alarm.alarm import Alarm
 from polyshard_resilience.alarm.cuts import Broken
@@ -37,7 +39,7 @@ def mend_groups(alarm: Alarm) -> None:
 
     Raises:
         PeerError: when another rank does not come.
-        OutOfStepError: on all ranks, when a group of another backend (NCCL) is out of step.
+        OutOfStepError: on all ranks, when a group is out of step whose backend cannot be made anew.
     """
     broken = alarm.broken_groups()
     if broken:
@@ -45,31 +47,35 @@ def mend_groups(alarm: Alarm) -> None:
 
 
 def _mend_all(alarm: Alarm, broken: Broken) -> None:
-    groups = gloo_groups()
-    final = sorted(broken.apart & device_groups().keys())
+    found = workings()
+    final = sorted(name for name in broken.apart & found.keys() if not _can_be_mended(found[name]))
     if final:
         raise OutOfStepError(
             f"ranks have begun different numbers of collectives in the process groups {final}, "
             "which cannot be connected anew: the next collective would mix data of different "
             "ones, or never end. Restart the job from the last checkpoint"
         )
-    if len(groups) > MOST_GROUPS:
+    if are_too_many(found):
         warnings.warn(
-            f"process groups {broken} stay broken: there are {len(groups)}, and at most "
-            f"{MOST_GROUPS} are repaired. Destroy unused groups, or restart from the last "
-            "checkpoint.",
+            f"process groups {broken} stay broken: there are more than {MOST_GROUPS}, and no more "
+            "are repaired. Destroy unused groups, or restart from the last checkpoint.",
             RuntimeWarning,
             stacklevel=3,
         )
         return
-    for name in alarm.mending.keys() - groups.keys():  # destroyed since
+    for name in alarm.mending.keys() - found.keys():  # destroyed since
         del alarm.mending[name]
+    affected = {
+        name: working
+        for name, working in sorted(found.items())
+        if broken.includes(name, working.ranks if working.is_gloo else ())
+    }
+    _quieten(affected)
     mended = []
     try:
-        for name in sorted(groups):
-            ranks = tuple(dist.get_process_group_ranks(groups[name]))
-            if alarm.gone.keys().isdisjoint(ranks) and broken.includes(name, ranks):
-                _mend(alarm, name, groups[name], ranks)
+        for name, working in affected.items():
+            if alarm.gone.keys().isdisjoint(working.ranks):
+                _mend(alarm, name, working)
                 mended.append(name)
     except ConnectionLostError as error:
         alarm.say_cut()
@@ -83,21 +89,46 @@ def _mend_all(alarm: Alarm, broken: Broken) -> None:
         alarm.say_mended(mended)
 
 
-def _mend(alarm: Alarm, name: str, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
-    wire = WatchedWire(group, alarm, ranks, f"group/{name}")
+def _can_be_mended(working: Working) -> bool:
+    return working.is_gloo or working.maker is not None
+
+
+def _quieten(affected: dict[str, Working]) -> None:
+    """Nothing is under way on a device any more, which this rank or another has aborted."""
+    devices = {name: working for name, working in affected.items() if not working.is_gloo}
+    if devices:
+        abort(devices)
+        await_devices()
+
+
+def _mend(alarm: Alarm, name: str, working: Working) -> None:
+    wire = WatchedWire(working.group, alarm, working.ranks, f"group/{name}")
     known = cast("_Mended", alarm.mending.setdefault(name, _Mended(wire)))
     known.wire.renew()
-    connections = known.wire.open()
+    backend = _made_anew(known.wire, working)
     if alarm.report is not None:
         raise ConnectionLostError("another failure came first")
-    cut_group(group)  # what is still under way there will not end otherwise
-    reconnect(group, connections, known.times)
+    group = name.rpartition("/")[0]
+    every = [cast("_Mended", each) for n, each in alarm.mending.items() if _group_of(n) == group]
+    replace(working, backend, sum(each.times for each in every))
     known.times += 1
+
+
+def _group_of(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+def _made_anew(wire: WatchedWire, working: Working) -> object:
+    if working.maker is not None:
+        return wire.make(working.maker)
+    connections = wire.open()
+    cut_gloo(working.backend)  # what is still under way there will not end otherwise
+    return backend_on_cpu(connections)
 
 
 @dataclass
 class _Mended:
-    """One process group."""
+    """One process group, on one type of device."""
 
     wire: WatchedWire
     times: int = 0

@@ -28,7 +28,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 from typing_extensions import override
@@ -51,12 +51,24 @@ MOST_SECONDS = 0.05
 LOOK_SECONDS = 0.05
 """How often the main thread looks whether connections were cut."""
 
+T = TypeVar("T")
+
+
+class Waited(Protocol):
+    """What a thread waits for, as a :class:`~polyshard.transport.gloo.wire.Job` is."""
+
+    is_left: bool
+
+    def run(self) -> None:
+        """Return when it is done."""
+        ...
+
 
 @dataclass
 class _Held:
     """A job that a thread waits for."""
 
-    job: Job
+    job: Waited
     error: RuntimeError | None = None
     done: Lock = field(default_factory=Lock)
     """Held from when somebody waits until all is done."""
@@ -79,7 +91,7 @@ class Waiter:
         """There is no thread yet."""
         self._jobs: SimpleQueue[_Held | None] | None = None
 
-    def wait(self, job: Job, is_cut: Callable[[], bool]) -> None:
+    def wait(self, job: Waited, is_cut: Callable[[], bool]) -> None:
         """Return when ``job`` is done.
 
         Raises:
@@ -248,34 +260,45 @@ class WatchedWire(Wire):
         return f"{self.name}:{tag}"
 
     def _connect(self) -> dist.ProcessGroup:
-        board, epoch = self.alarm.board, self.alarm.epoch
-        assert board is not None
-        name = f"{board.prefix}/wires/{self.name}/{epoch}"
-        timeout = self._timeout
-        try:
-            self._meet(board.store, name, timeout.total_seconds())
-        except ConnectionLostError:  # the epoch is over: nobody looks for this rank there
-            here = f"{self._left.pop()}/{self.alarm.rank}"
-            self.alarm.courier.tell(lambda store: store.delete_key(here))
-            raise
-        rank, size = self.ranks.index(board.rank), len(self.ranks)
-        made = self._patiently(
-            lambda: connect_gloo(
-                board.store, f"{name}/gloo", rank, size, timeout, on_shared_device=self._is_named
+        rank, size, timeout = self.number_of(self.alarm.rank), len(self.ranks), self._timeout
+        made = self._made(
+            lambda store, name: connect_gloo(
+                store, name, rank, size, timeout, on_shared_device=self._is_named
             )
         )
         self.connections = made
-        self._tidy(board.store, name, rank)
         if self.alarm.report is not None:  # rung while this was made, and cut nothing
             self.cut()
         return made
 
-    def _patiently(self, connect: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
+    def make(self, maker: Callable[[dist.Store], T]) -> T:
+        """What ``maker`` makes over a part of the store, once all ranks have come to this.
+
+        Raises:
+            ConnectionLostError: as :meth:`open`.
+        """
+        return self._made(lambda store, name: maker(dist.PrefixStore(name, store)))
+
+    def _made(self, connect: Callable[[dist.Store, str], T]) -> T:
+        board, epoch = self.alarm.board, self.alarm.epoch
+        assert board is not None
+        name = f"{board.prefix}/wires/{self.name}/{epoch}"
+        try:
+            self._meet(board.store, name, self._timeout.total_seconds())
+        except ConnectionLostError:  # the epoch is over: nobody looks for this rank there
+            here = f"{self._left.pop()}/{self.alarm.rank}"
+            self.alarm.courier.tell(lambda store: store.delete_key(here))
+            raise
+        made = self._patiently(lambda: connect(board.store, f"{name}/gloo"))
+        self._tidy(board.store, name, self.number_of(board.rank))
+        return made
+
+    def _patiently(self, connect: Callable[[], T]) -> T:
         """What ``connect`` returns, unless a rank that had come goes before it has connected.
 
         gloo waits for that rank until its time-out. So it is left to do so, in another thread.
         """
-        future: Future[dist.ProcessGroup] = Future()
+        future: Future[T] = Future()
 
         def work() -> None:
             try:

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyshard_resilience.alarm.positions import Position, circle_from
+from polyshard_resilience.alarm.reports import NOBODY
 
 KEY = "wire:1"
 
@@ -48,6 +49,27 @@ def test_a_circle_is_believed_at_the_second_look() -> None:
     assert circle.still_stands({r: waits(1 - r, beat=2) for r in at}.get) is True
     assert circle.still_stands({0: waits(1, beat=2), 1: waits(0, wait=2, beat=2)}.get) is False
     assert circle.still_stands({0: waits(1, beat=2)}.get) is False
+
+
+def gathers(key: str, *begun: str) -> Position:
+    """Waits for both of two ranks at ``key``, after having come to ``begun``."""
+    posted = dict.fromkeys((key, *begun), 1)
+    return Position(1, 1, NOBODY, key, 1, posted, f"is at {key}", among=(0, 1))
+
+
+def test_two_that_wait_for_all_at_different_places() -> None:
+    at = {0: gathers("one"), 1: gathers("other")}
+    assert circle_from(0, at.get) is None
+    circle = circle_from(0, at.get, candidate=1)
+    assert circle is not None
+    assert set(circle.positions) == {0, 1}
+
+
+def test_one_that_waits_for_all_and_was_where_the_other_is() -> None:
+    at = {0: gathers("one"), 1: gathers("other", "one")}
+    for rank in at:
+        assert circle_from(rank, at.get, candidate=1 - rank) is None
+    assert circle_from(0, {0: gathers("one"), 1: gathers("one")}.get, candidate=1) is None
 
 
 @given(st.data())

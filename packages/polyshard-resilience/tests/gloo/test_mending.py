@@ -80,7 +80,9 @@ def train(model: Any) -> Tensor:
 
 
 def works(model: Any, mesh: DeviceMesh, expected: Tensor) -> None:
-    for group in (mesh["dp"].get_group(), mesh["tp"].get_group(), None):
+    for group in (mesh["dp"].get_group(), mesh["tp"].get_group(), dist.group.WORLD):
+        assert group is not None
+        assert group.group_name
         total = torch.ones(1)
         dist.all_reduce(total, group=group)
         assert total.item() == dist.get_world_size(group)

@@ -11,12 +11,13 @@ planned, and keep it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from types import FrameType, TracebackType
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from polyshard.errors import LifecycleError
@@ -109,6 +110,19 @@ class FailureHandler:
 
         Raises:
             PolyshardError: in place of ``error``, quoting the rank that failed first.
+        """
+
+    def end_step(self, meshes: Iterator[DeviceMesh], forwards: Iterable[str]) -> None:
+        """The last backward has ended: its reductions are done, or launched on a device.
+
+        An optimizer steps next.
+
+        Args:
+            meshes: whose ranks it was shared by, of every unit.
+            forwards: the units whose forwards it belongs to, in order, by name.
+
+        Raises:
+            PeerError: when they do not complete, quoting the rank that failed first.
         """
 
     @contextmanager

@@ -88,6 +88,14 @@ def test_a_forward_that_failed_leaves_the_record_as_it_was() -> None:
     assert forward(order, ["a", "b", "c"]) == ["b", "c", None]
 
 
+def test_what_was_recorded_is_forgotten() -> None:
+    order: StepOrder[str] = StepOrder()
+    forward(order, ["a", "b"])
+    order.forget()
+    assert forward(order, ["a", "b"]) == [None, None]
+    assert forward(order, ["a", "b"]) == ["b", None]
+
+
 def test_a_backward_takes_the_notes_of_several_forwards_latest_first() -> None:
     order: StepOrder[str] = StepOrder()
     forward(order, ["a", "b", "root"])

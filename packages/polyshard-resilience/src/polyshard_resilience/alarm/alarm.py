@@ -8,6 +8,10 @@ an *epoch* stands and later ones of it are dropped. Every rank has a thread that
 (see [Note: cutting] of ``_torch_private.py``), which wakes every wait on them, and the handler
 (``handler.py``) puts the report in place of gloo's words.
 
+On a device the engine's collectives are those of the mesh's process groups. They pair by order, so
+once ranks have left a step at different places no later one is valid: who hears of a report aborts
+them all (see [Note: aborting] there) and says so, and recovery makes them anew.
+
 What is rung, and by whom: by a rank itself, exceptions in the engine and in plugins, in the model's
 forward and backward, and any that ends its process; by whoever notices, a process that is gone or
 stopped (seen in ``/proc`` on the same host, in a broken connection from another) and ranks that
@@ -35,7 +39,7 @@ from polyshard.errors import (
     PeerError,
     PolyshardError,
 )
-from polyshard_resilience._torch_private import begun_collectives, own_client
+from polyshard_resilience._torch_private import abort, begun_collectives, on_devices, own_client
 from polyshard_resilience.alarm.courier import ANSWER_SECONDS, Courier, UnansweredError
 from polyshard_resilience.alarm.cuts import NOTHING_BROKEN, Broken, Cuts, Epochs
 from polyshard_resilience.alarm.register import Register
@@ -99,6 +103,8 @@ class Alarm:
         """Whether this rank raised since."""
         self.waiting: Waiting | None = None
         """What the main thread waits for."""
+        self.parts = 0
+        """How many parts of steps it has begun."""
         self.doing: object = "the first forward"
         """What it is at: asked for its name (``str()``) when there is something to say."""
         self.gathered: dict[str, int] = {}
@@ -233,15 +239,20 @@ class Alarm:
     # Hearing ----------------------------------------------------------------------------------
 
     def hear(self, epoch: int, report: Report) -> None:
-        """``report`` ended ``epoch``."""
-        with self._lock:
-            if epoch != self.epoch or self.report is not None:
-                return
-            self.report, self.is_seen = report, False
-            if report.cause is Cause.GONE and report.rank != self.rank:
-                self.gone[report.rank] = report
-        for connections in list(self.connections.values()):
-            connections.cut()
+        """``report`` ended ``epoch``. This rank leaves it no sooner than all waits have ended."""
+        with self._cutting:
+            with self._lock:
+                if epoch != self.epoch or self.report is not None:
+                    return
+                self.report, self.is_seen = report, False
+                if report.cause is Cause.GONE and report.rank != self.rank:
+                    self.gone[report.rank] = report
+            devices, cuts = on_devices(), self._cuts
+            if devices:
+                self.courier.tell(lambda store: cuts.aborted(store, devices))
+                abort(devices)
+            for connections in list(self.connections.values()):
+                connections.cut()
 
     def _look(self, store: dist.Store) -> None:
         if self.report is None:

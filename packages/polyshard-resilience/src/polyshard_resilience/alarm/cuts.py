@@ -12,7 +12,8 @@ elsewhere for long is not waited for. What it cuts later stands in the list at t
 failure after it had begun a collective, and before it needed the result, leaves messages behind
 that others will take for those of the next collective: gloo ends their processes for it. So ranks
 that go on to an epoch compare how many collectives each has begun in every group, and one that
-finds another number than the first to come says that this group is broken.
+finds another number than the first to come says that this group is broken. One that was aborted on
+a device is broken in any case.
 
 [Note: kept epochs] Only the reports of the last :data:`KEPT` epochs stay. A rank that was away for
 longer (stopped, say) would take one that was forgotten for free; so the number of the last one to
@@ -112,6 +113,10 @@ class Cuts:
     def add(self, store: dist.Store, rank: int) -> None:
         """``rank`` is about to cut its groups."""
         self._change(store, RANKS, {str(rank)}, set())
+
+    def aborted(self, store: dist.Store, groups: Collection[str]) -> None:
+        """A rank has aborted these ``groups``: its number of collectives there means nothing."""
+        self._change(store, GROUPS, set(groups), set())
 
     def mended(self, store: dist.Store, rank: int, groups: Collection[str]) -> None:
         """These ``groups``, which are all of ``rank`` that were broken, work again."""

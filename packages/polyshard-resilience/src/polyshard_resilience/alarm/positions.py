@@ -84,9 +84,12 @@ class Circle:
         return f"control flow differs between ranks, which wait for each other: {'; '.join(lines)}"
 
 
-def circle_from(rank: int, find: Find) -> Circle | None:
-    """The circle that ``rank`` waits in, or for, if there is one."""
-    path = list(_chain(rank, find))
+def circle_from(rank: int, find: Find, candidate: int = NOBODY) -> Circle | None:
+    """The circle that ``rank`` waits in, or for, if there is one.
+
+    Where it waits for all of some ranks, ``candidate`` is the one of them to look at.
+    """
+    path = list(_chain(rank, find, candidate))
     ranks = [rank for rank, _ in path]
     repeated = ranks[-1] if path else None
     if repeated is None or ranks.index(repeated) == len(ranks) - 1:
@@ -94,7 +97,7 @@ def circle_from(rank: int, find: Find) -> Circle | None:
     return Circle(dict(path[ranks.index(repeated) : -1]))
 
 
-def _chain(rank: int, find: Find) -> Iterator[tuple[int, Position]]:
+def _chain(rank: int, find: Find, candidate: int) -> Iterator[tuple[int, Position]]:
     """Whom ``rank`` waits for, whom that one waits for, ... up to the first one met again."""
     path: dict[int, Position] = {}
     at = find(rank)
@@ -104,6 +107,7 @@ def _chain(rank: int, find: Find) -> Iterator[tuple[int, Position]]:
             return
         path[rank] = at
         elsewhere = (r for r, p in path.items() if r in at.among and not p.has_begun(at))
-        rank = next(elsewhere, NOBODY) if at.peer == NOBODY else at.peer
+        other = candidate if len(path) == 1 else NOBODY
+        rank = next(elsewhere, other) if at.peer == NOBODY else at.peer
         after = None if rank == NOBODY else find(rank)
         at = None if after is None or after.has_begun(at) else after

@@ -13,6 +13,11 @@ the last resort, only by a rank that has not raised :data:`ELSEWHERE_SECONDS` af
 report and still stands in ``torch.distributed``. ``reset_iter_state()`` mends them (see
 [Note: mending] of ``mending.py``).
 
+[Note: waits for a device]
+A host that waits for a device may stand anywhere in a program, and use its processor. So where
+there are collectives on a device, a rank that has begun no part of a step for a moment looks at the
+processes of its own host.
+
 [Note: looking at a thread]
 ``sys._current_frames()`` makes frame objects for frames that another thread is running, and the
 process may end with a segmentation fault when that thread goes on (seen with Python 3.11.7 and
@@ -41,7 +46,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from polyshard.agreement.board import look
-from polyshard_resilience._torch_private import COLLECTIVES, cut_groups
+from polyshard_resilience._torch_private import COLLECTIVES, cut_groups, on_devices
 from polyshard_resilience.alarm.alarm import Alarm, Waiting
 from polyshard_resilience.alarm.courier import ANSWER_SECONDS, UnansweredError
 from polyshard_resilience.alarm.positions import Circle, Position, circle_from
@@ -112,13 +117,19 @@ class Watch:
             return
         if is_silent and self._main.is_in_torch():
             self._suspect_store()
-        waiting = alarm.waiting or self._main.elsewhere(self._board.ranks)
+        waiting = alarm.waiting or self._elsewhere()
         before, self._wait = self._wait, self._wait.at(waiting, now)
         if waiting is None or now - self._wait.since < PATIENCE_SECONDS:
             if before.beats[0]:
                 self._take_back()
             return
         self._look(waiting, now)
+
+    def _elsewhere(self) -> _Elsewhere | None:
+        """What the main thread waits for outside of the engine. See [Note: waits for a device]."""
+        if on_devices():
+            return _Elsewhere(self._board.ranks, self._alarm.parts)
+        return self._main.elsewhere(self._board.ranks)
 
     # A long wait ------------------------------------------------------------------------------
 
@@ -138,7 +149,8 @@ class Watch:
                 at = self._wait.position(*place, alarm.posted(), f"is at {alarm.doing}")
                 among = peers if place[0] == NOBODY else ()
                 self._post(replace(at, epoch=epoch, among=among))
-                self._look_for_circle(epoch)
+                others = [rank for rank in among if rank != self._board.rank] or [NOBODY]
+                self._look_for_circle(epoch, others[(at.beat - 1) % len(others)])
             for rank in register.beside:
                 silent = register.silent(rank, self._silence, now)
                 if silent is not None:
@@ -155,7 +167,7 @@ class Watch:
         key = self._board.key("at", self._board.rank)
         self._alarm.courier.tell(lambda store: store.set(key, ""))
 
-    def _look_for_circle(self, epoch: int) -> None:
+    def _look_for_circle(self, epoch: int, candidate: int) -> None:
         """In which ranks stand that said so in this ``epoch``: those of an earlier one have left.
 
         Other ranks may have ended the epoch meanwhile, and this one gone on to the next.
@@ -168,7 +180,7 @@ class Watch:
         elif stands is None:
             self._circle = circle
         else:
-            self._circle = circle_from(self._board.rank, find)
+            self._circle = circle_from(self._board.rank, find, candidate)
 
     def _find(self, epoch: int, rank: int) -> Position | None:
         key = self._board.key("at", rank)
@@ -240,9 +252,11 @@ class _Wait:
 
 @dataclass(frozen=True)
 class _Elsewhere:
-    """A wait in a collective of torch's, for some ranks."""
+    """A wait in a collective of torch's or for a device, for some ranks."""
 
     ranks: tuple[int, ...]
+    parts: int = 0
+    """How many parts of steps had been begun before."""
 
     def peers(self) -> tuple[int, ...]:
         """See :class:`polyshard_resilience.alarm.alarm.Waiting`."""

@@ -17,6 +17,7 @@ other one concludes the ballot, as soon as it sees that.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -28,6 +29,7 @@ import torch
 from polyshard._torch.private import store_timeout_seconds
 from polyshard.agreement.board import REQUESTS_PER_SECOND, Board, open_board, said_of
 from polyshard.errors import ControlFlowError, OutOfStepError, PeerError
+from polyshard_resilience._torch_private import await_devices
 from polyshard_resilience.alarm.alarm import LEAVING
 from polyshard_resilience.alarm.current import current_alarm
 from polyshard_resilience.alarm.peers import (
@@ -127,6 +129,10 @@ def go_back(ballot: Ballot, verdict: Verdict, put_back: Callable[[], None]) -> V
     is_gone = verdict.kind is Kind.GONE
     if not is_gone:
         ballot.cast(TOLD, None)
+    alarm = current_alarm()
+    alarm.look()
+    if alarm.report is not None:
+        await_devices()  # what was aborted there writes no more
     put_back()
     if not is_gone:
         # A rank that failed again while others still went back would be heard by none of them:
@@ -158,6 +164,8 @@ class Ballot:
         self._before: Board | None = None
         self._lost: RuntimeError | None = None
         self._number = 0
+        self._is_short = False
+        """Whether a rank is known not to come."""
         if board is not None:
             self._board = self._numbered(board.part("attempts"))
 
@@ -239,7 +247,9 @@ class Ballot:
 
     def _awaited(self, board: Board, name: str, error: BaseException | None) -> Verdict:
         key, pause = f"{board.prefix}/{name}/ended", FIRST_PAUSE_SECONDS
-        begin = looked = time.monotonic()
+        begin, report = time.monotonic(), current_alarm().report
+        self._is_short = self._is_short or (report is not None and report.is_of_process)
+        looked = -math.inf if self._is_short else begin
         roll, share = Roll(board.ranks), len(board.ranks) / REQUESTS_PER_SECOND
         while not board.store.check([key]):
             time.sleep(pause)
@@ -250,6 +260,7 @@ class Ballot:
                 if error is not None:
                     tell_again(error)  # a forward may have begun since
                 absent = roll.call() or self._apart(name) or self._late(now - begin)
+                self._is_short = absent is not None
                 if absent is not None and not board.store.check([key]):
                     kind = Kind.GONE if absent.is_final else Kind.FAILED
                     return self._conclude(board, name, Verdict(kind, absent.said, self._left))

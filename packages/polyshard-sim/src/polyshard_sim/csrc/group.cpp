@@ -62,10 +62,12 @@ struct Exchange {
   int64_t num_bytes = 0;
   int rounds = 1;             // around the ring
   bool ends_in_wait = false;  // gloo's messages and reduce-scatters report their end there only
+  bool is_even = true;        // every rank knows of as many bytes
 };
 
 // What a group shares with its collectives and with the watchdog.
 struct GroupState {
+  int size = 1;
   c10::intrusive_ptr<c10d::Backend> gloo;
   std::mutex mutex;
   std::string failure;  // empty while the group works
@@ -85,12 +87,20 @@ struct GroupState {
     std::lock_guard<std::mutex> lock(mutex);
     if (failed) C10_THROW_ERROR(DistBackendError, failure);
   }
+  c10::intrusive_ptr<c10d::Backend> backend() {  // null where it has failed
+    std::lock_guard<std::mutex> lock(mutex);
+    return gloo;
+  }
 };
 
 using Clock = std::chrono::steady_clock;
 
+// [Note: Collectives that do not end] NCCL checks neither that ranks make the same call nor that
+// they are all alive: a kernel waits, or mixes data. Here ranks first tell each other what they are
+// about to do. Where that differs, and where a connection breaks, the collective does not end.
 struct Collective : std::enable_shared_from_this<Collective> {
   std::string name;
+  std::string kind;  // empty for messages
   std::shared_ptr<GroupState> group;
   std::vector<Exchange> exchanges;
   Clock::time_point launched = Clock::now();
@@ -100,24 +110,64 @@ struct Collective : std::enable_shared_from_this<Collective> {
   std::string error;  // of a thread that waits for a message
 
   void start() {
+    if (group->failed) return;
+    unless_lost([this] { kind.empty() ? start_exchanges() : start_comparison(); });
+  }
+
+  bool finished() {
+    if (group->failed) return true;  // works and the host's next wait say why
+    if (!is_stuck_) unless_lost([this] { advance(); });
+    return is_over_;
+  }
+
+ private:
+  void start_comparison() {
+    int64_t num_bytes = 0;
+    for (auto& exchange : exchanges) num_bytes += exchange.is_even ? exchange.num_bytes : 0;
+    KernelScope scope;
+    own_ = at::empty({2}, at::kLong);
+    own_.data_ptr<int64_t>()[0] = int64_t(std::hash<std::string>()(kind) + exchanges.size());
+    own_.data_ptr<int64_t>()[1] = num_bytes;
+    all_ = at::empty({2 * group->size}, at::kLong);
+    if (const auto gloo = group->backend()) comparison_ = gloo->_allgather_base(all_, own_);
+  }
+
+  void start_exchanges() {
     for (auto& exchange : exchanges)
       for (auto& work : exchange.start())
         started.emplace_back(work, exchange.ends_in_wait ? wait_in_thread(work) : nullptr);
   }
 
-  bool finished() {
-    if (group->failed) return true;  // works and the host's next wait say why
+  void advance() {
+    if (comparison_) {
+      if (!comparison_->isCompleted()) return;
+      comparison_->wait();  // raises what went wrong
+      comparison_.reset();
+      const int64_t* told = all_.data_ptr<int64_t>();
+      for (int i = 0; i < 2 * group->size; ++i) is_stuck_ |= told[i] != told[i % 2];
+      if (is_stuck_) return;
+      start_exchanges();
+    }
     for (auto& [work, flag] : started)
-      if (flag ? !*flag : !work->isCompleted()) return false;
+      if (flag ? !*flag : !work->isCompleted()) return;
     check_works();
     started.clear();
     for (auto& exchange : exchanges)
       if (exchange.finish) exchange.finish();
     exchanges.clear();
-    return true;
+    is_over_ = true;
   }
 
- private:
+  void unless_lost(const std::function<void()>& go_on) {
+    try {
+      go_on();
+    } catch (const std::exception& failure) {
+      is_stuck_ = std::string(failure.what()).find("gloo/transport") != std::string::npos;
+      is_over_ = !is_stuck_;
+      if (!is_stuck_) throw;
+    }
+  }
+
   void check_works() {
     for (auto& [work, flag] : started)
       if (!flag) work->wait();  // completed: raises what went wrong
@@ -138,6 +188,10 @@ struct Collective : std::enable_shared_from_this<Collective> {
     }).detach();
     return flag;
   }
+
+  Tensor own_, all_;
+  WorkPtr comparison_;
+  bool is_stuck_ = false, is_over_ = false;
 };
 using CollectivePtr = std::shared_ptr<Collective>;
 
@@ -169,7 +223,7 @@ class Watchdog {
     if (waited < collective.group->timeout) return false;
     const auto seconds = std::chrono::duration<double>(collective.group->timeout).count();
     const std::string why = c10::str("simccl: ", collective.name, " did not end within ", seconds,
-                                     " s: not all ranks have joined it. The group is aborted");
+                                     " s: ranks have not made the same call. The group is aborted");
     collective.group->fail(why, true);
     return true;
   }
@@ -239,6 +293,7 @@ struct Launch {
   std::vector<Exchange> exchanges;
   Tensors kept, outputs;
   bool async = false;
+  std::string kind;  // of a collective: what all ranks have to call
 };
 
 // Collectives of a communicator run in the order of their launches, whatever their streams.
@@ -252,6 +307,7 @@ class Group final : public c10d::Backend {
   Group(int rank, int size, c10::intrusive_ptr<c10d::Backend> gloo,
         std::chrono::milliseconds timeout, std::vector<Ring> rings)
       : Backend(rank, size), state_(std::make_shared<GroupState>()), rings_(std::move(rings)) {
+    state_->size = size;
     state_->gloo = std::move(gloo);
     state_->timeout = timeout;
   }
@@ -400,13 +456,17 @@ class Group final : public c10d::Backend {
     return all;
   }
 
-  WorkPtr go(Launch one) { return go_to(std::move(one), -1); }
+  WorkPtr go(Launch one) {
+    one.kind = one.name;
+    return go_to(std::move(one), -1);
+  }
 
   // Messages to and from a peer have an order of their own, unless they are coalesced.
   WorkPtr go_to(Launch one, int channel) {
     state_->check();
     if (!coalescing_) return launch(std::move(one), channels_[channel]);
     coalesced_.name = one.name;
+    coalesced_.kind = one.kind;
     coalesced_.async = one.async;
     for (auto& exchange : one.exchanges) coalesced_.exchanges.push_back(std::move(exchange));
     coalesced_.kept = together(coalesced_.kept, one.kept);
@@ -426,6 +486,7 @@ class Group final : public c10d::Backend {
     wait_for(stream, channel.last);
     auto collective = std::make_shared<Collective>();
     collective->name = c10::str(one.name, " number ", ++sequence_, " of rank ", getRank());
+    collective->kind = one.kind;
     collective->group = state_;
     collective->exchanges = std::move(one.exchanges);
     sim::launch(stream, task_of(one.name, collective));
@@ -665,6 +726,7 @@ class Group final : public c10d::Backend {
                          std::function<Tensor()> stage,
                          std::function<void(const Tensor&)> take) const {
     Exchange one;
+    one.is_even = false;
     auto received = std::make_shared<Tensor>();
     for (int64_t bytes : from_bytes) one.num_bytes += bytes;
     int64_t total = 0;

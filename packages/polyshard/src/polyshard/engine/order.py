@@ -98,6 +98,10 @@ class StepOrder(Generic[U]):
             return ()
         return self._left[max(places[-1] - count, 0) : places[-1]][::-1]
 
+    def left(self) -> Sequence[U]:
+        """Every unit whose forward has ended in this iteration, in order, with repetitions."""
+        return self._left
+
     # End of an iteration ----------------------------------------------------------------------
 
     def end_step(self) -> None:
@@ -110,6 +114,10 @@ class StepOrder(Generic[U]):
         """Forget the iteration under way; records stay."""
         self._abandon()
         self.end_step()
+
+    def forget(self) -> None:
+        """Every forward is the first of its caller again."""
+        self._records.clear()
 
     def _abandon(self) -> None:
         self._caller, self._entered, self._expected = None, [], ()

@@ -350,6 +350,8 @@ class RootContext:
     def end_iteration(self) -> None:
         """The last backward has ended: gradients are in place, and nothing of it is kept."""
         self.reductions.finish()
+        forwards = (unit.name for unit in self.prefetcher.order.left())
+        self.failures.end_step((unit.roles.mesh for unit in self.units), forwards)
         self.reductions.place_held()
         self.prefetcher.order.end_step()
         self._end_step()
@@ -438,6 +440,9 @@ class RootContext:
             self.reductions.drop()
             self.turn.in_backward = False
             self.prefetcher.reset()
+            # Ranks may have recorded other orders in the step that they lost, and would prefetch
+            # by them: on a device gathers pair by order.
+            self.prefetcher.order.forget()
             for unit in self.units:
                 unit.reset()
             self.end_forward()

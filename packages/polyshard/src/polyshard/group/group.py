@@ -24,6 +24,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
@@ -42,7 +43,7 @@ from polyshard.group.dtypes import Dtypes, GradientDtypes, policy_notices, resol
 from polyshard.group.generation import Generation, Parts, build_generation
 from polyshard.group.gradients import Gradients
 from polyshard.memory.pages import PagePool
-from polyshard.memory.streams import Lanes
+from polyshard.memory.streams import Lanes, streams_of
 from polyshard.params.parameter import Owner, Source, Told
 from polyshard.params.protocol_shards import ProtocolShards
 from polyshard.params.sharded import Shards
@@ -105,12 +106,21 @@ def free_outdated(groups: Iterable[ParameterGroup]) -> None:
 def _outdated(groups: list[ParameterGroup]) -> list[bool]:
     """Of groups that share their shard axis: which ones differ on any of its ranks."""
     roles, names = groups[0].roles, ", ".join(group.name for group in groups)
-    with Part(names):
+    part = Part(names)
+    with part, _comparing(part, groups[0], names):
         flags = torch.stack([group.differs().to(group.device) for group in groups])
         flags = flags.to(torch.uint8)
         if roles.shard_size > 1:
             all_reduce(flags, roles.shard_group, dist.ReduceOp.MAX)
         return [bool(flag) for flag in flags.tolist()]
+
+
+def _comparing(part: Part, group: ParameterGroup, names: str) -> AbstractContextManager[object]:
+    """Where the host waits for a device, it says for whom."""
+    if streams_of(group.device) is None:
+        return nullcontext()
+    ranks, count = group.roles.shard_ranks, group.turn.count
+    return part.handler.waiting(ranks, f"kept/{names}", count, f"a look at what '{names}' kept")
 
 
 class ParameterGroup:

@@ -1,0 +1,268 @@
+"""Failures on a device: whoever waits for it is told, and the next step's bits are right."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from toy_attempts import failure, raising
+from toy_models import build, loss_of, shard, tokens_for
+
+import polyshard
+import polyshard_resilience
+from polyshard.errors import ControlFlowError, PeerError
+from polyshard_resilience.errors import AttemptError
+
+sim_testing = pytest.importorskip("polyshard_sim.testing", reason="needs polyshard-sim")
+if not pytest.importorskip("polyshard_sim").is_buildable():
+    pytest.skip("needs a C++ compiler and ninja", allow_module_level=True)
+
+PATIENT_SECONDS = 12.0
+"""Far below the time-out of the process group (60 s), far above what it takes on a busy machine."""
+LARGE_BYTES = 64 << 20
+
+
+class Job:
+    """A small run on the device."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        model = build(3, width=12, hidden=20, layers=2).to("sim")
+        mesh = init_device_mesh("sim", (dist.get_world_size(),))
+        self.model: Any = shard(model, polyshard.fully_shard, mesh=mesh)
+        self.shards: list[Any] = list(self.model.parameters())  # not what a lost step gathered
+        self.optimizer = torch.optim.AdamW(self.shards, lr=1e-2)
+
+    def attempted(self) -> Any:
+        return polyshard_resilience.attempt(self.model, self.optimizer)
+
+    def loss(self, step: int) -> torch.Tensor:
+        return loss_of(self.model, tokens_for(step, self.rank).to("sim"))
+
+    def step(self, step: int) -> float:
+        loss = self.loss(step)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def weights(self) -> list[torch.Tensor]:
+        return [p.detach().to_local().cpu() for p in self.shards]
+
+    def recovers(self, undisturbed: list[float]) -> None:
+        """Two more steps are what they are without a failure."""
+        self.model.reset_iter_state()
+        self.optimizer.zero_grad()
+        assert [self.step(1), self.step(2)] == undisturbed
+
+
+def undisturbed(rank: int) -> list[float]:
+    job = Job(rank)
+    return [job.step(step) for step in range(3)][1:]
+
+
+def told(block: Callable[[], object], *words: str) -> float:
+    """Seconds until ``block`` raises on a rank that did not fail; with these words."""
+    begin = time.monotonic()
+    with pytest.raises(PeerError) as caught:
+        block()
+    for each in words:
+        assert each in str(caught.value)
+    seconds = time.monotonic() - begin
+    assert seconds < PATIENT_SECONDS
+    return seconds
+
+
+def broken(job: Job, error: Exception) -> None:
+    """A forward that raises in its second layer, when the first is under way."""
+    hook = job.model.blocks[1].register_forward_pre_hook(raising(error))
+    with pytest.raises(type(error)):
+        job.step(1)
+    hook.remove()
+
+
+def in_a_step(rank: int, size: int) -> None:
+    expected, job = undisturbed(rank), Job(rank)
+    job.step(0)
+    before = job.weights()
+    if rank == size - 1:
+        broken(job, ValueError("deliberate"))
+    else:
+        told(lambda: job.step(1), f"rank {size - 1} failed in the forward", "deliberate")
+    assert all(map(torch.equal, before, job.weights()))
+    job.recovers(expected)
+
+
+def while_synchronizing(rank: int, size: int) -> None:
+    """The host is held by the device, in an evaluation that no call of the engine follows."""
+    expected, job = undisturbed(rank), Job(rank)
+    job.step(0)
+    on_the_host = dist.new_group(backend="gloo")
+    if rank == size - 1:
+        dist.barrier(on_the_host)
+        broken(job, ValueError("deliberate"))
+    else:
+        with torch.no_grad():
+            loss = job.loss(1)
+        dist.barrier(on_the_host)  # nobody hears of it while this is launched
+        begin = time.monotonic()
+        for wait in (loss.item, torch.accelerator.synchronize):
+            wait()  # of no value, but it ends
+        assert time.monotonic() - begin < PATIENT_SECONDS
+        told(lambda: job.step(1), f"rank {size - 1} failed in the forward", "deliberate")
+    job.recovers(expected)
+
+
+def in_a_collective_of_their_own(rank: int, size: int) -> None:
+    job = Job(rank)
+    expected = undisturbed(rank)
+    job.step(0)
+
+    def clips() -> None:
+        job.loss(1).backward()
+        if rank == size - 1:
+            raise ValueError("deliberate")
+        norm = torch.ones(2, device="sim")
+        dist.all_reduce(norm)
+        job.optimizer.step()  # by values that may be wrong, which is undone
+        norm.tolist()
+
+    error = failure(job.attempted(), clips, f"rank {size - 1}: ValueError: deliberate")
+    assert error.ranks == (size - 1,)
+    job.recovers(expected)
+
+
+def in_another_order(rank: int, size: int) -> None:
+    """Layers of one size mix their data on a device, and nothing hangs."""
+    expected, job = undisturbed(rank), Job(rank)
+    job.step(0)
+    before = job.weights()
+    blocks = job.model.blocks._modules
+    if rank == 1:
+        job.model.blocks._modules = dict(zip(blocks, reversed(blocks.values()), strict=True))
+    with pytest.raises(ControlFlowError, match="rank 0 is at the end of a backward"):
+        job.step(1)
+    job.model.blocks._modules = blocks
+    assert all(map(torch.equal, before, job.weights()))
+    job.recovers(expected)
+
+
+def again_and_again(rank: int, size: int, steps: int) -> None:
+    """A third of the steps fails, anywhere: the others are those of a run that skipped them."""
+    places = random.Random(7)
+    failing = set(places.sample(range(steps), steps // 3))
+    job, other = Job(rank), Job(rank)
+    losses = []
+    for step in range(steps):
+        struck, place = places.randrange(size), places.choice(("forward", "backward", "step", ""))
+        fails = step in failing
+
+        def trap(at: str) -> None:
+            if fails and struck == rank and place == at:  # noqa: B023
+                raise ValueError("deliberate")
+
+        hooks = [
+            job.model.blocks[1].register_forward_pre_hook(lambda *_: trap("forward")),
+            job.optimizer.register_step_post_hook(lambda *_: trap("step")),
+        ]
+        caught = None
+        try:
+            with job.attempted():
+                loss = job.loss(step)
+                if place == "backward":
+                    loss.register_hook(lambda grad: trap("backward"))
+                loss.backward()
+                trap("")
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+        except AttemptError as error:
+            caught = error
+        for hook in hooks:
+            hook.remove()
+        assert fails == (caught is not None), caught
+        if caught is None:
+            losses.append(loss.item())
+        else:
+            assert caught.ranks == (struck,)
+    assert losses == [other.step(step) for step in range(steps) if step not in failing]
+    assert all(map(torch.equal, job.weights(), other.weights()))
+
+
+def memory_runs_out(rank: int, size: int) -> None:
+    """In the middle of a forward of one rank, again and again until a micro-batch is small."""
+    job, other = Job(rank), Job(rank)
+    tried: list[int] = []
+
+    def allocate(*_: object) -> None:
+        if rank == 1:
+            torch.empty(tried[-1] * LARGE_BYTES, dtype=torch.uint8, device="sim")
+
+    hook = job.model.blocks[1].register_forward_pre_hook(allocate)
+    for trial in polyshard_resilience.attempts(job.model, job.optimizer, sizes=(8, 4, 2, 1)):
+        with trial as rows:
+            tried.append(rows)
+            job.step(0)
+    assert tried == [8, 4, 2, 1]
+    tried.append(4)
+    error = failure(job.attempted(), lambda: job.step(1), "rank 1: OutOfMemoryError")
+    assert error.is_out_of_memory
+    hook.remove()
+    for step in (0, 1):
+        other.step(step)
+    job.step(1)
+    assert all(map(torch.equal, job.weights(), other.weights()))
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[dict[int, Any]]:
+    found = {
+        size: sim_testing.Ranks(size, collective_seconds=60.0, capacity_bytes=2 * LARGE_BYTES)
+        for size in (2, 4)
+    }
+    yield found
+    for ranks in found.values():
+        ranks.close()
+
+
+CASES = (
+    in_a_step,
+    while_synchronizing,
+    in_a_collective_of_their_own,
+    in_another_order,
+    memory_runs_out,
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_all_ranks_are_told_and_go_on(worlds: dict[int, Any], size: int, case: Any) -> None:
+    worlds[size].run(case, timeout=100.0)
+
+
+@pytest.mark.parametrize("steps", [12, pytest.param(60, marks=pytest.mark.thorough)])
+def test_steps_that_fail_are_as_if_skipped(worlds: dict[int, Any], steps: int) -> None:
+    worlds[2].run(again_and_again, steps, timeout=200.0)
+
+
+def killed(rank: int, size: int) -> None:
+    job = Job(rank)
+    job.step(0)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with torch.no_grad():
+        job.loss(1).item()
+    told(lambda: job.step(1), "rank 1 is gone", "restart the job from its last checkpoint")
+
+
+def test_a_rank_is_killed_while_the_host_waits_for_the_device() -> None:
+    with pytest.raises(Exception, match="rank 1") as caught:
+        sim_testing.run(killed, 2, timeout=60.0)
+    assert str(caught.value).count("--- rank") == 1, caught.value
