@@ -35,8 +35,8 @@ from benchmarks.harness import Case, show
 from benchmarks.host import cost
 from benchmarks.report import figures, headline, page
 from benchmarks.result import RESULTS, ROOT, About, Result, read_all
-from benchmarks.step import breakdown, steadiness
-from benchmarks.step.rows import MAIN_ROWS, ROWS, row
+from benchmarks.step import steadiness
+from benchmarks.step.rows import ROWS
 
 QUICK_RESULTS = ROOT / "runs" / "bench"
 
@@ -52,7 +52,6 @@ class Part:
 
 PARTS: tuple[Part, ...] = (
     *(Part(each.name, "step-time", each.case) for each in ROWS),
-    *(Part(f"breakdown-{n}", "breakdown", breakdown.Case(**vars(row(n).case))) for n in MAIN_ROWS),
     Part("steadiness", "steadiness", steadiness.Case()),
     Part("host-cost", "host-cost", cost.Case()),
     Part("optimizer-step", "optimizer", optimizer.Case()),

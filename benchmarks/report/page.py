@@ -17,7 +17,6 @@ from benchmarks.matrix import BARS as MUON_BARS
 from benchmarks.optimizer import BARS as STEP_BARS
 from benchmarks.report.steps import held, step_tables
 from benchmarks.result import RESULTS, ROOT, Result, filled, read_all
-from benchmarks.step.spans import COLUMNS
 
 PAGE = ROOT / "docs" / "reference" / "benchmarks.md"
 ASSETS = ROOT / "docs" / "assets"
@@ -50,18 +49,6 @@ def _ms(seconds: float) -> str:
 
 def _mib(size: float) -> str:
     return f"{size / MIB:.0f}"
-
-
-def _breakdown(found: Found) -> Iterator[str]:
-    case = found["case"]
-    yield f"Width {case['width']}, {case['tokens']} tokens:\n"
-    sent = sum(found["sent_bytes"].values()) / MIB  # polyshard's count
-    rows = []
-    for engine, groups in found["groups"].items():
-        totals = (1e3 * sum(parts[part] for parts in groups.values()) for part in COLUMNS)
-        known = f"{sent:.1f}" if engine == "polyshard" else ""
-        rows.append((engine, *(f"{total:.2f}" for total in totals), known))
-    yield from table(("engine", *COLUMNS, "MiB sent"), rows)
 
 
 def _steadiness(found: Found) -> Iterator[str]:
@@ -216,7 +203,6 @@ def _value(value: object) -> str:
 
 
 SECTIONS: dict[str, Callable[[Found], Iterator[str]]] = {
-    "breakdown": _breakdown,
     "steadiness": _steadiness,
     "host-cost": _host_cost,
     "optimizer": _optimizer,

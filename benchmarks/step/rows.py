@@ -127,8 +127,6 @@ ROWS: tuple[Row, ...] = (
         ranks=4,
     ),
 )
-MAIN_ROWS = ("wide-2", "compute-2")
-"""Those taken apart by group (see breakdown.py)."""
 
 
 def row(name: str) -> Row:

@@ -21,8 +21,7 @@ from benchmarks.optimizer import BARS as STEP_BARS
 from benchmarks.report.headline import PICTURE, headline
 from benchmarks.report.page import PAGE, page
 from benchmarks.result import RESULTS, About, Result, read, read_all
-from benchmarks.step.rows import MAIN_ROWS, ROWS, Bar, Row, row
-from benchmarks.step.spans import Span, parts_by_group
+from benchmarks.step.rows import ROWS, Bar, Row, row
 from benchmarks.step.time import FLOOR, MEMORY, STEP, Case, ratios_of
 from polyshard_testing import RankError
 
@@ -51,7 +50,6 @@ def test_the_committed_page_and_picture_are_made_from_the_committed_results() ->
     assert PICTURE.read_text("utf-8") == headline(results), "python -m benchmarks.report.headline"
     names = [each.name for each in ROWS]
     assert len(set(names)) == len(names)
-    assert set(MAIN_ROWS) <= set(names)
     assert all(f"<!-- {name} -->" in PAGE.read_text("utf-8") for name in {*results} - {*names})
 
 
@@ -108,19 +106,6 @@ def test_ratios_are_of_medians_and_of_pairs() -> None:
     ratios = ratios_of(seconds, peaks)
     assert ratios["step / torch"] == ratios["step / torch, paired"] == 0.5
     assert ratios["peak memory / torch"] == 0.6
-
-
-def test_a_range_is_taken_apart_and_no_time_is_counted_twice() -> None:
-    copy = Span("aten::_foreach_copy_", 10, 30, on_worker=False)
-    launch = Span("c10d::send", 30, 35, on_worker=False)
-    gather = Span("FSDP::all_gather (blocks.0)", 0, 100, on_worker=False, children=[copy, launch])
-    outer = Span("FSDP::pre_forward (blocks.0)", 0, 120, on_worker=False, children=[gather])
-    sends = [Span("gloo:send", a, b, on_worker=True) for a, b in ((31, 50), (40, 90))]
-    parts = parts_by_group([outer, gather, copy, launch, *sends])["blocks.0"]
-    expected = {"wait": 75, "copy": 20, "launch": 5, "other": 0, "hook": 20, "transfer": 59}
-    assert {name: round(1e6 * seconds) for name, seconds in parts.items()} == expected
-    for name in ("polyshard.wait (root)", "FSDP::all_gather", "FSDP::x ()"):
-        assert Span(name, 0, 1, on_worker=False).label_and_group[1] == "(root)"
 
 
 def test_the_fit_finds_a_line_among_rows_of_equal_ranks_and_groups() -> None:

@@ -6,7 +6,7 @@ CPU = "compares tensors of the device with tensors on the CPU"
 GLOO = "tests the engine's use of gloo"
 CHECKED = "expects a check before gradients are sent, which the engine makes over gloo only"
 KERNELS = "needs `torch.use_deterministic_algorithms(True)` on devices"
-MENDING = "aborts and rebuilds a gloo process group; on devices the job starts again"
+MENDING = "aborts gloo process groups; `test_device.py` has a device's"
 UNKNOWN = "fails for an unknown reason: the test, the engine or the device"
 
 NOT_ON_SIM: dict[str, dict[str, tuple[str, ...]]] = {
