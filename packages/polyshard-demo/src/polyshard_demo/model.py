@@ -161,8 +161,10 @@ class Rotary(nn.Module):
 
     def __init__(self, head_width: int, sequence: int) -> None:
         super().__init__()
-        self.register_buffer("cosine", torch.empty(sequence, head_width // 2), persistent=False)
-        self.register_buffer("sine", torch.empty(sequence, head_width // 2), persistent=False)
+        place = torch.get_default_device()
+        for name in ("cosine", "sine"):
+            table = torch.empty(sequence, head_width // 2, device=place)
+            self.register_buffer(name, table, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
