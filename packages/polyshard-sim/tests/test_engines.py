@@ -109,6 +109,6 @@ def test_waits_left_out_are_exposed() -> None:
     results = [run(exposed, 2, mode=mode, timeout=200.0)[0] for mode in ("lowest", "highest")]
     found = {site: any(result[site] for result in results) for site in results[0]}
     assert len(found) >= 8
-    # Others are redundant in so small a model. How far a host runs ahead changes what is exposed: of
-    # 14 waits 3 to 5 are.
+    # Others are redundant in so small a model. How far a host runs ahead changes what is exposed:
+    # 3 to 5 of 14 waits.
     assert sum(found.values()) >= 2, found
