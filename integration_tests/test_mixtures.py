@@ -186,6 +186,7 @@ MOVES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("before", MOVES)
 def test_a_checkpoint_goes_on_with_experts_divided_otherwise(
     before: str, request: pytest.FixtureRequest, tmp_path: Path
@@ -261,6 +262,7 @@ class Stacked:
             parameter.grad = None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("grid", [g for g in GRIDS if "4 ranks" in g])
 def test_muon_steps_stacked_experts(world4: World, grid: str) -> None:
     found = world4.run(orthogonalized, GRIDS[grid], timeout=200.0)

@@ -92,6 +92,7 @@ def filled(
     return held, place, train(model, LLAMA, place, parts, wrap)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", STACKS)
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_loaded_and_saved_is_in_the_files(world4: World, name: str, tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def publishes(rank: int, size: int, stack: str, address: str) -> tuple[dict[str,
     return wanted, published.patched == (address,)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stack", STACKS)
 def test_weights_arrive_whatever_the_plugins(world4: World, stack: str) -> None:
     receiver = Receiver()
@@ -172,6 +173,7 @@ def reinforces(
     return rewards
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("steps", [20, pytest.param(200, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(("size", "tp"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)])
 def test_a_generator_follows_its_trainer(

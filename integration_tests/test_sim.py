@@ -36,7 +36,7 @@ def worlds() -> Iterator[dict[int, World]]:
     sim = pytest.importorskip("polyshard_sim", reason="needs polyshard-sim")
     if not sim.is_buildable():
         pytest.skip("needs Linux, a C++ compiler and ninja to build the simulated device")
-    found = {size: World(size, device="sim", start_method="spawn") for size in (1, 2, 3, 4)}
+    found = {size: World(size, device="sim") for size in (1, 2, 3, 4)}
     yield found
     for world in found.values():
         world.close()

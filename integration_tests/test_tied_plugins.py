@@ -139,6 +139,7 @@ def built(stack: Stack, sharded: Callable[..., Any], device: str = "cpu") -> Any
     return sharded(model, mesh=mesh["dp"], plugins=list(plugins.values())), plugins
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", STACKS)
 @ranks(4)
 def test_the_same_training_as_inside_one_unit(rank: int, size: int, name: str) -> None:
@@ -156,6 +157,7 @@ def test_the_same_training_as_inside_one_unit(rank: int, size: int, name: str) -
         torch.testing.assert_close(weights[key], value, msg=key, rtol=most, atol=most)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "by unit"])
 @pytest.mark.parametrize("name", ["tp", "host", "muon", "tp, host"])
 @ranks(4)

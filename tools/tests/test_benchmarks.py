@@ -138,6 +138,7 @@ def test_ranks_are_fresh_processes_whose_failures_are_told() -> None:
         run_ranks(1, operator.truediv, 1, 0)
 
 
+@pytest.mark.thorough
 def test_the_script_for_accelerators_runs_on_the_cpu_when_tiny(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     command = [sys.executable, "-m", "benchmarks.gpu"]

@@ -59,6 +59,7 @@ def takes(rank: int, size: int, path: str, tiers: tuple[str, str, str]) -> tuple
     return predicted, offload.measured_memory(optimizer)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "tiers",
     [

@@ -22,7 +22,7 @@ def make(tiers: tuple[str, str, str], path: str, **settings: object) -> Offload:
     return Offload(params=params, grads=grads, optimizer=optimizer, **chosen)  # type: ignore[arg-type]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tiers", TIERS, ids="-".join)
 def test_every_combination_of_tiers(
     world2: World, tiers: tuple[str, str, str], tmp_path: Path

@@ -71,6 +71,7 @@ def _compile(units: list[nn.Module]) -> None:
         unit.compile(backend="aot_eager")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["before", "after", "whole"])
 @ranks(2, timeout=180.0)
 def test_whole_units_compiled(rank: int, size: int, way: str) -> None:

@@ -89,7 +89,7 @@ def load_at(rank: int, size: int, folder: Path, replicas: bool, same: bool) -> N
     job.train(1, drop=False)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("after", ["1", "2", "3", "4", "4h"])
 @pytest.mark.parametrize("before", ["1", "2", "3", "4", "4h"])
 def test_saved_at_one_world_size_loaded_at_another(

@@ -29,6 +29,7 @@ SLOW = {"lr": 0.002}
 """Where sums in another order differ in their last bits, which bf16 makes more of, by the rate."""
 
 
+@pytest.mark.sampled(2)
 @ranks(1, 2, 3, 4)
 def test_twenty_muon_steps_are_those_of_one_process(rank: int, size: int) -> None:
     run = Run(init_device_mesh(torch.get_default_device().type, (size,)), muon(weight_decay=0.1))

@@ -89,6 +89,7 @@ def test_offload(world2: World) -> None:
     check(world2, "uneven", "dp=2", {"offload": "params=host,optimizer=host"})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(
     find_spec("polyshard_tensor_parallel") is None, reason="needs polyshard-tensor-parallel"
 )
