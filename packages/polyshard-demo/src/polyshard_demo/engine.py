@@ -35,8 +35,7 @@ def plugins_of(settings: Settings) -> list[Any]:
     if settings.tp > 1:
         tensor_parallel()
     names, formats, tiers = settings.plugin_names, settings.quantize, settings.offload
-    asked = plan.Settings(model="demo", plugins=names, quantize=formats, offload=tiers)
-    made = make_plugins(asked)
+    made = make_plugins(plan.Settings(plugins=names, quantize=formats, offload=tiers))
     if slots := settings.reproducible:
         make = reproducible().Reproducible
         made.append(settled(f"--reproducible {slots}", make, slots=slots, seed=settings.seed))

@@ -161,10 +161,9 @@ class Rotary(nn.Module):
 
     def __init__(self, head_width: int, sequence: int) -> None:
         super().__init__()
-        place = torch.get_default_device()
-        for name in ("cosine", "sine"):
-            table = torch.empty(sequence, head_width // 2, device=place)
-            self.register_buffer(name, table, persistent=False)
+        table = torch.empty(sequence, head_width // 2, device=torch.get_default_device())
+        self.register_buffer("cosine", table, persistent=False)
+        self.register_buffer("sine", table.clone(), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
