@@ -17,7 +17,6 @@ other one concludes the ballot, as soon as it sees that.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -164,8 +163,6 @@ class Ballot:
         self._before: Board | None = None
         self._lost: RuntimeError | None = None
         self._number = 0
-        self._is_short = False
-        """Whether a rank is known not to come."""
         if board is not None:
             self._board = self._numbered(board.part("attempts"))
 
@@ -247,9 +244,7 @@ class Ballot:
 
     def _awaited(self, board: Board, name: str, error: BaseException | None) -> Verdict:
         key, pause = f"{board.prefix}/{name}/ended", FIRST_PAUSE_SECONDS
-        begin, report = time.monotonic(), current_alarm().report
-        self._is_short = self._is_short or (report is not None and report.is_of_process)
-        looked = -math.inf if self._is_short else begin
+        begin = looked = time.monotonic()
         roll, share = Roll(board.ranks), len(board.ranks) / REQUESTS_PER_SECOND
         while not board.store.check([key]):
             time.sleep(pause)
@@ -260,7 +255,6 @@ class Ballot:
                 if error is not None:
                     tell_again(error)  # a forward may have begun since
                 absent = roll.call() or self._apart(name) or self._late(now - begin)
-                self._is_short = absent is not None
                 if absent is not None and not board.store.check([key]):
                     kind = Kind.GONE if absent.is_final else Kind.FAILED
                     return self._conclude(board, name, Verdict(kind, absent.said, self._left))
