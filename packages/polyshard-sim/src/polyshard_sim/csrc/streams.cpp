@@ -239,12 +239,17 @@ Step step() {
   std::vector<Stream*> ready;
   bool any = false;
   for (Stream* stream : registry().all()) {
-    std::lock_guard<std::mutex> lock(stream->mutex);
-    if (stream->tasks.empty()) continue;
+    Task* task;
+    {
+      std::lock_guard<std::mutex> lock(stream->mutex);
+      if (stream->tasks.empty()) continue;
+      task = &stream->tasks.front();  // stays where it is while others are appended
+    }
     any = true;
-    Task& task = stream->tasks.front();
-    const bool held = (task.waits_for && !task.waits_for->reached()) ||
-                      (task.started && !has_ended(task));
+    // Without the stream's mutex: a collective that is asked may start transfers, which take time,
+    // and the host would wait for them where it launches.
+    const bool held = (task->waits_for && !task->waits_for->reached()) ||
+                      (task->started && !has_ended(*task));
     if (!held) ready.push_back(stream);
   }
   if (ready.empty()) return any ? Step::blocked : Step::idle;
