@@ -23,7 +23,7 @@ pytest_plugins = ["polyshard_testing.fixtures", "pytester", "headless"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options: what marks leave out (``thorough``, ``sampled``, ``pairwise``), and the device."""
+    """Options: what marks leave out (``thorough``, ``sampled``), and the device."""
     parser.addoption("--thorough", action="store_true", help="run what samples leave out as well")
     parser.addoption(
         "--device",
@@ -70,30 +70,28 @@ def _skip_not_on_sim(items: list[pytest.Item]) -> None:
 
 
 def _out_of_sample(items: list[pytest.Item]) -> list[pytest.Item]:
-    """What the gate leaves out of tests marked ``sampled(n)`` or ``pairwise``."""
+    """What the gate leaves out of tests marked ``sampled(n)``."""
     tests: dict[str, list[pytest.Item]] = {}
-    for item in _marked(items, "sampled") + _marked(items, "pairwise"):
+    for item in _marked(items, "sampled"):
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out = []
     for cases in tests.values():
         mark = cases[0].get_closest_marker("sampled")
+        assert mark is not None
         # Of one parameter one value in n; of several, combinations that differ as much as can be.
-        if mark is None or len(_varied(cases)) > 1:
-            most = len(cases) if mark is None else -(-len(cases) // mark.args[0])
-            chosen = _apart(cases, most)
-        else:
-            chosen = cases[:: mark.args[0]]
+        chosen = cases[:: mark.args[0]]
+        if len(names := _varied(cases)) > 1:
+            chosen = _apart(cases, names, len(chosen))
         left_out += [case for case in cases if case not in chosen]
     return left_out
 
 
-def _apart(cases: list[pytest.Item], most: int) -> list[pytest.Item]:
+def _apart(cases: list[pytest.Item], names: set[str], most: int) -> list[pytest.Item]:
     """At most so many cases, and no more than it takes for any two values to meet.
 
     The next is always the one with most values, then with most pairs of them, not yet had.
     """
-    names = sorted(_varied(cases))
-    values = {case: {(name, _values(case)[name]) for name in names} for case in cases}
+    values = {case: {pair for pair in _values(case).items() if pair[0] in names} for case in cases}
     pairs = {case: set(combinations(sorted(values[case]), 2)) for case in cases}
     new_values, new_pairs = set().union(*values.values()), set().union(*pairs.values())
     chosen: list[pytest.Item] = []

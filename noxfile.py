@@ -469,9 +469,8 @@ def replicas(session: nox.Session) -> None:
     """Kill replica groups under torchft: `nox -s replicas -- --kills=50`; also as a test."""
     folder = "examples/replicas"
     tools = nox.project.dependency_groups(PYPROJECT, "test", "type")
-    names = ("polyshard", "polyshard-optimizers", "polyshard-resilience", "polyshard-testing")
-    ours = [f"--editable=packages/{name}" for name in names]
-    ours[2] += "[torchft]"
+    names = ("", "-optimizers", "-resilience[torchft]", "-testing")
+    ours = [f"--editable=packages/polyshard{name}" for name in names]
     session.install(TORCH, *ours, "--editable=plugins/polyshard-reproducible", *tools)
     session.run("mypy", *map(str, Path(folder).glob("*.py")), f"{folder}/tests")
     session.run("python", "-m", "pytest", f"{folder}/tests", env=ONE_THREAD)
