@@ -25,6 +25,7 @@ import statistics
 import time
 import traceback
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -327,7 +328,7 @@ def tally(
     first_steps, gaps, lost = [], [], []
     for group in run.groups:
         steps = [e for e in group.events if e["event"] == "step" and e["committed"]]
-        for start, until in zip(group.started[1:], [*group.started[2:], float("inf")], strict=True):
+        for start, until in pairwise([*group.started[1:], float("inf")]):
             made = [e["time"] - start for e in steps if start < e["time"] < until]
             first_steps += made[:1]
     for kill, until in zip(kills, [*(k.time for k in kills[1:]), float("inf")], strict=True):
