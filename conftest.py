@@ -50,8 +50,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.path not in slow)  # workers take files in this order
     if not config.getoption("--thorough"):
         _skip(_marked(items, "thorough") + _out_of_sample(items), "takes long; run with --thorough")
-    if config.getoption("--device") == "sim":
-        _skip_not_on_sim(items)
+    if (device := config.getoption("--device")) != "cpu":
+        _skip_not_on(device, items)
     if not (marked := _marked(items, "gpu")):
         return  # the tests of the tooling should not import torch
 
@@ -61,12 +61,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _skip(marked, "needs an accelerator, and torch sees none")
 
 
-def _skip_not_on_sim(items: list[pytest.Item]) -> None:
-    """What cannot run on the simulated device, with the reason."""
+def _skip_not_on(device: str, items: list[pytest.Item]) -> None:
+    """What cannot run on a device, with the reason."""
     not_on_sim = importlib.import_module("not_on_sim")
     for item in items:
         if reason := not_on_sim.reason_for(item.nodeid):
-            _skip([item], f"not on sim: {reason}")
+            _skip([item], f"not on {device}: {reason}")
 
 
 def _out_of_sample(items: list[pytest.Item]) -> list[pytest.Item]:

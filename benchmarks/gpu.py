@@ -13,7 +13,6 @@ Sizes are those of the model's published ``config.json``
 
 from __future__ import annotations
 
-import gc
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -84,15 +83,20 @@ class Case(harness.Case, device="cpu", layers=2, tokens=16, steps=3, warmup=1):
             "model": f"{self.layers} layers of width {self.model.width}, {self.tokens} tokens",
             "group": f"{self.backend}, {self.ranks} ranks",
             "settings": asdict(self),
-            "tables": {"Step, bf16 compute, fp32 reduction": run_alone(step_table, self)},
+            "tables": {"Step, bf16 compute, fp32 reduction": self._rows()},
         }
 
 
-def step_table(case: Case) -> list[Found]:
-    """Time in turns; launches of one step; the allocator's peak, one engine at a time."""
+    def _rows(self) -> list[Found]:
+        """Peaks are of fresh processes: the first engine there takes cuBLAS's memory."""
+        peaks = {name: run_alone(_peak, name, self) for name in LIBRARIES}
+        return run_alone(step_table, self, peaks)
+
+
+def step_table(case: Case, peaks: dict[str, int | None]) -> list[Found]:
+    """Time in turns; launches of one step."""
     device = torch.device(case.device)
     with process_group(case) as mesh:
-        peaks = {name: _peak(name, case, mesh) for name in LIBRARIES}
         steps = {name: trained(name, case, mesh).step for name in LIBRARIES}
         ways = {name: lambda _, step=step: seconds(step, device) for name, step in steps.items()}
         samples = in_turns(ways, case.steps, case.warmup)
@@ -156,19 +160,16 @@ def trained(engine: str, case: Case, mesh: DeviceMesh) -> Training:
     return Training(model, torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True), loss)
 
 
-def _peak(name: str, case: Case, mesh: DeviceMesh) -> int | None:
-    """Bytes torch's CUDA allocator had handed out at most, above what others hold."""
+def _peak(name: str, case: Case) -> int | None:
+    """Bytes torch's CUDA allocator had handed out at most."""
     if case.device != "cuda":
         return None
-    before = torch.cuda.memory_allocated()
-    training = trained(name, case, mesh)
-    training.step()  # makes the optimizer's state
-    torch.cuda.reset_peak_memory_stats()
-    training.step()
-    peak = torch.cuda.max_memory_allocated() - before
-    del training
-    gc.collect()
-    return peak
+    with process_group(case) as mesh:
+        training = trained(name, case, mesh)
+        training.step()  # makes the optimizer's state
+        torch.cuda.reset_peak_memory_stats()
+        training.step()
+        return torch.cuda.max_memory_allocated()
 
 
 if __name__ == "__main__":

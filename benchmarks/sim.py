@@ -1,15 +1,17 @@
-"""Both engines on the simulated accelerator: memory by phase, launches, host waits, bytes.
+"""Both engines on an accelerator: memory by phase, launches, host waits.
 
     python -m benchmarks.sim [--rows fp32 bf16 ...] [--json OUT]
+    python -m benchmarks.sim --device cuda          (ranks may share a GPU, see CONTRIBUTING.md)
 
-Simulated: kernels are the CPU's, and the allocator follows CUDA's rules. Bytes and counts say what
-the engines ask of a device; no time is measured. Needs polyshard-sim.
+On the simulated one kernels are the CPU's, the allocator follows CUDA's rules, and bytes sent are
+counted. What is found says what the engines ask of a device; no time is measured.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import polyshard
 from benchmarks import harness
 from benchmarks.harness import MIB, Found, bf16, command, table
+from benchmarks.host.launches import count
+from polyshard import failures
 from polyshard_testing import World
 
 BLOCKS, WIDTH, HIDDEN, TOKENS, STEPS = 6, 512, 2048, 32, 3
@@ -42,6 +46,8 @@ class Row:
     """Backwards of a step; the last one reduces."""
     replicas: int = 1
     offload: bool = False
+    reports: bool = False
+    """polyshard reports failures to all ranks (``polyshard_resilience.enable()``)."""
 
 
 ROWS = {
@@ -55,6 +61,7 @@ ROWS = {
     "hsdp": Row(ranks=4, replicas=2),
     "hsdp, bf16": Row(ranks=4, replicas=2, bf16=True),
     "cpu offload": Row(offload=True),
+    "fp32, failures reported": Row(reports=True),
 }
 
 
@@ -63,17 +70,20 @@ class Case(harness.Case, rows=("fp32",)):
     """Names of rows."""
 
     rows: tuple[str, ...] = tuple(ROWS)
+    device: str = "sim"
 
     def measure(self) -> Found:
         """Figures of rank 0, by row and engine."""
-        found: Found = {}
-        for ranks in {ROWS[name].ranks for name in self.rows}:
-            with closing(World(ranks, device="sim", start_method="spawn")) as world:
-                for name in self.rows:
-                    if ROWS[name].ranks == ranks:
-                        runs = {e: world.run(train, name, e, timeout=600)[0] for e in LIBRARIES}
-                        found[name] = runs
-        return {"simulated": True, "rows": {name: found[name] for name in self.rows}}
+        found: Found = {name: {e: self._run(name, e) for e in LIBRARIES} for name in self.rows}
+        about: Found = {"simulated": True} if self.device == "sim" else {"device": torch.cuda.get_device_name()}
+        return {**about, "rows": found}
+
+    def _run(self, name: str, engine: str) -> Found:
+        """On fresh processes: cuBLAS keeps memory of the first engine that asks it for some."""
+        world = World(ROWS[name].ranks, device=self.device, start_method="spawn")
+        with closing(world):
+            found: Found = world.run(train, name, engine, timeout=600)[0]
+        return found
 
 
 class Block(nn.Module):
@@ -103,8 +113,9 @@ def sharded(
         torch.manual_seed(0)
         model = nn.Sequential(*(Block(width, hidden) for _ in range(layers)))
     names = ("replicas", "shards")[-len(mesh) :]
-    placed = init_device_mesh("sim", mesh, mesh_dim_names=names)
-    return harness.sharded(model.to("sim"), model, library.fully_shard, mesh=placed, **keywords)
+    device = torch.get_default_device().type
+    placed = init_device_mesh(device, mesh, mesh_dim_names=names)
+    return harness.sharded(model.to(device), model, library.fully_shard, mesh=placed, **keywords)
 
 
 def _trained(row: Row, engine: str) -> Any:
@@ -118,50 +129,106 @@ def _trained(row: Row, engine: str) -> Any:
 
 def train(rank: int, size: int, name: str, engine: str) -> Found:
     """Some steps of the row ``name`` on a rank; figures of the last one, memory in MiB."""
-    import polyshard_sim
-
     del size
+    device = torch.get_default_device()
+    meter: Any = Simulated() if device.type == "sim" else Cuda()
     row, figures = ROWS[name], dict[str, float]()
-    gc.collect()
-    torch.accelerator.synchronize()
-    torch.accelerator.empty_cache()  # of the row before
+    if not row.reports:
+        failures.handle_failures(failures.FailureHandler)
     model = _trained(row, engine)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator("cpu").manual_seed(rank)
     losses = []
-    for _ in range(STEPS):
-        torch.accelerator.synchronize()
-        gc.collect()
-        polyshard_sim.reset_counters()
-        figures = {"at_rest": polyshard_sim.counters().allocated_bytes / MIB}
+
+    def phase(ended: str) -> None:
+        for key, value in meter.end_of(ended).items():  # peaks are the largest so far
+            old = figures.get(key, 0)
+            is_peak = key in {ended, "peak", "reserved"}
+            figures[key] = max(old, value) if is_peak else old + value
+
+    def step() -> None:
         for micro in range(row.micro):
             model.set_requires_gradient_sync(micro == row.micro - 1)
-            batch = torch.randn(TOKENS, WIDTH, generator=generator, device="cpu").to("sim")
-            loss = model(batch).float().square().mean()
-            _end_of("forward", figures)
+            batch = torch.randn(TOKENS, WIDTH, generator=generator, device="cpu")
+            loss = model(batch.to(device)).float().square().mean()
+            phase("forward")
             loss.backward()
-            _end_of("backward", figures)
+            phase("backward")
             losses.append(loss.detach())
             del loss, batch
         optimizer.step()
         optimizer.zero_grad()
-        _end_of("optimizer", figures)
-    return {**figures, "losses": [float(loss) for loss in losses]}
+        phase("optimizer")
+
+    for _ in range(STEPS):
+        torch.accelerator.synchronize()
+        gc.collect()
+        figures.clear()
+        figures["at_rest"] = meter.at_rest()
+        step()
+    found = dict(figures)
+    found |= meter.counts(step)
+    return {**found, "losses": [float(loss) for loss in losses[: STEPS * row.micro]]}
 
 
-def _end_of(phase: str, figures: dict[str, float]) -> None:
-    """Add what was counted since the last call; peaks are the largest so far."""
-    import polyshard_sim
+class Simulated:
+    """The simulated device counts for itself."""
 
-    seen = polyshard_sim.counters()
-    for name in ("launches", "host_waits", "collectives", "collective_bytes"):
-        figures[name] = figures.get(name, 0) + getattr(seen, name)
-    moved = seen.bytes_to_device + seen.bytes_to_host
-    figures["host_bytes"] = figures.get("host_bytes", 0) + moved
-    allocated, reserved = seen.peak_allocated_bytes / MIB, seen.peak_reserved_bytes / MIB
-    for name, peak in ((phase, allocated), ("peak", allocated), ("reserved", reserved)):
-        figures[name] = max(figures.get(name, 0.0), peak)
-    polyshard_sim.reset_counters()
+    def at_rest(self) -> float:
+        """MiB; peaks and counts begin anew."""
+        import polyshard_sim
+
+        polyshard_sim.reset_counters()
+        return polyshard_sim.counters().allocated_bytes / MIB
+
+    def end_of(self, phase: str) -> Found:
+        """What was counted since the last call."""
+        import polyshard_sim
+
+        seen = polyshard_sim.counters()
+        polyshard_sim.reset_counters()
+        allocated = seen.peak_allocated_bytes / MIB
+        return {
+            phase: allocated,
+            "peak": allocated,
+            "reserved": seen.peak_reserved_bytes / MIB,
+            "launches": seen.launches,
+            "host_waits": seen.host_waits,
+            "collectives": seen.collectives,
+            "collective_bytes": seen.collective_bytes,
+            "host_bytes": seen.bytes_to_device + seen.bytes_to_host,
+        }
+
+    def counts(self, step: Callable[[], None]) -> Found:
+        """Known already."""
+        del step
+        return {}
+
+
+class Cuda:
+    """torch's allocator knows memory, its profiler launches, and its warnings waits of the host."""
+
+    def at_rest(self) -> float:
+        """MiB; peaks begin anew."""
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated() / MIB
+
+    def end_of(self, phase: str) -> Found:
+        """Peaks since the last call."""
+        allocated = torch.cuda.max_memory_allocated() / MIB
+        reserved = torch.cuda.max_memory_reserved() / MIB
+        torch.cuda.reset_peak_memory_stats()
+        return {phase: allocated, "peak": allocated, "reserved": reserved}
+
+    def counts(self, step: Callable[[], None]) -> Found:
+        """Of one step each."""
+        launches = count(step).launches
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            step()
+            torch.cuda.set_sync_debug_mode("default")
+        return {"launches": launches, "host_waits": len(waits)}
 
 
 def lines(found: Found) -> Iterator[str]:

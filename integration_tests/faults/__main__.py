@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,7 +23,7 @@ from fault_table import FAULT_CELLS  # noqa: E402
 from faults import raises, soak  # noqa: E402
 from faults.cells import run_cell  # noqa: E402
 
-NAMES = {"cpu": "cells", "sim": "device"}
+NAMES = {"cpu": "cells", "sim": "device", "cuda": "cuda"}
 """Of the files of figures."""
 
 
@@ -33,6 +33,9 @@ def arguments() -> argparse.Namespace:
     cells = commands.add_parser("cells")
     cells.add_argument(
         "--only", nargs="+", default=[""], help="cells whose names hold one of these"
+    )
+    cells.add_argument(
+        "--device", choices=("sim", "cuda"), default="sim", help="what device cells run on"
     )
     cells.add_argument("--missing", action="store_true", help="only those without a figure")
     many = commands.add_parser("raises")
@@ -54,7 +57,8 @@ def measure_cells(chosen: argparse.Namespace) -> int:
     """Figures are written after each cell: a run may be ended and gone on with."""
     known = {device: _known(chosen.results / f"{name}.json") for device, name in NAMES.items()}
     failed = 0
-    for cell in FAULT_CELLS:
+    for each in FAULT_CELLS:
+        cell = each if each.device == "cpu" else replace(each, device=chosen.device)
         seconds = known[cell.device]
         if not any(part in cell.id for part in chosen.only) or (
             chosen.missing and cell.id in seconds

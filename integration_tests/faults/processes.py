@@ -33,14 +33,14 @@ PRELOADED = [
 """Nothing of it starts a thread, without which forking would not be safe."""
 
 
-BACKENDS = {"cpu": "gloo", "sim": "cpu:gloo,sim:simccl"}
+BACKENDS = {"cpu": "gloo", "sim": "cpu:gloo,sim:simccl", "cuda": "cpu:gloo,cuda:nccl"}
+DEVICE = "POLYSHARD_FAULTS_DEVICE"
+"""In the environment of each rank."""
 
 
 def device_of_ranks() -> str:
     """Where a rank of these computes."""
-    import torch
-
-    return "sim" if hasattr(torch, "sim") else "cpu"
+    return os.environ[DEVICE]
 
 
 class SilentError(AssertionError):
@@ -69,7 +69,7 @@ class Ranks:
     ) -> None:
         """``timeout_seconds`` is the process group's; with ``keeper`` rank 0 keeps the store.
 
-        With ``device="sim"`` each has a simulated device.
+        With ``device="sim"`` each has a simulated device; on ``"cuda"`` all may share one.
         """
         self.size, self._device = size, device
         self._timeout = timeout_seconds
@@ -163,6 +163,7 @@ def _serve(job: Job, pipe: Connection) -> None:
     store = dist.TCPStore(
         "127.0.0.1", job.port, None, job.keeps_store, timeout, wait_for_workers=False
     )
+    os.environ[DEVICE] = job.device
     if job.device == "sim":
         import polyshard_sim
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -20,14 +21,17 @@ import polyshard
 import polyshard_resilience
 from polyshard.errors import ControlFlowError, PeerError
 from polyshard_resilience.errors import AttemptError
-
-sim_testing = pytest.importorskip("polyshard_sim.testing", reason="needs polyshard-sim")
-if not pytest.importorskip("polyshard_sim").is_buildable():
-    pytest.skip("needs a C++ compiler and ninja", allow_module_level=True)
+from polyshard_testing import World
 
 PATIENT_SECONDS = 12.0
 """Far below the time-out of the process group (60 s), far above what it takes on a busy machine."""
 LARGE_BYTES = 64 << 20
+CAPACITY_BYTES = 2 * LARGE_BYTES
+
+
+def device() -> str:
+    """Where the rank that asks computes."""
+    return "sim" if hasattr(torch, "sim") else "cuda"
 
 
 class Job:
@@ -35,8 +39,8 @@ class Job:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        model = build(3, width=12, hidden=20, layers=2).to("sim")
-        mesh = init_device_mesh("sim", (dist.get_world_size(),))
+        model = build(3, width=12, hidden=20, layers=2).to(device())
+        mesh = init_device_mesh(device(), (dist.get_world_size(),))
         self.model: Any = shard(model, polyshard.fully_shard, mesh=mesh)
         self.shards: list[Any] = list(self.model.parameters())  # not what a lost step gathered
         self.optimizer = torch.optim.AdamW(self.shards, lr=1e-2)
@@ -45,7 +49,7 @@ class Job:
         return polyshard_resilience.attempt(self.model, self.optimizer)
 
     def loss(self, step: int) -> torch.Tensor:
-        return loss_of(self.model, tokens_for(step, self.rank).to("sim"))
+        return loss_of(self.model, tokens_for(step, self.rank).to(device()))
 
     def step(self, step: int) -> float:
         loss = self.loss(step)
@@ -130,7 +134,7 @@ def in_a_collective_of_their_own(rank: int, size: int) -> None:
         job.loss(1).backward()
         if rank == size - 1:
             raise ValueError("deliberate")
-        norm = torch.ones(2, device="sim")
+        norm = torch.ones(2, device=device())
         dist.all_reduce(norm)
         job.optimizer.step()  # by values that may be wrong, which is undone
         norm.tolist()
@@ -200,10 +204,16 @@ def memory_runs_out(rank: int, size: int) -> None:
     """In the middle of a forward of one rank, again and again until a micro-batch is small."""
     job, other = Job(rank), Job(rank)
     tried: list[int] = []
+    if device() == "cuda":  # the simulated one was made with as little
+        gc.collect()
+        torch.cuda.empty_cache()
+        allowed = torch.cuda.memory_reserved() + CAPACITY_BYTES
+        whole = torch.cuda.get_device_properties().total_memory
+        torch.cuda.set_per_process_memory_fraction(allowed / whole)
 
     def allocate(*_: object) -> None:
         if rank == 1:
-            torch.empty(tried[-1] * LARGE_BYTES, dtype=torch.uint8, device="sim")
+            torch.empty(tried[-1] * LARGE_BYTES, dtype=torch.uint8, device=device())
 
     hook = job.model.blocks[1].register_forward_pre_hook(allocate)
     for trial in polyshard_resilience.attempts(job.model, job.optimizer, sizes=(8, 4, 2, 1)):
@@ -222,11 +232,20 @@ def memory_runs_out(rank: int, size: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def worlds() -> Iterator[dict[int, Any]]:
-    found = {
-        size: sim_testing.Ranks(size, collective_seconds=60.0, capacity_bytes=2 * LARGE_BYTES)
-        for size in (2, 4)
-    }
+def worlds(request: pytest.FixtureRequest) -> Iterator[dict[int, Any]]:
+    """Ranks with a device each: the simulated one, unless there is ``--device=cuda``."""
+    if request.config.getoption("--device") == "cuda":
+        found: dict[int, Any] = {
+            size: World(size, collective_seconds=60.0, device="cuda") for size in (2, 4)
+        }
+    else:
+        sim = pytest.importorskip("polyshard_sim.testing", reason="needs polyshard-sim")
+        if not pytest.importorskip("polyshard_sim").is_buildable():
+            pytest.skip("needs a C++ compiler and ninja")
+        found = {
+            size: sim.Ranks(size, collective_seconds=60.0, capacity_bytes=CAPACITY_BYTES)
+            for size in (2, 4)
+        }
     yield found
     for ranks in found.values():
         ranks.close()
@@ -262,7 +281,7 @@ def killed(rank: int, size: int) -> None:
     told(lambda: job.step(1), "rank 1 is gone", "restart the job from its last checkpoint")
 
 
-def test_a_rank_is_killed_while_the_host_waits_for_the_device() -> None:
+def test_a_rank_is_killed_while_the_host_waits_for_the_device(worlds: dict[int, Any]) -> None:
     with pytest.raises(Exception, match="rank 1") as caught:
-        sim_testing.run(killed, 2, timeout=60.0)
+        worlds[2].run(killed, timeout=60.0)
     assert str(caught.value).count("--- rank") == 1, caught.value

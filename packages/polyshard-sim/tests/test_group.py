@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -179,6 +180,25 @@ def aborted(rank: int, size: int) -> None:
     assert x.tolist() == [2, 2]
 
 
+def aborted_together(rank: int, size: int) -> None:
+    """To abort one group frees memory, behind what never ends of another; abort() of that helps."""
+    idle, stuck = (dist.new_group(backend="simccl") for _ in range(2))
+    dist.all_reduce(torch.ones(2, device="sim"), group=idle)
+    sim().synchronize()
+    if rank == 0:
+        dist.all_reduce(torch.ones(2, device="sim"), group=stuck)
+        backends = [group._get_backend(torch.device("sim")) for group in (idle, stuck)]
+        threads = [Thread(target=each.abort, daemon=True) for each in backends]
+        threads[0].start()
+        threads[0].join(0.3)
+        assert threads[0].is_alive()
+        threads[1].start()
+        for each in threads:
+            each.join(20.0)
+            assert not each.is_alive()
+    dist.barrier(group=_cpu_group())
+
+
 def timed_out(rank: int, size: int) -> None:
     group = dist.new_group(backend="simccl", timeout=timedelta(seconds=1))
     if rank == 0:
@@ -233,6 +253,6 @@ def test_a_rank_that_is_killed_leaves_the_others_waiting() -> None:
 
 
 @pytest.mark.parametrize("mode", ["threads", "random"])
-@pytest.mark.parametrize("case", [aborted, timed_out, apart])
+@pytest.mark.parametrize("case", [aborted, aborted_together, timed_out, apart])
 def test_failures(mode: str, case: Any) -> None:
     run(case, 2, mode=mode)

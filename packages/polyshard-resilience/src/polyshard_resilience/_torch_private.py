@@ -12,7 +12,10 @@ On a device a collective that a rank does not join keeps its stream for ever. ``
 and all later ones of the communicator: the stream goes on with whatever its memory holds, and no
 wait of the host raises anything. torch's own ``_abort_process_group`` also forgets the groups,
 which meshes and users still hold. Here they stay, and get backends made anew as torch makes them
-(``_new_process_group_helper``).
+(``_new_process_group_helper``). To abort one communicator is to free its memory, for which CUDA
+waits until the device is idle, so behind collectives of other communicators that never end. All
+must be aborted at once, each on a thread of its own: NCCL's groups of calls (``_group_start``) do
+not do that, since torch aborts on yet another thread.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -220,13 +224,9 @@ def on_devices() -> dict[str, Working]:
 
 def abort(found: dict[str, Working]) -> None:
     """End all that waits on a device in any of :func:`on_devices`. See [Note: aborting]."""
-    nccl = next((each.backend for each in found.values() if _is_nccl(each.backend)), None)
-    if nccl is not None:  # aborts of several communicators may wait for each other (torch #119797)
-        nccl._group_start()
-    for each in found.values():
-        each.backend.abort()
-    if nccl is not None:
-        nccl._group_end()
+    if found:
+        with ThreadPoolExecutor(len(found), "polyshard-abort") as pool:
+            list(pool.map(lambda each: each.backend.abort(), found.values()))
 
 
 def await_devices() -> None:

@@ -326,6 +326,10 @@ def _backend_for(given: _Rank) -> str:
         importlib.import_module("polyshard_sim").enable()
     torch.accelerator.set_device_index(given.rank % torch.accelerator.device_count())
     torch.set_default_device(given.device)
+    if given.device != "sim":  # whose kernels are the CPU's
+        from polyshard_testing.host_random import HostRandom
+
+        HostRandom().__enter__()
     return f"cpu:gloo,{given.device}:{dist.get_default_backend_for_device(given.device)}"
 
 

@@ -315,7 +315,12 @@ class Group final : public c10d::Backend {
   const std::string getBackendName() const override { return "simccl"; }
   bool supportsCoalescing() const override { return true; }
   void setTimeout(std::chrono::milliseconds timeout) override { state_->timeout = timeout; }
-  void abort() override { state_->fail("simccl: the process group was aborted", false); }
+  // Its memory is freed, for which CUDA waits until the device is idle: behind collectives of other
+  // communicators too, which have to be aborted meanwhile, on other threads.
+  void abort() override {
+    state_->fail("simccl: the process group was aborted", false);
+    drain();
+  }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
   c10d::ErrorType getError() override {

@@ -387,13 +387,23 @@ void synchronize(const FencePtr& fence) {
 
 void synchronize_stream(Stream* stream) { synchronize(record(stream)); }
 
-void synchronize_device(int device) {
-  counters().host_waits++;
+namespace {
+void await_streams(const std::function<bool(Stream*)>& chosen) {
   std::vector<FencePtr> fences;
   for (Stream* stream : registry().all())
-    if (stream->device == device && !stream->idle()) fences.push_back(record(stream));
+    if (chosen(stream) && !stream->idle()) fences.push_back(record(stream));
   for (const auto& fence : fences) await(*fence);
+}
+}  // namespace
+
+void synchronize_device(int device) {
+  counters().host_waits++;
+  await_streams([device](Stream* stream) { return stream->device == device; });
   raise_error();
+}
+
+void drain() {
+  await_streams([](Stream*) { return true; });
 }
 
 void shutdown() {

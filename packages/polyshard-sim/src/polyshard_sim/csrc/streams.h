@@ -99,6 +99,9 @@ void wait_for(Stream* stream, const FencePtr& fence);
 void synchronize(const FencePtr& fence);
 void synchronize_stream(Stream* stream);
 void synchronize_device(int device);
+// All devices, as freeing memory does where no allocator keeps it: no wait of the user's is counted,
+// and no error raised.
+void drain();
 void report_error(std::exception_ptr error);  // raised by the next wait of the host
 void shutdown();
 
