@@ -2,6 +2,8 @@
 
     python -m benchmarks.gpu [--layers 4] [--json OUT]      (needs CUDA)
     python -m benchmarks.gpu --backend nccl --ranks 1
+    python -m benchmarks.gpu --backend nccl --ranks 2 --layers 2   (ranks may share a GPU)
+    python -m benchmarks.gpu --backend nccl --ranks 2 --layers 2 --reports
     python -m benchmarks.gpu --quick                        (on the CPU: shows that it runs)
 
 With the fake process group this is rank 0 of 64, and transfers return at once (host/silent.py):
@@ -14,8 +16,8 @@ Sizes are those of the model's published ``config.json``
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
@@ -27,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks import harness
 from benchmarks.harness import (
+    COLLECTIVE_SECONDS,
     LIBRARIES,
     MIB,
     Found,
@@ -40,7 +43,9 @@ from benchmarks.harness import (
 )
 from benchmarks.host.launches import count
 from benchmarks.host.silent import silent_group
+from polyshard import failures
 from polyshard_demo.model import LanguageModel, ModelSettings
+from polyshard_testing.world import World
 
 LLAMA = ModelSettings(width=4096, heads=32, key_heads=8, hidden=14336, vocabulary=128256, layers=32)
 TINY = ModelSettings(width=64, heads=4, key_heads=2, hidden=224, vocabulary=512, layers=2)
@@ -57,15 +62,8 @@ class Case(harness.Case, device="cpu", layers=2, tokens=16, steps=3, warmup=1):
     tokens: int = 2048
     steps: int = 10
     warmup: int = 3
-
-    def __post_init__(self) -> None:
-        """One process can be one rank only, of a group that is not faked.
-
-        Raises:
-            ValueError: for more of them.
-        """
-        if self.backend != "fake" and self.ranks != 1:
-            raise ValueError(f"one process is one rank of '{self.backend}', not {self.ranks}")
+    reports: bool = False
+    """polyshard reports failures to all ranks (``polyshard_resilience.enable()``)."""
 
     @property
     def model(self) -> ModelSettings:
@@ -86,11 +84,27 @@ class Case(harness.Case, device="cpu", layers=2, tokens=16, steps=3, warmup=1):
             "tables": {"Step, bf16 compute, fp32 reduction": self._rows()},
         }
 
-
     def _rows(self) -> list[Found]:
         """Peaks are of fresh processes: the first engine there takes cuBLAS's memory."""
-        peaks = {name: run_alone(_peak, name, self) for name in LIBRARIES}
-        return run_alone(step_table, self, peaks)
+        peaks = {name: self._fresh(_peak, name, self) for name in LIBRARIES}
+        rows: list[Found] = self._fresh(step_table, self, peaks)
+        return rows
+
+    def _fresh(self, work: Callable[..., Any], *args: Any) -> Any:
+        """What ``work`` returns in a process of its own, or on rank 0 of as many as there are."""
+        if self.backend == "fake" or self.ranks == 1:
+            return run_alone(work, *args)
+        world = World(self.ranks, COLLECTIVE_SECONDS, "spawn", self.device)
+        with closing(world):
+            return world.run(_on_rank, work, args, self.reports, timeout=None)[0]
+
+
+def _on_rank(rank: int, size: int, work: Callable[..., Any], args: Any, reports: bool) -> Any:
+    del rank, size
+    torch.set_default_device(None)
+    if not reports:
+        failures.handle_failures(failures.FailureHandler)
+    return work(*args)
 
 
 def step_table(case: Case, peaks: dict[str, int | None]) -> list[Found]:
@@ -128,6 +142,9 @@ def process_group(case: Case) -> Iterator[DeviceMesh]:
     if case.backend == "fake":
         with silent_group(case.ranks):
             yield init_device_mesh(case.device, (case.ranks,))
+        return
+    if dist.is_initialized():
+        yield init_device_mesh(case.device, (case.ranks,))
         return
     dist.init_process_group(case.backend, store=dist.HashStore(), rank=0, world_size=1)
     try:

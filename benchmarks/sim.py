@@ -75,7 +75,11 @@ class Case(harness.Case, rows=("fp32",)):
     def measure(self) -> Found:
         """Figures of rank 0, by row and engine."""
         found: Found = {name: {e: self._run(name, e) for e in LIBRARIES} for name in self.rows}
-        about: Found = {"simulated": True} if self.device == "sim" else {"device": torch.cuda.get_device_name()}
+        about: Found = (
+            {"simulated": True}
+            if self.device == "sim"
+            else {"device": torch.cuda.get_device_name()}
+        )
         return {**about, "rows": found}
 
     def _run(self, name: str, engine: str) -> Found:
