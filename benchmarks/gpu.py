@@ -52,7 +52,7 @@ TINY = ModelSettings(width=64, heads=4, key_heads=2, hidden=224, vocabulary=512,
 
 
 @dataclass(frozen=True)
-class Case(harness.Case, device="cpu", layers=2, tokens=16, steps=3, warmup=1):
+class Case(harness.Case, device="cpu", backend="fake", layers=2, tokens=16, steps=3, warmup=1):
     """What is measured. ``tokens`` is the length of the one sequence of a batch."""
 
     device: str = "cuda"

@@ -76,12 +76,15 @@ HEALTHY = (
 
 def page() -> str:
     """The whole page."""
-    files = [json.loads((FIGURES / f"{n}.json").read_text("utf-8")) for n in ("cells", "device")]
-    seconds = {**files[0]["found"]["seconds"], **files[1]["found"]["seconds"]}
-    measured = "; on the device, on ".join(
+    names = ("cells", "device", "cuda")
+    files = [json.loads((FIGURES / f"{name}.json").read_text("utf-8")) for name in names]
+    seconds = {cell: times for each in files for cell, times in each["found"]["seconds"].items()}
+    first, *others = (
         f"{about['machine']}, {about['date']}, torch {about['versions']['torch']}"
         for about in (each["about"] for each in files)
     )
+    places = zip(("the simulated device", "an H100"), others, strict=True)
+    measured = ". ".join([first, *(f"On {device}: {where}" for device, where in places)])
     return HEAD + _seen(seconds, measured) + _ways() + _healthy()
 
 
@@ -96,15 +99,25 @@ def _seen(seconds: dict[str, list[float | None]], measured: str) -> str:
             f"`{peers}`",
             " … ".join(f"`{each}`" for each in words),
             *(_range(faults, columns, seconds) for columns in (WITHOUT, WITH, ON_DEVICE)),
+            _on_gpu(faults, seconds),
         ]
         for (struck, peers, words), faults in alike.items()
     ]
-    headings = ["fault", "the rank itself", "all others", "text", "seconds", "with TP", "device"]
+    headings = [
+        "fault",
+        "the rank itself",
+        "all others",
+        "text",
+        "seconds",
+        "with TP",
+        "simulated",
+        "GPU",
+    ]
     return (
         f"## What each rank sees\n\n{table(headings, rows)}\n"
         "Seconds are those of the slowest rank, over meshes and plugins, without and with tensor\n"
-        "parallelism; on the device without plugins, also in `attempt`\n"
-        "([figures](../../benchmarks/results/faults)). Measured beside other programs, on\n"
+        "parallelism; on devices without plugins, also in `attempt`, with NCCL on a GPU that the\n"
+        "ranks share ([figures](../../benchmarks/results/faults)). Measured beside other programs, on\n"
         f"{measured}.\n\n"
     )
 
@@ -113,7 +126,23 @@ def _range(faults: list[Fault], columns: Columns, seconds: dict[str, list[float 
     every = (FaultCell(fault, *column) for fault in faults for column in columns)
     cells = [cell for cell in every if cell in FAULT_CELLS]
     cells += [c for c in (replace(cell, in_attempt=True) for cell in cells) if c in FAULT_CELLS]
-    found = [max(each for each in seconds[cell.id] if each is not None) for cell in cells]
+    return _span([max(each for each in seconds[cell.id] if each is not None) for cell in cells])
+
+
+def _on_gpu(faults: list[Fault], seconds: dict[str, list[float | None]]) -> str:
+    """Of the simulated device's cells, those that were tried there."""
+    every = (
+        FaultCell(fault, *column, tried)
+        for tried in (False, True)
+        for fault in faults
+        for column in ON_DEVICE
+    )
+    cells = [replace(cell, device="cuda") for cell in every]
+    found = [seconds[cell.id] for cell in cells if cell.id in seconds]
+    return _span([max(each for each in times if each is not None) for times in found])
+
+
+def _span(found: list[float]) -> str:
     low, high = (f"{end(found):.2f}" for end in (min, max)) if found else ("–", "–")
     return low if low == high else f"{low}–{high}"
 

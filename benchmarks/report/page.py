@@ -189,17 +189,16 @@ def _reproducible(found: Found) -> Iterator[str]:
 
 def _gpu(found: Found) -> Iterator[str]:
     """Without CUDA there is nothing to show."""
-    cells = [cell for rows in found["tables"].values() for row in rows for cell in row.values()]
-    if None in cells:
+    (rows,) = found["tables"].values()
+    if None in (cell for row in rows for cell in row.values()):
         return
-    yield "## Device\n"
-    yield f"On {found['device']}, {found['model']}, torch's process group {found['group']}.\n"
-    for rows in found["tables"].values():
-        yield from table(rows[0], (map(_value, row.values()) for row in rows))
+    yield f"{found['device']}, {found['model']}, group {found['group']}; polyshard / FSDP2:\n"
+    shown = ("step ms", "launches", "copy ms", "peak allocated MiB")
+    yield from table(shown, [[" / ".join(_value(row[key]) for row in rows[:2]) for key in shown]])
 
 
 def _value(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
 
 
 SECTIONS: dict[str, Callable[[Found], Iterator[str]]] = {

@@ -25,7 +25,7 @@ class Shown:
         return f"`{self.row.name}`"
 
     def case(self) -> str:
-        return ", ".join(str(self.found["case"][k]) for k in ("width", "tokens", "ranks", "dtype"))
+        return ", ".join(str(self.found["case"][k]) for k in ("width", "tokens", "ranks"))
 
     def ms(self, engine: str) -> str:
         times = self.found["median_seconds"]
@@ -71,7 +71,7 @@ class Shown:
 Columns = dict[str, Callable[[Shown], str]]
 STEPS: Columns = {
     "row": Shown.name,
-    "width, tokens, ranks, dtype": Shown.case,
+    "width, tokens, ranks": Shown.case,
     "polyshard ms": lambda one: one.ms("polyshard"),
     "FSDP2 ms": lambda one: one.ms("torch"),
     "step / FSDP2": lambda one: one.ratio(STEP),
@@ -84,7 +84,6 @@ STEPS: Columns = {
 BEST_STEPS: Columns = {
     "row": Shown.name,
     "polyshard ms": lambda one: one.ms(OUR_BEST),
-    "FSDP2 ms": lambda one: one.ms(THEIR_BEST),
     "step / FSDP2": lambda one: one.ratio(BEST_STEP),
     "bar": lambda one: one.bar(BEST_STEP),
 }

@@ -329,7 +329,7 @@ def _backend_for(given: _Rank) -> str:
     if given.device != "sim":  # whose kernels are the CPU's
         from polyshard_testing.host_random import HostRandom
 
-        HostRandom().__enter__()
+        HostRandom().__enter__()  # type: ignore[no-untyped-call]  # as long as the process
     return f"cpu:gloo,{given.device}:{dist.get_default_backend_for_device(given.device)}"
 
 

@@ -1,4 +1,4 @@
-"""Tests that ``pytest --device=sim`` skips, and why; the page on the device lists them."""
+"""Tests that ``pytest --device=sim`` (and ``cuda``) skips, and why; a page lists them."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def test_replicas_are_compared_when_they_are_summed(rank: int, size: int) -> Non
 @ranks(4)
 def test_a_mesh_of_some_ranks(rank: int, size: int, shape: tuple[int, ...]) -> None:
     """Nobody waits for processes that are in no mesh, or in another one."""
-    chosen = torch.tensor([1, 3]).view(shape)
+    chosen = torch.tensor([1, 3], device="cpu").view(shape)
     mesh = DeviceMesh(
         torch.get_default_device().type,
         chosen,
