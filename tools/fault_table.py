@@ -275,3 +275,15 @@ FAULT_CELLS = (
         if column[2] != "cpu" and _is_undone(fault)
     ),
 )
+
+PEER_FAULTS = (
+    *("forward", "backward", "memory", "evaluation", "skipped", "order", "unused"),
+    *("optimizer", "loop", "exit", "killed", "stopped"),
+)
+"""Those that need no part of polyshard: they are tried on torch's own FSDP2 too."""
+PEERS = ("torchrun", "torchft")
+"""What it runs under: the launcher alone, or replica groups under torchft."""
+PEER_GROUPS = 2
+"""Replica groups, of two ranks each."""
+PEER_TIMEOUT_SECONDS = 30.0
+"""Of its process groups; torch's own is half an hour."""

@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fault_table import (
     BAR_SECONDS,
     COLUMNS,
     FAULT_CELLS,
     FAULTS,
+    PEER_FAULTS,
+    PEER_TIMEOUT_SECONDS,
     TIMEOUT_SECONDS,
     Column,
     Fault,
@@ -85,7 +88,7 @@ def page() -> str:
     )
     places = zip(("the simulated device", "an H100"), others, strict=True)
     measured = ". ".join([first, *(f"On {device}: {where}" for device, where in places)])
-    return HEAD + _seen(seconds, measured) + _ways() + _healthy()
+    return HEAD + _seen(seconds, measured) + _peers() + _ways() + _healthy()
 
 
 def _seen(seconds: dict[str, list[float | None]], measured: str) -> str:
@@ -117,8 +120,8 @@ def _seen(seconds: dict[str, list[float | None]], measured: str) -> str:
         f"## What each rank sees\n\n{table(headings, rows)}\n"
         "Seconds are those of the slowest rank, over meshes and plugins, without and with tensor\n"
         "parallelism; on devices without plugins, also in `attempt`, with NCCL on a GPU that the\n"
-        "ranks share ([figures](../../benchmarks/results/faults)). Measured beside other programs, on\n"
-        f"{measured}.\n\n"
+        "ranks share ([figures](../../benchmarks/results/faults)). Measured beside other programs,\n"
+        f"on {measured}.\n\n"
     )
 
 
@@ -145,6 +148,59 @@ def _on_gpu(faults: list[Fault], seconds: dict[str, list[float | None]]) -> str:
 def _span(found: list[float]) -> str:
     low, high = (f"{end(found):.2f}" for end in (min, max)) if found else ("–", "–")
     return low if low == high else f"{low}–{high}"
+
+
+def _peers() -> str:
+    """What the same faults do to torch's own, where they do alike in one row."""
+    result = json.loads((FIGURES / "peers.json").read_text("utf-8"))
+    torchrun, torchft = (result["found"][launcher] for launcher in ("torchrun", "torchft"))
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for fault in PEER_FAULTS:
+        kinds = (_kind(torchrun[fault]), _kind(torchft[fault]))
+        alike.setdefault(kinds, []).append(fault)
+    rows = [
+        [
+            ", ".join(f"*{fault}*" for fault in faults),
+            _under_torchrun([torchrun[fault] for fault in faults], torchrun["none"]),
+            _under_torchft([torchft[fault] for fault in faults]),
+        ]
+        for faults in alike.values()
+    ]
+    about = result["about"]
+    return (
+        "## The same on FSDP2\n\n"
+        "Torch's `fully_shard` with the same model under `torchrun --max-restarts=0`, and as two\n"
+        f"groups under torchft 0.2.0 that are started anew; time-outs are {PEER_TIMEOUT_SECONDS:.0f}"
+        " s (torch's own: 30 minutes).\n\n"
+        f"{table(['fault', 'torchrun', 'torchft'], rows)}\n"
+        f"`python -m faults peers`, {about['date']}, on a busy machine: {about['machine']}.\n\n"
+    )
+
+
+def _kind(found: dict[str, Any]) -> tuple[object, ...]:
+    beside = found["beside"]
+    has_waited = beside.get("seconds", 0.0) > 0.9 * PEER_TIMEOUT_SECONDS
+    return beside["saw"] == "nothing", has_waited, found["goes_on"], found.get("is_restarted")
+
+
+def _under_torchrun(found: list[dict[str, Any]], undisturbed: dict[str, Any]) -> str:
+    if found[0]["goes_on"]:
+        same = all(each["digests"] == undisturbed["digests"] for each in found)
+        return "no error; " + ("the same weights" if same else "other weights")
+    seen = [each["beside"] for each in found]
+    if _kind(found[0])[1]:
+        return f"gloo's time-out, {_seconds(seen)}"
+    names = " or ".join(sorted({f"`{each['saw']}`" for each in seen}))
+    return f"{names}, {_seconds(seen)}; the job ends"
+
+
+def _under_torchft(found: list[dict[str, Any]]) -> str:
+    return str(found)
+
+
+def _seconds(found: list[dict[str, Any]], key: str = "seconds") -> str:
+    low, high = (f"{end(each[key] for each in found):.1f}" for end in (min, max))
+    return f"{low if low == high else f'{low}–{high}'} s"
 
 
 def _healthy() -> str:

@@ -1,7 +1,8 @@
-"""``python -m faults cells|raises|soak`` (in ``integration_tests/``): measure what faults cost.
+"""``python -m faults cells|peers|raises|soak`` (in ``integration_tests/``): what faults cost.
 
 ``cells`` runs the cells of the table and writes the seconds that the page of faults shows;
-``raises`` injects exceptions at random; ``soak`` looks for what grows.
+``peers`` runs its faults on torch's own FSDP2; ``raises`` injects exceptions at random; ``soak``
+looks for what grows.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ sys.path[:0] = [
 ]
 
 from benchmarks.result import RESULTS, About, Result, read  # noqa: E402
-from fault_table import FAULT_CELLS  # noqa: E402
+from fault_table import FAULT_CELLS, PEER_FAULTS, PEERS  # noqa: E402
 from faults import raises, soak  # noqa: E402
 from faults.cells import run_cell  # noqa: E402
+from faults.peers import run_peer  # noqa: E402
 
 NAMES = {"cpu": "cells", "sim": "device", "cuda": "cuda"}
 """Of the files of figures."""
@@ -38,6 +40,9 @@ def arguments() -> argparse.Namespace:
         "--device", choices=("sim", "cuda"), default="sim", help="what device cells run on"
     )
     cells.add_argument("--missing", action="store_true", help="only those without a figure")
+    peers = commands.add_parser("peers")
+    peers.add_argument("--under", nargs="+", choices=PEERS, default=PEERS)
+    peers.add_argument("--only", nargs="+", choices=("none", *PEER_FAULTS))
     many = commands.add_parser("raises")
     many.add_argument("--ranks", type=int, default=2)
     many.add_argument("--count", type=int, default=100)
@@ -46,7 +51,7 @@ def arguments() -> argparse.Namespace:
     long.add_argument("--ranks", type=int, default=2)
     long.add_argument("--steps", type=int, default=2000)
     long.add_argument("--seed", type=int, default=0)
-    for each in (cells, many, long):
+    for each in (cells, peers, many, long):
         each.add_argument(
             "--results", type=Path, default=RESULTS / "faults", help="folder of the JSON files"
         )
@@ -75,6 +80,19 @@ def measure_cells(chosen: argparse.Namespace) -> int:
         print(f"{cell.id}: {seconds[cell.id]}", flush=True)
         write(NAMES[cell.device], "faults", {"seconds": seconds}, chosen.results)
     return failed
+
+
+def measure_peers(chosen: argparse.Namespace) -> int:
+    """As for cells; a run without a fault comes first, unless others are chosen."""
+    path = chosen.results / "peers.json"
+    found = dict(read(path).found) if path.exists() else {launcher: {} for launcher in PEERS}
+    for launcher in chosen.under:
+        for fault in chosen.only or ("none", *PEER_FAULTS):
+            with TemporaryDirectory(prefix="polyshard-peers-") as folder:
+                found[launcher][fault] = run_peer(launcher, fault, Path(folder))
+            print(f"{launcher} {fault}: {found[launcher][fault]}", flush=True)
+            write("peers", "peers", found, chosen.results)
+    return 0
 
 
 def _known(path: Path) -> dict[str, Any]:
@@ -106,7 +124,12 @@ def write(name: str, kind: str, found: dict[str, Any], folder: Path) -> None:
     Result(name, kind, about, found).write(folder)
 
 
-COMMANDS = {"cells": measure_cells, "raises": measure_raises, "soak": measure_soak}
+COMMANDS = {
+    "cells": measure_cells,
+    "peers": measure_peers,
+    "raises": measure_raises,
+    "soak": measure_soak,
+}
 
 if __name__ == "__main__":
     options = arguments()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from sharded import Sharded, digest, state_of
+from small_model import loss_of
 from torch import Tensor, nn
 
 import polyshard_resilience
@@ -75,6 +76,10 @@ class Struck(Sharded):
         (loss,) = self.backward(index, 1, last=True)
         self.step()
         return loss
+
+    def forward(self, index: int) -> Tensor:
+        """The loss of a batch."""
+        return loss_of(self.model, index, self.part)
 
     def recover(self) -> None:
         """What the errors say is to be done."""
@@ -153,9 +158,7 @@ def evaluation(trainee: Struck, index: int) -> None:
 
 def skipped(trainee: Struck, index: int) -> None:
     """As if the loss had not been finite."""
-    from small_model import loss_of
-
-    loss_of(trainee.model, index, trainee.part)
+    trainee.forward(index)
     trainee.whole_step(index + 1)
 
 
@@ -223,9 +226,7 @@ def attempted(trainee: Struck, is_struck: bool, index: int) -> None:
 
 def no_backward(trainee: Struck, index: int) -> None:
     """But the optimizer's step."""
-    from small_model import loss_of
-
-    loss_of(trainee.model, index, trainee.part)
+    trainee.forward(index)
     trainee.step()
 
 
