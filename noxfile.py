@@ -466,14 +466,17 @@ def engines(session: nox.Session, engine: str) -> None:
 
 @nox.session(default=False)
 def replicas(session: nox.Session) -> None:
-    """Kill replica groups under torchft: `nox -s replicas -- --kills=50`; also as a test."""
+    """Kill replica groups under torchft: `nox -s replicas -- --kills=50`; tests; FSDP2's faults."""
     folder = "examples/replicas"
     tools = nox.project.dependency_groups(PYPROJECT, "test", "type")
-    names = ("", "-optimizers", "-resilience[torchft]", "-testing")
+    needed = ("checkpoint", "cli", "demo", "optimizers", "resilience[torchft]", "testing")
+    names = ("", *(f"-{name}" for name in needed))
     ours = [f"--editable=packages/polyshard{name}" for name in names]
     session.install(TORCH, *ours, "--editable=plugins/polyshard-reproducible", *tools)
     session.run("mypy", *map(str, Path(folder).glob("*.py")), f"{folder}/tests")
     session.run("python", "-m", "pytest", f"{folder}/tests", env=ONE_THREAD)
+    peers = ("--thorough", "integration_tests/test_peers.py", "-k", "torchft")
+    session.run("python", "-m", "pytest", *peers, env=ONE_THREAD)
     kills = session.posargs or ["--kills=50"]
     session.run("python", f"{folder}/kills.py", f"--out={session.create_tmp()}/kills", *kills)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, NamedTuple
 
 from composition_table import FSDP, FSDP_TP, HSDP, STACKS, Cell, Layout, Stack, stack_id
 
@@ -287,3 +288,28 @@ PEER_GROUPS = 2
 """Replica groups, of two ranks each."""
 PEER_TIMEOUT_SECONDS = 30.0
 """Of its process groups; torch's own is half an hour."""
+
+
+class Verdict(NamedTuple):
+    """What of a fault on FSDP2 does not depend on how busy the machine is.
+
+    Attributes:
+        saw_nothing: the other rank of the group; else gloo's error or torchrun's SIGTERM, which
+            come at about the same moment.
+        has_waited: that rank, for the time-out.
+        goes_on: without a new start: the job, or the other group.
+        is_restarted: the struck group.
+    """
+
+    saw_nothing: bool
+    has_waited: bool
+    goes_on: bool
+    is_restarted: bool
+
+
+def verdict(found: dict[str, Any]) -> Verdict:
+    """Of what ``faults.peers.run_peer`` has found."""
+    beside = found["beside"]
+    has_waited = beside.get("seconds", 0.0) > 0.9 * PEER_TIMEOUT_SECONDS
+    restarted = found.get("is_restarted", False)
+    return Verdict(beside["saw"] == "nothing", has_waited, found["goes_on"], restarted)

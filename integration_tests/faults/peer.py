@@ -60,8 +60,6 @@ class Peer:
             state_dict=self._state,
             min_replica_size=1,
             use_async_quorum=False,
-            timeout=TIMEOUT,
-            quorum_timeout=TIMEOUT,
             replica_id=f"group_{group}",
         )
         for module in self.model.modules():

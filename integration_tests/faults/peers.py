@@ -25,7 +25,7 @@ RANKS = 2
 ENOUGH = 4
 """Steps after a fault: by then ranks have met."""
 STEPS = BEFORE + ENOUGH
-PATIENCE_SECONDS = 4 * PEER_TIMEOUT_SECONDS
+PATIENCE_SECONDS = 5 * PEER_TIMEOUT_SECONDS
 """From the fault on: torchrun takes 30 s to end a process that was stopped."""
 POLL_SECONDS = 0.03
 LIGHTHOUSE = {"min_replicas": 1, "quorum_tick_ms": 100, "join_timeout_ms": 10_000}
