@@ -86,13 +86,15 @@ def page() -> str:
     names = ("cells", "device", "cuda")
     files = [json.loads((FIGURES / f"{name}.json").read_text("utf-8")) for name in names]
     seconds = {cell: times for each in files for cell, times in each["found"]["seconds"].items()}
-    first, *others = (
-        f"{about['machine'].partition(', Linux')[0]}, {about['date']}, torch {about['versions']['torch']}"
-        for about in (each["about"] for each in files)
-    )
+    first, *others = (_place(each["about"]) for each in files)
     places = zip(("the simulated device", "an H100"), others, strict=True)
     measured = ". ".join([first, *(f"On {device}: {where}" for device, where in places)])
     return HEAD + _seen(seconds, measured) + _peers() + _ways() + _healthy()
+
+
+def _place(about: dict[str, Any]) -> str:
+    machine = about["machine"].partition(", Linux")[0]
+    return f"{machine}, {about['date']}, torch {about['versions']['torch']}"
 
 
 def _seen(seconds: dict[str, list[float | None]], measured: str) -> str:

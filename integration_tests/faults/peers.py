@@ -200,8 +200,12 @@ def _watch(groups: list[Group]) -> None:
 
 
 def _is_settled_alone(group: Group) -> bool:
-    """Whether the other rank has ended."""
-    return any(rank.number != STRUCK and rank.ended is not None for rank in group.ranks)
+    """Whether all is over, or the other rank has ended early."""
+    is_early = any(
+        rank.number != STRUCK and rank.ended is not None and not rank.event("done")
+        for rank in group.ranks
+    )
+    return is_early or group.torchrun.poll() is not None
 
 
 def _is_settled(groups: list[Group]) -> bool:
