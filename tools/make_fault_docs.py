@@ -124,10 +124,10 @@ def _seen(seconds: dict[str, list[float | None]], measured: str) -> str:
     ]
     return (
         f"## What each rank sees\n\n{table(headings, rows)}\n"
-        "Seconds are those of the slowest rank, over meshes and plugins, without and with tensor\n"
-        "parallelism; on devices without plugins, also in `attempt`, with NCCL on a GPU that the\n"
-        "ranks share ([figures](../../benchmarks/results/faults)). Measured beside other\n"
-        f"programs, on {measured}.\n\n"
+        "Seconds are the slowest rank's, over meshes and plugins; on devices without plugins,\n"
+        "also in `attempt`, with NCCL on a GPU that ranks share\n"
+        "([figures](../../benchmarks/results/faults)). Measured beside other programs, on\n"
+        f"{measured}.\n\n"
     )
 
 
@@ -177,17 +177,18 @@ def _peers() -> str:
     return (
         "## The same on FSDP2\n\n"
         "Torch's `fully_shard` trains the same model on two ranks of `torchrun --max-restarts=0`,\n"
-        "and in two such groups under torchft 0.2.0, started anew when they end. The time-out of\n"
-        f"process groups is {PEER_TIMEOUT_SECONDS:.0f} s (torch's default: half an hour).\n\n"
+        "which every error ends, and in two such groups under torchft 0.2.0, started anew when they\n"
+        f"end. Process groups time out after {PEER_TIMEOUT_SECONDS:.0f} s (torch's default: half an\n"
+        "hour). Of two groups that send heartbeats, torchft needs both.\n\n"
         f"{table(headings, rows)}\n"
-        f"`python -m faults peers`, {about['date']}, beside other programs on {cores}.\n\n"
+        f"`python -m faults peers`, {about['date']}, on {cores}, busy.\n\n"
     )
 
 
 def _alone(found: list[dict[str, Any]], undisturbed: dict[str, Any]) -> str:
     if found[0]["goes_on"]:
         same = all(each["digests"] == undisturbed["digests"] for each in found)
-        return "no error; weights are " + ("right" if same else "others")
+        return "no error, " + ("right" if same else "other") + " weights"
     seen = [each["beside"] for each in found]
     if verdict(found[0]).has_waited:
         return f"time-out, {_seconds(seen)}"
@@ -197,10 +198,10 @@ def _alone(found: list[dict[str, Any]], undisturbed: dict[str, Any]) -> str:
 def _in_groups(found: list[dict[str, Any]]) -> tuple[str, str]:
     if not found[0]["is_restarted"]:
         same = all(each["same_weights"] for each in found)
-        return "no error", "as the other" if same else "no error; its weights differ"
-    other = "pauses {}" if found[0]["goes_on"] else "ends too"
-    pause = _seconds(found, "pause_seconds") if found[0]["goes_on"] else ""
-    return other.format(pause), f"back after {_seconds(found, 'back_seconds')}"
+        return "no error", "no error" if same else "no error; its weights differ"
+    goes_on = found[0]["goes_on"]
+    other = f"pauses {_seconds(found, 'pause_seconds')}" if goes_on else "ends too"
+    return other, f"back after {_seconds(found, 'back_seconds')}"
 
 
 def _seconds(found: list[dict[str, Any]], key: str = "seconds") -> str:
@@ -218,7 +219,9 @@ def _ways() -> str:
     rows = [
         [", ".join(f"*{fault.id}*" for fault in FAULTS if fault.way is way), way.value]
         for way in Way
+        if way is not Way.RESTART
     ]
+    rows.append(["all others", Way.RESTART.value])
     return f"## How to continue\n\n{table(['faults', 'how to continue'], rows)}\n"
 
 

@@ -8,6 +8,7 @@ looks for what grows.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -84,6 +85,7 @@ def measure_cells(chosen: argparse.Namespace) -> int:
 
 def measure_peers(chosen: argparse.Namespace) -> int:
     """As for cells; a run without a fault comes first, unless others are chosen."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and end what was started
     path = chosen.results / "peers.json"
     found = dict(read(path).found) if path.exists() else {launcher: {} for launcher in PEERS}
     for launcher in chosen.under:

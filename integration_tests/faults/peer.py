@@ -82,7 +82,7 @@ class Peer:
     def whole_step(self, index: int) -> None:
         """Of training, as in torch's tutorial."""
         before = self.number
-        self.forward(index).backward()  # type: ignore[no-untyped-call]
+        self.forward(index).backward()
         self.stepped.step()
         if self.manager is None:
             self.number += 1
