@@ -128,7 +128,8 @@ def train(peer: Any, folder: Path, is_struck: bool) -> None:
         if is_struck and index >= BEFORE and peer.is_joined:
             fault = peer.strike.fault
             is_struck = False
-            PREPARE.get(fault, lambda _: None)(peer)
+            if fault in PREPARE:
+                PREPARE[fault](peer)
             struck_step(peer, True)
             index += 2 if fault in TWO_BATCHES else 1
         else:
