@@ -179,7 +179,7 @@ def _peers() -> str:
         "Torch's `fully_shard` trains the same model on two ranks of `torchrun --max-restarts=0`,\n"
         "which every error ends, and in two such groups under torchft 0.2.0, started anew when\n"
         f"they end. Process groups time out after {PEER_TIMEOUT_SECONDS:.0f} s (torch's default:\n"
-        "half an hour). Of two groups that send heartbeats, torchft needs both.\n\n"
+        "30 min). Of two groups that send heartbeats, torchft needs both.\n\n"
         f"{table(headings, rows)}\n"
         f"`python -m faults peers`, {about['date']}, on {cores}, busy.\n\n"
     )
