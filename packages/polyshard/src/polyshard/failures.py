@@ -119,7 +119,8 @@ class FailureHandler:
 
         Args:
             meshes: whose ranks it was shared by, of every unit.
-            forwards: the units whose forwards it belongs to, in order, by name.
+            forwards: the units whose forwards it belongs to, in order, by name; without those
+                that ranks may skip (``set_reduce_scatter_unused_params``).
 
         Raises:
             PeerError: when they do not complete, quoting the rank that failed first.

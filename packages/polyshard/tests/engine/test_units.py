@@ -426,7 +426,7 @@ def test_meta_initialisation(rank: int, size: int, how: str) -> None:
     if how == "assign":
         ours.load_state_dict(source.state_dict(), assign=True)
     else:
-        ours.to_empty(device="cpu")
+        ours.to_empty(device=torch.get_default_device())
         ours.load_state_dict(source.state_dict())
     loss_of(ours, tokens_for(0, rank)).backward()
     mean_loss(reference, 0, size).backward()
