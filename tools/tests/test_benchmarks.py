@@ -128,6 +128,7 @@ def what_a_process_alone_is() -> tuple[bool, int, int]:
     return dist.is_initialized(), torch.get_num_threads(), os.getpid()
 
 
+@pytest.mark.thorough
 def test_ranks_are_fresh_processes_whose_failures_are_told() -> None:
     size, rank, threads, process = run_ranks(2, what_a_rank_is)
     assert (size, rank, threads) == (2, 0, 1)

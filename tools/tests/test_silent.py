@@ -64,6 +64,7 @@ def test_cells_are_run_in_ranks_of_their_own(tmp_path: Path) -> None:
     assert load(tmp_path)["FSDP2"]["cells"]["optimizer_before"]["verdict"] == "silently wrong"
 
 
+@pytest.mark.thorough
 def test_cells_that_were_run_are_kept(tmp_path: Path) -> None:
     ddp = next(engine for engine in ENGINES if engine.name == "DDP")
     kept = {case: {"verdict": "hangs", "output": case} for case in CASES if case != "other_state"}

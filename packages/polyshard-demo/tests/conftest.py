@@ -12,7 +12,7 @@ from fault_jobs import Undisturbed, training
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--kills`` and ``--kill-seed``; ``--all-hosts`` for what CI has no time for."""
     group = parser.getgroup("faults")
-    group.addoption("--kills", type=int, default=2, help="how often a rank is killed")
+    group.addoption("--kills", type=int, default=1, help="how often a rank is killed")
     group.addoption("--kill-seed", type=int, default=0, help="decides which, and when")
     group.addoption("--all-hosts", action="store_true", help="every fault of several hosts")
 

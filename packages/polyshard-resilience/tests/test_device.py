@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from toy_attempts import failure, raising
 from toy_models import build, loss_of, shard, tokens_for
@@ -159,6 +160,41 @@ def in_another_order(rank: int, size: int) -> None:
     job.recovers(expected)
 
 
+class Branches(nn.Module):
+    """Each forward names the parameters that it uses, all of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.ones(8, 8)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, uses: str) -> torch.Tensor:
+        return torch.stack([(getattr(self, name) * x).sum() for name in uses]).sum()
+
+
+def with_other_gradients(rank: int, size: int) -> None:
+    """Sums of different parameters would mix on a device, where they have one size."""
+    mesh = init_device_mesh(device(), (size,))
+    model: Any = polyshard.fully_shard(Branches().to(device()), mesh=mesh)
+    x = torch.tensor(1.0 + rank, device=device())
+
+    def backward(uses: str) -> None:
+        model(x, uses).backward()
+
+    backward("abc")
+    with pytest.raises(ControlFlowError) as caught:
+        backward("ac" if rank == 1 else "ab")
+    for words in ("rank 0 is at", "without gradients of 'c'", "rank 1 is at", "of 'b'"):
+        assert words in str(caught.value)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.reset_iter_state()
+    for uses in ("ab", "abc"):  # what no rank uses is no difference
+        model.zero_grad()
+        backward(uses)
+        mean = torch.full((8, 8), sum(1.0 + r for r in range(size)) / size, device=device())
+        for name in uses:
+            assert torch.equal(getattr(model, name).grad.full_tensor(), mean)
+
+
 def again_and_again(rank: int, size: int, steps: int) -> None:
     """A third of the steps fails, anywhere: the others are those of a run that skipped them."""
     places = random.Random(7)
@@ -256,6 +292,7 @@ CASES = (
     while_synchronizing,
     in_a_collective_of_their_own,
     in_another_order,
+    with_other_gradients,
     memory_runs_out,
 )
 

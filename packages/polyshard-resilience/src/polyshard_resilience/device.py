@@ -3,8 +3,9 @@
 [Note: end of a step on a device]
 A host runs ahead of its device: it would launch the optimizer's step behind a reduction that never
 ends. Once that is aborted, the step would change weights by what memory happens to hold. And
-collectives on a device pair by order: ranks that run layers in another order mix their data without
-a word. So at the end of a backward ranks compare which forwards it belongs to, by a collective of
+collectives on a device pair by order: ranks that run layers in another order, or have gradients of
+other parameters, mix their data without a word. So at the end of a backward ranks compare which
+forwards it belongs to and which parameters had no gradient, by a collective of
 16 bytes behind all others, and the host waits for it. What ranks compare is also what they wait
 for: where it differs, or never comes because of that, they stand at different places (see
 [Note: ranks apart] of ``alarm/positions.py``).
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from polyshard.errors import ConnectionLostError
+from polyshard.failures import Ended
 from polyshard.memory.streams import launched, streams_of
 from polyshard_resilience.alarm.alarm import Alarm
 from polyshard_resilience.alarm.reports import NOBODY
@@ -31,7 +33,7 @@ from polyshard_resilience.wire import LOOK_SECONDS, Waiter
 KEPT = 4
 """Steps that a rank remembers to have ended; another one is at most one behind."""
 NAMED = 8
-"""Forwards that a rank names where it says where it is."""
+"""Forwards, and parameters, that a rank names where it says where it is."""
 
 
 @dataclass
@@ -70,26 +72,33 @@ class DeviceSteps:
         self._ended: deque[str] = deque(maxlen=KEPT)
         self._epoch, self._counts = alarm.epoch, Counter[tuple[int, ...]]()
 
-    def end(self, meshes: Iterator[DeviceMesh], forwards: Iterable[str]) -> None:
-        """Return when the device of ``meshes`` is through with the backward of ``forwards``.
+    def end(self, ended: Iterator[Ended], forwards: Iterable[str]) -> None:
+        """Return when the device is through with the backward of ``forwards`` in all of ``ended``.
 
         Raises:
             PeerError: when another rank failed.
-            ControlFlowError: when the forwards of another rank were others.
+            ControlFlowError: when another rank's forwards, or parameters with gradients, were
+                others. Experts may differ between ranks that divide them: not compared are
+                parameters whose mesh holds some of these ranks only.
         """
-        first = next(meshes, None)
-        device = torch.device("cpu") if first is None else _device_of(first)
+        first = next(ended, None)
+        device = torch.device("cpu") if first is None else _device_of(first.mesh)
         if first is None or not _is_awaited(device):
             return
-        alarm, every_mesh = self._alarm, {id(each): each for each in (first, *meshes)}.values()
-        ranks = tuple(sorted({r for each in every_mesh for r in each.mesh.flatten().tolist()}))
+        alarm, units = self._alarm, (first, *ended)
+        meshes = {id(each.mesh): each.mesh for each in units}
+        ranks_of = {key: frozenset(mesh.mesh.flatten().tolist()) for key, mesh in meshes.items()}
+        ranks = tuple(sorted(frozenset[int]().union(*ranks_of.values())))
+        shared = [each for each in units if len(ranks_of[id(each.mesh)]) == len(ranks)]
+        lacking = tuple(name for each in shared for name in each.lacking)
         every = tuple(forwards)
-        names = ", ".join(f"'{name}'" for name in every[-NAMED:])
-        said = zlib.crc32(f"{self._count(ranks)} {every}".encode())
-        alarm.doing = f"the end of a backward, after forwards of {names}"
+        said = zlib.crc32(f"{self._count(ranks)} {every} {lacking}".encode())
+        alarm.doing = f"the end of a backward, after forwards of {_names(every[-NAMED:])}"
+        if lacking:
+            alarm.doing += f", without gradients of {_names(lacking[:NAMED])}"
         alarm.waiting = DeviceWait(alarm.rank, ranks, self._come(f"{alarm.epoch}:{said}"))
         try:
-            differs = _compare(said, every_mesh, device)
+            differs = _compare(said, meshes.values(), device)
             self._wait(launched(device))
             if alarm.report is not None or differs[0].item() != -differs[1].item():
                 self._wait_for_report()  # if there is one, what ended was perhaps aborted
@@ -125,6 +134,10 @@ class DeviceSteps:
         self._ended.append(key)
         gathered[key] = 1
         return key
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names)
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

@@ -19,7 +19,6 @@ from types import FrameType
 from typing import Any, cast
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from polyshard.agreement.board import REQUESTS_PER_SECOND, open_board
@@ -30,7 +29,7 @@ from polyshard.errors import (
     PeerError,
     PolyshardError,
 )
-from polyshard.failures import FailureHandler, Kind, Part, failure_handler, handle_failures
+from polyshard.failures import Ended, FailureHandler, Kind, Part, failure_handler, handle_failures
 from polyshard_resilience._torch_private import await_devices, is_from_backend
 from polyshard_resilience.alarm.alarm import Alarm
 from polyshard_resilience.alarm.current import current_alarm
@@ -184,8 +183,8 @@ class AlarmHandler(FailureHandler):
         return alarm.because("a collective of the model did not complete")
 
     @override
-    def end_step(self, meshes: Iterator[DeviceMesh], forwards: Iterable[str]) -> None:
-        self._device_steps.end(meshes, forwards)
+    def end_step(self, ended: Iterator[Ended], forwards: Iterable[str]) -> None:
+        self._device_steps.end(ended, forwards)
 
     @override
     @contextmanager

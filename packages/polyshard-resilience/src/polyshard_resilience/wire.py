@@ -41,7 +41,7 @@ from polyshard_resilience.alarm.alarm import Alarm
 
 REMEMBERED = 4096
 """Transfers that a rank remembers to have begun, for ranks that wait for it."""
-PATIENCE_SECONDS = 0.3
+PATIENCE_SECONDS = 0.1
 """How long a rank waits for another to connect before it looks whether that one is there."""
 POLL_SECONDS = 0.002
 MOST_SECONDS = 0.05

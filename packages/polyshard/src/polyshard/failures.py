@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum, auto
 from types import FrameType, TracebackType
 
@@ -34,6 +35,19 @@ class Kind(Enum):
     """The model's backward."""
     CALL = auto()
     """A call of a sharded module, with what is done to its results."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A unit at the end of the last backward.
+
+    Attributes:
+        mesh: whose ranks share it.
+        lacking: names of its parameters without a gradient, of each reduction of the iteration.
+    """
+
+    mesh: DeviceMesh
+    lacking: tuple[str, ...]
 
 
 class Part:
@@ -112,13 +126,13 @@ class FailureHandler:
             PolyshardError: in place of ``error``, quoting the rank that failed first.
         """
 
-    def end_step(self, meshes: Iterator[DeviceMesh], forwards: Iterable[str]) -> None:
+    def end_step(self, ended: Iterator[Ended], forwards: Iterable[str]) -> None:
         """The last backward has ended: its reductions are done, or launched on a device.
 
         An optimizer steps next.
 
         Args:
-            meshes: whose ranks it was shared by, of every unit.
+            ended: every unit.
             forwards: the units whose forwards it belongs to, in order, by name; without those
                 that ranks may skip (``set_reduce_scatter_unused_params``).
 

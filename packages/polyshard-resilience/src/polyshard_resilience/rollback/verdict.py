@@ -46,7 +46,7 @@ from polyshard_resilience.mending import mend_groups
 BALLOTS = READY, DONE, TOLD, UNDONE = "ready", "done", "told", "undone"
 FIRST_PAUSE_SECONDS = 1e-4
 LONGEST_PAUSE_SECONDS = 0.025
-LOOK_SECONDS = 0.2
+LOOK_SECONDS = 0.05
 """How often a rank that waits asks whether all others are still there; ever more seldom, too."""
 KEEPER_SECONDS = 1.0
 """How long the process that kept the store may take to end after its connections."""

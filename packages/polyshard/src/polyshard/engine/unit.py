@@ -22,7 +22,7 @@ from polyshard.engine.initial_values import InitialValues
 from polyshard.engine.optimizers import watch_steps
 from polyshard.engine.prefetch import Prefetcher
 from polyshard.engine.reductions import Reductions
-from polyshard.failures import Kind, Part, failure_handler, kept_failure_handler
+from polyshard.failures import Ended, Kind, Part, failure_handler, kept_failure_handler
 from polyshard.group.group import ParameterGroup, State, free_outdated
 from polyshard.memory.pages import PagePool, pages_can_move
 from polyshard.memory.streams import Lanes, streams_of
@@ -111,6 +111,10 @@ class Unit:
         self.forward_prefetch: tuple[Unit, ...] = ()
         self.backward_prefetch: tuple[Unit, ...] = ()
         self.pending_modules: set[nn.Module] = set()
+
+    def ended(self) -> Ended:
+        """For ranks to compare at the end of a step."""
+        return Ended(self.roles.mesh, tuple(n for g in self.groups for n in g.lacking()))
 
     # Gathering --------------------------------------------------------------------------------
 
@@ -356,7 +360,12 @@ class RootContext:
         self.reductions.finish()
         left = self.prefetcher.order.left()
         forwards = (unit.name for unit in left if not unit.may_be_skipped())
-        self.failures.end_step((unit.roles.mesh for unit in self.units), forwards)
+        try:
+            self.failures.end_step((unit.ended() for unit in self.units), forwards)
+        except Exception:  # sums may be of other ranks' gradients, or of aborted transfers
+            for group in self.groups():
+                group.shards.drop_gradients()
+            raise
         self.reductions.place_held()
         self.prefetcher.order.end_step()
         self._end_step()
@@ -372,6 +381,7 @@ class RootContext:
         """
         for unit in self.units:
             for group in unit.groups:
+                group.reduced.clear()
                 if group.state is not State.SHARDED:
                     is_stale = group.made_at_step != self.turn.steps
                     under_way = group.state is State.GATHERING

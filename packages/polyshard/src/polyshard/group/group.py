@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from enum import Enum, auto
@@ -154,6 +154,8 @@ class ParameterGroup:
         if uses_protocol(sources):
             refuse_claims(self.contributions, info)
             refuse_block(block_size, info)
+        self.reduced: list[frozenset[int]] = []
+        """Parameters that had a gradient on any replica, in each reduction of the iteration."""
         self.meter = Meter(self.identity, self.contributions.all(OBSERVERS))
         self._base_transport = self.contributions.transport(info, self.roles)
         self.transport: Transport = self._base_transport
@@ -569,6 +571,8 @@ class ParameterGroup:
         except Exception as error:
             self._part.handler.explain(self._part, error)
             raise
+        if (summed := generation.reducer.summed(frame)) is not None:
+            self.reduced.append(summed)
         run(frame, frame.program.cut, self._part, "polyshard.reduce")
         if frame.table.present:
             sent_bytes, traffic = frame.table.sent_bytes[frame.key], meter.traffic
@@ -578,6 +582,13 @@ class ParameterGroup:
             if meter.observers:
                 meter.tell("on_reduce", sent_bytes)
         return frame
+
+    def lacking(self) -> Iterator[str]:
+        """Names of trainable parameters without a gradient, of each reduction of the iteration."""
+        wanted = [i for i, p in enumerate(self.shards.parameters) if p.parameter.requires_grad]
+        for summed in self.reduced or [frozenset[int]()]:
+            if len(summed) < len(wanted):
+                yield from (self.shards.parameters[i].info.fqn for i in wanted if i not in summed)
 
     def free_sent(self, frame: Frame) -> None:
         """Free what a reduction sent, while the rest of it goes on, to be finished later."""
@@ -610,6 +621,7 @@ class ParameterGroup:
         """Forget everything a failed step left behind; end sharded."""
         if self._generation is not None:
             self.gradients.discard(self._generation)
+        self.reduced.clear()
         self.abandon()
 
     def abandon(self) -> None:

@@ -285,16 +285,25 @@ class Reducer:
 
     # Agreement --------------------------------------------------------------------------------
 
+    def summed(self, frame: Frame) -> frozenset[int] | None:
+        """Parameters that get a gradient if all ranks agree; ``None`` if replicas sum later."""
+        waiting = self._waiting
+        present: frozenset[int] = frame.table.present
+        if not self._roles.is_replicated:
+            return present
+        if not frame.key.all_reduces:
+            return None
+        if waiting.awaits_replicas:
+            return waiting.partial.present.union(present, waiting.owned)
+        return present
+
     def _tell(self, presence: Presence, key: Key, parts: _Parts) -> None:
         """See [Note: presence] in presence.py."""
-        waiting = self._waiting
         replicas = self._roles.is_replicated and key.all_reduces
 
         def tell(frame: Frame) -> None:
-            summed = present = frame.table.present
-            if replicas and waiting.awaits_replicas:
-                summed = waiting.partial.present.union(present, waiting.owned)
-            frame.said = presence.tell(present, summed, sums_replicas=replicas)
+            present, summed = frame.table.present, self.summed(frame)
+            frame.said = presence.tell(present, summed or present, sums_replicas=replicas)
 
         def unsay(frame: Frame) -> None:
             if frame.said is not None:

@@ -10,7 +10,8 @@ verdict. Replicas that add up partial sums may differ until those are summed ove
 the message also says what that sum would hold.
 
 The messages need gloo over all ranks of the mesh, and tensors on the CPU. On an accelerator reading
-them would stop the host in every reduction; there ranks are not compared.
+them would stop the host in every reduction; there polyshard-resilience compares ranks once, at the
+end of a backward (``FailureHandler.end_step``).
 """
 
 from __future__ import annotations
