@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-GLOO = "tests gloo, its messages or how the engine uses it"
-CHECKED = "expects a check before gradients are sent, which the engine makes over gloo only"
-LOOKS = "expects a look at what a shard holds, which the engine takes on the CPU only"
-KERNELS = "needs `torch.use_deterministic_algorithms(True)` on devices"
-MENDING = "aborts gloo process groups; `test_device.py` has a device's"
-OPERATORS = "needs an operator that the CPU, and so the simulated device, has not for that dtype"
-UNSET = "its ranks set no device of their own"
-NO_TIMEOUT = "waits for a time-out that raises, which NCCL has not"
+GLOO = "tests gloo"
+CHECKED = "expects a check before gradients are sent: over gloo only"
+LOOKS = "has shards compared with what was encoded: on the CPU only"
+KERNELS = "needs `torch.use_deterministic_algorithms(True)`"
+MENDING = "aborts gloo groups; `test_device.py` has others"
+OPERATORS = "needs a kernel that CPUs lack"
+UNSET = "has ranks without a device"
+NO_TIMEOUT = "needs time-outs that raise"
 
 NOT_ON_SIM: dict[str, dict[str, tuple[str, ...]]] = {
     GLOO: {
