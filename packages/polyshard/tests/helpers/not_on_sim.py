@@ -98,9 +98,9 @@ def reason_for(test: str, device: str) -> str | None:
 
 def lines() -> list[str]:
     """The table of the page."""
-    made = ["| names | why they are skipped | on |", "|---|---|---|"]
-    for device, given in {"both": NOT_ON_SIM, **NOT_ON_ONE}.items():
+    made = ["| names | why they are skipped |", "|---|---|"]
+    for only, given in {"": NOT_ON_SIM, **NOT_ON_ONE}.items():
+        where = f" (`--device={only}`)" if only else ""
         for reason, folders in given.items():
-            count = sum(map(len, folders.values()))
-            made.append(f"| {count} | {reason} | {device} |")
+            made.append(f"| {sum(map(len, folders.values()))} | {reason}{where} |")
     return made
