@@ -286,9 +286,11 @@ class Attempt(Generic[T]):
     def _interrupted(self, error: BaseException) -> bool:
         """The process is being ended: others are told, and nothing waits for them."""
         self.succeeded = False
-        self._tell(error)
+        # In this order: those who wait in a transfer hear of it before the process is gone, and
+        # then they come to the ballot.
         if self._refused is None:
             self._ballot.leave(DONE if self._is_ready else READY, error)
+        self._tell(error)
         self._undo.put_back()
         return False
 

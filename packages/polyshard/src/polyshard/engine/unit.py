@@ -6,6 +6,7 @@ Hooks call these (see :mod:`polyshard.engine.hooks`).
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
 from types import FrameType
@@ -219,6 +220,8 @@ class RootContext:
         self.failures = kept_failure_handler()
         self.reached = ""
         """The unit that a backward reached last, by name."""
+        self._guard: weakref.ref[BackwardGuard] | None = None
+        """Of the last backward; autograd keeps it."""
         self.prefetcher: Prefetcher[Unit] = Prefetcher()
         self._watches_steps = False
 
@@ -325,7 +328,9 @@ class RootContext:
             self.finalization.begin_backward()
             self.turn.in_backward = True
             self.reached = ""
-            queue_backward_callback(BackwardGuard(self.end_backward, self._backward_broke))
+            guard = BackwardGuard(self.end_backward, self._backward_broke)
+            self._guard = weakref.ref(guard)
+            queue_backward_callback(guard)
 
     @outside_transforms
     def end_backward(self) -> None:
@@ -451,6 +456,8 @@ class RootContext:
             LifecycleError: while another root that shares the communication reduces.
         """
         self.finalization.check_reset()
+        if self._guard is not None and (guard := self._guard()) is not None:
+            guard.give_up()
         with self.failures.reset(sys.exc_info()[1], is_in_mid_step=self._is_in_mid_step):
             self.reductions.drop()
             self.turn.in_backward = False
