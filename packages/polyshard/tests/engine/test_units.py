@@ -419,7 +419,7 @@ def test_conversion_after_sharding(rank: int, size: int) -> None:
 def test_meta_initialisation(rank: int, size: int, how: str) -> None:
     reference = build()
     with torch.device("meta"):
-        ours = shard(Model(), fully_shard)
+        ours: Any = shard(Model(), fully_shard)
     with raises_in_step(LifecycleError, r"meta device.*embedding\.weight"):
         ours(tokens_for(0, rank))
     ours.reset_iter_state()  # on a device the failure ended the communicators
