@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 GLOO = "tests gloo"
-CHECKED = "expects a check before gradients are sent: over gloo only"
-LOOKS = "has shards compared with what was encoded: on the CPU only"
+CHECKED = "expects a check before gradients are sent"
+LOOKS = "has shards compared with payloads, on CPUs only"
 KERNELS = "needs `torch.use_deterministic_algorithms(True)`"
+MIXED = "gives foreach tensors of two devices"
+STEPS = "puts `step` on the device: offload gives other numbers"
 MENDING = "aborts gloo groups; `test_device.py` has others"
 OPERATORS = "needs a kernel that CPUs lack"
 UNSET = "has ranks without a device"
@@ -53,6 +55,17 @@ NOT_ON_SIM: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     KERNELS: {"plugins/polyshard-reproducible/tests": ("",)},
+    MIXED: {
+        "plugins/polyshard-offload/tests": (
+            "optimizer/test_changes_between_steps.py::test_edits_of_sharded_state_are_honoured[foreach-",
+        ),
+    },
+    STEPS: {
+        "plugins/polyshard-offload/tests": (
+            "optimizer/test_changes_between_steps.py::test_edits_of_sharded_state_are_honoured[held_dicts-",
+            "optimizer/test_changes_between_steps.py::test_edits_of_sharded_state_are_honoured[steps-",
+        ),
+    },
     MENDING: {
         "packages/polyshard-resilience/tests": (
             "alarm/test_alarm.py",
