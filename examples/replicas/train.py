@@ -36,7 +36,7 @@ from polyshard_reproducible import Reproducible, SlotSampler, clip_grad_norm_
 from polyshard_resilience import Replicas
 
 SLOTS, BATCH, ROWS, WIDTH = 8, 3, 480, 33
-TIMEOUT = timedelta(seconds=3)
+TIMEOUT = timedelta(seconds=4)
 """Of what a killed group may keep waiting: connections to it, its word in a vote."""
 
 

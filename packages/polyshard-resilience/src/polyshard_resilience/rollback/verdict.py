@@ -257,8 +257,9 @@ class Ballot:
                 absent = roll.call() or self._apart(name) or self._late(now - begin)
                 if absent is not None and not board.store.check([key]):
                     kind = Kind.GONE if absent.is_final else Kind.FAILED
-                    own = board.look(f"{board.prefix}/failed")  # of one that left, say
-                    said = {**absent.said, **(Verdict.read(own).said if own else {})}
+                    told = board.look(f"{board.prefix}/failed")
+                    own = Verdict.read(told).said if told else {}  # of a rank that left, say
+                    said = {rank: own.get(rank, text) for rank, text in absent.said.items()}
                     return self._conclude(board, name, Verdict(kind, said, self._left))
         return Verdict.read(board.store.get(key).decode())
 
