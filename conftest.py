@@ -65,7 +65,7 @@ def _skip_not_on(device: str, items: list[pytest.Item]) -> None:
     """What cannot run on a device, with the reason."""
     not_on_sim = importlib.import_module("not_on_sim")
     for item in items:
-        if reason := not_on_sim.reason_for(item.nodeid):
+        if reason := not_on_sim.reason_for(item.nodeid, device):
             _skip([item], f"not on {device}: {reason}")
 
 

@@ -51,7 +51,7 @@ def test_parameters_may_come_later(rank: int, size: int) -> None:
     with torch.device("meta"):
         model = nn.Linear(16, 16)
     fully_shard(model, plugins=[MappedStorage()])
-    model.to_empty(device="cpu")
+    model.to_empty(device=torch.get_default_device())
     nn.init.ones_(model.weight)
     nn.init.zeros_(model.bias)
     with torch.no_grad():

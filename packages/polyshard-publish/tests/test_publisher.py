@@ -30,7 +30,7 @@ def trains_and_publishes(
 ) -> tuple[dict[str, Tensor], list[Any]]:
     """Three versions; what the last one must be, and how each went."""
     shape, axes = ((2, size // 2), ("replicas", "dp")) if layout == "hsdp" else ((size,), ("dp",))
-    model = small(init_device_mesh("cpu", shape, mesh_dim_names=axes))
+    model = small(init_device_mesh(torch.get_default_device().type, shape, mesh_dim_names=axes))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6)
     found = []
     with Publisher(model, to=address, dtype=torch.bfloat16, keep=keep) as publisher:

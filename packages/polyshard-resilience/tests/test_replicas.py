@@ -30,7 +30,9 @@ def sharded(model: nn.Sequential, mesh: Any) -> nn.Sequential:
 
 def make(seed: int, optimizer: Any = torch.optim.AdamW, **given: Any) -> Any:
     """Two groups of two ranks: model, optimizer, scheduler, manager and replicas."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("groups", "shards"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("groups", "shards")
+    )
     model = sharded(build(seed), mesh["shards"])
     made = optimizer(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(made, 0.9)
@@ -75,7 +77,9 @@ def test_gradients_are_those_of_replicas_in_a_mesh(rank: int, size: int) -> None
     """HSDP over the same ranks is the oracle; both blocks have two groups."""
     made = make(0)
     model, _, _, manager, replicas = made
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
+    )
     plain = sharded(build(0), mesh)
     steps = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     for number in range(3):
@@ -189,7 +193,9 @@ def test_a_rank_reads_its_own_bytes_and_asks_no_other(rank: int, size: int) -> N
 @ranks(4)
 def test_a_group_of_another_form_is_refused(rank: int, size: int) -> None:
     """Both ranks of a group say so, and have what they had."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("groups", "shards"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("groups", "shards")
+    )
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4 + rank // 2), nn.BatchNorm1d(4 + rank // 2))
     fully_shard(model, mesh=mesh["shards"])
@@ -211,7 +217,9 @@ class Asynchronous(ToyManager):
 
 @ranks(2)
 def test_misuse_is_refused(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("groups", "shards"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (1, 2), mesh_dim_names=("groups", "shards")
+    )
     manager = ToyManager(mesh["groups"])
     model: Any = sharded(build(0), mesh["shards"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -245,7 +253,9 @@ class Steps(nn.Module):
 @ranks(2)
 def test_units_without_a_gradient_are_an_error(rank: int, size: int) -> None:
     """Another group may wait for theirs; frozen ones are not expected."""
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("groups", "shards"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (1, 2), mesh_dim_names=("groups", "shards")
+    )
     torch.manual_seed(0)
     model = Steps()
     for layer in (model.first, model.second):
@@ -274,7 +284,9 @@ def test_units_without_a_gradient_are_an_error(rank: int, size: int) -> None:
 
 @ranks(2)
 def test_a_block_that_raises_is_undone(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("groups", "shards"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (1, 2), mesh_dim_names=("groups", "shards")
+    )
     model = sharded(build(0), mesh["shards"])
     replicas = Replicas(ToyManager(mesh["groups"]), model, torch.optim.SGD(model.parameters()))
     before = bits(dict(model.state_dict()))

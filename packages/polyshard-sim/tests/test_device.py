@@ -50,6 +50,26 @@ def memory(rank: int, size: int) -> None:
         torch.ones(4, device="sim") + torch.ones(4)
 
 
+def lazily_conjugated(rank: int, size: int) -> None:
+    x = torch.complex(torch.arange(3.0), -torch.arange(3.0))
+    for there, here in zip(*([t.conj(), t.conj().imag] for t in (x.to("sim"), x)), strict=True):
+        assert there.is_conj() is here.is_conj()
+        assert there.is_neg() is here.is_neg()
+        assert torch.equal(there.clone().cpu(), here)
+        assert torch.equal(there.cpu(), here)
+    weight = x.to("sim").requires_grad_()
+    torch.view_as_real(weight * weight).sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad.cpu(), 2 * x.conj() * (1 + 1j))
+
+
+def same_memory(rank: int, size: int) -> None:
+    x = torch.ones(4, device="sim")
+    assert x.detach().is_set_to(x.view(4))
+    assert not x[1:].is_set_to(x[:3])
+    assert not x.clone().is_set_to(x)
+
+
 def counted(rank: int, size: int) -> None:
     x = torch.ones(256, device="sim")
     sim().synchronize()
@@ -83,7 +103,7 @@ def failing_kernel(rank: int, size: int) -> None:
 
 
 def all_in_one(rank: int, size: int) -> None:
-    for case in (memory, counted, generators, failing_kernel):
+    for case in (memory, same_memory, lazily_conjugated, counted, generators, failing_kernel):
         case(rank, size)
 
 

@@ -56,7 +56,7 @@ def test_parameters_without_values_are_listed(rank: int, size: int) -> None:
         model: Any = nn.Linear(3, 3)
     with pytest.warns(polyshard.errors.IneffectiveSettingWarning, match="meta device"):
         fully_shard(model, plugins=[SameValues()])
-    model.to_empty(device="cpu")
+    model.to_empty(device=torch.get_default_device())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0)

@@ -188,7 +188,7 @@ def test_parameters_may_come_late_and_change_dtype(rank: int, size: int, tmp_pat
         for layer in model:
             fully_shard(layer, plugins=[offload])
         fully_shard(model, plugins=[offload])
-        model.to_empty(device="cpu")
+        model.to_empty(device=torch.get_default_device())
         for parameter in model.parameters():
             nn.init.constant_(parameter, 0.5)
         assert model(torch.ones(1, 8)).tolist() == [[36.5] * 4]

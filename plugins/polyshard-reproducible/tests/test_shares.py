@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from reproducible_runs import SLOTS, Run, differences
 from torch import Tensor
@@ -35,7 +36,9 @@ def shared(
 ) -> Any:
     """Groups of ``shape[1:]``; ``present[step]`` of them share a step, others make all of it."""
     axes = ("shards",) if len(shape) == 2 else ("replicas", "shards")
-    inner = init_device_mesh("cpu", shape, mesh_dim_names=("groups", *axes))[axes]
+    inner = init_device_mesh(
+        torch.get_default_device().type, shape, mesh_dim_names=("groups", *axes)
+    )[axes]
     per_group = size // shape[0]
     number = rank // per_group
     peers = {}

@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 def sharded(dropout: float = 0.0) -> Any:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     plugin = TensorParallel(
         {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}, mesh=mesh["tp"]
     )

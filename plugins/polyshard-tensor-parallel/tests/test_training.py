@@ -253,7 +253,7 @@ def test_meta_init(rank: int, size: int) -> None:
     plugin = TensorParallel(mlp_plan(), mesh=mesh["tp"])
     plugin.apply(model)
     fully_shard(model, mesh=mesh["dp"], plugins=[plugin])
-    model.to_empty(device="cpu")
+    model.to_empty(device=torch.get_default_device())
     torch.manual_seed(rank)  # ranks need not agree
     for module in (model.norm, model.up, model.down):
         module.reset_parameters()

@@ -65,7 +65,10 @@ def save_at(rank: int, size: int, folder: Path, replicas: bool) -> None:
     job.train(2, drop=False)
     Checkpoints(folder).save(2, job.state)
     if rank == 0:
-        torch.save((whole(job.model), job.samples.drawn), folder / "expected.pt")
+        torch.save(
+            ({n: w.cpu() for n, w in whole(job.model).items()}, job.samples.drawn),
+            folder / "expected.pt",
+        )
     else:
         whole(job.model)
 

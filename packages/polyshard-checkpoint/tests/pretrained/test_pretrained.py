@@ -63,7 +63,9 @@ def test_repositories_with_a_second_form_of_the_weights(
 @ranks(3)
 def test_replicas_dtypes_and_a_single_file(rank: int, size: int, tmp_path: Path) -> None:
     wanted = given(tmp_path)
-    mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("replicas", "shards"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (3, 1), mesh_dim_names=("replicas", "shards")
+    )
     model = shard(LLAMA.on_meta(tmp_path).bfloat16(), mesh=mesh)
     load_pretrained(model, tmp_path / "model.safetensors")
     found = values(model)

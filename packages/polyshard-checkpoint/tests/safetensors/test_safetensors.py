@@ -134,7 +134,7 @@ def test_transformers_loads_and_generates_from_it(rank: int, size: int, tmp_path
     for layer in again.model.layers:
         fully_shard(layer)
     fully_shard(again)
-    again.to_empty(device="cpu")
+    again.to_empty(device=torch.get_default_device())
     load_safetensors(again, tmp_path)
     assert full(again.lm_head.weight).equal(full(model.lm_head.weight))
 

@@ -133,7 +133,8 @@ class FailureHandler:
 
         Args:
             ended: every unit.
-            forwards: the units whose forwards it belongs to, in order, by name.
+            forwards: the units whose forwards it belongs to, in order, by name; without those
+                that ranks may skip (``set_reduce_scatter_unused_params``).
 
         Raises:
             PeerError: when they do not complete, quoting the rank that failed first.

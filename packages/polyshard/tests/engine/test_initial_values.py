@@ -39,7 +39,9 @@ def told(model: Any, width: int = 4) -> list[str]:
 
 
 def sharded_apart(rank: int, size: int, shape: tuple[int, ...], odd: int) -> list[str]:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = init_device_mesh(
+        torch.get_default_device().type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]
+    )
     model = model_of(0, 4, 8, 4)
     if rank == odd:
         with torch.no_grad():
@@ -129,11 +131,11 @@ def test_what_was_replaced_is_not_compared(rank: int, size: int, how: str) -> No
 @ranks(2)
 def test_meta_on_some_ranks_or_all(rank: int, size: int) -> None:
     """What has no values cannot differ."""
-    with torch.device("meta" if rank else "cpu"):
+    with torch.device("meta") if rank else torch.get_default_device():
         model = model_of(0, 4, 4)
     fully_shard(model)
     if rank:
-        model.to_empty(device="cpu")
+        model.to_empty(device=torch.get_default_device())
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.to_local().fill_(7)
@@ -143,7 +145,9 @@ def test_meta_on_some_ranks_or_all(rank: int, size: int) -> None:
 @ranks(4)
 def test_experts_are_compared_with_their_own(rank: int, size: int) -> None:
     """Parameters with a mesh of their own: different on other ranks of the root's mesh."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "shard"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("expert", "shard")
+    )
     torch.manual_seed(mesh.get_local_rank("expert"))
     expert = nn.Linear(4, 4)
     torch.manual_seed(0)
@@ -159,7 +163,9 @@ def test_experts_are_compared_with_their_own(rank: int, size: int) -> None:
 
 @ranks(4)
 def test_experts_that_differ_are_told_to_their_own(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "shard"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("expert", "shard")
+    )
     torch.manual_seed(rank if mesh.get_local_rank("expert") else 0)
     expert = nn.Linear(4, 4)
     torch.manual_seed(0)

@@ -176,7 +176,7 @@ def test_full_state_dicts(rank: int, size: int, kind: str) -> None:
         found: Any = state["state"]
         for name, values in wanted.items():
             for key, value in values.items():
-                torch.testing.assert_close(found[name][key], value, rtol=1e-4, atol=1e-7)
+                torch.testing.assert_close(found[name][key], value.cpu(), rtol=1e-4, atol=1e-7)
     for transposed in (True, False):
         for from_rank_0 in (True, False):
             other = sharded(7, transposed=transposed)

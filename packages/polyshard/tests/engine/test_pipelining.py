@@ -93,7 +93,7 @@ def train(
     count = PIPELINE * len(indices)
     modules = {index: shard(Stage(index)) for index in indices}
     stages = [
-        PipelineStage(m, index, count, torch.device("cpu"), group=pipeline.get_group())
+        PipelineStage(m, index, count, torch.get_default_device(), group=pipeline.get_group())
         for index, m in modules.items()
     ]
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in modules.values()]

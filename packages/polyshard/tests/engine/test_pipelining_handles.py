@@ -67,7 +67,8 @@ def stages_of(modules: dict[int, Any], mesh: DeviceMesh) -> list[PipelineStage]:
     count = 2 * len(modules)
     group = mesh["pp"].get_group()
     return [
-        PipelineStage(m, i, count, torch.device("cpu"), group=group) for i, m in modules.items()
+        PipelineStage(m, i, count, torch.get_default_device(), group=group)
+        for i, m in modules.items()
     ]
 
 

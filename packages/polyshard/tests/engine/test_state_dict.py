@@ -143,7 +143,7 @@ def test_full_state_dicts(rank: int, size: int) -> None:
         assert state == {}
     else:
         for name, value in reference.state_dict().items():
-            assert torch.equal(state[name], value)
+            assert torch.equal(state[name], value.cpu())
     other = shard(build(2), fully_shard)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     source: dict[str, Any] = dict(reference.state_dict()) if rank == 0 else {}

@@ -164,9 +164,10 @@ def test_eligible_parameters_are_not_copied(rank: int, size: int) -> None:
         and event.input_shapes[0]  # not the 0-dim scalar of a division
         and span.time_range.start <= event.time_range.start < span.time_range.end
     ]
-    # The only thing copied is the rank's own chunk, on its way into the region: one per gather.
+    # All that is copied over gloo is the rank's own chunk, into the region: one per gather.
     gathers = [s for s in spans if s.name.startswith("polyshard.unshard")]
-    assert len(copied) == len(gathers) == 6
+    assert len(gathers) == 6
+    assert len(copied) == (6 if model[0].weight.device.type == "cpu" else 0)
     for name, shape in copied:
         assert name.startswith("polyshard.unshard")
         assert shape == [512 * 512 // size]

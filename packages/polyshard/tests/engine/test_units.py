@@ -419,14 +419,15 @@ def test_conversion_after_sharding(rank: int, size: int) -> None:
 def test_meta_initialisation(rank: int, size: int, how: str) -> None:
     reference = build()
     with torch.device("meta"):
-        ours = shard(Model(), fully_shard)
+        ours: Any = shard(Model(), fully_shard)
     with raises_in_step(LifecycleError, r"meta device.*embedding\.weight"):
         ours(tokens_for(0, rank))
+    ours.reset_iter_state()  # on a device the failure ended the communicators
     source = shard(build(), fully_shard)
     if how == "assign":
         ours.load_state_dict(source.state_dict(), assign=True)
     else:
-        ours.to_empty(device="cpu")
+        ours.to_empty(device=torch.get_default_device())
         ours.load_state_dict(source.state_dict())
     loss_of(ours, tokens_for(0, rank)).backward()
     mean_loss(reference, 0, size).backward()

@@ -125,7 +125,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 def assert_equal(found: Any, wanted: Any, where: str = "") -> None:
     """Bitwise, through containers."""
     if isinstance(wanted, Tensor):
-        assert torch.equal(found, wanted), where
+        assert torch.equal(found.cpu(), wanted.cpu()), where
     elif isinstance(wanted, dict):
         assert set(found) == set(wanted), where
         for key in wanted:

@@ -51,7 +51,7 @@ def changed(engine: str, how: str) -> Any:
     if how in ("to_empty", "assign", "pieces"):
         model = sharded_on_meta(engine)
         if how == "to_empty":
-            model.to_empty(device="cpu")
+            model.to_empty(device=torch.get_default_device())
             model.load_state_dict(source.state_dict())
             return model
         pieces = [clones(source)]
@@ -211,7 +211,7 @@ def test_a_plain_child_is_converted(rank: int, size: int) -> None:
         loss_of(model, tokens_for(0, 0))
     for whole in (model, reference):
         child: Any = whole.blocks[0].up
-        child.to_empty(device="cpu")
+        child.to_empty(device=torch.get_default_device())
         with torch.no_grad():
             for parameter in child.parameters():
                 parameter.fill_(0.01)

@@ -61,7 +61,7 @@ def test_meta_init(rank: int, size: int, kind: type[Wrapped]) -> None:
         with torch.device("meta"):
             model = build(hidden=256)
         shard(wrap(model, kind), engine)
-        model.to_empty(device="cpu")
+        model.to_empty(device=torch.get_default_device())
         fill(model)
         weight: Any = model.get_parameter("blocks.0.up.weight")
         assert isinstance(weight.to_local(), kind)
@@ -164,7 +164,7 @@ def test_methods_put_on_local_tensors_after_meta_init(rank: int, size: int) -> N
         with torch.device("meta"):
             model = build()
         shard(model, engine, mp_policy=MixedPrecisionPolicy())
-        model.to_empty(device="cpu")
+        model.to_empty(device=torch.get_default_device())
         fill(model)
         patch(model)
         runs.append(losses_of(model, rank))
@@ -271,7 +271,7 @@ def nf4_run(rank: int, size: int) -> dict[str, Any]:
             optimizer.zero_grad()
             losses.append(loss.item())
         found["losses"].append(losses)
-        found["adapters"].append([full(p.detach()) for p in trained])
+        found["adapters"].append([full(p.detach()).cpu() for p in trained])
         weight: Any = model.get_parameter("blocks.0.up.base")
         assert isinstance(weight if isinstance(weight, packing) else weight.to_local(), packing)
     found["sent"] = sum(p.gather_bytes for p in describe(model).groups)

@@ -236,7 +236,7 @@ def test_meta_parameters_are_named_and_can_be_filled(rank: int, size: int) -> No
     shard(model, fully_shard)
     with raises_in_step(LifecycleError, "meta"):
         model(tokens_for(0, rank))
-    model.to_empty(device="cpu")
+    model.to_empty(device=torch.get_default_device())
     reference = shard(build(**SMALL), fully_shard)
     model.load_state_dict(reference.state_dict())
     batches = [tokens_for(s, rank) for s in range(2)]

@@ -186,7 +186,7 @@ def test_checkpoints_of_a_newer_torch_are_read(
 @ranks(2)
 def test_meshes_are_forgotten(rank: int, size: int) -> None:
     """torch keeps the steps between placements by mesh, and with the mesh its process groups."""
-    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("a", "b"))
+    mesh = init_device_mesh(torch.get_default_device().type, (size, 1), mesh_dim_names=("a", "b"))
     for source in (Partial("max"), Partial("sum")):
         value = DTensor.from_local(torch.ones(4), mesh, [source, source])
         value.redistribute(mesh, [Replicate(), Replicate()])

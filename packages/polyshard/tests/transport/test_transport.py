@@ -26,7 +26,7 @@ def connect(kind: str) -> Transport:
     group = dist.group.WORLD
     assert group is not None
     if kind == "collective":
-        return CollectiveTransport(group, torch.device("cpu"))
+        return CollectiveTransport(group, torch.get_default_device())
     return GlooTransport(group)
 
 

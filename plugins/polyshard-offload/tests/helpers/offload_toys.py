@@ -218,8 +218,8 @@ def on(path: str, optimizer: str = "disk", params: str = "device", **chosen: Any
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
-    """Full parameters by name, copied."""
-    return {name: full(p.detach()).clone() for name, p in model.named_parameters()}
+    """Full parameters by name, copied to the host."""
+    return {name: full(p.detach()).to("cpu", copy=True) for name, p in model.named_parameters()}
 
 
 def assert_same_values(one: nn.Module, other: nn.Module) -> None:
@@ -236,7 +236,7 @@ def assert_same_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer) 
             same = b[index][name]
             if isinstance(value, Tensor):
                 assert type(value) is type(same)
-                assert torch.equal(full(value), full(same)), (index, name)
+                assert torch.equal(full(value).cpu(), full(same).cpu()), (index, name)
             else:
                 assert value == same
 

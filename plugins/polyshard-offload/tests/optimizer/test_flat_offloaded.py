@@ -91,7 +91,7 @@ def assert_same_state(one: Optimizer, other: Optimizer) -> None:
             found = b[index][name]
             assert type(found) is type(value)
             if isinstance(value, Tensor):
-                assert torch.equal(full(value), full(found)), (index, name)
+                assert torch.equal(full(value).cpu(), full(found).cpu()), (index, name)
             else:
                 assert value == found
 

@@ -281,7 +281,7 @@ def test_integers_beside_what_is_trained(rank: int, size: int) -> None:
     for name, value in reference.named_parameters():
         found = model.get_parameter(name)
         assert isinstance(found, DTensor)
-        torch.testing.assert_close(found.full_tensor(), value.detach())
+        torch.testing.assert_close(found.full_tensor().cpu(), value.detach().cpu())
     assert all(len(optimizer.state[p]) > 0 for p in model.linear.parameters())
 
 

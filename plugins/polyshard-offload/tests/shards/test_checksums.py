@@ -37,7 +37,8 @@ def step(model: Any, optimizer: Any) -> None:
 
 def spoil(offload: Offload, value: int) -> None:
     """Change the first page of what the parameters' file holds, behind everybody's back."""
-    offload.tiers.files["parameters"].write(4096, torch.full((4096,), value, dtype=torch.uint8))
+    page = torch.full((4096,), value, dtype=torch.uint8, device="cpu")
+    offload.tiers.files["parameters"].write(4096, page)
 
 
 def a_parameter_changes(rank: int, size: int, path: str) -> None:

@@ -8,6 +8,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/ones_like.h>
+#include <ATen/ops/is_set_to_native.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/view_native.h>
 #include <ATen/ops/zeros.h>
@@ -229,6 +230,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_local_scalar_dense", &local_scalar);
   library.impl("as_strided", &at::native::as_strided_tensorimpl);
   library.impl("view", &view);
+  library.impl("is_set_to", &at::native::is_set_to);
   library.impl("_reshape_alias", &at::native::_reshape_alias);
   library.impl("native_dropout", &native_dropout);
   library.impl("_fused_sdp_choice", &choose_attention);
@@ -239,6 +241,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) {
   library.impl("dropout", &dropout);
   library.impl("dropout_", &dropout_inplace);
+}
+
+// Operands carry these bits; torch would resolve them by a copy, which comes here again.
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) {
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, library) {
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 }  // namespace

@@ -158,6 +158,10 @@ class Unit:
             return not self.is_root
         return bool(self.reshard_after_forward)
 
+    def may_be_skipped(self) -> bool:
+        """Whether a rank may leave out its forward, and take part by ``unshard()`` and zeros."""
+        return any(group.reduce_settings.reduce_unused for group in self.groups)
+
     # Gradients --------------------------------------------------------------------------------
 
     @outside_transforms
@@ -359,7 +363,8 @@ class RootContext:
     def end_iteration(self) -> None:
         """The last backward has ended: gradients are in place, and nothing of it is kept."""
         self.reductions.finish()
-        forwards = (unit.name for unit in self.prefetcher.order.left())
+        left = self.prefetcher.order.left()
+        forwards = (unit.name for unit in left if not unit.may_be_skipped())
         try:
             self.failures.end_step((unit.ended() for unit in self.units), forwards)
         except Exception:  # sums may be of other ranks' gradients, or of aborted transfers

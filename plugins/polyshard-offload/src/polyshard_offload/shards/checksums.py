@@ -6,13 +6,12 @@ count: see [Note: who may write] there.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from polyshard.plugins.seams import local_of
-from polyshard_offload.tiers.host_memory import bytes_of
+from polyshard_offload.tiers.host_memory import checksum
 
 
 class ParameterChecksums:
@@ -37,7 +36,7 @@ class ParameterChecksums:
 
     def note(self, start: int, values: Tensor) -> None:
         """``values`` (contiguous, on the host) is what is right from element ``start`` on."""
-        self._known[start] = _checksum(values)
+        self._known[start] = checksum(values)
 
     def forget(self, first: int, last: int) -> None:
         """Somebody wrote to elements from ``first`` up to ``last`` (which is not one of them)."""
@@ -54,10 +53,6 @@ class ParameterChecksums:
             found = shard[start : start + numel]
             if start not in self._known:
                 self.note(start, found)
-            elif _checksum(found) != self._known[start]:
+            elif checksum(found) != self._known[start]:
                 return start
         return None
-
-
-def _checksum(values: Tensor) -> int:
-    return zlib.crc32(bytes_of(values.cpu()))

@@ -23,7 +23,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 
@@ -35,7 +34,7 @@ from polyshard_offload.errors import CorruptedError, StorageError, storage_error
 from polyshard_offload.settings import PAGE_BYTES, DiskSettings
 from polyshard_offload.tiers.block_io import Blocks, Calls, KvikioBlocks, PosixBlocks
 from polyshard_offload.tiers.header import Header
-from polyshard_offload.tiers.host_memory import Slab, bytes_of, pages
+from polyshard_offload.tiers.host_memory import Slab, checksum, pages
 from polyshard_offload.tiers.io_pool import IOPool
 from polyshard_offload.tiers.nameless import open_nameless
 from polyshard_offload.tiers.private_window import PrivateWindow, writes_show
@@ -218,7 +217,7 @@ class SwapFile:
     def note_written(self, offset: int, source: Tensor) -> None:
         """Remember the checksum of a piece, where they are wanted."""
         if self.verifies:
-            self._checksums[offset] = zlib.crc32(bytes_of(source.cpu()))
+            self._checksums[offset] = checksum(source)
 
     def check_read(self, offset: int, target: Tensor) -> None:
         """Compare a piece with what was written.
@@ -227,7 +226,7 @@ class SwapFile:
             CorruptedError: when they differ.
         """
         expected = self._checksums.get(offset)
-        if expected is None or zlib.crc32(bytes_of(target.cpu())) == expected:
+        if expected is None or checksum(target) == expected:
             return
         raise self.corrupted(offset)
 
