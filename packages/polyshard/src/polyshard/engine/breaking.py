@@ -4,8 +4,8 @@
 Autograd calls nothing when an exception ends a backward. But it keeps what is to be called when
 the backward ends well, and lets go of it when the backward is over either way. So a guard is kept
 there: if it goes without having been called, an exception passed. Which one is not known at that
-moment: it is on its way through C++, to the Python frame that called autograd. A device has a thread
-of its own for backwards, which may let go of the guard later than the user resets the model.
+moment: it is on its way through C++, to the Python frame that called autograd. On a device another
+thread runs backwards, which may let go of the guard later than the user resets the model.
 """
 
 from __future__ import annotations
