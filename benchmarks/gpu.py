@@ -3,7 +3,6 @@
     python -m benchmarks.gpu [--layers 4] [--json OUT]      (needs CUDA)
     python -m benchmarks.gpu --backend nccl --ranks 1
     python -m benchmarks.gpu --backend nccl --ranks 2 --layers 2   (ranks may share a GPU)
-    python -m benchmarks.gpu --backend nccl --ranks 2 --layers 2 --reports
     python -m benchmarks.gpu --quick                        (on the CPU: shows that it runs)
 
 With the fake process group this is rank 0 of 64, and transfers return at once (host/silent.py):
@@ -17,7 +16,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
@@ -29,7 +28,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks import harness
 from benchmarks.harness import (
-    COLLECTIVE_SECONDS,
     LIBRARIES,
     MIB,
     Found,
@@ -38,14 +36,13 @@ from benchmarks.harness import (
     command,
     in_turns,
     run_alone,
+    run_ranks,
     seconds,
     sharded,
 )
 from benchmarks.host.launches import count
 from benchmarks.host.silent import silent_group
-from polyshard import failures
 from polyshard_demo.model import LanguageModel, ModelSettings
-from polyshard_testing.world import World
 
 LLAMA = ModelSettings(width=4096, heads=32, key_heads=8, hidden=14336, vocabulary=128256, layers=32)
 TINY = ModelSettings(width=64, heads=4, key_heads=2, hidden=224, vocabulary=512, layers=2)
@@ -62,8 +59,6 @@ class Case(harness.Case, device="cpu", backend="fake", layers=2, tokens=16, step
     tokens: int = 2048
     steps: int = 10
     warmup: int = 3
-    reports: bool = False
-    """polyshard reports failures to all ranks (``polyshard_resilience.enable()``)."""
 
     @property
     def model(self) -> ModelSettings:
@@ -94,17 +89,7 @@ class Case(harness.Case, device="cpu", backend="fake", layers=2, tokens=16, step
         """What ``work`` returns in a process of its own, or on rank 0 of as many as there are."""
         if self.backend == "fake" or self.ranks == 1:
             return run_alone(work, *args)
-        world = World(self.ranks, COLLECTIVE_SECONDS, "spawn", self.device)
-        with closing(world):
-            return world.run(_on_rank, work, args, self.reports, timeout=None)[0]
-
-
-def _on_rank(rank: int, size: int, work: Callable[..., Any], args: Any, reports: bool) -> Any:
-    del rank, size
-    torch.set_default_device(None)
-    if not reports:
-        failures.handle_failures(failures.FailureHandler)
-    return work(*args)
+        return run_ranks(self.ranks, work, *args, device=self.device)
 
 
 def step_table(case: Case, peaks: dict[str, int | None]) -> list[Found]:
@@ -143,7 +128,8 @@ def process_group(case: Case) -> Iterator[DeviceMesh]:
         with silent_group(case.ranks):
             yield init_device_mesh(case.device, (case.ranks,))
         return
-    if dist.is_initialized():
+    if dist.is_initialized():  # on fresh ranks
+        torch.set_default_device(None)
         yield init_device_mesh(case.device, (case.ranks,))
         return
     dist.init_process_group(case.backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 import polyshard
 from benchmarks.result import save
+from polyshard import failures
 from polyshard_cli.compare.turns import in_turns, median_of, paired
 from polyshard_demo.model import LanguageModel, ModelSettings
 from polyshard_testing.world import World
@@ -84,19 +85,22 @@ class OnRanks(Case):
 # Processes ----------------------------------------------------------------------------------------
 
 
-def run_ranks(ranks: int, work: Callable[..., T], *args: Any) -> T:
+def run_ranks(ranks: int, work: Callable[..., T], *args: Any, device: str = "cpu") -> T:
     """Call ``work(*args)`` on ``ranks`` fresh processes; return what rank 0's call returned."""
-    return every_rank(ranks, work, *args)[0]
+    return every_rank(ranks, work, *args, device=device)[0]
 
 
-def every_rank(ranks: int, work: Callable[..., T], *args: Any) -> list[T]:
+def every_rank(ranks: int, work: Callable[..., T], *args: Any, device: str = "cpu") -> list[T]:
     """The same, and return what the call of each rank returned."""
-    with closing(World(ranks, COLLECTIVE_SECONDS, "spawn")) as world:
+    with closing(World(ranks, COLLECTIVE_SECONDS, "spawn", device)) as world:
         return world.run(_on_rank, work, args, timeout=None)
 
 
 def _on_rank(rank: int, size: int, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     del rank, size
+    if torch.get_default_device().type != "cpu":
+        # Ranks of tests report failures, for which the host waits for a device in each step.
+        failures.handle_failures(failures.FailureHandler)
     return work(*args)
 
 

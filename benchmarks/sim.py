@@ -12,11 +12,11 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import fsdp
@@ -24,10 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import polyshard
 from benchmarks import harness
-from benchmarks.harness import MIB, Found, bf16, command, table
+from benchmarks.harness import MIB, Found, bf16, command, run_ranks, table
 from benchmarks.host.launches import count
-from polyshard import failures
-from polyshard_testing import World
 
 BLOCKS, WIDTH, HIDDEN, TOKENS, STEPS = 6, 512, 2048, 32, 3
 LIBRARIES: dict[str, Any] = {"polyshard": polyshard, "FSDP2": fsdp}
@@ -71,20 +69,20 @@ class Case(harness.Case, rows=("fp32",)):
 
     def measure(self) -> Found:
         """Figures of rank 0, by row and engine."""
-        found: Found = {name: {e: self._run(name, e) for e in LIBRARIES} for name in self.rows}
+        found: Found = {
+            # On fresh processes: cuBLAS keeps memory of the first engine that asks it for some.
+            name: {
+                e: run_ranks(ROWS[name].ranks, train, name, e, device=self.device)
+                for e in LIBRARIES
+            }
+            for name in self.rows
+        }
         about: Found = (
             {"simulated": True}
             if self.device == "sim"
             else {"device": torch.cuda.get_device_name()}
         )
         return {**about, "rows": found}
-
-    def _run(self, name: str, engine: str) -> Found:
-        """On fresh processes: cuBLAS keeps memory of the first engine that asks it for some."""
-        world = World(ROWS[name].ranks, device=self.device, start_method="spawn")
-        with closing(world):
-            found: Found = world.run(train, name, engine, timeout=600)[0]
-        return found
 
 
 class Block(nn.Module):
@@ -128,16 +126,14 @@ def _trained(row: Row, engine: str) -> Any:
     return sharded(library, mesh, reshard_after_forward=row.reshard, **keywords)
 
 
-def train(rank: int, size: int, name: str, engine: str) -> Found:
+def train(name: str, engine: str) -> Found:
     """Some steps of the row ``name`` on a rank; figures of the last one, memory in MiB."""
-    del size
     device = torch.get_default_device()
     meter: Any = Simulated() if device.type == "sim" else Cuda()
     row, figures = ROWS[name], dict[str, float]()
-    failures.handle_failures(failures.FailureHandler)  # the ranks of tests report failures
     model = _trained(row, engine)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    generator = torch.Generator("cpu").manual_seed(rank)
+    generator = torch.Generator("cpu").manual_seed(dist.get_rank())
     losses = []
 
     def phase(ended: str) -> None:

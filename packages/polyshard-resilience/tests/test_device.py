@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from toy_attempts import failure, raising
-from toy_models import build, loss_of, shard, tokens_for
+from toy_models import Branches, build, loss_of, shard, tokens_for
 
 import polyshard
 import polyshard_resilience
@@ -160,21 +159,10 @@ def in_another_order(rank: int, size: int) -> None:
     job.recovers(expected)
 
 
-class Branches(nn.Module):
-    """Each forward names the parameters that it uses, all of one size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Parameter(torch.ones(8, 8)) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, uses: str) -> torch.Tensor:
-        return torch.stack([(getattr(self, name) * x).sum() for name in uses]).sum()
-
-
 def with_other_gradients(rank: int, size: int) -> None:
     """Sums of different parameters would mix on a device, where they have one size."""
     mesh = init_device_mesh(device(), (size,))
-    model: Any = polyshard.fully_shard(Branches().to(device()), mesh=mesh)
+    model: Any = polyshard.fully_shard(Branches(8).to(device()), mesh=mesh)
     x = torch.tensor(1.0 + rank, device=device())
 
     def backward(uses: str) -> None:

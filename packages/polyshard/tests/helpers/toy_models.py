@@ -60,6 +60,17 @@ def shard(model: Model, fully_shard: Callable[..., Any], **kwargs: Any) -> Model
     return model
 
 
+class Branches(nn.Module):
+    """Each forward names the parameters that it uses, all of one size."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.ones(width, width)) for _ in range(3))
+
+    def forward(self, x: Tensor, uses: str) -> Tensor:
+        return torch.stack([(getattr(self, name) * x).sum() for name in uses]).sum()
+
+
 def tokens_for(step: int, rank: int, batch: int = 4, length: int = 8) -> Tensor:
     """This rank's batch of a step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)

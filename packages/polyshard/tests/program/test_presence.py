@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from toy_codecs import Codecs
 from toy_collectives import ByCollectives
-from toy_models import full
+from toy_models import Branches, full
 
 import polyshard
 from polyshard import fully_shard
@@ -20,18 +20,6 @@ from polyshard_testing import World, ranks
 
 MOMENT = 5.0
 """Seconds; far below the 30 of the tests' time-out."""
-
-
-class Branches(nn.Module):
-    """Each forward names the parameters that it uses. All of one size."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.c = (nn.Parameter(torch.ones(width, width)) for _ in range(3))
-
-    def forward(self, x: Tensor, uses: str) -> Tensor:
-        return torch.stack([(getattr(self, name) * x).sum() for name in uses]).sum()
 
 
 PLUGINS: dict[str, list[type[polyshard.Plugin]]] = {
