@@ -30,10 +30,14 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from polyshard_testing import late_rank
 
+if TYPE_CHECKING:  # only who starts ranks needs torch
+    import torch.distributed as dist
+
+_HOST = "127.0.0.1"
 COLLECTIVE_SECONDS = 60.0
 """How long a rank waits for its peers by default."""
 _ANSWER_SECONDS = 5.0  # for a rank to tell that it waited in vain
@@ -73,7 +77,9 @@ class _Answer:
 class _Rank:
     rank: int
     size: int
-    store: str
+    store: int
+    """The port at which the test's process keeps what ranks leave for each other."""
+    folder: str
     seconds: float
     device: str
 
@@ -108,6 +114,7 @@ class World:
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._store: dist.TCPStore | None = None
 
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float | None = 120.0
@@ -202,14 +209,17 @@ class World:
         self._processes, self._pipes = [], []
         if self._folder is not None:
             self._folder.cleanup()
-            self._folder = None
+            self._folder = self._store = None
 
     def _start(self) -> None:
+        import torch.distributed as dist
+
         context = multiprocessing.get_context(self._start_method)
         if self._start_method == "forkserver":
             context.set_forkserver_preload(_PRELOADED)
         self._folder = tempfile.TemporaryDirectory(prefix="polyshard-world-")
-        store = str(Path(self._folder.name) / "store")
+        # As under torchrun: a file would be read over and over by those who wait.
+        self._store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
         threads = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"  # ranks share the cores of one machine
         try:
@@ -218,7 +228,14 @@ class World:
                 process = context.Process(  # type: ignore[attr-defined]
                     target=_serve,
                     args=(
-                        _Rank(rank, self.size, store, self._seconds, self._device),
+                        _Rank(
+                            rank,
+                            self.size,
+                            self._store.port,
+                            self._folder.name,
+                            self._seconds,
+                            self._device,
+                        ),
                         dict(os.environ),
                         theirs,
                     ),
@@ -269,12 +286,12 @@ def _serve(given: _Rank, environment: dict[str, str], pipe: Connection) -> None:
 
     rank, size = given.rank, given.size
     faulthandler.enable()
-    stacks = _stacks_of(Path(given.store).parent, rank).open("w")
+    stacks = _stacks_of(Path(given.folder), rank).open("w")
     faulthandler.register(signal.SIGUSR1, stacks)
     torch.set_num_threads(1)
     dist.init_process_group(
         _backend_for(given),
-        store=dist.FileStore(given.store, size),
+        store=dist.TCPStore(_HOST, given.store, size, is_master=False),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=given.seconds),
