@@ -140,7 +140,8 @@ def manager_of(settings: Settings) -> Iterator[Any]:
 
 def train(settings: Settings) -> None:
     """Train until the run is over, from what another group has, if one has anything."""
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():  # a launcher may have done it
+        dist.init_process_group("gloo")
     polyshard_resilience.enable()  # so that ranks of a group notice each other's end
     log = Log(settings)
     torch.manual_seed(settings.seed)
@@ -183,15 +184,15 @@ def train(settings: Settings) -> None:
     dist.barrier()
 
 
-def settings_of(description: str | None) -> Settings:
-    """Of the command line."""
+def settings_of(description: str | None, line: list[str] | None = None) -> Settings:
+    """Of the command line, or ``line``."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--group", type=int, required=True)
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
-    return Settings(**vars(parser.parse_args()))
+    return Settings(**vars(parser.parse_args(line)))
 
 
 def leave() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from launch_groups import PAUSE, Groups, lighthouse, needs_torchft
+from launch_groups import SCRIPT as GROUP_SCRIPT
 from launch_ranks import (
     SCRIPT,
     STEPS,
@@ -15,11 +18,14 @@ from launch_ranks import (
     Undisturbed,
     newest,
     options,
+    ranks_of,
     wait_for_checkpoint,
     wait_for_step,
     wait_until,
 )
-from launch_slurm import Cluster, NoSlurmError, cluster
+from launch_slurm import GROUPS, Cluster, NoSlurmError, cluster
+
+from polyshard_testing.hosts import Host
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +46,7 @@ def test_a_job_leaves_when_it_is_asked_and_is_requeued(
     """What ``--signal=B:USR1@60`` sends is sent at a moment of our choice."""
     job = nodes.submit(train=options(tmp_path, "--save-every=1000"))
     wait_for_step(nodes.log, 7)
-    nodes.command("scancel", "--batch", "--signal=USR1", str(job))
+    nodes.command("scancel", "--batch", "--signal=USR1", job)
     nodes.finish(job)
     assert nodes.job(job, "Restarts") == "1"
     assert "The training was asked to leave; restart 1 of" in nodes.log.read_text()
@@ -58,7 +64,7 @@ def test_a_rank_is_killed_and_then_a_node(
     wait_for_checkpoint(tmp_path, 10)
     assert nodes.job(job, "NodeList") == "node[1-2]"
     second = nodes.network.hosts[1]
-    os.kill(ranks_on(second.processes())[0], signal.SIGKILL)
+    os.kill(ranks_of(SCRIPT, second.processes())[0], signal.SIGKILL)
     wait_for_checkpoint(tmp_path, 25)
     assert "The training failed (137); restart 1 of" in nodes.log.read_text()
     second.crash()
@@ -70,10 +76,36 @@ def test_a_rank_is_killed_and_then_a_node(
     assert outcome.losses == undisturbed(2).losses
 
 
-def ranks_on(pids: list[int]) -> list[int]:
-    """Those of the processes that are ranks."""
-    names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in pids}
-    return [pid for pid, name in names.items() if name[1:2] == [str(SCRIPT).encode()]]
+@needs_torchft
+def test_replica_groups_are_killed_and_come_back(nodes: Cluster, tmp_path: Path) -> None:
+    """A rank of a group, then the node of a group: the other group goes on by itself meanwhile."""
+    groups = Groups(tmp_path / "run")
+    groups.out.mkdir()
+    hosts = nodes.network.hosts
+    with lighthouse(nodes.network.switch) as address:
+        given = f"--export=ALL,SCRIPT={GROUP_SCRIPT},TORCHFT_LIGHTHOUSE={address}"
+        train = [f"--out={groups.out}", PAUSE]
+        job = nodes.submit("--array=0-1", "--overcommit", given, train=train, batch=GROUPS)
+        tasks = [f"{job}_{group}" for group in range(2)]
+        groups.wait()
+        for group, kill in ((1, kill_a_rank), (0, Host.crash)):
+            place = int(nodes.job(tasks[group], "NodeList").removeprefix("node"))
+            since = time.time()
+            kill(hosts[place - 1])
+            groups.wait(since)
+            print(f"\n{kill.__name__}: {groups.recovery(group, since)}")
+            assert groups.steps(1 - group, since, alone=True)
+        steps = groups.finish()
+        for task in tasks:
+            nodes.finish(task)
+    assert [nodes.job(task, "Restarts") for task in tasks] == ["1", "0"]
+    assert nodes.log.read_text().count("Group 1 failed; restart 1 of") == 1
+    groups.compare(steps, tmp_path / "by-hand")
+
+
+def kill_a_rank(host: Host) -> None:
+    """The last one on it."""
+    os.kill(ranks_of(GROUP_SCRIPT, host.processes())[-1], signal.SIGKILL)
 
 
 def test_a_job_that_fails_again_and_again_ends(nodes: Cluster, tmp_path: Path) -> None:

@@ -132,3 +132,10 @@ def ask(pids: Sequence[int], number: signal.Signals = signal.SIGUSR1) -> None:
     """Ask processes to leave."""
     for pid in pids:
         os.kill(pid, number)
+
+
+def ranks_of(script: Path, pids: Sequence[int]) -> list[int]:
+    """Those of the processes that are ranks of a training."""
+    names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in pids}
+    # `python SCRIPT`, or `python -u SCRIPT` under torchrun.
+    return [pid for pid, name in names.items() if str(script).encode() in name[1:3]]

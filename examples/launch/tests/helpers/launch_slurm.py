@@ -19,12 +19,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch_hosts import named, write_names
 from launch_ranks import FOLDER, SCRIPT, wait_until
 
-from polyshard_testing.hosts import INTERFACE, Host, Network, NoHostsError, network
+from polyshard_testing.hosts import INTERFACE, Network, NoHostsError, network
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "unshare")
 SBATCH = FOLDER / "slurm" / "train.sbatch"
+GROUPS = FOLDER / "slurm" / "groups.sbatch"
 PORTS = {"controller": 6817, "first node": 6820}
 
 CONFIGURATION = """
@@ -94,21 +96,21 @@ class Cluster:
         states = self.command("sinfo", "--noheader", "--format=%T %D")
         return states.split() == ["idle", str(len(self.network.hosts))]
 
-    def submit(self, *options: str, train: list[str]) -> int:
-        """Hand in the example's batch script; the job's number."""
+    def submit(self, *options: str, train: list[str], batch: Path = SBATCH) -> str:
+        """Hand in a batch script; the job's number."""
         log = f"--output={self.folder}/job.log"
-        return int(self.command("sbatch", "--parsable", log, *options, str(SBATCH), *train))
+        return self.command("sbatch", "--parsable", log, *options, str(batch), *train)
 
-    def job(self, number: int, key: str) -> str:
+    def job(self, number: str, key: str) -> str:
         """What ``scontrol show job`` says of one thing."""
-        shown = self.command("scontrol", "--oneliner", "show", "job", str(number))
+        shown = self.command("scontrol", "--oneliner", "show", "job", number)
         return dict(pair.split("=", 1) for pair in shown.split() if "=" in pair)[key]
 
-    def state(self, number: int) -> str:
+    def state(self, number: str) -> str:
         """Of a job."""
         return self.job(number, "JobState")
 
-    def finish(self, number: int, seconds: float = 240) -> None:
+    def finish(self, number: str, seconds: float = 240) -> None:
         """Wait until a job is done, however often it has to be started."""
         ended = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
         try:
@@ -154,9 +156,10 @@ def cluster(count: int) -> Iterator[Cluster]:
         made = Cluster(hosts, folder)
         _configure(made)
         opened.enter_context(_daemon(made, *_munged(folder)))
-        opened.enter_context(_daemon(made, *_on(hosts.switch, socket.gethostname(), "slurmctld")))
+        opened.enter_context(_daemon(made, *hosts.switch.prefix, "slurmctld", "-D"))
         for place, host in enumerate(hosts.hosts, 1):
-            opened.enter_context(_daemon(made, *_on(host, f"node{place}", "slurmd")))
+            inside = named(host, f"node{place}", folder / "hosts")
+            opened.enter_context(_daemon(made, *inside, "slurmd", "-D"))
         wait_until(lambda: made.is_idle, "idle nodes", 60)
         yield made
 
@@ -177,6 +180,7 @@ def _configure(made: Cluster) -> None:
         (folder / f"spool-node{place}").mkdir()
     (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+    write_names(folder / "hosts", made.network)
     (folder / "state").mkdir()
     key = folder / "munge.key"
     key.touch(0o400)
@@ -187,12 +191,6 @@ def _munged(folder: Path) -> list[str]:
     files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "seed-file": "seed"}
     own = [f"--{option}={folder}/munge.{end}" for option, end in files.items()]
     return ["munged", "--foreground", "--force", f"--log-file={folder}/munged.log", *own]
-
-
-def _on(host: Host, name: str, daemon: str) -> list[str]:
-    """A daemon in the foreground, on a host that calls itself ``name``."""
-    named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name]
-    return [*host.prefix, *named, daemon, "-D"]
 
 
 @contextmanager
