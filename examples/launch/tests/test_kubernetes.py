@@ -17,7 +17,7 @@ import pytest
 from launch_groups import GROUPS, Groups, lighthouse, needs_torchft
 from launch_groups import PAUSE as LONGER
 from launch_groups import SCRIPT as GROUP_SCRIPT
-from launch_hosts import named, write_names
+from launch_hosts import name_of, named, write_names
 from launch_ranks import FOLDER, PAUSE, STEPS, Outcome, Undisturbed, ranks_of, wait_for_step
 
 from polyshard_testing.hosts import INTERFACE, Network, NoHostsError, network
@@ -159,10 +159,10 @@ def test_pods_of_replica_groups_are_killed_and_come_back(tmp_path: Path) -> None
         address = opened.enter_context(lighthouse(hosts.switch))
 
         def start(group: int) -> Popen:
-            name = f"node{group + 1}"
+            host = hosts.hosts[group]
             more = (f"--group={group}", "--steps=0", LONGER)
-            place = {"PET_MASTER_ADDR": name, "TORCHFT_LIGHTHOUSE": address}
-            prefix = named(hosts.hosts[group], name, tmp_path / "hosts")
+            place = {"PET_MASTER_ADDR": name_of(host), "TORCHFT_LIGHTHOUSE": address}
+            prefix = named(host, tmp_path / "hosts")
             started = pod(prefix, GROUP, tmp_path, *more, **place)
             opened.callback(end, started)
             return started

@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from launch_ranks import STEPS, Outcome, Undisturbed, options, wait_for_checkpoint
-from launch_ray import RayCluster, ray_cluster
+from launch_groups import PAUSE, Groups, lighthouse, needs_torchft
+from launch_ranks import STEPS, Outcome, Undisturbed, options, wait_for_checkpoint, wait_until
+from launch_ray import GROUP, RayCluster, ray_cluster
 
-from polyshard_testing.hosts import NoHostsError
+from polyshard_testing.hosts import Host, NoHostsError
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,10 +24,10 @@ pytestmark = [
 
 
 @pytest.fixture
-def nodes() -> Iterator[RayCluster]:
-    """Three of them; trainings use two."""
+def nodes(request: pytest.FixtureRequest) -> Iterator[RayCluster]:
+    """Three of them, of one CPU or as many as the test says; trainings use two."""
     try:
-        with ray_cluster(3) as made:
+        with ray_cluster(3, getattr(request, "param", 1)) as made:
             yield made
     except NoHostsError as error:
         pytest.skip(str(error))
@@ -66,3 +69,37 @@ def title(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except FileNotFoundError:
         return b""
+
+
+@needs_torchft
+@pytest.mark.parametrize("nodes", [2], indirect=True)
+def test_replica_groups_are_killed_and_come_back(nodes: RayCluster, tmp_path: Path) -> None:
+    """A worker of a group, then the node of a group: the other group goes on meanwhile."""
+    groups, place, running = Groups(tmp_path / "run"), [], []
+    groups.out.mkdir()
+    with lighthouse(nodes.network.switch) as address, ExitStack() as opened:
+        for group in range(2):
+            given = [f"--lighthouse={address}", f"--group={group}", f"--out={groups.out}", PAUSE]
+            log = tmp_path / f"log-{group}"
+            running.append(nodes.train(log, *given, script=GROUP))
+            opened.callback(running[-1].wait)
+            opened.callback(running[-1].kill)
+            wait_until(lambda group=group: groups.steps(group), f"step of group {group}")
+            busy = {host for host in nodes.network.hosts if workers(host.processes())}
+            place += busy.difference(place)
+        groups.wait()
+        for group, kill in ((1, kill_a_worker), (0, Host.crash)):
+            since = time.time()
+            kill(place[group])
+            groups.wait(since)
+            print(f"\n{kill.__name__}: {groups.recovery(group, since)}")
+            assert groups.steps(1 - group, since, alone=True)
+        steps = groups.finish()
+        codes = [training.wait(120) for training in running]
+        assert codes == [0, 0], [log.read_text() for log in tmp_path.glob("log-*")]
+    groups.compare(steps, tmp_path / "by-hand")
+
+
+def kill_a_worker(host: Host) -> None:
+    """The last one on it."""
+    os.kill(workers(host.processes())[-1], signal.SIGKILL)

@@ -7,16 +7,22 @@ from pathlib import Path
 from polyshard_testing.hosts import Host, Network
 
 
+def name_of(host: Host) -> str:
+    """``node1`` and on."""
+    return f"node{host.address.rpartition('.')[2]}"
+
+
 def write_names(file: Path, network: Network) -> None:
-    """Write what stands in /etc/hosts of every host: ``node1`` and on."""
-    lines = [f"{host.address} node{place}" for place, host in enumerate(network.hosts, 1)]
+    """Write what stands in /etc/hosts of every host."""
+    lines = [f"{host.address} {name_of(host)}" for host in (network.switch, *network.hosts)]
     file.write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n", encoding="utf-8")
 
 
-def named(host: Host, name: str, names: Path) -> list[str]:
-    """What a command starts with to run on a host that calls itself ``name``.
+def named(host: Host, names: Path) -> list[str]:
+    """What a command starts with to run on a host that knows its name and those in ``names``.
 
     The machine keeps its own name and its own /etc/hosts.
     """
     inside = 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && exec "$@"'
-    return [*host.prefix, "unshare", "--uts", "--mount", "sh", "-c", inside, str(names), name]
+    shell = ["sh", "-c", inside, str(names), name_of(host)]
+    return [*host.prefix, "unshare", "--uts", "--mount", *shell]

@@ -12,12 +12,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch_hosts import named, write_names
 from launch_ranks import FOLDER
 
 from polyshard_testing.hosts import INTERFACE, Host, Network, network
 
 PORT = 6379
 SCRIPT = FOLDER / "ray_train.py"
+GROUP = FOLDER / "ray_groups.py"
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -35,7 +37,7 @@ MEMORY = 100 * 2**20
 
 @dataclass(frozen=True)
 class RayCluster:
-    """Nodes of one CPU each."""
+    """Nodes of as many CPUs each, which know each other by name."""
 
     network: Network
     folder: Path
@@ -45,9 +47,9 @@ class RayCluster:
         """Of the head."""
         return f"{self.network.switch.address}:{PORT}"
 
-    def train(self, log: Path, *options: str) -> subprocess.Popen[bytes]:
-        """Start the example's script beside the head."""
-        line = [*self.network.switch.prefix, sys.executable, str(SCRIPT)]
+    def train(self, log: Path, *options: str, script: Path = SCRIPT) -> subprocess.Popen[bytes]:
+        """Start a script of the example beside the head."""
+        line = [*self.on(self.network.switch), sys.executable, str(script)]
         with log.open("wb") as said:
             return subprocess.Popen(
                 [*line, f"--address={self.address}", *options],
@@ -56,6 +58,10 @@ class RayCluster:
                 stderr=subprocess.STDOUT,
             )
 
+    def on(self, host: Host) -> list[str]:
+        """What a command starts with to run on a host."""
+        return named(host, self.folder / "hosts")
+
     def environment(self) -> dict[str, str]:
         """Variables of everything there."""
         return {**os.environ, **QUIET, "GLOO_SOCKET_IFNAME": INTERFACE, "TMPDIR": str(self.folder)}
@@ -63,7 +69,7 @@ class RayCluster:
     def start(self, host: Host, *options: str) -> None:
         """Start Ray on a host."""
         line = [
-            *(*host.prefix, *RAY, "start", f"--node-ip-address={host.address}"),
+            *(*self.on(host), *RAY, "start", f"--node-ip-address={host.address}"),
             *(f"--object-store-memory={MEMORY}", "--disable-usage-stats", *options),
         ]
         done = subprocess.run(
@@ -73,8 +79,8 @@ class RayCluster:
 
 
 @contextmanager
-def ray_cluster(count: int) -> Iterator[RayCluster]:
-    """A cluster of so many nodes and the head; at the end every process of it is killed.
+def ray_cluster(count: int, cpus: int = 1) -> Iterator[RayCluster]:
+    """A cluster of so many nodes of ``cpus`` each, and the head; at the end all of it is killed.
 
     Raises:
         NoHostsError: when this machine cannot have them.
@@ -84,11 +90,12 @@ def ray_cluster(count: int) -> Iterator[RayCluster]:
         folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
         opened.callback(shutil.rmtree, folder, ignore_errors=True)
         made = RayCluster(opened.enter_context(network(count)), folder)
+        write_names(folder / "hosts", made.network)
         made.start(
             made.network.switch,
             *("--head", f"--port={PORT}", "--num-cpus=0", "--include-dashboard=false"),
             f"--temp-dir={folder}",
         )
         for host in made.network.hosts:
-            made.start(host, f"--address={made.address}", "--num-cpus=1")
+            made.start(host, f"--address={made.address}", f"--num-cpus={cpus}")
         yield made

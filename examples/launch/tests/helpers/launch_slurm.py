@@ -157,8 +157,8 @@ def cluster(count: int) -> Iterator[Cluster]:
         _configure(made)
         opened.enter_context(_daemon(made, *_munged(folder)))
         opened.enter_context(_daemon(made, *hosts.switch.prefix, "slurmctld", "-D"))
-        for place, host in enumerate(hosts.hosts, 1):
-            inside = named(host, f"node{place}", folder / "hosts")
+        for host in hosts.hosts:
+            inside = named(host, folder / "hosts")
             opened.enter_context(_daemon(made, *inside, "slurmd", "-D"))
         wait_until(lambda: made.is_idle, "idle nodes", 60)
         yield made
