@@ -36,6 +36,7 @@ def nodes() -> Iterator[Cluster]:
     try:
         with cluster(3) as made:
             yield made
+            print(made.said())  # shown where a test has failed
     except NoSlurmError as error:
         pytest.skip(str(error))
 
