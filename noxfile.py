@@ -485,11 +485,9 @@ def replicas(session: nox.Session) -> None:
 def launch(session: nox.Session) -> None:
     """Run one training under every launcher that is here, as root on hosts made of namespaces."""
     groups = nox.project.dependency_groups(PYPROJECT, "test", "type", "launch")
-    ours = [
-        f"--editable=packages/polyshard{name}"
-        for name in ("", "-checkpoint", "-resilience", "-testing")
-    ]
-    session.install(TORCH, *ours, *groups)
+    names = ("", "-checkpoint", "-optimizers", "-resilience", "-testing")
+    ours = [f"--editable=packages/polyshard{name}" for name in names]
+    session.install(TORCH, *ours, "--editable=plugins/polyshard-reproducible", *groups)
     folder = "examples/launch"
     for files in (Path(folder).glob("*.py"), Path(folder, "tests").rglob("*.py")):
         session.run("mypy", "--ignore-missing-imports", *map(str, files))

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import launch_survivors
 import pytest
 from launch_groups import PAUSE, Groups, lighthouse, needs_torchft
 from launch_ranks import STEPS, Outcome, Undisturbed, options, wait_for_checkpoint, wait_until
-from launch_ray import GROUP, RayCluster, ray_cluster
+from launch_ray import GROUP, SCRIPT, RayCluster, ray_cluster
 
 from polyshard_testing.hosts import Host, NoHostsError
 
@@ -38,7 +39,8 @@ def test_a_worker_is_killed_and_then_a_node(
 ) -> None:
     """All workers start again each time; the second time without that node."""
     log = tmp_path / "log"
-    training = nodes.train(log, "--workers=2", *options(tmp_path))
+    place = f"--address={nodes.address}"
+    training = nodes.run(log, SCRIPT, place, "--workers=2", *options(tmp_path))
     try:
         wait_for_checkpoint(tmp_path, 10)
         busy = {host.address: workers(host.processes()) for host in nodes.network.hosts}
@@ -71,6 +73,19 @@ def title(pid: int) -> bytes:
         return b""
 
 
+def test_survivors_of_an_attempt(
+    nodes: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that raises ends nothing; where one dies, others live until Ray looks again."""
+    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "20")
+    script = Path(launch_survivors.__file__).with_name("launch_survivors_ray.py")
+    log = tmp_path / "log"
+    training = nodes.run(log, script, nodes.address, str(tmp_path), "2")
+    assert training.wait(120) == 0, log.read_text()
+    launch_survivors.check(tmp_path, is_saved=True)
+    launch_survivors.check_again(tmp_path)
+
+
 @needs_torchft
 @pytest.mark.parametrize("nodes", [2], indirect=True)
 def test_replica_groups_are_killed_and_come_back(nodes: RayCluster, tmp_path: Path) -> None:
@@ -79,9 +94,10 @@ def test_replica_groups_are_killed_and_come_back(nodes: RayCluster, tmp_path: Pa
     groups.out.mkdir()
     with lighthouse(nodes.network.switch) as address, ExitStack() as opened:
         for group in range(2):
-            given = [f"--lighthouse={address}", f"--group={group}", f"--out={groups.out}", PAUSE]
+            given = [f"--address={nodes.address}", f"--lighthouse={address}"]
+            given += [f"--group={group}", f"--out={groups.out}", PAUSE]
             log = tmp_path / f"log-{group}"
-            running.append(nodes.train(log, *given, script=GROUP))
+            running.append(nodes.run(log, GROUP, *given))
             opened.callback(running[-1].wait)
             opened.callback(running[-1].kill)
             wait_until(lambda group=group: groups.steps(group), f"step of group {group}")

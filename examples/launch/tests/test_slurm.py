@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import launch_survivors
 import pytest
 from launch_groups import PAUSE, Groups, lighthouse, needs_torchft
 from launch_groups import SCRIPT as GROUP_SCRIPT
@@ -75,6 +77,23 @@ def test_a_rank_is_killed_and_then_a_node(
     assert [ranks for ranks, _ in outcome.starts] == [2, 2, 2]
     assert 10 <= outcome.starts[1][1] <= 25 <= outcome.starts[2][1] < STEPS
     assert outcome.losses == undisturbed(2).losses
+
+
+@pytest.mark.parametrize(
+    ("options", "is_saved"),
+    [(["--kill-on-bad-exit=1"], False), (["--kill-on-bad-exit=0", "--wait=20"], True)],
+    ids=["killed", "waited-for"],
+)
+def test_survivors_of_an_attempt(
+    options: list[str], is_saved: bool, nodes: Cluster, tmp_path: Path
+) -> None:
+    """A rank that raises ends nothing; where one dies, ``--wait`` is how long others may save."""
+    run = [sys.executable, str(launch_survivors.SCRIPT), str(tmp_path), "2"]
+    assert nodes.srun(*options, run=run) != 0
+    launch_survivors.check(tmp_path, is_saved)
+    if is_saved:
+        assert nodes.srun(*options, run=run) == 0
+        launch_survivors.check_again(tmp_path)
 
 
 @needs_torchft

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import launch_survivors
 import pytest
 from fault_cluster import Job, job
 from launch_ranks import SCRIPT, STEPS, Outcome, Undisturbed, by_hand, options, wait_for_checkpoint
@@ -79,3 +82,16 @@ def test_an_agent_is_killed_and_two_of_three_go_on(
 
 def test_losses_hardly_depend_on_the_number_of_ranks(undisturbed: Undisturbed) -> None:
     assert undisturbed(3).losses == pytest.approx(undisturbed(2).losses, rel=1e-4)
+
+
+@pytest.mark.parametrize("handles", [False, True])
+def test_survivors_of_an_attempt(handles: bool, tmp_path: Path) -> None:
+    """A rank that raises ends nothing; where one dies, others that handle SIGTERM have 30 s."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    run = [*torchrun, "--nproc-per-node=2", str(launch_survivors.SCRIPT), str(tmp_path), "2"]
+    run += ["--handle-sigterm"] if handles else []
+    assert subprocess.run(run, timeout=120, check=False).returncode != 0
+    launch_survivors.check(tmp_path, is_saved=handles)
+    if handles:
+        assert subprocess.run(run, timeout=120, check=False).returncode == 0
+        launch_survivors.check_again(tmp_path)

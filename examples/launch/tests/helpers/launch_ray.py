@@ -47,15 +47,12 @@ class RayCluster:
         """Of the head."""
         return f"{self.network.switch.address}:{PORT}"
 
-    def train(self, log: Path, *options: str, script: Path = SCRIPT) -> subprocess.Popen[bytes]:
-        """Start a script of the example beside the head."""
-        line = [*self.on(self.network.switch), sys.executable, str(script)]
+    def run(self, log: Path, script: Path, *options: str) -> subprocess.Popen[bytes]:
+        """Start a script beside the head."""
+        line = [*self.on(self.network.switch), sys.executable, str(script), *options]
         with log.open("wb") as said:
             return subprocess.Popen(
-                [*line, f"--address={self.address}", *options],
-                env=self.environment(),
-                stdout=said,
-                stderr=subprocess.STDOUT,
+                line, env=self.environment(), stdout=said, stderr=subprocess.STDOUT
             )
 
     def on(self, host: Host) -> list[str]:

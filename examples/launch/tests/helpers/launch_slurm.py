@@ -101,6 +101,19 @@ class Cluster:
         log = f"--output={self.folder}/job.log"
         return self.command("sbatch", "--parsable", log, *options, str(batch), *train)
 
+    def srun(self, *options: str, run: list[str]) -> int:
+        """Run ranks on two nodes, without a batch script; the exit code."""
+        place = (
+            "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS"
+            ' MASTER_ADDR=node1 MASTER_PORT=29500; exec "$@"'
+        )
+        line = ["srun", "--nodes=2", "--ntasks=2", *options, "bash", "-c", place, "rank", *run]
+        with self.log.open("ab") as log:
+            return subprocess.run(
+                [*self.network.switch.prefix, *line],
+                env=self.environment(), stdout=log, stderr=log, check=False, timeout=120,
+            ).returncode  # fmt: skip
+
     def job(self, number: str, key: str) -> str:
         """What ``scontrol show job`` says of one thing."""
         shown = self.command("scontrol", "--oneliner", "show", "job", number)

@@ -1,1 +1,0 @@
-"""What launchers leave of a step on all ranks or none (``attempt``), when a rank raises or dies."""
