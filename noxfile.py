@@ -485,7 +485,8 @@ def replicas(session: nox.Session) -> None:
 def launch(session: nox.Session) -> None:
     """Run one training under every launcher that is here, as root on hosts made of namespaces."""
     groups = nox.project.dependency_groups(PYPROJECT, "test", "type", "launch")
-    names = ("", "-checkpoint", "-optimizers", "-resilience", "-testing")
+    # The last two: its tests share helpers with polyshard-demo's.
+    names = ("", "-checkpoint", "-optimizers", "-resilience", "-testing", "-cli", "-demo")
     ours = [f"--editable=packages/polyshard{name}" for name in names]
     session.install(TORCH, *ours, "--editable=plugins/polyshard-reproducible", *groups)
     folder = "examples/launch"

@@ -38,7 +38,6 @@ def main() -> None:
 
     flags = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     flags.add_argument("--workers", type=int, default=2)
-    flags.add_argument("--gpu", action="store_true", help="one for each worker")
     flags.add_argument("--lighthouse", required=True, help="its address")
     flags.add_argument("--address", default="auto", help="of the cluster; by default the local one")
     own, rest = flags.parse_known_args()
@@ -47,8 +46,8 @@ def main() -> None:
     TorchTrainer(
         worker,
         train_loop_config=asdict(settings),
-        torch_config=TorchConfig("nccl" if own.gpu else "gloo", timeout_s=60),
-        scaling_config=ScalingConfig(num_workers=own.workers, use_gpu=own.gpu),
+        torch_config=TorchConfig("gloo", timeout_s=60),
+        scaling_config=ScalingConfig(num_workers=own.workers),
         run_config=RunConfig(
             name=f"group-{settings.group}",
             storage_path=str(settings.out.absolute()),
