@@ -11,6 +11,7 @@ each other by them.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -23,25 +24,26 @@ from ray.train.torch import TorchConfig, TorchTrainer
 FOLDER = Path(__file__).resolve().parents[1] / "replicas"
 
 
+def training() -> Any:
+    """The module ``examples/replicas/train.py``, on workers too."""
+    sys.path.insert(0, str(FOLDER))  # before this folder, which has a ``train.py`` as well
+    return importlib.import_module("train")
+
+
 def worker(settings: dict[str, Any]) -> None:
     """Be one rank; Ray has made the process group."""
-    sys.path.insert(0, str(FOLDER))
-    import train
-
+    train = training()
     train.train(train.Settings(**settings))
 
 
 def main() -> None:
     """Start the group, and start all of it again when a worker has failed."""
-    sys.path.insert(0, str(FOLDER))
-    import train
-
     flags = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     flags.add_argument("--workers", type=int, default=2)
     flags.add_argument("--lighthouse", required=True, help="its address")
     flags.add_argument("--address", default="auto", help="of the cluster; by default the local one")
     own, rest = flags.parse_known_args()
-    settings = train.settings_of(__doc__, rest)
+    settings = training().settings_of(__doc__, rest)
     ray.init(address=own.address, runtime_env={"env_vars": {"TORCHFT_LIGHTHOUSE": own.lighthouse}})
     TorchTrainer(
         worker,
