@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import launch_survivors
@@ -90,7 +91,8 @@ def test_survivors_of_an_attempt(
 @pytest.mark.parametrize("nodes", [2], indirect=True)
 def test_replica_groups_are_killed_and_come_back(nodes: RayCluster, tmp_path: Path) -> None:
     """A worker of a group, then the node of a group: the other group goes on meanwhile."""
-    groups, place, running = Groups(tmp_path / "run"), [], []
+    groups, running = Groups(tmp_path / "run"), []
+    place: list[Host] = []
     groups.out.mkdir()
     with lighthouse(nodes.network.switch) as address, ExitStack() as opened:
         for group in range(2):
@@ -100,7 +102,7 @@ def test_replica_groups_are_killed_and_come_back(nodes: RayCluster, tmp_path: Pa
             running.append(nodes.run(log, GROUP, *given))
             opened.callback(running[-1].wait)
             opened.callback(running[-1].kill)
-            wait_until(lambda group=group: groups.steps(group), f"step of group {group}")
+            wait_until(partial(groups.steps, group), f"step of group {group}")
             busy = {host for host in nodes.network.hosts if workers(host.processes())}
             place += busy.difference(place)
         groups.wait()
