@@ -85,7 +85,7 @@ def check(rank_sizes: tuple[World, World], shapes: list[tuple[int, ...]], kind: 
             assert differences(found, expected) == [], shape
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_data_axes_of_any_size_beside_tensor_parallelism(
     world2: World, world4: World, kind: str

@@ -112,6 +112,7 @@ def check_changes(worlds: list[tuple[World, int, int]], one: World, out: Path, s
     assert compared.steps == (*range(1, steps + 1), steps + 1)  # the last weights too
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_at_other_world_sizes(
     world1: World, world2: World, world4: World, tmp_path: Path
 ) -> None:
