@@ -186,7 +186,7 @@ MOVES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("before", MOVES)
 def test_a_checkpoint_goes_on_with_experts_divided_otherwise(
     before: str, request: pytest.FixtureRequest, tmp_path: Path

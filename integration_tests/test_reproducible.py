@@ -144,6 +144,7 @@ def recorded(rank: int, size: int, folder: str, shape: tuple[int, ...], kind: st
         run.train(range(2))
 
 
+@pytest.mark.thorough
 def test_records_tell_tensor_parallel_ranks_apart(
     world2: World, world4: World, tmp_path: Path
 ) -> None:
