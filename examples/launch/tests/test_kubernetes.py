@@ -145,7 +145,7 @@ def test_pods_are_evicted_and_started_again(tmp_path: Path, undisturbed: Undistu
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # it starts eight interpreters, and compares with a second run
+@pytest.mark.timeout(900)  # many interpreters start, and a second run follows
 @needs_torchft
 def test_pods_of_replica_groups_are_killed_and_come_back(tmp_path: Path) -> None:
     """A rank is killed: its pod fails, and is started again as ``maxRestarts`` says."""

@@ -87,7 +87,7 @@ def test_survivors_of_an_attempt(
     launch_survivors.check_again(tmp_path)
 
 
-@pytest.mark.timeout(900)  # it starts eight interpreters, and compares with a second run
+@pytest.mark.timeout(900)  # many interpreters start, and a second run follows
 @needs_torchft
 @pytest.mark.parametrize("nodes", [2], indirect=True)
 def test_replica_groups_are_killed_and_come_back(nodes: RayCluster, tmp_path: Path) -> None:

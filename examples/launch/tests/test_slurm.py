@@ -96,7 +96,7 @@ def test_survivors_of_an_attempt(
         launch_survivors.check_again(tmp_path)
 
 
-@pytest.mark.timeout(900)  # it starts eight interpreters, and compares with a second run
+@pytest.mark.timeout(900)  # many interpreters start, and a second run follows
 @needs_torchft
 def test_replica_groups_are_killed_and_come_back(nodes: Cluster, tmp_path: Path) -> None:
     """A rank of a group, then the node of a group: the other group goes on by itself meanwhile."""
