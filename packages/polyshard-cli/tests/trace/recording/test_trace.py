@@ -176,7 +176,7 @@ def test_a_full_disk_is_told_to_all_ranks(rank: int, size: int, tmp_path: Path) 
             train(model, optimizer, 3, rank)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert ".." not in str(told.value)  # where the quoted text ends in a full stop
+    assert ".. " not in str(told.value)  # where the quoted text ends in a full stop
     model.reset_iter_state()
     optimizer.zero_grad()
     train(model, optimizer, 2, rank)
