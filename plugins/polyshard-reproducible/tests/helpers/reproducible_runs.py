@@ -19,6 +19,9 @@ BATCH = 3
 WORDS = 31
 WIDTH = 20  # 2.5 vector registers: rows, shards and biases end in the middle of one
 
+if torch.get_default_device().type != "cpu":  # a rank of `pytest --device`: the plugin demands it
+    torch.use_deterministic_algorithms(True)
+
 
 class Block(nn.Module):
     """Odd sizes, a norm, and dropout twice."""

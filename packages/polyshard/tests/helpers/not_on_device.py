@@ -1,19 +1,16 @@
-"""Tests that ``pytest --device=sim`` (and ``cuda``) skips, and why; a page counts them."""
+"""Tests that ``pytest --device`` skips on ``sim`` and ``cuda``, and why; a page counts them."""
 
 from __future__ import annotations
 
 GLOO = "tests gloo"
 CHECKED = "expects a check before gradients are sent"
 LOOKS = "has shards compared with payloads, on CPUs only"
-KERNELS = "needs `torch.use_deterministic_algorithms(True)`"
-MIXED = "gives foreach tensors of two devices"
-STEPS = "puts `step` on the device: offload gives other numbers"
 MENDING = "aborts gloo groups; `test_device.py` has others"
 OPERATORS = "needs a kernel that CPUs lack"
 UNSET = "has ranks without a device"
 NO_TIMEOUT = "needs time-outs that raise"
 
-NOT_ON_SIM: dict[str, dict[str, tuple[str, ...]]] = {
+NOT_ON_ANY: dict[str, dict[str, tuple[str, ...]]] = {
     GLOO: {
         "packages/polyshard/tests": (
             "program/test_kept_sums.py::test_sums_of_the_transport",
@@ -54,18 +51,6 @@ NOT_ON_SIM: dict[str, dict[str, tuple[str, ...]]] = {
             "group/test_kept_payloads.py::test_a_codec_may_read_a_shard_where_it_rests",
         ),
     },
-    KERNELS: {"plugins/polyshard-reproducible/tests": ("",)},
-    MIXED: {
-        "plugins/polyshard-offload/tests": (
-            "optimizer/test_changes_between_steps.py::test_edits_of_sharded_state_are_honoured[foreach-",
-        ),
-    },
-    STEPS: {
-        "plugins/polyshard-offload/tests": (
-            "optimizer/test_changes_between_steps.py::test_edits_of_sharded_state_are_honoured[held_dicts-",
-            "optimizer/test_changes_between_steps.py::test_edits_of_sharded_state_are_honoured[steps-",
-        ),
-    },
     MENDING: {
         "packages/polyshard-resilience/tests": (
             "alarm/test_alarm.py",
@@ -97,7 +82,7 @@ NOT_ON_ONE: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
 
 def reasons(device: str) -> dict[str, dict[str, tuple[str, ...]]]:
     """What a device skips."""
-    return NOT_ON_SIM | NOT_ON_ONE.get(device, {})
+    return NOT_ON_ANY | NOT_ON_ONE.get(device, {})
 
 
 def reason_for(test: str, device: str) -> str | None:
@@ -112,7 +97,7 @@ def reason_for(test: str, device: str) -> str | None:
 def lines() -> list[str]:
     """The table of the page."""
     made = ["| names | why they are skipped |", "|---|---|"]
-    for only, given in {"": NOT_ON_SIM, **NOT_ON_ONE}.items():
+    for only, given in {"": NOT_ON_ANY, **NOT_ON_ONE}.items():
         where = f" (`--device={only}`)" if only else ""
         for reason, folders in given.items():
             made.append(f"| {sum(map(len, folders.values()))} | {reason}{where} |")
