@@ -73,7 +73,11 @@ class CollectiveGather(GatherRoute):
 
 
 class CollectiveReduce(ReduceRoute):
-    """One ``reduce_scatter_tensor`` per piece; only uneven pieces are padded first."""
+    """One ``reduce_scatter_tensor`` per piece; only uneven pieces are padded first.
+
+    Backends add each rank's chunk in an order of its own. What has to be alike comes from the first
+    rank; sums of two ranks are alike in either order.
+    """
 
     on_stream = True
     is_awaited = False
@@ -92,7 +96,18 @@ class CollectiveReduce(ReduceRoute):
         chunks = (
             e.chunk_numel for s, e in zip(sources, self._extents, strict=True) if s is not None
         )
-        return (self._transport.group.size() - 1) * sum(chunks) * self._dtype.itemsize
+        numel = sum(chunks)
+        if self._transport.rank == 0:
+            numel += sum(end - begin for _, begin, end in self._alike(sources))
+        return (self._transport.group.size() - 1) * numel * self._dtype.itemsize
+
+    def _alike(self, sources: Sequence[Tensor | None]) -> list[tuple[int, int, int]]:
+        """Piece, start and stop of what has to be alike."""
+        if self._transport.size <= 2:
+            return []
+        pieces = zip(sources, self._extents, strict=True)
+        sent = [(i, e) for i, (source, e) in enumerate(pieces) if source is not None]
+        return [(i, *bounds) for i, e in sent for bounds in e.alike]
 
     @override
     def prepare(self, sources: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -117,6 +132,8 @@ class CollectiveReduce(ReduceRoute):
             for source, out, extents in zip(sources, outs, self._extents, strict=True):
                 if source is not None and extents.chunk_numel:
                     reduce_single(out, source, group=group)
+        for piece, begin, end in self._alike(sources):
+            dist.broadcast(outs[piece][begin:end], group=group, group_src=0)
         return DONE
 
 
