@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ from polyshard_testing import late_rank
 
 if TYPE_CHECKING:  # only who starts ranks needs torch
     import torch.distributed as dist
+    from torch import Tensor
 
 _HOST = "127.0.0.1"
 COLLECTIVE_SECONDS = 60.0
@@ -343,11 +345,20 @@ def _backend_for(given: _Rank) -> str:
         importlib.import_module("polyshard_sim").enable()
     torch.accelerator.set_device_index(given.rank % torch.accelerator.device_count())
     torch.set_default_device(given.device)
+    for kind in (torch.Tensor, torch.nn.Parameter):
+        ForkingPickler.register(kind, _by_way_of_the_host)
     if given.device != "sim":  # whose kernels are the CPU's
         from polyshard_testing.host_random import HostRandom
 
         HostRandom().__enter__()  # type: ignore[no-untyped-call]  # as long as the process
     return f"cpu:gloo,{given.device}:{dist.get_default_backend_for_device(given.device)}"
+
+
+def _by_way_of_the_host(tensor: Tensor) -> Any:
+    """Answers with tensors: the test's process has no device."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    return reduce_tensor(tensor.detach().cpu())
 
 
 def _forget_the_last_call() -> None:
