@@ -134,7 +134,7 @@ def digest(tensors: dict[str, Tensor]) -> str:
     total = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         total.update(name.encode())
-        total.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+        total.update(tensor.cpu().flatten().view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
 
 

@@ -34,10 +34,14 @@ NOT_ON_ANY: dict[str, dict[str, tuple[str, ...]]] = {
         "packages/polyshard-resilience/tests": ("gloo",),
         "plugins/polyshard-calibration/tests": (
             "test_calibration.py::test_a_calibration_for_another_size_is_reported",
+            "test_calibration.py::test_every_rank_holds_the_same_figures",
+            "test_calibration.py::test_it_goes_around_whatever_moves_bytes",
             "test_calibration.py::test_ways_do_not_change_a_bit",
         ),
         "plugins/polyshard-quantized/tests": (
             "test_reports.py::test_bytes_are_exactly_as_predicted",
+            "test_reports.py::test_bytes_between_replicas_are_exactly_as_predicted",
+            "test_tensor_parallel.py::test_bytes_are_exactly_as_predicted",
         ),
     },
     CHECKED: {
@@ -59,6 +63,9 @@ NOT_ON_ANY: dict[str, dict[str, tuple[str, ...]]] = {
         "packages/polyshard/tests": (
             "program/test_codecs.py::test_kept_payloads_follow_every_write",
             "group/test_kept_payloads.py::test_a_codec_may_read_a_shard_where_it_rests",
+        ),
+        "plugins/polyshard-quantized/tests": (
+            "test_training.py::test_payloads_are_encoded_once_a_step",
         ),
     },
     MENDING: {

@@ -149,7 +149,7 @@ def digests(model: nn.Module, optimizer: Any, values: list[Tensor]) -> dict[str,
 def digest(value: Tensor) -> str:
     """Of the bits of all of it."""
     whole = value.full_tensor() if isinstance(value, DTensor) else value
-    raw = whole.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    raw = whole.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.blake2b(raw, digest_size=8).hexdigest()
 
 
