@@ -62,7 +62,7 @@ def test_a_group_heals_with_plugins(rank: int, size: int, name: str) -> None:
         kept = [t for state in plugin_state_dict(model).values() for t in tensors_of(state)]
         assert bool(kept) == (name == "quantized")
         own = [local_of(p).detach().flatten().double().cpu() for p in model.parameters()]
-        mine = torch.cat([*own, *(t.flatten().double() for t in kept)])
+        mine = torch.cat([*own, *(t.flatten().double().cpu() for t in kept)])
         first = mine.clone()
         source = dist.get_process_group_ranks(mesh.get_group("groups"))[0]
         dist.broadcast(first, source, group=mesh.get_group("groups"))
