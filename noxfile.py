@@ -123,11 +123,32 @@ def lint(session: nox.Session) -> None:
 def typecheck(session: nox.Session) -> None:
     """Run mypy on each distribution against the installed others, then on the tooling."""
     mypy = str(dev_environment(session, PLUGINS) / "mypy")
-    for folder in FOLDERS:
-        session.run(mypy, *existing(f"{folder}/src", f"{folder}/tests"))
-    session.run(mypy, *existing("noxfile.py", "conftest.py", "tools", "benchmarks", *EXAMPLES))
-    session.run(mypy, *existing("integration_tests"))
-    session.run(mypy, *existing("examples/plugins/src", "examples/plugins/tests"))
+    trees = [existing(f"{folder}/src", f"{folder}/tests") for folder in FOLDERS]
+    trees.append(existing("noxfile.py", "conftest.py", "tools", "benchmarks", *EXAMPLES))
+    trees.append(existing("integration_tests"))
+    trees.append(existing("examples/plugins/src", "examples/plugins/tests"))
+    first = trees.pop(FOLDERS.index("packages/polyshard"))
+    session.run(mypy, *first)  # and keep what it found of torch, for all others
+    at_once(session, {tree[0]: ([mypy, *tree], {}) for tree in trees}, os.cpu_count() or 1)
+
+
+def at_once(
+    session: nox.Session, commands: dict[str, tuple[list[str], dict[str, str]]], most: int
+) -> None:
+    """Run ``commands``, each with an addition to the environment, ``most`` at a time."""
+
+    def run(name: str) -> subprocess.CompletedProcess[str]:
+        command, added = commands[name]
+        env = {**os.environ, **added}
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+    failed = []
+    with ThreadPoolExecutor(most) as pool:
+        for name, done in zip(commands, pool.map(run, commands), strict=True):
+            session.log(f"{name}\n{done.stdout}{done.stderr}")
+            failed += [name] if done.returncode else []
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
 
 
 @nox.session(venv_backend="none")
@@ -311,18 +332,14 @@ def run_partial(session: nox.Session, python: str) -> None:
             run_tests(session, python, name, alone(plugins), hidden_beside(plugins))
         return
 
-    def run(name: str) -> subprocess.CompletedProcess[str]:
-        command = [python, "-m", "pytest", *pytest_options(name), *alone(PARTIAL[name])]
-        env = {**os.environ, **ONE_THREAD, **hiding(hidden_beside(PARTIAL[name]))}
-        return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-
-    failed = []
-    with ThreadPoolExecutor(WORKERS) as pool:
-        for name, done in zip(PARTIAL, pool.map(run, PARTIAL), strict=True):
-            session.log(f"{name}\n{done.stdout}{done.stderr}")
-            failed += [name] if done.returncode else []
-    if failed:
-        session.error(f"tests fail with these plugins alone: {', '.join(failed)}")
+    commands = {
+        name: (
+            [python, "-m", "pytest", *pytest_options(name), *alone(plugins)],
+            ONE_THREAD | hiding(hidden_beside(plugins)),
+        )
+        for name, plugins in PARTIAL.items()
+    }
+    at_once(session, commands, WORKERS)
 
 
 def hidden_beside(plugins: list[str]) -> list[str]:

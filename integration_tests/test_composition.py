@@ -74,7 +74,7 @@ def on(size: int, worlds: tuple[World, World]) -> World:
     return next(world for world in worlds if world.size == size)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_cell(cell: Cell, world2: World, world4: World, tmp_path: Path) -> None:
     worlds, oracle = (world2, world4), oracle_for(cell)
     found = on(cell.layout.ranks, worlds).run(trained, cell, str(tmp_path), timeout=180.0)

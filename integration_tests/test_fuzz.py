@@ -28,7 +28,7 @@ from fuzzing.shrink import candidates, shrink
 from polyshard_resilience.alarm.current import current_alarm
 
 SEED = 0
-BATCHES = 4
+BATCHES = 2
 SECONDS = 8.0
 """Of each batch; a slow machine runs fewer cases."""
 

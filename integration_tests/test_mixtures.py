@@ -126,7 +126,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float, ato
         torch.testing.assert_close(found[name], value, msg=name, rtol=rtol, atol=atol)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_losses_and_weights_are_those_of_one_process(
@@ -190,7 +190,7 @@ MOVES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("before", MOVES)
 def test_a_checkpoint_goes_on_with_experts_divided_otherwise(
     before: str, request: pytest.FixtureRequest, tmp_path: Path

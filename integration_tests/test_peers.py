@@ -10,14 +10,10 @@ from faults.peers import run_peer
 from benchmarks.result import RESULTS, read
 from fault_table import PEER_FAULTS, PEERS, verdict
 
-QUICK = ("torchrun", "killed")
-CASES = [
-    pytest.param(*case, marks=() if case == QUICK else pytest.mark.thorough)
-    for case in ((launcher, fault) for launcher in PEERS for fault in PEER_FAULTS)
-]
 
-
-@pytest.mark.parametrize(("launcher", "fault"), CASES)
+@pytest.mark.thorough
+@pytest.mark.parametrize("launcher", PEERS)
+@pytest.mark.parametrize("fault", PEER_FAULTS)
 def test_a_fault_on_fsdp2(launcher: str, fault: str, tmp_path: Path) -> None:
     if launcher == "torchft":
         pytest.importorskip("torchft", reason="torchft not installed")

@@ -85,7 +85,7 @@ def check(rank_sizes: tuple[World, World], shapes: list[tuple[int, ...]], kind: 
             assert differences(found, expected) == [], shape
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_data_axes_of_any_size_beside_tensor_parallelism(
     world2: World, world4: World, kind: str
@@ -144,6 +144,7 @@ def recorded(rank: int, size: int, folder: str, shape: tuple[int, ...], kind: st
         run.train(range(2))
 
 
+@pytest.mark.thorough
 def test_records_tell_tensor_parallel_ranks_apart(
     world2: World, world4: World, tmp_path: Path
 ) -> None:

@@ -157,7 +157,7 @@ def test_the_same_training_as_inside_one_unit(rank: int, size: int, name: str) -
         torch.testing.assert_close(weights[key], value, msg=key, rtol=most, atol=most)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "by unit"])
 @pytest.mark.parametrize("name", ["tp", "host", "muon", "tp, host"])
 @ranks(4)
@@ -222,6 +222,7 @@ def filled(
     return held, place, train(model, ARCHITECTURES["Llama"], place, 4 // case.tp, wrap)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PRETRAINED)
 @pytest.mark.filterwarnings("ignore")
 def test_files_fill_it_once(world4: World, name: str, tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def test_the_page_is_made_of_the_results() -> None:
     assert PAGE.read_text() == page(load())
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENVIRONMENTS, "libraries", ("./no-such-folder",))
     monkeypatch.setattr(main, "ROOT", tmp_path)
@@ -58,6 +59,7 @@ def test_what_cannot_be_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "pip" in json.loads((tmp_path / "results.json").read_text())["not_run"]
 
 
+@pytest.mark.thorough
 def test_cells_are_run_in_ranks_of_their_own(tmp_path: Path) -> None:
     chosen = ["--case=optimizer_before", "--engine=FSDP2", f"--results={tmp_path}"]
     subprocess.run([sys.executable, "-m", "benchmarks.silent", *chosen], check=True)

@@ -16,6 +16,7 @@ from fault_kills import KILLS_PER_RUN, Record, disturbed
 # torch says that it loads without ranks, which is meant.
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
 

@@ -125,6 +125,22 @@ def test_collectives_copies_and_products(rank: Ranks) -> None:
     rank.run(durations)
 
 
+def between_events(_: int, __: int) -> float:
+    matrix, rows = (torch.empty(n, WIDTH, device="sim") for n in (WIDTH, TOKENS))
+    begin, end = (sim().Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(3):
+        rows @ matrix
+    end.record()
+    end.synchronize()
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds
+
+
+def test_events_tell_the_time_between_them(rank: Ranks) -> None:
+    assert rank.run(between_events) == [3 * PRODUCT / 1000]
+
+
 def late_host(_: int, __: int) -> tuple[float, dict[Any, float]]:
     rows, matrix = torch.empty(TOKENS, WIDTH, device="sim"), torch.empty(WIDTH, WIDTH, device="sim")
     sim().synchronize()

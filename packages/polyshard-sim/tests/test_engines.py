@@ -77,7 +77,7 @@ def compare(rank: int, size: int) -> None:
             assert same(expected, train(rank, size, "sim", engine, bf16)), (engine, bf16)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_bitwise_cpu_and_gloo(mode: str) -> None:
     run(compare, 2, mode=mode, timeout=120.0)

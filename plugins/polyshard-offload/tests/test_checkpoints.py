@@ -57,6 +57,7 @@ def resumes(rank: int, size: int, path: str, folder: str, tiers: tuple[str, str]
 KINDS = [("disk", "disk"), ("host", "host"), ("", "")]
 
 
+@pytest.mark.thorough
 def test_checkpoints_are_native(world2: World, tmp_path: Path) -> None:
     """Saved with one tier, loaded with another or with none: the same losses."""
     swap = tmp_path / "swap"

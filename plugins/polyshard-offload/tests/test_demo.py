@@ -27,6 +27,7 @@ def losses(out: Path, *arguments: str) -> list[float]:
     return [step["loss"] for step in report["steps"]]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_demo_trains_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

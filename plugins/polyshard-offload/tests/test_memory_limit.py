@@ -135,6 +135,7 @@ def does_not_fit(rank: int, size: int, path: str, budget_bytes: int) -> str:
     return ""
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_state_four_times_the_budget_trains_within_it(spare_world: World, tmp_path: Path) -> None:
     (one, resident), (other, _) = spare_world.run(unlimited, timeout=PATIENT_SECONDS)

@@ -112,6 +112,7 @@ for tier in ("host", "disk"):
 """
 
 
+@pytest.mark.thorough
 def test_the_kernel_counts_the_same() -> None:
     """Resident anonymous memory of a process, before the optimizer had state and after."""
     command = [sys.executable, "-c", RESIDENT]

@@ -22,7 +22,7 @@ def make(tiers: tuple[str, str, str], path: str, **settings: object) -> Offload:
     return Offload(params=params, grads=grads, optimizer=optimizer, **chosen)  # type: ignore[arg-type]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("tiers", TIERS, ids="-".join)
 def test_every_combination_of_tiers(
     world2: World, tiers: tuple[str, str, str], tmp_path: Path
@@ -75,6 +75,7 @@ def test_any_fraction(world2: World, fraction: float, tmp_path: Path) -> None:
         world2.run(same_as_without, offload, Recipe(steps=4))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("prefetch", [0, 1, 5])
 def test_any_depth(world2: World, prefetch: int, tmp_path: Path) -> None:
     for tiers in (FAR[0], FAR[2]):

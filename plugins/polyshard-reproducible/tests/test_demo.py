@@ -64,6 +64,7 @@ def test_fifty_steps_give_the_same_bits(
             check(world, shard_ranks, expected, tmp_path / "run", steps=STEPS, **given)
 
 
+@pytest.mark.thorough
 def test_torch_gives_other_bits(
     world1: World, world2: World, world4: World, tmp_path: Path
 ) -> None:
@@ -112,6 +113,7 @@ def check_changes(worlds: list[tuple[World, int, int]], one: World, out: Path, s
     assert compared.steps == (*range(1, steps + 1), steps + 1)  # the last weights too
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_at_other_world_sizes(
     world1: World, world2: World, world4: World, tmp_path: Path
 ) -> None:
@@ -147,6 +149,7 @@ def recorded(rank: int, size: int, folder: str, flips: bool) -> None:
     disturbed(trainer, after=flip).run()
 
 
+@pytest.mark.thorough
 def test_a_flipped_bit_is_found(world1: World, world2: World, tmp_path: Path) -> None:
     one, flipped = (str(tmp_path / name) for name in ("one", "flipped"))
     world1.run(recorded, one, False)

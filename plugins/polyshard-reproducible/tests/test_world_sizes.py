@@ -111,6 +111,7 @@ def trained_by(rank: int, size: int) -> dict[str, Digests]:
     }
 
 
+@pytest.mark.thorough
 def test_optimizers_give_the_same_bits(world1: World, world2: World, world4: World) -> None:
     expected = world1.run(trained_by)[0]
     for found in (*world2.run(trained_by), *world4.run(trained_by)):

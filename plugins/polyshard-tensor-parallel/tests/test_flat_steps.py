@@ -69,7 +69,7 @@ def clip(index: int, trained: Trained) -> None:
     clip_grad_norm_(trained.model.parameters(), 0.1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("layout", "name"),
     [*((layout, "AdamW fused") for layout in LAYOUTS), ("fsdp2 x tp2", "AdamW foreach")],
@@ -116,7 +116,7 @@ def regroup(index: int, trained: Trained) -> None:
         trained.optimizer.add_param_group({"params": chosen, "lr": 0.1})
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("event", [edit, own_gradients, freeze, regroup], ids=lambda e: e.__name__)
 @ranks(4)
 def test_what_users_do_between_steps(rank: int, size: int, event: Event) -> None:

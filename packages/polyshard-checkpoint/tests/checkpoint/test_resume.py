@@ -27,6 +27,7 @@ def save(checkpoints: Checkpoints, step: int, job: Job, *, later: bool) -> Path:
     return saving.wait()
 
 
+@pytest.mark.sampled(2)
 @ranks(1, 2, 3)
 @pytest.mark.parametrize("later", [False, True], ids=["sync", "async"])
 def test_resuming_is_bitwise_the_undisturbed_run(

@@ -79,6 +79,7 @@ class WaitsForAll:
         return -1, "ballot", 1
 
 
+@pytest.mark.sampled(2)  # the least and the most
 @pytest.mark.parametrize("size", SIZES)
 def test_a_rank_that_starts(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     store = job(size, monkeypatch)
@@ -88,6 +89,7 @@ def test_a_rank_that_starts(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert store.counts.total() < 60
 
 
+@pytest.mark.sampled(2)  # the least and the most
 @pytest.mark.parametrize("size", SIZES)
 def test_a_rank_that_waits(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a transfer, a vote or a first forward: it looks at those in its sight alone."""

@@ -149,7 +149,7 @@ def mesh_of(size: int) -> DeviceMesh:
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @ranks(2, 4)
 @pytest.mark.parametrize(("schedule", "settings"), CASES)
 def test_trains_as_with_torch_and_as_alone(

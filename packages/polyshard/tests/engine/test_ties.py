@@ -145,7 +145,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(9)  # of 2, 3 and 4 ranks, all shapes and all ways
+@pytest.mark.sampled(18)  # of 2, 3 and 4 ranks, all shapes and all ways
 @ranks(2, 3, 4)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("way", WAYS)

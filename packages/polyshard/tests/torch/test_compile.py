@@ -102,6 +102,7 @@ def test_compiled_models_train_alike(world2: World, way: str) -> None:
     world2.run(compiled, way, "aot_eager", {}, timeout=180.0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("frees", [False, True])
 def test_compiled_and_told_when_to_free(world2: World, frees: bool) -> None:
     for way in ("after", "whole"):
@@ -280,6 +281,7 @@ def nested(rank: int, size: int, recomputes: bool) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recomputes", [False, True], ids=["keeps", "recomputes"])
 def test_nested_units_in_one_graph(world2: World, recomputes: bool) -> None:
     world2.run(nested, recomputes, timeout=180.0)

@@ -423,7 +423,7 @@ def sharded(rank: int, size: int, path: str, tier: str, name: str) -> None:
     assert_same_state(run.optimizer, mine.optimizer)
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("tier", SHARDED)
 @pytest.mark.parametrize("name", NAMES)
 def test_edits_of_sharded_state_are_honoured(

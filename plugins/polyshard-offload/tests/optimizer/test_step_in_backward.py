@@ -51,7 +51,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_same_training(world2: World, name: str, tmp_path: Path) -> None:
     for tiers in TIERS if name == "AdamW" else (TIERS[1], TIERS[4]):

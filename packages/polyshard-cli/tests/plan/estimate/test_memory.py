@@ -28,7 +28,7 @@ PAIR = Settings(
 )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sequence", [16, 64, 256])
 @pytest.mark.parametrize(
     "given",
@@ -44,7 +44,7 @@ def test_the_peak_is_the_allocators(world2: World, given: dict[str, object], seq
         assert memory.peak.total == pytest.approx(rest + measured, rel=0.03)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "units",
     [("blocks.*/2",), ("blocks.*.attention", "blocks.*.feed_forward")],

@@ -72,7 +72,7 @@ def test_fsdp_and_hsdp_on_four_ranks(world4: World, mesh: str, given: dict[str, 
 
 
 @pytest.mark.skipif(find_spec("polyshard_quantized") is None, reason="needs polyshard-quantized")
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("quantize", ["int8", "int8,native"])
 def test_quantized(world2: World, quantize: str, accumulate: int) -> None:
@@ -89,7 +89,7 @@ def test_offload(world2: World) -> None:
     check(world2, "uneven", "dp=2", {"offload": "params=host,optimizer=host"})
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(
     find_spec("polyshard_tensor_parallel") is None, reason="needs polyshard-tensor-parallel"
 )

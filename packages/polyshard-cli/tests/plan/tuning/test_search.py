@@ -29,7 +29,7 @@ def check(choice: Choice, settings: Settings = UNEVEN) -> None:
     assert found.sent_bytes == sum(transfer.sent_bytes for transfer in document.traffic)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("units", UNITS, ids=" ".join)
 @pytest.mark.parametrize("reshard", [None, True, False, 2])
 def test_units_and_resharding_are_those_of_a_plan(

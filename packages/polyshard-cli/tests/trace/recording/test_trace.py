@@ -172,10 +172,11 @@ def test_a_full_disk_is_told_to_all_ranks(rank: int, size: int, tmp_path: Path) 
     try:
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size_before + 100, before[1]))
-        with pytest.raises((TraceError, RuntimeError), match=r"rank1.json cannot be written"):
+        with pytest.raises((TraceError, RuntimeError), match=r"rank1.json cannot be written") as told:
             train(model, optimizer, 3, rank)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert ".. " not in str(told.value)  # where the quoted text ends in a full stop
     model.reset_iter_state()
     optimizer.zero_grad()
     train(model, optimizer, 2, rank)

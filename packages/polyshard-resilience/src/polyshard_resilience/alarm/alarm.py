@@ -288,7 +288,7 @@ class Alarm:
         if report.cause is Cause.VERDICT:
             return GradientMismatchError(report.text)
         kind = ControlFlowError if report.cause is Cause.APART else PeerError
-        return kind(f"{what}, because {report.text}. {report.remedy}")
+        return kind(f"{what}, because {report.said} {report.remedy}")
 
     def _with_detail(self) -> Report:
         report = self.report
@@ -352,7 +352,7 @@ class Alarm:
             self.see()
             report = self._with_detail()
             raise PeerError(
-                f"the next forward cannot start, because {report.text}. The step before is lost on "
+                f"the next forward cannot start, because {report.said} The step before is lost on "
                 f"all ranks. {report.remedy}"
             )
         self.begin_anew()

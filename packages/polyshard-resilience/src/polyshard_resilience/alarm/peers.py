@@ -113,7 +113,7 @@ class Roll:
         report = alarm.report
         if report is not None and report.cause is Cause.STOPPED and report.rank in self.ranks:
             found.setdefault(report.rank, report)
-        said = {r: f"{report.text}. {report.remedy}" for r, report in found.items()}
+        said = {r: f"{report.said} {report.remedy}" for r, report in found.items()}
         if gone:
             return Absent({r: report.text for r, report in gone.items()}, is_final=True)
         return Absent(said, is_final=False) if said else None

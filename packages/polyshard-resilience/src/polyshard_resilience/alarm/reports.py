@@ -53,6 +53,11 @@ class Report:
     """Whether the exception itself is quoted; else the rank may add it a moment later."""
 
     @property
+    def said(self) -> str:
+        """The end of a sentence; a quoted exception may have its full stop already."""
+        return f"{self.text.removesuffix('.')}."
+
+    @property
     def remedy(self) -> str:
         """What to do."""
         return REMEDIES[self.cause]

@@ -268,7 +268,7 @@ class Ballot:
         report = current_alarm().report
         if name not in (READY, DONE) or report is None or report.cause is not Cause.APART:
             return None
-        return Absent({NOBODY: f"{report.text}. {report.remedy}"}, is_final=False)
+        return Absent({NOBODY: f"{report.said} {report.remedy}"}, is_final=False)
 
     def _late(self, seconds: float) -> Absent | None:
         """What to say when the time-out of the store has passed."""
