@@ -7,6 +7,7 @@ CHECKED = "expects a check before gradients are sent"
 ORDER = "compares bits of sums that three or more ranks add in another order"
 LOOKS = "has shards compared with payloads, on CPUs only"
 MENDING = "aborts gloo groups; `test_device.py` has others"
+FUSED = "expects `fused=True` to be refused, on CPUs only"
 OPERATORS = "needs a kernel that CPUs lack"
 UNSET = "has ranks without a device"
 NO_TIMEOUT = "needs time-outs that raise"
@@ -66,6 +67,11 @@ NOT_ON_ANY: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "plugins/polyshard-quantized/tests": (
             "test_training.py::test_payloads_are_encoded_once_a_step",
+        ),
+    },
+    FUSED: {
+        "plugins/polyshard-reproducible/tests": (
+            "test_plugin.py::test_nobody_has_to_ask_for_optimizers_to_be_looked_at",
         ),
     },
     MENDING: {
