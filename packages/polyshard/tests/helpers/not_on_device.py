@@ -4,10 +4,10 @@ from __future__ import annotations
 
 GLOO = "tests gloo"
 CHECKED = "expects a check before gradients are sent"
-ORDER = "compares bits of sums that three or more ranks add in another order"
+ORDER = "compares bits of sums of three or more ranks"
 LOOKS = "has shards compared with payloads, on CPUs only"
 MENDING = "aborts gloo groups; `test_device.py` has others"
-FUSED = "expects `fused=True` to be refused, on CPUs only"
+FUSED = "refuses `fused=True` on CPUs"
 OPERATORS = "needs a kernel that CPUs lack"
 UNSET = "has ranks without a device"
 NO_TIMEOUT = "needs time-outs that raise"
