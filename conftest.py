@@ -63,9 +63,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _skip_not_on(device: str, items: list[pytest.Item]) -> None:
     """What cannot run on a device, with the reason."""
-    not_on_sim = importlib.import_module("not_on_sim")
+    not_on_device = importlib.import_module("not_on_device")
     for item in items:
-        if reason := not_on_sim.reason_for(item.nodeid, device):
+        if reason := not_on_device.reason_for(item.nodeid, device):
             _skip([item], f"not on {device}: {reason}")
 
 

@@ -23,10 +23,10 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 class Sharded:
     """A :class:`training.Trainee` that is one rank of several."""
 
-    def __init__(self, cell: Cell, folder: str, seed: int = 0, device: str = "cpu") -> None:
+    def __init__(self, cell: Cell, folder: str, seed: int = 0, device: str = "") -> None:
         """``folder`` is for what is kept on disk."""
-        self.device = device
-        self.model: Any = build(cell, seed).to(device)
+        self.device = device or torch.get_default_device().type
+        self.model: Any = build(cell, seed).to(self.device)
         data, plugins, offload = self._stack(cell, folder)
         prepare(self.model, cell)
         keywords: dict[str, Any] = {"mesh": data, "plugins": plugins}
@@ -107,9 +107,10 @@ class Sharded:
         return found
 
 
-def mesh_of(layout: Layout, device: str = "cpu") -> DeviceMesh:
+def mesh_of(layout: Layout, device: str = "") -> DeviceMesh:
     """A new one for each call: the world destroys process groups between calls."""
     sizes = (layout.replicas, layout.shards, layout.tensor)
+    device = device or torch.get_default_device().type
     return init_device_mesh(device, sizes, mesh_dim_names=("replicas", "dp", "tp"))
 
 
@@ -134,7 +135,7 @@ def digest(tensors: dict[str, Tensor]) -> str:
     total = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         total.update(name.encode())
-        total.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+        total.update(tensor.cpu().flatten().view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
 
 

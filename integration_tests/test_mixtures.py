@@ -62,9 +62,13 @@ class Grid:
 
     def divide(self, model: Any, architecture: Architecture, *plugins: Any) -> Any:
         """Each layer a unit, with its experts on their own axis."""
-        dense = init_device_mesh("cpu", (self.dp, self.tp), mesh_dim_names=("dp", "tp"))
+        dense = init_device_mesh(
+            torch.get_default_device().type, (self.dp, self.tp), mesh_dim_names=("dp", "tp")
+        )
         sparse = (self.dp * self.tp // self.ep, self.ep)
-        mesh = init_device_mesh("cpu", sparse, mesh_dim_names=("efsdp", "ep"))
+        mesh = init_device_mesh(
+            torch.get_default_device().type, sparse, mesh_dim_names=("efsdp", "ep")
+        )
         given = list(plugins)
         if self.tp > 1:
             given.append(TensorParallel(attention_plan(architecture), mesh=dense["tp"]))

@@ -42,7 +42,9 @@ def sharded(seed: int, mesh: Any, plugin: object) -> nn.Sequential:
 @ranks(4)
 @pytest.mark.parametrize("name", PLUGINS)
 def test_a_group_heals_with_plugins(rank: int, size: int, name: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("groups", "shards"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("groups", "shards")
+    )
     group = rank // 2
     model = sharded(group, mesh["shards"], PLUGINS[name]())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -60,7 +62,7 @@ def test_a_group_heals_with_plugins(rank: int, size: int, name: str) -> None:
         kept = [t for state in plugin_state_dict(model).values() for t in tensors_of(state)]
         assert bool(kept) == (name == "quantized")
         own = [local_of(p).detach().flatten().double().cpu() for p in model.parameters()]
-        mine = torch.cat([*own, *(t.flatten().double() for t in kept)])
+        mine = torch.cat([*own, *(t.flatten().double().cpu() for t in kept)])
         first = mine.clone()
         source = dist.get_process_group_ranks(mesh.get_group("groups"))[0]
         dist.broadcast(first, source, group=mesh.get_group("groups"))
@@ -84,7 +86,9 @@ def tensors_of(state: Any) -> list[torch.Tensor]:
 
 @ranks(2)
 def test_state_elsewhere_is_refused(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("groups", "shards"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (1, 2), mesh_dim_names=("groups", "shards")
+    )
     manager = ToyManager(mesh["groups"])
     muon = MatrixOptimizer(torch.optim.Muon)
     model = sharded(0, mesh["shards"], muon)

@@ -53,7 +53,7 @@ KINDS: dict[str, tuple[Any, Callable[[], nn.Module]]] = {
 def mesh_of(shape: tuple[int, ...]) -> tuple[DeviceMesh, DeviceMesh]:
     """Data axes, and the last one, of tensor parallelism."""
     names = ("replicas", "dp", "tp")[-len(shape) :]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = init_device_mesh(torch.get_default_device().type, shape, mesh_dim_names=names)
     data = mesh[names[:-1]] if len(names) > 2 else mesh["dp"]
     return data, mesh["tp"]
 

@@ -20,6 +20,9 @@ from polyshard_reproducible import Reproducible
 from polyshard_resilience.errors import ResizeError
 from polyshard_testing import ranks
 
+if torch.get_default_device().type != "cpu":  # a rank of `pytest --device`
+    torch.use_deterministic_algorithms(True)
+
 
 def mesh_of(members: list[int]) -> DeviceMesh:
     return DeviceMesh(torch.get_default_device().type, members)

@@ -63,9 +63,9 @@ STACKS = {
 }
 
 
-def model_of(device: str = "cpu") -> Any:
+def model_of(device: str = "") -> Any:
     """The head is the embedding, and two blocks have one matrix in common."""
-    with torch.device(device):
+    with torch.device(device or torch.get_default_device()):
         model: Any = tiny(tied=True)
     model.blocks[1].feed_forward.up.weight = model.blocks[0].feed_forward.up.weight
     return model
@@ -130,7 +130,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
     return {n: full(p) for n, p in model.named_parameters(remove_duplicate=False)}
 
 
-def built(stack: Stack, sharded: Callable[..., Any], device: str = "cpu") -> Any:
+def built(stack: Stack, sharded: Callable[..., Any], device: str = "") -> Any:
     mesh = stack.mesh()
     plugins = stack.plugins(mesh)
     model = model_of(device)
@@ -166,7 +166,7 @@ def test_it_is_tied_after_to_empty(rank: int, size: int, name: str, whole: bool)
     reference, others = built(stack, across)
     model, plugins = built(stack, across, "meta")
     for module in [model] if whole else [model.embedding, model.head, *model.blocks, model]:
-        module.to_empty(device="cpu")
+        module.to_empty(device=torch.get_default_device())
     assert are_tied(model)
     for key, buffer in model.named_buffers():
         buffer.copy_(reference.get_buffer(key))

@@ -152,7 +152,7 @@ def test_whole_weights(rank: int, size: int, tmp_path: Path) -> None:
 def test_replicas_units_and_policy(rank: int, size: int) -> None:
     as_launched(rank, size)
     mesh = torch.distributed.device_mesh.init_device_mesh(
-        "cpu", (2, 2), mesh_dim_names=("replicate", "shard")
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
     )
     policy = polyshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     sharding = Sharding(units=["blocks.*/2"], mesh=mesh, mp_policy=policy)

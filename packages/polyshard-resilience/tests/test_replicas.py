@@ -58,7 +58,7 @@ def bits(*trees: Any) -> list[bytes]:
         v.to_local() if isinstance(v, DTensor) else v for tree in trees for v in tree_leaves(tree)
     ]
     return [
-        v.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        v.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         if isinstance(v, Tensor)
         else pickle.dumps(v)
         for v in local

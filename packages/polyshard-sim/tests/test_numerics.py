@@ -142,6 +142,14 @@ def indexing(x: Tensor) -> list[Any]:
     ]
 
 
+def on_two_devices(x: Tensor) -> list[Tensor]:
+    """Lists that are taken one by one, as on CUDA."""
+    given = [x.clone(), torch.zeros(3, device="cpu"), torch.tensor(1.0, device="cpu")]
+    torch._foreach_add_(given, 1)
+    torch._foreach_mul_(given, [2.0, 3.0, 4.0])
+    return [*given, *torch._foreach_abs(given)]
+
+
 def train(optimizer: Callable[[Any], Any], device: str, dtype: torch.dtype) -> list[Tensor]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
@@ -184,7 +192,7 @@ def cases() -> Iterator[tuple[str, Callable[[str], list[Any]]]]:
         for causal, mask in ((False, False), (True, False), (False, True)):
             attend = partial(attention, causal=causal, mask=mask)
             yield f"attention {causal} {mask} {dtype}", partial(value, attend)
-        for case in (losses, embedding, dropout, codecs, indexing):
+        for case in (losses, embedding, dropout, codecs, indexing, on_two_devices):
             yield f"{case.__name__} {dtype}", partial(value, case)
         for name, optimizer in OPTIMIZERS.items():
             yield f"{name} {dtype}", partial(train, optimizer, dtype=dtype)

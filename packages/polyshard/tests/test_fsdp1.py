@@ -120,7 +120,7 @@ def train_fsdp1(model: nn.Module, batches: list[Tensor], extensions: Any, origin
     kwargs: dict[str, Any] = {
         "use_orig_params": original,
         "sharding_strategy": ShardingStrategy.FULL_SHARD,
-        "device_id": torch.device("cpu"),
+        "device_id": torch.get_default_device(),
     }
     if extensions is None:
         wrapped = FullyShardedDataParallel(model, **kwargs)
@@ -156,6 +156,6 @@ def test_the_bridge_leaves_torch_alone(rank: int, size: int) -> None:
     """Leaving the block leaves torch as it was."""
     with wrapping_with(as_fsdp_extensions([])):
         pass
-    wrapped = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+    wrapped = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.get_default_device())
     assert wrapped._fsdp_extension is None
     assert_same_parameters(wrapped, wrapped, exact=True)

@@ -189,7 +189,9 @@ def test_scaled_losses(rank: int, size: int) -> None:
     plugin = QuantizedComm(gradients=Int8Block())
     model = shard(build(), [plugin], mp_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+    scaler = torch.amp.GradScaler(
+        torch.get_default_device().type, init_scale=2.0**10, growth_interval=1000
+    )
     gradients = []
     for scale in (False, True):
         for micro in range(2):

@@ -383,6 +383,7 @@ def test_gradients_of_some_slots_are_refused(rank: int, size: int) -> None:
             fully_shard(model, plugins=[plugin])
             with raises_in_step(ReproducibleError, r"rarely.*in some slots"):
                 use_once(plugin, model, when)
+            model.reset_iter_state()
 
 
 @ranks(2)

@@ -208,7 +208,7 @@ def test_both_meshes_of_a_block_are_gathered_together(rank: int, size: int) -> N
     order = Order()
     everyone = init_device_mesh(torch.get_default_device().type, (4,), mesh_dim_names=("dp",))
     model = divided(Mixture(4), mesh_of(2, 2), mesh=everyone, plugins=[order])
-    meshes = ["cpu dp=4 (shard)", "cpu efsdp=2 (shard)"]
+    meshes = [f"{everyone.device_type} {axis} (shard)" for axis in ("dp=4", "efsdp=2")]
     assert [group.mesh for group in describe(model).groups] == meshes * 2
     model(batch(0, rank), allowed("any", 0, rank, 4)).sum().backward()
     names = ("blocks.0#0", "blocks.0#1")

@@ -133,7 +133,10 @@ def test_mixed_precision(rank: int, size: int) -> None:
 def test_a_gradient_scaler_scales_and_skips(rank: int, size: int) -> None:
     make: Make = lambda p: AdamW(p, fused=True)  # noqa: E731
     pair = [Trained(make, rank, "fsdp2 x tp2", is_flat=is_flat) for is_flat in (False, True)]
-    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) for _ in pair]
+    scalers = [
+        torch.amp.GradScaler(torch.get_default_device().type, init_scale=8.0, growth_interval=2)
+        for _ in pair
+    ]
     for index in range(4):
         for trained, scaler in zip(pair, scalers, strict=True):
             loss = loss_of(trained.model, tokens_for(index, trained.part))

@@ -40,7 +40,7 @@ def wrapped(rank: int, ours: bool, original: bool, hidden: int = 12) -> Any:
         "device_mesh": mesh["dp"],
         "use_orig_params": original,
         "sharding_strategy": ShardingStrategy.FULL_SHARD,
-        "device_id": torch.device("cpu"),
+        "device_id": torch.get_default_device(),
     }
     if not ours:
         return FullyShardedDataParallel(model, **kwargs)
@@ -151,7 +151,7 @@ def test_sharded_tensors_are_nested_in_state_dicts(rank: int, size: int) -> None
             model,
             process_group=mesh["dp"].get_group(),
             use_orig_params=True,
-            device_id=torch.device("cpu"),
+            device_id=torch.get_default_device(),
         )
     at = mesh["dp"].get_local_rank()
     for name, value in state_of(outer, "sharded").items():

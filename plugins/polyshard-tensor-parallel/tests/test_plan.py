@@ -159,7 +159,7 @@ def test_applying_reports_and_happens_once(rank: int, size: int) -> None:
     assert "up.weight" in str(report)
     assert "alike on every rank: norm.weight" in str(report)
     gathered: list[Any] = [None] * size
-    dist.all_gather_object(gathered, model.norm.weight.detach())
+    dist.all_gather_object(gathered, model.norm.weight.detach().cpu())
     assert torch.equal(gathered[0], gathered[1])
     with pytest.raises(LifecycleError, match="applied to the Mlp already"):
         plugin.apply(model)

@@ -259,7 +259,7 @@ def test_meta_init(rank: int, size: int) -> None:
         module.reset_parameters()
     plugin.synchronize(model)
     values: list[Any] = [None] * size
-    dist.all_gather_object(values, [full(p.detach()) for p in model.parameters()])
+    dist.all_gather_object(values, [full(p.detach()).cpu() for p in model.parameters()])
     for other in values:
         assert all(torch.equal(a, b) for a, b in zip(values[0], other, strict=True))
     rows = values[0][2]

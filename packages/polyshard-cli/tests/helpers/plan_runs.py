@@ -77,7 +77,7 @@ def measured_peak(rank: int, size: int, settings: Settings) -> int:
     """
     del rank, size
     model = plan_models.small()
-    mesh = settings.mesh.build("cpu")
+    mesh = settings.mesh.build(torch.get_default_device().type)
     policy = MixedPrecisionPolicy()
     if settings.bf16:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -120,7 +120,7 @@ def settings_of(factory: str, mesh: str, given: dict[str, object]) -> Settings:
 def sharded(settings: Settings, factory: str) -> Any:
     """The model of a run of ``settings``, as a user shards it."""
     model = plan_models.factories()[factory]()
-    mesh = settings.mesh.build("cpu")
+    mesh = settings.mesh.build(torch.get_default_device().type)
     plugins = make_plugins(settings)
     if settings.mesh.size("tensor") > 1:
         from polyshard_tensor_parallel import TensorParallel, demo_plan
@@ -170,7 +170,7 @@ def refusal(rank: int, size: int, meshes: Sequence[str]) -> str:
     del rank, size
     model = plan_models.small()
     for block, mesh in zip(model.blocks, meshes, strict=False):
-        fully_shard(block, mesh=parse_mesh(mesh).build("cpu"))
+        fully_shard(block, mesh=parse_mesh(mesh).build(torch.get_default_device().type))
     with pytest.raises(PlanError) as caught:
         describe(model)
     return str(caught.value)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from matrix_models import Shampoo, loss_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -17,8 +20,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import polyshard
 from polyshard.errors import IneffectiveSettingWarning, UnsupportedError
 from polyshard.plugins.seams import GradientLanding, GroupInfo
+from polyshard.transport.collective_owners import CollectiveOwner
 from polyshard_checkpoint import Checkpoints, TrainingState
 from polyshard_optimizers import MatrixOptimizer
+from polyshard_optimizers.matrix import parts as parts_module
 from polyshard_optimizers.matrix.parts import Parts
 from polyshard_testing import World, ranks
 
@@ -143,9 +148,23 @@ PLACEMENTS = (
 )
 
 
+def by_collectives(group: dist.ProcessGroup, *given: Any) -> CollectiveOwner:
+    return CollectiveOwner(group, torch.float32)
+
+
+@pytest.mark.parametrize("by", ["the transport", "collectives"])
 @pytest.mark.parametrize("shape", [(7, 5), (1, 3), (0, 4), (6, 2, 3)], ids=str)
 @ranks(4)
-def test_parts_over_several_axes(rank: int, size: int, shape: tuple[int, ...]) -> None:
+def test_parts_over_several_axes(rank: int, size: int, shape: tuple[int, ...], by: str) -> None:
+    ways: dict[str, AbstractContextManager[Any]] = {
+        "the transport": nullcontext(),
+        "collectives": patch.object(parts_module, "owner_route_over", by_collectives),
+    }
+    with ways[by]:
+        check_parts(rank, size, shape)
+
+
+def check_parts(rank: int, size: int, shape: tuple[int, ...]) -> None:
     mesh = init_device_mesh(
         torch.get_default_device().type, (1, 2, 2), mesh_dim_names=("dp", "a", "b")
     )

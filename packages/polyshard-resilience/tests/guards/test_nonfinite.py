@@ -60,7 +60,9 @@ def trained(make: Make, guarded: bool, scheduler_first: bool) -> list[Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
     optimizer = make(list(model.parameters()))
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=not guarded)
+    scaler = torch.amp.GradScaler(
+        torch.get_default_device().type, init_scale=1.0, enabled=not guarded
+    )
     schedulers = [StepLR(optimizer, 2)] if scheduler_first else []
     if guarded:
         NonFinite(optimizer, "skip")
@@ -355,7 +357,7 @@ def another_backward(optimizer: Any, backward: Callable[[], None], guard: NonFin
 
 def scaled(optimizer: Any, backward: Callable[[], None], guard: NonFinite) -> None:
     """A ``GradScaler`` steps, and the loop goes on with gradients that it zeroes in place."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=1.0)
     scaler.scale(torch.ones(()))
     scaler.step(optimizer)
     scaler.update()
@@ -419,7 +421,9 @@ def test_a_scaler_is_left_alone(rank: int, size: int, fused: bool) -> None:
         model: Any = fully_shard(nn.Linear(6, 4))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
         guard = NonFinite(optimizer, "skip") if guarded else None
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        scaler = torch.amp.GradScaler(
+            torch.get_default_device().type, init_scale=2.0**10, growth_interval=2
+        )
         scales = []
         for step in range(5):
             x = torch.full((2, 6), 0.1 * (rank + 1) + step)

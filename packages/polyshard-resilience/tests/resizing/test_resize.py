@@ -204,7 +204,7 @@ def _saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     for name, p in model.named_parameters():
         tensors[f"{name} momentum"] = optimizer.state[p]["momentum_buffer"]
     tensors["lr"] = torch.tensor(optimizer.param_groups[0]["lr"])
-    return {name: _full(value) for name, value in tensors.items()}
+    return {name: _full(value).cpu() for name, value in tensors.items()}
 
 
 @ranks(4)

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ from polyshard_testing import late_rank
 
 if TYPE_CHECKING:  # only who starts ranks needs torch
     import torch.distributed as dist
+    from torch import Tensor
 
 _HOST = "127.0.0.1"
 COLLECTIVE_SECONDS = 60.0
@@ -343,6 +345,8 @@ def _backend_for(given: _Rank) -> str:
         importlib.import_module("polyshard_sim").enable()
     torch.accelerator.set_device_index(given.rank % torch.accelerator.device_count())
     torch.set_default_device(given.device)
+    for kind in (torch.Tensor, torch.nn.Parameter):
+        ForkingPickler.register(kind, _by_way_of_the_host)
     if given.device != "sim":  # whose kernels are the CPU's
         from polyshard_testing.host_random import HostRandom
 
@@ -350,16 +354,28 @@ def _backend_for(given: _Rank) -> str:
     return f"cpu:gloo,{given.device}:{dist.get_default_backend_for_device(given.device)}"
 
 
+def _by_way_of_the_host(tensor: Tensor) -> Any:
+    """Answers with tensors: the test's process has no device."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    return reduce_tensor(tensor.detach().cpu())
+
+
 def _forget_the_last_call() -> None:
     """Its failures ended with it, and so did its process groups, which may be out of step."""
+    import torch
+
     from polyshard._torch.newer import forget_shardings
     from polyshard.agreement.meeting import start_again
     from polyshard.failures import failure_handler
 
     start_again()  # what this rank reported then is no news now
     forget_shardings()
-    with failure_handler().reset(None, is_in_mid_step=False):
+    handler = failure_handler()
+    with handler.reset(None, is_in_mid_step=False):
         pass
+    if torch.get_default_device().type != "cpu":  # a failure has aborted the groups of steps
+        handler.renew()
 
 
 def _stacks_of(folder: Path, rank: int) -> Path:

@@ -39,11 +39,11 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Ended:
-    """A unit at the end of the last backward.
+    """Parameters of a unit at the end of the last backward.
 
     Attributes:
-        mesh: whose ranks share it.
-        lacking: names of its parameters without a gradient, of each reduction of the iteration.
+        mesh: whose ranks share them.
+        lacking: names of those without a gradient, of each reduction of the iteration.
     """
 
     mesh: DeviceMesh

@@ -222,6 +222,7 @@ def test_a_plain_child_is_converted(rank: int, size: int) -> None:
     for _ in range(2):  # not only once
         with raises_in_step(ModuleError, r"converted to different dtypes.*up\.weight"):
             model(tokens_for(0, 0))
+        model.reset_iter_state()
     model.blocks[0].double()
     with pytest.raises(RuntimeError, match="dtype"):  # the rest is float32 still
         model(tokens_for(0, 0))

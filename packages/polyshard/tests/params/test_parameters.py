@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from toy_collectives import ByCollectives
 from toy_models import full
 
 from polyshard import MixedPrecisionPolicy, describe, fully_shard
@@ -117,6 +118,20 @@ def test_odd_parameters_on_three_ranks(world3: World, optimizer: str) -> None:
 def test_odd_parameters_on_one_and_four_ranks(world1: World, world4: World) -> None:
     world1.run(odd_parameters, "sgd")
     world4.run(odd_parameters, "adamw")
+
+
+@ranks(4)
+def test_scalars_have_the_same_sums(rank: int, size: int) -> None:
+    """Though a reduce-scatter may add each rank's chunk in another order."""
+    model = make_odd()
+    fully_shard(model, plugins=[ByCollectives()])
+    for step in range(STEPS):
+        F.cross_entropy(model(batch(step, rank)), batch(step, rank)).backward()
+        gradient: Any = model.scale.grad
+        own = gradient.to_local()
+        everyone = [torch.empty_like(own) for _ in range(size)]
+        torch.distributed.all_gather(everyone, own)
+        assert all(torch.equal(other, own) for other in everyone)
 
 
 @ranks(3)

@@ -180,7 +180,11 @@ def test_experts_may_have_a_mesh_of_their_own(rank: int, size: int, torch_answer
         common: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common")
         answer = common.ShardPlacementResult(Shard(0), common.FSDPMeshInfo(world["efsdp"], 0))
     fully_shard(model, mesh=everyone, shard_placement_fn=lambda p: answer if p in mine else None)
-    assert [g.mesh for g in describe(model).groups] == ["cpu dp=4 (shard)", "cpu efsdp=2 (shard)"]
+    on = everyone.device_type
+    assert [g.mesh for g in describe(model).groups] == [
+        f"{on} dp=4 (shard)",
+        f"{on} efsdp=2 (shard)",
+    ]
     halves = [Experts(0), Experts(1)]
     reference = [halves[0].shared, halves[0].experts, halves[1].experts]
     halves[1].shared = halves[0].shared

@@ -32,7 +32,7 @@ def demo(rank: int, size: int, out: str, **given: Any) -> Trainer:
     settings = Settings(
         **{"out": Path(out), "ranks": size, "clip": 0.3, **OPTIONS, **often, **given}
     )
-    place = Place(rank, size, torch.device("cpu"))
+    place = Place(rank, size, torch.get_default_device())
     return Trainer.start(settings, place, Corpus("syllables", SYLLABLES))
 
 

@@ -19,6 +19,9 @@ BATCH = 3
 WORDS = 31
 WIDTH = 20  # 2.5 vector registers: rows, shards and biases end in the middle of one
 
+if torch.get_default_device().type != "cpu":  # a rank of `pytest --device`: the plugin demands it
+    torch.use_deterministic_algorithms(True)
+
 
 class Block(nn.Module):
     """Odd sizes, a norm, and dropout twice."""
@@ -146,7 +149,7 @@ def digests(model: nn.Module, optimizer: Any, values: list[Tensor]) -> dict[str,
 def digest(value: Tensor) -> str:
     """Of the bits of all of it."""
     whole = value.full_tensor() if isinstance(value, DTensor) else value
-    raw = whole.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    raw = whole.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.blake2b(raw, digest_size=8).hexdigest()
 
 

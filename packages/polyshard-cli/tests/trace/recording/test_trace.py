@@ -172,7 +172,9 @@ def test_a_full_disk_is_told_to_all_ranks(rank: int, size: int, tmp_path: Path) 
     try:
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size_before + 100, before[1]))
-        with pytest.raises((TraceError, RuntimeError), match="rank1.json cannot be written") as told:
+        with pytest.raises(
+            (TraceError, RuntimeError), match=r"rank1.json cannot be written"
+        ) as told:
             train(model, optimizer, 3, rank)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

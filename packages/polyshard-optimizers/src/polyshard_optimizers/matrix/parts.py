@@ -160,9 +160,10 @@ class Parts:
             pending = axis.route.scatter(place, lead, parts, flat, self._most(place))
             if parts is None:
                 pending.wait()
-            else:
+                value = out
+            else:  # which need not be in `out` before the wait
                 leaving.append(pending)
-            value = out
+                value = parts[axis.here].view(out.shape)
         assert value is not None
         return value, leaving
 

@@ -40,6 +40,13 @@ class _Rows:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
+class _OnDevice:
+    """Stands for a tensor on the device, whose number differs from rank to rank."""
+
+    value: Tensor
+
+
 def to_saved(every: Sequence[Saved]) -> list[State]:
     """State of every parameter, on all ranks."""
     told: _Told = {}
@@ -59,7 +66,8 @@ def to_saved(every: Sequence[Saved]) -> list[State]:
                 rows = one.site.scatter(whole, values[0].dtype)()
                 saved[name] = _like(one.site.parameter, rows)
             else:
-                saved[name] = _alone(_in_order(values))
+                device = one.site.parameter.device
+                saved[name] = _alone(_in_order([_heard(value, device) for value in values]))
         found.append(saved)
     return found
 
@@ -85,7 +93,13 @@ def from_saved(site: Site, cut: Cut, state: Mapping[str, Any]) -> State:
 def _told(value: Any, cut: Cut) -> Any:
     if isinstance(value, Tensor) and value.shape == (cut.count, *cut.shape):
         return _Rows(value.dtype)
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return _OnDevice(value.cpu())
     return value
+
+
+def _heard(value: Any, device: torch.device) -> Any:
+    return value.value.to(device) if isinstance(value, _OnDevice) else value
 
 
 def _in_order(values: Sequence[Any]) -> Any:

@@ -20,6 +20,8 @@ from polyshard.engine.unit import RootContext
 from polyshard.errors import SettingError
 from polyshard.params.parameter import ShardedParameter
 from polyshard.plugins.seams import Stateful
+from polyshard_resilience._torch_private import await_devices
+from polyshard_resilience.alarm.current import current_alarm
 from polyshard_resilience.rollback.copies import Kept, Memory
 from polyshard_resilience.rollback.optimizers import OptimizerUndo, StepMemory
 
@@ -126,6 +128,7 @@ class Undo:
         self._memories = memories_of(scope.model)
         self._optimizers = {id(o): OptimizerUndo(o) for o in scope.optimizers}
         self._waiting = [context.remember() for context in scope.contexts]
+        _await_gradients(scope)
         self._plugins = Kept(self._memories.plugins)
         self._plugin_state = self._plugins.add(plugin_state_dict(scope.model))
         self._also = [self._plugins.add(state.state_dict()) for state in scope.also]
@@ -167,6 +170,25 @@ class Undo:
         self._values.put_back()
         for waiting in self._waiting:
             waiting()
+
+
+def _await_gradients(scope: Scope) -> None:
+    """Of backwards for which no host has waited, since they were not the last of an iteration.
+
+    A failure in the attempt would abort their reductions as well, and what is put back be garbage.
+
+    Raises:
+        PeerError: when they did not end, because a rank has failed already.
+    """
+    groups = (group for context in scope.contexts for group in context.groups())
+    if all(p.grad is None for p in scope.parameters()) and not any(
+        group.gradients.waiting for group in groups
+    ):
+        return
+    await_devices()
+    alarm = current_alarm()
+    if alarm.report is not None and not alarm.is_seen:
+        raise alarm.because("an attempt cannot begin")
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

@@ -329,8 +329,27 @@ Stack run(const OperatorHandle& op, Arguments arguments) {
   return launch_kernel(op, traits, device, std::move(outcome), arguments);
 }
 
+bool is_on_several_devices(const IValue& value) {
+  if (!value.isTensorList()) return false;
+  const auto tensors = value.toTensorVector();
+  return std::any_of(tensors.begin(), tensors.end(), [&](const Tensor& tensor) {
+    return tensor.device() != tensors[0].device();
+  });
+}
+
+// Lists of tensors on several devices are taken one by one, as CUDA does.
+bool is_taken_apart(const OperatorHandle& op, Arguments arguments) {
+  return op.schema().name().rfind("aten::_foreach_", 0) == 0 &&
+         op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) &&
+         std::any_of(arguments.begin(), arguments.end(), is_on_several_devices);
+}
+
 void fallback(const OperatorHandle& op, Stack* stack) {
   const size_t count = op.schema().arguments().size();
+  if (is_taken_apart(op, torch::jit::last(*stack, count))) {
+    op.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
+    return;
+  }
   Stack results = run(op, torch::jit::last(*stack, count));
   torch::jit::drop(*stack, count);
   for (IValue& result : results) stack->push_back(std::move(result));

@@ -193,8 +193,20 @@ def name_groups_apart(mark: int) -> None:
 def forget_shardings() -> None:
     """Drop what torch remembers of operations on a ``DTensor``, and the meshes it remembers.
 
-    See [Note: equal meshes] in ``clipping.py``.
+    See [Note: equal meshes] in ``clipping.py``. Each thread remembers for itself, and backwards on
+    an accelerator run in a thread of torch's.
     """
+    _forget_in_this_thread()
+    device = torch.accelerator.current_accelerator(check_available=True)
+    # A device that was never used has no such thread, and should not be begun for this.
+    if device is not None and torch.get_device_module(device).is_initialized():
+        with torch.enable_grad():
+            probe = torch.zeros((), device=device).requires_grad_().clone()
+        probe.register_hook(lambda _: _forget_in_this_thread())
+        probe.backward()
+
+
+def _forget_in_this_thread() -> None:
     steps = getattr(_redistribute, "_gen_transform_infos", None)
     costs = getattr(_collective_utils, "MeshTopoInfo", None)
     for clear in (

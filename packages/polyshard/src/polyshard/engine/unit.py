@@ -113,9 +113,11 @@ class Unit:
         self.backward_prefetch: tuple[Unit, ...] = ()
         self.pending_modules: set[nn.Module] = set()
 
-    def ended(self) -> Ended:
-        """For ranks to compare at the end of a step."""
-        return Ended(self.roles.mesh, tuple(n for g in self.groups for n in g.lacking()))
+    def ended(self) -> Iterator[Ended]:
+        """For ranks to compare at the end of a step: experts may be on a mesh of their own."""
+        yield Ended(self.roles.mesh, ())
+        for group in self.groups:
+            yield Ended(group.roles.mesh, tuple(group.lacking()))
 
     # Gathering --------------------------------------------------------------------------------
 
@@ -366,7 +368,7 @@ class RootContext:
         left = self.prefetcher.order.left()
         forwards = (unit.name for unit in left if not unit.may_be_skipped())
         try:
-            self.failures.end_step((unit.ended() for unit in self.units), forwards)
+            self.failures.end_step((each for u in self.units for each in u.ended()), forwards)
         except Exception:  # sums may be of other ranks' gradients, or of aborted transfers
             for group in self.groups():
                 group.shards.drop_gradients()

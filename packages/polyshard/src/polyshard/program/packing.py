@@ -31,7 +31,10 @@ def extents_of(layout: GroupLayout, *, reduced: bool = False) -> list[Extents]:
     ]
     if layout.staged:
         packed = layout.reduced_numel if reduced else layout.staged_numel
-        pieces.append(Extents(packed, (packed,) * layout.world_size))
+        whole = [layout.parameters[i] for i in layout.reduced if layout.parameters[i].dim is None]
+        starts = [p.shard_offset - layout.staged_offset for p in whole]
+        alike = [(s, s + p.chunk_numel) for s, p in zip(starts, whole, strict=True)]
+        pieces.append(Extents(packed, (packed,) * layout.world_size, tuple(alike)))
     return pieces
 
 

@@ -26,6 +26,9 @@ class Extents:
 
     chunk_numel: int
     numels: tuple[int, ...]
+    alike: tuple[tuple[int, int], ...] = ()
+    """Half-open ranges of the chunk that ranks send the same of to all: so must sums be, to the
+    last bit."""
 
     @property
     def is_even(self) -> bool:

@@ -73,7 +73,11 @@ class CollectiveGather(GatherRoute):
 
 
 class CollectiveReduce(ReduceRoute):
-    """One ``reduce_scatter_tensor`` per piece; only uneven pieces are padded first."""
+    """One ``reduce_scatter_tensor`` per piece; only uneven pieces are padded first.
+
+    Backends add each rank's chunk in an order of its own. What has to be alike comes from the first
+    rank; sums of two ranks are alike in either order.
+    """
 
     on_stream = True
     is_awaited = False
@@ -85,14 +89,19 @@ class CollectiveReduce(ReduceRoute):
         self._extents = tuple(extents)
         self._dtype = dtype
         self._transport = transport
+        self._alike = [  # piece, start, stop
+            (piece, *bounds)
+            for piece, e in enumerate(extents if transport.size > 2 else ())
+            for bounds in e.alike
+        ]
 
     @override
     def sent_bytes(self, sources: Sequence[Tensor | None]) -> int:
         """Every rank sends one padded chunk to each peer, in the reduction's dtype."""
-        chunks = (
-            e.chunk_numel for s, e in zip(sources, self._extents, strict=True) if s is not None
-        )
-        return (self._transport.group.size() - 1) * sum(chunks) * self._dtype.itemsize
+        sent = [e.chunk_numel for s, e in zip(sources, self._extents, strict=True) if s is not None]
+        if self._transport.rank == 0:
+            sent += [end - begin for p, begin, end in self._alike if sources[p] is not None]
+        return (self._transport.size - 1) * sum(sent) * self._dtype.itemsize
 
     @override
     def prepare(self, sources: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -117,6 +126,9 @@ class CollectiveReduce(ReduceRoute):
             for source, out, extents in zip(sources, outs, self._extents, strict=True):
                 if source is not None and extents.chunk_numel:
                     reduce_single(out, source, group=group)
+        for piece, begin, end in self._alike:
+            if sources[piece] is not None:
+                dist.broadcast(outs[piece][begin:end], group=group, group_src=0)
         return DONE
 
 

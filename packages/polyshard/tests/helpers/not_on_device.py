@@ -1,26 +1,27 @@
-"""Tests that ``pytest --device=sim`` (and ``cuda``) skips, and why; a page counts them."""
+"""Tests that ``pytest --device`` skips on ``sim`` and ``cuda``, and why; a page counts them."""
 
 from __future__ import annotations
 
 GLOO = "tests gloo"
 CHECKED = "expects a check before gradients are sent"
+ORDER = "compares bits of sums of three or more ranks"
 LOOKS = "has shards compared with payloads, on CPUs only"
-KERNELS = "needs `torch.use_deterministic_algorithms(True)`"
-MIXED = "gives foreach tensors of two devices"
-STEPS = "puts `step` on the device: offload gives other numbers"
 MENDING = "aborts gloo groups; `test_device.py` has others"
+FUSED = "refuses `fused=True` on CPUs"
 OPERATORS = "needs a kernel that CPUs lack"
 UNSET = "has ranks without a device"
 NO_TIMEOUT = "needs time-outs that raise"
 
-NOT_ON_SIM: dict[str, dict[str, tuple[str, ...]]] = {
+NOT_ON_ANY: dict[str, dict[str, tuple[str, ...]]] = {
     GLOO: {
         "packages/polyshard/tests": (
             "program/test_kept_sums.py::test_sums_of_the_transport",
             "program/test_kept_sums.py::test_the_wire_dtype_is_that_of_gradients",
             "memory/test_resident.py::test_gradients_use_the_pages_of_freed_parameters",
+            "test_failure_seam.py::test_a_rank_that_fails_leaves_its_peers_to_the_time_out",
             "test_module.py::test_custom_collectives_move_the_bytes",
             "torch/test_comm_debug.py",
+            "torch/test_planned.py::test_plans_are_those_of_real_ranks",
             "transport/test_owner_routes.py::test_whole_tensors[2 ranks-gloo",
             "transport/test_owner_routes.py::test_whole_tensors[4 ranks-gloo",
             "transport/test_owner_routes.py::test_wrapped_ones_are_seen",
@@ -34,10 +35,14 @@ NOT_ON_SIM: dict[str, dict[str, tuple[str, ...]]] = {
         "packages/polyshard-resilience/tests": ("gloo",),
         "plugins/polyshard-calibration/tests": (
             "test_calibration.py::test_a_calibration_for_another_size_is_reported",
+            "test_calibration.py::test_every_rank_holds_the_same_figures",
+            "test_calibration.py::test_it_goes_around_whatever_moves_bytes",
             "test_calibration.py::test_ways_do_not_change_a_bit",
         ),
         "plugins/polyshard-quantized/tests": (
             "test_reports.py::test_bytes_are_exactly_as_predicted",
+            "test_reports.py::test_bytes_between_replicas_are_exactly_as_predicted",
+            "test_tensor_parallel.py::test_bytes_are_exactly_as_predicted",
         ),
     },
     CHECKED: {
@@ -48,22 +53,25 @@ NOT_ON_SIM: dict[str, dict[str, tuple[str, ...]]] = {
             "program/test_presence.py::test_replicas_are_compared_when_they_are_summed",
         ),
     },
+    ORDER: {
+        "packages/polyshard-optimizers/tests": (
+            "matrix/test_steps.py::test_gradients_in_rows_give_the_same_bits[muon-3 ranks]",
+            "matrix/test_steps.py::test_gradients_in_rows_give_the_same_bits[shampoo-3 ranks]",
+            "matrix/test_steps.py::test_twenty_muon_steps_are_those_of_one_process[3 ranks]",
+        ),
+    },
     LOOKS: {
         "packages/polyshard/tests": (
             "program/test_codecs.py::test_kept_payloads_follow_every_write",
             "group/test_kept_payloads.py::test_a_codec_may_read_a_shard_where_it_rests",
         ),
-    },
-    KERNELS: {"plugins/polyshard-reproducible/tests": ("",)},
-    MIXED: {
-        "plugins/polyshard-offload/tests": (
-            "optimizer/test_changes_between_steps.py::test_edits_of_sharded_state_are_honoured[foreach-",
+        "plugins/polyshard-quantized/tests": (
+            "test_training.py::test_payloads_are_encoded_once_a_step",
         ),
     },
-    STEPS: {
-        "plugins/polyshard-offload/tests": (
-            "optimizer/test_changes_between_steps.py::test_edits_of_sharded_state_are_honoured[held_dicts-",
-            "optimizer/test_changes_between_steps.py::test_edits_of_sharded_state_are_honoured[steps-",
+    FUSED: {
+        "plugins/polyshard-reproducible/tests": (
+            "test_plugin.py::test_nobody_has_to_ask_for_optimizers_to_be_looked_at",
         ),
     },
     MENDING: {
@@ -80,6 +88,7 @@ NOT_ON_ONE: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         OPERATORS: {
             "packages/polyshard/tests": (
                 "engine/test_transformers.py::test_models_train_as_in_one_process[2 ranks-mixtral",
+                "params/test_parameters.py::test_recurrent_modules",
             ),
         },
     },
@@ -97,7 +106,7 @@ NOT_ON_ONE: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
 
 def reasons(device: str) -> dict[str, dict[str, tuple[str, ...]]]:
     """What a device skips."""
-    return NOT_ON_SIM | NOT_ON_ONE.get(device, {})
+    return NOT_ON_ANY | NOT_ON_ONE.get(device, {})
 
 
 def reason_for(test: str, device: str) -> str | None:
@@ -112,7 +121,7 @@ def reason_for(test: str, device: str) -> str | None:
 def lines() -> list[str]:
     """The table of the page."""
     made = ["| names | why they are skipped |", "|---|---|"]
-    for only, given in {"": NOT_ON_SIM, **NOT_ON_ONE}.items():
+    for only, given in {"": NOT_ON_ANY, **NOT_ON_ONE}.items():
         where = f" (`--device={only}`)" if only else ""
         for reason, folders in given.items():
             made.append(f"| {sum(map(len, folders.values()))} | {reason}{where} |")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from not_on_sim import NOT_ON_ONE, lines, reason_for, reasons
+from not_on_device import NOT_ON_ONE, lines, reason_for, reasons
 
 ROOT = Path(__file__).parents[3]
 
