@@ -129,17 +129,24 @@ def kill_a_rank(host: Host) -> None:
     os.kill(ranks_of(GROUP_SCRIPT, host.processes())[-1], signal.SIGKILL)
 
 
-def test_a_job_that_fails_again_and_again_ends(nodes: Cluster, tmp_path: Path) -> None:
-    """Not a divisor of the batch: every start fails; after so many the job has failed."""
+@pytest.mark.parametrize(
+    ("ranks", "option", "restarts"),
+    [(1, "--no-such-option", 1), (5, "--save-every=7", 0)],
+    ids=["fails", "is a mistake"],
+)
+def test_a_job_that_fails_again_and_again_ends(
+    nodes: Cluster, tmp_path: Path, ranks: int, option: str, restarts: int
+) -> None:
+    """After so many starts; one that says that it would fail again (5 ranks) is not repeated."""
     job = nodes.submit(
         "--nodes=1",
-        "--ntasks=5",
+        f"--ntasks={ranks}",
         "--overcommit",
         "--export=ALL,MAX_RESTARTS=1",
-        train=options(tmp_path),
+        train=options(tmp_path, option),
     )
     wait_until(lambda: nodes.state(job) == "FAILED", "end of the job", 120)
-    assert nodes.job(job, "Restarts") == "1"
+    assert nodes.job(job, "Restarts") == str(restarts)
     assert newest(tmp_path) == -1
 
 

@@ -82,6 +82,18 @@ def counted(rank: int, size: int) -> None:
     assert counts.host_waits == 2
 
 
+def writes(rank: int, size: int) -> None:
+    """Autograd counts writes to tensors, those of lists of tensors as well."""
+    seen = []
+    for device in ("cpu", "sim"):
+        value = torch.ones(3, device=device)
+        value.zero_()
+        torch._foreach_add_([value], 1.0)
+        torch._foreach_mul_([value], [value])
+        seen.append(value._version)
+    assert seen == [3, 3]
+
+
 def generators(rank: int, size: int) -> None:
     sim().manual_seed(5)
     torch.randn(7, device="sim")
@@ -103,7 +115,8 @@ def failing_kernel(rank: int, size: int) -> None:
 
 
 def all_in_one(rank: int, size: int) -> None:
-    for case in (memory, same_memory, lazily_conjugated, counted, generators, failing_kernel):
+    cases = memory, same_memory, lazily_conjugated, counted, writes, generators, failing_kernel
+    for case in cases:
         case(rank, size)
 
 

@@ -380,10 +380,10 @@ def test_gradients_of_some_slots_are_refused(rank: int, size: int) -> None:
             plugin, model = Reproducible(slots=8), Sometimes()
             for name in units:
                 fully_shard(getattr(model, name), plugins=[plugin])
-            fully_shard(model, plugins=[plugin])
+            sharded: Any = fully_shard(model, plugins=[plugin])
             with raises_in_step(ReproducibleError, r"rarely.*in some slots"):
                 use_once(plugin, model, when)
-            model.reset_iter_state()
+            sharded.reset_iter_state()
 
 
 @ranks(2)

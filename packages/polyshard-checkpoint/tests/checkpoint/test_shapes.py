@@ -110,7 +110,7 @@ def odd_save(rank: int, size: int, folder: Path) -> None:
 
 
 def odd_load(rank: int, size: int, folder: Path) -> None:
-    wanted = torch.load(folder / "wanted.pt")
+    wanted = torch.load(folder / "wanted.pt", map_location=torch.get_default_device())
     state = odd(1, size)
     Checkpoints(folder / "run").load(state)
     before = whole(state.model)

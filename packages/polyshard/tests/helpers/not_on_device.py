@@ -8,6 +8,11 @@ ORDER = "compares bits of sums of three or more ranks"
 LOOKS = "has shards compared with payloads, on CPUs only"
 MENDING = "aborts gloo groups; `test_device.py` has others"
 FUSED = "refuses `fused=True` on CPUs"
+HOST = "measures CPUs, or runs scripts for them"
+PARENT = "compares with the parent's tensors"
+FOREACH = "mixes DTensors and others in foreach"
+DEFAULT = "has transformers refuse a default device"
+EMPTY = "moves what rests on the host"
 OPERATORS = "needs a kernel that CPUs lack"
 UNSET = "has ranks without a device"
 NO_TIMEOUT = "needs time-outs that raise"
@@ -74,6 +79,41 @@ NOT_ON_ANY: dict[str, dict[str, tuple[str, ...]]] = {
             "test_plugin.py::test_nobody_has_to_ask_for_optimizers_to_be_looked_at",
         ),
     },
+    HOST: {
+        "packages/polyshard-checkpoint/tests": (
+            "pretrained/test_pretrained.py::test_a_rank_reads_and_holds_its_part",
+        ),
+        "packages/polyshard-cli/tests": (
+            "compare/training/test_peak_memory.py",
+            "migrate/test_samples.py",
+            "plan",
+        ),
+    },
+    PARENT: {
+        "integration_tests": ("test_publish.py",),
+        "packages/polyshard-checkpoint/tests": (
+            "safetensors/test_names.py::test_the_first_name_that_is_kept_is_that_of_a_tied_tensor",
+        ),
+        "packages/polyshard-publish/tests": (
+            "test_folder.py::test_versions_are_folders_that_others_load",
+            "test_publisher.py::test_whole_tensors_for_engines_that_send_themselves",
+        ),
+    },
+    FOREACH: {
+        "packages/polyshard-publish/tests": ("test_publisher.py::test_every_layout_arrives",),
+        "packages/polyshard-resilience/tests": (
+            "resizing/test_resize.py::test_a_fresh_rank_joins",
+        ),
+    },
+    DEFAULT: {
+        "packages/polyshard-checkpoint/tests": (
+            "pretrained/test_pretrained.py::test_old_weights_are_replaced",
+            "safetensors/test_safetensors.py::test_transformers_loads_and_generates_from_it",
+        ),
+    },
+    EMPTY: {
+        "integration_tests": ("test_tied_plugins.py::test_it_is_tied_after_to_empty[4 ranks-host",),
+    },
     MENDING: {
         "packages/polyshard-resilience/tests": (
             "alarm/test_alarm.py",
@@ -86,6 +126,10 @@ NOT_ON_ANY: dict[str, dict[str, tuple[str, ...]]] = {
 NOT_ON_ONE: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
     "sim": {
         OPERATORS: {
+            "integration_tests": ("test_mixtures.py",),
+            "packages/polyshard-checkpoint/tests": (
+                "pretrained/test_architectures.py::test_it_is_what_one_process_makes_of_it[Mixtral",
+            ),
             "packages/polyshard/tests": (
                 "engine/test_transformers.py::test_models_train_as_in_one_process[2 ranks-mixtral",
                 "params/test_parameters.py::test_recurrent_modules",

@@ -329,6 +329,10 @@ Stack run(const OperatorHandle& op, Arguments arguments) {
   return launch_kernel(op, traits, device, std::move(outcome), arguments);
 }
 
+bool is_foreach(const OperatorHandle& op) {
+  return op.schema().name().rfind("aten::_foreach_", 0) == 0;
+}
+
 bool is_on_several_devices(const IValue& value) {
   if (!value.isTensorList()) return false;
   const auto tensors = value.toTensorVector();
@@ -339,9 +343,20 @@ bool is_on_several_devices(const IValue& value) {
 
 // Lists of tensors on several devices are taken one by one, as CUDA does.
 bool is_taken_apart(const OperatorHandle& op, Arguments arguments) {
-  return op.schema().name().rfind("aten::_foreach_", 0) == 0 &&
+  return is_foreach(op) &&
          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) &&
          std::any_of(arguments.begin(), arguments.end(), is_on_several_devices);
+}
+
+// Autograd counts writes to single tensors; CUDA's kernels of lists count their own.
+void count_writes(const OperatorHandle& op, Arguments arguments) {
+  if (!is_foreach(op)) return;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto* alias = op.schema().arguments()[i].alias_info();
+    if (!alias || !alias->isWrite() || !arguments[i].isTensorList()) continue;
+    for (const Tensor& tensor : arguments[i].toTensorVector())
+      tensor.unsafeGetTensorImpl()->bump_version();
+  }
 }
 
 void fallback(const OperatorHandle& op, Stack* stack) {
@@ -351,6 +366,7 @@ void fallback(const OperatorHandle& op, Stack* stack) {
     return;
   }
   Stack results = run(op, torch::jit::last(*stack, count));
+  count_writes(op, torch::jit::last(*stack, count));
   torch::jit::drop(*stack, count);
   for (IValue& result : results) stack->push_back(std::move(result));
 }
