@@ -27,8 +27,7 @@ class Extents:
     chunk_numel: int
     numels: tuple[int, ...]
     alike: tuple[tuple[int, int], ...] = ()
-    """Half-open ranges of the chunk that ranks send the same of to all: so must sums be, to the
-    last bit."""
+    """Ranges whose sums must be the same on all ranks."""
 
     @property
     def is_even(self) -> bool:
@@ -234,16 +233,16 @@ class Transport(ABC):
 
     @abstractmethod
     def block(self, size: int) -> Transport:
-        """Return this transport for the block of ``size`` consecutive ranks that has this rank.
+        """Return this transport for this rank's block of ``size`` ranks.
 
         Every rank of the axis calls it at the same point.
         """
 
     def use_turns(self, turns: Turn) -> None:
-        """Include the count of ``turns`` in the tags of later transfers, if they have tags."""
+        """Include the count of ``turns`` in tags of later transfers."""
 
     def separate_reductions(self, enable: bool) -> None:
-        """Set whether reductions use a second communicator, so as not to wait for gathers."""
+        """Set whether reductions use a communicator of their own."""
 
     @abstractmethod
     def exchange(self, payloads: Tensor, received: Tensor) -> Pending:
