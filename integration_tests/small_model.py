@@ -46,7 +46,8 @@ def loss_of(model: nn.Module, index: int, part: int) -> Tensor:
     """Of batch ``index`` of data-parallel rank ``part``."""
     generator = torch.Generator().manual_seed(1000 * index + part)
     tokens = torch.randint(0, 256, (2, SEQUENCE + 1), generator=generator)
-    tokens = tokens.to(torch.get_default_device())  # parameters may rest elsewhere
+    device = torch.get_default_device()  # of ranks on one, where parameters may rest elsewhere
+    tokens = tokens.to(next(model.parameters()).device if device.type == "cpu" else device)
     logits: Tensor = model(tokens[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
