@@ -12,6 +12,7 @@ HOST = "measures CPUs, or runs scripts for them"
 PARENT = "compares with the parent's tensors"
 FOREACH = "mixes DTensors and others in foreach"
 DEFAULT = "has transformers refuse a default device"
+COMPILED = "compiles to other kernels"
 EMPTY = "moves what rests on the host"
 OPERATORS = "needs a kernel that CPUs lack"
 UNSET = "has ranks without a device"
@@ -109,6 +110,12 @@ NOT_ON_ANY: dict[str, dict[str, tuple[str, ...]]] = {
         "packages/polyshard-checkpoint/tests": (
             "pretrained/test_pretrained.py::test_old_weights_are_replaced",
             "safetensors/test_safetensors.py::test_transformers_loads_and_generates_from_it",
+        ),
+    },
+    COMPILED: {
+        "integration_tests": (
+            "test_composition.py::test_cell[core-fsdp-fp32-compiled",
+            "test_composition.py::test_cell[offload+quantized+tensor-parallel-fsdp-fp32-compiled",
         ),
     },
     EMPTY: {
