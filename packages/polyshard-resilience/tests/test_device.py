@@ -221,7 +221,7 @@ def again_and_again(rank: int, size: int, steps: int) -> None:
         if caught is None:
             losses.append(loss.item())
         else:
-            assert caught.ranks == (struck,)
+            assert caught.ranks == (struck,), (place, caught)
     assert losses == [other.step(step) for step in range(steps) if step not in failing]
     assert all(map(torch.equal, job.weights(), other.weights()))
 
