@@ -353,14 +353,19 @@ class Alarm:
             LifecycleError: on a device, when nobody has recovered from the failure.
         """
         self.turns += 1
-        if self.report is not None and not self.is_seen:
+        was_aborted = self.is_aborted
+        with self._lock:  # a report that comes from now on is this step's
+            report, is_seen = self.report, self.is_seen
+        if report is None:
+            return
+        if not is_seen:
             self.see()
             report = self._with_detail()
             raise PeerError(
                 f"the next forward cannot start, because {report.said} The step before is lost on "
                 f"all ranks. {report.remedy}"
             )
-        if self.is_aborted:
+        if was_aborted:
             raise LifecycleError(
                 "the forward cannot start: the communicators of this rank's device were aborted "
                 "when a step failed. Call reset_iter_state() on every rank, which makes them anew."
