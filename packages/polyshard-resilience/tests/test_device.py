@@ -19,7 +19,7 @@ from toy_models import Branches, build, loss_of, shard, tokens_for
 
 import polyshard
 import polyshard_resilience
-from polyshard.errors import ControlFlowError, LifecycleError, PeerError
+from polyshard.errors import ControlFlowError, PeerError
 from polyshard_resilience.errors import AttemptError
 from polyshard_testing import World
 
@@ -101,8 +101,6 @@ def in_a_step(rank: int, size: int) -> None:
         broken(job, ValueError("deliberate"))
     else:
         told(lambda: job.step(1), f"rank {size - 1} failed in the forward", "deliberate")
-    with pytest.raises(LifecycleError, match=r"aborted.*reset_iter_state\(\) on every rank"):
-        job.step(1)
     assert all(map(torch.equal, before, job.weights()))
     job.recovers(expected)
 

@@ -44,7 +44,6 @@ def mend_groups(alarm: Alarm) -> None:
     broken = alarm.broken_groups()
     if broken:
         _mend_all(alarm, broken)
-    alarm.is_aborted = False
 
 
 def _mend_all(alarm: Alarm, broken: Broken) -> None:

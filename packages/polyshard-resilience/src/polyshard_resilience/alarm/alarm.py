@@ -36,7 +36,6 @@ from polyshard.agreement.board import REQUESTS_PER_SECOND, Board, look, said_of
 from polyshard.errors import (
     ControlFlowError,
     GradientMismatchError,
-    LifecycleError,
     PeerError,
     PolyshardError,
 )
@@ -117,8 +116,6 @@ class Alarm:
         self.connections: dict[object, Connections] = {}
         self.mending: dict[str, object] = {}
         """What process groups were mended with, by their names: not the alarm's to cut."""
-        self.is_aborted = False
-        """Whether communicators of devices were, and were not made anew since."""
         self._has_cut = False
         self._cutting = threading.Lock()
         self._left: Report | None = None
@@ -252,7 +249,6 @@ class Alarm:
                     self.gone[report.rank] = report
             devices, cuts = on_devices(), self._cuts
             if devices:
-                self.is_aborted = True
                 self.courier.tell(lambda store: cuts.aborted(store, devices))
                 abort(devices)
             for connections in list(self.connections.values()):
@@ -350,25 +346,14 @@ class Alarm:
 
         Raises:
             PeerError: when it was let down without noticing: the others do the last step again.
-            LifecycleError: on a device, when nobody has recovered from the failure.
         """
         self.turns += 1
-        was_aborted = self.is_aborted
-        with self._lock:  # a report that comes from now on is this step's
-            report, is_seen = self.report, self.is_seen
-        if report is None:
-            return
-        if not is_seen:
+        if self.report is not None and not self.is_seen:
             self.see()
             report = self._with_detail()
             raise PeerError(
                 f"the next forward cannot start, because {report.said} The step before is lost on "
                 f"all ranks. {report.remedy}"
-            )
-        if was_aborted:
-            raise LifecycleError(
-                "the forward cannot start: the communicators of this rank's device were aborted "
-                "when a step failed. Call reset_iter_state() on every rank, which makes them anew."
             )
         self.begin_anew()
 
