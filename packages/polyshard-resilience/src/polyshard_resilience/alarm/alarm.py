@@ -348,7 +348,11 @@ class Alarm:
             PeerError: when it was let down without noticing: the others do the last step again.
         """
         self.turns += 1
-        if self.report is not None and not self.is_seen:
+        with self._lock:  # a report that comes from now on is this step's
+            report, is_seen = self.report, self.is_seen
+        if report is None:
+            return
+        if not is_seen:
             self.see()
             report = self._with_detail()
             raise PeerError(
