@@ -79,8 +79,8 @@ class _Answer:
 class _Rank:
     rank: int
     size: int
-    store: int
-    """The port at which the test's process keeps what ranks leave for each other."""
+    port: int
+    """Of the store that the test's process keeps for the ranks."""
     folder: str
     seconds: float
     device: str
@@ -293,7 +293,7 @@ def _serve(given: _Rank, environment: dict[str, str], pipe: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         _backend_for(given),
-        store=dist.TCPStore(_HOST, given.store, size, is_master=False),
+        store=dist.TCPStore(_HOST, given.port, size, is_master=False),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=given.seconds),
