@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from polyshard_resilience.alarm.current import current_alarm
 from polyshard_sim.testing import MODES, run, sim
 from polyshard_testing.world import RankError
 
@@ -231,7 +232,6 @@ def apart(rank: int, size: int) -> None:
 def killed(rank: int, size: int) -> None:
     """The others of a collective are not told, as with NCCL over NVLink."""
     x = torch.ones(2, device="sim")
-    begin = time.monotonic()
     dist.all_reduce(x)
     sim().synchronize()
     if rank == 1:
@@ -239,8 +239,8 @@ def killed(rank: int, size: int) -> None:
     work = dist.all_reduce(x, async_op=True)
     time.sleep(0.1)
     is_over = work.is_completed()
-    # Rank 1 was alive then, and 0.3 s after its end polyshard-resilience aborts the collective.
-    assert not is_over or time.monotonic() - begin > 0.3
+    # The device ends nothing by itself. polyshard-resilience, which all ranks of tests have, may.
+    assert not is_over or current_alarm().report is not None
     world: Any = dist.group.WORLD
     world._get_backend(torch.device("sim")).abort()
     sim().synchronize()
