@@ -16,7 +16,7 @@ import nox
 sys.path.insert(0, str(Path(__file__).parent / "tools"))
 
 from changes import NIGHTLY, changed_paths, nightly_parts
-from subsets import COMPOSED, FOLDERS, PACKAGES, PLUGINS, SUBSETS, alone, stack_of
+from subsets import COMPOSED, FOLDERS, PACKAGES, PLUGINS, SUBSETS, alone, stack_of, whole
 
 nox.needs_version = ">=2026.2"
 nox.options.default_venv_backend = "virtualenv"
@@ -180,10 +180,10 @@ def make_dist(session: nox.Session) -> Path:
     session.install("build", "packaging", *BACKEND)
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
-    for folder in FOLDERS:
-        # Without an environment to build in: all have the one backend, which is installed here.
-        build = ("python", "-m", "build", "--no-isolation", f"--outdir={dist}")
-        session.run(*build, folder, silent=True)
+    python = str(Path(session.bin, "python"))
+    # Without an environment to build in: all have the one backend, which is installed here.
+    build = [python, "-m", "build", "--quiet", "--no-isolation", f"--outdir={dist}"]
+    at_once(session, {folder: ([*build, folder], {}) for folder in FOLDERS}, os.cpu_count() or 1)
     session.run("python", "tools/check_dist.py", str(dist))
     return dist
 
@@ -308,9 +308,9 @@ def has_browser() -> bool:
 def tests(session: nox.Session) -> None:
     """Run every test with everything installed, then what depends on that with plugins hidden.
 
-    What depends on what is installed are core's rooms for plugins, each plugin's own conformance,
-    and the combinations of exactly one subset: they run with the others hidden
-    (`tools/hidden/sitecustomize.py`). `nox -s tests -- --thorough` runs all of each sample.
+    What depends on what is installed are core's rooms for plugins and the combinations of exactly
+    one subset: they run with the others hidden (`tools/hidden/sitecustomize.py`).
+    `nox -s tests -- --thorough` runs all of each sample.
     """
     python = str(dev_environment(session, PLUGINS) / "python")
     folders = [f"{folder}/tests" for folder in FOLDERS]
@@ -323,21 +323,26 @@ def tests(session: nox.Session) -> None:
 
 
 def run_partial(session: nox.Session, python: str) -> None:
-    """Run the tests of each subset, as many subsets at once as there are workers.
+    """Run the tests of each subset, as many runs at once as there are workers.
 
     Each takes one process: workers of its own would import torch and collect for a minute's tests.
     """
+    runs = {
+        name: (paths, hidden_beside(plugins))
+        for plugins in PARTIAL.values()
+        for name, paths in alone(plugins).items()
+    }
     if session.posargs:  # which may name a debugger, or anything else for one run at a time
-        for name, plugins in PARTIAL.items():
-            run_tests(session, python, name, alone(plugins), hidden_beside(plugins))
+        for name, (paths, hidden) in runs.items():
+            run_tests(session, python, name, paths, hidden)
         return
 
     commands = {
         name: (
-            [python, "-m", "pytest", *pytest_options(name), *alone(plugins)],
-            ONE_THREAD | hiding(hidden_beside(plugins)),
+            [python, "-m", "pytest", *pytest_options(name), *paths],
+            ONE_THREAD | hiding(hidden),
         )
-        for name, plugins in PARTIAL.items()
+        for name, (paths, hidden) in runs.items()
     }
     at_once(session, commands, WORKERS)
 
@@ -376,7 +381,7 @@ def run_tests(
 def subsets(session: nox.Session, plugins: list[str]) -> None:
     """Test one subset of the plugins with the others really uninstalled, all of its own tests."""
     python = str(dev_environment(session, plugins) / "python")
-    run_tests(session, python, f"subset-{stack_of(tuple(plugins))}", alone(plugins, whole=True))
+    run_tests(session, python, f"subset-{stack_of(tuple(plugins))}", whole(plugins))
 
 
 @nox.session(venv_backend="none", default=False)

@@ -5,7 +5,17 @@ from __future__ import annotations
 from itertools import combinations
 from pathlib import Path
 
-__all__ = ["COMPOSED", "FOLDERS", "NEUTRAL", "PACKAGES", "PLUGINS", "SUBSETS", "alone", "stack_of"]
+__all__ = [
+    "COMPOSED",
+    "FOLDERS",
+    "NEUTRAL",
+    "PACKAGES",
+    "PLUGINS",
+    "SUBSETS",
+    "alone",
+    "stack_of",
+    "whole",
+]
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,31 +44,34 @@ SUBSETS = {
 SUBSETS |= {stack_of((name,)): [name] for name in PLUGINS if name in NEUTRAL}
 SUBSETS["all"] = PLUGINS
 
-# Of the tests of core and of a plugin, those to which it matters what else is installed.
+# Of core's tests, those to which it matters what else is installed.
 ROOMS = ("plugins",)
-CONFORMANCE = ("test_plugin.py", "test_conformance.py")
 # Of the combinations, what has cells of its own for each subset.
 CELLS = ("test_composition.py", "test_attempts.py", "test_faults.py", "test_models.py")
 
 
-def alone(plugins: list[str], whole: bool = False) -> list[str]:
-    """Paths and options of the tests of a subset with nothing else installed.
-
-    Those that depend on what is installed, or with ``whole`` all tests of the subset.
-    """
-    paths: list[str] = []
+def alone(plugins: list[str]) -> dict[str, list[str]]:
+    """What depends on which plugins are installed: paths and options of each run, by its name."""
+    name = stack_of(tuple(plugins))
+    runs = {}
     if not plugins:
         core = ROOT / "packages" / "polyshard" / "tests"
         files = [*map(core.joinpath, ROOMS), *sorted(core.glob("test_*.py"))]
         files += sorted((ROOT / "packages" / "polyshard-cli" / "tests").glob("test_*.py"))
-        paths += [f"packages/{name}/tests" for name in PACKAGES] if whole else _relative(files)
-    for name in plugins if len(plugins) == 1 else []:
-        tests = ROOT / "plugins" / name / "tests"
-        files = [file for file in sorted(tests.rglob("test_*.py")) if file.name in CONFORMANCE]
-        paths += _relative([tests] if whole or not files else files)
+        runs[name] = _relative(files)
     if not NEUTRAL.intersection(plugins):
-        cells = ["integration_tests"] if whole else [f"integration_tests/{name}" for name in CELLS]
-        paths += [*cells, f"--stack={stack_of(tuple(plugins))}"]  # an option known there alone
+        cells = [f"integration_tests/{file}" for file in CELLS]
+        runs[f"{name}-cells"] = [*cells, f"--stack={name}"]  # an option known there alone
+    return runs
+
+
+def whole(plugins: list[str]) -> list[str]:
+    """Paths and options of all tests of a subset."""
+    paths = [] if plugins else [f"packages/{name}/tests" for name in PACKAGES]
+    if len(plugins) == 1:
+        paths += [f"plugins/{plugins[0]}/tests"]
+    if not NEUTRAL.intersection(plugins):
+        paths += ["integration_tests", f"--stack={stack_of(tuple(plugins))}"]
     return paths
 
 
