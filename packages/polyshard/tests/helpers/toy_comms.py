@@ -51,3 +51,24 @@ class CountingReduce(CountingComm):
         work: dist.Work | None
         work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
         return work
+
+
+class RotatedReduce(CountingReduce):
+    """Adds each rank's chunk from the next rank on, as a ring does: in another order on each."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        parts = torch.empty_like(input_tensor)
+        dist.all_to_all_single(parts, input_tensor, group=group)
+        size = group.size()
+        rows = parts.view(size, -1).roll(-group.rank() - 1, dims=0)
+        output_tensor.copy_(rows[0])
+        for row in rows[1:]:
+            output_tensor.add_(row)
+        return None

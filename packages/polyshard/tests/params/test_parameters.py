@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from toy_collectives import ByCollectives
+from toy_comms import RotatedReduce
 from toy_models import full
 
 from polyshard import MixedPrecisionPolicy, describe, fully_shard
@@ -120,11 +121,14 @@ def test_odd_parameters_on_one_and_four_ranks(world1: World, world4: World) -> N
     world4.run(odd_parameters, "adamw")
 
 
+@pytest.mark.parametrize("how", ["collectives", "custom"])
 @ranks(4)
-def test_scalars_have_the_same_sums(rank: int, size: int) -> None:
+def test_scalars_have_the_same_sums(rank: int, size: int, how: str) -> None:
     """Though a reduce-scatter may add each rank's chunk in another order."""
-    model = make_odd()
-    fully_shard(model, plugins=[ByCollectives()])
+    model: Any = make_odd()
+    fully_shard(model, plugins=[ByCollectives()] if how == "collectives" else [])
+    if how == "custom":
+        model.set_custom_reduce_scatter(RotatedReduce())
     for step in range(STEPS):
         F.cross_entropy(model(batch(step, rank)), batch(step, rank)).backward()
         gradient: Any = model.scale.grad

@@ -72,12 +72,37 @@ class CollectiveGather(GatherRoute):
         return DONE
 
 
-class CollectiveReduce(ReduceRoute):
-    """One ``reduce_scatter_tensor`` per piece; only uneven pieces are padded first.
+class AlikeSums:
+    """Sums that have to be the same on all ranks, where each rank adds in an order of its own.
 
-    Backends add each rank's chunk in an order of its own. What has to be alike comes from the first
-    rank; sums of two ranks are alike in either order.
+    They come from the first rank. Sums of two ranks are the same in either order.
     """
+
+    def __init__(self, extents: Sequence[Extents], size: int) -> None:
+        """Of the pieces of a reduction by ``size`` ranks."""
+        self._parts = [  # piece, start, stop
+            (piece, *bounds)
+            for piece, e in enumerate(extents if size > 2 else ())
+            for bounds in e.alike
+        ]
+
+    def numels(self, sources: Sequence[Tensor | None]) -> list[int]:
+        """Elements of each that the first rank sends to each other rank."""
+        return [end - begin for p, begin, end in self._parts if sources[p] is not None]
+
+    def of(self, sources: Sequence[Tensor | None], outs: Sequence[Tensor]) -> list[Tensor]:
+        """Each in ``outs``."""
+        return [outs[p][begin:end] for p, begin, end in self._parts if sources[p] is not None]
+
+
+def share_first(sums: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Replace ``sums`` by those of the first rank."""
+    for each in sums:
+        dist.broadcast(each, group=group, group_src=0)
+
+
+class CollectiveReduce(ReduceRoute):
+    """One ``reduce_scatter_tensor`` per piece; only uneven pieces are padded first."""
 
     on_stream = True
     is_awaited = False
@@ -89,18 +114,14 @@ class CollectiveReduce(ReduceRoute):
         self._extents = tuple(extents)
         self._dtype = dtype
         self._transport = transport
-        self._alike = [  # piece, start, stop
-            (piece, *bounds)
-            for piece, e in enumerate(extents if transport.size > 2 else ())
-            for bounds in e.alike
-        ]
+        self._alike = AlikeSums(extents, transport.size)
 
     @override
     def sent_bytes(self, sources: Sequence[Tensor | None]) -> int:
         """Every rank sends one padded chunk to each peer, in the reduction's dtype."""
         sent = [e.chunk_numel for s, e in zip(sources, self._extents, strict=True) if s is not None]
         if self._transport.rank == 0:
-            sent += [end - begin for p, begin, end in self._alike if sources[p] is not None]
+            sent += self._alike.numels(sources)
         return (self._transport.size - 1) * sum(sent) * self._dtype.itemsize
 
     @override
@@ -126,9 +147,7 @@ class CollectiveReduce(ReduceRoute):
             for source, out, extents in zip(sources, outs, self._extents, strict=True):
                 if source is not None and extents.chunk_numel:
                     reduce_single(out, source, group=group)
-        for piece, begin, end in self._alike:
-            if sources[piece] is not None:
-                dist.broadcast(outs[piece][begin:end], group=group, group_src=0)
+        share_first(self._alike.of(sources, outs), group)
         return DONE
 
 

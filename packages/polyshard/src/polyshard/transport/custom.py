@@ -9,8 +9,9 @@ of its interface. A plugin's collectives backend has no such price.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,7 @@ from polyshard.transport.base import (
     ReduceRoute,
     Transport,
 )
+from polyshard.transport.collective import AlikeSums, share_first
 from polyshard.transport.wrapped import WrappedTransport
 
 
@@ -98,9 +100,15 @@ class _Arriving:
     """A collective in flight, and the copies to make when it has ended."""
 
     def __init__(
-        self, work: dist.Work | None, targets: list[Tensor], sources: list[Tensor], sent: Tensor
+        self,
+        work: dist.Work | None,
+        targets: list[Tensor],
+        sources: list[Tensor],
+        sent: Tensor,
+        finish: Callable[[], None] | None = None,
     ) -> None:
         self._work = work
+        self._finish = finish
         self._targets = targets
         self._sources = sources
         self._sent = sent
@@ -117,6 +125,8 @@ class _Arriving:
             self._dropped.detach()
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
+        if self._finish is not None:
+            self._finish()
 
 
 def _go_behind(work: dist.Work) -> None:
@@ -169,11 +179,14 @@ class CustomReduce(ReduceRoute):
         self._dtype = dtype
         self._comm = comm
         self._group = group
+        self._alike = AlikeSums(extents, group.size())
 
     @override
     def sent_bytes(self, sources: Sequence[Tensor | None]) -> int:
         """Every rank sends one padded chunk of each piece to each peer."""
-        return (self._group.size() - 1) * self._chunk_bytes(sources)
+        alike = sum(self._alike.numels(sources)) if self._group.rank() == 0 else 0
+        sent = self._chunk_bytes(sources) + alike * self._dtype.itemsize
+        return (self._group.size() - 1) * sent
 
     @override
     def scratch_bytes(self, sources: Sequence[Tensor | None]) -> int:
@@ -203,7 +216,8 @@ class CustomReduce(ReduceRoute):
             _fill(row, source, numel)
         work = self._comm(summed, packed, self._group, dist.ReduceOp.SUM, async_op=True)
         targets = [out for _, out, _ in present]
-        return _Arriving(work, targets, list(summed.split(sizes)), packed)
+        share = partial(share_first, self._alike.of(sources, outs), self._group)
+        return _Arriving(work, targets, list(summed.split(sizes)), packed, share)
 
 
 def _fill(rows: Tensor, source: Tensor, chunk_numel: int) -> None:
