@@ -67,6 +67,8 @@ class Case:
     compiles: bool = False
     moves: bool = True
     """Whether the model is moved before it is sharded; else ``fully_shard`` does."""
+    moves_again: bool = False
+    """Whether it is moved after each backward as well, gradients included."""
 
 
 def mesh_of(case: Case, size: int, device: str) -> DeviceMesh:
@@ -108,6 +110,8 @@ def train(rank: int, size: int, device: str, case: Case) -> Result:
                 loss = called(batch(rank, step, micro).to(device)).float().square().mean()
                 loss.backward()
                 losses.append(loss.detach())
+            if case.moves_again:
+                model.to(device)
             if case.clips:
                 losses.append(clip_grad_norm_(model.parameters(), 0.05).detach())
             for optimizer in optimizers:
@@ -175,6 +179,7 @@ CASES = {
     "compile": Case(compiles=True),
     "int8": Case(plugins=int8),
     "offload to host": Case(plugins=offload(params="host")),
+    "offload to host, moved": Case(plugins=offload(params="host"), moves_again=True),
     "optimizer on host": Case(
         plugins=offload(params="device", optimizer="host"), optimizers=wrapped
     ),

@@ -13,6 +13,7 @@ from polyshard_testing import World
 NEEDS = {
     "int8": "polyshard_quantized",
     "offload to host": "polyshard_offload",
+    "offload to host, moved": "polyshard_offload",
     "optimizer on host": "polyshard_offload",
     "offload to disk": "polyshard_offload",
     "muon": "polyshard_optimizers",
@@ -27,7 +28,7 @@ SIZES = {
 }  # fmt: skip
 IN_THE_GATE = {
     ("plain", 2), ("bf16", 2), ("accumulation", 2), ("int8", 2), ("offload to host", 2),
-    ("hsdp", 4), ("attempt", 2),
+    ("offload to host, moved", 2), ("hsdp", 4), ("attempt", 2),
 }  # fmt: skip
 
 

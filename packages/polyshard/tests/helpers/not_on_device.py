@@ -13,7 +13,6 @@ PARENT = "compares with the parent's tensors"
 FOREACH = "mixes DTensors and others in foreach"
 DEFAULT = "has transformers refuse a default device"
 COMPILED = "compiles to other kernels"
-EMPTY = "moves what rests on the host"
 OPERATORS = "needs a kernel that CPUs lack"
 UNSET = "has ranks without a device"
 NO_TIMEOUT = "needs time-outs that raise"
@@ -117,9 +116,6 @@ NOT_ON_ANY: dict[str, dict[str, tuple[str, ...]]] = {
             "test_composition.py::test_cell[core-fsdp-fp32-compiled",
             "test_composition.py::test_cell[offload+quantized+tensor-parallel-fsdp-fp32-compiled",
         ),
-    },
-    EMPTY: {
-        "integration_tests": ("test_tied_plugins.py::test_it_is_tied_after_to_empty[4 ranks-host",),
     },
     MENDING: {
         "packages/polyshard-resilience/tests": (

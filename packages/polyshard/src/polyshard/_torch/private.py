@@ -136,7 +136,7 @@ def set_local_tensor(value: DTensor, local: Tensor) -> None:
 
 
 def become(kept: nn.Parameter, made: nn.Parameter) -> None:
-    """Have a DTensor be what ``made`` is: its mesh, placements and local memory; objects stay.
+    """Have a DTensor be what ``made`` is: its mesh, placements and local memory; its object stays.
 
     Of another device it becomes another tensor, which torch refuses where a weak reference to
     either exists.
@@ -145,8 +145,11 @@ def become(kept: nn.Parameter, made: nn.Parameter) -> None:
         ours, other = cast("Any", kept), cast("Any", made)
         ours._local_tensor, ours._spec = other._local_tensor, other._spec
     else:
+        gradient = kept.grad
         made.__dict__.update(kept.__dict__)
         torch.utils.swap_tensors(kept, made)
+        if gradient is not None:
+            kept.grad = gradient.to(kept.device)
 
 
 def storage_holders(tensor: Tensor) -> int:

@@ -140,9 +140,7 @@ class Shards:
         self._homes = [self._new_home(placed) for placed in self.layout.parameters]
         for parameter, home in zip(self.parameters, self._homes, strict=True):
             own = parameter.parameter
-            made = wrap_parameter(home.alias, parameter.spec, requires_grad=own.requires_grad)
-            made.__dict__.update(own.__dict__)
-            torch.utils.swap_tensors(own, made)
+            become(own, wrap_parameter(home.alias, parameter.spec, requires_grad=own.requires_grad))
             parameter.adopt(own)
         self.is_vacant = False
         self._watched = self._new_watched()
@@ -453,8 +451,13 @@ class Shards:
         for index in indices:
             home = self._homes[index] = self._new_home(self.layout.parameters[index])
             parameter = self.parameters[index]
-            set_local_tensor(cast("DTensor", parameter.parameter), home.alias.detach())
-            parameter.adopt(parameter.parameter)
+            own = parameter.parameter
+            if own.device == home.alias.device:
+                set_local_tensor(cast("DTensor", own), home.alias.detach())
+            else:  # it was moved away from where its storage keeps it
+                spec = parameter.wrap(home.alias)._spec
+                become(own, wrap_parameter(home.alias, spec, requires_grad=own.requires_grad))
+            parameter.adopt(own)
             self._strays.discard(index)
 
 
