@@ -79,7 +79,8 @@ def trainer(
         "save_strategy": "no",
         "report_to": [],
         "disable_tqdm": True,
-        "use_cpu": True,
+        "dataloader_pin_memory": False,  # rows are on the ranks' device
+        "use_cpu": torch.get_default_device().type == "cpu",
     }
     made = kind(
         model=tiny() if model is None else model,
@@ -212,7 +213,8 @@ def test_units_plugins_and_an_optimizer_of_ones_own(rank: int, size: int, tmp_pa
             max_steps=2,
             save_strategy="no",
             report_to=[],
-            use_cpu=True,
+            dataloader_pin_memory=False,
+            use_cpu=torch.get_default_device().type == "cpu",
             disable_tqdm=True,
         ),
         train_dataset=data(),

@@ -45,7 +45,13 @@ def as_launched(rank: int, size: int) -> None:
 
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}.items():
         os.environ[name] = str(value)
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "ACCELERATE_USE_CPU": "true"}
+    device = torch.get_default_device()
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    # accelerate need not know the device by name.
+    os.environ |= {
+        "ACCELERATE_USE_CPU": str(device.type == "cpu"),
+        "ACCELERATE_TORCH_DEVICE": str(device),
+    }
     for state in (PartialState, AcceleratorState, GradientState):
         state._shared_state.clear()
 
@@ -83,4 +89,4 @@ def assert_equal(found: dict[str, Tensor], expected: nn.Module) -> None:
 def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, weight in found.items():
-        assert torch.equal(weight, expected[name]), name
+        assert torch.equal(weight.cpu(), expected[name].cpu()), name

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -75,6 +76,36 @@ def batches(steps: int, rank: int) -> Any:
     return DataLoader(rows, batch_size=None)
 
 
+class RanksDevice(Accelerator):
+    """Where ranks of a World compute, which Lightning need not know by name."""
+
+    def setup_device(self, device: torch.device) -> None:
+        del device  # it is the current one
+
+    def teardown(self) -> None: ...
+
+    @staticmethod
+    def parse_devices(devices: int) -> int:
+        return devices
+
+    @staticmethod
+    def get_parallel_devices(devices: int) -> list[torch.device]:
+        kind = torch.get_default_device().type
+        return [torch.device(kind, index) for index in range(devices)]
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return dist.get_world_size()
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def name() -> str:
+        return "ranks"
+
+
 def trainer(size: int, strategy: Any, **settings: Any) -> Trainer:
     """A Trainer whose ranks are those of the World that calls this."""
     quiet()
@@ -89,7 +120,7 @@ def trainer(size: int, strategy: Any, **settings: Any) -> Trainer:
         "use_distributed_sampler": False,
     }
     return Trainer(
-        accelerator="cpu",
+        accelerator="cpu" if torch.get_default_device().type == "cpu" else RanksDevice(),
         devices=size,
         strategy=strategy,
         plugins=[LightningEnvironment()],

@@ -14,6 +14,7 @@ FOREACH = "mixes DTensors and others in foreach"
 DEFAULT = "has transformers refuse a default device"
 COMPILED = "compiles to other kernels"
 OPERATORS = "needs a kernel that CPUs lack"
+UNKNOWN = "has accelerate count unknown devices"
 UNSET = "has ranks without a device"
 NO_TIMEOUT = "needs time-outs that raise"
 
@@ -136,6 +137,20 @@ NOT_ON_ONE: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
             "packages/polyshard/tests": (
                 "engine/test_transformers.py::test_models_train_as_in_one_process[2 ranks-mixtral",
                 "params/test_parameters.py::test_recurrent_modules",
+            ),
+        },
+        UNKNOWN: {
+            "packages/polyshard-accelerate/tests": (
+                "test_accelerator.py::test_an_accelerator_that_is_there_becomes_one",
+                "test_trainer.py::test_a_folder_fills_a_model_on_meta",
+                "test_trainer.py::test_a_folder_that_does_not_fit",
+                "test_trainer.py::test_another_number_of_ranks",
+                "test_trainer.py::test_losses_and_norms_are_those_of_one_process",
+                "test_trainer.py::test_resumed_losses_are_those_of_a_run_without_a_break",
+                "test_trainer.py::test_saved_models_are_those_of_transformers",
+                "test_trainer.py::test_the_best_model_is_loaded_at_the_end",
+                "test_trainer.py::test_units_plugins_and_an_optimizer_of_ones_own",
+                "test_trainer.py::test_what_was_evaluated_before_is_trained",
             ),
         },
     },

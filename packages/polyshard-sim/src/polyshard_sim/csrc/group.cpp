@@ -596,7 +596,10 @@ class Group final : public c10d::Backend {
                                    const ReduceOp& op) const {
     return [to, result, mean = op.op_ == ReduceOp::AVG, size = getSize()] {
       KernelScope scope;
-      if (mean) result->div_(size);
+      if (mean && at::isIntegralType(result->scalar_type(), false))
+        result->div_(size, "trunc");  // as NCCL's averages of integers
+      else if (mean)
+        result->div_(size);
       store(to, *result);
     };
   }
