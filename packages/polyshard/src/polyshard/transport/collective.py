@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,27 +73,29 @@ class CollectiveGather(GatherRoute):
         return DONE
 
 
+@dataclass(frozen=True)
 class AlikeSums:
     """Sums that have to be the same on all ranks, where each rank adds in an order of its own.
 
     They come from the first rank. Sums of two ranks are the same in either order.
     """
 
-    def __init__(self, extents: Sequence[Extents], size: int) -> None:
-        """Of the pieces of a reduction by ``size`` ranks."""
-        self._parts = [  # piece, start, stop
-            (piece, *bounds)
-            for piece, e in enumerate(extents if size > 2 else ())
-            for bounds in e.alike
-        ]
+    parts: tuple[tuple[int, int, int], ...]
+    """Piece, start and stop of each."""
 
-    def numels(self, sources: Sequence[Tensor | None]) -> list[int]:
-        """Elements of each that the first rank sends to each other rank."""
-        return [end - begin for p, begin, end in self._parts if sources[p] is not None]
+    @classmethod
+    def among(cls, extents: Sequence[Extents], size: int) -> AlikeSums | None:
+        """Those of the pieces of a reduction by ``size`` ranks, if there are any."""
+        parts = [(piece, *bounds) for piece, e in enumerate(extents) for bounds in e.alike]
+        return cls(tuple(parts)) if parts and size > 2 else None
+
+    def numel(self, sources: Sequence[Tensor | None]) -> int:
+        """Elements that the first rank sends to each other rank."""
+        return sum(end - begin for p, begin, end in self.parts if sources[p] is not None)
 
     def of(self, sources: Sequence[Tensor | None], outs: Sequence[Tensor]) -> list[Tensor]:
         """Each in ``outs``."""
-        return [outs[p][begin:end] for p, begin, end in self._parts if sources[p] is not None]
+        return [outs[p][begin:end] for p, begin, end in self.parts if sources[p] is not None]
 
 
 def share_first(sums: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -114,15 +117,16 @@ class CollectiveReduce(ReduceRoute):
         self._extents = tuple(extents)
         self._dtype = dtype
         self._transport = transport
-        self._alike = AlikeSums(extents, transport.size)
+        self._alike = AlikeSums.among(extents, transport.size)
 
     @override
     def sent_bytes(self, sources: Sequence[Tensor | None]) -> int:
         """Every rank sends one padded chunk to each peer, in the reduction's dtype."""
-        sent = [e.chunk_numel for s, e in zip(sources, self._extents, strict=True) if s is not None]
-        if self._transport.rank == 0:
-            sent += self._alike.numels(sources)
-        return (self._transport.size - 1) * sum(sent) * self._dtype.itemsize
+        pairs = zip(sources, self._extents, strict=True)
+        sent = sum(e.chunk_numel for s, e in pairs if s is not None)
+        if self._alike is not None and self._transport.rank == 0:
+            sent += self._alike.numel(sources)
+        return (self._transport.size - 1) * sent * self._dtype.itemsize
 
     @override
     def prepare(self, sources: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -147,7 +151,8 @@ class CollectiveReduce(ReduceRoute):
             for source, out, extents in zip(sources, outs, self._extents, strict=True):
                 if source is not None and extents.chunk_numel:
                     reduce_single(out, source, group=group)
-        share_first(self._alike.of(sources, outs), group)
+        if self._alike is not None:
+            share_first(self._alike.of(sources, outs), group)
         return DONE
 
 

@@ -179,13 +179,14 @@ class CustomReduce(ReduceRoute):
         self._dtype = dtype
         self._comm = comm
         self._group = group
-        self._alike = AlikeSums(extents, group.size())
+        self._alike = AlikeSums.among(extents, group.size())
 
     @override
     def sent_bytes(self, sources: Sequence[Tensor | None]) -> int:
         """Every rank sends one padded chunk of each piece to each peer."""
-        alike = sum(self._alike.numels(sources)) if self._group.rank() == 0 else 0
-        sent = self._chunk_bytes(sources) + alike * self._dtype.itemsize
+        sent = self._chunk_bytes(sources)
+        if self._alike is not None and self._group.rank() == 0:
+            sent += self._alike.numel(sources) * self._dtype.itemsize
         return (self._group.size() - 1) * sent
 
     @override
@@ -216,7 +217,9 @@ class CustomReduce(ReduceRoute):
             _fill(row, source, numel)
         work = self._comm(summed, packed, self._group, dist.ReduceOp.SUM, async_op=True)
         targets = [out for _, out, _ in present]
-        share = partial(share_first, self._alike.of(sources, outs), self._group)
+        share = None
+        if self._alike is not None:
+            share = partial(share_first, self._alike.of(sources, outs), self._group)
         return _Arriving(work, targets, list(summed.split(sizes)), packed, share)
 
 
