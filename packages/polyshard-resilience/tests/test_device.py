@@ -20,7 +20,9 @@ from toy_models import Branches, build, loss_of, shard, tokens_for
 import polyshard
 import polyshard_resilience
 from polyshard.errors import ControlFlowError, PeerError
+from polyshard_resilience.alarm.current import current_alarm
 from polyshard_resilience.errors import AttemptError
+from polyshard_resilience.rollback import verdict
 from polyshard_testing import World
 
 PATIENT_SECONDS = 12.0
@@ -224,6 +226,32 @@ def again_and_again(rank: int, size: int, steps: int) -> None:
     assert all(map(torch.equal, job.weights(), other.weights()))
 
 
+def again_at_once(rank: int, size: int) -> None:
+    """A rank fails in its next attempt before another has left the one before."""
+    expected, job = undisturbed(rank), Job(rank)
+    job.step(0)
+
+    def leave(epoch: int) -> None:
+        deadline = time.monotonic() + PATIENT_SECONDS
+        while rank and current_alarm().report is None and time.monotonic() < deadline:
+            current_alarm().look()
+        left(epoch)
+
+    module: Any = verdict
+    left = module.go_on_to
+    for last in (False, True):
+        module.go_on_to = left if last else leave
+        handles = []
+        if rank == 0:
+            trap = raising(ValueError("deliberate"))
+            handles.append(job.model.blocks[1].register_forward_pre_hook(trap))
+        error = failure(job.attempted(), lambda: job.step(1), "rank 0: ValueError: deliberate")
+        assert error.ranks == (0,)
+        for handle in handles:
+            handle.remove()
+    job.recovers(expected)
+
+
 def memory_runs_out(rank: int, size: int) -> None:
     """In the middle of a forward of one rank, again and again until a micro-batch is small."""
     job, other = Job(rank), Job(rank)
@@ -281,6 +309,7 @@ CASES = (
     in_a_collective_of_their_own,
     in_another_order,
     with_other_gradients,
+    again_at_once,
     memory_runs_out,
 )
 

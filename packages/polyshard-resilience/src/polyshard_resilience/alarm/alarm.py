@@ -361,15 +361,23 @@ class Alarm:
             )
         self.begin_anew()
 
-    def begin_anew(self) -> None:
-        """If this epoch was ended, go on to the next."""
+    def open_epoch(self) -> int:
+        """The first from this rank's on that no rank has ended."""
+        return 0 if self.board is None else self._first_free(self.epoch)
+
+    def _first_free(self, number: int) -> int:
+        epochs = self._epochs
+        with suppress(UnansweredError):
+            return self.courier.ask(lambda store: epochs.first_free(store, number), RECOVER_SECONDS)
+        return number
+
+    def begin_anew(self, number: int | None = None) -> None:
+        """If this epoch was ended, go on to ``number``, by default the next that was not."""
         if self.report is None or self.board is None:
             return
-        epochs, number = self._epochs, self.epoch + 1
-        with suppress(UnansweredError):
-            number = self.courier.ask(
-                lambda store: epochs.first_free(store, self.epoch + 1), RECOVER_SECONDS
-            )
+        epochs = self._epochs
+        if number is None:
+            number = self._first_free(self.epoch + 1)
         with self._cutting, self._lock:
             self._left = self.report
             self.epoch, self.report, self.is_seen, self._has_cut = number, None, False, False

@@ -37,10 +37,23 @@ def tell_again(error: BaseException) -> None:
 
 
 def go_on() -> None:
-    """What was told until now is over: all ranks know of it."""
+    """What was told until now is over: all ranks know of it, and none has begun anything since."""
     alarm = current_alarm()
     alarm.look()
     alarm.begin_anew()
+
+
+def open_epoch() -> int:
+    """The epoch of what ranks begin once all have come here: nothing was told in it yet."""
+    return current_alarm().open_epoch()
+
+
+def go_on_to(epoch: int) -> None:
+    """What was told before ``epoch`` is over; in it a rank that came sooner may have failed."""
+    alarm = current_alarm()
+    if alarm.epoch < epoch:
+        alarm.look()
+        alarm.begin_anew(epoch)
 
 
 def lost(said: Mapping[int, str]) -> None:

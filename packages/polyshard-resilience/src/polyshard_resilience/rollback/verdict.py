@@ -35,8 +35,9 @@ from polyshard_resilience.alarm.peers import (
     Absent,
     Roll,
     gathering,
-    go_on,
+    go_on_to,
     lost,
+    open_epoch,
     tell,
     tell_again,
 )
@@ -75,24 +76,26 @@ class Verdict:
         kind: what ended it.
         said: what the ranks that failed said, by rank.
         left: how many smaller sizes every rank can try; :data:`DISAGREED` if not as many.
+        epoch: of what ranks begin when all have gone back.
     """
 
     kind: Kind = Kind.SUCCESS
     said: Mapping[int, str] = field(default_factory=dict)
     left: int = 0
+    epoch: int = 0
 
     def __bool__(self) -> bool:
         return self.kind is Kind.SUCCESS
 
     def text(self) -> str:
         """For the store."""
-        return json.dumps([self.kind.value, dict(self.said), self.left])
+        return json.dumps([self.kind.value, dict(self.said), self.left, self.epoch])
 
     @staticmethod
     def read(text: str) -> Verdict:
         """What :meth:`text` made."""
-        kind, said, left = json.loads(text)
-        return Verdict(Kind(kind), {int(rank): words for rank, words in said.items()}, left)
+        kind, said, left, epoch = json.loads(text)
+        return Verdict(Kind(kind), {int(rank): words for rank, words in said.items()}, left, epoch)
 
 
 def verdict_on(rank: int, error: BaseException, left: int) -> Verdict:
@@ -137,7 +140,7 @@ def go_back(ballot: Ballot, verdict: Verdict, put_back: Callable[[], None]) -> V
         # A rank that failed again while others still went back would be heard by none of them:
         # what they begin anew is after that failure.
         after = ballot.cast(UNDONE, _unmended())
-        go_on()
+        go_on_to(after.epoch)
         verdict = verdict if after else after
     lost(verdict.said if verdict.kind is Kind.GONE else {})
     return verdict
@@ -221,6 +224,8 @@ class Ballot:
         verdict = Verdict.read(ended) if ended else Verdict()
         if come // COMERS != self._left * len(board.ranks):
             verdict = replace(verdict, left=DISAGREED)
+        if name == UNDONE:  # before any rank goes on, and may fail again
+            verdict = replace(verdict, epoch=open_epoch())
         verdict = self._conclude(board, name, verdict)
         self._tidy(board, verdict)
         return verdict
