@@ -122,7 +122,8 @@ def mutants_of(engine: str) -> list[Mutant]:
 
 def outcome(engine: str, name: str) -> list[Tensor]:
     """What a scenario ends in, on the host."""
-    found = SCENARIOS[engine][name](LIBRARIES[engine])
+    with torch.device("sim"):
+        found = SCENARIOS[engine][name](LIBRARIES[engine])
     return [tensor.detach().cpu().clone() for tensor in found]
 
 
@@ -196,7 +197,7 @@ def run(engine: str, only: str) -> list[dict[str, Any]]:
         left = [index for index in found if index not in exposed]
         ranks = Ranks(2, collective_seconds=HANG_SECONDS, mode=setting.mode, strict=setting.strict)
         try:
-            names = _usable(ranks, engine, setting, digests)
+            names = usable(ranks, engine, setting, digests)
             for name in [name for name in names if name not in reached]:
                 reached[name] = ranks.run(functions, engine, name, timeout=120.0)[0]
             for index in left:
@@ -211,7 +212,7 @@ def run(engine: str, only: str) -> list[dict[str, Any]]:
     return [_row(m, exposed.get(i, {})) for i, m in found.items()]
 
 
-def _usable(ranks: Ranks, engine: str, setting: Setting, digests: dict[str, str]) -> list[str]:
+def usable(ranks: Ranks, engine: str, setting: Setting, digests: dict[str, str]) -> list[str]:
     """Scenarios that end as in other settings while nothing is left out."""
     names = []
     for name in SCENARIOS[engine]:

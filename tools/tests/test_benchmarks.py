@@ -15,14 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import polyshard_sim
+from benchmarks import mutants
 from benchmarks.harness import run_alone, run_ranks
 from benchmarks.host.cost import fit
 from benchmarks.optimizer import BARS as STEP_BARS
 from benchmarks.report.headline import PICTURE, headline
 from benchmarks.report.page import PAGE, page
 from benchmarks.result import RESULTS, About, Result, read, read_all
+from benchmarks.scenarios import SCENARIOS
 from benchmarks.step.rows import ROWS, Bar, Row, row
 from benchmarks.step.time import FLOOR, MEMORY, STEP, Case, ratios_of
+from polyshard_sim.testing import Ranks
 from polyshard_testing import RankError
 
 ROOT = Path(__file__).parents[2]
@@ -137,6 +141,20 @@ def test_ranks_are_fresh_processes_whose_failures_are_told() -> None:
     assert len({process, alone, os.getpid()}) == 3
     with pytest.raises(RankError, match=r"(?s)rank 0.*ZeroDivisionError"):
         run_ranks(1, operator.truediv, 1, 0)
+
+
+@pytest.mark.thorough
+def test_scenarios_of_mutants_run_as_they_are() -> None:
+    if not polyshard_sim.is_buildable():
+        pytest.skip("needs a C++ compiler and ninja")
+    setting, digests = mutants.Setting("lowest", strict=False), dict[str, str]()
+    for engine, scenarios in SCENARIOS.items():
+        ranks = Ranks(2, mode=setting.mode, strict=setting.strict)
+        try:
+            assert mutants.usable(ranks, engine, setting, digests) == list(scenarios)
+        finally:
+            ranks.close()
+            digests.clear()
 
 
 @pytest.mark.thorough

@@ -19,6 +19,7 @@ from toy_models import Branches, build, loss_of, shard, tokens_for
 
 import polyshard
 import polyshard_resilience
+import polyshard_resilience.device
 from polyshard.errors import ControlFlowError, PeerError
 from polyshard_resilience.alarm.current import current_alarm
 from polyshard_resilience.errors import AttemptError
@@ -252,6 +253,19 @@ def again_at_once(rank: int, size: int) -> None:
     job.recovers(expected)
 
 
+def overwritten(rank: int, size: int) -> None:
+    """What ranks compare at the end of a backward is spoiled: an error and not a hang."""
+    expected, job = undisturbed(rank), Job(rank)
+    job.step(0)
+    module: Any = polyshard_resilience.device
+    compare, seconds = module._compare, module.store_timeout_seconds
+    module._compare = lambda *args: compare(*args).fill_(rank + 1)
+    module.store_timeout_seconds = lambda store: 0.5
+    told(lambda: job.step(1), "its memory was overwritten")
+    module._compare, module.store_timeout_seconds = compare, seconds
+    job.recovers(expected)
+
+
 def memory_runs_out(rank: int, size: int) -> None:
     """In the middle of a forward of one rank, again and again until a micro-batch is small."""
     job, other = Job(rank), Job(rank)
@@ -310,6 +324,7 @@ CASES = (
     in_another_order,
     with_other_gradients,
     again_at_once,
+    overwritten,
     memory_runs_out,
 )
 

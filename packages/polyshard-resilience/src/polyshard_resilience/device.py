@@ -23,11 +23,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from polyshard._torch.private import store_timeout_seconds
 from polyshard.errors import ConnectionLostError
 from polyshard.failures import Ended
 from polyshard.memory.streams import launched, streams_of
 from polyshard_resilience.alarm.alarm import Alarm
-from polyshard_resilience.alarm.reports import NOBODY
+from polyshard_resilience.alarm.reports import NOBODY, Cause, Report
 from polyshard_resilience.wire import LOOK_SECONDS, Waiter
 
 KEPT = 4
@@ -42,6 +43,12 @@ class _Launched:
 
     run: Callable[[], None]
     is_left: bool = False
+
+
+_SPOILED = (
+    "ranks at the same place found on the device that they differ: its memory was overwritten, "
+    "by a collective or copy that something did not wait for"
+)
 
 
 @dataclass(frozen=True)
@@ -121,9 +128,17 @@ class DeviceSteps:
         self._waiter.wait(_Launched(wait), lambda: self._alarm.report is not None)
 
     def _wait_for_report(self) -> None:
-        """All ranks know that they are apart, and look for where each is."""
-        while self._alarm.report is None:
+        """All ranks know that they are apart, and look for where each is.
+
+        Where they are not, what they compared was overwritten, and nobody reports anything.
+        """
+        alarm, begin = self._alarm, time.monotonic()
+        assert alarm.board is not None
+        limit = store_timeout_seconds(alarm.board.store)
+        while alarm.report is None:
             time.sleep(LOOK_SECONDS)
+            if time.monotonic() - begin > limit:
+                alarm.ring(Report(NOBODY, Cause.RAISED, _SPOILED))
         raise ConnectionLostError("the step is lost")
 
     def _come(self, key: str) -> str:
