@@ -121,12 +121,10 @@ def _begin(rank: int, size: int, store: str, seconds: float, settings: dict[str,
     dist.destroy_process_group()  # of the CPU alone
     if settings.get("clock") is not None:
         return  # see clock.rank_of
+    timeout, shared = timedelta(seconds=seconds), dist.FileStore(store, size)
+    shared.set_timeout(timeout)
     dist.init_process_group(
-        "cpu:gloo,sim:simccl",
-        store=dist.FileStore(store, size),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=seconds),
+        "cpu:gloo,sim:simccl", store=shared, rank=rank, world_size=size, timeout=timeout
     )
 
 
