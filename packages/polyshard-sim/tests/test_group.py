@@ -105,6 +105,9 @@ def averages(rank: int, size: int) -> None:
         out, torch.full((4,), rank + 1.0, device="sim"), op=dist.ReduceOp.AVG
     )
     assert out.tolist() == [1.5] * 2
+    whole = torch.tensor([rank, rank + 3, -3 * rank], device="sim")
+    dist.all_reduce(whole, op=dist.ReduceOp.AVG)
+    assert whole.tolist() == [0, 3, -1], "NCCL drops the rest"
 
 
 def coalesced(rank: int, size: int) -> None:
