@@ -152,9 +152,10 @@ def test_an_exception_on_one_rank_ends_all_and_training_goes_on(rank: int, size:
     runs = trainer(size, PolyshardStrategy())
     with raises_in_step(ArithmeticError, "a batch of one rank"):
         runs.fit(module, batches(4, rank))
-    # On a device the other rank may see a loss before it hears of the failure.
     before = len(module.losses)
-    assert before == 2 or (before == 3 and rank == 0)
+    # On a device the other rank may see a loss before it hears of the failure.
+    is_ahead = torch.get_default_device().type != "cpu" and rank != Broken.fails_on
+    assert before in ((2, 3) if is_ahead else (2,))
     again = trainer(size, PolyshardStrategy(), max_steps=2)
     again.fit(module, batches(2, rank))
     assert len(module.losses) == before + 2

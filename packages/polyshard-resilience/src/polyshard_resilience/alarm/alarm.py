@@ -361,11 +361,8 @@ class Alarm:
             )
         self.begin_anew()
 
-    def open_epoch(self) -> int:
-        """The first from this rank's on that no rank has ended."""
-        return 0 if self.board is None else self._first_free(self.epoch)
-
-    def _first_free(self, number: int) -> int:
+    def first_free(self, number: int) -> int:
+        """The first epoch from ``number`` on that no rank has ended; there is a board."""
         epochs = self._epochs
         with suppress(UnansweredError):
             return self.courier.ask(lambda store: epochs.first_free(store, number), RECOVER_SECONDS)
@@ -377,7 +374,7 @@ class Alarm:
             return
         epochs = self._epochs
         if number is None:
-            number = self._first_free(self.epoch + 1)
+            number = self.first_free(self.epoch + 1)
         with self._cutting, self._lock:
             self._left = self.report
             self.epoch, self.report, self.is_seen, self._has_cut = number, None, False, False

@@ -43,11 +43,6 @@ def go_on() -> None:
     alarm.begin_anew()
 
 
-def open_epoch() -> int:
-    """The epoch of what ranks begin once all have come here: nothing was told in it yet."""
-    return current_alarm().open_epoch()
-
-
 def go_on_to(epoch: int) -> None:
     """What was told before ``epoch`` is over; in it a rank that came sooner may have failed."""
     alarm = current_alarm()

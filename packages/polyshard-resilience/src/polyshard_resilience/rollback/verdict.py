@@ -37,7 +37,6 @@ from polyshard_resilience.alarm.peers import (
     gathering,
     go_on_to,
     lost,
-    open_epoch,
     tell,
     tell_again,
 )
@@ -225,7 +224,8 @@ class Ballot:
         if come // COMERS != self._left * len(board.ranks):
             verdict = replace(verdict, left=DISAGREED)
         if name == UNDONE:  # before any rank goes on, and may fail again
-            verdict = replace(verdict, epoch=open_epoch())
+            alarm = current_alarm()
+            verdict = replace(verdict, epoch=alarm.first_free(alarm.epoch))
         verdict = self._conclude(board, name, verdict)
         self._tidy(board, verdict)
         return verdict

@@ -82,7 +82,6 @@ __all__ = [
     "profiler_span",
     "queue_backward_callback",
     "root_mesh",
-    "set_local_tensor",
     "shared_group",
     "storage_holders",
     "storages_are_held",
@@ -128,11 +127,6 @@ def chunk_cat(tensors: list[Tensor], out: Tensor) -> None:
 def local_tensor(value: DTensor) -> Tensor:
     """The local tensor itself; ``to_local()`` would return an autograd view of it."""
     return value._local_tensor
-
-
-def set_local_tensor(value: DTensor, local: Tensor) -> None:
-    """Point a DTensor at other local memory, keeping the object (optimizers hold on to it)."""
-    value._local_tensor = local
 
 
 def become(kept: nn.Parameter, made: nn.Parameter) -> None:

@@ -31,7 +31,6 @@ from polyshard._torch.private import (
     has_fsdp_protocol,
     have_moved,
     local_tensor,
-    set_local_tensor,
     wrap_parameter,
 )
 from polyshard.errors import LifecycleError, ModuleError
@@ -451,12 +450,8 @@ class Shards:
         for index in indices:
             home = self._homes[index] = self._new_home(self.layout.parameters[index])
             parameter = self.parameters[index]
-            own = parameter.parameter
-            if own.device == home.alias.device:
-                set_local_tensor(cast("DTensor", own), home.alias.detach())
-            else:  # it was moved away from where its storage keeps it
-                spec = parameter.wrap(home.alias)._spec
-                become(own, wrap_parameter(home.alias, spec, requires_grad=own.requires_grad))
+            own, spec = parameter.parameter, parameter.wrap(home.alias)._spec
+            become(own, wrap_parameter(home.alias, spec, requires_grad=own.requires_grad))
             parameter.adopt(own)
             self._strays.discard(index)
 
