@@ -36,6 +36,8 @@ from polyshard_testing.streams.mutants import Mutant, mutants
 RESULTS = ROOT / "benchmarks" / "results" / "simulated" / "mutants.json"
 PAGE = ROOT / "docs" / "reference" / "simulated.md"
 HANG_SECONDS = 10.0
+MUTANTS_OF_A_RANK = 25
+"""Then it is replaced: a process group can be connected anew after a reset only so often."""
 _CORE = (
     "memory.streams", "transport.collective", "transport.collective_owners", "transport.custom",
     "transport.wrapped", "program.executor", "program.reduce", "program.unshard", "group.group",
@@ -171,16 +173,16 @@ def digest(rank: int, size: int, engine: str, name: str) -> str:
 def judge(rank: int, size: int, engine: str, index: int, names: list[str]) -> str:
     """The first scenario that the mutant spoils on any rank."""
     del rank, size
-    for name in names:
-        wanted = expected(engine, name)
-        with mutants_of(engine)[index].applied():
+    wanted = {name: expected(engine, name) for name in names}
+    with mutants_of(engine)[index].applied():
+        for name in names:
             found = outcome(engine, name)
             torch.accelerator.synchronize()
-        equal = len(found) == len(wanted) and all(map(torch.equal, found, wanted))
-        agreed = torch.tensor([int(equal)])
-        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
-        if not agreed.item():
-            return name
+            equal = len(found) == len(wanted[name]) and all(map(torch.equal, found, wanted[name]))
+            agreed = torch.tensor([int(equal)])
+            dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+            if not agreed.item():
+                return name
     return ""
 
 
@@ -200,7 +202,9 @@ def run(engine: str, only: str) -> list[dict[str, Any]]:
             names = usable(ranks, engine, setting, digests)
             for name in [name for name in names if name not in reached]:
                 reached[name] = ranks.run(functions, engine, name, timeout=120.0)[0]
-            for index in left:
+            for count, index in enumerate(left):
+                if count % MUTANTS_OF_A_RANK == 0:
+                    ranks.close()
                 place = f"{found[index].module}.{found[index].function}"
                 calling = [name for name in names if place in reached[name]]
                 if by := _exposing(ranks, engine, index, calling):

@@ -9,6 +9,7 @@ counted. What is found says what the engines ask of a device; no time is measure
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import fsdp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import polyshard
 from benchmarks import harness
@@ -111,10 +112,16 @@ def sharded(
     with torch.device("cpu"):
         torch.manual_seed(0)
         model = nn.Sequential(*(Block(width, hidden) for _ in range(layers)))
-    names = ("replicas", "shards")[-len(mesh) :]
     device = torch.get_default_device().type
-    placed = init_device_mesh(device, mesh, mesh_dim_names=names)
+    placed = _mesh(device, mesh)
     return harness.sharded(model.to(device), model, library.fully_shard, mesh=placed, **keywords)
+
+
+@functools.cache
+def _mesh(device: str, sizes: tuple[int, ...]) -> DeviceMesh:
+    """One for all models: each has process groups, whose threads wake up all the time."""
+    names = ("replicas", "shards")[-len(sizes) :]
+    return init_device_mesh(device, sizes, mesh_dim_names=names)
 
 
 def _trained(row: Row, engine: str) -> Any:
