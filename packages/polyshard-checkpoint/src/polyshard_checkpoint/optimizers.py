@@ -22,7 +22,7 @@ from torch.distributed.tensor import empty as empty_dtensor
 from torch.optim import Optimizer
 
 from polyshard._torch.staged import checkpoint_name
-from polyshard.engine.native_state import attach_optimizer
+from polyshard.engine.state_dict import attach_optimizer
 from polyshard.errors import CheckpointError
 
 OPTIMIZER, STATE, GROUPS, PARAMS = "optimizer", "state", "param_groups", "params"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from polyshard.clipping import clip_grad_norm_, grad_norm
     from polyshard.description import describe, stats
     from polyshard.engine.keeping import close, load_plugin_state_dict, plugin_state_dict
-    from polyshard.engine.native_state import attach_optimizer
+    from polyshard.engine.state_dict import attach_optimizer
     from polyshard.module import (
         FSDPModule,
         GradientReductionHandle,
@@ -138,7 +138,7 @@ _HOMES = {
     "SameValues": "same_values",
     "ShardPlacement": "sharding.placement",
     "UnshardHandle": "module",
-    "attach_optimizer": "engine.native_state",
+    "attach_optimizer": "engine.state_dict",
     "clip_grad_norm_": "clipping",
     "close": "engine.keeping",
     "describe": "description",

@@ -25,7 +25,7 @@ from toy_models import Model, build, full, loss_of, shard, tokens_for
 from toy_transforms import Transposing
 
 from polyshard import Plugin, attach_optimizer, fully_shard, hookimpl
-from polyshard.engine.native_state import native_state
+from polyshard.engine.state_dict import native_state
 from polyshard.errors import (
     CheckpointError,
     IneffectiveSettingWarning,

@@ -15,29 +15,40 @@ change then (see [Note: turns] of the freshness).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Iterable
+from typing import Generic, TypeVar
 
+from polyshard._torch.untraced import outside_transforms
 from polyshard.engine.order import StepOrder
-from polyshard.group.group import ParameterGroup
+from polyshard.group.group import ParameterGroup, State
 
 
-class Gathered(Hashable, Protocol):
+class Gathered:
     """Groups that are gathered and freed together."""
 
     groups: list[ParameterGroup]
 
+    @outside_transforms
     def unshard(self) -> None:
         """Begin to gather every group."""
-        ...
+        for group in self.groups:
+            group.unshard()
 
+    @outside_transforms
+    def wait(self) -> None:
+        """Finish gathering every group."""
+        for group in self.groups:
+            group.wait()
+
+    @outside_transforms
     def reshard(self) -> None:
         """Free every group."""
-        ...
+        for group in self.groups:
+            group.reshard()
 
     def is_sharded(self) -> bool:
         """Whether no group is gathered or on the way."""
-        ...
+        return all(group.state is State.SHARDED for group in self.groups)
 
 
 G = TypeVar("G", bound=Gathered)

@@ -21,7 +21,7 @@ from polyshard.engine.breaking import BackwardGuard
 from polyshard.engine.finalization import Finalization, Reduction
 from polyshard.engine.initial_values import InitialValues
 from polyshard.engine.optimizers import watch_steps
-from polyshard.engine.prefetch import Prefetcher
+from polyshard.engine.prefetch import Gathered, Prefetcher
 from polyshard.engine.reductions import Reductions
 from polyshard.failures import Ended, Kind, Part, failure_handler, kept_failure_handler
 from polyshard.group.group import ParameterGroup, State, free_outdated
@@ -89,7 +89,7 @@ class Phase(Enum):
     """Shapes alone are wanted. See [Note: opaque units]."""
 
 
-class Unit:
+class Unit(Gathered):
     """What one ``fully_shard`` call covers: modules that are gathered and freed together."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Unit:
         self.roles = roles
         self.policy = policy
         self.name = ", ".join(type(module).__name__ for module in modules)
-        self.groups: list[ParameterGroup] = []
+        self.groups = []
         self.borrowed: list[ParameterGroup] = []
         """Groups of units beside it that its modules use. See [Note: shared parameters]."""
         self.initial_values: tuple[InitialValues, ...] = ()  # until ranks have compared them
@@ -120,28 +120,6 @@ class Unit:
             yield Ended(group.roles.mesh, tuple(group.lacking()))
 
     # Gathering --------------------------------------------------------------------------------
-
-    @outside_transforms
-    def unshard(self) -> None:
-        """Begin to gather every group."""
-        for group in self.groups:
-            group.unshard()
-
-    @outside_transforms
-    def wait(self) -> None:
-        """Finish gathering every group."""
-        for group in self.groups:
-            group.wait()
-
-    @outside_transforms
-    def reshard(self) -> None:
-        """Free every group."""
-        for group in self.groups:
-            group.reshard()
-
-    def is_sharded(self) -> bool:
-        """Whether no group is gathered or on the way."""
-        return all(group.state is State.SHARDED for group in self.groups)
 
     def keeps_unsharded(self) -> bool:
         """Whether parameters stay gathered between forward and backward.

@@ -155,7 +155,8 @@ class ParameterGroup:
             refuse_claims(self.contributions, info)
             refuse_block(block_size, info)
         self.reduced: list[frozenset[int]] = []
-        """Parameters that had a gradient on any replica, in each reduction of the iteration."""
+        """Parameters that had a gradient on any replica, in each reduction of the iteration; for
+        a handler of failures, if there is one."""
         self.meter = Meter(self.identity, self.contributions.all(OBSERVERS))
         self._base_transport = self.contributions.transport(info, self.roles)
         self.transport: Transport = self._base_transport
@@ -571,7 +572,7 @@ class ParameterGroup:
         except Exception as error:
             self._part.handler.explain(self._part, error)
             raise
-        if (summed := generation.reducer.summed(frame)) is not None:
+        if self._part.is_watched and (summed := generation.reducer.summed(frame)) is not None:
             self.reduced.append(summed)
         run(frame, frame.program.cut, self._part, "polyshard.reduce")
         if frame.table.present:
