@@ -6,7 +6,7 @@ import gc
 import importlib
 import itertools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -131,9 +131,10 @@ def evaluated(library: Any) -> list[Tensor]:
 
 
 def optimizer_on_a_stream(library: Any) -> list[Tensor]:
-    module = torch.get_device_module("sim")
-    model, side = sharded(library), module.Stream()
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
+    module, model = torch.get_device_module("sim"), sharded(library)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = [backward(model)]
+    side = module.Stream()  # the newest, which the device's mode "lowest" runs last
     for number in range(3):
         losses.append(backward(model, number))
         side.wait_stream(module.current_stream())
@@ -235,19 +236,40 @@ def separate_reductions(library: Any) -> list[Tensor]:
     return train(model)
 
 
+def two_streams(library: Any) -> list[Tensor]:
+    """Gathered on one stream, used and freed on another; both go on. (FSDP2 is wrong there.)"""
+    module, model = torch.get_device_module("sim"), sharded(library)
+    seen = train(model, 1)
+    given, side = batch(), module.Stream()
+    for layer in model:
+        handle = layer.unshard(async_op=True)
+        side.wait_stream(module.current_stream())
+        with module.stream(side):
+            handle.wait()
+            seen.append(F.linear(given, layer.up.weight).detach())
+            layer.reshard()
+        seen += bystanders()
+    module.current_stream().wait_stream(side)
+    return seen + train(model, 1)
+
+
 def together(library: Any) -> list[Tensor]:
     models = [sharded(library), sharded(library)]
     library.share_comm_ctx(models)
     return [tensor for model in models for tensor in train(model, 1)]
 
 
+def quantized(**parts: bool) -> Any:
+    """A plugin that sends these as int8."""
+    plugin: Any = importlib.import_module("polyshard_quantized")
+    every, block = plugin.Exclusions(min_ndim=0, min_numel=0), plugin.Int8Block(16)
+    return plugin.QuantizedComm(exclude=every, **dict.fromkeys(parts, block))
+
+
 def int8(library: Any) -> list[Tensor]:
-    quantized: Any = importlib.import_module("polyshard_quantized")
-    every = quantized.Exclusions(min_ndim=0, min_numel=0)
-    block = quantized.Int8Block(16)
     seen = []
     for mesh in ((2,), (2, 1)):
-        plugin = quantized.QuantizedComm(weights=block, gradients=block, exclude=every)
+        plugin = quantized(weights=True, gradients=True)
         seen += train(sharded(library, mesh, plugins=[plugin]))
     return seen
 
@@ -286,11 +308,32 @@ def dropped_with_replicas(library: Any) -> list[Tensor]:
     return bystanders()
 
 
-def offload(library: Any, accumulates: bool = False, **switches: Any) -> list[Tensor]:
+def matrices(library: Any) -> list[Tensor]:
+    """Gradients that land whole on an owner."""
+    optimizers: Any = importlib.import_module("polyshard_optimizers")
+    seen = []
+    for mesh in ((2,), (2, 1)):
+        muon = optimizers.MatrixOptimizer(torch.optim.Muon, lr=0.02)
+        model = sharded(library, mesh, plugins=[muon])
+        for sums in (False, True):
+            model.set_requires_all_reduce(sums)
+            backward(model)
+        whole = muon.optimizer(model)
+        seen += train(model, 1, whole) + train(model, 1, whole)
+    return seen
+
+
+def offload(
+    library: Any,
+    accumulates: bool = False,
+    mesh: tuple[int, ...] = (2,),
+    plugins: Sequence[Any] = (),
+    **switches: Any,
+) -> list[Tensor]:
     tiers: Any = importlib.import_module("polyshard_offload")
     with tempfile.TemporaryDirectory() as folder:
         plugin = tiers.Offload(**switches, disk=tiers.DiskSettings(path=Path(folder)))
-        model = sharded(library, plugins=[plugin])
+        model = sharded(library, mesh, plugins=[plugin, *plugins])
         if accumulates:
             backward(model, 5)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -307,11 +350,14 @@ OWN: dict[str, Scenario] = {
     "on_host": lambda library: [
         *offload(library, params="host"),
         *offload(library, True, params="host"),
+        *offload(library, mesh=(2, 1), params="host"),
+        *offload(library, plugins=[quantized(weights=True)], params="host"),
     ],
     "optimizer_on_host": lambda library: offload(library, params="device", optimizer="host"),
     "on_disk": lambda library: offload(library, params="disk"),
     **named(
-        coalesced, separate_reductions, together, int8, custom, dropped_with_replicas,
+        coalesced, separate_reductions, two_streams, together, int8, custom, matrices,
+        dropped_with_replicas,
     ),
 }  # fmt: skip
 

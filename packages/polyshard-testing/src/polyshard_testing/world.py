@@ -365,12 +365,10 @@ def _forget_the_last_call() -> None:
     """Its failures ended with it, and so did its process groups, which may be out of step."""
     import torch
 
-    from polyshard._torch.newer import forget_shardings
     from polyshard.agreement.meeting import start_again
     from polyshard.failures import failure_handler
 
     start_again()  # what this rank reported then is no news now
-    forget_shardings()
     handler = failure_handler()
     with handler.reset(None, is_in_mid_step=False):
         pass

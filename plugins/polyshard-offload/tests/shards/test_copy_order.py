@@ -33,12 +33,12 @@ CORE = (
     "polyshard.group.group",
     "polyshard.engine.unit",
 )
-HOST_MEMORY = ("settle", "synchronize", "ENTRY", "kept += (frame.total")
-"""What statements of core say that are there for shards and gradients on the host."""
+HOST_MEMORY = ("settle", "synchronize", "ENTRY", "kept += (frame.total", "_take_held")
+"""In statements of core, or names of functions, for shards and gradients on the host."""
 
 MUTANTS = [
     *mutants(OWN),
-    *(m for m in mutants(CORE) if any(word in m.text for word in HOST_MEMORY)),
+    *(m for m in mutants(CORE) if any(word in f"{m.function} {m.text}" for word in HOST_MEMORY)),
 ]
 
 
