@@ -26,9 +26,10 @@ nox.options.reuse_venv = "yes"
 # more slowly: subsets by really uninstalling, samples in full, the site, pages in a browser, every
 # seam of the template, the gallery. A part of it joins the gate where a branch changes what that
 # part looks at (`tools/changes.py`). The tests come last, so that pytest's closing line stands
-# right above nox's summary.
-GATE = ["lint", "typecheck", "docs", "build"]
-nox.options.sessions = [*GATE, *nightly_parts(changed_paths()), "tests"]
+# right above nox's summary. What comes before them uses one core for most of its time, so two
+# chains of sessions run beside each other: one has environments of its own, the other `.nox/dev`.
+CHAINS = (("lint", "build"), ("typecheck", "docs"))
+nox.options.sessions = ["checks", *nightly_parts(changed_paths()), "tests"]
 
 PAGES = ("README.md", "CONTRIBUTING.md", "docs", *map(str, Path().glob("p*/*/README.md")))
 ROOT = Path(__file__).parent
@@ -55,8 +56,8 @@ WITH_EXTRAS = {"polyshard-cli": "migrate,picture"}
 
 # [Note: one environment with torch]
 # Installing torch costs most of a session's time and a gigabyte of disk, so every session that
-# needs it shares .nox/dev. What a session must not see is uninstalled first; sessions of this file
-# therefore cannot run in parallel. Only `build` makes a second one, because it must start empty.
+# needs it shares .nox/dev. What a session must not see is uninstalled first, so sessions that share
+# it cannot run beside each other. Only `build` makes a second one, because it must start empty.
 # While no pyproject.toml changes, a session adds and removes only the plugins that differ.
 def dev_environment(session: nox.Session, plugins: list[str]) -> Path:
     """Make the shared environment hold core and exactly ``plugins``; return its bin folder."""
@@ -104,7 +105,14 @@ def existing(*paths: str) -> list[str]:
     return [path for path in paths if (ROOT / path).exists()]
 
 
-@nox.session
+@nox.session(venv_backend="none")
+def checks(session: nox.Session) -> None:
+    """Run lint, typecheck, docs and build, two beside each other."""
+    nox_itself = [sys.executable, "-m", "nox", "--sessions"]
+    at_once(session, {" ".join(chain): ([*nox_itself, *chain], {}) for chain in CHAINS}, 2)
+
+
+@nox.session(default=False)
 def lint(session: nox.Session) -> None:
     """Check style, prose, imports between rooms, and the layout of the repository."""
     session.install(*nox.project.dependency_groups(PYPROJECT, "lint"))
@@ -119,7 +127,7 @@ def lint(session: nox.Session) -> None:
     session.run("lint-imports", env={"PYTHONPATH": sources})  # reads files, imports nothing
 
 
-@nox.session(venv_backend="none")
+@nox.session(venv_backend="none", default=False)
 def typecheck(session: nox.Session) -> None:
     """Run mypy on each distribution against the installed others, then on the tooling."""
     mypy = str(dev_environment(session, PLUGINS) / "mypy")
@@ -151,7 +159,7 @@ def at_once(
         session.error(f"failed: {', '.join(failed)}")
 
 
-@nox.session(venv_backend="none")
+@nox.session(venv_backend="none", default=False)
 def docs(session: nox.Session) -> None:
     """Run the Python blocks of the README files and of docs/."""
     python = str(dev_environment(session, PLUGINS) / "python")
@@ -169,7 +177,7 @@ def site(session: nox.Session) -> None:
     session.run(python, "-m", "pytest", looks, *session.posargs, env=ONE_THREAD)
 
 
-@nox.session
+@nox.session(default=False)
 def build(session: nox.Session) -> None:
     """Build every sdist and wheel, check what they carry, use them in an empty environment."""
     use_dist(session, make_dist(session))

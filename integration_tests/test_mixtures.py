@@ -126,7 +126,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float, ato
         torch.testing.assert_close(found[name], value, msg=name, rtol=rtol, atol=atol)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_losses_and_weights_are_those_of_one_process(

@@ -119,6 +119,7 @@ WIDE: dict[str, Any] = {
 
 
 @ranks(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts with Linux's /proc")
 def test_bytes_go_straight_to_their_tier(rank: int, size: int, tier: str, tmp_path: Path) -> None:

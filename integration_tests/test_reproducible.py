@@ -164,6 +164,7 @@ def test_records_tell_tensor_parallel_ranks_apart(
         compare(folders[0], folders[3])
 
 
+@pytest.mark.thorough
 def test_activations_that_are_cut_are_recorded(
     world2: World, world4: World, tmp_path: Path
 ) -> None:

@@ -139,7 +139,7 @@ def built(stack: Stack, sharded: Callable[..., Any], device: str = "") -> Any:
     return sharded(model, mesh=mesh["dp"], plugins=list(plugins.values())), plugins
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", STACKS)
 @ranks(4)
 def test_the_same_training_as_inside_one_unit(rank: int, size: int, name: str) -> None:

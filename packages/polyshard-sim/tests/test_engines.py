@@ -77,7 +77,7 @@ def compare(rank: int, size: int) -> None:
             assert same(expected, train(rank, size, "sim", engine, bf16)), (engine, bf16)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", MODES)
 def test_bitwise_cpu_and_gloo(mode: str) -> None:
     run(compare, 2, mode=mode, timeout=120.0)
@@ -105,6 +105,7 @@ def exposed(rank: int, size: int) -> dict[str, bool]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_waits_left_out_are_exposed() -> None:
     results = [run(exposed, 2, mode=mode, timeout=200.0)[0] for mode in ("lowest", "highest")]
     found = {site: any(result[site] for result in results) for site in results[0]}

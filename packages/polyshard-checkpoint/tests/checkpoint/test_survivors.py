@@ -93,6 +93,7 @@ def world() -> Iterator[World]:
     made.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["hsdp", "hsdp at different steps"])
 def test_replicas_make_a_complete_checkpoint(
     world: World, world3: World, tmp_path: Path, kind: str

@@ -55,6 +55,7 @@ def asked(rank: int, size: int, architecture: Architecture, out: Path) -> Tensor
     return architecture.answer(model)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("architecture", chosen())
 @pytest.mark.filterwarnings("ignore")
 def test_it_is_what_one_process_makes_of_it(

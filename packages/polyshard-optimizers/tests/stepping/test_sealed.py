@@ -95,7 +95,7 @@ def check_kept(rank: int, size: int, kind: str) -> None:
     assert_same(*pair)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", KEPT)
 @ranks(2)
 def test_what_somebody_keeps(rank: int, size: int, kind: str) -> None:

@@ -44,10 +44,13 @@ COLLECTIVE_SECONDS = 60.0
 """How long a rank waits for its peers by default."""
 _ANSWER_SECONDS = 5.0  # for a rank to tell that it waited in vain
 _CALLS_OF_A_RANK = 300
-# A rank that imports these itself takes a second of a core for it, at each start.
+# A rank that imports these itself takes a second of a core for it, at each start. What ranks run
+# stands in files of tests, which import pytest.
 _PRELOADED = [
+    "hypothesis",
     "polyshard.api",
     "polyshard_resilience",
+    "pytest",
     "torch.distributed.checkpoint",
     "torch.distributed.tensor.parallel",
 ]

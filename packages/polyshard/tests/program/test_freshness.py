@@ -299,6 +299,7 @@ def test_written_between_turns(world2: World, keeping: str) -> None:
     world2.run(written_between, keeping)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("keeping", ["evaluation-replicas", "blocks", "blocks-accumulation"])
 def test_written_between_turns_on_more_ranks(world4: World, keeping: str) -> None:
     world4.run(written_between, keeping)

@@ -109,6 +109,7 @@ def test_compiled_and_told_when_to_free(world2: World, frees: bool) -> None:
         world2.run(compiled, way, "aot_eager", {"reshard_after_forward": frees}, timeout=180.0)
 
 
+@pytest.mark.thorough
 def test_compiled_with_blocks_of_ranks(world4: World) -> None:
     for way in ("after", "whole"):
         world4.run(compiled, way, "aot_eager", {"reshard_after_forward": 2}, timeout=180.0)

@@ -140,7 +140,7 @@ def compare(rank: int, tiers: Tiers, path: Path, *turns: Turn, **chosen: Any) ->
             assert_same_state(optimizer, expected)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tiers", TIERS, ids="-".join)
 @ranks(2)
 def test_both_ways_around(rank: int, size: int, tiers: Tiers, tmp_path: Path) -> None:
