@@ -115,6 +115,8 @@ class Run:
         self.data_rank = dist.get_rank() // max(case.mesh.tensor, 1)
         self.where = "sharding"
         self.micro = 0
+        self.hold_still = False
+        """Whether parameters stay gathered until a step, whatever is written to shards."""
         self.saves = 0
         self.sharded = Sharded(case, mesh, folder)
         self.model: Any = self.sharded.model
@@ -169,6 +171,7 @@ class Run:
         if self.case.mesh.replicas:
             model.set_requires_all_reduce(action.all_reduce)
         model.set_reshard_after_backward(not action.keep)
+        self.hold_still = action.keep and not action.sync
         flows = [model(batch(self.case, first + i, self.data_rank)) for i in range(action.forwards)]
         losses = [loss_of(flow, first + i) for i, flow in enumerate(flows)]
         losses = [loss for loss in losses if loss.requires_grad]
@@ -209,6 +212,7 @@ class Run:
 
     def step(self) -> None:
         self.oracle.step()
+        self.hold_still = False
         if self.optimizer is not None:
             self.optimizer.step()
         self.compare_parameters(exact=False)
@@ -237,6 +241,9 @@ class Run:
                 WRITES[action.how](floats)
         self.oracle.halve()
         self.compare_parameters(exact=True)
+        if self.hold_still:  # see set_reshard_after_backward
+            for unit in self.sharded.units:
+                unit.reshard()
 
     def by_hand(self, action: ByHand) -> None:
         unit = self.sharded.units[action.unit % len(self.sharded.units)]

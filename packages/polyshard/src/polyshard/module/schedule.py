@@ -133,7 +133,11 @@ class ScheduleSettings(Access):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether parameters are freed after backward (off: one gather less per micro-batch)."""
+        """Whether parameters are freed after backward (off: one gather less per micro-batch).
+
+        Off, the next micro-batch computes with what was gathered: call :meth:`reshard` after
+        parameters were written by hand between micro-batches.
+        """
         for group in self._groups(recurse):
             group.reshard_after_backward = reshard_after_backward
 
