@@ -335,3 +335,20 @@ def test_a_rank_that_dies(place: str) -> None:
         world.close()
     assert str(caught.value).count("--- rank") == 1, str(caught.value)
     assert "--- rank 2 ---\nthe process ended without an answer" in str(caught.value)
+
+
+@ranks(2)
+def test_a_rank_may_fail_before_another_has_begun_the_attempt(rank: int, size: int) -> None:
+    """Gradients of the step before are there still; no device has anything to do with them."""
+    job = Job(rank)
+    with polyshard_resilience.attempt(job.model, job.optimizer):
+        job.backward()
+        job.optimizer.step()
+    if rank == 0:
+        while current_alarm().report is None:
+            time.sleep(0.01)
+    body = raising(ValueError("early")) if rank else job.backward
+    failure(polyshard_resilience.attempt(job.model, job.optimizer), body, "rank 1: ValueError")
+    with polyshard_resilience.attempt(job.model, job.optimizer):
+        job.backward()
+        job.optimizer.step()

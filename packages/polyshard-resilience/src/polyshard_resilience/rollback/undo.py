@@ -20,7 +20,7 @@ from polyshard.engine.unit import RootContext
 from polyshard.errors import SettingError
 from polyshard.params.parameter import ShardedParameter
 from polyshard.plugins.seams import Stateful
-from polyshard_resilience._torch_private import await_devices
+from polyshard_resilience._torch_private import await_devices, on_devices
 from polyshard_resilience.alarm.current import current_alarm
 from polyshard_resilience.rollback.copies import Kept, Memory
 from polyshard_resilience.rollback.optimizers import OptimizerUndo, StepMemory
@@ -176,10 +176,14 @@ def _await_gradients(scope: Scope) -> None:
     """Of backwards for which no host has waited, since they were not the last of an iteration.
 
     A failure in the attempt would abort their reductions as well, and what is put back be garbage.
+    Without a device the host has waited for all of them; and a rank that is faster may have failed
+    in this very attempt.
 
     Raises:
         PeerError: when they did not end, because a rank has failed already.
     """
+    if not (on_devices() and any(context.finalization.is_busy for context in scope.contexts)):
+        return
     groups = (group for context in scope.contexts for group in context.groups())
     if all(p.grad is None for p in scope.parameters()) and not any(
         group.gradients.waiting for group in groups
