@@ -1,5 +1,7 @@
 """The virtual clock: modelled times of what is launched, on hardware of public figures.
 
+::
+
     enable(clock=Hardware())
     with rank_of(64), record() as timeline:
         step()
