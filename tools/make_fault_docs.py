@@ -126,7 +126,7 @@ def _seen(seconds: dict[str, list[float | None]], measured: str) -> str:
         f"## What each rank sees\n\n{table(headings, rows)}\n"
         "Seconds are the slowest rank's, over meshes and plugins; on devices without plugins,\n"
         "also in `attempt`, with NCCL on a GPU that ranks share\n"
-        "([figures](../../benchmarks/results/faults)). Measured beside other programs, on\n"
+        "(figures in `benchmarks/results/faults`). Measured beside other programs, on\n"
         f"{measured}.\n\n"
     )
 
