@@ -70,8 +70,9 @@ def whole(plugins: list[str]) -> list[str]:
     paths = [] if plugins else [f"packages/{name}/tests" for name in PACKAGES]
     if len(plugins) == 1:
         paths += [f"plugins/{plugins[0]}/tests"]
-    if not NEUTRAL.intersection(plugins):
-        paths += ["integration_tests", f"--stack={stack_of(tuple(plugins))}"]
+    if not NEUTRAL.intersection(plugins):  # other combinations need plugins that are not there
+        paths += [f"integration_tests/{file}" for file in (*CELLS, "test_sim.py")]
+        paths += [f"--stack={stack_of(tuple(plugins))}"]
     return paths
 
 
