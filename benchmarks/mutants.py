@@ -71,24 +71,24 @@ SETTINGS = {
     "FSDP2": [Setting(mode, False) for mode in _ORDER],  # strict is more than CUDA asks
 }
 
-_RECORDED = "no scenario here exposes it; recorded steps do: `test_stream_mutants.py`"
-_RECORDED_COPIES = "no scenario here exposes it; recorded steps do: `test_copy_order.py`"
+_RECORDED = "recorded steps expose it: `test_stream_mutants.py`"
+_RECORDED_COPIES = "recorded steps expose it: `test_copy_order.py`"
 _NAMED_ALIKE = "orders nothing; only the name matches"
-_FAILING = "no scenario fails in an optimizer's step; `test_step.py` has some"
-_THREAD = "a thread and a file, no stream: what an optimizer opened in host memory"
-_REUSED = "seen only if the allocator gives the memory out again while the copy is under way"
+_FAILING = "runs where an optimizer's step fails: `test_step.py`"
+_THREAD = "a thread and a file, no stream"
+_REUSED = "needs the memory reused during the copy"
 _GLOO = "a message of gloo: `test_gloo_waits.py` leaves it out"
 HOST_MEMORY = ("settle()", "_take_held")
 """In names and texts of mutants about copies to and from the host."""
 REASONS = {
     ("Reducer._tell", "frame.said.works.wait()"): _GLOO,
-    ("Reducer._land", "pending.wait()"): "runs where a step fails while gradients land whole",
+    ("Reducer._land", "pending.wait()"): "runs after a failure",
     ("Reducer._play_out", "pending.wait()"): _GLOO,
     ("FSDPModule.finalize_backward", "finalize(unit)"): "no scenario ends a backward by hand",
     (
         "Lane._submit",
         "launched(device)()",
-    ): "for a tier whose copies end later: `test_pipeline_order.py` has one",
+    ): "for tiers that copy asynchronously: `test_pipeline_order.py`",
     ("Lane.settle", "future.result()"): _FAILING,
     ("Pipeline.run", "self.settle()"): _FAILING,
     ("Pipeline.settle", "lane.settle()"): _FAILING,
