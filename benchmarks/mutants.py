@@ -213,7 +213,7 @@ def run(engine: str, only: str) -> list[dict[str, Any]]:
             for name in [name for name in names if name not in reached]:
                 reached[name] = ranks.run(functions, engine, name, timeout=120.0)[0]
             for count, index in enumerate(left):
-                if count % MUTANTS_OF_A_RANK == 0:
+                if count and count % MUTANTS_OF_A_RANK == 0:
                     ranks.close()
                 place = f"{found[index].module}.{found[index].function}"
                 calling = [name for name in names if place in reached[name]]

@@ -182,7 +182,7 @@ def _await_gradients(scope: Scope) -> None:
     Raises:
         PeerError: when they did not end, because a rank has failed already.
     """
-    if not (on_devices() and any(context.finalization.is_busy for context in scope.contexts)):
+    if not (any(context.finalization.is_busy for context in scope.contexts) and on_devices()):
         return
     groups = (group for context in scope.contexts for group in context.groups())
     if all(p.grad is None for p in scope.parameters()) and not any(
