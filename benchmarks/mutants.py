@@ -41,7 +41,7 @@ MUTANTS_OF_A_RANK = 25
 _CORE = (
     "memory.streams", "transport.collective", "transport.collective_owners", "transport.custom",
     "transport.wrapped", "program.executor", "program.reduce", "program.unshard", "group.group",
-    "engine.unit", "engine.hooks", "engine.prefetch", "engine.ending", "module.communication",
+    "engine.unit", "engine.hooks", "engine.step", "module.communication",
     "module.sharded",
 )  # fmt: skip
 _OFFLOAD = (

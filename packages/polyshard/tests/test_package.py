@@ -31,6 +31,31 @@ def test_declaring_a_plugin_does_not_load_torch(module: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+COLLECTIVES_ALONE = """
+import sys, torch, polyshard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+model = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Linear(5, 5))
+for module in (*model, model):
+    polyshard.fully_shard(module, mesh=mesh)
+for is_last in (False, True):
+    model.set_is_last_backward(is_last)
+    model(torch.randn(3, 5)).sum().backward()
+polyshard.clip_grad_norm_(model.parameters(), 1.0)
+torch.optim.SGD(model.parameters(), lr=0.1).step()
+imported = [name for name in sys.modules if name.startswith("polyshard.transport.gloo")]
+assert not imported, imported
+"""
+
+
+def test_collectives_import_nothing_of_gloo() -> None:
+    code = [sys.executable, "-W", "ignore", "-c", COLLECTIVES_ALONE]
+    done = subprocess.run(code, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_one_file_asks_plugins_and_pluggy() -> None:
     """So that hooks are called through typed functions only."""
     asking = {p.name for p in SOURCE.rglob("*.py") if re.search(r"self\.ask\(", p.read_text())}

@@ -6,7 +6,7 @@ from types import FrameType
 
 import pytest
 
-from polyshard.engine.breaking import BackwardGuard
+from polyshard.engine.step import BackwardGuard
 
 
 class Told:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyshard.engine.order import FORWARDS, StepOrder
+from polyshard.engine.step import FORWARDS, StepOrder
 
 UNITS = ("root", "a", "b", "c")
 

@@ -20,8 +20,7 @@ MODULES = (
     "polyshard.group.group",
     "polyshard.engine.unit",
     "polyshard.engine.hooks",
-    "polyshard.engine.prefetch",
-    "polyshard.engine.ending",
+    "polyshard.engine.step",
     "polyshard.module.communication",
     "polyshard.module.sharded",
 )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from polyshard._torch.opaque import constant_in_graphs, own_autograd, stand_ins
-from polyshard._torch.untraced import outside_transforms, transforms_run, untraced
+from polyshard._torch.private import outside_transforms, transforms_run, untraced
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")  # torch's own jvp

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from polyshard._torch.optimizers import local_of, profiled, state_of
-from polyshard._torch.untraced import untraced
+from polyshard._torch.private import untraced
 from polyshard_optimizers.stepping.chunks import Batch, Chunk, Mode, Run, batches_of
 from polyshard_optimizers.stepping.elementwise import reason_against
 from polyshard_optimizers.stepping.keeper import Lent, OptimizerKeeper

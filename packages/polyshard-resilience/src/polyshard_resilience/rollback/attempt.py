@@ -22,8 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from polyshard._torch.private import in_backward
-from polyshard._torch.untraced import untraced
+from polyshard._torch.private import in_backward, untraced
 from polyshard.agreement.meeting import report_failure
 from polyshard.engine.plans import audiences
 from polyshard.engine.root import groups_of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch.nn.utils.stateless import _reparametrize_module
 
-from polyshard._torch.untraced import skip_frames_of
+from polyshard._torch.private import skip_frames_of
 
 _AUTOGRAD_KEYS = (
     DispatchKey.ADInplaceOrView,

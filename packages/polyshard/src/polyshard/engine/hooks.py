@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from polyshard._torch.gloo import await_values
-from polyshard._torch.private import in_backward
-from polyshard._torch.untraced import outside_transforms, transforms_run, untraced
+from polyshard._torch.private import in_backward, outside_transforms, transforms_run, untraced
 from polyshard.engine.root import initialize_root
 from polyshard.engine.trees import cast_floating, map_tensors, tensors
 from polyshard.engine.unit import Phase, Unit
@@ -161,7 +160,7 @@ class UnitHooks:
             return self._cast_output(output)
         is_outermost = unit.context.forward_root is unit
         if is_outermost:
-            for tensor in tensors(output):  # see [Note: let down elsewhere] of breaking.py
+            for tensor in tensors(output):  # see [Note: let down elsewhere] of resilience
                 await_values(tensor)
         unit.pending_modules.discard(module)
         if not unit.pending_modules:

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from polyshard._torch.private import local_tensor
-from polyshard._torch.untraced import outside_transforms
+from polyshard._torch.private import local_tensor, outside_transforms
 from polyshard.errors import DifferentValuesWarning
 from polyshard.group.group import ParameterGroup
 from polyshard.params.parameter import ShardedParameter, Source

@@ -36,7 +36,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from polyshard._torch.untraced import untraced
+from polyshard._torch.private import untraced
 from polyshard.errors import LifecycleError, UntiedWarning, warn
 from polyshard.group.group import ParameterGroup
 from polyshard.transport.base import Turn

@@ -30,8 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from polyshard._torch.private import local_tensor
-from polyshard._torch.untraced import untraced
+from polyshard._torch.private import local_tensor, untraced
 from polyshard.engine.trees import map_tensors
 from polyshard.engine.unit import Unit
 from polyshard.errors import (

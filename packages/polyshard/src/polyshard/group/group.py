@@ -35,8 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from polyshard._torch.private import in_backward
-from polyshard._torch.untraced import outside_transforms
+from polyshard._torch.private import in_backward, outside_transforms
 from polyshard.errors import LifecycleError, warn
 from polyshard.failures import Part
 from polyshard.group.dtypes import Dtypes, GradientDtypes, policy_notices, resolve_dtypes

@@ -14,11 +14,10 @@ from typing_extensions import override
 
 from polyshard._torch.engine_state import shown_to_torch
 from polyshard._torch.newer import TorchGradientReductionHandle
-from polyshard.engine.ending import finalize, start_to_finalize
-from polyshard.engine.finalization import Reduction
 from polyshard.engine.opaque import calling, enroll
 from polyshard.engine.plans import compare_early
-from polyshard.engine.unit import RootContext, Unit
+from polyshard.engine.step import Reduction
+from polyshard.engine.unit import RootContext, Unit, finalize, start_to_finalize
 from polyshard.errors import DeepcopyError, LifecycleError
 from polyshard.module.communication import CommunicationSettings
 from polyshard.module.schedule import ScheduleSettings, units_of

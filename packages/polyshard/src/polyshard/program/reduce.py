@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -59,7 +59,9 @@ from polyshard.program.packing import Averaging, Packing, extents_of
 from polyshard.program.unshard import ShardAxis, join
 from polyshard.transport import all_gather, all_reduce, presence_of
 from polyshard.transport.base import DONE, ReduceRoute, Turn
-from polyshard.transport.gloo.presence import Difference, Presence
+
+if TYPE_CHECKING:
+    from polyshard.transport.gloo.presence import Difference, Presence
 
 ReduceHook = Callable[[Tensor], None]
 _HOOKS = "_post_accumulate_grad_hooks"

@@ -52,13 +52,12 @@ def choose_transport(roles: MeshRoles, device: torch.device) -> Transport:
     """
     if roles.shard_size == 1:
         return LocalTransport()
-    from polyshard.transport.gloo import GlooTransport
-
     group = roles.shard_group
-    planned = stands_for(backend_for(group, device))
-    if planned == dist.Backend.GLOO:
-        return GlooTransport(group)
-    if device.type == "cpu" and backend_for(group, device) == dist.Backend.GLOO:
+    backend = backend_for(group, device)
+    is_gloo = device.type == "cpu" and backend == dist.Backend.GLOO
+    if is_gloo or stands_for(backend) == dist.Backend.GLOO:
+        from polyshard.transport.gloo import GlooTransport
+
         return GlooTransport(group)
     return CollectiveTransport(group, device)
 
