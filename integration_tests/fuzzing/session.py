@@ -16,7 +16,7 @@ from polyshard_testing import World
 from polyshard_testing.world import RankError
 
 RANKS = 4
-SECONDS = 20.0
+SECONDS = 60.0
 """After which a case counts as hung."""
 
 
