@@ -129,12 +129,14 @@ class Oracle:
             ]
             losses = [loss_of(flow, micro + i) for i, flow in enumerate(flows)]
             losses = [loss for loss in losses if loss.requires_grad]
-            if losses:
-                torch.stack(losses).sum().backward()
+            if action.joint and losses:
+                losses = [torch.stack(losses).sum()]
+            for loss in losses:  # backwards one by one are reduced, and rounded, one by one
+                loss.backward()
+                self._collect()
                 ran = True
             if rank == data_rank:
                 mine = [flow[0].detach() for flow in flows]
-            self._collect()
         if action.sync and ran:
             self._reduce()
         return mine
