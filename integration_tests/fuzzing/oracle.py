@@ -33,7 +33,8 @@ from fuzzing.case import Case, Policy, Train, units
 
 ROUNDINGS = 16
 """Roundings between an input and a gradient that may differ; products amplify each a little."""
-TENSOR_PARALLEL_ROUNDINGS = 128
+TENSOR_PARALLEL_ROUNDINGS = 256
+"""Sums of 2048 products: the oracle itself was 143 off what float64 gives (case 1651 of seed 1)."""
 
 
 @dataclass
