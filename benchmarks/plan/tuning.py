@@ -28,8 +28,7 @@ from polyshard_cli.compare.engines.spec import parse
 from polyshard_cli.plan import Settings, parse_mesh
 from polyshard_cli.plan.drafting import subject_of
 from polyshard_cli.plan.dry_run.units import units_of
-from polyshard_cli.plan.tuning.search import Search
-from polyshard_cli.plan.tuning.space import Choice
+from polyshard_cli.plan.tuning.search import Choice, Search
 
 RANKS = 2
 AT_ONCE = 6

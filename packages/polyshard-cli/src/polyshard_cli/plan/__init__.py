@@ -6,9 +6,8 @@ from polyshard_cli.plan.errors import PlanError
 from polyshard_cli.plan.report.document import Document
 from polyshard_cli.plan.request.mesh import parse_mesh
 from polyshard_cli.plan.request.settings import Settings
-from polyshard_cli.plan.tuning.document import Tuning
-from polyshard_cli.plan.tuning.space import Open
-from polyshard_cli.plan.tuning.tune import tune
+from polyshard_cli.plan.tuning.search import Open
+from polyshard_cli.plan.tuning.tune import Tuning, tune
 
 __all__ = [
     "Document",

@@ -17,7 +17,7 @@ from polyshard_cli.plan.drafting import draft
 from polyshard_cli.plan.errors import PlanError
 from polyshard_cli.plan.estimate.machines import save_machine
 from polyshard_cli.plan.estimate.measuring import measure
-from polyshard_cli.plan.page.console import WIDTH, show
+from polyshard_cli.plan.page.blocks import WIDTH, show
 from polyshard_cli.plan.page.html import check_page, write_page
 from polyshard_cli.plan.report.document import Document
 from polyshard_cli.plan.report.sections import lead_of, plan_page, plan_sections
@@ -27,11 +27,11 @@ from polyshard_cli.plan.request.settings import (
     SEARCH,
     Settings,
     Written,
+    parse_bytes,
     said,
 )
-from polyshard_cli.plan.request.sizes import parse_bytes
 from polyshard_cli.plan.tuning import sections as tuning_report
-from polyshard_cli.plan.tuning.space import Open
+from polyshard_cli.plan.tuning.search import Open
 from polyshard_cli.plan.tuning.tune import tune as tuned
 
 MOST_ON_CPU = 8

@@ -5,9 +5,8 @@ The parts are public to this package, so that a search over settings makes each 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
-from polyshard.__about__ import __version__
 from polyshard.errors import SettingError
 from polyshard.planning import PlannedGroup as Living
 from polyshard.planning import planned_groups as living_groups
@@ -27,20 +25,12 @@ from polyshard_cli.plan.dry_run.planning import (
     policy_of,
     shard,
 )
-from polyshard_cli.plan.dry_run.probing import Cost, Probe, cast_parameters, probe
+from polyshard_cli.plan.dry_run.probing import Cost, Probe, probe
 from polyshard_cli.plan.dry_run.units import units_of
 from polyshard_cli.plan.errors import PlanError
 from polyshard_cli.plan.estimate.machines import Machine, load_machine
-from polyshard_cli.plan.estimate.step import Step, step_of
-from polyshard_cli.plan.report.advice import advice_for
-from polyshard_cli.plan.report.document import (
-    SCHEMA,
-    Document,
-    MachineFacts,
-    ModelFacts,
-    folded,
-    group_facts,
-)
+from polyshard_cli.plan.estimate.timing import Step, step_of
+from polyshard_cli.plan.report.document import Document, document_of
 from polyshard_cli.plan.request.mesh import Axis, MeshSpec, Role
 from polyshard_cli.plan.request.model import Loaded, built, load_model
 from polyshard_cli.plan.request.plugins import make_plugins, tensor_parallel, tiers_of
@@ -67,79 +57,27 @@ def draft(settings: Settings, loaded: Loaded | None = None) -> Document:
         PlanError: for whatever cannot be planned, with the nearest thing that works.
     """
     subject = subject_of(settings, loaded)
-    groups = planned(subject, settings)
-    found = probed(subject, settings)
-    step = estimated(subject, settings, groups, found)
-    facts = facts_of(
-        subject.loaded.name,
-        groups,
-        settings.optimizer,
-        settings.rank,
-        settings.local_batch,
-        settings.sequence or subject.loaded.sequence,
-        settings.accumulate,
-    )
-    return document_of(step, facts, subject.backend)
-
-
-def document_of(step: Step, model: ModelFacts, backend: str) -> Document:
-    """``step`` for a reader."""
-    machine = step.machine
-    return Document(
-        schema=SCHEMA,
-        polyshard=__version__,
-        torch=torch.__version__,
-        model=model,
-        mesh=step.mesh,
-        machine=MachineFacts(machine.name, backend, machine.sources, machine.memory_bytes),
-        groups=group_facts(step.groups),
-        memory=step.memory,
-        traffic=folded(step.traffic),
-        timing=step.timing,
-        notices=advice_for(step),
-    )
-
-
-def facts_of(
-    name: str,
-    groups: Sequence[PlannedGroup],
-    optimizer: str,
-    rank: int,
-    batch: int = 0,
-    sequence: int = 0,
-    accumulate: int = 1,
-) -> ModelFacts:
-    """The model of ``groups``, and what is done with it."""
-    parameters = [p for group in groups for p in group.parameters]
-    return ModelFacts(
-        name=name,
-        parameters=sum(p.elements for p in parameters),
-        trainable=sum(p.elements for p in parameters if p.trainable),
-        units=len({group.unit for group in groups}),
-        batch=batch,
-        sequence=sequence,
-        optimizer=optimizer,
-        rank=rank,
-        accumulate=accumulate,
+    step = estimated(subject, settings, planned(subject, settings), probed(subject, settings))
+    return document_of(
+        step,
+        subject.backend,
+        name=subject.loaded.name,
+        optimizer=settings.optimizer,
+        rank=settings.rank,
+        batch=settings.local_batch,
+        sequence=settings.sequence or subject.loaded.sequence,
+        accumulate=settings.accumulate,
     )
 
 
 def subject_of(settings: Settings, loaded: Loaded | None = None) -> Subject:
-    """The model and the machine of ``settings``; nothing is built yet.
-
-    Raises:
-        PlanError: for names that mean nothing.
-    """
+    """The model and the machine of ``settings``; nothing is built yet."""
     machine = load_machine(settings.machine)
     return Subject(loaded or load_model(settings), machine, settings.backend or machine.backend)
 
 
 def planned(subject: Subject, settings: Settings) -> tuple[PlannedGroup, ...]:
-    """The model as the engine plans it.
-
-    Raises:
-        PlanError: what the engine or a plugin refuses.
-    """
+    """The model as the engine plans it."""
     taken: list[object] = make_plugins(settings)
     with planned_ranks(settings.mesh.ranks, subject.backend, settings.rank):
         model, mesh = built(subject.loaded), settings.mesh.build("meta")
@@ -153,12 +91,20 @@ def probed(subject: Subject, settings: Settings) -> Probe:
     with planned_ranks(settings.mesh.ranks, subject.backend, settings.rank):
         # DTensor asks the mesh's device for its neighbours, which the meta device knows nothing of.
         model, mesh = built(loaded), settings.mesh.build("cpu")
-        cast_parameters(model, policy_of(settings).param_dtype)
+        dtype = policy_of(settings).param_dtype
+
+        def cast(tensor: Tensor) -> Tensor:
+            """As the root casts its inputs to the dtype of compute."""
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        for parameter in model.parameters():  # before tensor parallelism, which keeps their dtype
+            parameter.data = cast(parameter.data)
         _divided(model, mesh, loaded, settings)
         sequence = settings.sequence or loaded.sequence
         try:
             with torch.device("meta"):
-                inputs = _cast(loaded.inputs(settings.local_batch, sequence), settings)
+                inputs = loaded.inputs(settings.local_batch, sequence)
+                inputs = tree_map_only(Tensor, cast, inputs)
         except Exception as error:
             return Probe({}, Cost(), problem=f"its inputs: {type(error).__name__}: {error}")
         return probe(model, units_of(model, settings.units), inputs)
@@ -168,19 +114,8 @@ def estimated(
     subject: Subject, settings: Settings, groups: tuple[PlannedGroup, ...], found: Probe
 ) -> Step:
     """The step of ``groups``, whose units cost what ``found`` says."""
-    tiers = tiers_of(make_plugins(settings))
-    chosen = settings.mesh, settings.optimizer, tiers, settings.accumulate
-    return step_of(groups, found, subject.machine, *chosen)
-
-
-def _cast(inputs: Any, settings: Settings) -> Any:
-    """Floating-point inputs in the dtype of compute, as the root casts them."""
-    dtype = policy_of(settings).param_dtype
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return inputs if dtype is None else tree_map_only(Tensor, cast, inputs)
+    chosen = settings.mesh, settings.optimizer, tiers_of(make_plugins(settings))
+    return step_of(groups, found, subject.machine, *chosen, settings.accumulate)
 
 
 def _divided(
@@ -229,8 +164,8 @@ def describe(
     mesh, found = _mesh_of(owners), Probe({}, Cost(), problem=NOT_RUN)
     tiers = tiers_of([plugin for owner in owners for plugin in owner.plugins])
     step = step_of(groups, found, target, mesh, optimizer, tiers)
-    facts = facts_of(type(model).__name__, groups, optimizer, dist.get_rank())
-    return document_of(step, facts, dist.get_backend())
+    name, rank = type(model).__name__, dist.get_rank()
+    return document_of(step, dist.get_backend(), name=name, optimizer=optimizer, rank=rank)
 
 
 def _mesh_of(groups: Iterable[Living]) -> MeshSpec:
@@ -242,7 +177,7 @@ def _mesh_of(groups: Iterable[Living]) -> MeshSpec:
         if not set(mesh.axes) <= set(largest.axes):
             raise PlanError(
                 "groups of the model are on different meshes, and a document is of one: "
-                f"{_words(largest)}, and {_words(mesh)}; polyshard.describe(model) shows each group"
+                f"{largest.text}, and {mesh.text}; polyshard.describe(model) shows each group"
             )
     return largest
 
@@ -260,7 +195,3 @@ def _axes_of(group: Living) -> Iterator[Axis]:
     }
     for name, size in sorted(others):
         yield Axis(name, size, "tensor")
-
-
-def _words(mesh: MeshSpec) -> str:
-    return ",".join(f"{axis.name}={axis.size}" for axis in mesh.axes)

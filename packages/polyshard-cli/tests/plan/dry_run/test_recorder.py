@@ -8,7 +8,7 @@ import pytest
 
 from polyshard_cli.plan import Settings, parse_mesh
 from polyshard_cli.plan.drafting import planned, probed, subject_of
-from polyshard_cli.plan.dry_run.recorder import Account
+from polyshard_cli.plan.dry_run.probing import Account
 
 
 def flops(account: Account) -> int:

@@ -11,8 +11,9 @@ import pytest
 from polyshard_cli.plan import Settings, draft, parse_mesh
 from polyshard_cli.plan.drafting import planned, subject_of
 from polyshard_cli.plan.dry_run.probing import Cost, Probe
-from polyshard_cli.plan.estimate.machines import MACHINES, save_machine
-from polyshard_cli.plan.estimate.timing import Span, Timing, Work, with_overheads
+from polyshard_cli.plan.estimate.machines import MACHINES, Machine, save_machine
+from polyshard_cli.plan.estimate.memory import Memory
+from polyshard_cli.plan.estimate.timing import Span, Step, Timing, with_overheads
 
 MACHINE = replace(
     MACHINES["h100x8"], host_bytes_per_second=1e3, memory_bytes_per_second=1e30, overlap=0.0
@@ -36,10 +37,11 @@ SHARDS = 2 * (8 * 8 + 8) * 4 // 2
 """Bytes of one rank's shards: two layers of 8 x 8 with a bias, fp32, on two ranks."""
 
 
-def added(machine: object = MACHINE, passes: int = 1, **tiers: object) -> Timing:
+def added(machine: Machine = MACHINE, passes: int = 1, **tiers: object) -> Timing:
     resting = {"params": "device", "grads": "device", "optimizer": "device", "fraction": 1.0}
-    work = Work(planned(subject_of(PAIR), PAIR), Probe({}, Cost()), (), passes)
-    return with_overheads(TIMING, work, resting | tiers, machine, "adamw")  # type: ignore[arg-type]
+    groups = planned(subject_of(PAIR), PAIR)
+    step = Step(groups, Probe({}, Cost()), machine, PAIR.mesh, passes, (), Memory(()))
+    return with_overheads(TIMING, step, resting | tiers, "adamw")
 
 
 def test_nothing_is_added_where_all_rests_on_the_device() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from polyshard_cli.plan import PlanError, Settings, draft, parse_mesh
-from polyshard_cli.plan.dry_run.recorder import Kernel
+from polyshard_cli.plan.dry_run.probing import Kernel
 from polyshard_cli.plan.estimate.machines import MACHINES, Link, Roof, load_machine, save_machine
 from polyshard_cli.plan.estimate.timing import SLOWED, link_of, seconds_of, seconds_of_transfer
 from polyshard_cli.plan.estimate.traffic import Transfer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,7 +34,7 @@ def beats(one: Point, other: Point) -> bool:
 
 
 @given(POINTS)
-def test_the_front_is_what_nothing_beats(points: list[Point]) -> None:
+def test_the_front_is_what_nothing_beats(points: list[Any]) -> None:
     expected = {p for p in points if not any(beats(q, p) for q in points)}
     found = front_of(points)
     assert set(found) == expected
@@ -42,8 +43,8 @@ def test_the_front_is_what_nothing_beats(points: list[Point]) -> None:
 
 
 @given(POINTS, st.integers(0, 9))
-def test_the_best_is_the_fastest_that_fits(points: list[Point], budget: int) -> None:
-    order = ranked(points, budget)
+def test_the_best_is_the_fastest_that_fits(points: list[Any], budget: int) -> None:
+    order: tuple[Any, ...] = ranked(points, budget)
     fitting = [p for p in points if not budget or p.memory_bytes <= budget]
     assert sorted(order, key=lambda p: p.number) == fitting
     if fitting:

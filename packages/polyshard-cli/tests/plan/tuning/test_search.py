@@ -10,9 +10,8 @@ import pytest
 from polyshard_cli.plan import Open, PlanError, Settings, draft, parse_mesh, tune
 from polyshard_cli.plan.drafting import subject_of
 from polyshard_cli.plan.tuning import search as searching
-from polyshard_cli.plan.tuning.document import differences, parts_of
-from polyshard_cli.plan.tuning.search import Search
-from polyshard_cli.plan.tuning.space import Choice, space_of, with_batch
+from polyshard_cli.plan.tuning.search import Choice, Search, space_of, with_batch
+from polyshard_cli.plan.tuning.tune import differences, parts_of
 
 UNEVEN = Settings(
     model="plan_models:uneven", mesh=parse_mesh("dp=4"), batch=8, sequence=16, backend="gloo"

@@ -11,7 +11,7 @@ import pytest
 from polyshard_cli.plan import Open, PlanError, Settings, parse_mesh, tune
 from polyshard_cli.plan.drafting import subject_of
 from polyshard_cli.plan.estimate.machines import MACHINES, save_machine
-from polyshard_cli.plan.tuning.space import KEEPABLE, Space, mesh_text, meshes_of, space_of
+from polyshard_cli.plan.tuning.search import KEEPABLE, Space, meshes_of, space_of
 
 DEMO = Settings(model="demo:tiny", mesh=parse_mesh("replicate=2,dp=4"), batch=8)
 
@@ -23,7 +23,7 @@ def space(settings: Settings = DEMO, *keep: str, allow_lossy: bool = False) -> S
 
 def test_meshes_have_as_many_ranks_and_the_names_given() -> None:
     found = meshes_of(parse_mesh("dp_shard=6,tp=2"), (1, 2, 5))
-    assert [mesh_text(mesh) for mesh in found] == [
+    assert [mesh.text for mesh in found] == [
         "dp_shard=6,tp=2",
         "dp_shard=12",
         "dp_replicate=2,dp_shard=6",
@@ -42,7 +42,7 @@ def test_what_is_kept_is_not_searched() -> None:
     (choice,) = space(DEMO, *KEEPABLE).choices()
     assert choice.applied(DEMO) == DEMO
     only_replicas = space(DEMO, "replicate", "tp").meshes
-    assert [mesh_text(mesh) for mesh in only_replicas] == ["replicate=2,dp=4"]
+    assert [mesh.text for mesh in only_replicas] == ["replicate=2,dp=4"]
     assert set(space(DEMO, "mesh").units) == {
         "blocks",
         "blocks, tables",
@@ -87,7 +87,7 @@ def test_what_is_not_installed_is_said(
     package: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "polyshard_cli.plan.tuning.space.find_spec",
+        "polyshard_cli.plan.tuning.search.find_spec",
         lambda name: None if name == package else find_spec(name),
     )
     assert any(words.startswith(said) for words in space().skipped)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import Placement
 
 from polyshard import MixedPrecisionPolicy, fully_shard, planning
 from polyshard.planning import GroupPlan
@@ -86,11 +86,7 @@ def policy_of(settings: Settings) -> MixedPrecisionPolicy:
 def shard(
     model: nn.Module, mesh: DeviceMesh, plugins: Sequence[Any], settings: Settings
 ) -> tuple[PlannedGroup, ...]:
-    """Shard ``model`` unit by unit, and read the plan: the root first, then units as they lie.
-
-    Raises:
-        PlanError: what the engine or a plugin refuses, with the unit it concerns.
-    """
+    """Shard ``model`` unit by unit, and read the plan: the root first, then units as they lie."""
     data = mesh[settings.mesh.data_axes]
     keywords: dict[str, Any] = {
         "mesh": data,
@@ -132,15 +128,24 @@ def _parameters(group: planning.PlannedGroup) -> Iterator[PlannedParameter]:
         plan.parameters, plan.layout.parameters, plan.ways, group.parameters, strict=True
     ):
         names = value.device_mesh.mesh_dim_names or axis_names(group)
-        local = placed.local_shape(group.rank)
-        own = placed.local_numel(group.rank)
+        axes = dict(zip(names, value.placements, strict=True))
+        cuts: dict[int | None, list[str]] = {}
+        for name, placement in axes.items():
+            if not placement.is_replicate():
+                cuts.setdefault(getattr(placement, "dim", None), []).append(name)
+        own, local = placed.local_numel(group.rank), placed.local_shape(group.rank)
+        if len(local) != value.ndim:
+            local = tuple(value.shape)
         yield PlannedParameter(
             name=info.fqn,
             shape=tuple(value.shape),
             dtype=str(info.dtype).removeprefix("torch."),
             trainable=info.requires_grad,
-            by_axis={n: _words(p) for n, p in zip(names, value.placements, strict=True)},
-            by_dim=_by_dim(value, names, local),
+            by_axis={name: _words(placement) for name, placement in axes.items()},
+            by_dim=tuple(
+                Cut(size, tuple(cuts.get(dim, ())), local[dim])
+                for dim, size in enumerate(value.shape)
+            ),
             way=way.kind,
             local_elements=own,
             padding_bytes=(placed.chunk_numel - own) * plan.layout.itemsize,
@@ -152,16 +157,3 @@ def _words(placement: Placement) -> str:
         return "Replicate()"
     dim = getattr(placement, "dim", None)
     return str(placement) if dim is None else f"Shard({dim})"
-
-
-def _by_dim(value: DTensor, names: Sequence[str], local: tuple[int, ...]) -> tuple[Cut, ...]:
-    cuts = []
-    is_same = len(local) == value.ndim
-    for dim, size in enumerate(value.shape):
-        axes = tuple(
-            name
-            for name, placement in zip(names, value.placements, strict=True)
-            if not placement.is_replicate() and getattr(placement, "dim", None) == dim
-        )
-        cuts.append(Cut(size, axes, local[dim] if is_same else size))
-    return tuple(cuts)

@@ -6,13 +6,19 @@ parameters and inputs) run once: the others hand out shapes like those of the fi
 In the autograd graph around units one node stands for each. It hands out shapes in forward and
 gradients in backward when a unit would, so that what lies between units is computed in its order,
 beside no more memory than in a run.
+
+A recorder watches operations: memory alive, arithmetic, collectives. Nothing is computed, so a step
+of any size takes milliseconds. An *account* is what one part of a step costs; operations are booked
+on the one in use.
 """
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,20 +26,191 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
-from torch.distributed.tensor import DTensor, Placement
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
-from polyshard_cli.plan._torch_private import storage_key
-from polyshard_cli.plan.dry_run.recorder import (
-    Account,
-    FlashAttention,
-    Kernel,
-    Recorder,
-    leaves_of,
-    local_of,
-)
+from polyshard_cli.plan._torch_private import is_fake, ranks_of_group, storage_key
 from polyshard_cli.plan.dry_run.units import Units
+
+KINDS = {
+    "all_reduce": "all-reduce",
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "all_to_all_single": "all-to-all",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One that the model's own operations start: its kind, its ranks, bytes of its input."""
+
+    kind: str
+    ranks: int
+    payload_bytes: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes this rank sends where ranks pass parts around a ring."""
+        others = self.ranks - 1
+        if self.kind == "all-reduce":
+            return math.ceil(2 * others * self.payload_bytes / self.ranks)
+        if self.kind == "all-gather":
+            return others * self.payload_bytes
+        return math.ceil(others * self.payload_bytes / self.ranks)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One operation that computes or moves something."""
+
+    flops: int
+    """Multiplications and additions of a matrix product, as torch's flop counter counts them."""
+    touched_bytes: int
+    """Bytes that it reads and writes."""
+
+
+@dataclass
+class Account:
+    """What one part of a step costs on one rank."""
+
+    kernels: Counter[Kernel] = field(default_factory=Counter)
+    """How many there are that cost the same: all operations but views."""
+    peak_bytes: int = 0
+    """Most memory alive at once, of what was allocated since the account was opened."""
+    collectives: list[Collective] = field(default_factory=list)
+    divided: int = 0
+    """Operations on ``DTensor``s, each of which is others on their parts."""
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Recorder(TorchDispatchMode):
+    """Books every operation on the account in use."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._account: Account | None = None
+        self._alive = 0
+        self._base = 0
+        self._known: dict[int, int] = {}
+
+    @contextmanager
+    def on(self, account: Account) -> Iterator[Account]:
+        """Book on ``account``; another may be opened inside, and books for itself alone."""
+        before, self._account = self._account, account
+        base, self._base = self._base, self._alive
+        try:
+            yield account
+        finally:
+            self._account, self._base = before, base
+
+    def know(self, tensors: Iterable[Tensor]) -> None:
+        """Memory that was there before, which counts for nobody."""
+        for tensor in tensors:
+            self._note(local_of(tensor), counts=False)
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, products: int) -> None:
+        """Book attention that never holds its scores: so many products of ``T x S`` each."""
+        if self._account is not None:
+            *outer, length, width = query.shape
+            size = math.prod(outer) * length * key.shape[-2] * (width + value.shape[-1])
+            self._account.kernels[Kernel(products * size, 0)] += 1
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            if self._account is not None:
+                self._account.divided += 1
+            return NotImplemented  # to see what it does with local tensors
+        out = func(*args, **(kwargs or {}))
+        if any(map(is_fake, leaves_of(out))):
+            return out  # of whole tensors, where `DTensor` looks up how an operation divides them
+        for tensor in leaves_of(out):
+            self._note(tensor)
+        if self._account is not None:
+            self._book(self._account, func, args, kwargs or {}, out)
+        return out
+
+    def _book(self, account: Account, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        account.peak_bytes = max(account.peak_bytes, self._alive - self._base)
+        count: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
+        flops = 0 if count is None else count(*args, **kwargs, out_val=out)
+        if not func.is_view:
+            touched = sum(t.nbytes for t in leaves_of((args, out)))
+            account.kernels[Kernel(flops, touched)] += 1
+        kind = KINDS.get(func._overloadpacket.__name__)
+        if kind is not None and func.namespace == "_c10d_functional":
+            account.collectives.append(Collective(kind, ranks_of_group(args[-1]), args[0].nbytes))
+
+    def _note(self, tensor: Tensor, *, counts: bool = True) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._known:
+            return
+        nbytes = storage.nbytes() if counts else 0
+        self._known[key] = nbytes
+        self._alive += nbytes
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self._alive -= self._known.pop(key)
+
+
+def leaves_of(tree: Any) -> list[Tensor]:
+    """Tensors anywhere in arguments or outputs."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class _Attention(torch.autograd.Function):
+    """Attention as accelerators do it: memory for its inputs, its output and a row of sums.
+
+    On the meta device torch would decompose it into products that hold all scores.
+    """
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, recorder: Recorder) -> Tensor:
+        recorder.attention(query, key, value, 2)
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.recorder = recorder
+        return out
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        query, key, value, _, _ = ctx.saved_tensors
+        ctx.recorder.attention(query, key, value, 5)
+        made = [torch.empty_like(t) for t in (query, key, value)]
+        return *made, None
+
+
+class FlashAttention(TorchFunctionMode):
+    """Has ``scaled_dot_product_attention`` be booked on ``recorder`` instead."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    @override
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+        inputs = (given["query"], given["key"], given["value"])
+        return _Attention.apply(*inputs, self._recorder)  # type: ignore[no-untyped-call]
 
 
 class _Unit(torch.autograd.Function):
@@ -62,12 +239,9 @@ class _Unit(torch.autograd.Function):
 
 
 def stand_in(recorder: Recorder, given: Sequence[Tensor], out: Any) -> Any:
-    """What a unit returns that is like ``out``.
+    """What a unit returns that is like ``out``, which such a unit returned before.
 
-    Args:
-        recorder: whose accounts are spared.
-        given: its inputs that ask for gradients.
-        out: the tree of tensors that such a unit returned before.
+    ``given`` are its inputs that ask for gradients; accounts of ``recorder`` are spared.
     """
     leaves, spec = tree_flatten(out)
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -102,14 +276,10 @@ def leaves_behind(node: Any) -> set[int]:
         node = waiting.pop()
         if hasattr(node, "variable"):
             leaves.add(id(node.variable))
-        elif node is not None and node not in found and not _is_unit(node):
+        elif node and node not in found and not isinstance(node, _Unit._backward_cls):
             found.add(node)
             waiting += [following for following, _ in node.next_functions]
     return leaves
-
-
-def _is_unit(node: Any) -> bool:
-    return isinstance(node, _Unit._backward_cls)
 
 
 @dataclass(frozen=True)
@@ -142,13 +312,6 @@ class Probe:
     """Why nothing is known, if the model did not run."""
 
 
-def cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Have ``model`` compute in ``dtype``; before tensor parallelism, which keeps what it finds."""
-    for parameter in model.parameters():
-        if dtype is not None and parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
-
-
 def probe(model: nn.Module, units: Units, inputs: Any) -> Probe:
     """Run ``model`` (meta device, not sharded) once on ``inputs``.
 
@@ -168,13 +331,14 @@ def probe(model: nn.Module, units: Units, inputs: Any) -> Probe:
         return Probe({}, Cost(), problem=f"{type(error).__name__}: {first}")
 
 
-def in_one_unit(costs: Sequence[Cost], gradient_bytes: Sequence[int]) -> Cost:
+def in_one_unit(members: Sequence[tuple[Cost, int]]) -> Cost:
     """The cost of modules that run one after the other and are one unit.
 
     Args:
-        costs: of each, in the order of their forwards.
-        gradient_bytes: of each one's parameters; all wait for the backward of the first.
+        members: costs in the order of their forwards, and bytes of the gradients of each one's
+            parameters; all of these wait for the backward of the first.
     """
+    costs = [cost for cost, _ in members]
     if len(costs) == 1:
         return costs[0]
     peak = kept = 0
@@ -183,7 +347,7 @@ def in_one_unit(costs: Sequence[Cost], gradient_bytes: Sequence[int]) -> Cost:
         kept += cost.saved_bytes
     forward = _in_turn([cost.forward for cost in costs], peak - costs[0].input_bytes)
     peak = grown = 0
-    for cost, gradients in zip(reversed(costs), reversed(gradient_bytes), strict=True):
+    for cost, gradients in reversed(members):
         peak = max(peak, grown + cost.backward.peak_bytes)
         grown += gradients - cost.saved_bytes
     backward = _in_turn([cost.backward for cost in reversed(costs)], peak)
@@ -206,8 +370,9 @@ class _Run:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._recorder = Recorder()
-        self._still = {storage_key(local_of(t)) for t in _resting(model)}
-        self._recorder.know(_resting(model))
+        resting = [*model.parameters(), *model.buffers()]
+        self._still = {storage_key(local_of(t)) for t in resting}
+        self._recorder.know(resting)
         self._known: dict[object, tuple[Cost, Any]] = {}
         self._costs: dict[Member, Cost] = {}
         self._gradients: dict[Member, int] = {}
@@ -222,7 +387,8 @@ class _Run:
         )
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            key = (type(unit), _shapes(unit.named_parameters()), _signature((args, kwargs)))
+            parameters = ((name, *_shape(p)) for name, p in unit.named_parameters())
+            key = (type(unit), tuple(parameters), *map(_shape, leaves_of((args, kwargs))))
             given = [t for t in leaves_of((args, kwargs)) if t.requires_grad]
             self._nodes.update(t.grad_fn for t in given)
             if key not in self._known:
@@ -230,7 +396,8 @@ class _Run:
             self._costs[member], out = self._known[key]
             if _is_pending(out):
                 del self._known[key]  # what it waits for is its own
-                self._pending.update(map(self._gap, given))
+                # Where the gradient of a unit's input goes, and one of its shape.
+                self._pending.update((get_gradient_edge(t), without_memory(t)) for t in given)
                 return out
             return stand_in(self._recorder, given, out)
 
@@ -239,7 +406,9 @@ class _Run:
     def __call__(self, inputs: Any) -> Probe:
         """Run the model: units on accounts of their own, the rest on the root's."""
         forward, backward = Account(), Account()
-        args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (_tuple(inputs), {})
+        is_named = isinstance(inputs, Mapping)
+        kwargs = inputs if is_named else {}
+        args = () if is_named else inputs if isinstance(inputs, (tuple, list)) else (inputs,)
         self._recorder.know(leaves_of(inputs))
         with self._recorder, FlashAttention(self._recorder), torch.enable_grad():
             with self._recorder.on(forward), self._saving() as saved:
@@ -259,21 +428,11 @@ class _Run:
         parameters = {id(p): p for p in self._model.parameters()}
         return sum(local_of(p).nbytes for key, p in parameters.items() if key in behind)
 
-    def _gap(self, given: Tensor) -> tuple[GradientEdge, Tensor]:
-        """Where the gradient of a unit's input goes, and one of its shape."""
-        return get_gradient_edge(given), without_memory(given)
-
     def _units(self) -> dict[str, Cost]:
-        found: dict[str, list[Member]] = {}
-        for member in self._costs:
-            found.setdefault(member[0], []).append(member)
-        return {
-            name: in_one_unit(
-                [self._costs[member] for member in members],
-                [self._gradients[member] for member in members],
-            )
-            for name, members in found.items()
-        }
+        found: dict[str, list[tuple[Cost, int]]] = {}
+        for member, cost in self._costs.items():
+            found.setdefault(member[0], []).append((cost, self._gradients[member]))
+        return {name: in_one_unit(members) for name, members in found.items()}
 
     def _measure(
         self, unit: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
@@ -295,8 +454,9 @@ class _Run:
                 torch.autograd.backward(wanted, [torch.empty_like(t) for t in wanted])
         for parameter in unit.parameters():
             parameter.grad = None
-        result = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), out)
-        return Cost(total, given, bool(wanted), forward, backward), result
+        return Cost(total, given, bool(wanted), forward, backward), tree_map_only(
+            Tensor, _leaf, out
+        )
 
     @contextmanager
     def _saving(self) -> Iterator[dict[int, int]]:
@@ -308,13 +468,8 @@ class _Run:
             saved[_storage(local)] = local.untyped_storage().nbytes()
             return tensor
 
-        with ExitStack() as stack:
-            stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
             yield saved
-
-
-def _resting(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
 
 
 def _is_pending(out: Any) -> bool:
@@ -322,13 +477,8 @@ def _is_pending(out: Any) -> bool:
 
     Only the tensor itself can be added up; then its backward is booked on the root.
     """
-    return any(
-        isinstance(t, DTensor) and any(map(_is_partial, t.placements)) for t in leaves_of(out)
-    )
-
-
-def _is_partial(placement: Placement) -> bool:
-    return placement.is_partial()
+    divided = (t for t in leaves_of(out) if isinstance(t, DTensor))
+    return any(placement.is_partial() for t in divided for placement in t.placements)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -343,16 +493,8 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _shapes(named: Iterator[tuple[str, nn.Parameter]]) -> tuple[object, ...]:
-    return tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named)
-
-
-def _signature(tree: Any) -> tuple[object, ...]:
-    return tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in leaves_of(tree))
-
-
-def _tuple(inputs: Any) -> Sequence[Any]:
-    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+def _shape(tensor: Tensor) -> tuple[object, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
 
 
 def _loss(out: Any) -> Tensor:

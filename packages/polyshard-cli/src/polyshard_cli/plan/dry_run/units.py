@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import groupby
 
 from torch import nn
 
-from polyshard_cli.plan.errors import PlanError
+from polyshard_cli.plan.errors import PlanError, nearest
 
 Units = dict[str, tuple[nn.Module, ...]]
 """The modules of each unit, by the name of its first."""
@@ -44,13 +43,14 @@ def units_of(model: nn.Module, patterns: Sequence[str] = ()) -> Units:
         matched = [name for name in named if _matches(name, pattern) and name not in taken]
         if not matched and not any(_matches(name, pattern) for name in named):
             raise PlanError(
-                f"--units {text}: no module has such a name; {_nearest(pattern, named)}"
+                f"--units {text}: no module has such a name; the nearest is "
+                f"{nearest(pattern, named, 0) or 'the model itself'}"
             )
         taken.update(matched)
         for names in _runs(matched, run):
             found[names[0]] = tuple(named[name] for name in names)
-    order = {name: index for index, name in enumerate(named)}
-    lie = sorted(found, key=lambda name: order[name], reverse=_nests(found))
+    nests = any(inner.startswith(f"{outer}.") for outer in found for inner in found)
+    lie = sorted(found, key=list(named).index, reverse=nests)
     return {name: found[name] for name in lie}
 
 
@@ -89,12 +89,3 @@ def _runs(names: Sequence[str], run: int) -> Iterator[list[str]]:
 def _matches(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
-
-
-def _nearest(pattern: str, named: Mapping[str, nn.Module]) -> str:
-    close = difflib.get_close_matches(pattern, named, n=1, cutoff=0) or ["the model itself"]
-    return f"the nearest is {close[0]}"
-
-
-def _nests(chosen: Units) -> bool:
-    return any(a != b and b.startswith(f"{a}.") for a in chosen for b in chosen)

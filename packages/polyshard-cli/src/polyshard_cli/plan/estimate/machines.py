@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +13,7 @@ from typing import Any, Final
 
 from polyshard import hardware
 from polyshard.hardware import Hardware, Protocol
-from polyshard_cli.plan.errors import PlanError
+from polyshard_cli.plan.errors import PlanError, nearest
 from polyshard_cli.plan.request.settings import Backend
 
 
@@ -70,7 +69,8 @@ class Machine:
     products: Mapping[str, Roof] = field(default_factory=dict)
     """By dtype: what products reach, where that was measured."""
     is_ahead: bool = True
-    """Whether operations are launched while earlier ones compute, as on an accelerator."""
+    """Whether operations are launched while earlier ones compute, as on an accelerator; if not,
+    the host is the device."""
     overlap: float = 1.0
     """Part of a transfer that is free beside compute: 0 where the same cores do both."""
     optimizer_bytes_per_second: float = 0.0
@@ -94,11 +94,6 @@ class Machine:
     """Between the device and the host's memory, in one direction."""
     sources: tuple[str, ...]
     """Where figures come from, and which are assumed."""
-
-    @property
-    def is_host(self) -> bool:
-        """Whether the host is the device: nothing is ahead of what it does itself."""
-        return not self.is_ahead
 
 
 LATENCIES = "latencies: NCCL's tuning model, src/graph/tuning.cc, github.com/NVIDIA/nccl"
@@ -144,16 +139,19 @@ def load_machine(name: str) -> Machine:
     if name in MACHINES:
         return MACHINES[name]
     if not name.endswith(".json"):
-        close = difflib.get_close_matches(name, MACHINES, n=1, cutoff=0) or ["h100x8"]
         raise PlanError(
-            f"--machine {name}: no machine has this name; did you mean {close[0]}? Known: "
-            f"{', '.join(MACHINES)}, or a file.json that polyshard plan --measure file.json wrote"
+            f"--machine {name}: no machine has this name; did you mean "
+            f"{nearest(name, MACHINES, 0)}? Known: {', '.join(MACHINES)}, or "
+            "a file.json that polyshard plan --measure file.json wrote"
         )
     try:
         found = json.loads(Path(name).read_text("utf-8"))
         made: dict[str, Any] = {key: Link(**found.pop(key)) for key in ("inside", "between")}
         roofs = found.pop("products").items()
-        made["products"] = {dtype: _roof(roof["points"]) for dtype, roof in roofs}
+        made["products"] = {
+            dtype: Roof(tuple((float(low), float(rate)) for low, rate in roof["points"]))
+            for dtype, roof in roofs
+        }
         made["protocols"] = tuple(Protocol(*one) for one in found.pop("protocols", ()))
         return Machine(**found | made | {"sources": tuple(found["sources"])})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -163,17 +161,6 @@ def load_machine(name: str) -> Machine:
         ) from error
 
 
-def _roof(points: Any) -> Roof:
-    return Roof(tuple((float(intensity), float(rate)) for intensity, rate in points))
-
-
 def save_machine(machine: Machine, path: Path) -> None:
     """Write ``machine`` to where :func:`load_machine` finds it."""
-    plain = asdict(
-        replace(
-            machine,
-            flops_per_second=dict(machine.flops_per_second),
-            products=dict(machine.products),
-        )
-    )
-    path.write_text(json.dumps(plain, indent=2) + "\n", "utf-8")
+    path.write_text(json.dumps(asdict(machine), indent=2) + "\n", "utf-8")

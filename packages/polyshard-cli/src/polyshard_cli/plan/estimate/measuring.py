@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from polyshard import describe, fully_shard
-from polyshard_cli.plan.dry_run.recorder import Account, Recorder
+from polyshard_cli.plan.dry_run.probing import Account, Recorder
 from polyshard_cli.plan.errors import PlanError
 from polyshard_cli.plan.estimate.machines import Link, Machine, Roof
 from polyshard_cli.plan.estimate.timing import coded_bytes
@@ -84,18 +84,24 @@ def transfer_seconds(device: torch.device) -> float:
     return max(engine - alone, 0.0) / (3 * UNITS)  # each is gathered twice and reduced once
 
 
-def divided_seconds(device: torch.device, ranks: int) -> float:
+def divided_seconds(device: torch.device) -> float:
     """Of an operation on ``DTensor``s, forward and backward, beside those on their parts."""
-    mesh = init_device_mesh(device.type, (ranks,))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     plain = torch.ones(NARROW, NARROW, device=device, requires_grad=True)
     divided = distribute_tensor(plain.detach(), mesh, [Replicate()]).requires_grad_()
-    account, recorder = Account(), Recorder()
-    with recorder, recorder.on(account):
-        _chain(divided)
+    account = booked(partial(_chain, divided))
     alone, whole = (
         seconds_of_turns(partial(_chain, tensor), device, PINGS) for tensor in (plain, divided)
     )
     return max(whole - alone, 0.0) / account.divided
+
+
+def booked(work: Callable[[], object]) -> Account:
+    """What a plan counts of ``work``."""
+    account, recorder = Account(), Recorder()
+    with recorder, recorder.on(account):
+        work()
+    return account
 
 
 def _chain(tensor: Tensor) -> None:
@@ -109,12 +115,7 @@ def _chain(tensor: Tensor) -> None:
 def codec_rate(device: torch.device, send_rate: float) -> float:
     """Bytes a second of what codecs read and write, by 8-bit codes of weights and gradients.
 
-    Args:
-        device: to train on.
-        send_rate: bytes a second of the link, which codes spare.
-
-    Returns:
-        0 where polyshard-quantized is not installed.
+    Codes spare bytes of a link with ``send_rate``. 0 where polyshard-quantized is not installed.
     """
     if find_spec("polyshard_quantized") is None:
         return 0.0
@@ -213,25 +214,27 @@ def measure(ranks: int, rounds: int = ROUNDS) -> Machine:
 
     Figures are medians over ranks and ``rounds``, of some five seconds each. Other hosts are
     unknown: the link inside stands for both.
-
-    Raises:
-        PlanError: where the ranks cannot start or talk.
     """
-    device, backend = _device(0), _backend(ranks)
+    device = _device(0)
+    backend: Backend = "nccl" if torch.cuda.device_count() >= ranks else "gloo"
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device.type != "cpu":
+        memory_bytes = int(torch.accelerator.get_memory_info(device)[1])
     found = _measured(ranks, backend, rounds)
-    products = {
-        dtype: Roof(_median_points([figures.products[dtype] for figures in found]))
-        for dtype in found[0].products
-    }
+    products = {}
+    for dtype in found[0].products:
+        turns = zip(*(figures.products[dtype] for figures in found), strict=True)
+        points = ((turn[0][0], statistics.median(rate for _, rate in turn)) for turn in turns)
+        products[dtype] = Roof(tuple(points))
     rates: dict[str, Any] = {
         name: statistics.median(figures.rates[name] for figures in found) for name in found[0].rates
     }
-    link = Link(**{field.name: rates.pop(field.name) for field in fields(Link)})
+    link = Link(rates.pop("bytes_per_second"), rates.pop("latency_seconds"))
     return Machine(
         name=f"this machine ({os.uname().nodename})",
         backend=backend,
         ranks_per_host=ranks,
-        memory_bytes=_memory_bytes(device),
+        memory_bytes=memory_bytes,
         flops_per_second={d: max(rate for _, rate in roof.points) for d, roof in products.items()},
         efficiency=1.0,
         products=products,
@@ -250,23 +253,6 @@ def _device(rank: int) -> torch.device:
     if found is None:
         return torch.device("cpu")
     return torch.device(found.type, rank % torch.accelerator.device_count())
-
-
-def _backend(ranks: int) -> Backend:
-    return "nccl" if torch.cuda.device_count() >= ranks else "gloo"
-
-
-def _memory_bytes(device: torch.device) -> int:
-    if device.type != "cpu":
-        return int(torch.accelerator.get_memory_info(device)[1])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _median_points(found: list[Points]) -> Points:
-    return tuple(
-        (points[0][0], statistics.median(rate for _, rate in points))
-        for points in zip(*found, strict=True)
-    )
 
 
 def _measured(ranks: int, backend: Backend, rounds: int) -> list[Figures]:
@@ -296,26 +282,27 @@ def _rank(rank: int, ranks: int, store: str, backend: Backend, rounds: int) -> l
         backend, init_method=store, rank=rank, world_size=ranks, timeout=timeout
     )
     sent_on = device if backend == "nccl" else torch.device("cpu")
-    found = [_figures(rank, ranks, device, sent_on) for _ in range(rounds)]
+    found = [_figures(device, sent_on) for _ in range(rounds)]
     dist.barrier()
     dist.destroy_process_group()
     return found
 
 
-def _figures(rank: int, ranks: int, device: torch.device, sent_on: torch.device) -> Figures:
+def _figures(device: torch.device, sent_on: torch.device) -> Figures:
     dtypes = (torch.float32, torch.bfloat16)
-    send_seconds = _exchange(rank, ranks, SENT, sent_on)
-    latency = _exchange(rank, ranks, 4, sent_on)
+    send_seconds = seconds_of_turns(_messages(SENT, sent_on), sent_on)
+    latency = seconds_of_turns(_messages(4, sent_on), sent_on, PINGS)
     send_rate = SENT / max(send_seconds - latency, 1e-9)
+    on_host = torch.ones(COPIED // 4, pin_memory=device.type != "cpu", device="cpu")
     products = {str(d).removeprefix("torch."): _products(device, d) for d in dtypes}
     rates = {
         "bytes_per_second": send_rate,
         "latency_seconds": latency,
-        "memory_bytes_per_second": _copy_rate(device),
-        "host_bytes_per_second": _host_rate(device),
+        "memory_bytes_per_second": 2 * _copy_rate(torch.ones(COPIED // 4, device=device), device),
+        "host_bytes_per_second": _copy_rate(on_host, device),
         "operation_seconds": _operation_seconds(device),
-        "divided_seconds": divided_seconds(device, ranks),
-        "overlap": _overlap(rank, ranks, device, sent_on),
+        "divided_seconds": divided_seconds(device),
+        "overlap": _overlap(device, sent_on),
         "optimizer_bytes_per_second": optimizer_rate(device),
         "codec_bytes_per_second": codec_rate(device, send_rate),
         "transfer_seconds": transfer_seconds(device),
@@ -335,24 +322,17 @@ def _products(device: torch.device, dtype: torch.dtype) -> Points:
         used = matrices if rows < WIDTH else matrices[:1]
         flops = 2 * rows * width * width
         touched = (2 * rows * width + width * width) * dtype.itemsize
-        seconds = seconds_of_turns(partial(_multiply, left, used), device, 3)
+
+        def multiply(left: Tensor = left, matrices: list[Tensor] = used) -> None:
+            for matrix in matrices:
+                left @ matrix
+
+        seconds = seconds_of_turns(multiply, device, 3)
         points.append((flops / touched, flops * len(used) / seconds))
     return tuple(points)
 
 
-def _multiply(left: Tensor, matrices: Sequence[Tensor]) -> None:
-    for matrix in matrices:
-        left @ matrix
-
-
-def _copy_rate(device: torch.device) -> float:
-    source = torch.ones(COPIED // 4, device=device)
-    target = torch.empty_like(source)
-    return 2 * COPIED / seconds_of_turns(lambda: target.copy_(source), device)
-
-
-def _host_rate(device: torch.device) -> float:
-    source = torch.ones(COPIED // 4, pin_memory=device.type != "cpu", device="cpu")
+def _copy_rate(source: Tensor, device: torch.device) -> float:
     target = torch.empty_like(source, device=device)
     return COPIED / seconds_of_turns(lambda: target.copy_(source), device)
 
@@ -361,27 +341,20 @@ def _operation_seconds(device: torch.device) -> float:
     """Of small operations, forward and backward, counted as a plan counts them."""
     layers = [layer for _ in range(20) for layer in (nn.Linear(8, 8), nn.GELU())]
     model, given = nn.Sequential(*layers).to(device), torch.ones(8, 8, device=device)
-    account, recorder = Account(), Recorder()
-    with recorder, recorder.on(account):
-        model(given).sum().backward()
 
-    def turn() -> None:
-        for _ in range(10):
+    def turn(times: int) -> None:
+        for _ in range(times):
             model(given).sum().backward()
 
-    return seconds_of_turns(turn, device) / (10 * account.kernels.total())
-
-
-def _exchange(rank: int, ranks: int, nbytes: int, device: torch.device) -> float:
-    """Seconds until a rank has sent so much to the next one and got as much from the last."""
-    turns = TURNS if nbytes > WIDTH else PINGS
-    return seconds_of_turns(_messages(rank, ranks, nbytes, device), device, turns)
+    operations = 10 * booked(partial(turn, 1)).kernels.total()
+    return seconds_of_turns(partial(turn, 10), device) / operations
 
 
 def _messages(
-    rank: int, ranks: int, nbytes: int, device: torch.device, beside: Callable[[], object] = int
+    nbytes: int, device: torch.device, beside: Callable[[], object] = int
 ) -> Callable[[], None]:
     """What exchanges messages with neighbours, and does something ``beside``."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     out = torch.zeros(nbytes // 4, device=device)
     into = torch.empty_like(out)
 
@@ -398,7 +371,7 @@ def _messages(
     return turn
 
 
-def _overlap(rank: int, ranks: int, device: torch.device, sent_on: torch.device) -> float:
+def _overlap(device: torch.device, sent_on: torch.device) -> float:
     """Part of the shorter of products and messages that is free when both are under way."""
     matrix = torch.ones(WIDTH, WIDTH, device=device)
     left = torch.ones(64, WIDTH, device=device)
@@ -406,9 +379,9 @@ def _overlap(rank: int, ranks: int, device: torch.device, sent_on: torch.device)
     def products(count: int) -> list[Tensor]:
         return [left @ matrix for _ in range(count)]
 
-    sending = _exchange(rank, ranks, BESIDE, sent_on)
+    sending = seconds_of_turns(_messages(BESIDE, sent_on), sent_on)
     once = seconds_of_turns(partial(products, 16), device) / 16
     compute = partial(products, max(1, round(sending / once)))
     computing = seconds_of_turns(compute, device, OVERLAPS)
-    both = seconds_of_turns(_messages(rank, ranks, BESIDE, sent_on, compute), device, OVERLAPS)
+    both = seconds_of_turns(_messages(BESIDE, sent_on, compute), device, OVERLAPS)
     return min(1.0, max(0.0, (computing + sending - both) / min(computing, sending)))

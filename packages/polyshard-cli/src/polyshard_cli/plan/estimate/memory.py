@@ -11,8 +11,9 @@ reduction takes and frees, its program says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from polyshard_cli.plan.dry_run.planning import PlannedGroup
@@ -103,94 +104,77 @@ class _Step:
             self._units.setdefault(group.unit, []).append(group)
         self._names = [name for name in found.units if name in self._units]
         self._names = self._names or [name for name in self._units if name]
-        self._root = self._units.get("", [])
-        self._parts = _resting(groups, optimizer)
+        trainable = [group for group in groups if any(p.trainable for p in group.parameters)]
+        self._parts = {
+            "parameters": sum(group.plan.shard_bytes for group in groups),
+            "gradients": sum(group.plan.shard_bytes for group in trainable),
+            "optimizer": STATES[optimizer] * trainable_bytes(groups),
+        }
 
     def memory(self, micro_batches: int) -> Memory:
         away: dict[str, dict[str, int]] = {}
         resting: dict[str, int] = {}
-        for part, key in (("parameters", "params"), ("gradients", "grads")):
-            tier, nbytes = self._tiers[key], self._parts[part]
-            resting[part] = nbytes if tier == "device" else 0
-            if tier != "device":
-                away.setdefault(tier, {})[part] = nbytes
-        state = self._parts["optimizer"]
-        moved = 0 if self._tiers["optimizer"] == "device" else state * self._tiers["fraction"]
-        resting["optimizer"] = round(state - moved)
-        if moved:
-            away.setdefault(self._tiers["optimizer"], {})["optimizer"] = round(moved)
-        phases = (
-            Phase("at rest", "", **resting, transfers=self._kept),
-            self._largest("forward", self._forwards(micro_batches), resting),
-            self._largest("backward", self._backwards(micro_batches), resting),
-            Phase("optimizer", "", **resting, transfers=self._kept + self._stepping(resting)),
-        )
-        return Memory(phases, away)
-
-    def _largest(self, name: str, moments: Iterator[Moment], resting: Mapping[str, int]) -> Phase:
-        at, unsharded, activations, transfers = max(moments, key=lambda m: sum(m[1:]))
-        transfers += self._kept
-        return Phase(
-            name,
-            at,
-            **resting,
-            unsharded=unsharded,
-            activations=activations,
-            transfers=transfers,
-        )
-
-    @property
-    def _kept(self) -> int:
-        return sum(group.plan.gather_kept_bytes for group in self._groups)
-
-    def _stepping(self, resting: Mapping[str, int]) -> int:
-        """torch's foreach optimizers hold one more value an element of what has state here."""
-        return resting["optimizer"] // 2 if resting["optimizer"] else 0
-
-    def _forwards(self, micro_batches: int) -> Iterator[Moment]:
-        """From the second micro-batch on beside the gradients of those before."""
-        waiting = self._waiting(["", *self._names]) if micro_batches > 1 else 0
-        for name, unsharded, activations, transfers in self._forward():
-            yield name, unsharded, activations, transfers + waiting
-
-    def _backwards(self, micro_batches: int) -> Iterator[Moment]:
-        """The first one, one in the middle (others are like it), and the last."""
+        shares = (("params", 1), ("grads", 1), ("optimizer", self._tiers["fraction"]))
+        for (key, share), (part, nbytes) in zip(shares, self._parts.items(), strict=True):
+            moved = 0 if self._tiers[key] == "device" else nbytes * share
+            resting[part] = round(nbytes - moved)
+            if moved or (key != "optimizer" and self._tiers[key] != "device"):
+                away.setdefault(self._tiers[key], {})[part] = round(moved)
+        # The first backward, one in the middle (others are like it), and the last.
         turns = min(micro_batches, 3)
-        for turn in range(turns):
-            yield from self._backward(is_first=turn == 0, is_last=turn + 1 == turns)
+        backwards = (
+            moment
+            for turn in range(turns)
+            for moment in self._backward(is_first=turn == 0, is_last=turn + 1 == turns)
+        )
+        # torch's foreach optimizers hold one more value an element of what has state here.
+        stepping = ("", 0, 0, resting["optimizer"] // 2)
+        moments: dict[str, Iterable[Moment]] = {
+            "at rest": [("", 0, 0, 0)],
+            "forward": self._forward(is_first=micro_batches == 1),
+            "backward": backwards,
+            "optimizer": [stepping],
+        }
+        kept = sum(group.plan.gather_kept_bytes for group in self._groups)
+        phases = []
+        for name, found in moments.items():
+            at, unsharded, activations, transfers = max(found, key=lambda m: sum(m[1:]))
+            held = {"unsharded": unsharded, "activations": activations}
+            phases.append(Phase(name, at, **resting, **held, transfers=transfers + kept))
+        return Memory(tuple(phases), away)
 
-    def _waiting(self, names: Sequence[str]) -> int:
-        return sum(accumulated_bytes(g.plan) for n in names for g in self._units.get(n, []))
-
-    def _forward(self) -> Iterator[Moment]:
-        held, kept = self._root_bytes, 0
+    def _forward(self, *, is_first: bool) -> Iterator[Moment]:
+        """From the second micro-batch on beside the gradients of those before."""
+        held, kept = self._unsharded([""]), 0
+        sums = 0 if is_first else self._waiting(["", *self._names])
         for index, name in enumerate(self._names):
             cost = self._cost(name)
             following = self._names[index + 1 : index + 2]
-            unsharded = held + _unsharded(self._units[name]) + self._of(following, _unsharded)
+            unsharded = held + self._unsharded([name, *following])
             activations = kept + cost.input_bytes + cost.forward.peak_bytes
-            yield name, unsharded, activations, self._arriving(following)
+            yield name, unsharded, activations, sums + self._arriving(following)
             kept += cost.saved_bytes
             held += self._kept_of(name)
-        yield "", held, kept + self._found.root.forward.peak_bytes, self._arriving([""])
+        activations = kept + self._found.root.forward.peak_bytes
+        yield "", held, activations, sums + self._arriving([""])
 
     def _backward(self, *, is_first: bool, is_last: bool) -> Iterator[Moment]:
         """Gradients are added to those of micro-batches before, and leave in the last one."""
         costs = [self._cost(name) for name in self._names]
         root = self._found.root
         kept = sum(cost.saved_bytes for cost in costs)
-        held = self._root_bytes + sum(map(self._kept_of, self._names))
+        held = self._unsharded([""]) + sum(map(self._kept_of, self._names))
         held -= self._slices(self._names[-1:])
         last = [name for name in self._names[-1:] if not self._stays(name)]
         activations = kept + root.saved_bytes + root.backward.peak_bytes
         sums = 0 if is_first else self._waiting(["", *self._names])
-        yield "", held + self._of(last, _unsharded), activations, sums + self._returning(last)
+        yield "", held + self._unsharded(last), activations, sums + self._returning(last)
         waiting = self._found.tail_gradient_bytes
         leaving = 0
         for index in reversed(range(len(self._names))):
             name, cost = self._names[index], costs[index]
             here, ahead = self._gathered(index, index + 1), self._gathered(index - 1, index)
-            unsharded = held + self._of([*ahead, *here], _unsharded)
+            unsharded = held + self._unsharded([*ahead, *here])
             transfers = sums + waiting + leaving + self._returning(ahead)
             # The next gather is on its way before this unit's is waited for.
             yield name, unsharded, kept, transfers + self._returning(here)
@@ -201,25 +185,29 @@ class _Step:
             # What is summed is what is sent in the end, and what autograd made in the beginning.
             sums += (is_first - is_last) * self._waiting([name])
             leaving = self._leaving(name) if is_last else 0
-            packed = self._of([name], _packed) if is_last else 0
+            packed = _packed(self._of([name])) if is_last else 0
             # Freed, and packed for its reduction; meanwhile the next gather has started.
             ahead = self._gathered(index - 2, index)
             packing = sums + waiting + leaving + packed + self._returning(ahead[:1])
             held -= self._slices(self._names[max(index - 1, 0) : index])
-            yield name, held + self._of(ahead, _unsharded), kept, packing
-        yield "", held, 0, sums + leaving + _gradients(self._root)
+            yield name, held + self._unsharded(ahead), kept, packing
+        yield "", held, 0, sums + leaving + _gradients(self._of([""]))
         sums += (is_first - is_last) * self._waiting([""])
         yield "", held, 0, sums + leaving + (self._leaving("") if is_last else 0)
 
     def _cost(self, name: str) -> Cost:
         return self._found.units.get(name, Cost())
 
-    def _of(self, names: Sequence[str], part: Any) -> int:
-        return sum(part(self._units[name]) for name in names)
+    def _of(self, names: Sequence[str]) -> list[PlannedGroup]:
+        return [group for name in names for group in self._units.get(name, [])]
 
-    @property
-    def _root_bytes(self) -> int:
-        return _unsharded(self._root)
+    def _unsharded(self, names: Sequence[str]) -> int:
+        """Unsharded parameters; nothing where one rank computes with its shard itself."""
+        return sum(group.plan.gather.kept_bytes for group in self._of(names))
+
+    def _waiting(self, names: Sequence[str]) -> int:
+        """Unsharded gradients of earlier micro-batches."""
+        return sum(accumulated_bytes(group.plan) for group in self._of(names))
 
     def _stays(self, name: str) -> bool:
         """Whether a unit stays gathered between forward and backward."""
@@ -232,7 +220,7 @@ class _Step:
     def _kept_of(self, name: str) -> int:
         """Bytes of a unit between forward and backward: all, a block's slice, or none."""
         if self._stays(name):
-            return _unsharded(self._units[name])
+            return self._unsharded([name])
         groups = [g.plan for g in self._units[name] if g.plan.regather is not g.plan.gather]
         return sum(op.frees for plan in groups for op in plan.regather.ops)
 
@@ -246,49 +234,29 @@ class _Step:
 
     def _arriving(self, names: Sequence[str]) -> int:
         """Scratch of a gather, and shards on their way from another tier."""
-        groups = [group for name in names for group in self._units.get(name, [])]
-        staged = sum(g.plan.shard_bytes for g in groups)
-        passing = staged if self._tiers["params"] != "device" else 0
-        return passing + sum(group.plan.gather.scratch_bytes for group in groups)
+        plans, is_away = [g.plan for g in self._of(names)], self._tiers["params"] != "device"
+        return sum(plan.gather.scratch_bytes + is_away * plan.shard_bytes for plan in plans)
 
     def _leaving(self, name: str) -> int:
         """What gradients on their way are packed and summed in, and those sent as they are."""
-        groups = [g for g in self._units.get(name, []) if g.trainable_elements]
+        groups = [group for group in self._of([name]) if group.trainable_elements]
         return sum(_gradients([g]) - _packed([g]) + g.plan.reduction.scratch_bytes for g in groups)
 
 
-def _resting(groups: Sequence[PlannedGroup], optimizer: OptimizerName) -> dict[str, int]:
-    trainable = [group for group in groups if any(p.trainable for p in group.parameters)]
-    states = STATES[optimizer]
-    return {
-        "parameters": sum(group.plan.shard_bytes for group in groups),
-        "gradients": sum(group.plan.shard_bytes for group in trainable),
-        "optimizer": sum(
-            states * group.trainable_elements * group.plan.dtypes.orig.itemsize
-            for group in trainable
-        ),
-    }
-
-
-def _unsharded(groups: Sequence[PlannedGroup]) -> int:
-    """Unsharded parameters; nothing where one rank computes with its shard itself."""
-    return sum(group.plan.gather.kept_bytes for group in groups)
+def trainable_bytes(groups: Sequence[PlannedGroup]) -> int:
+    """Of a rank's shards of trainable parameters, without padding."""
+    return sum(g.trainable_elements * g.plan.dtypes.orig.itemsize for g in groups)
 
 
 def _gradients(groups: Sequence[PlannedGroup], *, only_packed: bool = False) -> int:
-    """Unsharded gradients."""
+    """Unsharded gradients; or those that are copied before they are sent, and freed then."""
     return sum(
         placed.numel * group.plan.dtypes.param.itemsize
         for group in groups
         for placed, said in zip(group.plan.layout.parameters, group.parameters, strict=True)
-        if said.trainable and (placed.staged or not only_packed or _is_coded(group))
+        if said.trainable
+        and (placed.staged or not only_packed or group.plan.payloads.reduce is not None)
     )
 
 
-def _packed(groups: Sequence[PlannedGroup]) -> int:
-    """Those of them that are copied before they are sent, and freed then."""
-    return _gradients(groups, only_packed=True)
-
-
-def _is_coded(group: PlannedGroup) -> bool:
-    return group.plan.payloads.reduce is not None
+_packed = partial(_gradients, only_packed=True)

@@ -20,21 +20,22 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any, Literal
 
 from polyshard.hardware import ring_bandwidth, rings
 from polyshard.planning import GroupPlan
 from polyshard_cli.plan.dry_run.planning import PlannedGroup
-from polyshard_cli.plan.dry_run.probing import Cost, Probe
-from polyshard_cli.plan.dry_run.recorder import Account, Kernel
+from polyshard_cli.plan.dry_run.probing import Account, Cost, Kernel, Probe
 from polyshard_cli.plan.estimate.machines import Link, Machine
-from polyshard_cli.plan.estimate.memory import STATES
+from polyshard_cli.plan.estimate.memory import STATES, Memory, memory_of, trainable_bytes
 from polyshard_cli.plan.estimate.traffic import (
     Transfer,
     accumulated_bytes,
     copied_by_gathers,
     copied_by_reductions,
+    traffic_of,
 )
 from polyshard_cli.plan.request.mesh import MeshSpec
 from polyshard_cli.plan.request.settings import OptimizerName
@@ -87,6 +88,7 @@ def _place(axis: str, mesh: MeshSpec, machine: Machine) -> tuple[int, int]:
 
 Lane = Literal["compute", "gathers", "reductions"]
 LANES: tuple[Lane, ...] = ("compute", "gathers", "reductions")
+TENSOR = "collectives of tensor parallelism"
 SLOWED = "transfers that take from compute"
 
 
@@ -121,30 +123,47 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a step does."""
+class Step:
+    """A step of one rank, and what it needs: bytes, memory, and time on a machine."""
 
-    groups: Sequence[PlannedGroup]
+    groups: tuple[PlannedGroup, ...]
     found: Probe
     """What units cost in one micro-batch."""
-    traffic: Sequence[Transfer]
+    machine: Machine
+    mesh: MeshSpec
+    micro_batches: int
+    traffic: tuple[Transfer, ...]
     """Of the whole step."""
-    micro_batches: int = 1
+    memory: Memory
+    timing: Timing | None = None
+    """``None`` where the model did not run."""
 
 
-def time_of(work: Work, machine: Machine, mesh: MeshSpec, optimizer: OptimizerName) -> Timing:
-    """The time of a step."""
-    step = _Step(work, machine, mesh)
-    return step.timing(_optimizer_seconds(work.groups, machine, optimizer))
+def step_of(
+    groups: tuple[PlannedGroup, ...],
+    found: Probe,
+    machine: Machine,
+    mesh: MeshSpec,
+    optimizer: OptimizerName,
+    tiers: Mapping[str, Any],
+    micro_batches: int = 1,
+) -> Step:
+    """What follows from a plan and a probe: arithmetic alone."""
+    traffic = traffic_of(groups, found, mesh, micro_batches)
+    memory = memory_of(groups, found, optimizer, tiers, micro_batches)
+    step = Step(groups, found, machine, mesh, micro_batches, traffic, memory)
+    if found.problem:
+        return step
+    return replace(step, timing=with_overheads(time_of(step, optimizer), step, tiers, optimizer))
 
 
-def _optimizer_seconds(
-    groups: Sequence[PlannedGroup], machine: Machine, optimizer: OptimizerName
-) -> float:
-    """Reads gradients, reads and writes parameters and state."""
-    elements = sum(g.trainable_elements * g.plan.dtypes.orig.itemsize for g in groups)
+def time_of(step: Step, optimizer: OptimizerName) -> Timing:
+    """The time of a step, without what plugins add."""
+    machine = step.machine
     rate = machine.optimizer_bytes_per_second or machine.memory_bytes_per_second
-    return elements * (3 + 2 * STATES[optimizer]) / rate
+    # The optimizer reads gradients, reads and writes parameters and state.
+    passing = trainable_bytes(step.groups) * (3 + 2 * STATES[optimizer])
+    return _Lanes(step).timing(passing / rate)
 
 
 @dataclass
@@ -161,13 +180,13 @@ class _Flight:
     """What it needs the result of."""
 
 
+@dataclass
 class _Links:
     """Transfers in the order in which they were started."""
 
-    def __init__(self) -> None:
-        self.flights: list[_Flight] = []
-        self._landed = 0
-        """How many of them, from the first on, nothing can hold up any more."""
+    flights: list[_Flight] = field(default_factory=list)
+    _landed: int = 0
+    """How many of them, from the first on, nothing can hold up any more."""
 
     def start(
         self, lane: Lane, unit: str, phase: str, now: float, parts: Mapping[str, float]
@@ -208,28 +227,26 @@ def _earliest(now: float, axis: str, after: _Flight | None, flights: Iterable[_F
     return max([now, *ends])
 
 
-class _Step:
-    """One step: what computes, what is under way, and what is waited for."""
+class _Lanes:
+    """One step in turn: what computes, what is under way, and what is waited for."""
 
-    def __init__(self, work: Work, machine: Machine, mesh: MeshSpec) -> None:
-        groups, found = work.groups, work.found
-        self._found, self._machine, self._mesh = found, machine, mesh
-        self._passes = work.micro_batches
+    def __init__(self, step: Step) -> None:
+        groups, found = step.groups, step.found
+        self._found, self._machine, self._mesh = found, step.machine, step.mesh
+        self._passes = step.micro_batches
         self._sums: Counter[str] = Counter()
         for group in groups:
             self._sums[group.unit] += accumulated_bytes(group.plan)
         self._dtype = {g.unit: str(g.plan.dtypes.param).removeprefix("torch.") for g in groups}
         units = list(dict.fromkeys(g.unit for g in groups))
         self._names = [n for n in found.units if n in units] or [n for n in units if n]
-        self._gathers: dict[tuple[str, str], defaultdict[str, float]] = {}
-        """By unit and phase: seconds by axis."""
-        self._reductions: dict[str, defaultdict[str, float]] = {}
-        """By unit: seconds by axis."""
+        self._moved: dict[tuple[Lane, str, str], defaultdict[str, float]] = {}
+        """Of gathers and reductions, by lane, unit and phase: seconds by axis."""
         self._own: defaultdict[tuple[str, str], float] = defaultdict(float)
         """By unit and phase: seconds of the model's own collectives."""
         self._busy: dict[tuple[int, str], float] = {}
         """Of accounts, which units that are alike share."""
-        self._add_transfers(work)
+        self._add_transfers(step)
         for group in groups:
             self._add_copies(group)
         self._clock = 0.0
@@ -237,34 +254,34 @@ class _Step:
         self._spans: list[Span] = []
         self._exposed: defaultdict[str, float] = defaultdict(float)
 
-    def _add_transfers(self, work: Work) -> None:
+    def _add_transfers(self, step: Step) -> None:
         """Time of each transfer alone; of gathers and of the model's own in one micro-batch."""
-        unit_of = {group.plan.name: group.unit for group in work.groups}
-        for transfer in work.traffic:
+        unit_of = {group.plan.name: group.unit for group in step.groups}
+        for transfer in step.traffic:
             seconds = seconds_of_transfer(transfer, self._mesh, self._machine)
             if not transfer.is_counted and transfer.axis == self._mesh.name("tensor"):
                 name = "" if transfer.unit == "(root)" else transfer.unit
                 self._own[name, transfer.phase] += seconds / self._passes
                 continue
-            name = unit_of.get(transfer.unit, "")
+            key: tuple[Lane, str, str]
+            key = ("reductions", unit_of.get(transfer.unit, ""), "backward")
             if transfer.collective == "all-gather" and transfer.is_counted:
-                parts = self._gathers.setdefault((name, transfer.phase), defaultdict(float))
-                parts[transfer.axis] += seconds / self._passes
-            else:
-                parts = self._reductions.setdefault(name, defaultdict(float))
-                parts[transfer.axis] += seconds
+                key = ("gathers", key[1], transfer.phase)
+                seconds /= self._passes
+            self._moved.setdefault(key, defaultdict(float))[transfer.axis] += seconds
 
     def _add_copies(self, group: PlannedGroup) -> None:
         """To cast and pack what is sent, and to unpack what came, takes from the same lanes."""
-        rate = self._machine.memory_bytes_per_second
-        axis, unit = self._mesh.name("shard"), group.unit
         if group.plan.layout.world_size == 1:
             return
-        for phase in ("forward", "backward"):
-            if (unit, phase) in self._gathers:
-                self._gathers[unit, phase][axis] += copied_by_gathers(group.plan) / rate
-        if unit in self._reductions:
-            self._reductions[unit][axis] += copied_by_reductions(group.plan) / rate
+        copied: dict[Lane, int] = {
+            "gathers": copied_by_gathers(group.plan),
+            "reductions": copied_by_reductions(group.plan),
+        }
+        for lane, phase in product(copied, ("forward", "backward")):
+            if parts := self._moved.get((lane, group.unit, phase)):
+                seconds = copied[lane] / self._machine.memory_bytes_per_second
+                parts[self._mesh.name("shard")] += seconds
 
     def timing(self, optimizer_seconds: float) -> Timing:
         """Run it, once."""
@@ -273,28 +290,33 @@ class _Step:
         last = [flight for flight in self._links.flights if flight.lane == "reductions"]
         self._wait(last, "last reductions")
         if tensor := self._passes * sum(self._own.values()):
-            self._exposed["collectives of tensor parallelism"] = tensor
+            self._exposed[TENSOR] = tensor
         end = self._clock + optimizer_seconds
         self._span("", "optimizer", self._clock, end)
-        moved = [
-            Span(f.lane, f.unit, f.phase, f.start, f.end)
-            for f in self._links.flights
-            if f.end > f.start
-        ]
-        spans = sorted([*self._spans, *moved], key=lambda s: (s.start, LANES.index(s.lane)))
+        for f in self._links.flights:
+            self._span(f.unit, f.phase, f.start, f.end, f.lane)
+        spans = sorted(self._spans, key=lambda s: (s.start, LANES.index(s.lane)))
+        computing = sum(
+            self._compute(name, account, phase)
+            for name, cost in [("", self._found.root), *self._found.units.items()]
+            for account, phase in ((cost.forward, "forward"), (cost.backward, "backward"))
+        )
         return Timing(
             step_seconds=end,
-            compute_seconds=self._passes * sum(self._compute(*one) for one in self._accounts()),
+            compute_seconds=self._passes * computing,
             optimizer_seconds=optimizer_seconds,
-            gather_seconds=self._passes * sum(sum(p.values()) for p in self._gathers.values()),
-            reduce_seconds=sum(sum(p.values()) for p in self._reductions.values()),
+            gather_seconds=self._passes * self._seconds_of("gathers"),
+            reduce_seconds=self._seconds_of("reductions"),
             exposed=tuple(self._exposed.items()),
             spans=tuple(spans),
         )
 
+    def _seconds_of(self, lane: Lane) -> float:
+        return sum(sum(parts.values()) for key, parts in self._moved.items() if key[0] == lane)
+
     def _micro_batch(self, index: int) -> None:
         """One forward and backward; the last one's gradients are reduced."""
-        self._wait(self._gather("", "forward"), "first gather of the root")
+        self._wait(self._start("gathers", "", "forward"), "first gather of the root")
         self._pass("forward", self._names)
         self._run("", self._found.root.forward, "forward")
         self._run("", self._found.root.backward, "backward")
@@ -303,11 +325,11 @@ class _Step:
 
     def _pass(self, phase: str, names: Sequence[str], index: int = 0) -> None:
         """Units one after the other; the next is gathered while one computes."""
-        coming = self._gather(names[0], phase) if names else []
+        coming = self._start("gathers", names[0], phase) if names else []
         for place, name in enumerate(names):
             self._wait(coming, f"gathers in {phase}")
             if place + 1 < len(names):
-                coming = self._gather(names[place + 1], phase)
+                coming = self._start("gathers", names[place + 1], phase)
             cost = self._found.units.get(name, Cost())
             self._run(name, cost.forward if phase == "forward" else cost.backward, phase)
             if phase == "backward":
@@ -320,13 +342,12 @@ class _Step:
             self._clock += 3 * self._sums[name] / self._machine.memory_bytes_per_second
             self._span(name, "backward", start, self._clock)
         if index + 1 == self._passes:
-            parts: Mapping[str, float] = self._reductions.get(name, {})
-            self._links.start("reductions", name, "backward", self._clock, parts)
+            self._start("reductions", name, "backward")
 
-    def _gather(self, name: str, phase: str) -> list[_Flight]:
-        """Start to gather a unit."""
-        parts: Mapping[str, float] = self._gathers.get((name, phase), {})
-        return self._links.start("gathers", name, phase, self._clock, parts)
+    def _start(self, lane: Lane, name: str, phase: str) -> list[_Flight]:
+        """Start to gather or to reduce a unit."""
+        parts: Mapping[str, float] = self._moved.get((lane, name, phase), {})
+        return self._links.start(lane, name, phase, self._clock, parts)
 
     def _run(self, name: str, account: Account, phase: str) -> None:
         """Compute a unit."""
@@ -343,27 +364,19 @@ class _Step:
             self._exposed[what] += until - self._clock
             self._clock = until
 
-    def _span(self, unit: str, phase: str, start: float, end: float) -> None:
-        """Of compute; what takes no time has none."""
+    def _span(
+        self, unit: str, phase: str, start: float, end: float, lane: Lane = "compute"
+    ) -> None:
+        """What takes no time has none."""
         if end > start:
-            self._spans.append(Span("compute", unit, phase, start, end))
-
-    def _accounts(self) -> list[tuple[str, Account, str]]:
-        costs = [("", self._found.root), *self._found.units.items()]
-        return [
-            (name, account, phase)
-            for name, cost in costs
-            for account, phase in ((cost.forward, "forward"), (cost.backward, "backward"))
-        ]
+            self._spans.append(Span(lane, unit, phase, start, end))
 
     def _compute(self, name: str, account: Account, phase: str) -> float:
         machine, dtype = self._machine, self._dtype.get(name, "float32")
         kernels, key = account.kernels, (id(account), dtype)
         if key not in self._busy:
-            each = (count * seconds_of(k, dtype, machine) for k, count in kernels.items())
-            self._busy[key] = sum(each)
-        busy = self._busy[key]
-        launched = kernels.total() * machine.operation_seconds
+            self._busy[key] = sum(n * seconds_of(k, dtype, machine) for k, n in kernels.items())
+        busy, launched = self._busy[key], kernels.total() * machine.operation_seconds
         launched += account.divided * machine.divided_seconds
         computing = max(busy, launched) if machine.is_ahead else busy + launched
         return computing + self._own[name, phase]
@@ -382,16 +395,11 @@ def seconds_of(kernel: Kernel, dtype: str, machine: Machine) -> float:
 
 
 def with_overheads(
-    timing: Timing,
-    work: Work,
-    tiers: Mapping[str, Any],
-    machine: Machine,
-    optimizer: OptimizerName,
+    timing: Timing, step: Step, tiers: Mapping[str, Any], optimizer: OptimizerName
 ) -> Timing:
-    """``timing`` of ``work``, and what codecs and tiers add. See [Note: what plugins add]."""
-    groups, passes = work.groups, work.micro_batches
-    elements = [g.trainable_elements * g.plan.dtypes.orig.itemsize for g in groups]
-    step = _optimizer(timing, sum(elements), tiers, machine, STATES[optimizer])
+    """``timing`` of ``step``, and what codecs and tiers add. See [Note: what plugins add]."""
+    groups, passes, machine = step.groups, step.micro_batches, step.machine
+    longer = _optimizer(timing, trainable_bytes(groups), tiers, machine, STATES[optimizer])
     rate = machine.codec_bytes_per_second or machine.memory_bytes_per_second
     added = {
         "encoding and decoding": sum(coded_bytes(g.plan, passes) for g in groups) / rate,
@@ -404,8 +412,8 @@ def with_overheads(
     }
     waits = tuple((what, seconds) for what, seconds in added.items() if seconds)
     others = tuple(span for span in timing.spans if span.phase != "optimizer")
-    start, stepped = timing.step_seconds - timing.optimizer_seconds, timing.step_seconds + step
-    end = stepped + sum(seconds for _, seconds in waits)
+    start, stepped = timing.step_seconds - timing.optimizer_seconds, timing.step_seconds + longer
+    end = stepped + sum(added.values())
     last = (
         Span("compute", "", "optimizer", start, stepped),
         Span("compute", "", "plugins", stepped, end),
@@ -413,7 +421,7 @@ def with_overheads(
     return replace(
         timing,
         step_seconds=end,
-        optimizer_seconds=timing.optimizer_seconds + step,
+        optimizer_seconds=timing.optimizer_seconds + longer,
         exposed=(*timing.exposed, *waits),
         spans=(*others, *(span for span in last if span.end > span.start)),
     )
@@ -429,14 +437,14 @@ def _optimizer(
 ) -> float:
     """Seconds that the optimizer takes longer, whose parameters take so many bytes."""
     if tiers["params"] != "device":
-        if machine.is_host:
+        if not machine.is_ahead:  # the host is the device
             return 0.0
         on_host = nbytes * (3 + 2 * states) / machine.host_bytes_per_second
         return max(0.0, on_host - timing.optimizer_seconds)
     if tiers["optimizer"] == "device":
         return 0.0
     # State comes and goes at the same time, each on its direction of the link, if there is one.
-    turns = 2 if machine.is_host else 1
+    turns = 1 if machine.is_ahead else 2
     passing = turns * states * nbytes * tiers["fraction"] / machine.host_bytes_per_second
     return _exposed(passing, timing.optimizer_seconds, machine)
 

@@ -6,15 +6,12 @@ Then bytes around them: sums of micro-batches, casts and copies.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-
-import torch
 
 from polyshard.planning import GroupPlan
 from polyshard_cli.plan.dry_run.planning import PlannedGroup
-from polyshard_cli.plan.dry_run.probing import Cost, Probe
-from polyshard_cli.plan.dry_run.recorder import Collective
+from polyshard_cli.plan.dry_run.probing import Collective, Cost, Probe
 from polyshard_cli.plan.request.mesh import MeshSpec
 
 
@@ -91,7 +88,8 @@ def _sums(group: PlannedGroup, mesh: MeshSpec, *, widened: bool) -> Iterator[Tra
         payer = "native" if plan.payloads.reduce is None else codec
         sent = plan.reduce_bytes
         if widened and plan.payloads.reduce is None:  # sums of micro-batches are never rounded
-            sent = sent // _sent_dtype(plan).itemsize * plan.dtypes.reduce.itemsize
+            summed = plan.dtypes.reduce.itemsize
+            sent = sent // min(plan.dtypes.param.itemsize, summed) * summed
         axis = mesh.name("shard")
         yield Transfer(plan.name, "reduce-scatter", axis, "backward", 1, sent, payer, True)
     replicas = mesh.size("replicate")
@@ -115,7 +113,7 @@ def _own(name: str, cost: Cost, mesh: MeshSpec) -> Iterator[Transfer]:
     axes = {axis.size: axis.name for axis in mesh.axes}
     axes |= {mesh.size("tensor"): mesh.name("tensor")}
     for phase, account in (("forward", cost.forward), ("backward", cost.backward)):
-        for what, calls in _counted(account.collectives):
+        for what, calls in Counter(account.collectives).items():
             yield Transfer(
                 unit=name or "(root)",
                 collective=what.kind,
@@ -127,16 +125,6 @@ def _own(name: str, cost: Cost, mesh: MeshSpec) -> Iterator[Transfer]:
                 is_counted=False,
                 payload_bytes=calls * what.payload_bytes,
             )
-
-
-def _counted(collectives: Iterable[Collective]) -> Iterator[tuple[Collective, int]]:
-    return iter(Counter(collectives).items())
-
-
-def _sent_dtype(plan: GroupPlan) -> torch.dtype:
-    """Of gradients that are reduced after each backward."""
-    param, reduce = plan.dtypes.param, plan.dtypes.reduce
-    return reduce if param.itemsize >= reduce.itemsize else param
 
 
 def accumulated_bytes(plan: GroupPlan) -> int:

@@ -136,11 +136,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def check_page(path: Path) -> None:
-    """Refuse early what could not be written later.
-
-    Raises:
-        PlanError: where no file can be there.
-    """
+    """Refuse early what could not be written later."""
     if path.is_dir():
         raise PlanError(f"--html {path} is a directory; name a file in it: {path / 'plan.html'}")
     if not path.parent.is_dir():
@@ -148,11 +144,7 @@ def check_page(path: Path) -> None:
 
 
 def write_page(path: Path, page: str) -> None:
-    """Put ``page`` at ``path``, whole or not at all.
-
-    Raises:
-        PlanError: where the system refuses it.
-    """
+    """Put ``page`` at ``path``, whole or not at all."""
     try:
         replace_file(path, page.encode())
     except OSError as error:
@@ -160,13 +152,7 @@ def write_page(path: Path, page: str) -> None:
 
 
 def render(title: str, lead: str, sections: Sequence[Section]) -> str:
-    """The whole page.
-
-    Args:
-        title: its heading, and the browser's.
-        lead: the sentences below it.
-        sections: in the order in which they are read.
-    """
+    """The whole page: ``title`` is its heading and the browser's, ``lead`` stands below it."""
     links = "\n".join(f'<li><a href="#{s.name}">{escape(s.title)}</a></li>' for s in sections)
     return f"""<!doctype html>
 <html lang="en">

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from polyshard.planning import readable
-from polyshard_cli.plan.estimate.step import Step
-from polyshard_cli.plan.estimate.timing import link_of
+from polyshard_cli.plan.estimate.timing import Step, link_of
 from polyshard_cli.plan.estimate.traffic import native_gather_bytes
 
 TINY_ELEMENTS = 256
@@ -29,14 +29,10 @@ class Notice:
 
 def advice_for(step: Step) -> tuple[Notice, ...]:
     """All warnings, in a fixed order, each said once with how often it holds."""
-    found: dict[tuple[str, str], int] = {}
-    for check in CHECKS:
-        for warning in check(step):
-            key = (warning.code, warning.message)
-            found[key] = found.get(key, 0) + 1
+    found = Counter(warning for check in CHECKS for warning in check(step))
     return tuple(
-        Notice(code, message if count == 1 else f"{message} [{count} times]")
-        for (code, message), count in found.items()
+        one if count == 1 else replace(one, message=f"{one.message} [{count} times]")
+        for one, count in found.items()
     )
 
 
@@ -144,10 +140,9 @@ def _group_sizes(step: Step) -> Iterator[Notice]:
 
 def _vocabulary(step: Step) -> Iterator[Notice]:
     for group in step.groups:
-        for parameter in group.parameters:
+        for parameter in group.parameters if group.is_root else ():
             rows = parameter.shape[0] if len(parameter.shape) == 2 else 0
-            is_table = group.is_root and rows > 1000
-            if is_table and rows % VOCABULARY_MULTIPLE:
+            if rows > 1000 and rows % VOCABULARY_MULTIPLE:
                 more = -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
                 yield Notice(
                     "odd-vocabulary",

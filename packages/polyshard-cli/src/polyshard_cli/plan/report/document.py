@@ -10,11 +10,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
+import torch
+
+from polyshard.__about__ import __version__
 from polyshard_cli.plan.dry_run.planning import PlannedGroup, PlannedParameter
 from polyshard_cli.plan.estimate.memory import Memory
-from polyshard_cli.plan.estimate.timing import Timing
+from polyshard_cli.plan.estimate.timing import Step, Timing
 from polyshard_cli.plan.estimate.traffic import Transfer
-from polyshard_cli.plan.report.advice import Notice, pattern
+from polyshard_cli.plan.report.advice import Notice, advice_for, pattern
 from polyshard_cli.plan.request.mesh import MeshSpec
 
 SCHEMA = 1
@@ -110,18 +113,52 @@ class Document:
         return sum(t.sent_bytes for t in self.traffic if t.is_counted)
 
 
-def group_facts(groups: Sequence[PlannedGroup]) -> tuple[GroupFacts, ...]:
+def document_of(
+    step: Step,
+    backend: str,
+    *,
+    name: str,
+    optimizer: str,
+    rank: int,
+    batch: int = 0,
+    sequence: int = 0,
+    accumulate: int = 1,
+) -> Document:
+    """``step`` for a reader; what is done with the model, as :class:`ModelFacts` says it."""
+    machine, parameters = step.machine, [p for group in step.groups for p in group.parameters]
+    return Document(
+        schema=SCHEMA,
+        polyshard=__version__,
+        torch=torch.__version__,
+        model=ModelFacts(
+            name=name,
+            parameters=sum(p.elements for p in parameters),
+            trainable=sum(p.elements for p in parameters if p.trainable),
+            units=len({group.unit for group in step.groups}),
+            batch=batch,
+            sequence=sequence,
+            optimizer=optimizer,
+            rank=rank,
+            accumulate=accumulate,
+        ),
+        mesh=step.mesh,
+        machine=MachineFacts(machine.name, backend, machine.sources, machine.memory_bytes),
+        groups=_folded_groups(step.groups),
+        memory=step.memory,
+        traffic=_folded(step.traffic),
+        timing=step.timing,
+        notices=advice_for(step),
+    )
+
+
+def _folded_groups(groups: Sequence[PlannedGroup]) -> tuple[GroupFacts, ...]:
     """One entry for all groups that differ in nothing but the numbers in their names."""
     found: dict[str, GroupFacts] = {}
     for group in groups:
         facts = _facts(group)
         key = repr(replace(facts, names=()))
-        known = found.get(key)
-        if known is None:
-            found[key] = facts
-        else:
-            names = (*known.names, *facts.names)
-            found[key] = replace(known, names=names, count=len(names))
+        names = (*found[key].names, *facts.names) if key in found else facts.names
+        found[key] = replace(facts, names=names, count=len(names))
     return tuple(found.values())
 
 
@@ -148,20 +185,19 @@ def _facts(group: PlannedGroup) -> GroupFacts:
     )
 
 
-def folded(traffic: Sequence[Transfer]) -> tuple[Transfer, ...]:
+def _folded(traffic: Sequence[Transfer]) -> tuple[Transfer, ...]:
     """Transfers of groups that are alike, added up under one name."""
-    found: dict[tuple[object, ...], Transfer] = {}
+    found: dict[tuple[object, ...], list[Transfer]] = {}
     for one in traffic:
-        name = pattern(one.unit)
-        key = (name, one.collective, one.axis, one.phase, one.payer, one.is_counted)
-        known = found.get(key)
-        if known is None:
-            found[key] = replace(one, unit=name)
-        else:
-            found[key] = replace(
-                known,
-                calls=known.calls + one.calls,
-                sent_bytes=known.sent_bytes + one.sent_bytes,
-                payload_bytes=known.payload_bytes + one.payload_bytes,
-            )
-    return tuple(found.values())
+        key = (pattern(one.unit), one.collective, one.axis, one.phase, one.payer, one.is_counted)
+        found.setdefault(key, []).append(one)
+    return tuple(
+        replace(
+            some[0],
+            unit=pattern(some[0].unit),
+            calls=sum(one.calls for one in some),
+            sent_bytes=sum(one.sent_bytes for one in some),
+            payload_bytes=sum(one.payload_bytes for one in some),
+        )
+        for some in found.values()
+    )

@@ -5,19 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from polyshard.planning import readable
-from polyshard_cli.plan.dry_run.planning import Cut, PlannedParameter
 from polyshard_cli.plan.estimate.memory import PARTS, Memory
 from polyshard_cli.plan.estimate.timing import LANES
-from polyshard_cli.plan.page.blocks import (
-    Bar,
-    Bars,
-    Block,
-    Items,
-    Section,
-    Table,
-    Text,
-    stacked,
-)
+from polyshard_cli.plan.page.blocks import Bar, Bars, Block, Items, Section, Table, Text, stacked
 from polyshard_cli.plan.page.html import render
 from polyshard_cli.plan.report.document import Document, GroupFacts
 
@@ -53,12 +43,14 @@ def lead_of(document: Document) -> str:
 
 def plan_sections(document: Document, *, parameters: bool = False) -> tuple[Section, ...]:
     """What a plan says; ``parameters`` adds every parameter by dim and by axis."""
+    notices = tuple((notice.code, notice.message) for notice in document.notices)
+    nothing = Text("Nothing stands out in this plan.")
     return (
         Section("memory", "Memory over the step", tuple(_memory(document))),
         Section("time", "Time of the step", tuple(_time(document))),
         Section("traffic", "Traffic by axis", tuple(_traffic(document))),
         Section("groups", "Groups", tuple(_groups(document, parameters=parameters))),
-        Section("notices", "What to look at", (_notices(document),)),
+        Section("notices", "What to look at", (Items(notices) if notices else nothing,)),
         Section("assumptions", "Assumptions and sources", tuple(_assumptions(document))),
     )
 
@@ -145,20 +137,14 @@ def _traffic(document: Document) -> Iterator[Block]:
         f" in a step; polyshard.stats(model) counts {document.counted_bytes:,} bytes of it."
     )
     yield _traffic_bars(document)
-    rows = tuple(
-        (
-            t.unit,
-            t.collective,
-            t.axis,
-            t.phase,
-            f"{t.calls:,}",
-            f"{t.sent_bytes:,}",
-            _short(t.payer),
-        )
-        for t in document.traffic
-    )
+    rows = []
+    for t in document.traffic:
+        numbers = f"{t.calls:,}", f"{t.sent_bytes:,}"
+        rows.append((t.unit, t.collective, t.axis, t.phase, *numbers, _short(t.payer)))
     columns = ("by", "what", "axis", "phase", "calls", "bytes", "paid by")
-    yield Table("Every transfer of a step", columns, rows, ("what", "axis", "phase", "paid by"))
+    yield Table(
+        "Every transfer of a step", columns, tuple(rows), ("what", "axis", "phase", "paid by")
+    )
 
 
 def _traffic_bars(document: Document) -> Bars:
@@ -212,32 +198,19 @@ def frees(reshard_after_forward: bool | int) -> str:
 
 
 def _parameters(group: GroupFacts) -> Table:
-    rows = tuple(
-        (
-            parameter.name.removeprefix(f"{group.name}."),
-            " x ".join(_cut(cut) for cut in parameter.by_dim) or "scalar",
-            _by_axis(parameter),
-            readable(parameter.padding_bytes) if parameter.padding_bytes else "-",
-        )
-        for parameter in group.parameters
-    )
-    columns = ("parameter", "by dim", "by axis", "padding")
-    return Table(f"{group.name} ({group.count})", columns, rows, ("by dim", "by axis"))
-
-
-def _cut(cut: Cut) -> str:
-    return f"{cut.size}/{'/'.join(cut.axes)}={cut.local}" if cut.axes else str(cut.size)
-
-
-def _by_axis(parameter: PlannedParameter) -> str:
     words = {"Replicate()": "whole"} | {f"Shard({dim})": f"dim {dim}" for dim in range(8)}
-    return ", ".join(f"{axis}: {words.get(w, w)}" for axis, w in parameter.by_axis.items())
-
-
-def _notices(document: Document) -> Block:
-    if not document.notices:
-        return Text("Nothing stands out in this plan.")
-    return Items(tuple((notice.code, notice.message) for notice in document.notices))
+    rows = []
+    for parameter in group.parameters:
+        name = parameter.name.removeprefix(f"{group.name}.")
+        by_dim = (
+            f"{cut.size}/{'/'.join(cut.axes)}={cut.local}" if cut.axes else str(cut.size)
+            for cut in parameter.by_dim
+        )
+        by_axis = (f"{axis}: {words.get(w, w)}" for axis, w in parameter.by_axis.items())
+        padding = readable(parameter.padding_bytes) if parameter.padding_bytes else "-"
+        rows.append((name, " x ".join(by_dim) or "scalar", ", ".join(by_axis), padding))
+    columns = ("parameter", "by dim", "by axis", "padding")
+    return Table(f"{group.name} ({group.count})", columns, tuple(rows), ("by dim", "by axis"))
 
 
 def _assumptions(document: Document) -> Iterator[Block]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass
 from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from polyshard_cli.plan.errors import PlanError
+from polyshard_cli.plan.errors import PlanError, nearest
 
 Role = Literal["replicate", "shard", "tensor"]
 
@@ -51,6 +50,11 @@ class MeshSpec:
         """Parts that a batch is divided into."""
         return math.prod(axis.size for axis in self.axes if axis.role != "tensor")
 
+    @property
+    def text(self) -> str:
+        """As ``--mesh`` takes it."""
+        return ",".join(f"{axis.name}={axis.size}" for axis in self.axes)
+
     def size(self, role: Role) -> int:
         """Ranks of the axis with ``role``; 1 without one."""
         return math.prod(axis.size for axis in self.axes if axis.role == role)
@@ -89,8 +93,8 @@ def parse_mesh(text: str) -> MeshSpec:
             )
         axes[axis.role] = axis
     if "shard" not in axes:
-        sizes = ",".join(f"{a.name}={a.size}" for a in axes.values())
-        raise PlanError(f"--mesh {text} has no axis to shard over; add one: --mesh dp=1,{sizes}")
+        others = MeshSpec(tuple(axes.values())).text
+        raise PlanError(f"--mesh {text} has no axis to shard over; add one: --mesh dp=1,{others}")
     return MeshSpec(tuple(axes[role] for role in ORDER if role in axes))
 
 
@@ -102,9 +106,9 @@ def _axis(part: str, text: str) -> Axis:
             "dp=8 or replicate=2,dp=4,tp=2"
         )
     if name not in NAMES:
-        close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.4) or ["dp"]
         raise PlanError(
-            f"--mesh {text}: no axis is called {name!r}; did you mean {close[0]}={size}? "
+            f"--mesh {text}: no axis is called {name!r}; did you mean "
+            f"{nearest(name, NAMES, 0.4) or 'dp'}={size}? "
             f"Known: {', '.join(NAMES)}"
         )
     return Axis(name, int(size), NAMES[name])

@@ -5,10 +5,9 @@ Models are built on the meta device: shapes without values.
 
 from __future__ import annotations
 
-import difflib
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from polyshard_cli.needs import is_config, missing
-from polyshard_cli.plan.errors import PlanError
+from polyshard_cli.plan.errors import PlanError, nearest
 from polyshard_cli.plan.request.names import imported
 from polyshard_cli.plan.request.settings import Settings
 
@@ -26,57 +25,46 @@ FILE = "config.json"
 
 
 def config_of(name: str, overrides: Mapping[str, object]) -> Any:
-    """The config in a directory, or of a class, with some fields changed.
-
-    Raises:
-        PlanError: without transformers, for unknown classes and fields, and for directories
-            without a config.
-    """
+    """The config in a directory, or of a class, with some fields changed."""
     if need := missing("plan", [name]):
         raise PlanError(need)
-    config = _from_directory(Path(name)) if Path(name).is_dir() else _from_class(name)
+    config = _found(name)
     known = config.to_dict()
     for field, value in overrides.items():
         if field not in known and not hasattr(config, field):
-            close = difflib.get_close_matches(field, known, n=1)
-            hint = f"; did you mean {close[0]}={value}?" if close else ""
+            close = nearest(field, known)
+            hint = f"; did you mean {close}={value}?" if close else ""
             raise PlanError(f"--set {field}={value}: {name} has no field {field!r}{hint}")
     if not overrides:
         return config
     # Made anew, because classes work out fields from others.
-    plain = {key: value for key, value in known.items() if key not in _derived(config, overrides)}
+    derived = {"transformers_version", "model_type"}
+    if {"hidden_size", "num_attention_heads"} & set(overrides):
+        heads = getattr(config, "num_attention_heads", 0) or 1
+        if getattr(config, "head_dim", None) == getattr(config, "hidden_size", 0) // heads:
+            derived.add("head_dim")
+    plain = {key: value for key, value in known.items() if key not in derived}
     return type(config)(**{**plain, **overrides})
 
 
-def _derived(config: Any, overrides: Mapping[str, object]) -> set[str]:
-    """Fields that follow from those changed, unless they are changed themselves."""
-    defaults = {"transformers_version", "model_type"}
-    if {"hidden_size", "num_attention_heads"} & set(overrides) and "head_dim" not in overrides:
-        heads = getattr(config, "num_attention_heads", 0) or 1
-        if getattr(config, "head_dim", None) == getattr(config, "hidden_size", 0) // heads:
-            defaults.add("head_dim")
-    return defaults
-
-
-def _from_directory(path: Path) -> Any:
+def _found(name: str) -> Any:
+    """The config in a directory, or the one that a class makes."""
+    path, transformers = Path(name), import_module("transformers")
+    if not path.is_dir():
+        if made := getattr(transformers, name, None):
+            return made()
+        near = nearest_config(name)
+        hint = f"; did you mean {near}?" if near else ""
+        raise PlanError(f"MODEL {name}: transformers has no such class{hint}")
     if not (path / FILE).is_file():
         raise PlanError(
             f"MODEL {path}: no {FILE} in this directory; give one that save_pretrained() wrote"
         )
     try:
-        return import_module("transformers").AutoConfig.from_pretrained(str(path))
-    except (ValueError, OSError, KeyError, json.JSONDecodeError) as error:
+        return transformers.AutoConfig.from_pretrained(name)
+    except (ValueError, OSError, KeyError) as error:
         first = str(error).splitlines()[0]
         raise PlanError(f"MODEL {path}: transformers cannot read its {FILE}: {first}") from error
-
-
-def _from_class(name: str) -> Any:
-    made = getattr(import_module("transformers"), name, None)
-    if made is None:
-        near = nearest_config(name)
-        hint = f"; did you mean {near}?" if near else ""
-        raise PlanError(f"MODEL {name}: transformers has no such class{hint}")
-    return made()
 
 
 def nearest_config(name: str) -> str:
@@ -86,16 +74,11 @@ def nearest_config(name: str) -> str:
     known = [found for found in dir(import_module("transformers")) if found.endswith("Config")]
     lower = {found.lower(): found for found in known}
     wanted = name.lower() if name.lower().endswith("config") else f"{name.lower()}config"
-    close = difflib.get_close_matches(wanted, lower, n=1)
-    return lower[close[0]] if close else ""
+    return lower.get(nearest(wanted, lower), "")
 
 
 def model_of(config: Any) -> nn.Module:
-    """A causal language model of ``config``; the base model where there is none.
-
-    Raises:
-        PlanError: for a config that no model is for.
-    """
+    """A causal language model of ``config``; the base model where there is none."""
     transformers = import_module("transformers")
     config.use_cache = False
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
@@ -154,16 +137,11 @@ def load_model(settings: Settings) -> Loaded:
         raise PlanError(f"--set changes fields of a transformers config, and {name!r} has none")
     if not settings.inputs:
         return loaded
-    make = imported(settings.inputs, "--inputs")
-    return Loaded(loaded.name, loaded.build, make, loaded.sequence, loaded.tp_plan)
+    return replace(loaded, inputs=imported(settings.inputs, "--inputs"))
 
 
 def built(loaded: Loaded) -> nn.Module:
-    """The model, on the meta device.
-
-    Raises:
-        PlanError: when the factory raises, or returns something else.
-    """
+    """The model, on the meta device."""
     try:
         with torch.device("meta"):
             model: object = loaded.build()
@@ -199,18 +177,17 @@ def _demo(name: str) -> Loaded:
         raise PlanError(
             "MODEL demo needs the demonstration, which is not installed: pip install polyshard-demo"
         )
-    presets = import_module("polyshard_demo.model").PRESETS
+    demo = import_module("polyshard_demo.model")
+    presets = demo.PRESETS
     preset = name.partition(":")[2] or "small"
     if preset not in presets:
-        close = difflib.get_close_matches(preset, presets, n=1, cutoff=0) or ["small"]
         raise PlanError(
-            f"MODEL {name}: no preset is called {preset!r}; did you mean demo:{close[0]}? "
-            f"Known: {', '.join(presets)}"
+            f"MODEL {name}: no preset is called {preset!r}; did you mean "
+            f"demo:{nearest(preset, presets, 0)}? Known: {', '.join(presets)}"
         )
-    chosen = presets[preset]
-    language_model = import_module("polyshard_demo.model").LanguageModel
-    plan = "polyshard_tensor_parallel:demo_plan"
-    return Loaded(f"demo:{preset}", lambda: language_model(chosen), _tokens, chosen.sequence, plan)
+    chosen, plan = presets[preset], "polyshard_tensor_parallel:demo_plan"
+    build = partial(demo.LanguageModel, chosen)
+    return Loaded(f"demo:{preset}", build, _tokens, chosen.sequence, plan)
 
 
 def _transformers(name: str, settings: Settings) -> Loaded:
@@ -228,9 +205,8 @@ def _masked(batch: int, sequence: int) -> dict[str, Tensor]:
 
 def _near(path: Path) -> str:
     """The directory beside it with the nearest name, if any is near."""
-    beside = {p.name: p for p in path.parent.glob("*") if p.is_dir()}
-    close = difflib.get_close_matches(path.name, beside, n=1)
-    return f" Did you mean {beside[close[0]]}?" if close else ""
+    close = nearest(path.name, (p.name for p in path.parent.glob("*") if p.is_dir()))
+    return f" Did you mean {path.parent / close}?" if close else ""
 
 
 def _hint(name: str) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import pkgutil
 import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from polyshard_cli.plan.errors import PlanError
+from polyshard_cli.plan.errors import PlanError, nearest
 
 
 def imported(name: str, option: str) -> Any:
@@ -40,8 +39,8 @@ def imported(name: str, option: str) -> Any:
         for part in attribute.split("."):
             found = getattr(found, part)
     except AttributeError:
-        close = difflib.get_close_matches(attribute, dir(module), n=1)
-        hint = f"; did you mean {module_name}:{close[0]}?" if close else ""
+        close = nearest(attribute, dir(module))
+        hint = f"; did you mean {module_name}:{close}?" if close else ""
         raise PlanError(f"{option} {name!r}: {module_name} has no {attribute!r}{hint}") from None
     return found
 
@@ -53,6 +52,5 @@ def _near(module_name: str, error: Exception) -> str:
         return ""
     parent, _, last = missing.rpartition(".")
     path = sys.modules[parent].__path__ if parent in sys.modules else None
-    siblings = [found.name for found in pkgutil.iter_modules(path)]
-    close = difflib.get_close_matches(last, siblings, n=1)
-    return f" Did you mean {f'{parent}.' if parent else ''}{close[0]}?" if close else ""
+    close = nearest(last, (found.name for found in pkgutil.iter_modules(path)))
+    return f" Did you mean {f'{parent}.' if parent else ''}{close}?" if close else ""

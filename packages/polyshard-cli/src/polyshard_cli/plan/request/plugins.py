@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from polyshard.errors import PluginError
 from polyshard.installed import load_plugin
-from polyshard_cli.plan.errors import PlanError
+from polyshard_cli.plan.errors import PlanError, nearest
 from polyshard_cli.plan.request.model import Loaded
 from polyshard_cli.plan.request.names import imported
 from polyshard_cli.plan.request.settings import Settings
@@ -39,11 +38,7 @@ def make_plugins(settings: Settings) -> list[Any]:
 
 
 def tensor_parallel(settings: Settings, loaded: Loaded, model: nn.Module, mesh: DeviceMesh) -> Any:
-    """The plugin for ``model`` on the whole ``mesh``, not applied yet; ``None`` without an axis.
-
-    Raises:
-        PlanError: where the plugin, or a plan for this model, is missing.
-    """
+    """The plugin for ``model`` on the whole ``mesh``, not applied yet; ``None`` without an axis."""
     size = settings.mesh.size("tensor")
     if size == 1:
         return None
@@ -53,11 +48,7 @@ def tensor_parallel(settings: Settings, loaded: Loaded, model: nn.Module, mesh: 
 
 
 def tensor_plan(settings: Settings, loaded: Loaded, model: nn.Module) -> str:
-    """``module:function`` that returns the tensor-parallel plan for ``model``.
-
-    Raises:
-        PlanError: where there is none.
-    """
+    """``module:function`` that returns the tensor-parallel plan for ``model``."""
     name = settings.tp_plan or loaded.tp_plan
     if not settings.tp_plan and name == "*transformers*":
         is_llama_like = any(found == LLAMA_LIKE for found, _ in model.named_modules())
@@ -74,7 +65,14 @@ def tensor_plan(settings: Settings, loaded: Loaded, model: nn.Module) -> str:
 def _named(name: str) -> Any:
     if ":" in name:
         found = imported(name, "--plugins")
-        return found if is_plugin(found) else _call(name, found)
+        if is_plugin(found):
+            return found
+        try:
+            return found()
+        except Exception as error:
+            raise PlanError(
+                f"--plugins {name}: calling it failed: {type(error).__name__}: {error}"
+            ) from error
     try:
         return load_plugin(name)
     except PluginError as error:
@@ -84,15 +82,6 @@ def _named(name: str) -> Any:
 def is_plugin(found: object) -> bool:
     """Whether it is a plugin, not something that makes one."""
     return not isinstance(found, type) and hasattr(found, "polyshard_contract")
-
-
-def _call(name: str, factory: Any) -> Any:
-    try:
-        return factory()
-    except Exception as error:
-        raise PlanError(
-            f"--plugins {name}: calling it failed: {type(error).__name__}: {error}"
-        ) from error
 
 
 def package_of(name: str, option: str) -> Any:
@@ -125,10 +114,9 @@ def quantizing(text: str, option: str = "") -> Any:
     known = (*package.format_names(), NATIVE)
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1) or [known[0]]
             raise PlanError(
-                f"{option}: no format is called {name!r}; did you mean {close[0]}? "
-                f"Known: {', '.join(known)}"
+                f"{option}: no format is called {name!r}; did you mean "
+                f"{nearest(name, known) or known[0]}? Known: {', '.join(known)}"
             )
     if len(names) > 2 or set(names) == {NATIVE}:
         raise PlanError(
@@ -170,17 +158,14 @@ def offloading(text: str, option: str = "") -> Any:
             )
         chosen[key] = value
     if "fraction" in chosen:
-        chosen["fraction"] = _number(option, chosen["fraction"])
+        try:
+            chosen["fraction"] = float(chosen["fraction"])
+        except ValueError:
+            words = f"{option}: fraction={chosen['fraction']} is no number; try 0.5"
+            raise PlanError(words) from None
     if path := chosen.pop("path", ""):
         chosen["disk"] = settled(option, package.DiskSettings, path=Path(path))
     return settled(option, package.Offload, **chosen)
-
-
-def _number(option: str, value: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        raise PlanError(f"{option}: fraction={value} is no number; try 0.5") from None
 
 
 def settled(option: str, make: Any, **chosen: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,13 +16,25 @@ from polyshard_cli.plan.request.mesh import MeshSpec, parse_mesh
 Backend = Literal["gloo", "nccl"]
 OptimizerName = Literal["adamw", "sgd", "momentum"]
 
-SHAPE, ENGINE, OUTPUT, SEARCH = (
-    "Model and mesh",
-    "Engine and plugins",
-    "Machine and output",
-    "Search",
-)
+SHAPE, ENGINE = "Model and mesh", "Engine and plugins"
+OUTPUT, SEARCH = "Machine and output", "Search"
 """Panels of ``--help``."""
+
+
+UNITS_OF_SIZE = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("iB", 1024), ("B", 1000))
+}
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """Bytes that ``text`` says, such as ``70GiB`` (binary), ``80GB`` (decimal) or ``1000000``."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B)?", text.strip())
+    nbytes = round(float(found[1]) * UNITS_OF_SIZE[found[2] or ""]) if found else 0
+    if nbytes < 1:
+        raise PlanError(f"{option} {text}: write a size such as 70GiB, 512MiB or 80GB")
+    return nbytes
 
 
 @dataclass(frozen=True)
@@ -120,12 +133,7 @@ class Settings:
         (), SHAPE, UNITS, written=Written(LIST, None, lambda given: tuple(given or ()))
     )
     inputs: str = setting("", SHAPE, INPUTS)
-    plugins: tuple[str, ...] = setting(
-        (),
-        ENGINE,
-        PLUGINS,
-        written=Written(str, "", _names),
-    )
+    plugins: tuple[str, ...] = setting((), ENGINE, PLUGINS, written=Written(str, "", _names))
     quantize: str = setting("", ENGINE, QUANTIZE)
     offload: str = setting("", ENGINE, OFFLOAD)
     tp_plan: str = setting("", ENGINE, TP_PLAN)

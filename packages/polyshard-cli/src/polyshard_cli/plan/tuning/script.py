@@ -77,7 +77,8 @@ def _mesh(settings: Settings, subject: Subject) -> str:
     axes = settings.mesh.axes
     sizes, names = tuple(a.size for a in axes), tuple(a.name for a in axes)
     device = "cuda" if subject.backend == "nccl" else "cpu"
-    return f'mesh = init_device_mesh("{device}", {sizes}, mesh_dim_names={_quoted(names)})'
+    quoted = repr(names).replace("'", '"')
+    return f'mesh = init_device_mesh("{device}", {sizes}, mesh_dim_names={quoted})'
 
 
 def _plugins(settings: Settings, subject: Subject) -> Iterator[_Plugin]:
@@ -146,37 +147,20 @@ def _units(model: nn.Module, settings: Settings) -> Iterator[str]:
 
 def _calls(units: Sequence[Names]) -> Iterator[str]:
     """``fully_shard`` of units whose names differ in numbers: in a loop, where those count up."""
-    template = _template(units)
-    if template is None:
+    names = [name for unit in units for name in unit]
+    numbers = [int(found[0]) for found in map(NUMBER.findall, names) if len(found) == 1]
+    counts_up = len(numbers) == len(names) and all(b == a + 1 for a, b in pairwise(numbers))
+    if len(units) < 2 or not counts_up:
         for unit in units:
             calls = ", ".join(f'model.get_submodule("{name}")' for name in unit)
             yield f"fully_shard({calls if len(unit) == 1 else f'[{calls}]'}, **sharding)"
         return
-    first, run = int(_number(units[0][0])), len(units[0])
-    last = first + run * len(units)
-    numbers = f"{first}, {last}, {run}" if run > 1 else f"{first}, {last}" if first else f"{last}"
-    yield f"for i in range({numbers}):"
+    template = NUMBER.sub("{%s}", names[0])
+    first, last, run = numbers[0], numbers[-1] + 1, len(units[0])
+    steps = f"{first}, {last}, {run}" if run > 1 else f"{first}, {last}" if first else f"{last}"
+    yield f"for i in range({steps}):"
     if run == 1:
         yield f'    fully_shard(model.get_submodule(f"{template % "i"}"), **sharding)'
     else:
         yield f'    blocks = [model.get_submodule(f"{template % "i + j"}") for j in range({run})]'
         yield "    fully_shard(blocks, **sharding)"
-
-
-def _template(units: Sequence[Names]) -> str | None:
-    """A name with a place for its number, if members count up by one."""
-    names = [name for unit in units for name in unit]
-    if len(units) < 2 or any(len(NUMBER.findall(name)) != 1 for name in names):
-        return None
-    numbers = [int(_number(name)) for name in names]
-    counts = all(b == a + 1 for a, b in pairwise(numbers))
-    return NUMBER.sub("{%s}", names[0]) if counts else None
-
-
-def _number(name: str) -> str:
-    found: list[str] = NUMBER.findall(name)
-    return found[0]
-
-
-def _quoted(names: Names) -> str:
-    return repr(names).replace("'", '"')

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from polyshard.planning import readable
 from polyshard_cli.plan.drafting import draft
@@ -10,8 +10,8 @@ from polyshard_cli.plan.page.blocks import Block, Items, Plot, Section, Series, 
 from polyshard_cli.plan.report.sections import milliseconds, plan_page
 from polyshard_cli.plan.request.mesh import parse_mesh
 from polyshard_cli.plan.request.settings import Settings
-from polyshard_cli.plan.tuning.document import Point, Tuning
-from polyshard_cli.plan.tuning.space import Choice, reshard_text, with_batch
+from polyshard_cli.plan.tuning.search import Choice, reshard_text, with_batch
+from polyshard_cli.plan.tuning.tune import Point, Tuning
 
 MOST_ROWS = 12
 MOST_REFUSALS = 5
@@ -24,8 +24,8 @@ def tuning_page(tuning: Tuning, settings: Settings) -> str:
     best = tuning.best
     mesh = parse_mesh(best.mesh)
     choice = Choice(mesh, best.units, best.reshard, best.quantize, best.offload)
-    section = tuning_section(tuning, len(tuning.front))
-    return plan_page(draft(choice.applied(with_batch(settings))), (section,))
+    document = draft(choice.applied(with_batch(settings)))
+    return plan_page(document, (tuning_section(tuning, len(tuning.front)),))
 
 
 def lead_of(tuning: Tuning) -> str:
@@ -50,8 +50,8 @@ def _blocks(tuning: Tuning, most: int) -> Iterator[Block]:
     if not any(point.chosen for point in front):  # another fits as well, and takes as much
         front.append(best)
     yield _plot(front, tuning)
-    yield _table(_some(front, most), tuning)
     words = {patterns: word for word, patterns in tuning.units.items()}
+    yield _table(_some(front, most), words)
     used = dict.fromkeys(point.units for point in front if point.units)
     said = [(words[u], " ".join(f"--units '{pattern}'" for pattern in u)) for u in used]
     said += [("best", best.name)]
@@ -76,8 +76,7 @@ def _some(front: list[Point], most: int) -> list[Point]:
     return [front[i] for i in sorted(indices)]
 
 
-def _table(points: list[Point], tuning: Tuning) -> Table:
-    words = {patterns: word for word, patterns in tuning.units.items()}
+def _table(points: list[Point], words: Mapping[tuple[str, ...], str]) -> Table:
     rows = tuple(
         (
             "best" if point.chosen else "" if point.fits else "large",
