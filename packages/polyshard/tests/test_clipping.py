@@ -169,6 +169,62 @@ def test_experts_of_all_ranks_count(rank: int, size: int) -> None:
     assert weight.grad.full_tensor()[0, 0].item() == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("order", [2.0, math.inf, -math.inf, 0.0])
+@ranks(4)
+def test_stages_may_have_no_gradients(rank: int, size: int, order: float) -> None:
+    """The second is frozen, and without experts; all take part in the same reductions."""
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("pp", "ep"))
+    own, expert = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    is_trained = rank < 2
+    if is_trained:
+        own.grad, expert.grad = torch.full((3,), 2.0), torch.full((3,), 4.0 + rank)
+    over = {
+        mesh.get_group("ep"): [expert] if is_trained else [],
+        mesh.get_group("pp"): [own, expert],
+    }
+    every = [own, expert] if is_trained else []
+    norm = clip_grad_norm_(every, 1.0, order, distinct_over=over)
+    expected = {2.0: math.sqrt(3 * (4 + 16 + 25)), math.inf: 5.0, -math.inf: 2.0, 0.0: 3.0}
+    assert norm.item() == pytest.approx(expected[order])
+    if is_trained:
+        factor = min(1.0, 1 / expected[order])
+        assert own.grad is not None
+        torch.testing.assert_close(own.grad, torch.full((3,), 2.0 * factor))
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf, -math.inf, 1.0, 0.0])
+@ranks(2)
+def test_complex_gradients_have_a_real_norm(rank: int, size: int, order: float) -> None:
+    torch.manual_seed(0)
+    ours = nn.Linear(4, 3, bias=False, dtype=torch.complex64)
+    theirs = nn.Linear(4, 3, bias=False, dtype=torch.complex64)
+    theirs.load_state_dict(ours.state_dict())
+    fully_shard(ours)
+    x = torch.randn(2, 4, dtype=torch.complex64)
+    for module in (ours, theirs):
+        module(x).abs().sum().backward()
+    expected = nn.utils.clip_grad_norm_(theirs.parameters(), 0.1, order)
+    torch.testing.assert_close(clip_grad_norm_(ours.parameters(), 0.1, order), expected)
+    assert ours.weight.grad is not None
+    torch.testing.assert_close(full(ours.weight.grad), theirs.weight.grad)
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [0, 1])
+@ranks(2)
+def test_a_norm_of_no_number_is_none(rank: int, size: int, bad: int, order: float) -> None:
+    """gloo's largest of 1 and NaN is 1, where NaN is that of another rank."""
+    model = nn.Linear(4, 4, bias=False)
+    fully_shard(model)
+    model(torch.ones(1, 4)).sum().backward()
+    gradient: Any = model.weight.grad
+    if rank == bad:
+        gradient.to_local().fill_(math.nan)
+    assert grad_norm(model.parameters(), order).isnan()
+    with pytest.raises(NonFiniteError, match="gradients is nan"):
+        clip_grad_norm_(model.parameters(), 1.0, order, error_if_nonfinite=True)
+
+
 @ranks(2)
 def test_pending_sums_are_made_first(rank: int, size: int) -> None:
     mesh = init_device_mesh(torch.get_default_device().type, (size,))

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import torch
 import torch.distributed as dist
@@ -76,7 +77,8 @@ def grad_norm(
     """
     _check_norm_type(norm_type)
     tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    return _total_norm(_parts(tensors, _extra_groups(distinct_over), known), float(norm_type))
+    parts = _parts(tensors, _extra_groups(distinct_over), known)
+    return _total_norm(parts, float(norm_type), tuple(distinct_over or ()), _device_of(tensors))
 
 
 def _check_norm_type(norm_type: float) -> None:
@@ -111,7 +113,8 @@ def clip_grad_norm_(
         error_if_nonfinite: raise instead of scaling by a norm that is not finite.
         foreach: accepted for compatibility; parts of one dtype and device are always done together.
         distinct_over: parameters that differ between the ranks of a process group although their
-            placements do not say so: experts, or pipeline stages.
+            placements do not say so: experts, or pipeline stages. All ranks of a group name it, in
+            the same order of groups, those without such gradients too.
 
     Returns:
         The norm before clipping: a plain 0-dim tensor, the same on all ranks.
@@ -124,7 +127,8 @@ def clip_grad_norm_(
     _check_norm_type(norm_type)
     tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     parts = _parts(tensors, _extra_groups(distinct_over))
-    total = _total_norm(parts, float(norm_type))
+    over = tuple(distinct_over or ())
+    total = _total_norm(parts, float(norm_type), over, _device_of(tensors))
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise NonFiniteError(
             f"the total norm of order {norm_type} of {len(parts)} gradients is {total.item()}; "
@@ -154,6 +158,10 @@ def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """This rank's parts of the gradients that there are, in order."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     return [local_tensor(g) if isinstance(g, DTensor) else g for g in gradients]
+
+
+def _device_of(tensors: Sequence[Tensor]) -> torch.device:
+    return tensors[0].device if tensors else torch.device("cpu")
 
 
 def _extra_groups(distinct_over: Distinct | None) -> dict[int, Groups]:
@@ -212,30 +220,66 @@ def _without_partial(tensor: Tensor, gradient: DTensor) -> DTensor:
     return tensor.grad
 
 
-def _total_norm(parts: Sequence[_Part], order: float) -> Tensor:
-    """The norm of the norms of whole gradients, as torch defines it for every order."""
-    by_groups = _by_groups(parts)
-    operation = _reduction(order)
+def _total_norm(parts: Sequence[_Part], order: float, over: Groups, device: torch.device) -> Tensor:
+    """The norm of the norms of whole gradients, as torch defines it for every order.
+
+    Args:
+        parts: of this rank; there may be none where other ranks have some.
+        order: of the norm.
+        over: the groups whose ranks have different gradients, in the same order on all ranks.
+        device: where ``parts`` would be.
+    """
+    if not parts and not over:
+        return torch.tensor(0.0, device="cpu")
     # From all gradients: a rank whose parts are empty has to send what the others send.
-    dtype = functools.reduce(
-        torch.promote_types, (part.local.dtype for part in parts), torch.float32
-    )
-    sums = []
-    for (groups, distinct), members in by_groups.items():
+    kinds = (_real(part.local.dtype) for part in parts)
+    dtype = functools.reduce(torch.promote_types, kinds, torch.float32)
+    sums: dict[Groups, list[Tensor]] = {}
+    for (groups, distinct), members in _by_groups(parts).items():
         value = _counts(members).to(dtype) if order == 0 else _local_power(members, order, dtype)
         for group in groups:
-            dist.all_reduce(value, operation, group=group)
+            value = _reduced(value, order, group)
         if order == 0:  # how many gradients are not all zero
             value = (value > 0).sum().to(dtype)
-        for group in distinct:
-            dist.all_reduce(value, operation, group=group)
-        sums.append(value)
-    if not sums:
-        return torch.tensor(0.0, device="cpu")
-    stacked = torch.stack([value.to(sums[0].device) for value in sums])
+        sums.setdefault(distinct, []).append(value)
+    for place, group in enumerate(over):
+        # [Note: gradients of other ranks]
+        # A rank of the group may have no gradient, or none that differs over a later group too.
+        # It takes part in the same reduction nevertheless: of a sum for each set of later groups.
+        later = [s for n in range(len(over)) for s in combinations(over[place + 1 :], n)]
+        own = [_combined(sums.pop((group, *rest), []), order, device).double() for rest in later]
+        reduced = _reduced(torch.stack(own), order, group)
+        for rest, value in zip(later, reduced.to(dtype), strict=True):
+            sums.setdefault(rest, []).append(value)
+    total = _combined(sums.get((), []), order, device)
+    return total if math.isinf(order) or order == 0 else total.pow(1.0 / order)
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def _combined(values: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
+    """The sum of ``values``, or their largest or smallest; what changes neither without any."""
+    if not values:
+        return torch.tensor(math.inf if order == -math.inf else 0.0, device=device)
+    stacked = torch.stack([value.to(values[0].device) for value in values])
     if math.isinf(order):
         return stacked.max() if order > 0 else stacked.min()
-    return stacked.sum() if order == 0 else stacked.sum().pow(1.0 / order)
+    return stacked.sum()
+
+
+def _reduced(values: Tensor, order: float, group: dist.ProcessGroup) -> Tensor:
+    """``values``, each combined with those of the other ranks of ``group``."""
+    if not math.isinf(order):
+        dist.all_reduce(values, group=group)
+        return values
+    # The largest of numbers is one where a backend drops what is none (gloo compares by ``<``).
+    sign = 1.0 if order > 0 else -1.0
+    is_none = values.isnan()
+    both = torch.stack([(sign * values).masked_fill(is_none, -math.inf), is_none.to(values.dtype)])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    return (sign * both[0]).masked_fill(both[1] > 0, math.nan)
 
 
 def _by_groups(parts: Sequence[_Part]) -> dict[_Key, list[_Part]]:
@@ -250,12 +294,6 @@ def _by_groups(parts: Sequence[_Part]) -> dict[_Key, list[_Part]]:
             known[key] = first.setdefault(ranks, key)
         by_groups.setdefault(known[key], []).append(part)
     return by_groups
-
-
-def _reduction(order: float) -> dist.ReduceOp.RedOpType:
-    if math.isinf(order):
-        return dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
-    return dist.ReduceOp.SUM
 
 
 def _counts(parts: list[_Part]) -> Tensor:
