@@ -179,7 +179,12 @@ class UnitHooks:
         self._end_watch()
         context = self._unit.context
         if context.forward_root is self._unit and self._unit.pending_modules:
-            context.forward_broke()
+            if in_backward():
+                # A recomputation ends by an exception once it has what the backward needs. Should
+                # it be another one, it breaks the backward. The end of that frees all units.
+                context.leave_recomputation()
+            else:
+                context.forward_broke()
 
     def _end_watch(self) -> None:
         unit = self._unit
@@ -302,6 +307,7 @@ class _PostBackward(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.unit = inputs[0]
+        ctx.set_materialize_grads(False)  # no gradient is none upstream either, and not zeros
 
     @override
     @staticmethod

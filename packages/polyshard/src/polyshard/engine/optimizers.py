@@ -37,6 +37,7 @@ from torch.optim.optimizer import (
 )
 
 from polyshard._torch.private import untraced
+from polyshard.engine.step import Reductions
 from polyshard.errors import LifecycleError, UntiedWarning, warn
 from polyshard.group.group import ParameterGroup
 from polyshard.transport.base import Turn
@@ -90,18 +91,20 @@ def watch_steps(turn: Turn, groups: Iterable[ParameterGroup]) -> None:
     _hooks().after[turn] = after_step
 
 
-def prepare_steps(turn: Turn, groups: Iterable[ParameterGroup]) -> None:
-    """Before optimizers step, free what they make stale; refuse those that hold what was gathered.
+def prepare_steps(turn: Turn, groups: Iterable[ParameterGroup], reductions: Reductions) -> None:
+    """Before optimizers step, finish reductions in flight, and free what the step makes stale.
 
-    Called once a root. See [Note: steps and gathered parameters].
+    Refuses optimizers that hold what was gathered. Called once a root. See [Note: steps and
+    gathered parameters].
     """
-    root, every = weakref.ref(turn), weakref.WeakSet(groups)
+    root, in_flight, every = weakref.ref(turn), weakref.ref(reductions), weakref.WeakSet(groups)
     seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[ParameterGroup]]]]
     seen = weakref.WeakKeyDictionary()  # what each steps, and of how many parameters it was found
 
     def before_step(optimizer: Optimizer) -> None:
         turn, count = root(), sum(len(given["params"]) for given in optimizer.param_groups)
-        if turn is None:
+        reductions = in_flight()
+        if turn is None or reductions is None:
             return
         if optimizer not in seen or seen[optimizer][0] != count:
             held = {id(p) for given in optimizer.param_groups for p in given["params"]}
@@ -109,6 +112,8 @@ def prepare_steps(turn: Turn, groups: Iterable[ParameterGroup]) -> None:
             stepped = [weakref.ref(g) for g in every if any(True for _ in _held_of(g, held))]
             seen[optimizer] = count, stepped
         if not (turn.in_forward or turn.in_backward):
+            if seen[optimizer][1]:
+                reductions.finish()
             for reference in seen[optimizer][1]:
                 group = reference()
                 if group is not None and not group.is_sharded and group.is_trained:

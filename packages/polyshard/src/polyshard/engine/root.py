@@ -71,7 +71,7 @@ def initialize_root(root: Unit) -> None:
             _put_back(substitutes)
         groups = list(root.context.groups())
         refuse_replaced(groups, root.modules[0])
-        prepare_steps(root.context.turn, groups)
+        prepare_steps(root.context.turn, groups, root.context.reductions)
     except BaseException:
         root.context.units.clear()
         for unit, is_root, context in before:

@@ -98,6 +98,7 @@ class StateDictHooks:
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: object
     ) -> None:
         del rest
+        self._unit.context.reductions.finish()  # into gradients of the parameters that go
         self._unit.reshard()
         for name, parameter, group in self._held(module):
             adapters = group.contributions.all(ADAPTERS)

@@ -333,6 +333,9 @@ class RootContext:
         if self.finalization.is_last:
             self.end_iteration()
         else:
+            if streams_of(self.units[0].roles.device) is None:
+                # The host reads gradients when a backward has returned: to clip, step or convert.
+                self.reductions.finish()
             self._promise(is_last=False)
             self._lend_pages()
         self.settle()
@@ -423,6 +426,14 @@ class RootContext:
         self.prefetcher.reset()
         self.end_forward()
         self._tell_broken()
+
+    def leave_recomputation(self) -> None:
+        """What a backward recomputed is over, before its end or at it; units stay gathered."""
+        for unit in self.units:
+            if unit.phase is Phase.FORWARD:
+                unit.phase = Phase.IDLE
+            unit.pending_modules.clear()
+        self.end_forward()
 
     def _backward_broke(self, error: Exception | None, caller: FrameType | None) -> None:
         for group in self.groups():

@@ -357,7 +357,10 @@ class ParameterGroup:
             self._stale = True
         if generation is None or self._stale or self.shards.is_vacant:
             generation = self._prepare_anew()
-        if not is_sharded and (turn.in_backward or self._stays_unsharded()):
+        if not is_sharded and turn.in_backward:
+            return
+        if not is_sharded and self._stays_unsharded():
+            self.sync_requires_grad(generation)
             return
         if self.shards.is_vacant:
             self.shards.check_materialized()

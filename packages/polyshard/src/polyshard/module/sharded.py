@@ -148,6 +148,7 @@ class FSDPModule(ScheduleSettings, CommunicationSettings):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Convert or move sharded parameters; their memory is put together again at once."""
         unit = self._unit()
+        unit.context.reductions.finish()  # into gradients of the form that parameters have now
         unit.reshard()
         members = [p for group in unit.groups for p in group.shards.parameters]
         lifted = [(p, gradient) for p in members if (gradient := p.lift_gradient()) is not None]

@@ -325,7 +325,9 @@ class Shards:
         return changed
 
     def _registered(self, parameter: ShardedParameter) -> nn.Parameter:
-        found: object = parameter.owners[0].held
+        # A state dict may name any of the modules that share it.
+        others = (o.held for o in parameter.owners if o.held is not parameter.parameter)
+        found: object = next(others, parameter.parameter)
         if not isinstance(found, DTensor):
             raise ModuleError(
                 f"'{parameter.info.fqn}' was replaced by a {type(found).__name__} that is not a "
