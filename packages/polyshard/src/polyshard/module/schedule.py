@@ -66,7 +66,12 @@ class ScheduleSettings(Access):
 
     @override
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last of an iteration and so finishes reductions."""
+        """Whether the next backward is the last of an iteration and so finishes reductions.
+
+        On a device another backward leaves its last reduction on its way: ``.grad`` lacks that
+        until the next backward, a step of an optimizer, a conversion or a load. Clip after the
+        last.
+        """
         self._unit().context.finalization.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
