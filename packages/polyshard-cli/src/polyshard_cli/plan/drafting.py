@@ -95,7 +95,7 @@ def probed(subject: Subject, settings: Settings) -> Probe:
 
         def cast(tensor: Tensor) -> Tensor:
             """As the root casts its inputs to the dtype of compute."""
-            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+            return tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
 
         for parameter in model.parameters():  # before tensor parallelism, which keeps their dtype
             parameter.data = cast(parameter.data)

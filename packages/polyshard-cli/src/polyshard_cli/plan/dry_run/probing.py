@@ -296,10 +296,6 @@ class Cost:
     backward: Account = field(default_factory=Account)
 
 
-Member = tuple[str, int]
-"""A module of a unit: the unit's name, and which of them."""
-
-
 @dataclass(frozen=True)
 class Probe:
     """Costs of all units by name, in the order they run, and of what the root does around them."""
@@ -321,9 +317,9 @@ def probe(model: nn.Module, units: Units, inputs: Any) -> Probe:
         inputs: a tensor, a tuple of them, or a mapping of keyword arguments.
     """
     run = _Run(model)
-    members = {(name, i): m for name, unit in units.items() for i, m in enumerate(unit)}
-    for key, member in members.items():
-        run.wrap(key, member)
+    for name, unit in units.items():
+        for place, member in enumerate(unit):
+            run.wrap((name, place), member)
     try:
         return run(inputs)
     except Exception as error:
@@ -374,17 +370,15 @@ class _Run:
         self._still = {storage_key(local_of(t)) for t in resting}
         self._recorder.know(resting)
         self._known: dict[object, tuple[Cost, Any]] = {}
-        self._costs: dict[Member, Cost] = {}
-        self._gradients: dict[Member, int] = {}
+        self._costs: dict[tuple[str, int], tuple[Cost, int]] = {}
+        """Of modules, by their unit's name and their place in it; and bytes of their gradients."""
         self._nodes: set[Any] = set()
         self._pending: dict[GradientEdge, Tensor] = {}
 
-    def wrap(self, member: Member, unit: nn.Module) -> None:
+    def wrap(self, member: tuple[str, int], unit: nn.Module) -> None:
         """Have ``unit`` be measured, or be told apart from none."""
         original = unit.forward
-        self._gradients[member] = sum(
-            local_of(p).nbytes for p in unit.parameters() if p.requires_grad
-        )
+        gradients = sum(local_of(p).nbytes for p in unit.parameters() if p.requires_grad)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             parameters = ((name, *_shape(p)) for name, p in unit.named_parameters())
@@ -393,7 +387,8 @@ class _Run:
             self._nodes.update(t.grad_fn for t in given)
             if key not in self._known:
                 self._known[key] = self._measure(unit, original, args, kwargs)
-            self._costs[member], out = self._known[key]
+            cost, out = self._known[key]
+            self._costs[member] = cost, gradients
             if _is_pending(out):
                 del self._known[key]  # what it waits for is its own
                 # Where the gradient of a unit's input goes, and one of its shape.
@@ -416,9 +411,8 @@ class _Run:
             tail = self._tail_bytes(loss)
             with self._recorder.on(backward):
                 ends: Any = [loss, *self._pending]
-                torch.autograd.backward(
-                    ends, [None, *map(torch.empty_like, self._pending.values())]
-                )
+                given = map(torch.empty_like, self._pending.values())
+                torch.autograd.backward(ends, [None, *given])
         root = Cost(_total(saved, self._still), 0, True, forward, backward)
         return Probe(self._units(), root, tail)
 
@@ -430,8 +424,8 @@ class _Run:
 
     def _units(self) -> dict[str, Cost]:
         found: dict[str, list[tuple[Cost, int]]] = {}
-        for member, cost in self._costs.items():
-            found.setdefault(member[0], []).append((cost, self._gradients[member]))
+        for (name, _), cost in self._costs.items():
+            found.setdefault(name, []).append(cost)
         return {name: in_one_unit(members) for name, members in found.items()}
 
     def _measure(
@@ -454,9 +448,8 @@ class _Run:
                 torch.autograd.backward(wanted, [torch.empty_like(t) for t in wanted])
         for parameter in unit.parameters():
             parameter.grad = None
-        return Cost(total, given, bool(wanted), forward, backward), tree_map_only(
-            Tensor, _leaf, out
-        )
+        result = tree_map_only(Tensor, _leaf, out)
+        return Cost(total, given, bool(wanted), forward, backward), result
 
     @contextmanager
     def _saving(self) -> Iterator[dict[int, int]]:

@@ -131,11 +131,7 @@ MACHINES: Final[Mapping[str, Machine]] = MappingProxyType(
 
 
 def load_machine(name: str) -> Machine:
-    """The machine of that name, or in that file.
-
-    Raises:
-        PlanError: for an unknown name, or a file that is none of ours.
-    """
+    """The machine of that name, or in that file."""
     if name in MACHINES:
         return MACHINES[name]
     if not name.endswith(".json"):

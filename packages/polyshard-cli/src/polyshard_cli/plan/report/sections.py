@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from polyshard.planning import readable
@@ -149,10 +150,9 @@ def _traffic(document: Document) -> Iterator[Block]:
 
 def _traffic_bars(document: Document) -> Bars:
     """By axis, and by collective and payer."""
-    sums: dict[tuple[str, str], int] = {}
+    sums: Counter[tuple[str, str]] = Counter()
     for one in document.traffic:
-        key = (one.axis, f"{one.collective}, {_short(one.payer)}")
-        sums[key] = sums.get(key, 0) + one.sent_bytes
+        sums[one.axis, f"{one.collective}, {_short(one.payer)}"] += one.sent_bytes
     axes, kinds = (tuple(dict.fromkeys(key[place] for key in sums)) for place in (0, 1))
     unit, name = unit_of(max(sums.values()))
     bars = stacked({key: nbytes / unit for key, nbytes in sums.items()}, axes, kinds)

@@ -111,11 +111,7 @@ class Loaded:
 
 
 def load_model(settings: Settings) -> Loaded:
-    """What ``settings.model`` names; nothing is built yet.
-
-    Raises:
-        PlanError: for a name that means nothing, with the nearest one that does.
-    """
+    """What ``settings.model`` names; nothing is built yet."""
     name = settings.model
     if name == "demo" or name.startswith("demo:"):
         loaded = _demo(name)

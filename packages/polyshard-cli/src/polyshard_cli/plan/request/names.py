@@ -12,14 +12,9 @@ from polyshard_cli.plan.errors import PlanError, nearest
 
 
 def imported(name: str, option: str) -> Any:
-    """What ``name`` is the name of; modules of the current directory are found, too.
+    """What ``package.module:attribute`` is; modules of the current directory are found, too.
 
-    Args:
-        name: ``package.module:attribute``.
-        option: what the user called it by, for errors.
-
-    Raises:
-        PlanError: when the module cannot be imported, or has no such attribute.
+    Errors name ``option``, by which the user asked for it.
     """
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:

@@ -24,11 +24,7 @@ LLAMA_LIKE = "model.layers.0.self_attn.q_proj"
 
 
 def make_plugins(settings: Settings) -> list[Any]:
-    """The plugins of ``settings``, but for tensor parallelism.
-
-    Raises:
-        PlanError: for what is not installed, or settings that a plugin refuses.
-    """
+    """The plugins of ``settings``, but for tensor parallelism."""
     made = [_named(name) for name in settings.plugins]
     if settings.quantize:
         made.append(quantizing(settings.quantize))
@@ -85,11 +81,7 @@ def is_plugin(found: object) -> bool:
 
 
 def package_of(name: str, option: str) -> Any:
-    """The module ``name`` of a plugin's distribution, which ``option`` needs.
-
-    Raises:
-        PlanError: where it is not installed, with what to install.
-    """
+    """The module ``name`` of a plugin's distribution, which ``option`` needs."""
     if find_spec(name) is None:
         dashed = name.replace("_", "-")
         raise PlanError(
@@ -101,12 +93,7 @@ def package_of(name: str, option: str) -> Any:
 def quantizing(text: str, option: str = "") -> Any:
     """The plugin as ``text`` asks for it: a format, or two of parameters and of gradients.
 
-    Args:
-        text: names of formats, or ``native``, with a comma.
-        option: what the user wrote, for errors.
-
-    Raises:
-        PlanError: for other text, or without the plugin.
+    One of two may be ``native``; errors name ``option``, which is what the user wrote.
     """
     option = option or f"--quantize {text}"
     package = package_of("polyshard_quantized", option)
@@ -139,12 +126,7 @@ def quantizing(text: str, option: str = "") -> Any:
 def offloading(text: str, option: str = "") -> Any:
     """The plugin that ``text``, such as ``optimizer=disk,params=host``, asks for.
 
-    Args:
-        text: tiers, and ``fraction`` and ``path``, each at most once.
-        option: what the user wrote, for errors.
-
-    Raises:
-        PlanError: for other text, a combination that cannot work, or without the plugin.
+    ``fraction`` and ``path`` may stand in it, too; errors name ``option``.
     """
     option = option or f"--offload {text}"
     package = package_of("polyshard_offload", option)
@@ -169,11 +151,7 @@ def offloading(text: str, option: str = "") -> Any:
 
 
 def settled(option: str, make: Any, **chosen: Any) -> Any:
-    """What ``make`` returns.
-
-    Raises:
-        PlanError: in the name of ``option``, for settings that it refuses.
-    """
+    """What ``make`` returns; what it refuses is an error in the name of ``option``."""
     try:
         return make(**chosen)
     except ValueError as error:
