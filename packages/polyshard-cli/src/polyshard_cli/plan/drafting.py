@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from polyshard.errors import SettingError
@@ -33,7 +32,7 @@ from polyshard_cli.plan.estimate.timing import Step, step_of
 from polyshard_cli.plan.report.document import Document, document_of
 from polyshard_cli.plan.request.mesh import Axis, MeshSpec, Role
 from polyshard_cli.plan.request.model import Loaded, built, load_model
-from polyshard_cli.plan.request.plugins import make_plugins, tensor_parallel, tiers_of
+from polyshard_cli.plan.request.plugins import divided, make_plugins, tiers_of
 from polyshard_cli.plan.request.settings import Backend, OptimizerName, Settings
 
 
@@ -78,10 +77,10 @@ def subject_of(settings: Settings, loaded: Loaded | None = None) -> Subject:
 
 def planned(subject: Subject, settings: Settings) -> tuple[PlannedGroup, ...]:
     """The model as the engine plans it."""
-    taken: list[object] = make_plugins(settings)
+    taken = make_plugins(settings)
     with planned_ranks(settings.mesh.ranks, subject.backend, settings.rank):
         model, mesh = built(subject.loaded), settings.mesh.build("meta")
-        taken += _divided(model, mesh, subject.loaded, settings)
+        taken += divided(settings, subject.loaded, model, mesh)
         return shard(model, mesh, taken, settings)
 
 
@@ -99,7 +98,7 @@ def probed(subject: Subject, settings: Settings) -> Probe:
 
         for parameter in model.parameters():  # before tensor parallelism, which keeps their dtype
             parameter.data = cast(parameter.data)
-        _divided(model, mesh, loaded, settings)
+        divided(settings, loaded, model, mesh)
         sequence = settings.sequence or loaded.sequence
         try:
             with torch.device("meta"):
@@ -116,20 +115,6 @@ def estimated(
     """The step of ``groups``, whose units cost what ``found`` says."""
     chosen = settings.mesh, settings.optimizer, tiers_of(make_plugins(settings))
     return step_of(groups, found, subject.machine, *chosen, settings.accumulate)
-
-
-def _divided(
-    model: nn.Module, mesh: DeviceMesh, loaded: Loaded, settings: Settings
-) -> list[object]:
-    """Divide layers of ``model`` over the tensor axis, if there is one; the plugin that did it."""
-    plugin = tensor_parallel(settings, loaded, model, mesh)
-    if plugin is None:
-        return []
-    try:
-        plugin.apply(model)
-    except ValueError as error:
-        raise PlanError(f"tensor parallelism does not fit the model: {error}") from error
-    return [plugin]
 
 
 NOT_RUN = "a model that is sharded already is described, not run"

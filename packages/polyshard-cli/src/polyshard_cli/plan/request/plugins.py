@@ -33,14 +33,19 @@ def make_plugins(settings: Settings) -> list[Any]:
     return made
 
 
-def tensor_parallel(settings: Settings, loaded: Loaded, model: nn.Module, mesh: DeviceMesh) -> Any:
-    """The plugin for ``model`` on the whole ``mesh``, not applied yet; ``None`` without an axis."""
+def divided(settings: Settings, loaded: Loaded, model: nn.Module, mesh: DeviceMesh) -> list[Any]:
+    """Divide layers of ``model`` over the tensor axis, if there is one; the plugin that did it."""
     size = settings.mesh.size("tensor")
     if size == 1:
-        return None
+        return []
     package = package_of("polyshard_tensor_parallel", f"--mesh with tp={size}")
     plan = imported(tensor_plan(settings, loaded, model), "--tp-plan")
-    return package.TensorParallel(plan(), mesh=mesh[settings.mesh.name("tensor")])
+    plugin = package.TensorParallel(plan(), mesh=mesh[settings.mesh.name("tensor")])
+    try:
+        plugin.apply(model)
+    except ValueError as error:
+        raise PlanError(f"tensor parallelism does not fit the model: {error}") from error
+    return [plugin]
 
 
 def tensor_plan(settings: Settings, loaded: Loaded, model: nn.Module) -> str:
