@@ -115,6 +115,11 @@ def test_a_search_as_json_is_documented() -> None:
         ),
         (["demo", "--accumulate", "0"], "a step has at least 1 micro-batch"),
         (["demo", "--placement", "plan_models:colums"], "did you mean plan_models:columns?"),
+        (["demo:tiny", "--placement", "plan_models:uneven"], "calling it failed: TypeError"),
+        (
+            ["demo:tiny", "--mesh", "dp=1,tp=2", "--tp-plan", "plan_models:raising"],
+            "--tp-plan plan_models:raising: calling it failed: RuntimeError: the factory's own",
+        ),
         (["demo", "--mesh", "dp=4", "--rank", "4"], "0 to 3"),
         (["demo", "--mesh", "dp=4", "--reshard", "3"], "must divide the shard axis' 4"),
         (["demo", "--reshard", "often"], "write auto, yes, no"),

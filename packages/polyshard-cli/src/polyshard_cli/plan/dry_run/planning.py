@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from polyshard import MixedPrecisionPolicy, fully_shard, planning
 from polyshard.planning import GroupPlan
 from polyshard_cli.plan.dry_run.units import units_of
 from polyshard_cli.plan.errors import PlanError
-from polyshard_cli.plan.request.names import imported
+from polyshard_cli.plan.request.names import called, imported
 from polyshard_cli.plan.request.settings import Settings
 
 
@@ -95,7 +96,9 @@ def shard(
         "reshard_after_forward": settings.reshard,
     }
     if settings.placement:
-        keywords["shard_placement_fn"] = imported(settings.placement, "--placement")
+        said = f"--placement {settings.placement}"
+        placement = partial(called, imported(settings.placement, "--placement"), said)
+        keywords["shard_placement_fn"] = placement
     units = units_of(model, settings.units)
     for name, members in (*units.items(), ("", (model,))):
         try:

@@ -40,6 +40,15 @@ def imported(name: str, option: str) -> Any:
     return found
 
 
+def called(function: Any, said: str, *given: Any) -> Any:
+    """What the user's ``function`` returns; an error begins with what the user ``said``."""
+    try:
+        return function(*given)
+    except Exception as error:
+        kind = type(error).__name__
+        raise PlanError(f"{said}: calling it failed: {kind}: {error}") from error
+
+
 def _near(module_name: str, error: Exception) -> str:
     """A module of nearly that name, where the module itself is what is missing."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None

@@ -15,7 +15,7 @@ from polyshard.errors import PluginError
 from polyshard.installed import load_plugin
 from polyshard_cli.plan.errors import PlanError, nearest
 from polyshard_cli.plan.request.model import Loaded
-from polyshard_cli.plan.request.names import imported
+from polyshard_cli.plan.request.names import called, imported
 from polyshard_cli.plan.request.settings import Settings
 
 TIERS = ("params", "grads", "optimizer", "fraction")
@@ -39,8 +39,9 @@ def divided(settings: Settings, loaded: Loaded, model: nn.Module, mesh: DeviceMe
     if size == 1:
         return []
     package = package_of("polyshard_tensor_parallel", f"--mesh with tp={size}")
-    plan = imported(tensor_plan(settings, loaded, model), "--tp-plan")
-    plugin = package.TensorParallel(plan(), mesh=mesh[settings.mesh.name("tensor")])
+    name = tensor_plan(settings, loaded, model)
+    plan = called(imported(name, "--tp-plan"), f"--tp-plan {name}")
+    plugin = package.TensorParallel(plan, mesh=mesh[settings.mesh.name("tensor")])
     try:
         plugin.apply(model)
     except ValueError as error:
@@ -66,14 +67,7 @@ def tensor_plan(settings: Settings, loaded: Loaded, model: nn.Module) -> str:
 def _named(name: str) -> Any:
     if ":" in name:
         found = imported(name, "--plugins")
-        if is_plugin(found):
-            return found
-        try:
-            return found()
-        except Exception as error:
-            raise PlanError(
-                f"--plugins {name}: calling it failed: {type(error).__name__}: {error}"
-            ) from error
+        return found if is_plugin(found) else called(found, f"--plugins {name}")
     try:
         return load_plugin(name)
     except PluginError as error:
