@@ -179,7 +179,7 @@ class UnitHooks:
         self._end_watch()
         context = self._unit.context
         if context.forward_root is self._unit and self._unit.pending_modules:
-            if in_backward():
+            if context.turn.in_backward:
                 # A recomputation ends by an exception once it has what the backward needs. Should
                 # it be another one, it breaks the backward. The end of that frees all units.
                 context.leave_recomputation()
