@@ -54,6 +54,27 @@ def test_versions_are_folders_that_others_load(rank: int, size: int, tmp_path: P
     assert (final / "config.json").read_text() == "{}"
 
 
+def test_a_version_is_served_though_telling_of_it_failed(tmp_path: Path) -> None:
+    def fails(path: Path, version: int) -> None:
+        raise OSError("the webhook is down")
+
+    target = FolderTarget(tmp_path, notify=fails)
+    with (
+        Publisher(nn.Linear(2, 2), to=target) as publisher,
+        pytest.warns(RuntimeWarning, match=r"version 7 is served, but notify\(\) failed: OSError"),
+    ):
+        publisher.publish(7)
+    assert load_version(tmp_path).version == 7
+
+
+def test_a_version_that_was_never_served_does_not_block_its_number(tmp_path: Path) -> None:
+    """A trainer was killed between the version's name and that of the latest."""
+    Publisher(nn.Linear(2, 2), to=tmp_path).publish(1)
+    (tmp_path / "version-000002").mkdir()
+    Publisher(nn.Linear(2, 2), to=tmp_path).publish(2)
+    assert load_version(tmp_path).version == 2
+
+
 def test_damaged_versions_are_named(tmp_path: Path) -> None:
     with pytest.raises(GoneError, match="no version was published"):
         load_version(tmp_path)

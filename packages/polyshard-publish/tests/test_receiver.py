@@ -83,6 +83,22 @@ def test_a_version_is_served_from_its_commit_on() -> None:
     assert serves(receiver, 4, NEW)
 
 
+def test_parameters_take_columns() -> None:
+    """Writes of parts of rows go through a view, which autograd refuses of a leaf."""
+    weight = nn.Parameter(OLD.clone())
+    receiver = Receiver({"w": weight, "v": V.clone()}, version=3)
+    receiver.begin(update())
+    for columns in (slice(0, 2), slice(2, 3)):
+        part = NEW[:, columns].contiguous()
+        block = Block((0, columns.start), tuple(part.shape))
+        _stage(receiver, "a", Patch.whole("w", block, part))
+    send_v(receiver, "a")
+    receiver.end("a", 0)
+    receiver.commit("a", said())
+    assert serves(receiver, 4, NEW)
+    assert torch.equal(weight, NEW)  # in place
+
+
 def test_other_values_than_were_sent_name_the_tensor_and_leave_the_old() -> None:
     receiver = receiver_with_old()
     receiver.begin(update())

@@ -72,6 +72,19 @@ def train(model: nn.Module, part: int) -> list[float]:
 
 
 @ranks(4)
+def test_errors_are_those_of_blocks_along_the_data_axis(rank: int, size: int) -> None:
+    """A row-parallel weight is cut twice: its rows over data, its columns over tensor ranks."""
+    quantized = comm()
+    model = built(meshes(2), quantized)
+    describe(model)
+    found = quantized.relative_errors(model)
+    for name in ("blocks.0.feed_forward.up.weight", "blocks.0.feed_forward.down.weight"):
+        whole = model.get_parameter(name).full_tensor()
+        expected = float((round_trip(whole, FORM) - whole).norm() / whole.norm())
+        assert expected / 3 < found[name] < expected * 3, name
+
+
+@ranks(4)
 def test_training_is_close_to_that_without_quantization(rank: int, size: int) -> None:
     mesh = meshes(2)
     part = mesh["dp"].get_local_rank()

@@ -182,7 +182,9 @@ class Checkpoints:
 
         Raises:
             CheckpointError: on every rank alike, when it failed on any. Older checkpoints stay.
+            SettingError: for a ``step`` that is no number of steps.
         """
+        _check_step(step)
         self.wait()
         doing = "Collecting the state"
         entries = self._ranks.agreed(doing, lambda: state.save(self._ranks.place))
@@ -197,7 +199,9 @@ class Checkpoints:
         Raises:
             CheckpointError: on every rank, if an earlier save failed and its error has not been
                 raised. :meth:`Saving.wait` or the next call raises the error of this save.
+            SettingError: for a ``step`` that is no number of steps.
         """
+        _check_step(step)
         self.wait()
         self._ranks.group  # noqa: B018  # made here: not from a thread, beside the job's transfers
         collected = attempt(lambda: self._staging.copy(state.save(self._ranks.place)))
@@ -236,7 +240,9 @@ class Checkpoints:
         Raises:
             CheckpointError: on every rank alike, when something is missing, steps differ, or
                 saving failed on any.
+            SettingError: for a ``step`` that is no number of steps.
         """
+        _check_step(step)
         self._abandon()
         with Survivors.of(self._folder.path, ranks) as left:
             left.compare("completed step", step)
@@ -408,6 +414,11 @@ class _Written:
     step: int
     missing: tuple[str, ...]
     sums: list[dict[str, FileSum]]
+
+
+def _check_step(step: int) -> None:
+    if type(step) is not int or step < 0:
+        raise SettingError(f"step={step!r}: a checkpoint is of 0 or more steps, a whole number.")
 
 
 def _left(state: TrainingState) -> TrainingState:

@@ -96,6 +96,22 @@ def load_optimizers(
         ]
         state = {i: loaded[STATE][name] for i, name in names.items() if name in loaded[STATE]}
         optimizer.load_state_dict({STATE: state, GROUPS: groups})
+        _put_numbers(optimizer, state)
+
+
+def _put_numbers(optimizer: Optimizer, saved: Mapping[int, Any]) -> None:
+    """Numbers in the dtype they were saved in: torch rounds all but ``step`` to the parameter's."""
+    parameters = [p for group in optimizer.param_groups for p in group[PARAMS]]
+    for place, values in saved.items():
+        held = optimizer.state[parameters[place]]
+        for name in NUMBERS & values.keys() & held.keys():
+            value, found = values[name], held[name]
+            if (
+                isinstance(value, Tensor)
+                and isinstance(found, Tensor)
+                and found.dtype != value.dtype
+            ):
+                held[name] = value.to(found.device, copy=True)
 
 
 def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> frozenset[str]:

@@ -15,7 +15,7 @@ from toy_models import build, full, loss_of, shard, tokens_for
 from toy_runs import assert_equal, whole
 
 from polyshard import fully_shard
-from polyshard.errors import CheckpointError
+from polyshard.errors import CheckpointError, SettingError
 from polyshard_checkpoint import Checkpoints, TrainingState
 from polyshard_testing import ranks
 
@@ -228,3 +228,30 @@ class Noted(nn.Linear):
 def test_what_a_model_adds_is_plain_data_too(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'model\._extra_state\.path'.*plain data"):
         Checkpoints(tmp_path).save(1, TrainingState(Noted(2, 2)))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
+def test_numbers_keep_their_dtype_beside_bf16(kind: Any, tmp_path: Path) -> None:
+    """torch's ``load_state_dict`` would round them to the parameter's, for good."""
+    model = nn.Linear(4, 4).bfloat16()
+    optimizer = kind(model.parameters())
+    model(torch.ones(2, 4).bfloat16()).sum().backward()
+    optimizer.step()
+    before = {name: v.clone() for name, v in optimizer.state[model.weight].items()}
+    state = TrainingState(model, [optimizer])
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state)
+    checkpoints.load(state)
+    for name, value in before.items():
+        found = optimizer.state[model.weight][name]
+        assert found.dtype == value.dtype, name
+        assert torch.equal(found, value), name
+
+
+@pytest.mark.parametrize("step", [-1, True, 1.0])
+def test_steps_are_numbers(step: Any, tmp_path: Path) -> None:
+    checkpoints, state = Checkpoints(tmp_path), TrainingState(nn.Linear(2, 2))
+    for save in (checkpoints.save, checkpoints.save_async, checkpoints.save_survivors):
+        with pytest.raises(SettingError, match="a whole number"):
+            save(step, state)
+    assert not list(tmp_path.iterdir())

@@ -20,6 +20,7 @@ from polyshard.errors import CheckpointError, SettingError
 from polyshard_checkpoint import Checkpoints, TrainingState
 from polyshard_checkpoint.safetensors import load_safetensors, save_safetensors
 from polyshard_checkpoint.safetensors.header import DTYPES, make_header, read_header
+from polyshard_checkpoint.safetensors.reading import weight_files
 from polyshard_testing import ranks
 
 safetensors: Any = pytest.importorskip("safetensors.torch")
@@ -277,3 +278,14 @@ def test_a_failed_save_leaves_nothing(rank: int, size: int, tmp_path: Path) -> N
 
 def failing(*arguments: Any) -> int:
     raise OSError(28, "No space left on device")
+
+
+def test_one_file_comes_before_an_index(tmp_path: Path) -> None:
+    """``save_pretrained`` leaves the index of an earlier model beside it."""
+    index = {"weight_map": {"weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name in ("model.safetensors", "model-00001-of-00002.safetensors"):
+        safetensors.save_file({"weight": torch.ones(2)}, tmp_path / name)
+    assert weight_files(tmp_path, "model") == [tmp_path / "model.safetensors"]
+    (tmp_path / "model.safetensors").unlink()
+    assert weight_files(tmp_path, "model") == [tmp_path / "model-00001-of-00002.safetensors"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,7 +45,8 @@ class FolderTarget:
         folder: made if it is not there.
         keep: how many versions stay; older ones are removed.
         files: copied into each version: the configuration, the tokenizer.
-        notify: called on rank 0 with the folder of each version and its number.
+        notify: called on rank 0 with the folder of each version and its number. An exception is a
+            warning: the version is served by then.
         file_bytes: how large a file may be, unless it holds a single tensor.
     """
 
@@ -146,7 +148,11 @@ class _FolderSending:
         replace_file(self._place / MANIFEST, json.dumps(content, indent=1).encode())
         final = self._path / f"version-{version:06d}"
         if final.exists():
-            raise VersionError(f"'{final}' is there already; it is left as it is.")
+            have = self.have().version
+            if have is not None and have >= version:
+                raise VersionError(f"'{final}' is there already; it is left as it is.")
+            # A trainer was killed, or its disk was full, before the version was served.
+            shutil.rmtree(final)
         self._place.rename(final)
         sync_folder(self._path)
         replace_file(self._path / LATEST, final.name.encode())
@@ -154,7 +160,12 @@ class _FolderSending:
         for old in kept[: -max(1, self._target.keep)]:
             shutil.rmtree(old, ignore_errors=True)
         if self._target.notify is not None:
-            self._target.notify(final, version)
+            try:
+                self._target.notify(final, version)
+            except Exception as error:  # the version is served: ranks must not hear that it is not
+                problem = f"{type(error).__name__}: {error}"
+                said = f"version {version} is served, but notify() failed: {problem}"
+                warnings.warn(said, RuntimeWarning, stacklevel=2)
 
     def close(self) -> None:
         while self._open:

@@ -78,7 +78,7 @@ class Receiver:
         Raises:
             CatalogueError: for tensors that are not contiguous or of a dtype that cannot be sent.
         """
-        held = dict(tensors or {})
+        held = {name: tensor.detach() for name, tensor in (tensors or {}).items()}
         strided = sorted(n for n, t in held.items() if not t.is_contiguous())
         if strided:
             raise CatalogueError(f"Receiver(tensors=...): '{strided[0]}' is not contiguous.")

@@ -264,3 +264,38 @@ def replace(working: Working, backend: Any, number: int) -> None:
     group._set_group_desc(described)
     # What a coalesced launch had gathered when it was broken off would refuse the next one.
     cast("Any", world).pg_coalesce_state.pop(group, None)
+
+
+def may_be_written(tensor: torch.Tensor) -> bool:
+    """Whether torch writes to ``tensor`` in place: not where elements share memory (``expand``)."""
+    shares: int = torch._debug_has_internal_overlap(tensor)
+    return shares != 1
+
+
+def hooks_after_step(optimizer: torch.optim.Optimizer) -> list[object]:
+    """What was registered to be called after steps of this optimizer."""
+    return list(optimizer._optimizer_step_post_hooks.values())
+
+
+class ScalerStages:
+    """What a ``GradScaler`` knows of its optimizers in this step, which its state dict leaves out.
+
+    It refuses to unscale gradients twice, and does not scale those of a step that was undone.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        """Keep it."""
+        self._scaler = scaler
+        self._kept = {key: _copied(state) for key, state in scaler._per_optimizer_states.items()}
+
+    def put_back(self) -> None:
+        """Forget what came since."""
+        states = self._scaler._per_optimizer_states
+        states.clear()
+        states.update({key: _copied(state) for key, state in self._kept.items()})
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy with tensors of its own; ``found_inf`` is by device."""
+    found = {device: value.clone() for device, value in state["found_inf_per_device"].items()}
+    return {**state, "found_inf_per_device": found}

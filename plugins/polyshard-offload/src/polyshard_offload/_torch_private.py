@@ -11,6 +11,7 @@ from torch.autograd.variable import Variable
 
 __all__ = [
     "at_end_of_backward",
+    "backward_runs",
     "norms_of",
     "shell",
 ]
@@ -25,10 +26,19 @@ def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list(found)
 
 
+def backward_runs() -> bool:
+    """Whether this thread runs inside a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def at_end_of_backward(action: Callable[[], None]) -> None:
-    """Call ``action`` when the backward that runs now has ended; never if it raises."""
-    engine: Any = Variable._execution_engine
-    engine.queue_callback(action)
+    """Call ``action`` when the backward that runs now has ended; never if it raises, or none runs.
+
+    Gradients also land in ``finalize_backward()``, after all backwards.
+    """
+    if backward_runs():
+        engine: Any = Variable._execution_engine
+        engine.queue_callback(action)
 
 
 def shell(kind: type[Tensor], model: Tensor) -> Tensor:

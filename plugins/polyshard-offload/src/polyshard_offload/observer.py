@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from polyshard.errors import IneffectiveSettingWarning
 from polyshard.plugins.seams import Observer
+from polyshard_offload._torch_private import backward_runs
+
+if TYPE_CHECKING:
+    from polyshard_offload.optimizer.step_in_backward import BackwardSteps
 
 
 class WrapWatcher(Observer):
     """Says once when the optimizer state stays where it is because nobody wrapped the optimizer."""
 
     def __init__(
-        self, notices: Callable[[], tuple[str, ...]], flush: Callable[[], None] | None
+        self,
+        notices: Callable[[], tuple[str, ...]],
+        early: Callable[[], Iterable[BackwardSteps]] | None,
     ) -> None:
         """Nothing was wrapped yet; ``notices`` says what ``describe()`` shows.
 
-        ``flush``, if any, is called when a group was reduced.
+        ``early`` gives the optimizers that step what was reduced.
         """
         self.wrapped = False
         self._steps = 0
         self._notices = notices
-        self._flush = flush
+        self._early = early
 
     @property
     @override
@@ -34,11 +41,13 @@ class WrapWatcher(Observer):
 
     @override
     def on_reduced(self, group: str, wait_seconds: float) -> None:
-        if self._flush is not None:
-            self._flush()
+        for steps in self._early() if self._early is not None else ():
+            steps.flush()
 
     @override
     def on_step_end(self) -> None:
+        for steps in self._early() if self._early is not None and not backward_runs() else ():
+            steps.end()  # of finalize_backward()
         # The first step may end before anything is wrapped, the second may not.
         self._steps += 1
         if self._steps == 2 and not self.wrapped:

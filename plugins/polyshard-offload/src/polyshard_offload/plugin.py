@@ -18,6 +18,7 @@ from polyshard_offload.__about__ import __version__
 from polyshard_offload.errors import OffloadError
 from polyshard_offload.observer import WrapWatcher
 from polyshard_offload.optimizer.spent import MESSAGE
+from polyshard_offload.optimizer.step_in_backward import BackwardSteps
 from polyshard_offload.optimizer.wrap import Wrapping, check_optimizer, wrap
 from polyshard_offload.report import Memory, measured, notices, predicted
 from polyshard_offload.resources import Resources, TierStorageFactory
@@ -116,12 +117,11 @@ class Offload(Plugin):
 
     @functools.cached_property
     def _watcher(self) -> WrapWatcher:
-        return WrapWatcher(self.notices, self._flush if self.step_in_backward else None)
+        return WrapWatcher(self.notices, self._early_steps if self.step_in_backward else None)
 
-    def _flush(self) -> None:
-        for wrapping in self._wrappings:
-            if wrapping.in_backward is not None:
-                wrapping.in_backward.flush()
+    def _early_steps(self) -> list[BackwardSteps]:
+        every = (wrapping.in_backward for wrapping in self._wrappings)
+        return [steps for steps in every if steps is not None]
 
     @hookimpl
     def polyshard_shard_storage(self, group: GroupInfo) -> TierStorageFactory | None:
@@ -185,8 +185,7 @@ class Offload(Plugin):
         found = self.tiers.norm_of(parameter)
         if found is not None:
             return found
-        early = (w.in_backward for w in self._wrappings if w.in_backward is not None)
-        spent = (steps.norm_of(parameter) for steps in early)
+        spent = (steps.norm_of(parameter) for steps in self._early_steps())
         return next((norm for norm in spent if norm is not None), None)
 
     def clip_grad_norm_(

@@ -383,3 +383,20 @@ def evaluates_between(rank: int, size: int, path: str, checksums: bool = False) 
 def test_what_users_write_is_seen(world2: World, tmp_path: Path) -> None:
     world2.run(evaluates_between, str(tmp_path))
     world2.run(evaluates_between, str(tmp_path), True)  # nor for corrupted
+
+
+def test_state_that_settings_bring_later_is_moved(tmp_path: Path) -> None:
+    """SGD has none before its momentum is switched on."""
+    offload = on(str(tmp_path))
+    params, plain = parameters(), parameters()
+    ours = offload.wrap(torch.optim.SGD(params, 0.1))
+    theirs = torch.optim.SGD(plain, 0.1)
+    for step in range(4):
+        for optimizer, given in ((ours, params), (theirs, plain)):
+            give_gradients(given)
+            if step == 1:
+                optimizer.param_groups[0]["momentum"] = 0.9
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, plain, strict=True))
+    slots = ours._polyshard_offload.offload.state.slots  # type: ignore[attr-defined]
+    assert not any(slot.in_runs for slot in slots)

@@ -270,3 +270,34 @@ def test_plain_parameters_and_late_groups(tmp_path: Path) -> None:
         found.append((params, optimizer))
     assert all(torch.equal(a, b) for a, b in zip(found[0][0], found[1][0], strict=True))
     assert_same_state(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@ranks(2)
+def test_gradients_that_land_after_all_backwards(
+    rank: int, size: int, tmp_path: Path, is_async: bool
+) -> None:
+    """``finalize_backward()`` steps as a backward does."""
+
+    def trained(*, early: bool) -> list[torch.Tensor]:
+        disk = DiskSettings(path=tmp_path)
+        offload = Offload(params="host", optimizer="disk", step_in_backward=early, disk=disk)
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        for module in (*model, model):
+            fully_shard(module, plugins=[offload])
+        model.set_manual_backward_finalization(True)
+        optimizer = offload.wrap(torch.optim.AdamW(model.parameters(), lr=0.1))
+        for _ in range(3):
+            for is_last in (False, True):
+                model.set_requires_gradient_sync(is_last)
+                model(torch.ones(2, 8)).sum().backward()
+            handle = model.finalize_backward(async_op=is_async)
+            if handle is not None:
+                handle.wait()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.full_tensor().detach() for p in model.parameters()]
+
+    for ours, theirs in zip(trained(early=True), trained(early=False), strict=True):
+        assert torch.equal(ours, theirs)

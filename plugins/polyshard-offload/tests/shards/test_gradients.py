@@ -14,6 +14,7 @@ from toy_models import loss_of
 
 from polyshard import clip_grad_norm_, fully_shard
 from polyshard_offload import DiskSettings, Offload, OffloadError
+from polyshard_offload.shards.norms import sample_of
 from polyshard_testing import ranks
 
 FAR = [("host", "host"), ("host", "disk"), ("disk", "host"), ("disk", "disk")]
@@ -61,13 +62,14 @@ def test_gradients_move_once_a_step(
 
 
 def forbid_reading(offload: Offload, model: nn.Module) -> list[torch.Tensor]:
-    """Change what rests behind everybody's back: whoever reads it gets another norm."""
+    """Change what rests, uncounted: reading all of it gives another norm."""
     kept = []
     for p in model.parameters():
         if p.grad is not None:
             local = p.grad.to_local()  # type: ignore[attr-defined]
             kept.append(local.clone())
             local.data.fill_(float("nan"))
+            sample_of(local.data.view(-1)).copy_(sample_of(kept[-1].view(-1)))  # which is compared
     return kept
 
 
@@ -204,3 +206,24 @@ def test_announced_sums_may_be_stepped_in_backward(rank: int, size: int, tmp_pat
             optimizer.zero_grad()
         results.append([p.detach().to_local().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@ranks(2)
+def test_norms_follow_a_gradient_scaler(rank: int, size: int, tmp_path: Path) -> None:
+    """torch does not count what ``unscale_`` writes."""
+    offload = make(("host", "host"), str(tmp_path))
+    model: Any = sharded_toy(offload)
+    optimizer = offload.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+    device = torch.get_default_device().type
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+    for step in range(3):
+        scaler.scale(loss_of(model, tokens_for(step, rank))).backward()
+        scaler.unscale_(optimizer)
+        found = offload.grad_norm(model.parameters())
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()  # another tensor is read
+        torch.testing.assert_close(found, offload.grad_norm(model.parameters()))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()

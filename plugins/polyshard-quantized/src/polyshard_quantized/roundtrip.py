@@ -54,13 +54,15 @@ def relative_errors(model: nn.Module, formats: Mapping[str, BlockFormat]) -> dic
         for name, parameter in model.named_parameters():
             if name not in formats or not isinstance(parameter, DTensor):
                 continue
+            # Data-parallel axes come first; blocks are cut along the dim that they shard.
             dims = [p.dim for p in parameter.placements if isinstance(p, Shard)]
             local = parameter.to_local()
-            decoded = round_trip(local, formats[name], dim=dims[-1] if dims else 0)
+            decoded = round_trip(local, formats[name], dim=dims[0] if dims else 0)
             wide = local.double()
             error = (decoded.double() - wide).square().sum()
             names.append(name)
-            sums.append(torch.stack((error, wide.square().sum())))
+            sum_ = torch.stack((error, wide.square().sum()))
+            sums.append(sum_.to(parameter.device_mesh.device_type))  # shards may rest elsewhere
             meshes.append(parameter.device_mesh)
     for total, mesh in zip(sums, meshes, strict=True):
         for axis in range(mesh.ndim):

@@ -31,7 +31,9 @@ INDEX = ".safetensors.index.json"
 
 
 def weight_files(place: str | os.PathLike[str], stem: str) -> list[Path]:
-    """The files of one model: those of its index, or the one of that name, or all there are.
+    """The files of one model: the one of that name, or those of its index, or all there are.
+
+    In the order of ``from_pretrained``: ``save_pretrained`` leaves the index of an earlier model.
 
     Raises:
         CheckpointError: when there are none, or the index names some that are not there.
@@ -39,6 +41,8 @@ def weight_files(place: str | os.PathLike[str], stem: str) -> list[Path]:
     path = Path(place)
     if path.is_file():
         return [path]
+    if (single := path / f"{stem}{SUFFIX}").is_file():
+        return [single]
     if (index := path / f"{stem}{INDEX}").is_file():
         try:
             named = sorted(
@@ -55,8 +59,6 @@ def weight_files(place: str | os.PathLike[str], stem: str) -> list[Path]:
                 f"'{index.name}' names files that are not in '{path}': {', '.join(lost)}"
             )
         return found
-    if (single := path / f"{stem}{SUFFIX}").is_file():
-        return [single]
     return sorted(path.glob(f"*{SUFFIX}"))
 
 

@@ -156,7 +156,12 @@ class MatrixSteps(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            every = [m for m in self._every() if m.parameter.grad is not None]
+            every = []
+            for matrix in self._every():
+                if matrix.parameter.grad is None:
+                    matrix.begun = None  # of a step that was left out
+                else:
+                    every.append(matrix)
             for matrix in every:
                 _check_unchanged(matrix)  # before anything is sent
             returning: list[tuple[Matrix, Callable[[], Tensor]]] = []

@@ -79,6 +79,11 @@ class MuonRecipe(Recipe):
         local.add_(rows, alpha=-adjusted_lr(settings, cut.shape))
 
 
+COUNTED = "group."
+"""Begins the names of state that is what a step changed of its group, from what to what."""
+NUMBERS = (int, float)
+
+
 class WholeRecipe(Recipe):
     """Any class of optimizers: it makes its step on whole weights. See [Note: what returns]."""
 
@@ -96,25 +101,48 @@ class WholeRecipe(Recipe):
         self, gradient: Tensor, weights: Tensor | None, cut: Cut, state: State, settings: Settings
     ) -> Tensor:
         assert weights is not None
+        if not cut.count:  # a parameter of no matrices
+            return gradient.clone()
         matrices = [nn.Parameter(m.contiguous()) for m in cut.views(weights)]
         for matrix, part in zip(matrices, cut.views(gradient), strict=True):
             matrix.grad = part.contiguous()
         optimizer = self._made_by(matrices, **self._given)
-        optimizer.param_groups[0].update({n: v for n, v in settings.items() if n != "params"})
+        group = optimizer.param_groups[0]
+        group.update({n: v for n, v in settings.items() if n != "params"})
+        group.update(_counted(state, settings))
         for place, matrix in enumerate(matrices):
             if state:
-                optimizer.state[matrix] = {n: _part(v, place) for n, v in state.items()}
+                own = {n: v for n, v in state.items() if not n.startswith(COUNTED)}
+                optimizer.state[matrix] = {n: _part(v, place) for n, v in own.items()}
         with torch.enable_grad():
             optimizer.step()
         kept = [optimizer.state[matrix] for matrix in matrices]
         state.clear()
         state.update({name: _joined([one[name] for one in kept]) for name in kept[0]})
+        for name, before in settings.items():
+            if type(before) in NUMBERS and group[name] != before:
+                state[f"{COUNTED}{name}"] = [(before, group[name])] * len(matrices)
         return torch.stack([m.detach() for m in matrices]).view(gradient.shape)
 
     @override
     def apply(self, local: Tensor, rows: Tensor, cut: Cut, settings: Settings) -> None:
         del cut, settings
         local.copy_(rows)
+
+
+def _counted(state: State, settings: Settings) -> dict[str, Any]:
+    """What the last step changed of its group, unless the user has changed that since.
+
+    The live group belongs to all matrices, each of which would count in it.
+    """
+    found = {}
+    for name, values in state.items():
+        if name.startswith(COUNTED):
+            before, after = values[0]
+            setting = name.removeprefix(COUNTED)
+            if settings.get(setting) == before:
+                found[setting] = after
+    return found
 
 
 def _part(values: Any, place: int) -> Any:

@@ -140,12 +140,16 @@ def _like(parameter: Tensor, rows: Tensor) -> Tensor:
 def _from_all(told: _Told, every: Sequence[Saved]) -> _Told:
     """What any rank of the meshes has told, by place and block."""
     parameters = [one.site.parameter for one in every]
-    for mesh in dict.fromkeys(p.device_mesh for p in parameters if isinstance(p, DTensor)):
+    meshes = {i: p.device_mesh for i, p in enumerate(parameters) if isinstance(p, DTensor)}
+    for mesh in dict.fromkeys(meshes.values()):
+        # Other ranks may have other parameters in a place: experts on a mesh of their own.
+        places = [place for place, own in meshes.items() if own == mesh]
         for axis in range(mesh.ndim):
             if mesh.size(axis) == 1:
                 continue
+            own = {place: told[place] for place in places if place in told}
             heard: list[Any] = [None] * mesh.size(axis)
-            dist.all_gather_object(heard, told, group=mesh.get_group(axis))
+            dist.all_gather_object(heard, own, group=mesh.get_group(axis))
             for one in heard:
                 for place, by_block in one.items():
                     told[place] = told.get(place, {}) | by_block

@@ -12,7 +12,7 @@ change: their window stays open.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -296,6 +296,16 @@ class _Call:
 
     def __call__(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self._call(self._window, optimizer)
+
+    def remember(self) -> Callable[[], None]:
+        """What an attempt calls when the step is undone: ranks may have ended it or not."""
+        window, steps = self._window, self._window.steps
+
+        def put_back() -> None:
+            window.steps = steps
+            window.close()
+
+        return put_back
 
 
 def _said(change: tuple[Seen, Seen], name: str) -> str:

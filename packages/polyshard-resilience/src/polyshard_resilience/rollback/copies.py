@@ -10,9 +10,10 @@ copy, so memory is kept for the next attempt.
 from __future__ import annotations
 
 import copy
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -84,7 +85,7 @@ class Kept:
                 self._live.append(tree)
             return place
         if isinstance(tree, Mapping):
-            return {key: self.add(value) for key, value in tree.items()}
+            return _like(tree, {key: self.add(value) for key, value in tree.items()})
         if type(tree) in (list, tuple):
             return type(tree)(self.add(value) for value in tree)
         return copy.deepcopy(tree)
@@ -117,10 +118,23 @@ class Kept:
         if isinstance(kept, _Place):
             return tensor(kept.index)
         if isinstance(kept, dict):
-            return {key: self._made(value, tensor) for key, value in kept.items()}
+            return _like(kept, {key: self._made(v, tensor) for key, v in kept.items()})
         if type(kept) in (list, tuple):
             return type(kept)(self._made(value, tensor) for value in kept)
         return copy.deepcopy(kept)
+
+
+def _like(tree: Mapping[Any, Any], content: dict[Any, Any]) -> dict[Any, Any]:
+    """``content`` as a mapping of the kind of ``tree``, where that is one of Python's own."""
+    made: dict[Any, Any] = {}
+    if isinstance(tree, defaultdict):
+        made = defaultdict(tree.default_factory)
+    elif type(tree) in (OrderedDict, Counter):
+        made = cast("dict[Any, Any]", type(tree)())
+    made.update(content)
+    if isinstance(made, OrderedDict) and hasattr(tree, "_metadata"):  # of a module's state dict
+        made._metadata = copy.copy(tree._metadata)  # type: ignore[attr-defined]
+    return made
 
 
 def _local(tensor: Tensor) -> Tensor:

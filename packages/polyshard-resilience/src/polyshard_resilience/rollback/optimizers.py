@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from polyshard_resilience._torch_private import hooks_after_step
 from polyshard_resilience.rollback.copies import Kept, Memory
 
 PARAMS = "params"
 PLAIN = (bool, int, float, complex, str, type(None))
+SCALES = ("grad_scale", "found_inf")
+"""What a ``GradScaler`` hands to a fused optimizer, and takes away when that has stepped."""
 
 
 @runtime_checkable
@@ -36,6 +40,15 @@ class Undoable(Protocol):
         ...
 
 
+@runtime_checkable
+class Counting(Protocol):
+    """A hook of steps that counts them, so that ranks look at the same one."""
+
+    def remember(self) -> Callable[[], None]:
+        """Return what makes it count from here again."""
+        ...
+
+
 class OptimizerUndo:
     """One optimizer as it was: its settings when an attempt began, the rest before it stepped.
 
@@ -52,6 +65,10 @@ class OptimizerUndo:
         ]
         self._settings.take()
         self._plain = {n: v for n, v in vars(optimizer).items() if type(v) in PLAIN}
+        self._scales = {n: v for n, v in vars(optimizer).items() if n in SCALES}
+        self._counts = [
+            h.remember() for h in hooks_after_step(optimizer) if isinstance(h, Counting)
+        ]
         self._steps: _Steps | None = None
 
     def keep(self, memory: StepMemory) -> None:
@@ -69,7 +86,11 @@ class OptimizerUndo:
         for group, parameters, values in self._groups:
             group.clear()
             group.update({PARAMS: parameters, **settings.as_it_was(values)})
-        vars(optimizer).update(self._plain)
+        for put_back in self._counts:
+            put_back()
+        for name in SCALES:
+            vars(optimizer).pop(name, None)
+        vars(optimizer).update(self._plain | self._scales)
 
 
 @dataclass(frozen=True)

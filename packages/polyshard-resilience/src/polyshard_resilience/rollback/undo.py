@@ -20,7 +20,12 @@ from polyshard.engine.unit import RootContext
 from polyshard.errors import SettingError
 from polyshard.params.parameter import ShardedParameter
 from polyshard.plugins.seams import Stateful
-from polyshard_resilience._torch_private import await_devices, on_devices
+from polyshard_resilience._torch_private import (
+    ScalerStages,
+    await_devices,
+    may_be_written,
+    on_devices,
+)
 from polyshard_resilience.alarm.current import current_alarm
 from polyshard_resilience.rollback.copies import Kept, Memory
 from polyshard_resilience.rollback.optimizers import OptimizerUndo, StepMemory
@@ -136,9 +141,14 @@ class Undo:
         self._values = Kept(self._memories.entry)
         self._gradients = [(p, p.grad) for p in scope.parameters()]
         self._values.add([g for _, g in self._gradients if g is not None and not g.is_meta])
-        self._buffers = list(_buffers(scope.model))
-        self._values.add([b for _, _, b in self._buffers if not b.is_meta])
+        self._buffers = [_Buffers.of(module) for module in scope.model.modules()]
+        buffers = [b for held in self._buffers for b in held.values()]
+        self._values.add([b for b in buffers if not b.is_inference()])
         self._values.take()
+        self._inferred = Kept(Memory())
+        self._inferred.add([b for b in buffers if b.is_inference()])
+        self._inferred.take()
+        self._scalers = [ScalerStages(s) for s in scope.also if isinstance(s, torch.amp.GradScaler)]
         self._random = RandomState().state_dict()
 
     def keep(self, optimizer: Optimizer) -> None:
@@ -159,15 +169,19 @@ class Undo:
         load_plugin_state_dict(self._scope.model, self._plugins.afresh(self._plugin_state))
         for state, kept in zip(self._scope.also, self._also, strict=True):
             state.load_state_dict(self._plugins.afresh(kept))
+        for stages in self._scalers:
+            stages.put_back()
         RandomState().load_state_dict(self._random)
 
     def _put_back_values(self) -> None:
         with torch.no_grad():
             for parameter, gradient in self._gradients:
                 parameter.grad = gradient
-        for module, name, buffer in self._buffers:
-            module._buffers[name] = buffer
+        for held in self._buffers:
+            held.put_back()
         self._values.put_back()
+        with torch.inference_mode():  # elsewhere they cannot be written
+            self._inferred.put_back()
         for waiting in self._waiting:
             waiting()
 
@@ -195,8 +209,25 @@ def _await_gradients(scope: Scope) -> None:
         raise alarm.because("an attempt cannot begin")
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                yield module, name, buffer
+@dataclass(frozen=True)
+class _Buffers:
+    """Those that one module has, and which of them it saves."""
+
+    module: nn.Module
+    buffers: dict[str, Tensor | None]
+    not_saved: set[str]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Buffers:
+        return cls(module, dict(module._buffers), set(module._non_persistent_buffers_set))
+
+    def values(self) -> Iterator[Tensor]:
+        """Those with values that a step may have written."""
+        every = (b for b in self.buffers.values() if b is not None and not b.is_meta)
+        return (b for b in every if may_be_written(b))
+
+    def put_back(self) -> None:
+        """Also those that were none, and no others."""
+        self.module._buffers.clear()
+        self.module._buffers.update(self.buffers)
+        self.module._non_persistent_buffers_set = set(self.not_saved)

@@ -34,12 +34,13 @@ class Gradients:
         self._shards = shards
         self._transforms = transforms
         self.waiting = Accumulation()
-        self._has_unreduced = False
+        self.has_unreduced = False
+        """Whether backwards without a reduction have gone before; the same on all ranks."""
         self._flattens = [any(e is not None for e in p.extensions) for p in shards.parameters]
 
     def accumulate(self, generation: Generation) -> None:
         """Keep this backward's gradients unsharded, in the reduce dtype, for a later reduction."""
-        self._has_unreduced = True
+        self.has_unreduced = True
         self._add(self._given_up(generation), generation.gradients.kept)
 
     def lend(self, generation: Generation) -> None:
@@ -165,7 +166,7 @@ class Gradients:
         """
         if generation.gradients.is_told:
             self._check_open(generation, gradients)
-        has_unreduced, self._has_unreduced = self._has_unreduced, False
+        has_unreduced, self.has_unreduced = self.has_unreduced, False
         return generation.dtypes.reduce if has_unreduced else generation.wire
 
     def _check_open(self, generation: Generation, gradients: dict[int, Tensor]) -> None:
@@ -191,10 +192,10 @@ class Gradients:
 
     def remember(self) -> Callable[[], None]:
         """What puts back everything that waits now."""
-        has_unreduced, waiting = self._has_unreduced, self.waiting.copy()
+        has_unreduced, waiting = self.has_unreduced, self.waiting.copy()
 
         def put_back() -> None:
-            self._has_unreduced = has_unreduced
+            self.has_unreduced = has_unreduced
             self.waiting.take_over(waiting)
 
         return put_back
@@ -202,7 +203,7 @@ class Gradients:
     def discard(self, generation: Generation) -> None:
         """Forget everything a failed step left behind."""
         self._given_up(generation)
-        self._has_unreduced = False
+        self.has_unreduced = False
         self.waiting.clear()
 
 

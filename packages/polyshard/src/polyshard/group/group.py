@@ -180,6 +180,9 @@ class ParameterGroup:
         self._gathering: Frame | None = None
         self._home: Any = None  # the stream that the unsharded memory was taken on, on a device
         self._made, self.made_at_step = 0, 0
+        self._frozen_late: set[int] = set()
+        """Parameters that were frozen while gradients wait, perhaps of theirs: a codec that leaves
+        frozen ones out has to send these once more."""
         self.promised_at_step: int | None = None  # see [Note: kept parameters]
         self._stale, self._is_outdated, self.keeps_memory = True, False, False
 
@@ -452,14 +455,26 @@ class ParameterGroup:
 
     def sync_requires_grad(self, generation: Generation) -> None:
         """Have leaves follow the sharded parameters, on which users freeze and unfreeze."""
-        changed = False
-        for leaf, sharded in zip(generation.leaves, self.shards.parameters, strict=True):
+        waits = self.gradients.has_unreduced
+        changed = bool(self._frozen_late) and not waits
+        if changed:
+            self._frozen_late.clear()
+        pairs = zip(generation.leaves, self.shards.parameters, strict=True)
+        for index, (leaf, sharded) in enumerate(pairs):
             wanted = sharded.parameter.requires_grad
             if leaf.requires_grad is not wanted:
+                if waits and not wanted:
+                    self._frozen_late.add(index)
                 leaf.requires_grad_(wanted)
                 changed = True
         if changed:
-            codec = self.contributions.bound(REDUCE_CODEC, self.info(), self.shards.layout)
+            info, late = self.info(), self._frozen_late
+            parameters = (
+                replace(p, requires_grad=True) if index in late else p
+                for index, p in enumerate(info.parameters)
+            )
+            info = replace(info, parameters=tuple(parameters))
+            codec = self.contributions.bound(REDUCE_CODEC, info, self.shards.layout)
             generation.reducer.rebind(codec)
             generation.reductions.clear()
 

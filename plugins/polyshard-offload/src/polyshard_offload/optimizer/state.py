@@ -128,7 +128,8 @@ class OptimizerState:
         """Whether a step needs nothing moved for ``slot``, and leaves nothing to be moved."""
         if not self._by_runs or self._settings.step_in_backward or slot.storage is not None:
             return False
-        return not slot.offloaded or slot.is_stateless or (slot.filled and not self.streams)
+        is_stateless = slot.is_stateless and slot.record is None  # settings may give it some later
+        return not slot.offloaded or is_stateless or (slot.filled and not self.streams)
 
     def _find_storages(self) -> None:
         for slot in self.slots:
