@@ -325,9 +325,12 @@ class Shards:
         return changed
 
     def _registered(self, parameter: ShardedParameter) -> nn.Parameter:
-        # A state dict may name any of the modules that share it.
-        others = (o.held for o in parameter.owners if o.held is not parameter.parameter)
-        found: object = next(others, parameter.parameter)
+        found: object = parameter.owners[0].held
+        if found is parameter.parameter:  # a state dict may name any of the modules that share it
+            others = (o.held for o in parameter.owners if o.held is not found)
+            other = next(others, None)
+            if other is not None and not _takes(parameter.parameter, other):
+                found = other
         if not isinstance(found, DTensor):
             raise ModuleError(
                 f"'{parameter.info.fqn}' was replaced by a {type(found).__name__} that is not a "
@@ -456,6 +459,20 @@ class Shards:
             become(own, wrap_parameter(home.alias, spec, requires_grad=own.requires_grad))
             parameter.adopt(own)
             self._strays.discard(index)
+
+
+def _takes(kept: nn.Parameter, other: nn.Parameter) -> bool:
+    """Whether ``kept`` took the values of a parameter that is like it."""
+    if not (isinstance(kept, DTensor) and isinstance(other, DTensor)):
+        return False
+    mine, theirs = local_tensor(kept), local_tensor(other)
+    if mine.is_meta or _kind(mine) != _kind(theirs) or kept.placements != other.placements:
+        return False
+    if mine.shape != theirs.shape:
+        return False
+    with torch.no_grad():
+        mine.copy_(theirs)
+    return True
 
 
 def _kind(tensor: Tensor) -> Kind:
