@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from toy_codecs import Codecs
 
 from polyshard_testing import PluginConformance
-from polyshard_testing.runs import Factory
+from polyshard_testing.runs import Factory, equal_states, shapes_of_states, tensors_in
 
 
 class TestCodecs(PluginConformance):
@@ -27,3 +28,15 @@ def test_forgetting_the_fixture_says_so(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest("-k", "clean", "-p", "polyshard_testing.fixtures")
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["*TestForgetful must override the fixture 'factory'*"])
+
+
+def test_states_may_have_lists_and_arrays() -> None:
+    """Checkpoints save them, so the kit compares and counts them."""
+    one, other = torch.ones(2, device="cpu"), torch.zeros(2, device="cpu")
+    assert equal_states({"a": [one]}, {"a": [one.clone()]})
+    assert not equal_states({"a": [one]}, {"a": [other]})
+    assert not equal_states([one], [one, one])
+    assert equal_states((one.numpy(), 3), (one.numpy(), 3))
+    assert not equal_states(one.numpy(), other.numpy())
+    assert list(map(id, tensors_in({"a": [one, {"b": (other,)}]}))) == [id(one), id(other)]
+    assert shapes_of_states({"a": [one]}) != shapes_of_states({"a": [one, one]})

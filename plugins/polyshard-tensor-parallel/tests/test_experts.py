@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.checkpoint import checkpoint
 
 from polyshard import Plugin, clip_grad_norm_, describe, fully_shard, hookimpl, stats
 from polyshard.errors import MeshError, PlanMismatchError, SettingError
-from polyshard.plugins.seams import Observer
-from polyshard_tensor_parallel import ExpertParallel
+from polyshard.plugins.seams import Observer, local_of
+from polyshard_tensor_parallel import ExpertParallel, TensorParallel
 from polyshard_testing import raises_in_step, ranks
 
 WIDTH, TOKENS, STEPS = 6, 7, 3
@@ -318,3 +319,31 @@ def test_meshes_have_to_fit(rank: int, size: int) -> None:
         ExpertParallel(mesh["ep"], mesh["ep"])
     with pytest.raises(MeshError, match="are not within the expert axis"):
         ExpertParallel(mesh["ep"], mesh["efsdp"], dense["tp"])
+
+
+@ranks(2)
+def test_synchronizing_leaves_experts_alone(rank: int, size: int) -> None:
+    """Their axis has another name than that of tensor parallelism, over the same ranks."""
+    kind = torch.get_default_device().type
+    dense = init_device_mesh(kind, (1, 2), mesh_dim_names=("dp", "tp"))
+    sparse, model = mesh_of(1, 2), Mixture(3)
+    styles = {"blocks.*.gate": ColwiseParallel(output_layouts=Replicate())}
+    plugin = TensorParallel(styles, mesh=dense["tp"])
+    plugin.apply(model)
+    ExpertParallel(sparse["ep"], sparse["efsdp"], dense["tp"]).apply(model, "blocks.*.experts")
+    before = [p.detach().clone() for p in model.parameters()]
+    plugin.synchronize(model)
+    for value, kept in zip(model.parameters(), before, strict=True):
+        assert torch.equal(local_of(value), local_of(kept))
+
+
+@ranks(4)
+def test_tokens_may_need_no_gradient(rank: int, size: int) -> None:
+    """Two ranks have no expert: they take part in the exchanges of backward nevertheless."""
+    model: Any = Mixture(2)
+    for block in model.blocks:
+        block.norm.requires_grad_(False)
+    divided(model, mesh_of(1, 4))
+    model(batch(0, rank), torch.ones(2, dtype=torch.bool)).square().mean().backward()
+    for block in model.blocks:
+        assert rank >= 2 or block.experts.down.grad is not None

@@ -251,3 +251,33 @@ def test_loss_parallel(rank: int, size: int) -> None:
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert ours.grad is not None
         torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+@ranks(2)
+def test_what_is_frozen_stays_frozen(rank: int, size: int) -> None:
+    """torch's SequenceParallel makes its parameters anew, trainable."""
+    mesh, model = meshes(1, 2), mlp()
+    model.norm.requires_grad_(False)
+    model.up.bias.requires_grad_(False)
+    plan = {"norm": SequenceParallel(), "up": ColwiseParallel(output_layouts=Replicate())}
+    TensorParallel(plan, mesh=mesh["tp"]).apply(model)
+    assert not any(p.requires_grad for p in model.norm.parameters())
+    assert (model.up.weight.requires_grad, model.up.bias.requires_grad) == (True, False)
+
+
+@ranks(2)
+def test_a_module_of_two_names_is_divided_once(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.ModuleDict({"one": nn.Module(), "two": nn.Module()})
+    model["one"].embed = model["two"].embed = nn.Embedding(8, 4)
+    whole = model["one"].embed.weight.detach().clone()
+    plan = {"**.embed": RowwiseParallel(input_layouts=Replicate())}
+    TensorParallel(plan, mesh=meshes(1, 2)["tp"]).apply(model)
+    torch.testing.assert_close(model["two"].embed(torch.arange(8)), whole)
+
+
+def test_styles_do_not_reach_into_modules_of_a_module() -> None:
+    model = mlp()
+    model.up = nn.utils.parametrizations.weight_norm(model.up)
+    text = problems_of({"up": ColwiseParallel()}, model)
+    assert "'up' has parameters in modules of its own ('parametrizations.weight" in text

@@ -48,6 +48,25 @@ def test_json_alone_goes_to_the_terminal_and_a_failure_is_exit_code_1(
     assert json.loads(text)["results"][-1]["error"]["rank"] == 1
 
 
+def test_what_a_job_prints_when_imported_is_no_json(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("print('loading')\nfrom compare_jobs import linear as build\n")
+    job = f"{tmp_path / 'job.py'}"
+    app = typer.Typer()
+    app.command("compare")(compare)
+    arguments = [job, "--engines", "single", *QUICK, "--json", "-"]
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "80"})
+    assert json.loads(result.stdout)["results"][0]["name"] == "single", result.output
+
+
+def test_files_are_looked_at_before_minutes_are_spent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(comparing, "compare", lambda *_: pytest.fail("measured"))
+    code, text = run("--json", str(tmp_path))
+    assert code == 2
+    assert "it is a folder; name a file" in " ".join(text.split())
+
+
 def test_every_key_is_documented() -> None:
     known = (ROOT / "docs" / "reference" / "compare.md").read_text("utf-8")
     missing = [

@@ -45,6 +45,23 @@ def test_a_diff_and_nothing_else_happens(tmp_path: Path) -> None:
     assert path.read_text() == CLEAN
 
 
+@pytest.mark.parametrize("option", ["--write", "--json"])
+def test_files_that_are_not_concerned_may_be_of_any_encoding(tmp_path: Path, option: str) -> None:
+    made(tmp_path, CLEAN)
+    old = b"# -*- coding: latin-1 -*-\nx = '\xe9'\n"
+    (tmp_path / "old.py").write_bytes(old)
+    code, text = run(tmp_path, option)
+    assert code == 0
+    assert "old.py" in text or option == "--write"
+    assert (tmp_path / "old.py").read_bytes() == old
+
+
+def test_syntax_of_a_newer_python(tmp_path: Path) -> None:
+    path = made(tmp_path, CLEAN + "type Pair = tuple[int, int]\n")
+    assert run(path, "--write")[0] == 0
+    assert path.read_text() == DONE + "type Pair = tuple[int, int]\n"
+
+
 def test_writing_keeps_the_mode_and_follows_links(tmp_path: Path) -> None:
     path = made(tmp_path, CLEAN, "real/train.py")
     path.chmod(0o750)

@@ -189,7 +189,7 @@ def release_with(rank: int, size: int, factory: Factory) -> tuple[set[str], list
 
     _, plain, _ = _held_with(None)
     states, held, model = _held_with(factory)
-    saved = sum(t.nbytes for t in _tensors(plugin_state_dict(model)))
+    saved = sum(t.nbytes for t in tensors_in(plugin_state_dict(model)))
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
     return states, [h - p - saved for h, p in zip(held, plain, strict=True)], whole
 
@@ -225,12 +225,16 @@ def _bytes_of_tensors() -> int:
     return sum(storages.values())
 
 
-def _tensors(state: object) -> Iterator[Tensor]:
+def tensors_in(state: object) -> Iterator[Tensor]:
+    """All tensors of a state."""
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, Mapping):
         for value in state.values():
-            yield from _tensors(value)
+            yield from tensors_in(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from tensors_in(value)
 
 
 def describe_with(rank: int, size: int, factory: Factory) -> tuple[str, int, int]:
@@ -282,31 +286,43 @@ def resume_with(rank: int, size: int, factory: Factory) -> str | None:
     state = plugin_state_dict(first)
     if not state:
         return None
-    if _shapes(fresh) != _shapes(state):
-        return f"before the first step it has another form: {_shapes(fresh)}, not {_shapes(state)}"
+    before, after = shapes_of_states(fresh), shapes_of_states(state)
+    if before != after:
+        return f"before the first step it has another form: {before}, not {after}"
     saved = copy.deepcopy(state)
     load_plugin_state_dict(second, state)
-    if not _equal(plugin_state_dict(second), saved):
+    if not equal_states(plugin_state_dict(second), saved):
         return "the state saved after loading differs from the loaded state"
     step(second)
-    if not _equal(plugin_state_dict(first), saved):
+    if not equal_states(plugin_state_dict(first), saved):
         return "the loaded state changes with the model that it was saved from"
     return ""
 
 
-def _shapes(state: object) -> object:
+def shapes_of_states(state: object) -> object:
     """The form of a state: keys, and shapes of tensors."""
     if isinstance(state, dict):
-        return {key: _shapes(value) for key, value in state.items()}
+        return {key: shapes_of_states(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [shapes_of_states(value) for value in state]
     return tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
 
 
-def _equal(one: object, other: object) -> bool:
+def equal_states(one: object, other: object) -> bool:
+    """Whether two states hold the same values."""
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
+        return one.keys() == other.keys() and all(equal_states(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(equal_states, one, other))
+    if hasattr(one, "tobytes") and hasattr(other, "tobytes"):  # arrays of NumPy
+        return _content(one) == _content(other)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     return bool(one == other)
+
+
+def _content(array: Any) -> tuple[object, ...]:
+    return array.dtype, array.shape, array.tobytes()
 
 
 def close_with(rank: int, size: int, factory: Factory) -> bool:

@@ -227,8 +227,9 @@ def _exchanged(
 
 def _computed(module: nn.Module, own: int, rows: Tensor, which: Tensor) -> Tensor:
     """This rank's experts ``which [rows]``, of ``rows [rows, width]``."""
-    if not own:
-        return rows
+    if not own:  # takes part in the exchange of backward too, as ranks with experts do
+        trains = any(p.requires_grad for p in module.parameters()) and torch.is_grad_enabled()
+        return rows.detach().requires_grad_() if trains and not rows.requires_grad else rows
     count = rows.shape[0]
     if not count:  # see [Note: expert gradients]
         rows, which = rows.sum(0, keepdim=True), which.new_zeros(1)

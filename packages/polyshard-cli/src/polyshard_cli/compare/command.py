@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,8 +80,14 @@ def _check_files(json: Path | None, picture: Path | None) -> None:
     if picture is not None:
         check_picture(picture)
     for option, path in (("--json", json), ("--picture", picture)):
-        if path is not None and path != PRINTED and not path.parent.is_dir():
+        if path is None or path == PRINTED:
+            continue
+        if not path.parent.is_dir():
             raise CompareError(f"{option} {path}: there is no folder {path.parent}; make it first")
+        if path.is_dir():
+            raise CompareError(f"{option} {path}: it is a folder; name a file")
+        if not os.access(path.parent, os.W_OK):
+            raise CompareError(f"{option} {path}: {path.parent} cannot be written to")
 
 
 def _write(found: Comparison, json: Path | None, picture: Path | None) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 from functools import partial
 
@@ -47,10 +48,11 @@ def compare(settings: Settings, tell: Tell | None = None) -> Comparison:
         )
     settings = replace(settings, device=_device(settings))
     specs = parse(settings.engines, settings.ranks)
-    for spec in specs:
-        if spec.kind == "polyshard":
-            make_stack(spec)  # so that a mistake is told before any rank starts
-    load(settings)
+    with redirect_stdout(sys.stderr):  # what modules print when imported is no part of a table
+        for spec in specs:
+            if spec.kind == "polyshard":
+                make_stack(spec)  # so that a mistake is told before any rank starts
+        load(settings)
     runs = {spec.name: Run(spec.name) for spec in specs}
     for together in [[spec] for spec in specs] if settings.sequential else [list(specs)]:
         with ExitStack() as stack:

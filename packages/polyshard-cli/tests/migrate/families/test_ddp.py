@@ -15,6 +15,7 @@ from migrate_runs import migrated, unchanged
         ("model, find_unused_parameters=True", "model, plugins=[SameValues()]"),
         ("model, process_group=None", "model, plugins=[SameValues()]"),
         ("module=model, device_mesh=mesh", "model, mesh=mesh, plugins=[SameValues()]"),
+        ("device_mesh=mesh, module=model", "model, mesh=mesh, plugins=[SameValues()]"),
     ],
 )
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from polyshard_cli.trace import TraceError, merge, summarize
 from polyshard_cli.trace.clocks.offset import Offset
 from polyshard_cli.trace.events import CLOCK, Kind, Span, instant_line, process_lines
+from polyshard_cli.trace.reading.table import show_summary
 from polyshard_cli.trace.recording.lines import LineFile, path_of
 
 SECOND = 10**9
@@ -51,6 +53,23 @@ class Made:
 def span(begin_ns: int, num_bytes: int = 100, wait_us: float = 2.0) -> Span:
     args = {"group": "a", "bytes": num_bytes, "wait_us": wait_us}
     return Span(Kind.GATHER, "a", begin_ns, begin_ns + 5000, 0, args)
+
+
+def test_a_file_of_another_schema_says_so(tmp_path: Path) -> None:
+    path = Made(0).write(tmp_path, span(1000))
+    path.write_text(path.read_text().replace('"polyshard_trace": 1', '"polyshard_trace": 2'))
+    with pytest.raises(TraceError, match="schema 2, this version reads 1"):
+        summarize(tmp_path)
+
+
+def test_times_are_per_recorded_step(tmp_path: Path) -> None:
+    """Rank 1 was killed after its first step."""
+    steps = [Span(Kind.STEP, "step", at, at + 10**7, 0, {}) for at in (1000, 2 * 10**7)]
+    Made(0).write(tmp_path, *steps)
+    Made(1).write(tmp_path, steps[0])
+    console = Console(width=200, record=True)
+    show_summary(summarize(tmp_path), console, 10)
+    assert "2 steps on 2 ranks, 10.00 ms each" in console.export_text()
 
 
 @pytest.mark.parametrize("compared", [True, False], ids=["compared", "by wall clocks"])

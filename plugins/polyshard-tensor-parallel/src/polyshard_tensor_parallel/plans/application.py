@@ -23,7 +23,11 @@ def apply(checked: Checked, model: nn.Module, mesh: DeviceMesh) -> Report:
     """
     ties = tied(model)
     for one in checked.assignments:
+        trains = {name: p.requires_grad for name, p in one.module.named_parameters()}
         parallelize_module(one.module, mesh, one.style)
+        for name, parameter in one.module.named_parameters():
+            # SequenceParallel makes parameters anew, all of them trainable.
+            parameter.requires_grad_(trains.get(name, parameter.requires_grad))
         one.module.register_forward_hook(_finish)
     for owners in ties:
         _, first, name = owners[0]
@@ -60,7 +64,8 @@ def synchronize(model: nn.Module, mesh: DeviceMesh) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         local = _alike_part(tensor, mesh)
         if local is not None and local.device.type != "meta" and local.numel():
-            whole = local if local.is_contiguous() else local.contiguous()
+            # Where a group takes tensors of its device only, those are sent.
+            whole = local.to(mesh.device_type).contiguous()
             dist.broadcast(whole, source, group=group)
             if whole is not local:
                 local.copy_(whole)
@@ -70,13 +75,21 @@ def _alike_part(tensor: Tensor, mesh: DeviceMesh) -> Tensor | None:
     """What this rank holds of ``tensor`` if other ranks of the 1-D ``mesh`` hold the same."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    names, own = tensor.device_mesh.mesh_dim_names, mesh.mesh_dim_names
-    axes = range(tensor.device_mesh.ndim)
-    if names is not None and own is not None:
-        axes = range(names.index(own[0]), names.index(own[0]) + 1) if own[0] in names else range(0)
-    if any(not tensor.placements[a].is_replicate() for a in axes):
+    if any(not tensor.placements[axis].is_replicate() for axis in _shared_axes(tensor, mesh)):
         return None
     return local_tensor(tensor).detach()
+
+
+def _shared_axes(tensor: DTensor, mesh: DeviceMesh) -> list[int]:
+    """Axes of the mesh of ``tensor`` along which ranks of the 1-D ``mesh`` lie apart.
+
+    Whatever the axes are called: experts have one of their own over the same ranks. Ranks that are
+    on other slices of the same shape are at the same places there.
+    """
+    theirs = tensor.device_mesh.mesh
+    places = [(theirs == rank).nonzero() for rank in mesh.mesh.flatten().tolist()]
+    found = torch.cat(places)
+    return [axis for axis in range(theirs.ndim) if found[:, axis].unique().numel() > 1]
 
 
 def _report(checked: Checked, model: nn.Module, mesh: DeviceMesh) -> Report:

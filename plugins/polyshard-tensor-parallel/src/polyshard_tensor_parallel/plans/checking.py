@@ -89,7 +89,9 @@ def check(plan: Plan, model: nn.Module, world_size: int) -> Checked:
             f"the tensor-parallel plan does not fit {type(model).__name__} on {world_size} ranks; "
             f"nothing was changed:{listed}"
         )
-    return Checked(tuple(assignments), tuple(counts))
+    # A module of two names that one pattern means is divided once.
+    once = {(id(one.module), id(one.style)): one for one in reversed(assignments)}
+    return Checked(tuple(reversed(once.values())), tuple(counts))
 
 
 def placement_of(style: ParallelStyle, module: nn.Module, name: str) -> Placement | None:
@@ -134,12 +136,12 @@ def _already_distributed(model: nn.Module) -> Iterator[str]:
 
 
 def _twice(assignments: list[Assignment]) -> Iterator[str]:
-    first: dict[str, Assignment] = {}
+    first: dict[int, Assignment] = {}
     for one in assignments:
         if not isinstance(one.style, DISTRIBUTING):
             continue
-        other = first.setdefault(one.name, one)
-        if other is not one:
+        other = first.setdefault(id(one.module), one)
+        if other.pattern != one.pattern or other.style is not one.style:
             yield (
                 f"'{one.name}' gets {type(other.style).__name__} from '{other.pattern}' and "
                 f"{type(one.style).__name__} from '{one.pattern}'; narrow one of the patterns."
@@ -148,6 +150,14 @@ def _twice(assignments: list[Assignment]) -> Iterator[str]:
 
 def _check_module(one: Assignment, world_size: int) -> Iterator[str]:
     style, module = one.style, one.module
+    inner = next((name for name, _ in module.named_parameters() if "." in name), None)
+    if inner is not None and isinstance(style, DISTRIBUTING):
+        yield (
+            f"'{one.name}' has parameters in modules of its own ('{inner}'), which "
+            f"{type(style).__name__} does not reach; name those modules, or use a style of your "
+            "own."
+        )
+        return
     if isinstance(style, SequenceParallel) and isinstance(module, nn.Linear | nn.Embedding):
         yield (
             f"'{one.name}' is a {type(module).__name__}; SequenceParallel is for norms and "

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import warnings
-
 import libcst as cst
 
 from polyshard_cli.migrate.editing.draft import Draft, Edited
@@ -18,9 +15,7 @@ def apply(draft: Draft) -> bytes:
     edit_imports(draft)
     changed = draft.view.module.visit(_Applying(draft))
     assert isinstance(changed, cst.Module)
-    with warnings.catch_warnings():  # about the script's own escapes
-        warnings.simplefilter("ignore")
-        ast.parse(changed.code)  # a result that does not parse is never handed on
+    cst.parse_module(changed.code)  # a result that does not parse is never handed on
     return changed.bytes
 
 

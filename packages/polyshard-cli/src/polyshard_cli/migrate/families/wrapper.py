@@ -122,7 +122,8 @@ def call_with(shape: Shape) -> Edit:
     def edit(node: cst.CSTNode) -> cst.CSTNode:
         assert isinstance(node, cst.Call)
         args: list[cst.Arg] = []
-        for at, (name, text) in shape.kept.items():
+        # What is passed without a name comes first, wherever the call had it.
+        for at, (name, text) in sorted(shape.kept.items(), key=lambda each: bool(each[1][0])):
             old = node.args[at]
             value = old.value if text is None else cst.parse_expression(text)
             args.append(_named(old.with_changes(value=value), name))

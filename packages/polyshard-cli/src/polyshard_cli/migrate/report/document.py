@@ -34,6 +34,8 @@ class MigratedFile:
     @property
     def diff(self) -> str:
         """From before to after, unified; empty if nothing changes."""
+        if not self.is_changed:  # perhaps of an encoding that nobody had to know
+            return ""
         old, new = (
             text.decode(self.encoding).splitlines(keepends=True)
             for text in (self.before, self.after)

@@ -116,7 +116,7 @@ def _head(path: Path, line: str) -> Event:
     try:
         head: Event = json.loads(line.rstrip()[: -len(_LISTED)].rstrip(", ") + "}")["otherData"]
         if head["polyshard_trace"] != SCHEMA:
-            raise ValueError(f"schema {head['polyshard_cli.trace']}, this version reads {SCHEMA}")
+            raise ValueError(f"schema {head['polyshard_trace']}, this version reads {SCHEMA}")
         for key in ("rank", "world_size", "host", "opened_ns", "opened_wall_ns"):
             head[key]
     except (ValueError, KeyError, TypeError) as error:

@@ -56,6 +56,8 @@ class Summary:
 
     ranks: int
     steps: int
+    rank_steps: int
+    """Of all ranks together: some may have recorded fewer."""
     step_seconds: float
     """All steps of all ranks added up, from the first event of each to that of the next."""
     kinds: tuple[Row, ...]
@@ -83,7 +85,7 @@ def summarize(folder: str | Path, *, rank: int | None = None) -> Summary:
     if not files:
         there = ", ".join(str(file.rank) for file in found)
         raise TraceError(f"{folder} has no trace of rank {rank}; it has those of {there}")
-    steps, step_seconds = 0, 0.0
+    steps, rank_steps, step_seconds = 0, 0, 0.0
     for file in files:
         own = 0
         for event in file.spans():
@@ -93,10 +95,11 @@ def summarize(folder: str | Path, *, rank: int | None = None) -> Summary:
             if kind in kinds:
                 kinds[kind].add(event)
                 rows.setdefault((event["name"], kind), Row(event["name"], kind)).add(event)
-        steps = max(steps, own)
+        steps, rank_steps = max(steps, own), rank_steps + own
     return Summary(
         ranks=len(files),
         steps=steps,
+        rank_steps=rank_steps,
         step_seconds=step_seconds,
         kinds=tuple(row for row in kinds.values() if row.calls),
         rows=tuple(sorted(rows.values(), key=_order)),

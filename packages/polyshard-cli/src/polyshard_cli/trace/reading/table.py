@@ -42,12 +42,13 @@ def show_summary(summary: Summary, console: Console, most: int) -> None:
 
 
 def _parts(summary: Summary, most: int) -> Iterator[RenderableType]:
-    turns = summary.ranks * summary.steps
+    turns = summary.rank_steps
     each = f", {1e3 * summary.step_seconds / turns:,.2f} ms each" if turns else ""
     yield Text(
         f"{summary.steps} steps on {summary.ranks} ranks{each}. Times and bytes are per "
         "step and rank. A transfer lasts from its start to the end of the wait for it; the wait is "
         "the part that computation did not hide."
+        + (" Some ranks recorded fewer steps." if turns < summary.ranks * summary.steps else "")
     )
     yield _rows("By kind", summary.kinds, max(1, turns))
     yield _rows("By unit, longest wait first", summary.rows[:most], max(1, turns))
