@@ -75,10 +75,21 @@ def grad_norm(
     Raises:
         SettingError: for a ``norm_type`` that is no number.
     """
+    return _measured(parameters, norm_type, distinct_over, known)[1]
+
+
+def _measured(
+    parameters: Tensor | Iterable[Tensor],
+    norm_type: float,
+    distinct_over: Distinct | None,
+    known: Known | None = None,
+) -> tuple[list[_Part], Tensor]:
+    """What there is of gradients, and the norm of all."""
     _check_norm_type(norm_type)
     tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     parts = _parts(tensors, _extra_groups(distinct_over), known)
-    return _total_norm(parts, float(norm_type), tuple(distinct_over or ()), _device_of(tensors))
+    device = tensors[0].device if tensors else torch.device("cpu")
+    return parts, _total_norm(parts, float(norm_type), tuple(distinct_over or ()), device)
 
 
 def _check_norm_type(norm_type: float) -> None:
@@ -124,11 +135,7 @@ def clip_grad_norm_(
         NonFiniteError: on every rank, when asked for.
     """
     del foreach
-    _check_norm_type(norm_type)
-    tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    parts = _parts(tensors, _extra_groups(distinct_over))
-    over = tuple(distinct_over or ())
-    total = _total_norm(parts, float(norm_type), over, _device_of(tensors))
+    parts, total = _measured(parameters, norm_type, distinct_over)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise NonFiniteError(
             f"the total norm of order {norm_type} of {len(parts)} gradients is {total.item()}; "
@@ -158,10 +165,6 @@ def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """This rank's parts of the gradients that there are, in order."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     return [local_tensor(g) if isinstance(g, DTensor) else g for g in gradients]
-
-
-def _device_of(tensors: Sequence[Tensor]) -> torch.device:
-    return tensors[0].device if tensors else torch.device("cpu")
 
 
 def _extra_groups(distinct_over: Distinct | None) -> dict[int, Groups]:

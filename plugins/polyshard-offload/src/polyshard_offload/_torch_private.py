@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.variable import Variable
 
+from polyshard._torch.private import in_backward
+
 __all__ = [
     "at_end_of_backward",
-    "backward_runs",
     "norms_of",
     "shell",
 ]
@@ -26,17 +27,12 @@ def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list(found)
 
 
-def backward_runs() -> bool:
-    """Whether this thread runs inside a backward."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def at_end_of_backward(action: Callable[[], None]) -> None:
     """Call ``action`` when the backward that runs now has ended; never if it raises, or none runs.
 
     Gradients also land in ``finalize_backward()``, after all backwards.
     """
-    if backward_runs():
+    if in_backward():
         engine: Any = Variable._execution_engine
         engine.queue_callback(action)
 

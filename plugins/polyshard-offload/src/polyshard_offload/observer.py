@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
+from polyshard._torch.private import in_backward
 from polyshard.errors import IneffectiveSettingWarning
 from polyshard.plugins.seams import Observer
-from polyshard_offload._torch_private import backward_runs
 
 if TYPE_CHECKING:
     from polyshard_offload.optimizer.step_in_backward import BackwardSteps
@@ -46,7 +46,7 @@ class WrapWatcher(Observer):
 
     @override
     def on_step_end(self) -> None:
-        for steps in self._early() if self._early is not None and not backward_runs() else ():
+        for steps in self._early() if self._early is not None and not in_backward() else ():
             steps.end()  # of finalize_backward()
         # The first step may end before anything is wrapped, the second may not.
         self._steps += 1
