@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from toy_models import full
 from typing_extensions import override
 
 from polyshard import MixedPrecisionPolicy, fully_shard
+from polyshard.transport import collective
+from polyshard.transport.base import Extents
 from polyshard_testing import ranks
 
 POLICIES = {
@@ -62,3 +66,21 @@ def test_gradients_are_those_of_one_process(
         assert expected is not None
         assert found.dtype == expected.dtype
         assert torch.equal(full(found), expected)
+
+
+def test_collectives_get_real_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL has no complex numbers, and torch makes pairs of them for some collectives alone."""
+
+    def summed(out: Tensor, source: Tensor, **_: Any) -> None:
+        assert not out.is_complex()
+        assert not source.is_complex()
+        out.copy_(source[: out.numel()] * 2)  # as the first of two equal ranks
+
+    monkeypatch.setattr(collective, "reduce_single", summed)
+    transport = SimpleNamespace(size=2, rank=0, reduce_group=None, together=lambda _: nullcontext())
+    extents = [Extents(2, (2, 2))]
+    route: Any = collective.CollectiveReduce(extents, torch.complex64, transport)  # type: ignore[arg-type]
+    source = torch.complex(torch.arange(4.0, device="cpu"), -torch.arange(4.0, device="cpu"))
+    out = torch.zeros(2, dtype=torch.complex64, device="cpu")
+    route.start(route.prepare([source]), [out])
+    assert out.tolist() == [0, 2 - 2j]

@@ -30,6 +30,7 @@ from polyshard.engine.unit import Unit
 from polyshard.errors import AlreadyShardedError, SettingError, UnsupportedError
 from polyshard.group.group import ParameterGroup
 from polyshard.module import FSDPModule, mix_in
+from polyshard.module.schedule import own_unit
 from polyshard.params.parameter import Source
 from polyshard.plugins.discovery import stand_in
 from polyshard.plugins.stack import PluginStack, build_stack
@@ -181,12 +182,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method: Callable[..., Any] | None = getattr(module, method_name, None)
     if method is None:
         raise SettingError(f"{type(module).__name__} has no method '{method_name}'.")
-    setattr(module, method_name, UnitHooks(module._unit()).around(module, method))
+    setattr(module, method_name, UnitHooks(own_unit(module)).around(module, method))
 
 
 def _modules_of(given: object) -> tuple[nn.Module, ...]:
     """The modules of one unit, once it is seen that they can be one."""
-    modules = tuple(given) if isinstance(given, list) else (given,)
+    modules = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     _check_unsharded(modules)
     check_modules(modules)
     return cast("tuple[nn.Module, ...]", modules)

@@ -11,6 +11,7 @@ from toy_units import Tree, states
 from polyshard import fully_shard
 from polyshard.engine.root import units_below
 from polyshard.group.group import State
+from polyshard.module.schedule import own_unit
 from polyshard_testing import ranks
 
 
@@ -44,7 +45,7 @@ def test_the_order_of_forwards_is_replayed(rank: int, size: int) -> None:
 
     def look(module: Any, args: Any) -> None:
         following = model.units[(list(model.units).index(module) + 1) % 4]
-        ahead.append(not following._unit().is_sharded())
+        ahead.append(not own_unit(following).is_sharded())
 
     x = torch.randn(2, 6, generator=torch.Generator().manual_seed(rank))
     for unit in model.units:

@@ -10,8 +10,20 @@ from unittest import mock
 
 import pytest
 import torch
-from toy_steps import BF16, STEPS, backward, races_of, sharded, small_transfers, step
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from toy_steps import (
+    BF16,
+    STEPS,
+    backward,
+    inputs,
+    races_of,
+    sharded,
+    small_transfers,
+    step,
+)
 
+from polyshard import fully_shard
 from polyshard.transport.collective import CollectiveReduce
 from polyshard_testing.streams import Recorder, recorded
 
@@ -43,6 +55,45 @@ def test_replicas_are_summed_beside_the_computation() -> None:
         assert not torch.equal(gradient, torch.zeros_like(gradient))
     assert len(used) == 1
     assert used != {"compute"}
+
+
+def test_sums_in_flight_are_not_left_to_the_next_step() -> None:
+    """Those of a backward that may be followed lack other replicas' until the next is reduced."""
+    with recorded(4) as recorder:
+        model = sharded((2, 2), layers=1)
+        model.set_reduce_scatter_max_input_buffers(2)
+        for is_last in (False, True):
+            model.set_is_last_backward(is_last)
+            model.set_requires_all_reduce(is_last)
+            backward(model)
+        (group,) = model[0]._polyshard_unit.groups
+        assert not group.gradients.waiting
+    assert recorder.races == []
+
+
+class Towers(nn.Module):
+    """Each micro-batch uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, tower: int) -> torch.Tensor:
+        out: torch.Tensor = self.towers[tower](x)
+        return out
+
+
+def test_what_an_earlier_micro_batch_used_is_summed_over_replicas() -> None:
+    with recorded(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        model: Any = Towers()
+        for module in (*model.towers, model):
+            fully_shard(module, mesh=mesh)
+        for tower, is_last in enumerate((False, True)):
+            model.set_is_last_backward(is_last)
+            model.set_requires_all_reduce(is_last)
+            model(inputs(), tower).square().sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
 
 
 def test_the_computation_waits_for_replicas_at_the_end_of_backward() -> None:

@@ -26,7 +26,7 @@ from toy_models import Block, full
 import polyshard
 from polyshard import MixedPrecisionPolicy, describe, fully_shard
 from polyshard.errors import ModuleError
-from polyshard.module.schedule import units_of
+from polyshard.module.schedule import own_unit, units_of
 from polyshard_optimizers import flat as flat_steps
 from polyshard_testing import ranks
 
@@ -264,12 +264,12 @@ def test_it_belongs_to_the_innermost_unit_that_contains_all_users(rank: int, siz
             across(model.left)
             across(model.right)
             named = dict(groups(model.right))
-            assert named["embed.weight"] in model.right._unit().groups
+            assert named["embed.weight"] in own_unit(model.right).groups
             fully_shard(model.third)
             fully_shard(model)
             named = dict(groups(model))
-            assert named["left.embed.weight"] in model._unit().groups
-            assert named["right.embed.weight"] in model.right._unit().groups
+            assert named["left.embed.weight"] in own_unit(model).groups
+            assert named["right.embed.weight"] in own_unit(model.right).groups
         else:
             for block in (*model.left.blocks, *model.right.blocks):
                 fully_shard(block)

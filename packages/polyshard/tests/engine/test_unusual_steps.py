@@ -4,36 +4,22 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from toy_models import full
+from toy_twins import linear, pair, same_gradients, two_of
 from typing_extensions import override
 
-from polyshard import fully_shard
+from polyshard import MixedPrecisionPolicy, fully_shard
+from polyshard.module.schedule import own_unit
 from polyshard_testing import ranks
-
-
-def linear() -> nn.Linear:
-    return nn.Linear(4, 4)
-
-
-def two_of(make: Any) -> tuple[Any, Any]:
-    """A model, and another with the same values."""
-    torch.manual_seed(0)
-    ours, theirs = make(), make()
-    theirs.load_state_dict(ours.state_dict())
-    return ours, theirs
-
-
-def same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
-    for (name, ours_), theirs_ in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert (ours_.grad is None) == (theirs_.grad is None), name
-        if ours_.grad is not None:
-            torch.testing.assert_close(full(ours_.grad), theirs_.grad, msg=name)
 
 
 class Region(nn.Module):
@@ -64,10 +50,6 @@ def test_a_recomputation_may_stop_early(rank: int, size: int) -> None:
             model(torch.linspace(-1, 1, 8).view(2, 4)).sum().backward()
     same_gradients(ours, theirs)
     assert all(isinstance(p, DTensor) for p in ours.parameters())  # nothing is left gathered
-
-
-def pair() -> nn.Sequential:
-    return nn.Sequential(linear(), linear())
 
 
 @ranks(2)
@@ -174,3 +156,170 @@ def test_a_shared_parameter_may_be_assigned_under_any_name(rank: int, size: int,
     model(torch.ones(1, 4))
     assert model.first.weight is model.second.weight
     assert full(model.first.weight.detach()).eq(7.0).all()
+
+
+# Freezing, and zeros ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_frozen", [True, False], ids=["unfreeze", "freeze"])
+@ranks(2)
+def test_what_is_frozen_while_gathered_stays_frozen(rank: int, size: int, is_frozen: bool) -> None:
+    """An evaluation left the unsharded parameters registered."""
+    ours, theirs = two_of(pair)
+    for model in (ours, theirs):
+        model[0].requires_grad_(not is_frozen)
+    for module in (ours[0], ours):
+        fully_shard(module, reshard_after_forward=False)
+    with torch.no_grad():
+        ours(torch.ones(1, 4))
+    for model in (ours, theirs):
+        model[0].requires_grad_(is_frozen)
+    for _ in range(2):
+        for model in (ours, theirs):
+            model(torch.ones(1, 4)).sum().backward()
+        same_gradients(ours, theirs)
+    ours.unshard()
+    for model in (ours, theirs):
+        model[1].requires_grad_(False)
+    ours.reshard()
+    assert not any(p.requires_grad for p in ours[1].parameters())
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@ranks(2)
+def test_gradients_are_zeroed_between_forward_and_backward(
+    rank: int, size: int, to_none: bool
+) -> None:
+    """The root is gathered then, and its sharded parameters are not among ``parameters()``."""
+    ours, theirs = two_of(pair)
+    fully_shard(ours[0])
+    fully_shard(ours)
+    for step in range(3):
+        for model in (ours, theirs):
+            loss = model(torch.full((1, 4), step + 1.0)).sum()
+            model.zero_grad(set_to_none=to_none)
+            loss.backward()
+        same_gradients(ours, theirs)
+
+
+# Backwards that a rank leaves out -----------------------------------------------------------------
+
+
+@ranks(2)
+def test_a_rank_may_leave_out_a_backward_that_reduces_nothing(rank: int, size: int) -> None:
+    """The other has promised that nothing is written until the next, and compares nothing."""
+    ours, theirs = two_of(linear)
+    model: Any = fully_shard(ours, reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    x = torch.ones(1, 4)
+    for micro in range(2):
+        model.set_requires_gradient_sync(micro == 1)
+        loss = model(x * (micro + 1)).sum()
+        if micro or rank == 0:
+            loss.backward()
+    model.reshard()
+    (theirs(x) / 2 + theirs(2 * x)).sum().backward()  # a half of the ranks has the first loss
+    same_gradients(model, theirs)
+
+
+@ranks(2)
+def test_ranks_send_one_dtype_though_one_left_a_backward_out(rank: int, size: int) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model: Any = fully_shard(linear(), mp_policy=policy)
+    with model.no_sync():
+        loss = model(torch.ones(1, 4)).sum()
+        if rank == 0:
+            loss.backward()
+        else:
+            model.reshard()
+    (group,) = own_unit(model).groups
+    wires: list[torch.dtype] = []
+    reducing = group.gradients.reducing
+
+    def noted(*given: Any) -> torch.dtype:
+        wires.append(reducing(*given))
+        found: list[Any] = [None] * size
+        dist.all_gather_object(found, wires[-1])
+        assert len(set(found)) == 1, found  # before anything is sent
+        return wires[-1]
+
+    group.gradients.reducing = noted
+    model(torch.ones(1, 4)).sum().backward()
+    assert wires == [torch.float32]
+    assert full(model.weight.grad)[0, 0] == 1.5
+
+
+# Sums that lack those of replicas -----------------------------------------------------------------
+
+
+def on_replicas() -> tuple[Any, Any]:
+    """A model on two replicas of two ranks, and how a micro-batch goes."""
+    torch.manual_seed(0)
+    kind = torch.get_default_device().type
+    mesh = init_device_mesh(kind, (2, 2), mesh_dim_names=("replicas", "shards"))
+    model: Any = fully_shard(linear(), mesh=mesh)
+
+    def micro(is_last: bool) -> None:
+        model.set_requires_all_reduce(is_last)
+        model(torch.ones(1, 4)).sum().backward()
+
+    return model, micro
+
+
+@ranks(4)
+def test_partial_sums_are_kept_where_a_step_is_rolled_back(rank: int, size: int) -> None:
+    model, micro = on_replicas()
+    context = own_unit(model).context
+    micro(False)
+    micro(True)
+    expected = full(model.weight.grad)
+    for _ in range(2):
+        model.zero_grad()
+        micro(False)
+        put_back = context.remember()
+        context.reset()
+        put_back()
+        micro(True)
+        assert torch.equal(full(model.weight.grad), expected)
+        model.zero_grad()
+        put_back = context.remember()
+        micro(False)
+        context.reset()
+        put_back()
+        micro(False)
+        micro(True)
+        assert torch.equal(full(model.weight.grad), expected)
+
+
+# Transfers that failed ----------------------------------------------------------------------------
+
+
+class Torn:
+    """A transfer whose peer is gone; another peer may still write."""
+
+    def wait(self) -> None:
+        raise ConnectionError("Connection reset by peer")
+
+
+@ranks(2)
+def test_memory_of_a_transfer_that_failed_is_not_given_away(rank: int, size: int) -> None:
+    model: Any = fully_shard(linear())
+    x = torch.ones(1, 4)
+    model(x).sum().backward()
+    (group,) = own_unit(model).groups
+    (transport,) = {group.transport}
+    started = type(transport).begin
+
+    def begin(self: Any, tag: int) -> Any:
+        works = started(self, tag)
+        works.wait = lambda: (type(works).wait(works), Torn().wait())
+        return works
+
+    with mock.patch.object(type(transport), "begin", begin), pytest.raises(ConnectionError):
+        model(x)
+    assert group.is_sharded
+    storage = group.prepare().buffer.tensor.untyped_storage()
+    assert storage.nbytes() > 0
+    model.reset_iter_state()
+    model(x).sum().backward()
+    assert storage.nbytes() == 0

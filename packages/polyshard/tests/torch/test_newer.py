@@ -24,6 +24,7 @@ from toy_models import full
 from polyshard import MixedPrecisionPolicy, fully_shard
 from polyshard._torch import newer
 from polyshard.errors import UnsupportedError
+from polyshard.module.schedule import own_unit
 from polyshard.transport import backend_for, choose_transport
 from polyshard_checkpoint import CheckpointReader
 from polyshard_testing import World, ranks
@@ -109,7 +110,7 @@ def mixed_backends(rank: int, size: int) -> None:
     fully_shard(model, mesh=mesh)
     model(torch.ones(1, 4)).sum().backward()
     assert torch.equal(full(model.weight.detach()), before)
-    roles = model._unit().roles
+    roles = own_unit(model).roles
     assert choose_transport(roles, CPU).name == "gloo-p2p"
 
 
@@ -124,7 +125,7 @@ def uneven_numbers_of_groups(rank: int, size: int) -> None:
     model: Any = fully_shard(nn.Linear(4, 4), mesh=mesh)
     tags = [None] * size
     model(torch.ones(1, 4)).sum().backward()
-    lines = [line for g in model._unit().groups for line in _compared(g)]
+    lines = [line for g in own_unit(model).groups for line in _compared(g)]
     dist.all_gather_object(tags, lines)
     assert tags[0] == tags[1], "what ranks compare contains no name of a process group"
 

@@ -297,13 +297,18 @@ def move_to_device(roots: Sequence[nn.Module], collector: Collector, roles: Mesh
 
 def move(tensor: Tensor, moved: Tensor) -> None:
     """Have ``tensor``, which others hold too, be ``moved``."""
+    is_plain = type(tensor) is Tensor or nn.Parameter in type(tensor).__mro__
     try:
-        tensor.data = moved
+        if is_plain:  # else what is within would stay where it is
+            tensor.data = moved
+            return
     except RuntimeError:  # devices that are not built into torch have tensors of another kind
-        is_parameter = isinstance(tensor, nn.Parameter)
-        made = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
-        made.__dict__.update(tensor.__dict__)
-        torch.utils.swap_tensors(tensor, made)
+        pass
+    is_parameter = isinstance(tensor, nn.Parameter)
+    made = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
+    for name, value in tensor.__dict__.items():
+        made.__dict__.setdefault(name, value)
+    torch.utils.swap_tensors(tensor, made)
 
 
 def _kind(source: Source) -> tuple[object, ...]:

@@ -117,7 +117,8 @@ class UnitHooks:
             context.prefetcher.begin(unit)
         context.wait_for_optimizer(device)
         if device.type != "cpu":
-            args, kwargs = map_tensors(lambda t: t.to(device), (args, kwargs))
+            # As torch's engine does: dataclasses know where they want their tensors.
+            args, kwargs = map_tensors(lambda t: t.to(device), (args, kwargs), opens=False)
         context.refresh(unit)
         return args, kwargs
 

@@ -162,7 +162,8 @@ class _Replaced:
 
     def names_in(self, optimizer: Optimizer) -> list[str]:
         """Of those that ``optimizer`` holds."""
-        held: list[Tensor] = [p for given in optimizer.param_groups for p in given["params"]]
+        groups = getattr(optimizer, "param_groups", ())  # none of one that only holds others
+        held: list[Tensor] = [p for given in groups for p in given["params"]]
         found = [(p, *self.parameters[id(p)]) for p in held if id(p) in self.parameters]
         return [name for p, original, name in found if original() is p]
 
@@ -205,7 +206,8 @@ def refuse_replaced(groups: Iterable[ParameterGroup], root: nn.Module) -> None:
     for found in gc.get_objects():
         kind = type(found)
         if issubclass(kind, Optimizer) and replaced.names_in(found):
-            found.register_step_pre_hook(replaced.refuse)
+            if hasattr(found, "_optimizer_step_pre_hooks"):  # else its groups are another's
+                found.register_step_pre_hook(replaced.refuse)
         elif issubclass(kind, nn.Module) and any(replaced.kept_by(found)):
             modules.append(weakref.ref(found))
         del found

@@ -70,6 +70,10 @@ class StateDictHooks:
         if self._has_adapters:
             native_state().add(self)
 
+    def __deepcopy__(self, memo: object) -> StateDictHooks:
+        """A copy of a module, which has no parameter of the unit, has no use for others."""
+        return self
+
     @property
     def _has_adapters(self) -> bool:
         return any(group.contributions.all(ADAPTERS) for group in self._unit.groups)

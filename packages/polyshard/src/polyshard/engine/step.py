@@ -327,6 +327,12 @@ class Reductions:
         """Whether some of ``group`` will end in sums that lack those of other replicas."""
         return any(g is group and not frame.key.all_reduces for g, frame in self._sending)
 
+    def finish_partial(self, group: ParameterGroup) -> None:
+        """Keep sums of ``group`` that lack those of replicas: the next reduction adds to them."""
+        while self.lack_replicas(group):
+            oldest, frame = self._sending.popleft()
+            oldest.finish_reduction(frame)
+
     def finish_sums(self) -> None:
         """A backward has ended: put in place what replicas were still summing."""
         while self._summing:

@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from polyshard.errors import UnsupportedError
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """``tree`` with ``function`` applied to every tensor; rebuilt only where something changed."""
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any, *, opens: bool = True) -> Any:
+    """``tree`` with ``function`` applied to every tensor; rebuilt only where something changed.
+
+    Args:
+        function: of a tensor.
+        tree: containers of tensors.
+        opens: whether dataclasses are looked into.
+    """
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, dict):
-        mapped = {k: map_tensors(function, v) for k, v in tree.items()}
+        mapped = {k: map_tensors(function, v, opens=opens) for k, v in tree.items()}
         if all(mapped[k] is v for k, v in tree.items()):
             return tree
         return _like_dict(tree, mapped)
     if isinstance(tree, (list, tuple)):
-        items = [map_tensors(function, v) for v in tree]
+        items = [map_tensors(function, v, opens=opens) for v in tree]
+        if isinstance(tree, PackedSequence):
+            items[1] = tree.batch_sizes  # which kernels read on the host
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
-        return tree._make(items) if hasattr(tree, "_make") else type(tree)(items)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return _like_sequence(tree, items)
+    if opens and dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return _map_dataclass(function, tree)
     return tree
 
@@ -34,10 +44,19 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 def _like_dict(original: dict[Any, Any], values: dict[Any, Any]) -> Any:
     if type(original) is dict:
         return values
-    clone = original.copy()
+    clone = copy.copy(original)
     for key, value in values.items():
         clone[key] = value
     return clone
+
+
+def _like_sequence(original: Any, items: list[Any]) -> Any:
+    if hasattr(original, "_make"):
+        return original._make(items)
+    try:
+        return type(original)(items)
+    except TypeError:  # a constructor of its own
+        return tuple(items) if isinstance(original, tuple) else items
 
 
 def _map_dataclass(function: Callable[[Tensor], Tensor], tree: Any) -> Any:

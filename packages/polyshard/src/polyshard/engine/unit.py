@@ -255,7 +255,11 @@ class RootContext:
     def end_forward(self) -> None:
         """The outermost forward has ended."""
         self._end_turn()
-        if not (self.turn.in_backward or torch.is_grad_enabled()):  # else a backward ends alike
+        if self.turn.in_backward:
+            return
+        if torch.is_grad_enabled():  # a backward ends alike, unless this rank leaves it out
+            self._promise(is_last=self.finalization.is_last)
+        else:
             self.settle()
             self._lend_pages()
 
@@ -291,6 +295,7 @@ class RootContext:
                 group.reshard()
             return
         self.finalization.pending.pop(group, None)
+        self.reductions.finish_partial(group)
         gradients = group.take_gradients()
         if group.reshard_after_backward:
             group.reshard()
@@ -340,12 +345,13 @@ class RootContext:
             self._lend_pages()
         self.settle()
 
-    def _promise(self, *, is_last: bool) -> None:
+    def _promise(self, *, is_last: bool, ends: bool = False) -> None:
         """Whether micro-batches of the iteration follow. See [Note: kept parameters]."""
-        for unit in self.units:
-            for group in unit.groups:
-                follow = self._watches_steps and not (is_last and group.reduces)
-                group.promised_at_step = group.made_at_step if follow else None
+        for group in self.groups() if self._watches_steps else ():
+            if not (is_last and group.reduces):
+                group.promised_at_step = group.made_at_step
+            elif ends:
+                group.promised_at_step = None
 
     def end_iteration(self) -> None:
         """The last backward has ended: gradients are in place, and nothing of it is kept."""
@@ -361,7 +367,7 @@ class RootContext:
         self.reductions.place_held()
         self.prefetcher.order.end_step()
         self._end_step()
-        self._promise(is_last=True)
+        self._promise(is_last=True, ends=True)
         self.finalization.end_iteration()
         self._lend_pages()
         tell(self.observers, "on_step_end")

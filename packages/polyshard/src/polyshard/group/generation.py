@@ -156,6 +156,21 @@ class Generation:
     reductions: dict[Key, Program] = field(default_factory=dict)
     """Programs of the reducer under the settings of the group. Not held by the reducer itself,
     which they refer to: memory is to go with the last reference."""
+    trained: list[bool] = field(init=False)
+    """What leaves were told to require, so that what users tell them is noticed."""
+
+    def __post_init__(self) -> None:
+        """Take it from the leaves."""
+        self.trained = [leaf.requires_grad for leaf in self.leaves]
+
+    def let_go(self) -> None:
+        """Drop what is bound to shards that were replaced, which would keep their memory.
+
+        What goes on in the next generation stays, and what reduces gradients of earlier forwards.
+        """
+        for name in ("gather", "unshard"):
+            self.__dict__.pop(name, None)  # nothing to do where it was replaced again
+        self.block = self.unshard_from_block = None
 
     @property
     def gathers(self) -> tuple[Program, ...]:

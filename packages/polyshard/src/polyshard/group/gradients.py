@@ -35,7 +35,7 @@ class Gradients:
         self._transforms = transforms
         self.waiting = Accumulation()
         self.has_unreduced = False
-        """Whether backwards without a reduction have gone before; the same on all ranks."""
+        """Whether backwards reduced nothing since the last reduction; the same on all ranks."""
         self._flattens = [any(e is not None for e in p.extensions) for p in shards.parameters]
 
     def accumulate(self, generation: Generation) -> None:

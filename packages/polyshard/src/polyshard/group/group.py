@@ -12,11 +12,12 @@ gather together they decide together: one all-reduce of a byte a group, in each 
 has any, and a group that differs on one rank is gathered anew on all. A forward that finds
 everything sharded does nothing of this. On an accelerator the answer is waited for.
 
-Between micro-batches nothing is compared. A backward that is not the last of its iteration, or that
-reduces nothing, *promises* that the shards of what it leaves unsharded hold still until an
-optimizer steps. Ranks have to agree on that without a word, so calls of ``step()`` are counted,
-which are the same on all: values and version counters differ where a rank has no rows. What is
-written by hand meanwhile shows in the first forward that nothing was promised to.
+Between micro-batches nothing is compared. A forward whose backward is not the last of its
+iteration, or reduces nothing, *promises* that the shards of what stays unsharded hold still until
+an optimizer steps, and so does that backward, which a rank may leave out. Ranks have to agree on
+that without a word, so calls of ``step()`` are counted, which are the same on all: values and
+version counters differ where a rank has no rows. What is written by hand meanwhile shows in the
+first forward that nothing was promised to.
 """
 
 from __future__ import annotations
@@ -225,7 +226,7 @@ class ParameterGroup:
     def take_settings(self, other: ParameterGroup) -> None:
         """Do as ``other``, whose parameters this group has on another mesh, was told to."""
         self.pool, self.keeps_memory = other.pool, other.keeps_memory
-        self.reduces, self.all_reduces = other.reduces, other.all_reduces
+        self.sync(reduces=other.reduces, all_reduces=other.all_reduces)
         self.reshard_after_backward = other.reshard_after_backward
         self.unshard_in_backward = other.unshard_in_backward
         self._reduce_settings = other.reduce_settings
@@ -254,7 +255,7 @@ class ParameterGroup:
     def numbers(self) -> dict[str, float]:
         """What codecs of the group measured, by the names of plugin and number."""
         generation = self._generation
-        if generation is None:
+        if generation is None or self._is_outdated:
             return {}
         found = self.contributions
         codecs = (
@@ -296,6 +297,8 @@ class ParameterGroup:
         self._stale, self.promised_at_step = True, None
         if self.shards.try_adopt_replaced():
             self._is_outdated = True
+            if self._generation is not None:
+                self._generation.let_go()
 
     def take_memory(self, device: torch.device) -> None:
         """Have parameters on the meta device rest in memory of ``device``, without values.
@@ -459,12 +462,16 @@ class ParameterGroup:
         changed = bool(self._frozen_late) and not waits
         if changed:
             self._frozen_late.clear()
+        trained = generation.trained
         pairs = zip(generation.leaves, self.shards.parameters, strict=True)
         for index, (leaf, sharded) in enumerate(pairs):
+            if leaf.requires_grad is not trained[index]:  # by a user who found it registered
+                sharded.parameter.requires_grad_(leaf.requires_grad)
             wanted = sharded.parameter.requires_grad
-            if leaf.requires_grad is not wanted:
+            if trained[index] is not wanted:
                 if waits and not wanted:
                     self._frozen_late.add(index)
+                trained[index] = wanted
                 leaf.requires_grad_(wanted)
                 changed = True
         if changed:
@@ -491,6 +498,8 @@ class ParameterGroup:
             return
         if until_backward and generation.block is not None:
             generation.block.keep()
+        if [leaf.requires_grad for leaf in generation.leaves] != generation.trained:
+            self._follow_leaves(generation)
         self.shards.registry.register()
         if self._home is not None:
             return_home(self._home, self.device)
@@ -499,6 +508,14 @@ class ParameterGroup:
         self.state = State.SHARDED
         if self.meter.observers:
             self.meter.tell("on_reshard")
+
+    def _follow_leaves(self, generation: Generation) -> None:
+        """Have sharded parameters be trained as users said of the unsharded ones."""
+        pairs = zip(generation.leaves, self.shards.parameters, strict=True)
+        for index, (leaf, sharded) in enumerate(pairs):
+            if leaf.requires_grad is not generation.trained[index]:
+                sharded.parameter.requires_grad_(leaf.requires_grad)
+                leaf.requires_grad_(generation.trained[index])  # until the next gather
 
     def keep_memory(self, keep: bool) -> None:
         """Whether unsharded memory stays where it is when the parameters are freed."""
@@ -549,6 +566,12 @@ class ParameterGroup:
         self._reduce_settings = settings
         if self._generation is not None:
             self._generation.reductions.clear()
+
+    def sync(self, *, reduces: bool, all_reduces: bool) -> None:
+        """Whether backward reduces, over the shard axis and over replicas."""
+        self.reduces, self.all_reduces = reduces, all_reduces
+        if not reduces:  # on all ranks, whether or not each has a backward then
+            self.gradients.has_unreduced = True
 
     def accumulate(self) -> None:
         """Keep this backward's gradients unsharded for a later reduction."""
@@ -647,7 +670,7 @@ class ParameterGroup:
         frame, self._gathering = self._gathering, None
         if frame is not None:  # peers may be gone, and nothing waits for it any more
             abandon(frame)
-            if self._generation is not None and not self.keeps_memory:
+            if not (self._generation is None or self.keeps_memory or frame.is_torn):
                 self._generation.buffer.release()
             self.state = State.SHARDED
         self.reshard()

@@ -7,16 +7,17 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from typing_extensions import override
 
 from polyshard.errors import SettingError
 from polyshard.group.dtypes import has_no_buffers
 from polyshard.memory.streams import streams_of
-from polyshard.module.schedule import Access
+from polyshard.module.schedule import own_groups, root_unit
 from polyshard.transport.custom import AllGather, ReduceScatter
 
 
-class CommunicationSettings(Access):
+class CommunicationSettings(TorchFSDPModule):
     """Setters of who moves bytes, and what is done to gradients on the way."""
 
     @override
@@ -35,12 +36,14 @@ class CommunicationSettings(Access):
         Raises:
             SettingError: for a stream where replicas are reduced too, which has its own place.
         """
-        if stream is not None and any(g.roles.is_replicated for g in self._groups(recurse=False)):
+        if stream is not None and any(
+            g.roles.is_replicated for g in own_groups(self, recurse=False)
+        ):
             raise SettingError(
                 "set_all_reduce_hook(stream=) is for units without a replicate axis: with one, the "
                 "hook runs where its all-reduce does. Leave stream out."
             )
-        for group in self._groups(recurse=False):
+        for group in own_groups(self, recurse=False):
             wanted = hook if stream is None else _on_stream(hook, stream)
             group.reduce_settings = replace(group.reduce_settings, hook=wanted)
 
@@ -54,19 +57,19 @@ class CommunicationSettings(Access):
         Raises:
             LifecycleError: on a module that is not the root.
         """
-        unit = self._root_unit("set_post_optim_event")
+        unit = root_unit(self, "set_post_optim_event")
         unit.context.post_optim_event = event
 
     @override
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Have ``comm`` gather this unit's parameters, through one flat buffer it allocates."""
-        for group in self._groups(recurse=False):
+        for group in own_groups(self, recurse=False):
             group.set_comms(replace(group.comms, all_gather=comm))
 
     @override
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Have ``comm`` reduce this unit's gradients, through one flat buffer it allocates."""
-        for group in self._groups(recurse=False):
+        for group in own_groups(self, recurse=False):
             group.set_comms(replace(group.comms, reduce_scatter=comm))
 
     @override
@@ -77,7 +80,7 @@ class CommunicationSettings(Access):
 
         Only collectives queue behind each other; on gloo messages do not, and nothing changes.
         """
-        for group in self._groups(recurse):
+        for group in own_groups(self, recurse):
             group.transport.separate_reductions(enable)
 
     @override
@@ -88,13 +91,13 @@ class CommunicationSettings(Access):
             CustomCommsError: after :meth:`set_custom_all_gather` or its like.
         """
         setter = "set_allocate_memory_from_process_group_for_comm"
-        has_no_buffers(setter, [g.comms for g in self._groups(recurse=False)], enable)
+        has_no_buffers(setter, [g.comms for g in own_groups(self, recurse=False)], enable)
 
     @override
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """As :meth:`set_allocate_memory_from_process_group_for_comm`."""
         del backend
-        has_no_buffers("set_symm_mem_for_comm", [g.comms for g in self._groups(recurse=False)])
+        has_no_buffers("set_symm_mem_for_comm", [g.comms for g in own_groups(self, recurse=False)])
 
 
 def _on_stream(

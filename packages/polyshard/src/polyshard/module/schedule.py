@@ -15,32 +15,37 @@ from polyshard.engine.unit import Unit
 from polyshard.errors import LifecycleError, SettingError
 from polyshard.group.group import ParameterGroup
 
+# Functions, since methods would hide attributes of the user's class with the same names.
 
-class Access(TorchFSDPModule):
-    """What every method of a sharded module begins with."""
 
-    def _unit(self) -> Unit:
-        unit = unit_of(self)  # type: ignore[arg-type]
-        assert unit is not None
-        return unit
+def own_unit(module: TorchFSDPModule) -> Unit:
+    """The unit of a sharded module."""
+    unit = unit_of(module)  # type: ignore[arg-type]
+    assert unit is not None
+    return unit
 
-    def _root_unit(self, caller: str) -> Unit:
-        """The unit, which must not be known to lie below another one."""
-        unit = self._unit()
-        if unit.is_root is False:
-            raise LifecycleError(
-                f"{caller}() was called on '{unit.name}', which is not the root. Call it on the "
-                "outermost sharded module."
-            )
-        return unit
 
-    def _units(self, recurse: bool) -> list[Unit]:
-        if not recurse:
-            return [self._unit()]
-        return [unit for _, _, unit in units_below(self)]  # type: ignore[arg-type]
+def root_unit(module: TorchFSDPModule, caller: str) -> Unit:
+    """The unit, which must not be known to lie below another one."""
+    unit = own_unit(module)
+    if unit.is_root is False:
+        raise LifecycleError(
+            f"{caller}() was called on '{unit.name}', which is not the root. Call it on the "
+            "outermost sharded module."
+        )
+    return unit
 
-    def _groups(self, recurse: bool) -> list[ParameterGroup]:
-        return [group for unit in self._units(recurse) for group in unit.groups]
+
+def own_units(module: TorchFSDPModule, recurse: bool) -> list[Unit]:
+    """The unit; with ``recurse`` those below it too."""
+    if not recurse:
+        return [own_unit(module)]
+    return [unit for _, _, unit in units_below(module)]  # type: ignore[arg-type]
+
+
+def own_groups(module: TorchFSDPModule, recurse: bool) -> list[ParameterGroup]:
+    """The groups of these units."""
+    return [group for unit in own_units(module, recurse) for group in unit.groups]
 
 
 def units_of(modules: Sequence[TorchFSDPModule], caller: str) -> tuple[Unit, ...]:
@@ -61,7 +66,7 @@ def units_of(modules: Sequence[TorchFSDPModule], caller: str) -> tuple[Unit, ...
     return tuple(units)
 
 
-class ScheduleSettings(Access):
+class ScheduleSettings(TorchFSDPModule):
     """Setters of what happens when."""
 
     @override
@@ -72,7 +77,7 @@ class ScheduleSettings(Access):
         until the next backward, a step of an optimizer, a conversion or a load. Clip after the
         last.
         """
-        self._unit().context.finalization.is_last_backward = is_last_backward
+        own_unit(self).context.finalization.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Whether an iteration is ended by :meth:`FSDPModule.finalize_backward`, not by a backward.
@@ -83,7 +88,7 @@ class ScheduleSettings(Access):
         Raises:
             LifecycleError: on a module that is not the root, and when a backward has started.
         """
-        unit = self._root_unit("set_manual_backward_finalization")
+        unit = root_unit(self, "set_manual_backward_finalization")
         unit.context.finalization.choose(enabled)
 
     @override
@@ -94,9 +99,8 @@ class ScheduleSettings(Access):
 
         Over replicas too: what :meth:`set_requires_all_reduce` said before no longer holds.
         """
-        for group in self._groups(recurse):
-            group.reduces = requires_gradient_sync
-            group.all_reduces = requires_gradient_sync
+        for group in own_groups(self, recurse):
+            group.sync(reduces=requires_gradient_sync, all_reduces=requires_gradient_sync)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -104,20 +108,19 @@ class ScheduleSettings(Access):
 
         The settings of each unit below are restored on the way out, exceptions included.
         """
-        groups = self._groups(recurse=True)
+        groups = own_groups(self, recurse=True)
         before = [(group.reduces, group.all_reduces) for group in groups]
         self.set_requires_gradient_sync(requires_gradient_sync=False)
         try:
             yield
         finally:
             for group, (reduces, all_reduces) in zip(groups, before, strict=True):
-                group.reduces = reduces
-                group.all_reduces = all_reduces
+                group.sync(reduces=reduces, all_reduces=all_reduces)
 
     @override
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces over replicas; without, partial sums add up sharded."""
-        for group in self._groups(recurse):
+        for group in own_groups(self, recurse):
             group.all_reduces = requires_all_reduce
 
     @override
@@ -129,7 +132,7 @@ class ScheduleSettings(Access):
                 f"{type(reshard_after_forward).__name__} {reshard_after_forward!r}. An int can be "
                 "given to fully_shard only."
             )
-        for unit in self._units(recurse):
+        for unit in own_units(self, recurse):
             unit.reshard_after_forward = reshard_after_forward
             for group in unit.groups:
                 group.set_block(None)
@@ -143,7 +146,7 @@ class ScheduleSettings(Access):
         Off, the next micro-batch computes with what was gathered: call :meth:`reshard` after
         parameters were written by hand between micro-batches.
         """
-        for group in self._groups(recurse):
+        for group in own_groups(self, recurse):
             group.reshard_after_backward = reshard_after_backward
 
     @override
@@ -151,20 +154,20 @@ class ScheduleSettings(Access):
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
         """Whether parameters without a gradient take part in the reduction with zeros."""
-        for group in self._groups(recurse):
+        for group in own_groups(self, recurse):
             settings = group.reduce_settings
             group.reduce_settings = replace(settings, reduce_unused=reduce_scatter_unused_params)
 
     @override
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide gradient sums by ``factor`` instead of the number of data-parallel ranks."""
-        for group in self._groups(recurse=False):
+        for group in own_groups(self, recurse=False):
             group.reduce_settings = replace(group.reduce_settings, divide_factor=factor)
 
     @override
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward gathers (off for parameters only forward needs, as embeddings)."""
-        for group in self._groups(recurse=False):
+        for group in own_groups(self, recurse=False):
             group.unshard_in_backward = unshard_in_backward
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
@@ -173,18 +176,18 @@ class ScheduleSettings(Access):
         They have the same addresses in every step then, as captured CUDA graphs need. Kept memory
         holds what was gathered last; it is gathered anew wherever it would be otherwise.
         """
-        for group in self._groups(recurse):
+        for group in own_groups(self, recurse):
             group.keep_memory(keep)
 
     @override
     def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Units to start gathering while this one computes forward, in this order."""
-        self._unit().forward_prefetch = units_of(modules, "set_modules_to_forward_prefetch")
+        own_unit(self).forward_prefetch = units_of(modules, "set_modules_to_forward_prefetch")
 
     @override
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Units to start gathering while this one computes backward, in this order."""
-        self._unit().backward_prefetch = units_of(modules, "set_modules_to_backward_prefetch")
+        own_unit(self).backward_prefetch = units_of(modules, "set_modules_to_backward_prefetch")
 
     @override
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -211,4 +214,4 @@ class ScheduleSettings(Access):
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
             raise SettingError(f"max_input_buffers must be an int >= 1, got {given!r}")
         del recurse  # reductions of a root share one queue
-        self._unit().context.reductions.most = max_input_buffers
+        own_unit(self).context.reductions.most = max_input_buffers

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NoReturn, overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from typing_extensions import override
@@ -20,7 +20,13 @@ from polyshard.engine.step import Reduction
 from polyshard.engine.unit import RootContext, Unit, finalize, start_to_finalize
 from polyshard.errors import DeepcopyError, LifecycleError
 from polyshard.module.communication import CommunicationSettings
-from polyshard.module.schedule import ScheduleSettings, units_of
+from polyshard.module.schedule import (
+    ScheduleSettings,
+    own_groups,
+    own_unit,
+    root_unit,
+    units_of,
+)
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -76,7 +82,7 @@ class FSDPModule(ScheduleSettings, CommunicationSettings):
         Args:
             async_op: return a handle at once; without a ``wait()`` on it, forward waits.
         """
-        unit = self._unit()
+        unit = own_unit(self)
         if unit.is_root is None and unit.is_sharded():
             compare_early(unit)  # nobody has compared plans yet
         unit.unshard()
@@ -89,7 +95,7 @@ class FSDPModule(ScheduleSettings, CommunicationSettings):
     @override
     def reshard(self) -> None:
         """Free this module's own unsharded parameters and register the sharded ones."""
-        self._unit().reshard()
+        own_unit(self).reshard()
 
     @override
     def reset_iter_state(self) -> None:
@@ -106,7 +112,7 @@ class FSDPModule(ScheduleSettings, CommunicationSettings):
             LifecycleError: on a module that is not the root.
             PeerError: when another rank fails while process groups are connected.
         """
-        context = self._root_unit("reset_iter_state").context
+        context = root_unit(self, "reset_iter_state").context
         context.reset()
         context.failures.renew()
 
@@ -134,7 +140,7 @@ class FSDPModule(ScheduleSettings, CommunicationSettings):
         Raises:
             LifecycleError: at a moment when it cannot work, saying what to do first.
         """
-        unit = self._unit()
+        unit = own_unit(self)
         if unit.is_root is None:
             return GradientReductionHandle() if async_op else None
         if not async_op:
@@ -145,20 +151,26 @@ class FSDPModule(ScheduleSettings, CommunicationSettings):
     # nn.Module --------------------------------------------------------------------------------
 
     @override
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Convert or move sharded parameters; their memory is put together again at once."""
-        unit = self._unit()
+        unit = own_unit(self)
         unit.context.reductions.finish()  # into gradients of the form that parameters have now
         unit.reshard()
         members = [p for group in unit.groups for p in group.shards.parameters]
         lifted = [(p, gradient) for p in members if (gradient := p.lift_gradient()) is not None]
-        applied = super(TorchFSDPModule, self)._apply(fn, recurse=recurse)  # type: ignore[misc]
+        applied = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         for group in unit.groups:
             group.adopt_replaced()
         with torch.no_grad():
             for parameter, gradient in lifted:
                 parameter.put_gradient(gradient)
         return applied
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of sharded parameters too, where a forward has left unsharded ones registered."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for group in own_groups(self, recurse=True):
+            group.shards.zero_gradients(set_to_none=set_to_none)
 
     @override
     def _get_fsdp_state(self) -> Any:

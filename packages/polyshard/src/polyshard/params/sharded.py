@@ -179,6 +179,14 @@ class Shards:
         for parameter in self.parameters:
             parameter.parameter.grad = None
 
+    def zero_gradients(self, *, set_to_none: bool) -> None:
+        """Forget the sharded gradients, or fill them with zeros."""
+        if set_to_none:
+            self.drop_gradients()
+        for parameter in self.parameters:
+            if (gradient := parameter.parameter.grad) is not None:
+                gradient.detach_().zero_()
+
     def versions(self) -> list[int]:
         """Version counters of the sharded parameters, which count some of the writes to them.
 

@@ -240,6 +240,9 @@ class Frame:
     """The stream of its compute lane, on a device that has some."""
     pending: Pending | None = None
     """The transfer to be waited for."""
+    is_torn = False
+    """Whether that failed: peers that still run may write to, or read, its memory later. So it is
+    not given back, and the next run uses it."""
     gradients: dict[int, Tensor]
     present: list[int]
     """Parameters with a gradient in what is reduced, by index."""

@@ -58,7 +58,7 @@ from polyshard.program.ops import Frame, Lane, Memory, Op, Program, Traffic, com
 from polyshard.program.packing import Averaging, Packing, extents_of
 from polyshard.program.unshard import ShardAxis, join
 from polyshard.transport import all_gather, all_reduce, presence_of
-from polyshard.transport.base import DONE, ReduceRoute, Turn
+from polyshard.transport.base import ReduceRoute, Turn
 
 if TYPE_CHECKING:
     from polyshard.transport.gloo.presence import Difference, Presence
@@ -513,15 +513,13 @@ class Reducer:
 
     def _join(self, frame: Frame) -> None:
         """Wait for the transfer, and give back what was sent."""
-        pending, frame.pending = frame.pending, None
-        if pending is not None and pending is not DONE:
-            pending.wait()
+        join(frame)
         self._give_back(frame)
 
     def _give_back(self, frame: Frame) -> None:
         """Nothing reads what was sent any more."""
         packed, frame.packed, frame.pieces = frame.packed, None, None
-        if packed is not None:
+        if packed is not None and not frame.is_torn:
             packed.release()
             self._packing.scratch = packed
 
@@ -549,16 +547,16 @@ class Reducer:
         """
         if not self._roles.is_replicated:
             return key.has_rows
-        partial = self._waiting.partial
+        waiting = self._waiting  # whose sums a rollback replaces
 
         def hold(frame: Frame) -> bool:
-            partial.add(frame.total, frame.present)
+            waiting.partial.add(frame.total, frame.present)
             return True
 
         def add(frame: Frame) -> bool:
-            if not partial:
+            if not waiting.partial:
                 return frame.total is None
-            earlier, present = partial.take()
+            earlier, present = waiting.partial.take()
             frame.kept += (earlier,)
             if frame.total is None:
                 frame.total, frame.present = earlier, present

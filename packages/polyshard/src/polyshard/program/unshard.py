@@ -143,7 +143,11 @@ def join(frame: Frame) -> None:
     """Wait for the transfer of a run, once."""
     pending, frame.pending = frame.pending, None
     if pending is not None and pending is not DONE:
-        pending.wait()
+        try:
+            pending.wait()
+        except BaseException:
+            frame.is_torn = True
+            raise
 
 
 def unshard_program(
@@ -173,8 +177,7 @@ def unshard_program(
             scratch.acquire()
 
     def release(frame: Frame) -> None:
-        del frame
-        if scratch is not None:
+        if scratch is not None and not frame.is_torn:
             scratch.release()
 
     storage = shards.storage
