@@ -107,6 +107,61 @@ def generators(rank: int, size: int) -> None:
     assert torch.equal(expected, torch.rand(5, device="sim", generator=own).cpu())
 
 
+def writes_of_the_host(rank: int, size: int) -> None:
+    """CUDA refuses what would have to wait; the kernel wrote a copy, or zeros into the tensor."""
+    total, host = torch.ones((), device="cpu"), torch.zeros(5, device="cpu")
+    for write in (
+        lambda: total.add_(torch.ones((), device="sim")),
+        lambda: total.mul_(torch.full((), 3.0, device="sim")),
+        lambda: host.index_put_((torch.tensor([2], device="sim"),), torch.tensor(7.0)),
+        lambda: torch.add(torch.ones((), device="sim"), 1, out=total),
+    ):
+        with pytest.raises(RuntimeError, match="on the same device"):
+            write()  # type: ignore[no-untyped-call]
+    assert total.item() == 1
+    assert host.tolist() == [0] * 5
+
+
+def freed_while_queued(rank: int, size: int) -> None:
+    """Pages go back to the system when kernels have run, as cudaFree waits for the device."""
+    x = torch.ones(4 * MIB, device="sim")  # a segment of its own
+    sim().synchronize()
+    y = x + 1
+    del x
+    sim().empty_cache()
+    assert y[[0, -1]].tolist() == [2, 2]
+    x = torch.ones(10 * MIB, device="sim")
+    sim().synchronize()
+    y = x[:4] + 1
+    del x
+    with sim().stream(sim().Stream()):  # needs the memory of x, on another stream
+        torch.full((18 * MIB,), 9.0, device="sim")
+    assert y.tolist() == [2] * 4
+
+
+def resized(rank: int, size: int) -> None:
+    for device in ("cpu", "sim"):
+        x = torch.arange(6.0, device=device).view(2, 3).t()
+        assert x.resize_(3, 2).tolist() == [[0, 3], [1, 4], [2, 5]]
+        assert x.resize_(2, 2).tolist() == [[0, 1], [2, 3]]
+    x = torch.ones(4, device="sim")
+    with pytest.raises(torch.OutOfMemoryError):
+        x.resize_(200 * MIB)
+    assert x.tolist() == [1] * 4
+
+
+def quotients(rank: int, size: int) -> None:
+    """What an operator returns may depend on the default dtype."""
+    x = torch.arange(4, device="sim")
+    before = torch.get_default_dtype()
+    assert (x / 2).dtype is before
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert (x / 2).dtype is x.sqrt().dtype is torch.float64
+    finally:
+        torch.set_default_dtype(before)
+
+
 def failing_kernel(rank: int, size: int) -> None:
     torch.zeros(4, device="sim").index_select(0, torch.tensor([9], device="sim"))
     with pytest.raises(RuntimeError, match=r"launched earlier failed.*index_select"):
@@ -116,7 +171,7 @@ def failing_kernel(rank: int, size: int) -> None:
 
 def all_in_one(rank: int, size: int) -> None:
     cases = memory, same_memory, lazily_conjugated, counted, writes, generators, failing_kernel
-    for case in cases:
+    for case in (*cases, writes_of_the_host, freed_while_queued, resized, quotients):
         case(rank, size)
 
 
@@ -157,6 +212,19 @@ def test_settings_are_fixed() -> None:
         "ps.enable('lowest')\ntry:\n  ps.enable('random')\nexcept ps.SimError as e:\n  print(e)"
     )
     assert "cannot change within a process" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("devices", [0, -1, 17])
+def test_devices_that_there_cannot_be(devices: int) -> None:
+    with pytest.raises(ValueError, match=f"devices must be between 1 and 16, not {devices}"):
+        polyshard_sim.enable(devices=devices)
+    with pytest.raises(ValueError, match="capacity_bytes must be positive, not 0"):
+        polyshard_sim.enable(capacity_bytes=0)
+
+
+def test_streams_of_devices_that_there_are_not() -> None:
+    done = python("try:\n  torch.sim.default_stream(9)\nexcept RuntimeError as e:\n  print(e)")
+    assert "there is no device 9" in done.stdout, done.stderr
 
 
 def test_unknown_mode() -> None:

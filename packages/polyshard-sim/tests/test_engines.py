@@ -104,6 +104,25 @@ def exposed(rank: int, size: int) -> dict[str, bool]:
     return found
 
 
+def autograd_waits(rank: int, size: int) -> None:
+    """Its own thread has no Python frame."""
+    side = sim().Stream()
+    x = torch.ones(4, device="sim", requires_grad=True)
+    side.wait_stream(sim().current_stream())
+    with sim().stream(side):
+        y = x * 2
+    sim().current_stream().wait_stream(side)
+    z = (y * 3).sum()
+    with mutants.record():
+        z.backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [6] * 4
+
+
+def test_waits_of_autograd_are_none_of_a_line() -> None:
+    run(autograd_waits, 1, mode="lowest")
+
+
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_waits_left_out_are_exposed() -> None:

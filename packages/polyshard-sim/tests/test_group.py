@@ -110,6 +110,52 @@ def averages(rank: int, size: int) -> None:
     assert whole.tolist() == [0, 3, -1], "NCCL drops the rest"
 
 
+def booleans(rank: int, size: int) -> None:
+    """Sums are what any rank holds; as bytes they were no booleans any more."""
+    x = torch.tensor([True, rank == 0, False], device="sim")
+    dist.all_reduce(x)
+    assert x.tolist() == [True, True, False]
+    assert x.view(torch.uint8).tolist() == [1, 1, 0]
+    out = torch.zeros(1, dtype=torch.bool, device="sim")
+    dist.reduce_scatter_tensor(out, torch.tensor([True, rank == 1], device="sim"))
+    assert out.view(torch.uint8).tolist() == [1]
+    with pytest.raises(RuntimeError, match="booleans have no average"):
+        dist.all_reduce(x, op=dist.ReduceOp.AVG)
+
+
+def uneven(rank: int, size: int) -> None:
+    """Each rank has as many elements as its number; what does not fit is refused, not awaited."""
+    numels = [3 * root for root in range(size)]
+    parts = [torch.full((n,), -1.0, device="sim") for n in numels]
+    dist.all_gather(parts, torch.full((numels[rank],), 7.0 + rank, device="sim"))
+    assert [part.tolist() for part in parts] == [[7.0 + r] * n for r, n in enumerate(numels)]
+    with pytest.raises(RuntimeError, match="does not fit into"):
+        dist.all_gather(parts, torch.zeros(5, device="sim"))
+    inputs = [torch.ones(n + 1, device="sim") for n in numels]
+    with pytest.raises(RuntimeError, match="of other sizes"):
+        dist.reduce_scatter(torch.ones(2, device="sim"), inputs)
+
+
+def splits(rank: int, size: int) -> None:
+    """Sums of sizes that are not the tensor's: what is longer would be read beyond its end."""
+    x = torch.ones(4, device="sim")
+    for rows, given in ((6, [2, 2]), (3, [2, 2]), (4, [4])):
+        out = torch.zeros(rows, device="sim")
+        with pytest.raises(RuntimeError, match=r"[Ss]plit"):
+            dist.all_to_all_single(out, x, output_split_sizes=given, input_split_sizes=[2, 2])
+
+
+def dropped(rank: int, size: int) -> None:
+    """A work that nobody waits for keeps its tensors until it has ended."""
+    out = torch.zeros(2 * size, device="sim")
+    for turn in range(5):
+        x = torch.full((2,), float(turn + rank), device="sim")
+        dist.all_gather_into_tensor(out, x.clone(), async_op=True)
+        torch.full_like(x, 7.0)  # takes the memory of the clone, were it free
+        sim().synchronize()
+        assert out.tolist() == [float(turn + r) for r in range(size) for _ in range(2)]
+
+
 def coalesced(rank: int, size: int) -> None:
     from torch.distributed.distributed_c10d import _coalescing_manager
 
@@ -158,7 +204,16 @@ def _cpu_group() -> Any:
 
 
 def all_in_one(rank: int, size: int) -> None:
-    for case in (averages, coalesced, ordered, does_not_hold_the_host):
+    for case in (
+        averages,
+        booleans,
+        uneven,
+        splits,
+        dropped,
+        coalesced,
+        ordered,
+        does_not_hold_the_host,
+    ):
         case(rank, size)
 
 

@@ -15,6 +15,7 @@ from polyshard_sim.errors import SimError
 
 Mode = Literal["threads", "random", "lowest", "highest"]
 _CAPACITY = 80 * 1024**3
+MOST_DEVICES = 16
 
 
 def is_buildable() -> bool:
@@ -52,7 +53,8 @@ def enable(
             nothing then, and ``mode``, ``seed``, ``jitter_us`` and ``strict`` must be left out.
 
     Raises:
-        ValueError: for an unknown mode, or one beside ``clock``.
+        ValueError: for an unknown mode, or one beside ``clock``; for no devices or more than 16,
+            or devices without memory.
         SimError: where the device cannot be compiled, another one has the place, or this one was
             enabled with other settings.
     """
@@ -60,6 +62,10 @@ def enable(
         raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, not {mode!r}")
     if clock is not None and (mode, seed, jitter_us, strict) != ("threads", 0, 200, False):
         raise ValueError("with clock nothing runs: leave out mode, seed, jitter_us and strict")
+    if not 1 <= devices <= MOST_DEVICES:
+        raise ValueError(f"devices must be between 1 and {MOST_DEVICES}, not {devices}")
+    if capacity_bytes is not None and capacity_bytes <= 0:
+        raise ValueError(f"capacity_bytes must be positive, not {capacity_bytes}")
     if (name := private.claimed_name()) not in {"privateuseone", "sim"}:
         raise SimError(
             f"the device type {name!r} has torch's one place for device types of extensions; "

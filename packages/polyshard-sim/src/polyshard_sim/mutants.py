@@ -82,7 +82,7 @@ def leave_out(site: WaitSite, through: tuple[str, ...] = ()) -> Iterator[Counter
 @contextmanager
 def _filtering(keep: Callable[[WaitSite], bool], through: tuple[str, ...]) -> Iterator[None]:
     def ask(kind: str) -> bool:
-        site = _site(sys._getframe(1), kind, _WRAPPERS + through)
+        site = _site(sys._getframe().f_back, kind, _WRAPPERS + through)
         return site is None or keep(site)
 
     extension().set_wait_filter(ask)

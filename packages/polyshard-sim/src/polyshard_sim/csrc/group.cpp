@@ -7,6 +7,7 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Utils.hpp>
 
 #include <map>
 
@@ -240,8 +241,40 @@ Watchdog& watchdog() {
 
 // ---- works
 
+// Tensors of works that were dropped before their end, on which kernels still work. As with NCCL the
+// next collective lets go of them, on a thread of the user's.
+class Shelf {
+ public:
+  void put(const FencePtr& end, Tensors tensors) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    kept_.emplace_back(end, std::move(tensors));
+  }
+  void clear_ended() {
+    std::vector<Tensors> ended;  // freed without the lock
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::erase_if(kept_, [&](auto& one) {
+      if (!one.first->reached()) return false;
+      ended.push_back(std::move(one.second));
+      return true;
+    });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::pair<FencePtr, Tensors>> kept_;
+};
+
+Shelf& shelf() {
+  static auto* it = new Shelf;
+  return *it;
+}
+
 class SimWork final : public Work {
  public:
+  ~SimWork() override {
+    if (!kept_.empty() && !collective_->end->reached())
+      shelf().put(collective_->end, std::move(kept_));
+  }
   SimWork(int rank, CollectivePtr collective, Tensors outputs, Tensors kept, int device)
       : Work(rank),
         collective_(std::move(collective)),
@@ -355,8 +388,20 @@ class Group final : public c10d::Backend {
   }
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                     const c10d::AllgatherOptions& options) override {
-    return go({"all_gather", {gather_list(outputs.at(0), inputs.at(0))},
-               together(inputs, outputs[0]), outputs[0], options.asyncOp});
+    const Tensors& parts = outputs.at(0);
+    const Tensor& own = inputs.at(0);
+    TORCH_CHECK(int(parts.size()) == getSize(), "simccl: all-gather of ", getSize(),
+                " ranks into ", parts.size(), " tensors");
+    TORCH_CHECK(parts[getRank()].nbytes() == own.nbytes(), "simccl: all-gather of ", own.sizes(),
+                " does not fit into ", parts[getRank()].sizes());
+    Launch all{"all_gather", {}, together(inputs, parts), parts, options.asyncOp};
+    if (have_size(parts, own.nbytes()))
+      all.exchanges.push_back(gather_list(parts, own));
+    else  // as NCCL's: each rank broadcasts its own
+      for (int root = 0; root < getSize(); ++root)
+        all.exchanges.push_back(
+            broadcast_from(parts[root], root == getRank() ? own : parts[root], root));
+    return go(std::move(all));
   }
 
   // -- reductions
@@ -397,8 +442,8 @@ class Group final : public c10d::Backend {
   // -- one to all, all to one, all to all
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return go({"broadcast", {broadcast_from(tensors.at(0), options.rootRank)}, tensors, tensors,
-               options.asyncOp});
+    return go({"broadcast", {broadcast_from(tensors.at(0), tensors[0], options.rootRank)}, tensors,
+               tensors, options.asyncOp});
   }
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                   const c10d::ScatterOptions& options) override {
@@ -409,12 +454,16 @@ class Group final : public c10d::Backend {
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
                  const c10d::GatherOptions& options) override {
     Tensors parts = outputs.empty() ? Tensors() : outputs[0];
-    Exchange one = gather_list(parts, inputs.at(0));
+    TORCH_CHECK(have_size(parts, inputs.at(0).nbytes()),
+                "simccl: gather of tensors of other sizes");
+    Exchange one = gather_list(parts, inputs[0]);
     return go({"gather", {std::move(one)}, together(inputs, parts), parts, options.asyncOp});
   }
   WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_splits,
                         std::vector<int64_t>& input_splits,
                         const c10d::AllToAllOptions& options) override {
+    c10d::checkSplitSizes(output_splits, output, getSize());
+    c10d::checkSplitSizes(input_splits, input, getSize());
     return go({"all_to_all", {all_to_all(output, input, output_splits, input_splits)},
                {input, output}, {output}, options.asyncOp});
   }
@@ -480,6 +529,7 @@ class Group final : public c10d::Backend {
   }
 
   WorkPtr launch(Launch one, Channel& channel) {
+    shelf().clear_ended();
     const int device = one.kept.empty() ? current_device() : one.kept[0].device().index();
     Stream* caller = current_stream(device);
     Stream* stream = caller;
@@ -569,8 +619,17 @@ class Group final : public c10d::Backend {
     });
   }
 
-  static ReduceOp on_gloo(const ReduceOp& op) {
+  static bool have_size(const Tensors& tensors, size_t num_bytes) {
+    return std::all_of(tensors.begin(), tensors.end(),
+                       [&](const Tensor& one) { return one.nbytes() == num_bytes; });
+  }
+
+  // As torch has NCCL do it: sums of booleans are what any rank holds, and have no average.
+  static ReduceOp on_gloo(const ReduceOp& op, const Operand& operand) {
     TORCH_CHECK(op.op_ != ReduceOp::PREMUL_SUM, "simccl: PREMUL_SUM is not implemented");
+    const bool is_bool = operand.dtype == at::kBool;
+    TORCH_CHECK(!is_bool || op.op_ != ReduceOp::AVG, "simccl: booleans have no average");
+    if (is_bool && op.op_ == ReduceOp::SUM) return ReduceOp(ReduceOp::MAX);
     return op.op_ == ReduceOp::AVG ? ReduceOp(ReduceOp::SUM) : op;
   }
 
@@ -580,7 +639,7 @@ class Group final : public c10d::Backend {
     auto result = std::make_shared<Tensor>();
     one.num_bytes = 2 * operand.num_bytes();
     one.rounds = 2;
-    one.start = [gloo = state_->gloo, operand, result, op = on_gloo(op)] {
+    one.start = [gloo = state_->gloo, operand, result, op = on_gloo(op, operand)] {
       *result = staged(operand);
       if (!operand.num_bytes()) return Works();
       Tensors tensors{*result};
@@ -614,6 +673,8 @@ class Group final : public c10d::Backend {
     std::vector<Operand> parts;
     for (const Tensor& input : inputs) parts.push_back(contiguous(input));
     const Operand to = contiguous(output);
+    TORCH_CHECK(have_size(inputs, output.nbytes()),
+                "simccl: reduce-scatter of tensors of other sizes");
     return reduce_scatter_of(to, to.num_bytes() * getSize(), op, [parts] {
       Tensors flat;
       for (const Operand& part : parts) flat.push_back(staged(part).view(-1));
@@ -629,7 +690,7 @@ class Group final : public c10d::Backend {
     auto result = std::make_shared<Tensor>();
     one.num_bytes = input_bytes;
     one.ends_in_wait = true;
-    one.start = [gloo = state_->gloo, to, result, stage, op = on_gloo(op)] {
+    one.start = [gloo = state_->gloo, to, result, stage, op = on_gloo(op, to)] {
       KernelScope scope;
       *result = staged(to).view(-1);
       if (!to.num_bytes()) return Works();
@@ -642,20 +703,20 @@ class Group final : public c10d::Backend {
     return one;
   }
 
-  Exchange broadcast_from(const Tensor& tensor, int root) const {
+  Exchange broadcast_from(const Tensor& output, const Tensor& input, int root) const {
     Exchange one;
-    const Operand operand = contiguous(tensor);
+    const Operand to = contiguous(output), from = contiguous(input);
     auto bytes = std::make_shared<Tensor>();
-    one.num_bytes = operand.num_bytes();
-    one.start = [gloo = state_->gloo, operand, bytes, root] {
-      *bytes = staged_bytes(operand);
-      if (!operand.num_bytes()) return Works();
+    one.num_bytes = to.num_bytes();
+    one.start = [gloo = state_->gloo, from, bytes, root] {
+      *bytes = staged_bytes(from);
+      if (!from.num_bytes()) return Works();
       Tensors tensors{*bytes};
       c10d::BroadcastOptions options;
       options.rootRank = root;
       return Works{gloo->broadcast(tensors, options)};
     };
-    one.finish = [operand, bytes] { store(operand, *bytes); };
+    one.finish = [to, bytes] { store(to, *bytes); };
     return one;
   }
 

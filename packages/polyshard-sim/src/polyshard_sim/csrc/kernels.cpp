@@ -34,12 +34,14 @@ void visit_tensors(const IValue& value, const Visit& visit) {
 // The device of all tensors. Tensors of the CPU are refused, as CUDA does, unless they are scalars.
 int device_of(const OperatorHandle& op, const Traits& traits, Arguments arguments) {
   int device = -1;
-  for (const IValue& value : arguments) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const IValue& value = arguments[i];
     if (value.isDevice() && value.toDevice().is_privateuseone() && value.toDevice().has_index())
       device = value.toDevice().index();
     visit_tensors(value, [&](const Tensor& tensor) {
       if (!on_device(tensor)) {
-        TORCH_CHECK(!tensor.defined() || tensor.dim() == 0 || traits.takes_host_tensors,
+        const bool may_be_on_host = tensor.dim() == 0 || traits.takes_host_tensors;
+        TORCH_CHECK(!tensor.defined() || (may_be_on_host && !traits.is_written[i]),
                     "Expected all tensors to be on the same device, but ", op.schema().name(),
                     " was given one on ", tensor.device(), " beside others on sim");
         return;

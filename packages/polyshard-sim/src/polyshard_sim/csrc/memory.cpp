@@ -152,23 +152,20 @@ class Heap {
  public:
   size_t capacity = size_t(80) << 30;
 
-  // nullptr when the device is full.
-  Block* take(size_t requested, int device, int64_t stream) {
+  // nullptr when the device is full. What is cached may go back only when no kernel is queued.
+  Block* take(size_t requested, int device, int64_t stream, bool may_release) {
     std::lock_guard<std::mutex> lock(mutex_);
     collect_ended_uses();
     const size_t size = rounded(requested, kMinBlock);
     const bool small = size <= kSmall;
     Block* block = find(size, stream, small);
     if (!block) block = new_segment(size, device, stream, small);
-    if (!block) {
+    if (!block && may_release) {
       stats_.num_alloc_retries++;
       release_cached();
       block = new_segment(size, device, stream, small);
     }
-    if (!block) {
-      stats_.num_ooms++;
-      return nullptr;
-    }
+    if (!block) return nullptr;
     split(block, size);
     block->allocated = true;
     block->requested = requested;
@@ -228,6 +225,11 @@ class Heap {
                        &stats_.allocated_bytes, &stats_.reserved_bytes, &stats_.active_bytes,
                        &stats_.inactive_split_bytes, &stats_.requested_bytes})
       for (auto& one : *stat) (one.*how)();
+  }
+
+  void note_out_of_memory() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stats_.num_ooms++;
   }
 
   size_t reserved() {
@@ -367,8 +369,8 @@ class Allocator final : public c10::DeviceAllocator {
     const c10::Device shown(c10::DeviceType::PrivateUse1, device);
     if (num_bytes == 0) return {nullptr, nullptr, &free_block, shown};
     Stream* stream = current_stream(device);
-    Block* block = heaps[device].take(num_bytes, device, stream->id);
-    if (!block) block = take_after_uses(num_bytes, device, stream);
+    Block* block = heaps[device].take(num_bytes, device, stream->id, false);
+    if (!block) block = take_after_release(num_bytes, device, stream);
     if (settings().poison && settings().compute) poison(stream, block->address, block->size);
     return {block->address, block->address, &free_block, shown};
   }
@@ -381,8 +383,13 @@ class Allocator final : public c10::DeviceAllocator {
       for (int64_t stream : block->used_on) uses.push_back(record(stream_of(stream)));
       if (settings().strict && settings().compute) {
         Stream* owner = stream_of(block->stream);
-        for (const auto& fence : uses) wait_for(owner, fence);
-        poison(owner, block->address, block->size);
+        Stream* poisoning = uses.empty() ? owner : poisoning_stream(block->device);
+        if (!uses.empty()) {  // the owner waits for nothing: freeing orders no streams
+          wait_for(poisoning, record(owner));
+          for (const auto& fence : uses) wait_for(poisoning, fence);
+        }
+        poison(poisoning, block->address, block->size);
+        if (!uses.empty()) uses = {record(poisoning)};
       }
       heap.end_free(block, uses);
       return;
@@ -403,6 +410,7 @@ class Allocator final : public c10::DeviceAllocator {
   bool initialized() override { return true; }
 
   void emptyCache(c10::MempoolId_t) override {
+    drain_kernels();
     for (int device = 0; device < settings().devices; ++device) heaps[device].empty_cache();
   }
 
@@ -429,10 +437,29 @@ class Allocator final : public c10::DeviceAllocator {
  private:
   static void free_block(void* address);
 
-  // Like CUDA: wait for the streams that still use freed memory, and try once more.
-  Block* take_after_uses(size_t num_bytes, int device, Stream* stream) {
+  std::mutex mutex_;
+  std::array<Stream*, kMaxDevices> poisoning_ = {};
+
+  // Like cudaFree: memory goes back when the device is idle. In virtual time nothing is queued.
+  static void drain_kernels() {
+    if (settings().compute) drain();
+  }
+
+  Stream* poisoning_stream(int device) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Stream*& stream = poisoning_[device];
+    if (!stream) stream = new_stream(device, 0);
+    return stream;
+  }
+
+  // Like CUDA: give back what is cached; then wait for the streams that still use freed memory.
+  Block* take_after_release(size_t num_bytes, int device, Stream* stream) {
+    drain_kernels();
+    Block* block = heaps[device].take(num_bytes, device, stream->id, true);
+    if (block) return block;
     for (const auto& fence : heaps[device].pending_uses()) synchronize(fence);
-    Block* block = heaps[device].take(num_bytes, device, stream->id);
+    block = heaps[device].take(num_bytes, device, stream->id, true);
+    if (!block) heaps[device].note_out_of_memory();
     const auto stats = heaps[device].stats();
     TORCH_CHECK_WITH(OutOfMemoryError, block, "sim: out of memory on device ", device,
                      ": tried to allocate ", num_bytes, " bytes; the capacity is ",

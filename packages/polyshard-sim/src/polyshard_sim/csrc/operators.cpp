@@ -49,10 +49,13 @@ Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides,
 const Tensor& resize(const Tensor& self, c10::IntArrayRef sizes,
                      std::optional<at::MemoryFormat> format) {
   auto* impl = self.unsafeGetTensorImpl();
-  impl->set_sizes_contiguous(sizes);
+  if (self.sizes() != sizes) {
+    const int64_t numel = c10::multiply_integers(sizes);
+    const size_t needed = (self.storage_offset() + numel) * self.itemsize();
+    if (numel && needed > self.storage().nbytes()) resize_storage(self.storage(), needed);
+    impl->set_sizes_contiguous(sizes);
+  }
   if (format) impl->empty_tensor_restride(*format);
-  const size_t needed = (self.storage_offset() + self.numel()) * self.itemsize();
-  if (self.numel() && needed > self.storage().nbytes()) resize_storage(self.storage(), needed);
   return self;
 }
 

@@ -49,6 +49,7 @@ Traits read_traits(const c10::OperatorHandle& op) {
     any_tensor |= mentions(argument, "Tensor");
     tensors += mentions(argument, "Tensor");
     it.is_out.push_back(argument.is_out());
+    it.is_written.push_back(argument.alias_info() && argument.alias_info()->isWrite());
     it.is_generator.push_back(mentions(argument, "Generator"));
   }
   for (const auto& argument : arguments) {
@@ -260,6 +261,7 @@ std::shared_ptr<const Outcome> outcome_of(const c10::OperatorHandle& op, const T
   add(key, &op.schema());
   for (size_t i = 0; i < arguments.size(); ++i)
     add_value(key, arguments[i], traits.shapes_nothing[i]);
+  key.push_back(static_cast<char>(c10::get_default_dtype_as_scalartype()));  // of quotients, say
   {
     std::lock_guard<std::mutex> lock(mutex);
     auto found = all->find(key);

@@ -18,6 +18,7 @@ using Arguments = c10::ArrayRef<c10::IValue>;
 struct Traits {
   std::vector<int> aliased;         // for each return the argument it is, or -1: a fresh tensor
   std::vector<bool> is_out;         // for each argument
+  std::vector<bool> is_written;     // `out=`, and what is changed in place
   std::vector<bool> is_generator;
   std::vector<bool> shapes_nothing;  // a number whose value no shape depends on
   bool is_view = false;

@@ -75,16 +75,20 @@ std::atomic<bool> stopping{false};
 
 int current_device() { return the_device; }
 
-void set_device(int device) {
+namespace {
+int checked(int device) {
   TORCH_CHECK(device >= 0 && device < settings().devices, "sim: there is no device ", device,
               "; polyshard_sim.enable() was given ", settings().devices, " devices");
-  the_device = device;
+  return device;
 }
+}  // namespace
 
-Stream* default_stream(int device) { return stream_of(device); }
+void set_device(int device) { the_device = checked(device); }
+
+Stream* default_stream(int device) { return stream_of(checked(device)); }
 
 Stream* current_stream(int device) {
-  Stream* stream = the_streams[device];
+  Stream* stream = the_streams[checked(device)];
   return stream ? stream : default_stream(device);
 }
 
