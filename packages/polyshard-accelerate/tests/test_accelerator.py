@@ -285,6 +285,38 @@ def test_optimizers_are_saved_after_an_evaluation(rank: int, size: int, tmp_path
     load(rank, size, tmp_path)
 
 
+@ranks(2)
+def test_optimizers_of_no_model_are_saved_as_accelerate_does(
+    rank: int, size: int, tmp_path: Path
+) -> None:
+    def prepared() -> tuple[Any, Any, Any, nn.Parameter]:
+        accelerator, model = made(rank, size), Odd()
+        temperature = nn.Parameter(torch.ones(2))
+        optimizers = optimizer_of(model), torch.optim.Adam([temperature], lr=0.1)
+        return accelerator, *accelerator.prepare(model, *optimizers)[::2], temperature
+
+    accelerator, _, other, temperature = prepared()
+    temperature.grad = torch.tensor([1.0, 2.0])
+    other.step()
+    accelerator.save_state(tmp_path)
+    accelerator, _, again, _ = prepared()
+    accelerator.load_state(tmp_path)
+    (state,) = again.optimizer.state.values()
+    assert torch.allclose(state["exp_avg"], torch.tensor([0.1, 0.2]))
+
+
+@ranks(2)
+def test_an_optimizer_of_two_models_is_refused_before_anything_is_saved(
+    rank: int, size: int, tmp_path: Path
+) -> None:
+    accelerator, one, two = made(rank, size), nn.Linear(3, 2), nn.Linear(2, 3)
+    both = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
+    accelerator.prepare(one, two, both)
+    with pytest.raises(UnsupportedError, match="SGD has parameters of several models"):
+        accelerator.save_state(tmp_path / "state")
+    assert not (tmp_path / "state").exists()
+
+
 def save_between_reductions(rank: int, size: int, folder: Path) -> None:
     accelerator, model = made(rank, size, gradient_accumulation_steps=2), Odd()
     model, optimizer = accelerator.prepare(model, optimizer_of(model))

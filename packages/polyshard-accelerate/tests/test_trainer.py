@@ -13,6 +13,7 @@ pytest.importorskip("transformers", reason="pip install 'polyshard-accelerate[tr
 import torch
 import torch.distributed as dist
 from accelerate_runs import as_launched, assert_same_bits, whole
+from safetensors.torch import load_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -270,6 +271,94 @@ def test_a_folder_fills_a_model_on_meta(rank: int, size: int, tmp_path: Path) ->
     dist.barrier()
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out")
     assert_same_bits(dict(loaded.named_parameters()), trained)
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", [PolyshardTrainer, Trainer], ids=["weights only", "stock"])
+def test_a_model_that_a_folder_fills_goes_on_from_a_checkpoints_weights(
+    rank: int, size: int, tmp_path: Path, kind: type[Trainer]
+) -> None:
+    as_launched(rank, size)
+    base = tmp_path / "base"
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    if rank == 0:
+        tiny().save_pretrained(base)
+    if kind is PolyshardTrainer or rank == 0:
+        as_launched(*((rank, size) if kind is PolyshardTrainer else (0, 1)))
+        trainer(tmp_path, kind, max_steps=2, **saving)[0].train()
+    dist.barrier()
+    as_launched(rank, size)
+    checkpoint = tmp_path / "checkpoint-2"
+    begun, sharding = Begun(), Sharding(pretrained=base)
+    made, _ = trainer(tmp_path, model=on_meta(base), more={"sharding": sharding}, max_steps=3)
+    made.add_callback(begun)
+    made.train(resume_from_checkpoint=str(checkpoint))
+    saved = LlamaForCausalLM.from_pretrained(checkpoint)
+    assert_same_bits(begun.weights, dict(saved.named_parameters()))
+    assert begun.steps[0] == 2
+
+
+class Saves(torch.nn.Linear):
+    """A model that a hub's mixin saves, and nothing of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+
+    def forward(self, input_ids: torch.Tensor, labels: Any = None) -> dict[str, torch.Tensor]:
+        return {"loss": super().forward(input_ids[:, :3].float()).square().mean()}
+
+    def save_pretrained(self, folder: str) -> None:
+        raise AssertionError("of whole weights, which there are none of here")
+
+
+@ranks(2)
+def test_other_models_that_save_themselves_are_gathered(
+    rank: int, size: int, tmp_path: Path
+) -> None:
+    as_launched(rank, size)
+    model = Saves()
+    settings: dict[str, Any] = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    made, _ = trainer(tmp_path, model=model, **settings)
+    made.train()
+    dist.barrier()
+    saved = load_file(tmp_path / "checkpoint-1" / "model.safetensors")
+    assert_same_bits(saved, whole(made.model))
+
+
+class Templates:
+    """What is saved beside a model, some of it in a folder, as of a tokenizer with templates."""
+
+    def __init__(self) -> None:
+        self.saves = 0
+
+    def save_pretrained(self, folder: str) -> None:
+        self.saves += 1
+        place = Path(folder, "templates")
+        place.mkdir()
+        (place / "a.jinja").write_text(str(self.saves))
+
+
+@ranks(2)
+def test_folders_beside_a_model_are_replaced(rank: int, size: int, tmp_path: Path) -> None:
+    as_launched(rank, size)
+    made, _ = trainer(tmp_path, max_steps=1)
+    made.train()
+    made.processing_class = made.data_collator.tokenizer = Templates()
+    for _ in range(3):
+        made.save_model(str(tmp_path / "out"))
+    dist.barrier()
+    files = [path.name for path in (tmp_path / "out" / "templates").iterdir()]
+    assert files == ["a.jinja"]
+    assert (tmp_path / "out" / "templates" / "a.jinja").read_text() == "3"
+
+
+@ranks(2)
+def test_flat_optimizers_train_again(rank: int, size: int, tmp_path: Path) -> None:
+    as_launched(rank, size)
+    made, losses = trainer(tmp_path, more={"sharding": Sharding(flat=True)}, max_steps=2)
+    made.train()
+    made.train()
+    assert len(losses.values) == 4
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_runs import Odd, alone, assert_equal, batch, batches, trainer, whole
 
 from polyshard.errors import CheckpointError, UnsupportedError
+from polyshard_checkpoint import Checkpoints
 from polyshard_lightning import PolyshardStrategy
 from polyshard_testing import World, ranks
 
@@ -85,6 +86,56 @@ def test_files_are_lightnings_own(rank: int, size: int, tmp_path: Path) -> None:
     expected = whole(module)
     for name, weight in loaded.state_dict().items():
         assert torch.equal(weight.cpu(), expected[name].cpu()), name
+
+
+@ranks(2)
+def test_a_file_stays_until_the_folder_in_its_place_is_complete(
+    rank: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "last.ckpt"
+    if rank == 0:
+        path.write_text("of another strategy")
+    _, runs = train(rank, size, 1)
+
+    def fails(*given: Any) -> None:
+        raise CheckpointError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Checkpoints, "save", fails)
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            runs.save_checkpoint(path)
+    assert path.read_text() == "of another strategy"
+    runs.save_checkpoint(path)
+    assert path.is_dir()
+    assert train(rank, size, 1, path)[1].global_step == 1
+    assert [found.name for found in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+class Grouped(ByStep):
+    """Biases of one shape in two groups."""
+
+    sizes: tuple[int, int] = (2, 1)
+
+    def configure_optimizers(self) -> Any:
+        biases = [p for n, p in self.named_parameters() if n.startswith("blocks") and p.ndim == 1]
+        first, _ = self.sizes
+        groups = [{"params": biases[:first]}, {"params": biases[first:], "lr": 0.5}]
+        return torch.optim.Adam(groups, lr=1e-2)
+
+
+@ranks(2)
+def test_a_file_with_other_groups_is_refused(rank: int, size: int, tmp_path: Path) -> None:
+    path = tmp_path / "file.ckpt"
+    module = Grouped()
+    runs = trainer(size, PolyshardStrategy(save_distributed_checkpoint=False), max_steps=1)
+    runs.fit(module, batches(4, rank))
+    runs.save_checkpoint(path)
+    module = Grouped()
+    module.sizes = (1, 2)
+    with pytest.raises(CheckpointError, match=r"groups of \[1, 2\], and had \[2, 1\]"):
+        trainer(size, PolyshardStrategy(), max_steps=2).fit(
+            module, batches(4, rank), ckpt_path=path
+        )
 
 
 @ranks(2)

@@ -75,6 +75,15 @@ def test_a_version_that_was_never_served_does_not_block_its_number(tmp_path: Pat
     assert load_version(tmp_path).version == 2
 
 
+def test_what_was_never_served_is_not_kept_instead_of_what_is(tmp_path: Path) -> None:
+    publisher = Publisher(nn.Linear(2, 2), to=FolderTarget(tmp_path, keep=1))
+    publisher.publish(10)
+    (tmp_path / "version-000020").mkdir()  # a trainer was killed before it named this the latest
+    publisher.publish(11)
+    assert load_version(tmp_path).version == 11
+    assert not (tmp_path / "version-000010").exists()
+
+
 def test_damaged_versions_are_named(tmp_path: Path) -> None:
     with pytest.raises(GoneError, match="no version was published"):
         load_version(tmp_path)

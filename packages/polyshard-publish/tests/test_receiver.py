@@ -254,6 +254,20 @@ def test_nothing_travels_where_nothing_changed(keep: str) -> None:
         assert torch.equal(before["table"], model.table)
 
 
+def test_a_version_whose_sender_has_given_up_is_not_served_later() -> None:
+    model = nn.Linear(3, 2)
+    with receiving() as (receiver, address):
+        publisher = Publisher(model, to=SocketTarget(address, timeout_seconds=0.5))
+        publisher.publish(1)
+        with receiver.serving(), pytest.raises(GoneError):
+            publisher.publish(2)
+        with pytest.raises(GoneError, match="version 2 did not come within 1 s"):
+            receiver.wait(2, 0.6)
+        assert receiver.have.version == 1
+        publisher.publish(2)
+        assert receiver.have.version == 2
+
+
 def test_another_model_is_refused_and_the_old_weights_stay() -> None:
     model = small()
     with receiving() as (receiver, address):

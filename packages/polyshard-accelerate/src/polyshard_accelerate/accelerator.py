@@ -106,9 +106,10 @@ class PolyshardAccelerator(Accelerator):
         Raises:
             LifecycleError: when it made steps, or with ``flat`` has a scheduler, already.
         """
-        self._replaced.switch([optimizer])
+        (inner,) = state.plain([optimizer])  # one that was prepared before may come again
+        self._replaced.switch([inner])
         if self.sharding.flat:
-            _make_flat(optimizer)
+            _make_flat(inner)
         return super().prepare_optimizer(optimizer, device_placement=device_placement)
 
     def _shard(self, model: nn.Module) -> None:
@@ -157,11 +158,11 @@ class PolyshardAccelerator(Accelerator):
 
         Raises:
             CheckpointError: on every rank alike, when it failed on any.
+            UnsupportedError: for an optimizer of several models' parameters; nothing is saved.
         """
-        models, optimizers = self._models, self._optimizers
-        with self._without_engine():
+        with self._without_engine() as owned:
             place: str = super().save_state(output_dir, safe_serialization, **others)
-        state.save(Path(place), models, optimizers)
+        state.save(Path(place), owned)
         return place
 
     @override
@@ -173,22 +174,25 @@ class PolyshardAccelerator(Accelerator):
         Raises:
             CheckpointError: on every rank alike, when it is damaged, or does not fit.
         """
-        models, optimizers = self._models, self._optimizers
-        with self._without_engine():
+        with self._without_engine() as owned:
             super().load_state(input_dir, load_kwargs, **others)
         # It is in a file of each rank: one that there was not would reduce in other steps.
         (step,) = broadcast_object_list([self.step])
         self.step: int = step
         assert self._loads_from is not None
-        state.load(Path(self._loads_from), models, optimizers)
+        state.load(Path(self._loads_from), owned)
 
     @contextmanager
-    def _without_engine(self) -> Iterator[None]:
-        """accelerate saves and loads what is in its lists, as whole tensors of the first rank."""
+    def _without_engine(self) -> Iterator[state.Owned]:
+        """accelerate saves and loads what is in its lists, as whole tensors of the first rank.
+
+        So those have optimizers of other parameters than the models' alone.
+        """
         models, optimizers = self._models, self._optimizers
-        self._models, self._optimizers = [], []
+        owned, others = state.divided(models, optimizers)
+        self._models, self._optimizers = [], others
         try:
-            yield
+            yield owned
         finally:
             self._models, self._optimizers = models, optimizers
 

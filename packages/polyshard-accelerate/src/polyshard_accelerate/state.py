@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from polyshard.errors import CheckpointError
+from polyshard.errors import CheckpointError, UnsupportedError
 from polyshard.plugins.seams import Stateful
 from polyshard_accelerate.sharding import reshard
 from polyshard_checkpoint import Checkpoints, TrainingState
 
-__all__ = ["load", "load_one", "plain", "save", "save_one"]
+__all__ = ["Owned", "divided", "load", "load_one", "plain", "save", "save_one"]
+
+Owned = list[tuple[nn.Module, list[Optimizer]]]
+"""Models with the optimizers of their parameters."""
 
 
 def plain(optimizers: Iterable[Any]) -> list[Optimizer]:
@@ -22,24 +25,50 @@ def plain(optimizers: Iterable[Any]) -> list[Optimizer]:
     return [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
 
 
-def save(folder: Path, models: Sequence[nn.Module], optimizers: Iterable[Any]) -> None:
+def divided(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> tuple[Owned, list[Any]]:
+    """Each model with the optimizers of its parameters; and the optimizers of others.
+
+    Raises:
+        UnsupportedError: for an optimizer with parameters of a model and others.
+    """
+    for model in models:
+        reshard(model)  # optimizers have the sharded parameters
+    owners = {id(p): index for index, model in enumerate(models) for p in model.parameters()}
+    owned: Owned = [(model, []) for model in models]
+    others: list[Any] = []
+    for given, optimizer in zip(optimizers, plain(optimizers), strict=True):
+        found = {owners.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
+        if len(found) > 1:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} has parameters of several models, or of one and "
+                "others, which are saved apart. Make an optimizer for each."
+            )
+        index = found.pop() if found else None
+        if index is None:
+            others.append(given)
+        else:
+            owned[index][1].append(optimizer)
+    return owned, others
+
+
+def save(folder: Path, owned: Owned) -> None:
     """Save each model with the optimizers of its parameters.
 
     Raises:
         CheckpointError: on every rank alike, when it failed on any.
     """
-    for index, (model, own) in enumerate(_owned(models, plain(optimizers))):
-        save_one(folder / f"polyshard_{index}", model, own)
+    for index, (model, optimizers) in enumerate(owned):
+        save_one(folder / f"polyshard_{index}", model, optimizers)
 
 
-def load(folder: Path, models: Sequence[nn.Module], optimizers: Iterable[Any]) -> None:
+def load(folder: Path, owned: Owned) -> None:
     """Fill models and optimizers, prepared in the order they were saved in.
 
     Raises:
         CheckpointError: on every rank alike, when it is damaged, or does not fit.
     """
-    for index, (model, own) in enumerate(_owned(models, plain(optimizers))):
-        load_one(folder / f"polyshard_{index}", model, own)
+    for index, (model, optimizers) in enumerate(owned):
+        load_one(folder / f"polyshard_{index}", model, optimizers)
 
 
 def save_one(
@@ -69,20 +98,3 @@ def load_one(
     with Checkpoints(folder) as checkpoints:
         if checkpoints.load(found) is None:
             raise CheckpointError(f"'{folder}' holds no checkpoint of polyshard.")
-
-
-def _owned(
-    models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
-) -> Iterator[tuple[nn.Module, list[Optimizer]]]:
-    """Each model with the optimizers that have parameters of it."""
-    for model in models:
-        reshard(model)  # optimizers have the sharded parameters
-        own = {id(p) for p in model.parameters()}
-        yield (
-            model,
-            [
-                o
-                for o in optimizers
-                if any(id(p) in own for g in o.param_groups for p in g["params"])
-            ],
-        )

@@ -19,6 +19,7 @@ from polyshard_accelerate import state
 from polyshard_accelerate.accelerator import PolyshardAccelerator
 from polyshard_accelerate.sharding import Sharding, reshard
 from polyshard_checkpoint import load_pretrained, save_pretrained
+from polyshard_checkpoint.pretrained import library
 
 __all__ = ["PolyshardTrainer"]
 
@@ -117,9 +118,11 @@ class PolyshardTrainer(Trainer):
                 self._save(folder, state_dict={})
             finally:
                 self.model = model
-            for path in Path(folder).iterdir():
-                if path.suffix != ".safetensors":
-                    shutil.move(path, Path(output_dir, path.name))
+            for path in Path(folder).rglob("*"):
+                if path.is_file() and path.suffix != ".safetensors":
+                    place = Path(output_dir, path.relative_to(folder))
+                    place.parent.mkdir(exist_ok=True)
+                    shutil.move(path, place)
 
     @override
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -127,9 +130,13 @@ class PolyshardTrainer(Trainer):
 
     @override
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Weights too: the model is sharded by now."""
-        if checkpoint is not None and _is_sharded(checkpoint):
+        """Weights too: the model is sharded by now, and filled where ``pretrained`` says."""
+        if checkpoint is None:
+            return
+        if _is_sharded(checkpoint):
             state.load_one(Path(checkpoint, FOLDER), self._model(), *self._training())
+        elif self.sharding.pretrained is not None:
+            load_pretrained(self._model(), checkpoint)
 
     def _model(self) -> nn.Module:
         assert isinstance(self.model, nn.Module)
@@ -167,7 +174,8 @@ class _Saved(nn.Module):
 
 def _saves_itself(model: nn.Module) -> bool:
     """Whether it is a model of transformers, or of peft."""
-    return callable(getattr(model, "save_pretrained", None))
+    plain = library.uncompiled(model)
+    return library.is_transformers(plain) or library.is_peft(plain)
 
 
 def _is_sharded(checkpoint: str) -> bool:

@@ -84,6 +84,8 @@ class _Summed(io.IOBase):
 
     @override
     def fileno(self) -> int:
+        """For ``os.fsync``, which torch calls with the metadata still in the buffer."""
+        self._file.flush()
         return self._file.fileno()
 
     @override

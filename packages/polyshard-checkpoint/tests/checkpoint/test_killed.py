@@ -63,3 +63,24 @@ def test_a_kill_at_any_call_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     assert code == 0
     assert survived == {1, 2}, "it died before it was complete, and after"
     assert call > 10
+
+
+def test_every_file_is_on_disk_before_older_checkpoints_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that loses power keeps what was synced, in the sizes of then."""
+    synced: dict[int, int] = {}
+    sync = os.fsync
+
+    def noted(file: int) -> None:
+        sync(file)
+        found = os.fstat(file)
+        synced[found.st_ino] = found.st_size
+
+    monkeypatch.setattr(os, "fsync", noted)
+    Checkpoints(tmp_path, keep=1).save(1, TrainingState(small(1), random=False))
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 2
+    for path in files:
+        found = path.stat()
+        assert synced.get(found.st_ino) == found.st_size, path

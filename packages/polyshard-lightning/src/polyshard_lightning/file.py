@@ -64,10 +64,14 @@ def _fill(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     attach_optimizer(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     keys = [key for group in saved["param_groups"] for key in group["params"]]
-    if len(keys) != len(parameters):
+    have, had = (
+        [len(group["params"]) for group in groups]
+        for groups in (optimizer.param_groups, saved["param_groups"])
+    )
+    if have != had:
         raise CheckpointError(
-            f"{type(optimizer).__name__} has {len(parameters)} parameters, and had {len(keys)} "
-            "when it was saved. Give it those that it had."
+            f"{type(optimizer).__name__} has groups of {have} parameters, and had {had} when it "
+            "was saved. Give it the groups that it had."
         )
     state = {
         index: {name: _placed(name, value, p) for name, value in saved["state"][key].items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from polyshard.errors import CheckpointError
 from polyshard_checkpoint import Checkpoints, TrainingState
+from polyshard_checkpoint.together import Ranks
 
 __all__ = ["Rest", "load", "save"]
 
@@ -60,8 +62,19 @@ def save(
     rest = Rest()
     rest.put(values)
     state = _state(model, optimizers, rest)
-    with Checkpoints(path, keep=1) as checkpoints:
-        checkpoints.save(int(values["global_step"]), state)
+    # A file of another strategy stays until the folder that takes its place is complete.
+    beside = path.with_name(f".{path.name}.new")
+    with Ranks() as ranks:
+        is_file = ranks.led(f"look at '{path}'", path.is_file)
+        with Checkpoints(beside if is_file else path, keep=1) as checkpoints:
+            checkpoints.save(int(values["global_step"]), state)
+        if is_file:
+            ranks.led(f"replace '{path}'", partial(_replace, path, beside))
+
+
+def _replace(file: Path, folder: Path) -> None:
+    file.unlink()
+    folder.rename(file)
 
 
 def load(

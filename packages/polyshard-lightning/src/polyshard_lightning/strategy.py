@@ -211,8 +211,6 @@ class PolyshardStrategy(ModelParallelStrategy):
         self._refuse_changed(checkpoint.pop("state_dict"))
         optimizers = self.optimizers if "optimizer_states" in checkpoint else []
         checkpoint.pop("optimizer_states", None)
-        if self.is_global_zero and path.is_file():
-            path.unlink()
         assert self.model is not None
         folder.save(path, self.model, optimizers, checkpoint)
 

@@ -157,7 +157,8 @@ class _FolderSending:
         sync_folder(self._path)
         replace_file(self._path / LATEST, final.name.encode())
         kept = sorted(self._path.glob("version-*"), key=lambda path: (len(path.name), path.name))
-        for old in kept[: -max(1, self._target.keep)]:
+        # What is newer was not served: a trainer was killed before that.
+        for old in kept[: kept.index(final) + 1][: -max(1, self._target.keep)]:
             shutil.rmtree(old, ignore_errors=True)
         if self._target.notify is not None:
             try:

@@ -16,7 +16,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -208,8 +208,13 @@ class Receiver:
             if self._staged is not None and self._staged.update.nonce == nonce:
                 self._staged = None
 
-    def commit(self, nonce: str, digests: Sequence[int]) -> None:
+    def commit(
+        self, nonce: str, digests: Sequence[int], is_awaited: Callable[[], bool] = lambda: True
+    ) -> None:
         """Serve a version whose tensors have these ``digests``, in the order of their names.
+
+        ``is_awaited``: whether the sender still waits for that. One that has given up meanwhile,
+        because readers took too long, was told that the version is not served.
 
         Raises:
             VersionError: when it is not complete, or was withdrawn.
@@ -230,6 +235,8 @@ class Receiver:
             self._is_switching = True
             try:
                 self._free.wait_for(lambda: not self._readers)
+                if not is_awaited():
+                    raise GoneError(f"version {version}: its sender waits no longer.")
                 self._check_version(staged.update)
                 self._switch(staged, dict(zip(sorted(staged.catalogue), digests, strict=True)))
             finally:
@@ -400,7 +407,8 @@ class _Session:
         elif kind == "end":
             receiver.end(self.nonce, self.rank)
         elif kind == "commit":
-            receiver.commit(self.nonce, np.frombuffer(content, dtype="<i8").tolist())
+            digests = np.frombuffer(content, dtype="<i8").tolist()
+            receiver.commit(self.nonce, digests, self.wire.is_open)
         else:
             raise PublishError(f"frames of kind {kind!r} are not known; is the sender newer?")
         return {}

@@ -127,6 +127,15 @@ class Wire:
             raise PublishError("a frame whose head is no object.")
         return head, memoryview(self._exactly(content_bytes))
 
+    def is_open(self) -> bool:
+        """Whether the other end, which waits for an answer, has not hung up."""
+        try:
+            return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
     def _exactly(self, count: int) -> bytearray:
         found = bytearray(count)
         if self._read_into(found) < count:
