@@ -289,6 +289,15 @@ def test_a_bad_record_says_which(tmp_path: Path, text: str) -> None:
         find_source(tiny(tmp_path, resume=tmp_path), load_corpus(None, 32))
 
 
+def test_checkpoints_of_another_run_are_not_replaced(tmp_path: Path) -> None:
+    for run in ("a", "b"):
+        folder = folder_of(tmp_path / run) / "step-000001"
+        folder.mkdir(parents=True)
+        Manifest(1, 0, 1, "2.13", {}).write(folder)
+    with pytest.raises(DemoError, match="already holds checkpoints; resume from them with"):
+        find_source(tiny(tmp_path / "b", resume=tmp_path / "a"), load_corpus(None, 32))
+
+
 def test_nothing_to_resume_from(tmp_path: Path) -> None:
     with pytest.raises(DemoError, match="no checkpoint there"):
         launch(tiny(tmp_path, resume=tmp_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -123,6 +124,19 @@ def test_failures_are_reported_and_the_world_starts_anew() -> None:
             world.run(hang_on_one, timeout=1.0)
         with pytest.raises(RankError, match=r"(?s)rank 1.*ended without an answer"):
             world.run(die_on_one)
+        assert world.run(total, 0) == [1, 1]
+    finally:
+        world.close()
+
+
+def test_a_rank_that_ends_between_calls_is_told_of() -> None:
+    world = World(2)
+    try:
+        _, pid = world.run(process)
+        os.kill(pid, signal.SIGKILL)
+        world._processes[1].join()
+        with pytest.raises(RankError, match=r"(?s)rank 1.*ended without an answer"):
+            world.run(process)
         assert world.run(total, 0) == [1, 1]
     finally:
         world.close()

@@ -24,7 +24,7 @@ from polyshard.transport import Transport
 from polyshard.transport.collective import CollectiveTransport
 from polyshard.transport.gloo import GlooTransport
 from polyshard_calibration import Calibration
-from polyshard_calibration.plugin import apply
+from polyshard_calibration.plugin import _Parameters, apply
 from polyshard_calibration.threshold import BreakEven, Timing
 from polyshard_testing import World, ranks
 
@@ -88,6 +88,16 @@ def test_every_rank_holds_the_same_figures(world2: World) -> None:
     (first, plan), (second, _) = world2.run(measured)
     assert first == second
     assert "threshold measured with 2 ranks" in plan
+
+
+def test_a_chunk_has_its_bytes_with_any_default_dtype() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        (weight, *_) = _Parameters(2, 4 * KIB, torch.device("cpu")).weights
+    finally:
+        torch.set_default_dtype(before)
+    assert weight.nbytes == 2 * 4 * KIB
 
 
 def measured_replicas(rank: int, size: int) -> str:

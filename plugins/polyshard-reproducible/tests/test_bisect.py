@@ -254,6 +254,11 @@ BAD: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "format": ({"format": 2}, [], "has format 2; this version reads 1"),
     "broken": ({}, ["{not json}\n"], "is no record of a run (JSONDecodeError"),
     "fields": ({"new": 1}, [], "is no record of a run (TypeError"),
+    "number": ({"world_size": "1"}, [], "is no record of a run (TypeError: world_size is '1'"),
+    "phase": ({}, [step(0, weight(1)).replace("parameters", "parameterz")],
+              "is no record of a run (ValueError: ['parameterz'"),
+    "slot": ({}, [step(0, weight(1)).replace("null", '"1"')],
+             "is no record of a run (ValueError: ['parameters'"),
     "steps": ({}, [step(7, weight(1))], "have no step in common: steps 0 to 0, and steps 7 to 7"),
     "empty": ({}, [], "have no step in common: steps 0 to 0, and no whole step"),
 }  # fmt: skip

@@ -79,6 +79,12 @@ def test_small_gradients_are_left_alone() -> None:
     assert float(grad_norm(nn.Parameter(torch.zeros(3)))) == 0.0
 
 
+def test_complex_gradients_have_two_parts() -> None:
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    parameter.grad = torch.full((2,), 3 + 4j, dtype=torch.complex64)
+    assert float(grad_norm(parameter)) == pytest.approx(math.sqrt(50))
+
+
 def test_what_is_not_finite_is_told_first() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([1.0, math.inf])

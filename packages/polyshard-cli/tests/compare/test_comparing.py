@@ -196,6 +196,13 @@ def test_a_job_that_fails_on_ranks_is_an_error() -> None:
         document("bad_batch", "polyshard")
 
 
+def test_the_end_of_a_jobs_file_is_not_that_of_the_pipe() -> None:
+    found = document("ended", "single", ranks=1)
+    (result,) = found.results
+    assert result.error is not None
+    assert result.error.message == "EOFError: no more lines"
+
+
 def test_initial_weights_that_differ_are_an_error() -> None:
     with pytest.raises(JobError, match="weight begins with other values than before"):
         document("unseeded", "polyshard", "single")

@@ -112,6 +112,15 @@ def trouble() -> tuple[Any, ...]:
     return Counting(), rows, troubled
 
 
+def without_more(model: nn.Module, x: Tensor) -> Tensor:
+    """As a reader raises whose file has ended."""
+    raise EOFError("no more lines")
+
+
+def ended() -> tuple[Any, ...]:
+    return Counting(), rows, without_more
+
+
 def stuck(model: nn.Module, x: Tensor) -> Tensor:
     if engine_of(model) == "single":
         time.sleep(600)

@@ -71,6 +71,10 @@ def not_a_module() -> object:
     return 7
 
 
+def not_a_plan() -> list[str]:
+    return ["blocks"]
+
+
 class Empty(nn.Module):
     """Nothing to shard."""
 

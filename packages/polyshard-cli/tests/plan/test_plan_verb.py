@@ -126,6 +126,12 @@ def test_a_search_as_json_is_documented() -> None:
         (["demo", "--units", "bloks.*"], "the nearest is blocks"),
         (["demo", "--machine", "h100"], "did you mean h100x8?"),
         (["demo", "--machine", "nowhere.json"], "polyshard plan --measure nowhere.json"),
+        (["demo", "--measure", "nodir/m.json"], "there is no directory nodir; make it first"),
+        (["demo", "--measure", "h100x8"], "name a file that ends in .json"),
+        (
+            ["demo:tiny", "--mesh", "dp=1,tp=2", "--tp-plan", "plan_models:not_a_plan"],
+            "tensor parallelism does not fit the model",
+        ),
         (["demo", "--plugins", "nobody"], "no installed plugin is named 'nobody'"),
         (["demo", "--plugins", "plan_models:raising"], "the factory's own trouble"),
         (["demo", "--set", "hidden_size=4"], "changes fields of a transformers config"),
@@ -172,6 +178,12 @@ def test_configs_of_transformers(tmp_path: Path) -> None:
     assert (code, "did you mean LlamaConfig?" in " ".join(text.split())) == (2, True)
     code, text = run("LlamaConfig", "--set", "num_hiden_layers=2")
     assert (code, "did you mean num_hidden_layers=2?" in " ".join(text.split())) == (2, True)
+    for value in ("num_hidden_layers=four", "num_attention_heads=7"):
+        code, text = run("LlamaConfig", "--set", value)
+        said = " ".join(text.split())
+        assert (code, "transformers makes no config of it" in said) == (2, True), said
+    code, text = run("AutoConfig")
+    assert (code, "error: MODEL AutoConfig" in " ".join(text.split())) == (2, True)
     code, text = run(str(tmp_path))
     assert (code, "no config.json" in " ".join(text.split())) == (2, True)
     import_module("transformers").LlamaConfig(

@@ -44,18 +44,19 @@ def find_source(settings: Settings, corpus: Corpus) -> Path | None:
     """What a run goes on from: a run directory, or one of its checkpoints.
 
     Raises:
-        DemoError: where there is nothing, or another model or other data was trained; for a new
-            run in the directory of an older one.
+        DemoError: where there is nothing, or another model or other data was trained; for a run in
+            the directory of an older one.
     """
-    if settings.resume is None:
-        if checkpoints_in(folder_of(settings.out)):
-            raise DemoError(
-                f"--out {settings.out} already holds checkpoints; resume from them with "
-                f"--resume {settings.out}, or give another --out"
-            )
-        return None
     path = settings.out if settings.resume == AUTO else settings.resume
-    run = run_of(path)
+    run = None if path is None else run_of(path)
+    is_other = run is None or run.resolve() != settings.out.resolve()
+    if is_other and checkpoints_in(folder_of(settings.out)):  # which it would replace
+        raise DemoError(
+            f"--out {settings.out} already holds checkpoints; resume from them with "
+            f"--resume {settings.out}, or give another --out"
+        )
+    if path is None or run is None:
+        return None
     if path.is_dir() and (path != run or any(folder_of(run).glob("step-*"))):
         check_continues(run, settings, corpus)
         return path

@@ -151,7 +151,8 @@ class World:
     def _send(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._calls += 1
         for pipe in self._pipes:
-            pipe.send(_Call(inspect.getfile(function), function.__qualname__, args))
+            with suppress(ConnectionError):  # a rank that has ended meanwhile is told of as such
+                pipe.send(_Call(inspect.getfile(function), function.__qualname__, args))
 
     def _answers(self, what: str, timeout: float | None) -> list[Any]:
         begin = time.monotonic()

@@ -38,7 +38,7 @@ CHUNK_BYTES = tuple(1 << exponent for exponent in range(12, 21, 2))
 
 PARAMETERS = 8
 WARMUP, TURNS = 2, 5
-_ITEMSIZE = 4
+_ITEMSIZE = torch.float32.itemsize
 
 
 class MeasuredBackend(CollectivesBackend):
@@ -185,7 +185,9 @@ class _Parameters(nn.Module):
     def __init__(self, world_size: int, chunk_bytes: int, device: torch.device) -> None:
         super().__init__()
         shape = (world_size, chunk_bytes // _ITEMSIZE)
-        made = (torch.zeros(shape, device=device) for _ in range(PARAMETERS))
+        # Of any default dtype: a chunk has the bytes that its row of the table says.
+        zeros = partial(torch.zeros, shape, dtype=torch.float32, device=device)
+        made = (zeros() for _ in range(PARAMETERS))
         self.weights = nn.ParameterList(made)
 
     @override

@@ -152,6 +152,7 @@ def _square(part: _Rows, rows: Tensor) -> None:
     """Put the squares of the local rows in their places."""
     start = part.start
     for some in few_rows(part.local):
-        squares = some.to(torch.float64, copy=True)
+        plain = torch.view_as_real(some).flatten(1) if some.is_complex() else some
+        squares = plain.to(torch.float64, copy=True)
         rows[start : start + some.shape[0]] = sum_halves(squares.square_())
         start += some.shape[0]

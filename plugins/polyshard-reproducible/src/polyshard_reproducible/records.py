@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,6 +85,13 @@ class Header:
     threads: int
     pieces: int = 1
     format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        """Refuse what a damaged file may say."""
+        kinds = {"int": int, "float": int | float, "str": str, "list[list[Any]]": list}
+        for one in fields(self):
+            if not isinstance(getattr(self, one.name), kinds[str(one.type)]):
+                raise TypeError(f"{one.name} is {getattr(self, one.name)!r}")
 
     @property
     def file_name(self) -> str:
@@ -281,6 +288,10 @@ def _read(path: Path) -> _File | None:
 
 
 def _entry(phase: str, group: str, name: str, slot: int | None, part: int, digest: str) -> Entry:
+    given: list[Any] = [phase, group, name, slot]  # which a damaged file may have of any kind
+    is_named = all(isinstance(each, str) for each in given[:3])
+    if not is_named or phase not in PHASES or not isinstance(given[3], int | None):
+        raise ValueError(f"{given} is no place of a digest")
     return Entry(Key(phase, group, name, slot), bool(part), int(digest, 16))
 
 

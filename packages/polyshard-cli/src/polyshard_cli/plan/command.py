@@ -15,7 +15,7 @@ import typer
 from polyshard_cli.output import console_for_tables, told_in_one_message
 from polyshard_cli.plan.drafting import draft
 from polyshard_cli.plan.errors import PlanError
-from polyshard_cli.plan.estimate.machines import save_machine
+from polyshard_cli.plan.estimate.machines import check_target, save_machine
 from polyshard_cli.plan.estimate.measuring import measure
 from polyshard_cli.plan.page.blocks import WIDTH, show
 from polyshard_cli.plan.page.html import check_page, write_page
@@ -106,6 +106,7 @@ def plan(
     if html is not None:
         check_page(html)
     if measure_to is not None:
+        check_target(measure_to)
         save_machine(measure(_at_once(settings.mesh.ranks)), measure_to)
         settings = replace(settings, machine=str(measure_to))
     search = _search(tune, memory_budget, keep or (), allow_lossy=allow_lossy)

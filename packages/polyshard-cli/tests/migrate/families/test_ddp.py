@@ -77,6 +77,48 @@ def test_an_optimizer_made_before_is_not_passed_over() -> None:
     assert found.left == [(4, "DistributedDataParallel")]
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        "optim.AdamW(filter(lambda p: p.requires_grad, model.parameters()))",
+        "optim.AdamW([p for p in model.parameters() if p.requires_grad])",
+        "optim.AdamW([{'params': model.head.parameters()}, {'params': model.parameters()}])",
+    ],
+)
+@pytest.mark.parametrize("module", ["model", "model.to(rank)", "model.cuda().train()"])
+def test_an_optimizer_is_seen_however_it_gets_the_parameters(made: str, module: str) -> None:
+    found = unchanged(f"""
+        from torch import nn, optim
+        model = build()
+        optimizer = {made}
+        model = nn.parallel.DistributedDataParallel({module})
+    """)
+    assert found.left == [(4, "DistributedDataParallel")]
+
+
+def test_an_optimizer_of_parameters_that_were_kept_is_seen() -> None:
+    found = unchanged("""
+        from torch import nn, optim
+        model = build()
+        kept = [p for p in model.parameters()]
+        model = nn.parallel.DistributedDataParallel(model.to(rank))
+        optimizer = optim.AdamW(kept)
+    """)
+    assert found.left == [(4, "DistributedDataParallel")]
+
+
+def test_what_else_is_asked_of_parameters_is_no_optimizer() -> None:
+    found = migrated("""
+        from torch import nn, optim
+        model = build()
+        count = sum(p.numel() for p in model.parameters())
+        print(count)
+        model = nn.parallel.DistributedDataParallel(model.to(rank))
+        optimizer = optim.AdamW(model.parameters())
+    """)
+    assert not found.left
+
+
 def test_a_rebound_name_stays() -> None:
     found = unchanged("""
         from torch.nn.parallel import DistributedDataParallel as DDP

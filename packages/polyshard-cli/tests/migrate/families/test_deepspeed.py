@@ -284,6 +284,16 @@ def test_the_process_group() -> None:
     assert [term for _, term in migrated(odd).left] == ["init_distributed"]
 
 
+def test_sharding_is_not_moved_above_the_start_of_the_process_group() -> None:
+    begin = "torch.distributed.init_process_group()\n"
+    plain = script()
+    (line,) = [line for line in plain.splitlines() if "= deepspeed.initialize(" in line]
+    indent = line[: len(line) - len(line.lstrip())]
+    late = plain.replace(begin, "pass\n").replace(line, f"{indent}{begin}{line}")
+    found = unchanged(late)
+    assert "the process group starts between the optimizer and this call" in found.messages()
+
+
 def test_two_engines_are_too_many() -> None:
     found = unchanged(script() + "\n\n" + script().replace("import deepspeed\nimport torch", ""))
     assert "more than once" in found.messages()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import plan_models
@@ -86,6 +87,12 @@ def test_with_tiers(world2: World) -> None:
     code = check(world2, offload="optimizer=host,fraction=0.5")
     assert 'Offload(optimizer="host", fraction=0.5)' in code
     assert "offload.wrap(" in code
+
+
+@pytest.mark.skipif(find_spec("polyshard_offload") is None, reason="needs polyshard-offload")
+def test_with_a_disk(world2: World, tmp_path: Path) -> None:
+    code = check(world2, offload=f"optimizer=disk, path={tmp_path},")
+    assert f"disk=DiskSettings(path=Path('{tmp_path}'))" in code
 
 
 @pytest.mark.skipif(

@@ -96,6 +96,10 @@ def test_by_rounds_it_finds_what_all_combinations_hold(monkeypatch: pytest.Monke
     )
 
 
+def test_a_batch_is_made_for_micro_batches_too() -> None:
+    assert with_batch(Settings(mesh=parse_mesh("dp=2"), accumulate=3)).batch == 6
+
+
 def test_why_the_runner_up_lost_adds_up() -> None:
     settings = with_batch(UNEVEN)
     subject = subject_of(settings)

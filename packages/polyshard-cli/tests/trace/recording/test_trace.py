@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -217,3 +218,8 @@ def test_mistakes_are_refused_on_every_rank(rank: int, size: int, tmp_path: Path
 def test_steps_are_a_range(steps: object) -> None:
     with pytest.raises(TraceError, match=r"give a range from 0 on, such as range\(5, 8\)"):
         Trace(steps=steps)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("steps", [range(100, sys.maxsize), range(7, -1, -1), range(0)])
+def test_ranges_are_not_counted_through(steps: range) -> None:
+    assert Trace(steps=steps) is not None

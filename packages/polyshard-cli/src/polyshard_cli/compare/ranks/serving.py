@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from polyshard_cli.compare.ranks.messages import Failure, Start
 
@@ -35,8 +35,6 @@ def serve(start: Start, environment: dict[str, str], pipe: Connection) -> None:
     _print_to(output_of(start.folder, start.rank))
     try:
         _serve(start, pipe)
-    except EOFError:
-        return
     except BaseException as error:  # a script may leave with SystemExit, say
         pipe.send(Failure.of(start.rank, error))
 
@@ -64,10 +62,18 @@ def _serve(start: Start, pipe: Connection) -> None:
     pipe.send(None)
     session = Session(start.settings, start.spec, Place(start.rank, start.ranks, device))
     pipe.send(session.facts)
-    while True:
-        name, *arguments = pipe.recv()
+    for name, *arguments in iter(lambda: _next_of(pipe), None):
         assert name in COMMANDS
         pipe.send(getattr(session, name)(*arguments))
+
+
+def _next_of(pipe: Connection) -> tuple[Any, ...] | None:
+    """The next command; none when the pipe is closed. A job may raise ``EOFError`` too."""
+    try:
+        command: tuple[Any, ...] = pipe.recv()
+    except EOFError:
+        return None
+    return command
 
 
 def _join(start: Start, device: torch.device) -> None:

@@ -9,11 +9,12 @@ from libcst.metadata import BaseAssignment
 
 from polyshard_cli.migrate.editing.draft import Draft
 from polyshard_cli.migrate.families.wrapper import is_word
-from polyshard_cli.migrate.source.view import FileView, walk
+from polyshard_cli.migrate.source.view import FileView, dotted, walk
 
 __all__ = ["Site", "find_site"]
 
 _TAKEN = {"model", "optimizer", "model_parameters", "config", "config_params"}
+_STARTS_GROUP = {"init_distributed", "init_process_group"}
 _HARMLESS = {"args", "dist_init_required", "distributed_port"}
 
 
@@ -101,6 +102,11 @@ def _mismatch(view: FileView, model: cst.Name, made: cst.CSTNode, line: cst.CSTN
     lines = [view.line(node) for _, node in _bindings(view, model)]
     if any(view.line(made) <= each < view.line(line) for each in lines):
         return "its model is assigned again between the optimizer and this call."
+    # Sharding, which goes before the optimizer, needs the process group.
+    calls = (each for each in walk(view.module) if isinstance(each, cst.Call))
+    starts = (c for c in calls if dotted(c.func).rpartition(".")[2] in _STARTS_GROUP)
+    if any(view.line(made) < view.line(each) < view.line(line) for each in starts):
+        return "the process group starts between the optimizer and this call; start it above."
     return ""
 
 

@@ -174,20 +174,41 @@ def _ending(arg: cst.Arg, last: cst.Arg) -> cst.Comma | cst.MaybeSentinel:
 def check_optimizer(wrapping: Wrapping, term: Term) -> None:
     """Leave a call before which an optimizer is made: it would hold parameters that are gone."""
     view, module = wrapping.view, wrapping.module
-    for mention in view.mentions(module.value) if module else ():
+    for mention in view.mentions(_without_calls(module.value)) if module else ():
         access = view.parent(mention)
-        inner = view.parent(access) if isinstance(access, cst.Attribute) else None
-        arg = view.parent(inner) if isinstance(inner, cst.Call) else None
-        outer = view.parent(arg) if isinstance(arg, cst.Arg) else None
-        if not isinstance(access, cst.Attribute) or not isinstance(outer, cst.Call):
+        if not isinstance(access, cst.Attribute) or not access.attr.value.endswith("parameters"):
             continue
-        is_made = dotted(outer.func).rpartition(".")[2][:1].isupper()
-        is_early = access.attr.value.endswith("parameters") and is_made
-        if is_early and view.is_before(mention, wrapping.call):
+        if view.is_before(mention, wrapping.call) and _is_for_optimizer(view, access):
             line, where = view.line(wrapping.call), view.line(mention)
             why = f"in line {where}, before it, an optimizer is made of the parameters."
             instead = "make the optimizer afterwards"
             wrapping.left.append(Finding(line, Kind.HAND, term.theirs, why, instead))
+
+
+def _without_calls(node: cst.BaseExpression) -> cst.BaseExpression:
+    """``model`` of ``model.to(rank)`` or ``model.cuda().train()``, which return the module."""
+    while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+        node = node.func.value
+    return node
+
+
+def _is_for_optimizer(view: FileView, node: cst.CSTNode) -> bool:
+    """Whether ``node`` is within arguments of a class, or in a variable that is."""
+    for each in view.ancestors(node):
+        if isinstance(each, cst.Call) and dotted(each.func).rpartition(".")[2][:1].isupper():
+            return True
+        if isinstance(each, cst.Assign):
+            targets = [target.target for target in each.targets]
+            return any(
+                _is_for_optimizer(view, mention)
+                for target in targets
+                if isinstance(target, cst.Name)
+                for mention in view.mentions(target)
+                if not view.is_before(mention, each) and each not in view.ancestors(mention)
+            )
+        if isinstance(each, cst.BaseStatement):
+            return False
+    return False
 
 
 Rewrite = Callable[[cst.Attribute, cst.Call, Term], bool]

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from polyshard import hardware
+from polyshard.files import replace_file
 from polyshard.hardware import Hardware, Protocol
 from polyshard_cli.plan.errors import PlanError, nearest
 from polyshard_cli.plan.request.settings import Backend
@@ -157,6 +158,17 @@ def load_machine(name: str) -> Machine:
         ) from error
 
 
+def check_target(path: Path) -> None:
+    """Refuse early what :func:`save_machine` could not write, or :func:`load_machine` find."""
+    if path.suffix != ".json" or path.is_dir():
+        raise PlanError(f"--measure {path}: name a file that ends in .json, such as machine.json")
+    if not path.parent.is_dir():
+        raise PlanError(f"--measure {path}: there is no directory {path.parent}; make it first")
+
+
 def save_machine(machine: Machine, path: Path) -> None:
-    """Write ``machine`` to where :func:`load_machine` finds it."""
-    path.write_text(json.dumps(asdict(machine), indent=2) + "\n", "utf-8")
+    """Write ``machine`` to where :func:`load_machine` finds it, whole or not at all."""
+    try:
+        replace_file(path, (json.dumps(asdict(machine), indent=2) + "\n").encode())
+    except OSError as error:
+        raise PlanError(f"--measure {path}: cannot be written ({error.strerror})") from error

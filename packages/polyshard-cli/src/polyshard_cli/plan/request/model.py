@@ -44,7 +44,8 @@ def config_of(name: str, overrides: Mapping[str, object]) -> Any:
         if getattr(config, "head_dim", None) == getattr(config, "hidden_size", 0) // heads:
             derived.add("head_dim")
     plain = {key: value for key, value in known.items() if key not in derived}
-    return type(config)(**{**plain, **overrides})
+    kind: Any = type(config)
+    return _asked(f"MODEL {name}", lambda: kind(**{**plain, **overrides}))
 
 
 def _found(name: str) -> Any:
@@ -52,7 +53,7 @@ def _found(name: str) -> Any:
     path, transformers = Path(name), import_module("transformers")
     if not path.is_dir():
         if made := getattr(transformers, name, None):
-            return made()
+            return _asked(f"MODEL {name}", made)
         near = nearest_config(name)
         hint = f"; did you mean {near}?" if near else ""
         raise PlanError(f"MODEL {name}: transformers has no such class{hint}")
@@ -60,11 +61,17 @@ def _found(name: str) -> Any:
         raise PlanError(
             f"MODEL {path}: no {FILE} in this directory; give one that save_pretrained() wrote"
         )
+    read = partial(transformers.AutoConfig.from_pretrained, name)
+    return _asked(f"MODEL {path}: its {FILE}", read)
+
+
+def _asked(what: str, make: Callable[[], Any]) -> Any:
+    """What transformers returns; it refuses values by exceptions of many classes."""
     try:
-        return transformers.AutoConfig.from_pretrained(name)
-    except (ValueError, OSError, KeyError) as error:
-        first = str(error).splitlines()[0]
-        raise PlanError(f"MODEL {path}: transformers cannot read its {FILE}: {first}") from error
+        return make()
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise PlanError(f"{what}: transformers makes no config of it: {first}") from error
 
 
 def nearest_config(name: str) -> str:

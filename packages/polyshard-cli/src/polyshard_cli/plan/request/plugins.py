@@ -41,8 +41,8 @@ def divided(settings: Settings, loaded: Loaded, model: nn.Module, mesh: DeviceMe
     package = package_of("polyshard_tensor_parallel", f"--mesh with tp={size}")
     name = tensor_plan(settings, loaded, model)
     plan = called(imported(name, "--tp-plan"), f"--tp-plan {name}")
-    plugin = package.TensorParallel(plan, mesh=mesh[settings.mesh.name("tensor")])
     try:
+        plugin = package.TensorParallel(plan, mesh=mesh[settings.mesh.name("tensor")])
         plugin.apply(model)
     except ValueError as error:
         raise PlanError(f"tensor parallelism does not fit the model: {error}") from error

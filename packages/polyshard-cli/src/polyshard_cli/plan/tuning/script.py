@@ -98,9 +98,7 @@ def _plugins(settings: Settings, subject: Subject) -> Iterator[_Plugin]:
     if settings.quantize:
         yield _quantized([name.strip() for name in settings.quantize.split(",")])
     if settings.offload:
-        parts = [part.strip().split("=") for part in settings.offload.split(",")]
-        words = ", ".join(f"{k}={v}" if k == "fraction" else f'{k}="{v}"' for k, v in parts)
-        yield _Plugin("offload", ("polyshard_offload:Offload",), (f"offload = Offload({words})",))
+        yield _offload(settings.offload)
 
 
 def _quantized(names: Sequence[str]) -> _Plugin:
@@ -116,6 +114,18 @@ def _quantized(names: Sequence[str]) -> _Plugin:
         lines.append("    error_feedback=ErrorFeedback(),")
     imports = tuple(f"polyshard_quantized:{name}" for name in used)
     return _Plugin("quantized", imports, ("quantized = QuantizedComm(", *lines, ")"))
+
+
+def _offload(text: str) -> _Plugin:
+    words, imports = [], {"polyshard_offload:Offload"}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, _, value = part.partition("=")
+        if key == "path":
+            imports |= {"pathlib:Path", "polyshard_offload:DiskSettings"}
+            words.append(f"disk=DiskSettings(path=Path({value!r}))")
+        else:
+            words.append(f"{part}" if key == "fraction" else f'{key}="{value}"')
+    return _Plugin("offload", tuple(imports), (f"offload = Offload({', '.join(words)})",))
 
 
 def _sharding(settings: Settings, plugins: Sequence[str]) -> Iterator[str]:

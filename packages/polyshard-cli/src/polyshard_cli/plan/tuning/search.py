@@ -280,7 +280,8 @@ def _tiers(
 
 def with_batch(settings: Settings) -> Settings:
     """With the batch that its mesh stands for, so that all meshes do the same work."""
-    return replace(settings, batch=settings.batch or settings.mesh.data_ranks)
+    parts = settings.mesh.data_ranks * settings.accumulate
+    return replace(settings, batch=settings.batch or parts)
 
 
 T = TypeVar("T")

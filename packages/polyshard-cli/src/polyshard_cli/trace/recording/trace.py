@@ -220,5 +220,6 @@ class Trace(Plugin, Observer):
 
 
 def _check_steps(steps: object) -> None:
-    if steps is not None and not (isinstance(steps, range) and min(steps, default=0) >= 0):
+    is_right = isinstance(steps, range) and (not steps or min(steps[0], steps[-1]) >= 0)
+    if steps is not None and not is_right:
         raise TraceError(f"Trace(steps={steps!r}): give a range from 0 on, such as range(5, 8)")
