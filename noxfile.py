@@ -456,9 +456,8 @@ TUNING = [f"--editable=plugins/polyshard-{name}" for name in TUNED_WITH]
 def clients(session: nox.Session) -> None:
     """Run other libraries' training loops, and tune their models; they take about 1 GB."""
     groups = nox.project.dependency_groups(PYPROJECT, "test", "type", "clients")
-    ours = [
-        f"packages/polyshard{name}" for name in ("", "-checkpoint", "-cli", "-testing", "-demo")
-    ]
+    names = ("", "-checkpoint", "-cli", "-demo", "-optimizers", "-resilience", "-testing")
+    ours = [f"packages/polyshard{name}" for name in names]
     wanted = [f"--editable={path}" for path in (*ours, *INTEGRATIONS)]
     session.install(TORCH, *wanted, *TUNING, *groups)
     for path in INTEGRATIONS:

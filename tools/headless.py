@@ -26,15 +26,8 @@ __all__ = ["DESK", "PHONE", "OpenPage", "Tab", "find_browser"]
 PHONE, DESK = 375, 1280
 """Widths of a window, in CSS pixels."""
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-ARGUMENTS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+DISABLED = ("gpu", "quic", "background-networking", "component-update", "sync")
+ARGUMENTS = ["--no-sandbox", "--no-first-run", *(f"--disable-{each}" for each in DISABLED)]
 LOOK = (Path(__file__).parent / "headless.js").read_text("utf-8")
 """A function that finds what is wrong with a page, as it is shown."""
 UNTOLD = """

@@ -54,7 +54,7 @@ collective of its backward raises gloo's `RuntimeError` with these words as a no
 """
 
 
-HEALTHY = (
+_STOPS_NONE = (
     (
         "the store pauses repeatedly, each time for less than 10 s",
         "ranks wait",
@@ -78,7 +78,9 @@ HEALTHY = (
         "test_a_model_dropped_while_it_gathers_disturbs_no_other",
     ),
 )
-"""What stops no rank, its effect, and the test."""
+STOPS_NONE = "## What stops no rank\n\n" + table(
+    ["event", "effect", "test"], [[what, effect, f"`{test}`"] for what, effect, test in _STOPS_NONE]
+)
 
 
 def page() -> str:
@@ -89,7 +91,7 @@ def page() -> str:
     first, *others = (_place(each["about"]) for each in files)
     places = zip(("the simulated device", "an H100"), others, strict=True)
     measured = ". ".join([first, *(f"On {device}: {where}" for device, where in places)])
-    return HEAD + _seen(seconds, measured) + _peers() + _ways() + _healthy()
+    return HEAD + _seen(seconds, measured) + _peers() + _ways() + STOPS_NONE
 
 
 def _place(about: dict[str, Any]) -> str:
@@ -112,16 +114,8 @@ def _seen(seconds: dict[str, list[float | None]], measured: str) -> str:
         ]
         for (struck, peers, words), faults in alike.items()
     ]
-    headings = [
-        "fault",
-        "the rank itself",
-        "all others",
-        "text",
-        "seconds",
-        "with TP",
-        "simulated",
-        "GPU",
-    ]
+    seen = ["fault", "the rank itself", "all others", "text"]
+    headings = [*seen, "seconds", "with TP", "simulated", "GPU"]
     return (
         f"## What each rank sees\n\n{table(headings, rows)}\n"
         "Seconds are the slowest rank's, over meshes and plugins; on devices without plugins,\n"
@@ -207,12 +201,6 @@ def _in_groups(found: list[dict[str, Any]]) -> tuple[str, str]:
 def _seconds(found: list[dict[str, Any]], key: str = "seconds") -> str:
     low, high = (f"{end(each[key] for each in found):.1f}" for end in (min, max))
     return f"{low if low == high else f'{low}–{high}'} s"
-
-
-def _healthy() -> str:
-    rows = [[what, comes, f"`{test}`"] for what, comes, test in HEALTHY]
-    headings = ["event", "effect", "test"]
-    return f"## What stops no rank\n\n{table(headings, rows)}"
 
 
 def _ways() -> str:

@@ -10,7 +10,7 @@ import inspect
 import itertools
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -129,17 +129,11 @@ Specs and parts inherit from these bases.
 
 def seams_page() -> str:
     """The page for most authors."""
-    parts = [SEAMS_HEAD]
+    parts, without = [SEAMS_HEAD], frozenset({"setup", "bind", "payload_bytes"})
     for name, bases in ONE_CLASS.items():
-        parts.append(_heading(name))
-        for base in bases:
-            parts.extend(
-                _members(
-                    _kind(base), _first_sentence, frozenset({"setup", "bind", "payload_bytes"})
-                )
-            )
-    for name in GIVEN_INFO:
-        parts.extend([_heading(name), *_members(_kind(name), _first_sentence)])
+        parts += [_heading(name), *(line for b in bases for line in _members(_kind(b), without))]
+    for name in ("GroupInfo", "ParamInfo"):
+        parts += [_heading(name), *_members(_kind(name))]
     return _without_roles("\n".join(parts))
 
 
@@ -147,8 +141,7 @@ def experts_page() -> str:
     """The page about all other objects that hooks meet."""
     parts = [EXPERTS_HEAD]
     for name in EXPERTS:
-        parts.append(_heading(name))
-        parts.extend(_members(_kind(name), _first_sentence))
+        parts += [_heading(name), *_members(_kind(name))]
     return _without_roles("\n".join([*parts, OPTIMIZERS]))
 
 
@@ -180,8 +173,6 @@ ONE_CLASS = {
 }
 """Plugins in one class, and the bases that declare their members."""
 
-GIVEN_INFO = ("GroupInfo", "ParamInfo")
-
 EXPERTS = (
     *("GroupIdentity", "Around", "Stateful", "Spec"),
     *("GatherCodec", "ReduceCodec", "BoundReplicaCodec", "StorageFactory", "CollectivesBackend"),
@@ -190,13 +181,7 @@ EXPERTS = (
 )
 """Other classes that hooks receive and return; transports are on another page."""
 
-GIVEN = (
-    "GatherPiece",
-    "Pending",
-    "WrappedTransport",
-    "MeshRoles",
-    "ParameterLayout",
-)
+GIVEN = ("GatherPiece", "Pending", "WrappedTransport", "MeshRoles", "ParameterLayout")
 """Classes that the engine provides; their members have no "(default)"."""
 
 OPTIMIZERS = """## Optimizer steps
@@ -210,21 +195,13 @@ NOTICES = "lines for `describe()` about the group"
 NAMED = "`name`, `settings`, `notices`: as above"
 
 
-def _whole(text: str) -> str:
-    return text
-
-
 def _first_sentence(text: str) -> str:
     """``text`` up to the end of its first sentence."""
     return re.split(r"(?<=[\w)`\]]\.)\s(?=[A-Z`\[])", text, maxsplit=1)[0]
 
 
-def _members(
-    found: type,
-    shortened: Callable[[str], str] = _whole,
-    without: frozenset[str] = frozenset(),
-) -> list[str]:
-    """Fields, properties and methods of a class, each with its text, ``without`` some."""
+def _members(found: type, without: frozenset[str] = frozenset()) -> list[str]:
+    """Fields, properties and methods of a class, each with a sentence, ``without`` some."""
     from polyshard.plugins.seams import Named
 
     lines: list[str] = []
@@ -235,7 +212,7 @@ def _members(
     for name, kind in inspect.get_annotations(found).items():
         if not name.startswith("_") and name not in without:
             default = f" = {vars(found)[name]!r}" if name in vars(found) else ""
-            text = shortened(said.get(name, NOTICES if name == "notices" else ""))
+            text = _first_sentence(said.get(name, NOTICES if name == "notices" else ""))
             if text:
                 lines.append(f"- `{name}: {kind}{default}`: {text}")
             else:
@@ -247,18 +224,17 @@ def _members(
         if name.startswith(("_", "polyshard_")) or name in without:
             continue
         if isinstance(member, property | cached_property):
-            lines.append(
-                f"- `{name}: {function.__annotations__['return']}`: {shortened(_text(function))}"
-            )
+            kind = function.__annotations__["return"]
+            lines.append(f"- `{name}: {kind}`: {_text(function)}")
         elif inspect.isfunction(member):
             is_needed = found.__name__ in GIVEN or getattr(member, "__isabstractmethod__", False)
             needed = "" if is_needed else " (default)"
-            lines.append(f"- `{name}{signature_of(member)}`{needed}: {shortened(_text(member))}")
+            lines.append(f"- `{name}{signature_of(member)}`{needed}: {_text(member)}")
     return ["\n".join(lines) + "\n"] if lines else []
 
 
 def _text(member: object) -> str:
-    return " ".join((inspect.getdoc(member) or "as the base says.").split())
+    return _first_sentence(" ".join((inspect.getdoc(member) or "as the base says.").split()))
 
 
 def attribute_texts(found: type) -> dict[str, str]:
@@ -336,7 +312,7 @@ def transport_page() -> str:
         for name in names:
             kind = getattr(home, name)
             parts.append(f"## {name}\n\n`{home.__name__}.{name}`. {inspect.getdoc(kind)}\n")
-            parts.extend(_members(kind, _first_sentence, _described_before(kind)))
+            parts.extend(_members(kind, _described_before(kind)))
     parts.append(DEFAULTS_HEAD + "".join(_default_rows()))
     return _without_roles("\n".join(parts))
 

@@ -31,11 +31,8 @@ def version_of(root: Path) -> str:
 
 def sections(root: Path) -> list[tuple[str, str]]:
     """Headings and texts of the changelog, the newest first."""
-    parts = SECTION.split((root / "CHANGELOG.md").read_text("utf-8"))[1:]
-    return [
-        (heading.strip(), text.strip())
-        for heading, text in zip(parts[::2], parts[1::2], strict=True)
-    ]
+    parts = [part.strip() for part in SECTION.split((root / "CHANGELOG.md").read_text("utf-8"))[1:]]
+    return list(zip(parts[::2], parts[1::2], strict=True))
 
 
 def check_tree(root: Path) -> Iterator[str]:

@@ -58,7 +58,7 @@ def alone(plugins: list[str]) -> dict[str, list[str]]:
         core = ROOT / "packages" / "polyshard" / "tests"
         files = [*map(core.joinpath, ROOMS), *sorted(core.glob("test_*.py"))]
         files += sorted((ROOT / "packages" / "polyshard-cli" / "tests").glob("test_*.py"))
-        runs[name] = _relative(files)
+        runs[name] = [str(path.relative_to(ROOT)) for path in files]
     if not NEUTRAL.intersection(plugins):
         cells = [f"integration_tests/{file}" for file in CELLS]
         runs[f"{name}-cells"] = [*cells, f"--stack={name}"]  # an option known there alone
@@ -74,7 +74,3 @@ def whole(plugins: list[str]) -> list[str]:
         paths += [f"integration_tests/{file}" for file in (*CELLS, "test_sim.py")]
         paths += [f"--stack={stack_of(tuple(plugins))}"]
     return paths
-
-
-def _relative(paths: list[Path]) -> list[str]:
-    return [str(path.relative_to(ROOT)) for path in paths]
