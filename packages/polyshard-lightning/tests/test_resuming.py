@@ -119,7 +119,10 @@ class Grouped(ByStep):
     def configure_optimizers(self) -> Any:
         biases = [p for n, p in self.named_parameters() if n.startswith("blocks") and p.ndim == 1]
         first, _ = self.sizes
-        groups = [{"params": biases[:first]}, {"params": biases[first:], "lr": 0.5}]
+        groups: list[dict[str, Any]] = [
+            {"params": biases[:first]},
+            {"params": biases[first:], "lr": 0.5},
+        ]
         return torch.optim.Adam(groups, lr=1e-2)
 
 
@@ -132,7 +135,7 @@ def test_a_file_with_other_groups_is_refused(rank: int, size: int, tmp_path: Pat
     runs.save_checkpoint(path)
     module = Grouped()
     module.sizes = (1, 2)
-    with pytest.raises(CheckpointError, match=r"groups of \[1, 2\], and had \[2, 1\]"):
+    with pytest.raises(CheckpointError, match=r"groups of \[1, 2\] parameters, and had \[2, 1\]"):
         trainer(size, PolyshardStrategy(), max_steps=2).fit(
             module, batches(4, rank), ckpt_path=path
         )
