@@ -55,6 +55,18 @@ def test_it_converges_and_sends_what_it_says(rank: int, size: int) -> None:
     assert set(seen.sent) == {(size - 1) * kept * (4 + 4)}
 
 
+@ranks(2)
+def test_wide_values_are_aligned(rank: int, size: int) -> None:
+    """An odd number of positions of four bytes beside values of eight."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3).double()
+    fully_shard(model, plugins=[TopKGradients(1.0)])
+    x = torch.ones(2, 5, dtype=torch.float64) * (rank + 1)
+    model(x).sum().backward()
+    assert torch.equal(model.bias.grad.full_tensor(), torch.full((3,), 2.0, dtype=torch.float64))
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full((3, 5), 3.0).double())
+
+
 class Two(nn.Module):
     """Two matrices whose gradients are as large as the caller says; all elements alike."""
 

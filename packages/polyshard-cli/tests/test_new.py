@@ -6,6 +6,7 @@ import importlib.util
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from toy_entry_points import install
@@ -61,6 +62,13 @@ def test_it_asks_for_what_is_not_given(tmp_path: Path) -> None:
     assert "ObserverPlugin" in source.read_text()
 
 
+def test_the_observer_counts_under_any_name(tmp_path: Path) -> None:
+    assert new("counter", "--seam", "observer", "--folder", "made")[0] == 0
+    names: dict[str, Any] = {}
+    exec((tmp_path / "made/src/polyshard_counter/__init__.py").read_text(), names)
+    names["Counter"]().on_unshard("a group", 3)
+
+
 def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     assert new("quokka", "--seam", "storage", "--folder", "mine")[0] == 0
@@ -76,6 +84,8 @@ def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
         (["7up"], "cannot be called '7up'"),
         (["größe"], "cannot be called 'größe'"),
         (["class"], "no keyword of Python"),
+        (["none"], "no keyword of Python"),
+        (["sequence"], "its class would be called Sequence, as something that plugins import"),
         (["codecs"], "already installed (by ?)"),
         (["quokka", "--seam", "observr"], "no seam called 'observr'; did you mean 'observer'?"),
         (["quokka", "--seam", "nothing"], "storage: "),

@@ -304,3 +304,20 @@ def test_a_block_that_raises_is_undone(rank: int, size: int) -> None:
     assert all(p.grad is None for p in model.parameters())
     with pytest.raises(LifecycleError, match="entered once"):
         step.__enter__()
+
+
+@ranks(4)
+def test_a_commit_that_raises_leaves_nothing_of_the_step(rank: int, size: int) -> None:
+    """torchft gives up after its time-out; the user makes the step again."""
+    undisturbed, made = make(0), make(0)
+    run_step(undisturbed, rank)
+    manager = made[3]
+    commit = manager.should_commit
+    manager.should_commit = lambda: (_ for _ in ()).throw(TimeoutError("no quorum"))
+    with pytest.raises(TimeoutError, match="no quorum"):
+        run_step(made, rank)
+    manager.should_commit, manager.begun = commit, -1
+    assert all(p.grad is None for p in made[0].parameters())
+    run_step(made, rank)
+    for ours, theirs in zip(made[0].parameters(), undisturbed[0].parameters(), strict=True):
+        assert torch.equal(ours.to_local(), theirs.to_local())

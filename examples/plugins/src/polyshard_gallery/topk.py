@@ -40,8 +40,9 @@ class TopKGradients(ReduceCodecPlugin):
     def payload_size(self) -> int | None:
         if self.group.world_size == 1 or not self.kept:
             return None
-        nbytes = self.kept * (4 + self.group.reduce_dtype.itemsize)
-        return -(-nbytes // 4) * 4  # rows start where an int32 may
+        size = self.group.reduce_dtype.itemsize
+        aligned = max(4, size)  # rows start where an int32 and a value may
+        return -(-self.kept * (4 + size) // aligned) * aligned
 
     def begin(self, present: frozenset[int]) -> None:
         """What is kept for a parameter waits while it has no gradient."""
@@ -68,7 +69,9 @@ class TopKGradients(ReduceCodecPlugin):
             out.copy_(part)
 
     def parts(self, payloads: Tensor) -> tuple[Tensor, Tensor]:
+        """The wider ones come first, so that both start where they may."""
         dtype = self.group.reduce_dtype
-        end = self.kept * (4 + dtype.itemsize)
-        values = payloads[:, 4 * self.kept : end].view(dtype)
-        return payloads[:, : 4 * self.kept].view(torch.int32), values
+        wide, narrow = sorted((dtype, torch.int32), key=lambda d: -d.itemsize)
+        middle, end = self.kept * wide.itemsize, self.kept * (4 + dtype.itemsize)
+        parts = payloads[:, :middle].view(wide), payloads[:, middle:end].view(narrow)
+        return parts if wide is torch.int32 else parts[::-1]

@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import polyshard
 from polyshard.errors import CheckpointError, SettingError
 from polyshard_checkpoint import load_pretrained, save_pretrained
+from polyshard_checkpoint.pretrained import library
 from polyshard_checkpoint.safetensors import header
 from polyshard_testing import ranks
 
@@ -41,6 +42,11 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert torch.equal(found[name], value), name
+
+
+def test_complex_values_that_nobody_computed_are_seen() -> None:
+    value = torch.full((3,), float("nan"), dtype=torch.complex64, device="cpu")
+    assert library._is_unlikely(value).all()
 
 
 @ranks(2)

@@ -140,6 +140,25 @@ def test_transformers_loads_and_generates_from_it(rank: int, size: int, tmp_path
     assert full(again.lm_head.weight).equal(full(model.lm_head.weight))
 
 
+@pytest.mark.parametrize("dtype", ["F4", "F99"])
+def test_a_dtype_that_is_not_supported_is_named(tmp_path: Path, dtype: str) -> None:
+    path = tmp_path / "model.safetensors"
+    header = json.dumps({"w": {"dtype": dtype, "shape": [2], "data_offsets": [0, 1]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(1))
+    with pytest.raises(CheckpointError, match=f"safetensors': 'w' has dtype {dtype}, which"):
+        read_header(path)
+
+
+def test_files_are_in_the_librarys_order(tmp_path: Path) -> None:
+    model = nn.Module()
+    dtypes = torch.int64, torch.float64, torch.complex64, torch.float32, torch.uint64
+    for name, dtype in zip("abcde", dtypes, strict=True):
+        model.register_buffer(name, torch.ones(3, device="cpu").to(dtype))
+    save_safetensors(model, tmp_path)
+    expected = safetensors.save(dict(model.named_buffers()), metadata={"format": "pt"})
+    assert (tmp_path / "model.safetensors").read_bytes() == expected
+
+
 def test_every_dtype_of_the_format(tmp_path: Path) -> None:
     tensors = {
         name: torch.arange(4, dtype=torch.uint8).repeat(dtype.itemsize).view(dtype)
@@ -192,7 +211,6 @@ GOOD = make_header({"a": (torch.float32, torch.Size([2]))})
         (b"\xff" * 20, "a header of"),
         (GOOD, "outside of the file"),
         (GOOD.replace(b"[0,8]", b"[0,4]") + bytes(8), "its shape means 8"),
-        (GOOD.replace(b"F32", b"F99") + bytes(8), "KeyError: 'F99'"),
         (GOOD.replace(b'"shape":[2]', b'"shape":2  ') + bytes(8), "TypeError"),
         (GOOD + bytes(9), "its tensors end at 104, the file at 105"),
         (GOOD.replace(b"[0,8]", b"[1,9]") + bytes(9), "a gap before"),

@@ -49,7 +49,7 @@ class Scaffold:
             "plugin": self.plugin,
             "package": package,
             "distribution": distribution_of(self.plugin),
-            "class_name": "".join(word.capitalize() for word in self.plugin.split("_")),
+            "class_name": class_of(self.plugin),
             "author": self.author or f"the {self.plugin} authors",
             "what": seams()[self.seam],
         }
@@ -77,16 +77,37 @@ def distribution_of(plugin: str) -> str:
     return f"polyshard-{plugin.replace('_', '-')}"
 
 
+def _imported() -> set[str]:
+    """What the files of any seam import."""
+    lines = (
+        line
+        for path in (TEMPLATE / "seams").glob("*.tmpl")
+        for line in path.read_text("utf-8").splitlines()
+        if line.startswith(("from ", "import "))
+    )
+    return {name for line in lines for name in re.findall(r"\w+", line.partition("import ")[2])}
+
+
+def class_of(plugin: str) -> str:
+    """The name of its class."""
+    return "".join(word.capitalize() for word in plugin.split("_"))
+
+
 def checked_plugin(name: str) -> str:
     """``name``, if a new plugin can be called so.
 
     Raises:
         ScaffoldError: where it is no snake case, a word of Python's, or taken in this environment.
     """
-    if not NAME.fullmatch(name) or keyword.iskeyword(name):
+    if not NAME.fullmatch(name) or any(map(keyword.iskeyword, (name, class_of(name)))):
         raise ScaffoldError(
             f"a plugin cannot be called {name!r}: use ASCII snake case and no keyword of Python, "
             f"such as 'byte_counter'{_meant(_snake_case(name))}"
+        )
+    if class_of(name) in _imported():
+        raise ScaffoldError(
+            f"a plugin cannot be called {name!r}: its class would be called {class_of(name)}, as "
+            f"something that plugins import; 'my_{name}' would do"
         )
     owners = [one.distribution for one in installed_plugins() if one.name == name]
     if owners:

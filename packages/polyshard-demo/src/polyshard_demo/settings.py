@@ -175,8 +175,9 @@ class Settings:
         slots, ranks = self.reproducible, self.data_ranks
         if self.quantize:
             yield (
-                f"--reproducible with --quantize {self.quantize}: quantized blocks end where "
-                "shards do, so that results depend on the number of ranks; leave one of them out"
+                f"--reproducible with --quantize {self.quantize}: polyshard-reproducible "
+                "excludes codecs, since only unchanged gradients are summed in its tree; leave one "
+                "of them out"
             )
         if slots % ranks:
             yield (

@@ -366,7 +366,12 @@ class ReplicaStep:
                 "set_reduce_scatter_unused_params(True) where parameters may go unused, or freeze "
                 "them."
             )
-        if not self._manager.should_commit():
+        try:
+            commits = self._manager.should_commit()
+        except BaseException:
+            self._undo.put_back()
+            raise
+        if not commits:
             self._undo.put_back()
             return
         for optimizer in self._scope.optimizers:

@@ -28,3 +28,14 @@ def test_who_was_away_changes_nothing_for_the_others() -> None:
         epochs.end(store, epoch, "report")
     epochs.end(store, 1, "late")
     assert epochs.first_free(store, 2) == 3 * KEPT
+
+
+def test_a_rank_that_looked_too_late_hears_the_newest_report() -> None:
+    """One that fails in an attempt tells the others again and again until they vote."""
+    store, epochs = dist.HashStore(), Epochs("alarm")
+    for epoch in range(KEPT + 1):
+        assert epochs.told(store, epoch) is None
+        epochs.end(store, epoch, f"report {epoch}")
+        assert epochs.told(store, epoch) == f"report {epoch}"
+    assert epochs.told(store, 0) == f"report {KEPT}"
+    assert epochs.told(store, KEPT + 1) is None

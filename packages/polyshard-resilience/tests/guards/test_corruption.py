@@ -415,3 +415,19 @@ def test_torchs_own_engine_is_watched_as_well(rank: int, size: int) -> None:
         flip(training.model.head.weight, 1)
     with pytest.raises(CorruptionError, match=r"'head\.weight' .* on rank 0"):
         training.step(rank)
+
+
+@ranks(1)
+def test_what_stays_gathered_is_watched_where_it_rests(rank: int, size: int) -> None:
+    """Gathered parameters show others than the optimizer of another unit has."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for module in (*model, model):
+        fully_shard(module)
+    model.set_reshard_after_backward(False)
+    optimizers = [torch.optim.SGD(layer.parameters(), 0.1) for layer in model]
+    Corruption(model, *optimizers, every=1)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()

@@ -86,6 +86,29 @@ def test_a_failure_of_one_rank_costs_nothing(rank: int, size: int) -> None:
             job.backward()
 
 
+def interrupted(rank: int, size: int) -> None:
+    polyshard_resilience.enable()
+    job = Job()
+    job.step()
+    begin = time.monotonic()
+    if rank:
+        move = mock.patch.object(Exchange, "move", side_effect=KeyboardInterrupt)
+        with move, pytest.raises(KeyboardInterrupt):
+            job.resize(dist.group.WORLD)
+        time.sleep(PATIENT_SECONDS)  # a process that takes long to end
+    else:
+        assert refusal(job, dist.group.WORLD, "rank 1: KeyboardInterrupt").is_gone
+        assert time.monotonic() - begin < PATIENT_SECONDS
+
+
+def test_an_interrupted_resize_keeps_no_other_waiting() -> None:
+    world = World(2)  # of its own: rank 1 has said that it leaves
+    try:
+        world.run(interrupted)
+    finally:
+        world.close()
+
+
 @ranks(2)
 def test_what_does_not_fit_is_refused_on_every_rank(rank: int, size: int) -> None:
     polyshard_resilience.enable()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from toy_runs import assert_equal
 
 import polyshard
 import polyshard_resilience
+from polyshard_resilience import Corruption, NonFinite
 from polyshard_testing import ranks
 
 
@@ -197,6 +199,30 @@ def test_a_fresh_rank_joins(rank: int, size: int) -> None:
     ends: list[Any] = [None] * size
     dist.all_gather_object(ends, _saved(model, optimizer))
     assert_equal(ends[2], ends[0])
+
+
+@pytest.mark.parametrize("every", [1, 5])
+@ranks(3)
+def test_guards_follow_the_ranks_that_join(rank: int, size: int, every: int) -> None:
+    """Those that stay have decided over two ranks, and have windows that a fresh one lacks."""
+    polyshard_resilience.enable()
+    model, optimizer = placed([mesh_of([0, 1]), mesh_of([2])][rank == 2], is_fresh=rank == 2)
+    guard = Corruption(model, optimizer, every=every)
+    NonFinite(optimizer)
+    optimizer.param_groups[0]["lr"] = 1e-5  # so that it does not diverge
+
+    def step() -> None:
+        model(torch.ones(4, 7)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if rank < 2:
+        for _ in range(3):
+            step()
+    polyshard_resilience.resize(model, optimizer, dist.group.WORLD)
+    guard.rebase()
+    for _ in range(2 * every + 1):
+        step()
 
 
 def _saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

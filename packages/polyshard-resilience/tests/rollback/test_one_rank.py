@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from toy_attempts import failure, raising
 from toy_lifetimes import Lasting
 from toy_runs import assert_equal
@@ -342,3 +343,28 @@ def _stepping(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
         optimizer.zero_grad()
 
     return step
+
+
+@ranks(1)
+def test_optimizers_of_the_same_parameters_go_back_in_order(rank: int, size: int) -> None:
+    model: Any = polyshard.fully_shard(nn.Linear(4, 4))
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for _ in range(2)]
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def both() -> None:
+        model(torch.ones(2, 4)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        raise ValueError("after both")
+
+    failure(polyshard_resilience.attempt(model, optimizers), both, "after both")
+    for parameter, expected in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter.detach(), expected)
+
+
+@ranks(2)
+def test_a_failure_of_a_rank_that_shards_alone_is_its_own(rank: int, size: int) -> None:
+    mesh = DeviceMesh(torch.get_default_device().type, [rank])
+    model: Any = polyshard.fully_shard(nn.Linear(4, 4), mesh=mesh)
+    attempt = polyshard_resilience.attempt(model)
+    assert failure(attempt, raising(ValueError("alone")), f"rank {rank}").ranks == (rank,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from toy_runs import assert_equal, whole
 import polyshard
 import polyshard_resilience
 from polyshard._torch.private import default_store
+from polyshard_resilience.errors import AttemptError
 from polyshard_testing import World
 from polyshard_testing.world import RankError
 
@@ -220,3 +222,57 @@ def cut_often(rank: int, size: int) -> None:
 def test_groups_that_are_mended_take_no_more_files() -> None:
     """Two threads each time stay, which gloo keeps for the group's earlier connections."""
     run(2, cut_often)
+
+
+def busy_in_c(rank: int, size: int) -> None:
+    """A long call into C keeps the alarm's thread from looking until its report is no more."""
+    polyshard_resilience.enable()
+    job = Job(rank)
+    job.train(1)
+
+    def body() -> None:
+        if rank:
+            raise ValueError("on its own")
+        ctypes.PyDLL(None).usleep(4_000_000)  # holds the interpreter lock
+        dist.barrier()
+
+    begin = time.monotonic()
+    assert failure(job.attempted(), body, "rank 1: ValueError").ranks == (1,)
+    assert time.monotonic() - begin < PATIENT_SECONDS
+    job.train(1)
+
+
+def test_a_rank_that_hears_late_hears() -> None:
+    run(2, busy_in_c)
+
+
+class FailsOnce:
+    """Something of a user's that cannot be put back the first time."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.fails:
+            self.fails = False
+            raise MemoryError("no room for a copy")
+
+
+def going_back_fails(rank: int, size: int) -> None:
+    polyshard_resilience.enable()
+    job = Job(rank)
+    job.train(1)
+    begin, also = time.monotonic(), FailsOnce(fails=rank == 1)
+    attempt = polyshard_resilience.attempt(job.model, job.optimizer, also=[also])
+    with pytest.raises((AttemptError, MemoryError)) as caught, attempt:
+        raise ValueError("on its own")
+    assert isinstance(caught.value, MemoryError if rank else AttemptError)
+    assert "no room for a copy" in str(caught.value)
+    assert time.monotonic() - begin < PATIENT_SECONDS
+
+
+def test_a_rank_that_cannot_go_back_keeps_no_other_waiting() -> None:
+    run(2, going_back_fails)

@@ -11,7 +11,14 @@ from typing_extensions import override
 
 from polyshard.agreement.meeting import reporting
 from polyshard.engine.plans import audiences
-from polyshard.engine.root import ROOT, group_names, groups_of, preview_names, units_below
+from polyshard.engine.root import (
+    ROOT,
+    group_names,
+    groups_by_label,
+    groups_of,
+    preview_names,
+    units_below,
+)
 from polyshard.engine.unit import Unit
 from polyshard.group.plan import GroupPlan
 from polyshard.group.planner import plan_of
@@ -159,13 +166,16 @@ def _described(model: nn.Module) -> Description:
     preview_names(model)
     plans: list[GroupPlan] = []
     fqns = {id(p): name for name, p in model.named_parameters()}
+    roots: list[str] = []
     for name, _, unit in units_below(model):
         if unit.is_root is not None:
             frees = unit.reshards_in_training
             plans.extend(plan_of(group, frees=frees) for group in unit.groups)
             continue
-        # Before the first forward nobody knows the root: take ``model`` for it, as it will be.
-        stays = not name and unit.reshard_after_forward is None
+        # Before the first forward no root is known: units in no other one will be roots.
+        is_root = not any(not root or name.startswith(f"{root}.") for root in roots)
+        roots += [name] * is_root
+        stays = is_root and unit.reshard_after_forward is None
         plans.extend(_preview(unit, name, not stays and unit.reshards_in_training, fqns))
     return Description(tuple(plans))
 
@@ -238,9 +248,9 @@ def stats(model: nn.Module) -> Stats:
 
     And what codecs measured, for which it may wait for the device.
     """
-    groups = groups_of(model)
-    numbers = {group.name: found for group in groups if (found := group.numbers())}
-    return Stats({group.name: group.meter.traffic for group in groups}, numbers)
+    groups = groups_by_label(model)
+    numbers = {label: found for label, group in groups.items() if (found := group.numbers())}
+    return Stats({label: group.meter.traffic for label, group in groups.items()}, numbers)
 
 
 def identities_of(model: nn.Module) -> frozenset[GroupIdentity]:

@@ -13,7 +13,13 @@ from samples.short import SavedFeedback
 from torch import Tensor, nn
 from toy_lifetimes import Lasting
 
-from polyshard import fully_shard, load_plugin_state_dict, plugin_state_dict
+from polyshard import (
+    describe,
+    fully_shard,
+    load_plugin_state_dict,
+    plugin_state_dict,
+    stats,
+)
 from polyshard.errors import CheckpointError
 from polyshard_testing import World, ranks
 
@@ -33,6 +39,39 @@ def test_every_rank_saves_its_own_under_final_names(rank: int, size: int) -> Non
     assert {state["rank"] for state in states.values()} == {rank}
     model(torch.ones(1, 4)).sum().backward()
     assert list(plugin_state_dict(model)) == list(states)
+
+
+def without_outermost(*plugins: object) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    for layer in model:
+        fully_shard(layer, plugins=plugins)
+    return model
+
+
+@ranks(2)
+def test_models_of_several_roots_keep_all_of_it(rank: int, size: int) -> None:
+    """Each layer becomes a root by itself, and each names its group ``(root)``."""
+    model = without_outermost(SavedFeedback())
+    before = list(plugin_state_dict(model))
+    assert len(before) == len(set(before)) == 2
+    steps(model, rank, 2)
+    saved = plugin_state_dict(model)
+    assert list(saved) == before
+    again = without_outermost(SavedFeedback())
+    load_plugin_state_dict(again, saved)
+    for key, state in plugin_state_dict(again).items():
+        for name, value in state.items():
+            assert torch.equal(value, saved[key][name])
+    assert stats(model).bytes_sent == sum(stats(layer).bytes_sent for layer in model)
+
+
+@ranks(2)
+def test_plans_of_several_roots_are_those_of_the_run(rank: int, size: int) -> None:
+    model = without_outermost()
+    before = describe(model)
+    steps(model, rank, 1)
+    assert before.step_bytes == describe(model).step_bytes == stats(model).bytes_sent
 
 
 @ranks(2)

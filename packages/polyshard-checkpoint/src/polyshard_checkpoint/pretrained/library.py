@@ -246,7 +246,8 @@ def _unlikely(tensor: Tensor) -> float | int | bool:
 def _is_unlikely(tensor: Tensor) -> Tensor:
     if tensor.dtype == torch.bool:
         return torch.zeros(1, dtype=torch.bool, device="cpu")  # cannot be told
-    return tensor.isnan() if tensor.is_floating_point() else tensor == _unlikely(tensor)
+    has_nan = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.isnan() if has_nan else tensor == _unlikely(tensor)
 
 
 def _owner(model: Any, path: str) -> Any:

@@ -31,6 +31,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "I8": torch.int8,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "I16": torch.int16,
     "U16": torch.uint16,
     "F16": torch.float16,
@@ -38,10 +41,10 @@ DTYPES: Mapping[str, torch.dtype] = {
     "I32": torch.int32,
     "U32": torch.uint32,
     "F32": torch.float32,
+    "C64": torch.complex64,
+    "F64": torch.float64,
     "I64": torch.int64,
     "U64": torch.uint64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
 }
 """By the names of the format, in the order of its own list."""
 Described = tuple[torch.dtype, torch.Size]
@@ -97,6 +100,8 @@ def read_header(path: Path) -> dict[str, Stored]:
         stored = {name: _stored(name, entry, start, size) for name, entry in found.items()}
         _check_places(stored, start, size)
         return stored
+    except CheckpointError as error:
+        raise CheckpointError(f"'{path}': {error}") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"'{path}' is no safetensors file: {type(error).__name__}: {error}"
@@ -105,6 +110,8 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 def _stored(name: str, entry: Mapping[str, Any], start: int, size: int) -> Stored:
     begin, end = entry["data_offsets"]
+    if entry["dtype"] not in DTYPES:
+        raise CheckpointError(f"'{name}' has dtype {entry['dtype']}, which is not supported")
     found = Stored(DTYPES[entry["dtype"]], torch.Size(entry["shape"]), start + begin)
     if begin < 0 or min(found.shape, default=0) < 0 or start + end > size:
         raise ValueError(f"'{name}' would be outside of the file")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from polyshard_cli.plan import PlanError, Settings, draft, parse_mesh
+from polyshard_cli.plan import Document, PlanError, Settings, draft, parse_mesh
 from polyshard_cli.plan.dry_run.probing import Kernel
 from polyshard_cli.plan.estimate.machines import MACHINES, Link, Roof, load_machine, save_machine
 from polyshard_cli.plan.estimate.timing import SLOWED, link_of, seconds_of, seconds_of_transfer
@@ -242,3 +242,23 @@ def test_sums_over_replicas_hold_up_no_gather(tmp_path: Path) -> None:
     # Each of the two takes as long as the reduction of its layer, which hides all but the last.
     assert sums == pytest.approx(alone.reduce_seconds)
     assert found.step_seconds == pytest.approx(alone.step_seconds + sums / 2)
+
+
+def test_a_root_that_is_freed_is_gathered_again(tmp_path: Path) -> None:
+    def seconds(reshard: bool) -> float:
+        mesh = parse_mesh("dp=8")
+        timing = draft(Settings(mesh=mesh, units=("none",), reshard=reshard)).timing
+        assert timing is not None
+        return timing.step_seconds
+
+    assert seconds(reshard=True) > seconds(reshard=False)
+
+
+def test_blocks_move_what_codecs_made() -> None:
+    def plan(reshard: bool | int) -> Document:
+        return draft(Settings(mesh=parse_mesh("dp=8"), reshard=reshard, quantize="int8"))
+
+    assert {t.payer for t in plan(4).traffic if t.phase == "backward"} >= {"native"}
+    planned = {reshard: plan(reshard).timing for reshard in (False, 4, True)}
+    steps = [timing.step_seconds for timing in planned.values() if timing is not None]
+    assert steps == sorted(steps)

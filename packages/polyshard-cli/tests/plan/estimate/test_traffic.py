@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 from plan_runs import sent_in_a_step, settings_of
 
-from polyshard_cli.plan import Document, draft
+from polyshard_cli.plan import Document, Settings, draft, parse_mesh
 from polyshard_testing.world import World
 
 
@@ -98,3 +99,24 @@ def test_offload(world2: World) -> None:
 )
 def test_tensor_parallel(world4: World, mesh: str, accumulate: int) -> None:
     check(world4, "divided", mesh, {"accumulate": accumulate})
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_sums_of_micro_batches_travel_in_the_reduce_dtype(backend: Any) -> None:
+    """NCCL's kernels add in the dtype that travels; over gloo a single backward sends bf16."""
+
+    def sent(accumulate: int) -> int:
+        settings = Settings(
+            model="plan_models:uneven",
+            mesh=parse_mesh("dp=2"),
+            batch=2 * accumulate,
+            accumulate=accumulate,
+            sequence=16,
+            bf16=True,
+            backend=backend,
+        )
+        return sum(
+            t.sent_bytes for t in draft(settings).traffic if t.collective == "reduce-scatter"
+        )
+
+    assert sent(2) == sent(1) * (1 if backend == "nccl" else 2)

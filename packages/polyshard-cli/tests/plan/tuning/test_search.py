@@ -96,6 +96,13 @@ def test_by_rounds_it_finds_what_all_combinations_hold(monkeypatch: pytest.Monke
     )
 
 
+def test_blocks_that_do_not_divide_are_refused() -> None:
+    settings = with_batch(UNEVEN)
+    search = Search(settings, subject_of(settings))
+    with pytest.raises(PlanError, match=r"--reshard 4 must divide the shard axis' 2 ranks"):
+        search.one(Choice(parse_mesh("replicate=2,dp=2"), reshard=4))
+
+
 def test_a_batch_is_made_for_micro_batches_too() -> None:
     assert with_batch(Settings(mesh=parse_mesh("dp=2"), accumulate=3)).batch == 6
 

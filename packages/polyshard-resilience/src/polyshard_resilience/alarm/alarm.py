@@ -46,6 +46,8 @@ from polyshard_resilience.alarm.register import Register
 from polyshard_resilience.alarm.reports import NOBODY, Cause, Report, unexplained
 
 LOOK_SECONDS = 0.1
+LOOKS_FOR_OLD = 8
+"""One of so many also finds a report that the store keeps no more."""
 """How often a rank looks for a report; more seldom where very many share one store."""
 EXPLAIN_SECONDS = 0.5
 """How long a rank whose connection broke waits for somebody to say why."""
@@ -118,6 +120,7 @@ class Alarm:
         """What process groups were mended with, by their names: not the alarm's to cut."""
         self._has_cut = False
         self._cutting = threading.Lock()
+        self._looks = 0
         self._left: Report | None = None
         """What ended the epoch before, until somebody asked what broke in it."""
         self._lock = threading.Lock()
@@ -256,17 +259,21 @@ class Alarm:
 
     def _look(self, store: dist.Store) -> None:
         if self.report is None:
-            epoch = self.epoch
-            told = look(store, self._epochs.report(epoch))
+            epoch, epochs = self.epoch, self._epochs
+            self._looks += 1  # two requests take longer, and few ranks are that late
+            is_whole = self._looks % LOOKS_FOR_OLD == 0
+            told = epochs.told(store, epoch) if is_whole else look(store, epochs.report(epoch))
             if told is not None:
                 self.hear(epoch, Report.decode(told))
 
     def look(self) -> None:
         """Hear now what the thread would hear in a moment."""
         if self.board is not None and self.report is None:
-            told = self.courier.look(self._epochs.report(self.epoch))
+            epoch, epochs, told = self.epoch, self._epochs, None
+            with suppress(UnansweredError):
+                told = self.courier.ask(lambda store: epochs.told(store, epoch), ANSWER_SECONDS)
             if told is not None:
-                self.hear(self.epoch, Report.decode(told))
+                self.hear(epoch, Report.decode(told))
 
     def check(self, what: object) -> None:
         """Refuse to begin ``what`` when the step is lost already.
@@ -370,7 +377,7 @@ class Alarm:
 
     def begin_anew(self, number: int | None = None) -> None:
         """If this epoch was ended, go on to ``number``, by default the next that was not."""
-        if self.report is None or self.board is None:
+        if self.board is None or (self.report is None and number is None):
             return
         epochs = self._epochs
         if number is None:

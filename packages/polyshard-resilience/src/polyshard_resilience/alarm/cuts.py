@@ -61,6 +61,16 @@ class Epochs:
             store.delete_key(key)
         return standing.decode()
 
+    def told(self, store: dist.Store, epoch: int) -> str | None:
+        """The report that ended ``epoch``; the newest one, where that is kept no more.
+
+        A rank that fails waits for the others' vote, and tells them again and again of it.
+        """
+        found = look(store, self.report(epoch))
+        if found is None and (last := self._last(store)) >= epoch + KEPT:
+            found = look(store, self.report(last))
+        return found
+
     def first_free(self, store: dist.Store, number: int) -> int:
         """The first epoch from ``number`` on that nobody has ended."""
         free = max(number, self._last(store) - KEPT + 1)

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from polyshard.engine.root import units_below
 from polyshard.errors import SettingError
 from polyshard_resilience.errors import CorruptionError
 from polyshard_resilience.guards.names import (
@@ -31,7 +33,15 @@ from polyshard_resilience.guards.names import (
     names_of,
     parameters_of,
 )
-from polyshard_resilience.guards.peers import Peers, axes_of, gathered, ranks_in_words, this_rank
+from polyshard_resilience.guards.peers import (
+    Peers,
+    are_same,
+    axes_of,
+    gathered,
+    meshes_of,
+    ranks_in_words,
+    this_rank,
+)
 from polyshard_resilience.guards.watch import WEIGHTS, Look, Seen, Watched, watched_of
 
 KINDS = ("weights", "optimizer state")
@@ -179,6 +189,7 @@ class Corruption:
         if not self._is_on:
             return
         check_steps_alone(optimizer, "guards.Corruption")
+        window.follow(meshes_of(parameters_of(optimizer)))
         if window.is_open:
             self._close(window, optimizer)
 
@@ -250,8 +261,17 @@ class Corruption:
 
     def _parameters_at_rest(self) -> list[tuple[str, Tensor]]:
         model = self._model()
+        if model is None:
+            return []
         stepped = {id(p) for w in self._windows if w.optimizer for p in parameters_of(w.optimizer)}
-        named = [] if model is None else model.named_parameters()
+        # What is gathered shows others, which the next gather fills anew.
+        sharded: dict[str, Tensor] = {
+            p.info.fqn: p.parameter
+            for _, _, unit in units_below(model)
+            for group in unit.groups
+            for p in group.shards.parameters
+        }
+        named = ((name, sharded.get(name, p)) for name, p in model.named_parameters())
         return [(name, p) for name, p in named if id(p) not in stepped]
 
 
@@ -262,6 +282,14 @@ class Window:
         self._optimizer = weakref.ref(optimizer)
         self.look: Look | None = None
         self.steps = 0
+        self._meshes: list[DeviceMesh] = []
+
+    def follow(self, meshes: list[DeviceMesh]) -> None:
+        """Begin anew where other ranks hold the parameters now: those that came begin, too."""
+        if self._meshes and not are_same(self._meshes, meshes):
+            self.close()
+            self.steps = 0
+        self._meshes = meshes
 
     @property
     def optimizer(self) -> Optimizer | None:

@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
@@ -38,7 +39,7 @@ from polyshard_resilience.guards.names import (
     names_of,
     parameters_of,
 )
-from polyshard_resilience.guards.peers import Peers, ranks_in_words, this_rank
+from polyshard_resilience.guards.peers import Peers, are_same, meshes_of, ranks_in_words, this_rank
 
 Action = Literal["stop", "skip"]
 Step = Callable[..., Any]
@@ -114,7 +115,7 @@ class NonFinite:
         self._group = group
         self._optimizer = weakref.ref(optimizer)
         self._model = None if model is None else weakref.ref(model)
-        self._peers: tuple[int, Peers] | None = None
+        self._peers: tuple[list[DeviceMesh], Peers] | None = None
         self._finite: _Seen | None = None
         self._is_on = True
         _wrap_step(optimizer, self)
@@ -226,8 +227,9 @@ class NonFinite:
         return False
 
     def _peers_of(self, parameters: Sequence[Tensor]) -> Peers:
-        if self._peers is None or self._peers[0] != len(parameters):
-            self._peers = len(parameters), Peers(parameters, self._group)
+        meshes = meshes_of(parameters)
+        if self._peers is None or not are_same(self._peers[0], meshes):
+            self._peers = meshes, Peers(parameters, self._group)
         return self._peers[1]
 
     def _said(self, optimizer: Optimizer, peers: Peers) -> str:

@@ -58,6 +58,17 @@ def axes_of(parameter: Tensor) -> Iterator[Axis]:
         yield from ((mesh, axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1)
 
 
+def meshes_of(parameters: Iterable[Tensor]) -> list[DeviceMesh]:
+    """Those that parameters are on, each once; others hold them after a resize."""
+    found = {id(p.device_mesh): p.device_mesh for p in parameters if isinstance(p, DTensor)}
+    return list(found.values())
+
+
+def are_same(one: Sequence[DeviceMesh], other: Sequence[DeviceMesh]) -> bool:
+    """Whether these are the very same meshes: an equal one may have other process groups."""
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
 def gathered(value: T, group: dist.ProcessGroup) -> list[T]:
     """``value`` of every rank of ``group``."""
     found: list[Any] = [None] * dist.get_world_size(group)

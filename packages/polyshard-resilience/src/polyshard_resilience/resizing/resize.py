@@ -114,6 +114,7 @@ def _together(ranks: Sequence[int], work: _Resize) -> Resized:
                 break
     except BaseException as ends:
         ballot.leave(name, ends)
+        tell(ends)
         work.undo()
         raise
     if not verdict:

@@ -132,6 +132,7 @@ class Undo:
         self._scope = scope
         self._memories = memories_of(scope.model)
         self._optimizers = {id(o): OptimizerUndo(o) for o in scope.optimizers}
+        self._kept: dict[int, None] = {}
         self._waiting = [context.remember() for context in scope.contexts]
         _await_gradients(scope)
         self._plugins = Kept(self._memories.plugins)
@@ -154,6 +155,7 @@ class Undo:
     def keep(self, optimizer: Optimizer) -> None:
         """``optimizer`` is about to step: copy what it may change, unless that was done before."""
         memory = self._memories.steps.setdefault(optimizer, StepMemory())
+        self._kept[id(optimizer)] = None
         self._optimizers[id(optimizer)].keep(memory)
 
     def put_back(self) -> None:
@@ -163,8 +165,9 @@ class Undo:
         for _, _, unit in units_below(self._scope.model):
             if unit.is_root is None:
                 unit.reset()
-        for optimizer in self._optimizers.values():
-            optimizer.put_back()
+        # The last first: another may have stepped the same parameters before.
+        for index in (*reversed(self._kept), *(self._optimizers.keys() - self._kept)):
+            self._optimizers[index].put_back()
         self._put_back_values()
         load_plugin_state_dict(self._scope.model, self._plugins.afresh(self._plugin_state))
         for state, kept in zip(self._scope.also, self._also, strict=True):

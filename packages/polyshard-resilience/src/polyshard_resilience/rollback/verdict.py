@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
+import torch.distributed as dist
 
 from polyshard._torch.private import store_timeout_seconds
 from polyshard.agreement.board import REQUESTS_PER_SECOND, Board, open_board, said_of
@@ -134,14 +135,21 @@ def go_back(ballot: Ballot, verdict: Verdict, put_back: Callable[[], None]) -> V
     alarm.look()
     if alarm.report is not None:
         await_devices()  # what was aborted there writes no more
-    put_back()
+    failed: Exception | None = None
+    try:
+        put_back()
+    except Exception as error:  # the others wait for this rank
+        failed = error
     if not is_gone:
         # A rank that failed again while others still went back would be heard by none of them:
         # what they begin anew is after that failure.
-        after = ballot.cast(UNDONE, _unmended())
+        after = ballot.cast(UNDONE, failed or _unmended())
         go_on_to(after.epoch)
         verdict = verdict if after else after
     lost(verdict.said if verdict.kind is Kind.GONE else {})
+    if failed is not None:
+        failed.add_note("raised while a failed step was undone, of which a part is left here")
+        raise failed
     return verdict
 
 
@@ -182,7 +190,8 @@ class Ballot:
         """Come to the ballot ``name`` with what was raised here, if anything; how it ended."""
         board = self._board
         if board is None:
-            return Verdict() if error is None else verdict_on(0, error, self._left)
+            own = dist.get_rank() if dist.is_initialized() else 0
+            return Verdict() if error is None else verdict_on(own, error, self._left)
         try:
             if self._lost is not None:
                 raise self._lost

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from polyshard.engine.root import groups_of, preview_names
+from polyshard.engine.root import groups_by_label, groups_of, preview_names
 from polyshard.errors import CheckpointError, call_all
 from polyshard.plugins.seams import Stateful
 
@@ -78,12 +78,12 @@ def _asked(state: Stateful, method: str, key: str, *given: Any) -> Any:
 
 def _states(model: nn.Module) -> Iterator[tuple[str, Stateful]]:
     """By a key that no other rank, plugin and group has."""
-    groups = groups_of(model)
+    groups = groups_by_label(model)
     preview_names(model)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    for group in groups:
+    for label, group in groups.items():
         if group.contributions.states:
             group.prepare()  # plugins make what they keep when they are bound
         for plugin, state in group.contributions.states:
             # With the number of ranks, so that all or none find their own.
-            yield f"rank{rank}of{size}.{plugin}.{group.name}", state
+            yield f"rank{rank}of{size}.{plugin}.{label}", state

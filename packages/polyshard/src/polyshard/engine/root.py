@@ -41,7 +41,22 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
     Raises:
         SettingError: when nothing of it is sharded.
     """
-    groups = [group for _, _, unit in units_below(model) for group in unit.groups]
+    return list(groups_by_label(model).values())
+
+
+def groups_by_label(model: nn.Module) -> dict[str, ParameterGroup]:
+    """The same by what they are called in ``model``, also where that contains several roots.
+
+    Raises:
+        SettingError: when nothing of it is sharded.
+    """
+    groups = {
+        label: group
+        for name, _, unit in units_below(model)
+        for label, group in zip(
+            group_names(name or ROOT, len(unit.groups)), unit.groups, strict=True
+        )
+    }
     if not groups:
         raise SettingError(
             f"{type(model).__name__} has no parameters sharded by polyshard; call "

@@ -90,6 +90,9 @@ class GroupPlan:
     payloads: Payloads
     notices: tuple[str, ...] = ()
     """Settings that change nothing for this group."""
+    accumulated_reduce_bytes: int = 0
+    """Bytes this rank sends in one reduce-scatter of sums of several backwards, which travel in the
+    reduce dtype."""
     kept_bytes: int = 0
     """Memory of sums of gradients that a codec keeps between backwards of a step, at most."""
     gather_kept_bytes: int = 0

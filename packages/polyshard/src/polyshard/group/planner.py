@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from polyshard.group.dtypes import all_notices
 from polyshard.group.group import ParameterGroup
 from polyshard.group.plan import GroupPlan, Payloads, Roles
@@ -26,7 +28,8 @@ def plan_of(group: ParameterGroup, *, frees: bool) -> GroupPlan:
     generation = group.prepare()
     group.sync_requires_grad(generation)
     gather, reducer = generation.gather, generation.reducer
-    reduction = reduction_of(group)
+    reduction = reduction_of(group, generation.wire)
+    of_sums = reduction_of(group, generation.dtypes.reduce)
     contributions, shards, transport = group.contributions, group.shards, group.transport
     gather_codec = _gather_codec(group, gather)
     ways = ways_of(shards.layout, transport, has_codec=gather.payload_bytes is not None)
@@ -44,6 +47,7 @@ def plan_of(group: ParameterGroup, *, frees: bool) -> GroupPlan:
         forms=tuple(_form(group, parameter) for parameter in shards.parameters),
         payloads=Payloads(gather.payload_bytes, *reducer.payload_bytes),
         notices=all_notices(group.policy, shards.dtype, contributions),
+        accumulated_reduce_bytes=of_sums.traffic.sent,
         kept_bytes=reducer.kept_bytes,
         gather_kept_bytes=gather.kept_bytes,
     )
@@ -76,15 +80,15 @@ def _form(group: ParameterGroup, parameter: ShardedParameter) -> str:
     return f"{tuple(parameter.spec.placements)}{by}{told}"
 
 
-def reduction_of(group: ParameterGroup) -> ProgramPlan:
-    """The reduction of all trainable parameters, at the end of an iteration."""
+def reduction_of(group: ParameterGroup, wire: torch.dtype) -> ProgramPlan:
+    """The reduction of all trainable parameters in ``wire``, at the end of an iteration."""
     generation = group.prepare()
     trainable = [
         index
         for index, sharded in enumerate(group.shards.parameters)
         if sharded.parameter.requires_grad
     ]
-    program = generation.reducer.planned(trainable, generation.wire)
+    program = generation.reducer.planned(trainable, wire)
     return program.planned(frozenset(trainable))
 
 

@@ -278,7 +278,10 @@ class _Lanes:
             "gathers": copied_by_gathers(group.plan),
             "reductions": copied_by_reductions(group.plan),
         }
+        in_place = ("gathers", "backward") if group.plan.regather is not group.plan.gather else None
         for lane, phase in product(copied, ("forward", "backward")):
+            if (lane, phase) == in_place:  # a block moves slices of the unsharded memory itself
+                continue
             if parts := self._moved.get((lane, group.unit, phase)):
                 seconds = copied[lane] / self._machine.memory_bytes_per_second
                 parts[self._mesh.name("shard")] += seconds
@@ -319,6 +322,7 @@ class _Lanes:
         self._wait(self._start("gathers", "", "forward"), "first gather of the root")
         self._pass("forward", self._names)
         self._run("", self._found.root.forward, "forward")
+        self._wait(self._start("gathers", "", "backward"), "gathers in backward")
         self._run("", self._found.root.backward, "backward")
         self._pass("backward", self._names[::-1], index)
         self._leave("", index)
@@ -466,7 +470,8 @@ def coded_bytes(plan: GroupPlan, passes: int = 1) -> int:
     world = plan.layout.world_size
     codes, total = plan.payloads, 0
     if codes.gather is not None:
-        gathers = passes * (1 + bool(plan.reshard_after_forward))
+        # A block keeps slices of what was decoded.
+        gathers = passes * (1 + (plan.reshard_after_forward is True))
         total += gathers * (plan.shard_bytes + (world + 1) * codes.gather + plan.unsharded_bytes)
     if codes.reduce is not None:
         total += plan.unsharded_bytes + 2 * world * codes.reduce + plan.shard_bytes

@@ -76,6 +76,7 @@ def _gathers(group: PlannedGroup, is_alone: bool, mesh: MeshSpec) -> Iterator[Tr
         yield Transfer(plan.name, "all-gather", axis, "forward", 1, sent, payer, True)
         if plan.reshard_after_forward and not is_alone:
             again = plan.regather_bytes
+            payer = payer if plan.regather is plan.gather else "native"
             yield Transfer(plan.name, "all-gather", axis, "backward", 1, again, payer, True)
 
 
@@ -86,10 +87,7 @@ def _sums(group: PlannedGroup, mesh: MeshSpec, *, widened: bool) -> Iterator[Tra
     if plan.layout.world_size > 1:
         codec = plan.roles.exclusive["reduce codec"]
         payer = "native" if plan.payloads.reduce is None else codec
-        sent = plan.reduce_bytes
-        if widened and plan.payloads.reduce is None:  # sums of micro-batches are never rounded
-            summed = plan.dtypes.reduce.itemsize
-            sent = sent // min(plan.dtypes.param.itemsize, summed) * summed
+        sent = plan.accumulated_reduce_bytes if widened else plan.reduce_bytes
         axis = mesh.name("shard")
         yield Transfer(plan.name, "reduce-scatter", axis, "backward", 1, sent, payer, True)
     replicas = mesh.size("replicate")

@@ -404,6 +404,9 @@ class Search:
         """What ``choice`` needs: the numbers of :func:`polyshard_cli.plan.draft`."""
         settings = choice.applied(self._settings)
         groups = self._planned(choice)
+        ranks = choice.mesh.size("shard")
+        if choice.reshard is not None and ranks % int(choice.reshard or 1):
+            raise PlanError(f"--reshard {choice.reshard} must divide the shard axis' {ranks} ranks")
         if choice.reshard is not None:
             groups = tuple(replace(g, plan=resharded(g.plan, choice.reshard)) for g in groups)
         found = self._probed(choice, settings)
