@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from toy_models import Model, build, loss_of, shard, tokens_for
+from toy_models import Model, build, full, loss_of, shard, tokens_for
 
 from polyshard import MixedPrecisionPolicy, fully_shard
 from polyshard_testing import World, ranks
@@ -286,6 +286,45 @@ def nested(rank: int, size: int, recomputes: bool) -> None:
 @pytest.mark.parametrize("recomputes", [False, True], ids=["keeps", "recomputes"])
 def test_nested_units_in_one_graph(world2: World, recomputes: bool) -> None:
     world2.run(nested, recomputes, timeout=180.0)
+
+
+class Shifts(nn.Module):
+    """A unit that is given a number, as of the position in a cache, and the length of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, start: int, rows: int, scales: bool) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x) * (start if scales else 1) + rows
+        return out
+
+
+@ranks(2, timeout=120.0)
+def test_numbers_may_differ_from_call_to_call(rank: int, size: int) -> None:
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    torch.manual_seed(0)
+    unit: Any = fully_shard(Shifts())
+
+    def sum_of(x: torch.Tensor, start: int) -> torch.Tensor:
+        total: torch.Tensor = unit(x, start, x.shape[0], scales=True).square().sum()
+        return total
+
+    call: Any = torch.compile(sum_of, backend="aot_eager", **FULL)
+    for start, rows in ((3, 2), (4, 2), (5, 6), (7, 3)):
+        x = torch.arange(8.0).expand(rows, 8)
+        losses, gradients = [], []
+        for function in (call, sum_of):
+            loss = function(x, start)
+            loss.backward()
+            losses.append(loss.item())
+            gradients.append(full(unit.layer.weight.grad))
+            unit.zero_grad()
+        assert losses[0] == losses[1]
+        assert torch.equal(*gradients)
+    dynamo.reset()
 
 
 class Boxed:

@@ -13,8 +13,8 @@ The compiler must know what the operator returns. That is found by a *rehearsal*
 forward with tensors that have shapes and no memory, in which hooks cast and do nothing else.
 
 A graph holds numbers and tensors only. It serves other modules of the same class, so the module
-comes in as a tensor, its *handle*; everything else about the place of the call is a constant of the
-graph. The handle requires grad, and its gradient (zero) makes backward call the operator even for
+comes in as a tensor, its *handle*; whole numbers come in beside tensors, since they may differ from
+call to call. Everything else about the place of the call is a constant of the graph. The handle requires grad, and its gradient (zero) makes backward call the operator even for
 a unit whose inputs require none.
 """
 
@@ -55,9 +55,11 @@ class Site:
     result: Any = None
     expected: list[tuple[torch.dtype, int]] | None = None
 
-    def call(self, function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+    def call(
+        self, function: Callable[..., Any], tensors: Sequence[Tensor], numbers: Sequence[int]
+    ) -> Any:
         """``function`` of the arguments, under autocast as where it was traced."""
-        args, kwargs = fill(self.arguments, iter(tensors))
+        args, kwargs = fill(self.arguments, iter(tensors), iter(numbers))
         with self.compiler.casting():
             return function(*args, **kwargs)
 
@@ -133,11 +135,12 @@ def calling(original: type[nn.Module]) -> Callable[..., Any]:
 
 def _call_traced(module: Any, args: Any, kwargs: Any) -> Any:
     tensors: list[Tensor] = []
-    arguments = outline((args, kwargs), tensors)
+    numbers: list[int] = []
+    arguments = outline((args, kwargs), tensors, numbers)
     flags = tuple([tensor.requires_grad for tensor in tensors])
     handle = module._polyshard_handle
     site = _new_site(handle, arguments, flags, torch.is_grad_enabled())
-    outputs = torch.ops.polyshard.call_unit(handle, site, tensors)
+    outputs = torch.ops.polyshard.call_unit(handle, site, tensors, numbers)
     return fill(_result_at(site), iter(outputs))
 
 
@@ -166,7 +169,9 @@ def _result_at(site: int) -> Any:
 
 
 @torch.library.custom_op("polyshard::call_unit", mutates_args=())
-def call_unit(handle: Tensor, site: int, tensors: list[Tensor]) -> list[Tensor]:
+def call_unit(
+    handle: Tensor, site: int, tensors: list[Tensor], numbers: list[int]
+) -> list[Tensor]:
     """Call a unit as anybody does; the last tensor is the ticket that backward shows."""
     module, place = registry().module(handle), registry().sites[site]
     with own_autograd(place.is_recorded):
@@ -175,7 +180,7 @@ def call_unit(handle: Tensor, site: int, tensors: list[Tensor]) -> list[Tensor]:
             for tensor, flag in zip(tensors, place.requires_grad, strict=True)
         ]
         results: list[Tensor] = []
-        outline(place.call(_compiled(module, place.compiler), inputs), results)
+        outline(place.call(_compiled(module, place.compiler), inputs, numbers), results)
     place.check(module, results)
     ticket = torch.tensor(next(registry().numbers), device="cpu")
     if place.is_recorded:
@@ -208,13 +213,15 @@ def _unaliased(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tens
 
 
 @call_unit.register_fake
-def _rehearse(handle: Tensor, site: int, tensors: list[Tensor]) -> list[Tensor]:
+def _rehearse(
+    handle: Tensor, site: int, tensors: list[Tensor], numbers: list[int]
+) -> list[Tensor]:
     del handle
     place = registry().sites[site]
     module = place.module()
     assert module is not None
     with _rehearsal(module), torch.no_grad():
-        shapes = place.take_shapes(place.call(module._call_impl, tensors))
+        shapes = place.take_shapes(place.call(module._call_impl, tensors, numbers))
     found = [torch.empty_like(shape) for shape in shapes]
     return [*found, torch.empty((), dtype=torch.int64, device="cpu")]
 
@@ -287,7 +294,8 @@ def _backward_shapes(
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    _, site, tensors = inputs
+    _, site, tensors, numbers = inputs
+    ctx.of_numbers = None if numbers else []  # torch takes an empty list for one of tensors
     ctx.flags = registry().sites[site].requires_grad
     watched = [t for t, flag in zip(tensors, ctx.flags, strict=True) if flag]
     ctx.save_for_backward(output[-1], *watched)
@@ -299,7 +307,7 @@ def _run_backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ..
     given = {i: g for i, g in enumerate(gradients[:-1]) if g is not None}
     *found, end = call_unit_backward(ticket, list(given.values()), list(given), inputs)
     rest = iter(found)
-    return end, None, [next(rest) if flag else None for flag in ctx.flags]
+    return end, None, [next(rest) if flag else None for flag in ctx.flags], ctx.of_numbers
 
 
 call_unit.register_autograd(_run_backward, setup_context=_remember)

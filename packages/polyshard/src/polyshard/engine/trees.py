@@ -98,10 +98,11 @@ def cast_floating(dtype: torch.dtype, tree: Any) -> Any:
 _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
-def outline(tree: Any, tensors: list[Tensor]) -> Any:
+def outline(tree: Any, tensors: list[Tensor], numbers: list[int] | None = None) -> Any:
     """``tree`` without its tensors, which are appended to ``tensors``; nested tuples that compare.
 
-    Made to be traced by ``torch.compile``, so it knows plain containers only.
+    Made to be traced by ``torch.compile``, so it knows plain containers only. Whole numbers, which
+    may be symbols there, are appended to ``numbers`` where that is given.
 
     Raises:
         UnsupportedError: for anything else, which could hide tensors.
@@ -109,11 +110,14 @@ def outline(tree: Any, tensors: list[Tensor]) -> Any:
     if isinstance(tree, Tensor):
         tensors.append(tree)
         return ("tensor",)
+    if numbers is not None and type(tree) is int:
+        numbers.append(tree)
+        return ("number",)
     if type(tree) is list or type(tree) is tuple:
         kind = "list" if type(tree) is list else "tuple"
-        return (kind, tuple([outline(value, tensors) for value in tree]))
+        return (kind, tuple([outline(value, tensors, numbers) for value in tree]))
     if type(tree) is dict:
-        items = [(key, outline(value, tensors)) for key, value in tree.items()]
+        items = [(key, outline(value, tensors, numbers)) for key, value in tree.items()]
         return ("dict", tuple(items))
     if tree is None or isinstance(tree, _CONSTANTS):
         return ("constant", tree)
@@ -124,15 +128,17 @@ def outline(tree: Any, tensors: list[Tensor]) -> Any:
     )
 
 
-def fill(shape: Any, tensors: Iterator[Tensor]) -> Any:
+def fill(shape: Any, tensors: Iterator[Tensor], numbers: Iterator[int] = iter(())) -> Any:
     """The inverse of :func:`outline`."""
     kind = shape[0]
     if kind == "tensor":
         return next(tensors)
+    if kind == "number":
+        return next(numbers)
     if kind == "list":
-        return [fill(value, tensors) for value in shape[1]]
+        return [fill(value, tensors, numbers) for value in shape[1]]
     if kind == "tuple":
-        return tuple([fill(value, tensors) for value in shape[1]])
+        return tuple([fill(value, tensors, numbers) for value in shape[1]])
     if kind == "dict":
-        return {key: fill(value, tensors) for key, value in shape[1]}
+        return {key: fill(value, tensors, numbers) for key, value in shape[1]}
     return shape[1]
