@@ -14,8 +14,9 @@ forward with tensors that have shapes and no memory, in which hooks cast and do 
 
 A graph holds numbers and tensors only. It serves other modules of the same class, so the module
 comes in as a tensor, its *handle*; whole numbers come in beside tensors, since they may differ from
-call to call. Everything else about the place of the call is a constant of the graph. The handle requires grad, and its gradient (zero) makes backward call the operator even for
-a unit whose inputs require none.
+call to call. Everything else about the place of the call is a constant of the graph. The handle
+requires grad, and its gradient (zero) makes backward call the operator even for a unit whose inputs
+require none.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def _call_traced(module: Any, args: Any, kwargs: Any) -> Any:
     handle = module._polyshard_handle
     site = _new_site(handle, arguments, flags, torch.is_grad_enabled())
     outputs = torch.ops.polyshard.call_unit(handle, site, tensors, numbers)
-    return fill(_result_at(site), iter(outputs))
+    return fill(_result_at(site), iter(outputs), iter(()))
 
 
 @constant_in_graphs
@@ -169,9 +170,7 @@ def _result_at(site: int) -> Any:
 
 
 @torch.library.custom_op("polyshard::call_unit", mutates_args=())
-def call_unit(
-    handle: Tensor, site: int, tensors: list[Tensor], numbers: list[int]
-) -> list[Tensor]:
+def call_unit(handle: Tensor, site: int, tensors: list[Tensor], numbers: list[int]) -> list[Tensor]:
     """Call a unit as anybody does; the last tensor is the ticket that backward shows."""
     module, place = registry().module(handle), registry().sites[site]
     with own_autograd(place.is_recorded):
@@ -213,9 +212,7 @@ def _unaliased(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tens
 
 
 @call_unit.register_fake
-def _rehearse(
-    handle: Tensor, site: int, tensors: list[Tensor], numbers: list[int]
-) -> list[Tensor]:
+def _rehearse(handle: Tensor, site: int, tensors: list[Tensor], numbers: list[int]) -> list[Tensor]:
     del handle
     place = registry().sites[site]
     module = place.module()

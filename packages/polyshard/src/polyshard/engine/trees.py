@@ -128,7 +128,7 @@ def outline(tree: Any, tensors: list[Tensor], numbers: list[int] | None = None) 
     )
 
 
-def fill(shape: Any, tensors: Iterator[Tensor], numbers: Iterator[int] = iter(())) -> Any:
+def fill(shape: Any, tensors: Iterator[Tensor], numbers: Iterator[int]) -> Any:
     """The inverse of :func:`outline`."""
     kind = shape[0]
     if kind == "tensor":
