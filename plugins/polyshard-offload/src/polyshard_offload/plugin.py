@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from polyshard import CPUOffloadPolicy, Plugin, grad_norm, hookimpl
-from polyshard.plugins.seams import GroupInfo, local_of
+from polyshard.plugins.seams import GroupInfo, StorageFactory, local_of
 from polyshard_offload.__about__ import __version__
 from polyshard_offload.errors import OffloadError
 from polyshard_offload.observer import WrapWatcher
@@ -23,6 +23,7 @@ from polyshard_offload.optimizer.wrap import Wrapping, check_optimizer, wrap
 from polyshard_offload.report import Memory, measured, notices, predicted
 from polyshard_offload.resources import Resources, TierStorageFactory
 from polyshard_offload.settings import DiskSettings, OffloadSettings, Tier
+from polyshard_offload.shards.device_storage import HoldingStorageFactory
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
@@ -124,11 +125,14 @@ class Offload(Plugin):
         return [steps for steps in every if steps is not None]
 
     @hookimpl
-    def polyshard_shard_storage(self, group: GroupInfo) -> TierStorageFactory | None:
-        """A place for the shard of every group, unless parameters stay on the device."""
+    def polyshard_shard_storage(self, group: GroupInfo) -> StorageFactory | None:
+        """A place for the shard of every group, unless parameters stay on the device.
+
+        There they may still be stepped in backward, for which gradients have to come once.
+        """
         self.tiers.note(group)
         if self.params == "device":
-            return None
+            return HoldingStorageFactory() if self.step_in_backward else None
         return TierStorageFactory(self.tiers, self.notices)
 
     @hookimpl

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +14,11 @@ from polyshard_offload.errors import SettingError
 
 Tier = Literal["device", "host", "disk"]
 TIERS: tuple[str, ...] = get_args(Tier)
-PAGE_BYTES = 4096
-"""Offsets, sizes and addresses of direct I/O are multiples of this many bytes."""
+PAGE_BYTES = max(4096, mmap.ALLOCATIONGRANULARITY)
+"""Offsets, sizes and addresses of direct I/O are multiples of this many bytes.
+
+So are those of mappings, which begin with a page of the kernel: some have pages of 64 KiB.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ from polyshard import fully_shard
 from polyshard.errors import PeerError
 from polyshard_offload import CorruptedError, DiskSettings, Offload, OffloadError, StorageError
 from polyshard_offload.tiers.block_io import Calls
+from polyshard_optimizers.stepping import Twins
 from polyshard_testing import World, ranks
 
 
@@ -210,6 +211,43 @@ def test_a_failed_step_is_not_followed_by_another(tmp_path: Path) -> None:
     ):
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     optimizer.step()
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_an_interrupted_step_is_not_followed_by_another(tmp_path: Path, in_backward: bool) -> None:
+    """An interrupt (of the keyboard, say) leaves as much half done as an error does."""
+    offload, params = on(str(tmp_path), step_in_backward=in_backward), parameters(8)
+    optimizer = offload.wrap(torch.optim.Adam(params))
+
+    def step() -> None:
+        torch.stack([p * p for p in params]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    with pytest.MonkeyPatch.context() as patched:
+        _interrupt(patched, after=1)
+        with pytest.raises(KeyboardInterrupt):
+            step()
+    optimizer.zero_grad()
+    with pytest.raises(OffloadError, match="an earlier step failed half way"):
+        optimizer.step()
+    optimizer.load_state_dict(saved)
+    step()
+
+
+def _interrupt(patched: pytest.MonkeyPatch, after: int) -> None:
+    """Have somebody press Ctrl-C when a step comes to other parts than the first ``after``."""
+    original, seen = Twins.step, []
+
+    def interrupted(self: Twins, *given: Any) -> None:
+        seen.append(self)
+        if len(seen) > after:
+            raise KeyboardInterrupt
+        original(self, *given)
+
+    patched.setattr(Twins, "step", interrupted)
 
 
 def test_a_changed_page_is_found_when_stepping_and_saving(tmp_path: Path) -> None:

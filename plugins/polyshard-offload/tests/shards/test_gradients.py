@@ -189,13 +189,16 @@ def test_norms_of_spent_gradients_are_known(rank: int, size: int, tmp_path: Path
         optimizer.step()
 
 
+@pytest.mark.parametrize("params", ["device", "host", "disk"])
 @ranks(2)
-def test_announced_sums_may_be_stepped_in_backward(rank: int, size: int, tmp_path: Path) -> None:
+def test_announced_sums_may_be_stepped_in_backward(
+    rank: int, size: int, params: Any, tmp_path: Path
+) -> None:
     """Stepping in backward waits for the last micro-batch that is announced."""
     results = []
     for in_backward in (False, True):
         disk = DiskSettings(path=tmp_path)
-        offload = Offload(params="host", optimizer="disk", disk=disk, step_in_backward=in_backward)
+        offload = Offload(params=params, optimizer="disk", disk=disk, step_in_backward=in_backward)
         model: Any = sharded_toy(offload)
         optimizer = offload.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
         for step in range(4):

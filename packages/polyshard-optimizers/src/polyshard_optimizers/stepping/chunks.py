@@ -15,7 +15,7 @@ from polyshard._torch.optimizers import local_of
 from polyshard.errors import UnsupportedError
 from polyshard.memory.addressed import tensor_at
 from polyshard_optimizers.stepping.kept import joined, publish, state_of_run
-from polyshard_optimizers.stepping.members import Member
+from polyshard_optimizers.stepping.members import PLAIN_TYPES, Member
 from polyshard_optimizers.stepping.runs import cut
 from polyshard_optimizers.stepping.twins import Twins
 
@@ -64,8 +64,16 @@ class Chunk:
     views: dict[str, Any] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
 
+    def has_in_place(self, name: str) -> bool:
+        """Whether the tensor ``name`` of the state is a part of the run's memory."""
+        value = self.state[name]
+        return isinstance(value, Tensor) and value is self.views.get(name)
+
     def settle(self) -> bool:
-        """Have the step's results in the run's memory; whether it has a place for all of them."""
+        """Have the step's results in the run's memory; whether it has a place for all of them.
+
+        A new tensor of a class of its own has none: it may hold more than can be copied.
+        """
         if self.state.keys() != self.views.keys():
             return False
         for name, view in self.views.items():
@@ -74,6 +82,8 @@ class Chunk:
                 continue
             if isinstance(value, Tensor) and isinstance(view, Tensor):
                 if value.shape != view.shape or value.dtype != view.dtype:
+                    return False
+                if type(local_of(value)) not in PLAIN_TYPES:
                     return False
                 view.copy_(value)
                 self.state[name] = view
@@ -167,10 +177,15 @@ class Run:
     def publish(self, kind: str, states: Any) -> None:
         """Show each member's part of what chunks have, which has no place in the run yet.
 
+        What has a place is shown already, and stays the same tensor: chunks only look at memory
+        that members' state owns. A run of one step is shown whole, as its user has nothing yet.
+
         Raises:
             UnsupportedError: for state that is not of single elements.
         """
         for name in list(self.chunks[0].state):
+            if not self._is_brief and all(chunk.has_in_place(name) for chunk in self.chunks):
+                continue
             values = [chunk.state.pop(name) for chunk in self.chunks]
             first = values[0]
             if isinstance(first, Tensor) and first.ndim:

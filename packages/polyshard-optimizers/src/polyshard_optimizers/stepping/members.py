@@ -113,8 +113,11 @@ def _parts(parameter: Tensor) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _is_dense(value: Tensor) -> bool:
+    """Whether the memory of ``value`` holds its elements in order, and just as they are."""
     plain = type(value) in PLAIN_TYPES and value.layout is torch.strided
-    return plain and not value.is_meta and value.is_contiguous()
+    if not plain or value.is_meta or value.is_conj() or value.is_neg():
+        return False
+    return value.is_contiguous()
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:

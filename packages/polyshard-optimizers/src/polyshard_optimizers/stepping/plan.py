@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -35,10 +35,13 @@ from polyshard._torch.optimizers import (
 from polyshard_optimizers.stepping.chunks import Mode, Run, batches_of
 from polyshard_optimizers.stepping.keeper import OptimizerKeeper
 from polyshard_optimizers.stepping.kept import Counters, read_scalars
-from polyshard_optimizers.stepping.members import Member, survey
+from polyshard_optimizers.stepping.members import PLAIN_TYPES, Member, survey
 from polyshard_optimizers.stepping.runs import VECTORS_BYTES, Stretch, find_runs
 from polyshard_optimizers.stepping.sealed import Holdings, Seal
 from polyshard_optimizers.stepping.twins import Twins, every_parameter
+
+_PLAIN = frozenset(PLAIN_TYPES)
+_FORM = attrgetter("dtype", "layout")  # mapped over many, it takes less time than loops
 
 
 def make_runs(members: Sequence[Member], optimizer: Optimizer) -> list[Run]:
@@ -125,6 +128,8 @@ class Plan:
         self._specs = [spec_of(p.grad) for p in self._sharded if p.grad is not None]
         self._locals = [m.local for m in sharded]
         self._plain = [m.parameter for m in plain]
+        self._forms = list(map(_FORM, chain(self._locals, self._plain)))
+        self._has_complex = any(dtype.is_complex for dtype, _ in self._forms)
         self._weights = _addresses(chain(self._locals, self._plain))
         self._gradients = [m.gradient_address for m in chain(sharded, plain)]
         places = {id(m): i for i, m in enumerate(chain(sharded, plain))}
@@ -210,12 +215,25 @@ class Plan:
         sharded: list[Any] = gradients_of(self._sharded)
         plain: list[Any] = gradients_of(self._plain)
         try:
-            if not (all(map(is_, specs_of(sharded), self._specs)) and all(map(_is_plain, plain))):
+            if not all(map(is_, specs_of(sharded), self._specs)):
                 return False
+            gradients = [*locals_of(sharded), *plain]
         except AttributeError:  # none, or one of another class
             return False
-        found = _addresses(chain(locals_of(sharded), plain))
+        if not (set(map(type, gradients)) <= _PLAIN and self._are_dense(gradients)):
+            return False
+        found = _addresses(gradients)
         return found == self._gradients or self._follow(found)
+
+    def _are_dense(self, gradients: list[Tensor]) -> bool:
+        """Whether memory of ``gradients`` holds their elements in order, and just as they are."""
+        if list(map(_FORM, gradients)) != self._forms:
+            return False
+        if any(map(Tensor.is_neg, gradients)):
+            return False
+        if self._has_complex and any(map(Tensor.is_conj, gradients)):
+            return False
+        return all(map(Tensor.is_contiguous, gradients))
 
     def _follow(self, addresses: list[int]) -> bool:
         """Go on with gradients that moved, if those of each run did so together."""
@@ -276,7 +294,3 @@ class Plan:
 
 def _addresses(tensors: Iterable[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, tensors))
-
-
-def _is_plain(gradient: Tensor) -> bool:
-    return gradient.layout is torch.strided and gradient.is_contiguous()

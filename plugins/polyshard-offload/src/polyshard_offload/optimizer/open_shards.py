@@ -35,7 +35,7 @@ class OpenShards:
         if storage is None:
             return None
         self._close_current()
-        self._current = (storage, storage.open())
+        self._current = (storage, storage.open(self))
         following = (c.storage for c in chunks[index:] if c.storage not in (None, storage))
         upcoming = next(following, None)
         if upcoming is not None:
@@ -48,7 +48,7 @@ class OpenShards:
         if self._closing is not None:
             self._closing.finish()
         self._closing, self._current = self._current[0], None
-        self._closing.close()
+        self._closing.close(self)
 
     def close(self) -> None:
         """Have everything written.
@@ -63,7 +63,9 @@ class OpenShards:
 
     def abandon(self, storages: Iterable[DiskStorage]) -> None:
         """Let go of what is open without writing it: the way out of an error."""
-        for storage in storages:
+        current = () if self._current is None else (self._current[0],)
+        for storage in {*storages, *current}:
+            storage.drop(self)
             with suppress(Exception):
                 storage.finish()
         self._current = self._closing = None

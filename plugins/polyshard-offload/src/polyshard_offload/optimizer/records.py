@@ -46,7 +46,8 @@ class Entry:
 def entries_of(state: Mapping[str, Any]) -> tuple[Entry, ...]:
     """The tensors of a parameter's state that can move; counters and the like stay.
 
-    What moves is dense, contiguous, and neither 0-dim nor empty on this rank.
+    What moves is dense, contiguous, and neither 0-dim nor empty on this rank. Tensors of other
+    classes stay as well: what they hold (scales, say) is more than their bytes.
     """
     found: list[Entry] = []
     start = 0
@@ -64,7 +65,9 @@ def _moves(value: object) -> bool:
     if not isinstance(value, Tensor) or value.ndim == 0:
         return False
     local = local_of(value)
-    return local.layout is torch.strided and local.numel() > 0 and local.is_contiguous()
+    if type(local) not in (Tensor, torch.nn.Parameter) or local.layout is not torch.strided:
+        return False
+    return local.numel() > 0 and local.is_contiguous()
 
 
 def record_bytes(entries: tuple[Entry, ...]) -> int:

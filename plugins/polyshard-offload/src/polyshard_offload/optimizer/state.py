@@ -83,11 +83,21 @@ class OptimizerState:
         for parameter, index in every:
             chosen = passed < self._settings.fraction * total
             passed += parameter.numel()
+            chosen = chosen and self._rests_beside(parameter)
             slot = self.every_slot.get(id(parameter)) or self._slot(parameter, index, chosen)
             slot.group = index
             self.every_slot[id(parameter)] = slot
             self.slots.append(slot)
         self._chunks = None
+
+    def _rests_beside(self, parameter: Tensor) -> bool:
+        """Whether ``parameter`` is where the tier takes state from and brings it to.
+
+        With parameters off the device that is the host, and what the user has left on an
+        accelerator is stepped there, with its state. On the meta device nobody knows yet.
+        """
+        is_host = local_of(parameter).device.type in ("cpu", "meta")
+        return is_host or self._settings.params == "device"
 
     def _slot(self, parameter: Tensor, index: int, chosen: bool) -> Slot:
         group = self._optimizer.param_groups[index]

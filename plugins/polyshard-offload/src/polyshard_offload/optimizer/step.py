@@ -41,11 +41,11 @@ class StateOffload:
         self.state = OptimizerState(optimizer, stepper, resources)
         self.pipeline = Pipeline(self.state.store, self._device(), self._settings.prefetch + 1)
         self._open_shards = OpenShards()
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
 
     def _device(self) -> torch.device:
-        """Where steps happen: beside the parameters."""
-        slots = self.state.slots
+        """Where steps with streamed state happen: beside the parameters."""
+        slots = [slot for slot in self.state.slots if slot.offloaded]
         return next((local_of(s.parameter).device for s in slots), torch.device("cpu"))
 
     def buffer_bytes(self) -> int:
@@ -117,11 +117,14 @@ class StateOffload:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """A part of a step: what it raises is remembered, told to other ranks, and final."""
+        """A part of a step: what it raises is remembered, told to other ranks, and final.
+
+        That includes what is no ``Exception``: a step that the user interrupts is half done, too.
+        """
         with self._resources.reported("(optimizer)"):
             try:
                 yield
-            except Exception as error:
+            except BaseException as error:
                 self._failure = error
                 self._abandon()
                 raise

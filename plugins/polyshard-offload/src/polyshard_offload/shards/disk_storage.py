@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -22,7 +23,9 @@ from polyshard_offload.tiers.swap_file import SwapFile
 class DiskStorage(TierStorage):
     """A shard in a file. What others see of it is a window (see [Note: windows] of the swap file).
 
-    The optimizer changes it through :meth:`open` and :meth:`close`, in host memory of its own.
+    Optimizers change it through :meth:`open` and :meth:`close`, in host memory of its own. Several
+    that step in backward may have it open at once: they share that memory, which is written once
+    the last of them has closed it.
     """
 
     def __init__(
@@ -45,12 +48,18 @@ class DiskStorage(TierStorage):
         self._opening: Future[None] | None = None
         self._going: Future[None] | None = None
         self._opened: Staging | None = None
+        self._users: WeakSet[object] = WeakSet()
         self._checksums = ParameterChecksums()
         self._window: PrivateWindow | None = None
         self._fresh: Tensor | None = None
 
+    @override
+    def rest(self, shard: Tensor) -> Tensor:
+        self.finish()
+        self._opened = None  # its size and dtype may not be those of what comes
+        return super().rest(shard)
+
     def _keep(self, shard: Tensor) -> Tensor:
-        self._wait_written()
         self._fresh = shard if self._file.verifies else None
         # Gives its place back, unless somebody holds a window on it.
         self._shard, self._window = torch.empty(0, device="cpu"), None
@@ -72,9 +81,12 @@ class DiskStorage(TierStorage):
             self._checksums.hold(parameters, self._shard, None if fresh is None else fresh.cpu())
 
     def holds(self, address: int) -> bool:
-        """Whether ``address`` is in the window."""
+        """Whether ``address`` is in the window.
+
+        A shard on the meta device has none: all tensors there, and empty ones, have address 0.
+        """
         start = self._shard.data_ptr()
-        return start <= address < start + self._shard.nbytes
+        return not self._shard.is_meta and start <= address < start + self._shard.nbytes
 
     # For gathers ------------------------------------------------------------------------------
 
@@ -144,7 +156,9 @@ class DiskStorage(TierStorage):
     # For the optimizer ------------------------------------------------------------------------
 
     def begin_open(self) -> None:
-        """Read the shard into host memory of its own in another thread."""
+        """Read the shard into host memory of its own in another thread, unless it is open."""
+        if self._users:
+            return
         if self._opened is None:
             numel, dtype = self._shard.numel(), self._shard.dtype
             self._opened = Staging(numel, dtype, torch.device("cpu"), self._step_staging)
@@ -152,18 +166,23 @@ class DiskStorage(TierStorage):
             self._opened.in_use()
             self._opening = self._read_later(self._opened)
 
-    def open(self) -> Tensor:
+    def open(self, user: object) -> Tensor:
         """The shard (``[shard_numel]``) in host memory, to be changed until :meth:`close`.
+
+        The file is not read while another ``user`` has the shard open: it is older than what that
+        one has made of the shard.
 
         Raises:
             StorageError: naming the place.
         """
         self.begin_open()
-        opening, self._opening = self._opening, None
-        assert opening is not None
         assert self._opened is not None
-        opening.result()
-        self._verify(self._opened.tensor)
+        if not self._users:
+            opening, self._opening = self._opening, None
+            assert opening is not None
+            opening.result()
+            self._verify(self._opened.tensor)
+        self._users.add(user)
         return self._opened.tensor
 
     def note_stepped(self, local: Tensor, stepped: Tensor) -> None:
@@ -177,14 +196,21 @@ class DiskStorage(TierStorage):
         start = (local.data_ptr() - self._shard.data_ptr()) // local.itemsize
         return opened[start : start + local.numel()].view(local.shape)
 
-    def close(self) -> None:
-        """Write the opened shard behind the caller's back."""
+    def close(self, user: object) -> None:
+        """Write the opened shard behind the caller's back, unless others have it open still."""
+        self.drop(user)
+        if self._users:
+            return
         assert self._opened is not None
         source = raw(self._opened.tensor)
         self._going = self._staging_state.ahead.submit(self._file.write, self._offset, source)
 
+    def drop(self, user: object) -> None:
+        """As :meth:`close`, without writing, if it is open: the way out of an error."""
+        self._users.discard(user)
+
     def finish(self) -> None:
-        """Have everything written and the memory given back.
+        """Have everything written and the memory given back, unless others have it open still.
 
         Raises:
             StorageError: naming the place.
@@ -192,11 +218,15 @@ class DiskStorage(TierStorage):
         try:
             self._wait_written()
         finally:
-            opening, self._opening = self._opening, None
-            if opening is not None:
-                opening.exception()
-            if self._opened is not None:
-                self._opened.release()
+            if not self._users:
+                self._give_back()
+
+    def _give_back(self) -> None:
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            opening.exception()
+        if self._opened is not None:
+            self._opened.release()
 
     def _wait_written(self) -> None:
         going, self._going = self._going, None

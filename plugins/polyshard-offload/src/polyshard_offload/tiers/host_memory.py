@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from polyshard_offload.settings import PAGE_BYTES
+from polyshard_offload.tiers.file_map import FileMap
 
 SLAB_BYTES = 64 << 20
 """Arenas grow by this many bytes, or by one larger request."""
@@ -47,18 +48,19 @@ class Slab:
             )
             start = -(-memory.data_ptr() // PAGE_BYTES) * PAGE_BYTES
             return cls(start, nbytes, memory)
-        return cls.of_map(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        raw = (ctypes.c_uint8 * nbytes).from_buffer(mapped)  # unmapped when this ends
+        return cls(ctypes.addressof(raw), nbytes, raw)
 
     @classmethod
     def of_file(cls, descriptor: int, offset: int, nbytes: int) -> Slab:
         """A shared mapping of whole pages of a file."""
-        return cls.of_map(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED, offset=offset))
+        return cls.of_map(FileMap(descriptor, offset, nbytes))
 
     @classmethod
-    def of_map(cls, mapped: mmap.mmap) -> Slab:
+    def of_map(cls, mapped: FileMap) -> Slab:
         """Memory that is mapped already; it stays so as long as somebody looks at it."""
-        raw = (ctypes.c_uint8 * len(mapped)).from_buffer(mapped)  # unmapped when this ends
-        return cls(ctypes.addressof(raw), len(mapped), raw)
+        return cls(mapped.address, mapped.nbytes, mapped)
 
     def lease(self, start: int, nbytes: int, on_return: Callable[[], None] | None = None) -> Tensor:
         """``[nbytes]`` uint8 from byte ``start`` on. See [Note: leases]."""

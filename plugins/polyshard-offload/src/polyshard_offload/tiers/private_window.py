@@ -23,6 +23,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from polyshard_offload.tiers.file_map import FileMap
 from polyshard_offload.tiers.host_memory import Slab, pages
 
 _PAGE = mmap.PAGESIZE
@@ -38,7 +39,7 @@ class PrivateWindow:
 
     memory: Tensor
     """``[nbytes]`` uint8, whole pages."""
-    _mapped: mmap.mmap
+    _mapped: FileMap
 
     @classmethod
     def of_file(
@@ -50,7 +51,7 @@ class PrivateWindow:
     ) -> PrivateWindow:
         """On a part of a file that begins with a page; ``on_return`` when nobody looks any more."""
         size = pages(nbytes)
-        mapped = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE | _NO_RESERVE, offset=offset)
+        mapped = FileMap(descriptor, offset, size, mmap.MAP_PRIVATE | _NO_RESERVE)
         return cls(Slab.of_map(mapped).lease(0, size, on_return), mapped)
 
     def written(self) -> list[tuple[int, int]]:
@@ -66,7 +67,7 @@ class PrivateWindow:
 
     def give_up(self, start: int, stop: int) -> None:
         """Show the file again, for bytes that have been put there."""
-        self._mapped.madvise(mmap.MADV_DONTNEED, start, stop - start)
+        self._mapped.give_up(start, stop - start)
 
 
 def _page_flags(address: int, nbytes: int) -> Tensor:
